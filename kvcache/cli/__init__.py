@@ -1,0 +1,1 @@
+"""The `kvcache` command; one file a subcommand."""

@@ -1,0 +1,1 @@
+"""Bytes to fewer bytes and back. Knows nothing of tiers."""

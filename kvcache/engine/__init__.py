@@ -1,0 +1,1 @@
+"""The reference engine: model runner, page pool, scheduler, server. Knows no connector."""

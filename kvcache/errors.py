@@ -1,0 +1,35 @@
+"""The errors a caller can act on. Inside the data path nothing is raised: a fault there is a miss and a counter."""
+
+from __future__ import annotations
+
+
+class KVCacheError(Exception):
+    """Base of every error of ours. The text is one line: what was found, what was expected, what to do."""
+
+
+class ConfigError(KVCacheError, ValueError):
+    """A setting makes no sense; names the setting, the value given and what would do."""
+
+
+class LayoutError(KVCacheError, ValueError):
+    """A layout, a shard or a description of pages does not fit together."""
+
+
+class NamespaceError(KVCacheError, ValueError):
+    """A field of a namespace cannot be encoded."""
+
+
+class TokenError(KVCacheError, ValueError):
+    """Token ids that are not unsigned 32-bit integers, or extras that do not fit them."""
+
+
+class ModelError(KVCacheError):
+    """A model's directory or file is not there, is of another kind, or is damaged."""
+
+
+class StoreError(KVCacheError):
+    """A place for records cannot be opened: permission, room, another owner, a damaged or foreign file."""
+
+
+class ClosedError(KVCacheError):
+    """Something was used after it was closed."""

@@ -1,0 +1,1 @@
+"""Who leaves. Knows nothing of bytes and I/O."""

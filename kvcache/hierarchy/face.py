@@ -1,0 +1,153 @@
+"""What callers see of a cache, in their own process or behind a socket: the same names, the same promises.
+
+    cache = kvcache.open("kvcache.toml")
+    ns = cache.namespace(layout, model="SmolLM2", revision=revision)
+    with ns.request(id="42") as r:
+        hit = r.match(prompt)                                   # changes nothing
+        r.admit()                                               # counts the use once, begins to bring blocks near
+        t = r.load(hit.blocks, pages, [page_ids])               # a Transfer
+        t.wait()
+        ...                                                     # the engine computes what t did not bring
+        r.extend(answer)                                        # only new blocks are hashed
+        r.store(pages, [page_ids], first_block=hit.blocks)      # a Transfer
+
+Promises, for every implementation (`tests/contract/test_cache.py` holds them to it):
+
+- A block whose load says DONE has in its pages exactly the bytes that were stored under the same namespace, tokens and
+  extras (after the codec's declared loss). Every other outcome is a miss: the pages of that block are undefined, and
+  so is the rest of the prefix for this request.
+- Nothing here raises for data, devices, deadlines or room. Misuse at the edge (token ids that are none, pages of
+  another shape, a closed cache) raises a KVCacheError and changes nothing.
+- No call waits for I/O. `Transfer.wait` and `flush` do.
+- What a request holds (`admit`, `load`) comes back when it is left, however it is left.
+- A store never blocks for room: what finds none is dropped, tails first, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+from kvcache.block.layout import KVLayout, Shard
+from kvcache.tier.tier import Outcome
+from kvcache.transfer.pages import Pages
+
+PageIds = Sequence[Sequence[int]]
+"""One list a group: the page of each block, in order."""
+
+Extras = Sequence[Sequence[tuple[bytes, bytes]]]
+"""One list a block: (tag, bytes) pairs that are part of its identity beside its tokens (media, an engine's salt)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """The longest usable prefix. `blocks` from the front; `by_tier` counts each at the nearest tier that has it."""
+
+    tokens: int
+    blocks: int
+    by_tier: Mapping[str, int] = field(default_factory=dict)
+    reason: str = ""  # why no more: "" where all full blocks were found
+    pending: bool = False  # tiers are still being asked: match again
+
+
+class Transfer(Protocol):
+    """A load or a store under way."""
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """One a block, readable early: a block counts when it and all before it are DONE."""
+
+    @property
+    def done(self) -> bool: ...
+    @property
+    def blocks(self) -> int:
+        """Blocks from the front that are DONE: what a load brought for certain."""
+
+    def wait(self, timeout_s: float | None = None) -> bool: ...
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
+        """Wait until this layer of every block is in its pages (or known to be missing)."""
+
+    def cancel(self) -> None:
+        """What has not begun does not begin. Pages and buffers are free to change once `done`."""
+
+
+class Request(Protocol):
+    """One prompt on its way through an engine; owns holds. Not for use by several threads at once."""
+
+    id: str
+
+    @property
+    def signatures(self) -> Sequence[bytes]:
+        """32 bytes a full block of the tokens known so far."""
+
+    def match(
+        self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
+    ) -> Hit:
+        """The longest usable prefix of these tokens (any integer buffer or sequence), or of an engine's own digests.
+
+        Called again without arguments it looks again, hashing nothing."""
+
+    def extend(self, token_ids: Any, *, extras: Extras | None = None) -> None:
+        """More tokens behind those of `match`: hashes the blocks that become full."""
+
+    def admit(self) -> None:
+        """The engine will use this prefix: count the use once, hold the blocks, begin to bring them near."""
+
+    def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> Transfer:
+        """Bring blocks `first_block` to `blocks` (excluded) into pages; `page_ids` has one entry for each."""
+
+    def store(self, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> Transfer:
+        """Take full blocks from `first_block` on, one for each page id. The pages must not change until done."""
+
+    def close(self) -> None:
+        """Give everything back; a Transfer under way still ends, and can still be waited for."""
+
+    def __enter__(self) -> Request: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Bound(Protocol):
+    """A cache bound to one namespace."""
+
+    id: bytes
+    layout: KVLayout
+
+    def request(
+        self,
+        id: str | None = None,
+        *,
+        agent: str | None = None,
+        session: str | None = None,
+        ttl_s: float | None = None,
+        deadline_s: float | None = None,
+    ) -> Request: ...
+
+
+class KVCache(Protocol):
+    def namespace(
+        self,
+        layout: KVLayout,
+        *,
+        model: str,
+        revision: str,
+        adapter: str | None = None,
+        tenant: str = "default",
+        cache_salt: str = "",
+        facts: Mapping[str, Any] | None = None,
+        shards: Sequence[Shard] | None = None,
+    ) -> Bound:
+        """Bind to a namespace. `shards`: what this process holds, one a group; all of it where not given."""
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        """Return True when everything stored before is in every tier it is meant for, as durable as that tier is."""
+
+    def stats(self) -> dict[str, Any]: ...
+    def check(self) -> list[str]:
+        """A full audit; one line a fault, none when sound."""
+
+    def close(self) -> None:
+        """Flush, end threads, give back memory. Idempotent."""

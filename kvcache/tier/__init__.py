@@ -1,0 +1,1 @@
+"""Where records live. A tier knows no other tier and no engine."""

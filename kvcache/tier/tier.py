@@ -1,0 +1,179 @@
+"""The contract of a tier: a place that holds records, batch by batch.
+
+    ticket = tier.submit("read", addresses, segments, priority=WAITING, deadline=clock.now() + 0.2)
+    ticket.outcomes        # one a block, readable as they come
+    ticket.wait(0.2)
+
+Promises, for every implementation (`tests/contract/test_tier.py` holds them to it):
+
+- A read that says DONE filled the segments with the record written under that address, and its header, namespace,
+  signature, parent (where both sides know it), lengths and checksums were compared. Anything else leaves the segments
+  undefined and says why.
+- A write that says DONE is visible to reads that start later, and only whole: no read ever sees a part of it.
+  Writing where the same signature is held already says DONE and changes nothing.
+- Nothing is raised for data, devices or deadlines: those are outcomes. Misuse (wrong number of segments, a closed
+  tier) raises.
+- What was submitted ends: DONE, another outcome, or LATE when the deadline passes before it began.
+- All methods may be called from any thread.
+
+Segments belong to the caller, who keeps them unchanged (write) or unread (read) until the block's outcome is there.
+A block's first segment is the record's header area, the rest its payload, in order; see `kvcache/block/record.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal, Protocol
+
+from kvcache.block.address import Address
+
+Op = Literal["read", "write", "contains", "remove"]
+Segments = Sequence[memoryview]
+
+WAITING, AHEAD, BACKGROUND = 0, 1, 2
+"""Priorities: a request waits for it; it was asked for ahead of need; nobody waits."""
+
+
+class Outcome(Enum):
+    """What became of one block. `DONE` is the only one that gives bytes, visibility or presence."""
+
+    PENDING = "pending"
+    DONE = "done"
+    ABSENT = "absent"  # not here
+    DAMAGED = "damaged"  # here, a check failed: a miss, and removed if still the same write
+    FOREIGN = "foreign"  # here, of another version or not interpretable: a miss, left alone
+    NO_ROOM = "no_room"  # a write that found none
+    DROPPED = "dropped"  # a full queue
+    LATE = "late"  # the deadline passed
+    FAILED = "failed"  # the device or the peer said so
+    CANCELLED = "cancelled"
+
+    @property
+    def settled(self) -> bool:
+        return self is not Outcome.PENDING
+
+
+class Ticket:
+    """A batch under way: one outcome a block.
+
+    `on_outcome(i, outcome)` is called once a block, from the thread that settles it, before waiters wake.
+    """
+
+    def __init__(self, count: int, on_outcome: Callable[[int, Outcome], None] | None = None) -> None:
+        self._outcomes = [Outcome.PENDING] * count
+        self._checks: dict[int, str] = {}
+        self._left = count
+        self._changed = threading.Condition()
+        self._on_outcome = on_outcome
+        self.cancelled = False
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        return tuple(self._outcomes)
+
+    @property
+    def checks(self) -> dict[int, str]:
+        """By block, the name of the check that a DAMAGED or FOREIGN record failed, or the error of a FAILED one."""
+        return dict(self._checks)
+
+    @property
+    def done(self) -> bool:
+        return self._left == 0
+
+    def settle(self, i: int, outcome: Outcome, check: str = "") -> None:
+        """Called by the tier, once a block; a second call for a block changes nothing."""
+        with self._changed:
+            if self._outcomes[i].settled:
+                return
+            if check:
+                self._checks[i] = check
+            self._outcomes[i] = outcome
+        if self._on_outcome is not None:
+            self._on_outcome(i, outcome)
+        with self._changed:
+            self._left -= 1
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until every block is settled; False if time ran out first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._left == 0, timeout_s)
+
+    def cancel(self) -> None:
+        """What has not begun ends as CANCELLED; what has begun ends as it ends."""
+        self.cancelled = True
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    records: int
+    used_bytes: int
+    capacity_bytes: int
+
+
+class Tier(Protocol):
+    name: str
+    durable: bool  # what was written and synced is there after a restart
+
+    def submit(
+        self,
+        op: Op,
+        addresses: Sequence[Address],
+        segments: Sequence[Segments] = (),
+        *,
+        priority: int = WAITING,
+        deadline: float | None = None,
+        on_outcome: Callable[[int, Outcome], None] | None = None,
+    ) -> Ticket:
+        """Begin; returns at once. `deadline` in seconds of the port's clock. `segments`: one list a block, for read
+        and write."""
+
+    def read(self, addresses: Sequence[Address], segments: Sequence[Segments]) -> tuple[Outcome, ...]: ...
+    def write(self, addresses: Sequence[Address], segments: Sequence[Segments]) -> tuple[Outcome, ...]: ...
+    def contains(self, addresses: Sequence[Address]) -> tuple[Outcome, ...]: ...
+    def remove(self, addresses: Sequence[Address]) -> tuple[Outcome, ...]: ...
+
+    def room(self, record_bytes: int) -> int:
+        """How many more records of this size (header area and payload) fit now."""
+
+    def siblings(self, address: Address) -> list[Address]:
+        """The records that share a piece of memory or disk with this one: all must go before another size can use it."""
+
+    def scan(self) -> Iterator[Address]:
+        """What is here, heads before tails where the tier can tell; for a tier that outlives the process."""
+
+    def sync(self) -> None:
+        """Return when every write that said DONE is as durable as the tier makes it."""
+
+    def usage(self) -> Usage: ...
+
+    def check(self) -> list[str]:
+        """A full audit; one line a fault, none when sound."""
+
+    def close(self) -> None: ...
+
+
+class Waits:
+    """The four waiting verbs over `submit`, for implementations to inherit."""
+
+    submit: Callable[..., Ticket]
+
+    def _wait(self, op: Op, addresses: Sequence[Address], segments: Sequence[Segments] = ()) -> tuple[Outcome, ...]:
+        ticket = self.submit(op, addresses, segments)
+        ticket.wait()
+        return ticket.outcomes
+
+    def read(self, addresses: Sequence[Address], segments: Sequence[Segments]) -> tuple[Outcome, ...]:
+        return self._wait("read", addresses, segments)
+
+    def write(self, addresses: Sequence[Address], segments: Sequence[Segments]) -> tuple[Outcome, ...]:
+        return self._wait("write", addresses, segments)
+
+    def contains(self, addresses: Sequence[Address]) -> tuple[Outcome, ...]:
+        return self._wait("contains", addresses)
+
+    def remove(self, addresses: Sequence[Address]) -> tuple[Outcome, ...]:
+        return self._wait("remove", addresses)

@@ -1,0 +1,1 @@
+"""Pages to block bytes and back. Knows nothing of keys and tiers."""
