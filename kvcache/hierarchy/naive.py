@@ -1,0 +1,156 @@
+"""The cache as a dict of bytes: no tiers, no threads, no limit. It proves the face and is the model of its tests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from kvcache.block.address import KEY_BYTES
+from kvcache.block.key import Chain
+from kvcache.block.layout import KVLayout, Shard
+from kvcache.block.namespace import Namespace
+from kvcache.hierarchy.edge import check_transfer
+from kvcache.hierarchy.face import Extras, Hit, PageIds
+from kvcache.hierarchy.prefix import usable, wanted
+from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.tier.tier import Outcome
+from kvcache.transfer.cpu import PlainCopier
+from kvcache.transfer.pages import Pages
+
+Name = tuple[bytes, int, Shard]
+
+
+class NaiveCache:
+    def __init__(self) -> None:
+        self.blocks: dict[Name, bytes] = {}
+
+    def namespace(
+        self,
+        layout: KVLayout,
+        *,
+        model: str,
+        revision: str,
+        adapter: str | None = None,
+        tenant: str = "default",
+        cache_salt: str = "",
+        facts: Mapping[str, Any] | None = None,
+        shards: Sequence[Shard] | None = None,
+    ) -> NaiveBound:
+        namespace = Namespace(
+            layout,
+            model=model,
+            revision=revision,
+            adapter=adapter,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            facts=facts or {},
+        )
+        return NaiveBound(self, namespace, tuple(shards or layout.whole))
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        return True
+
+    def stats(self) -> dict[str, Any]:
+        return {"tiers": {"host": {"records": len(self.blocks)}}}
+
+    def check(self) -> list[str]:
+        return []
+
+    def close(self) -> None:
+        self.blocks.clear()
+
+
+class NaiveBound:
+    _ids = itertools.count()
+
+    def __init__(self, cache: NaiveCache, namespace: Namespace, shards: tuple[Shard, ...]) -> None:
+        self.cache, self.id, self.layout, self.shards = cache, namespace.id, namespace.layout, shards
+
+    def request(
+        self,
+        id: str | None = None,
+        *,
+        agent: str | None = None,
+        session: str | None = None,
+        ttl_s: float | None = None,
+        deadline_s: float | None = None,
+    ) -> NaiveRequest:
+        return NaiveRequest(self, id or str(next(self._ids)))
+
+
+class NaiveRequest:
+    def __init__(self, bound: NaiveBound, id: str) -> None:
+        self.id, self._bound, self._copier = id, bound, PlainCopier()
+        self._chain = Chain(bound.id, bound.layout.block_tokens)
+
+    @property
+    def signatures(self) -> Sequence[bytes]:
+        return self._chain.signatures
+
+    def _name(self, block: int, group: int) -> Name:
+        return self.signatures[block][:KEY_BYTES], group, self._bound.shards[group]
+
+    def match(
+        self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
+    ) -> Hit:
+        layout = self._bound.layout
+        if digests is not None:
+            self._chain = Chain.from_digests(self._bound.id, digests, layout.block_tokens)
+        elif token_ids is not None:
+            self._chain = Chain(self._bound.id, layout.block_tokens)
+            self._chain.extend(token_ids, extras)
+        here = self._bound.cache.blocks
+        count = len(self.signatures)
+        found = usable(layout, [[self._name(i, g) in here for i in range(count)] for g in range(len(layout.groups))])
+        return Hit(
+            tokens=found * layout.block_tokens,
+            blocks=found,
+            by_tier={"host": found} if found else {},
+            reason="" if found == count else "cold",
+        )
+
+    def extend(self, token_ids: Any, *, extras: Extras | None = None) -> None:
+        self._chain.extend(token_ids, extras)
+
+    def admit(self) -> None:
+        pass
+
+    def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
+        check_transfer(self._bound.layout, pages, page_ids, first_block, blocks, len(self.signatures))
+        transfer = BlockTransfer(blocks - first_block)
+        needs = wanted(self._bound.layout, blocks)
+        for i in range(first_block, blocks):
+            for group, there in enumerate(pages):
+                if i in needs[group]:
+                    payload = self._bound.cache.blocks.get(self._name(i, group))
+                    if payload is None:
+                        transfer.settle_rest(i - first_block, Outcome.ABSENT)
+                        return transfer
+                    self._copier.scatter(there, [page_ids[group][i - first_block]], [memoryview(payload)])
+            transfer.settle(i - first_block, Outcome.DONE)
+        return transfer
+
+    def store(self, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
+        count = len(page_ids[0]) if page_ids else 0
+        check_transfer(self._bound.layout, pages, page_ids, first_block, first_block + count, len(self.signatures))
+        transfer = BlockTransfer(count)
+        for i in range(count):
+            for group, there in enumerate(pages):
+                payload = bytearray(there.block_bytes)
+                self._copier.gather(there, [page_ids[group][i]], [memoryview(payload)])
+                self._bound.cache.blocks.setdefault(self._name(first_block + i, group), bytes(payload))
+            transfer.settle(i, Outcome.DONE)
+        return transfer
+
+    def close(self) -> None:
+        pass
+
+    def __enter__(self) -> NaiveRequest:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
