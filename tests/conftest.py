@@ -1,0 +1,34 @@
+"""What every test shares: the `--long` option, Hypothesis profiles, and an environment without our variables."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# A developer's own settings must not decide what the tests see. KVCACHE_DIR stays: converted models are kept there.
+for _name in [name for name in os.environ if name.startswith("KVCACHE_") and name != "KVCACHE_DIR"]:
+    del os.environ[_name]
+
+# The default run finds the same things each time; a long one looks elsewhere each time.
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("long", deadline=None, max_examples=1000, print_blob=True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", default=False, help="long campaigns: minutes to hours")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("long" if config.getoption("--long") else "default")
+    if config.getoption("--long"):
+        config.option.timeout = config.option.timeout or 7200
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not Path("/dev/nvidiactl").exists():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU on this machine"))
