@@ -1,0 +1,193 @@
+"""From token ids to signatures: the SHA-256 chain of `docs/spec/key.md`.
+
+    signature of a block = SHA-256(parent's 32 bytes, token ids as little-endian uint32, extras)
+
+The parent of the first block is the namespace id; the key of a block is the first 16 bytes of its signature.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from hashlib import sha256
+from operator import index
+from struct import pack
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import TokenError
+
+SIGNATURE_BYTES = 32
+MIN_DIGEST_BYTES = 16
+_MAX_ID = 0xFFFF_FFFF
+
+BlockExtras = Sequence[tuple[bytes, bytes]]
+"""(tag, data) pairs that are part of one block's identity beside its tokens, in the order in which they are hashed."""
+
+
+class Chain:
+    """The signatures of a growing sequence of tokens. Hashes a block once, when it is full; keeps the tail's tokens.
+
+    `parents` and signatures are raw bytes, 32 long. Not for use by several threads at once.
+    """
+
+    def __init__(self, namespace_id: bytes, block_tokens: int) -> None:
+        if len(namespace_id) != SIGNATURE_BYTES:
+            raise TokenError(f"a namespace id of {len(namespace_id)} bytes: expected {SIGNATURE_BYTES}")
+        if block_tokens < 1:
+            raise TokenError(f"block_tokens = {block_tokens}: expected at least 1")
+        self.namespace_id = bytes(namespace_id)
+        self.block_tokens = block_tokens
+        self._signatures: list[bytes] = []
+        self._tail = np.empty(0, np.uint32)
+        self._tail_extras = b""
+        self._from_digests = False
+
+    @classmethod
+    def from_digests(cls, namespace_id: bytes, digests: Sequence[bytes], block_tokens: int) -> Chain:
+        """Bind an engine's own digests, one a full block, to the namespace; such a chain cannot be extended.
+
+        Each digest must be at least 16 bytes of a cryptographic hash over the whole prefix, and the namespace's
+        `facts` must name where it comes from: an engine's digest and our token ids must never share a namespace.
+        """
+        chain = cls(namespace_id, block_tokens)
+        for i, digest in enumerate(digests):
+            if not isinstance(digest, bytes) or len(digest) < MIN_DIGEST_BYTES:
+                found = f"{type(digest).__name__} of length {len(digest)}"
+                raise TokenError(f"digest {i} is {found}: expected at least {MIN_DIGEST_BYTES} raw bytes")
+        chain._signatures = [sha256(chain.namespace_id + digest).digest() for digest in digests]
+        chain._from_digests = True
+        return chain
+
+    @property
+    def signatures(self) -> Sequence[bytes]:
+        """One for each full block. The chain's own list: read it, leave it."""
+        return self._signatures
+
+    @property
+    def tokens(self) -> int:
+        """Tokens so far, those of the tail included."""
+        return len(self._signatures) * self.block_tokens + len(self._tail)
+
+    def parents(self, block: int) -> bytes:
+        """The signature of the block before; for block 0 the namespace id."""
+        return self._signatures[block - 1] if block else self.namespace_id
+
+    def extend(self, token_ids: Any, extras: Sequence[BlockExtras] | None = None) -> int:
+        """Append tokens; the number of blocks that became full. TokenError leaves the chain as it was.
+
+        `extras[i]` belongs to the i-th block that receives tokens in this call, counted from the one that takes the
+        first of them; what is not given is empty. A block filled by several calls has the extras of all of them, in
+        the order of the calls.
+        """
+        if self._from_digests:
+            raise TokenError("a chain of digests cannot be extended by token ids; make a new one from all digests")
+        ids = tokens(token_ids)
+        touched = -(-(len(self._tail) + len(ids)) // self.block_tokens) if len(ids) else 0
+        encoded = None
+        if extras is not None:
+            if len(extras) > touched:
+                raise TokenError(f"extras for {len(extras)} blocks: these {len(ids)} tokens reach {touched}")
+            encoded = [encode_extras(pairs) for pairs in extras]
+        if not touched:
+            return 0
+        if encoded or self._tail_extras:
+            encoded = (encoded or []) + [b""] * (touched - len(encoded or []))
+            encoded[0] = self._tail_extras + encoded[0]
+        if len(self._tail):
+            ids = np.concatenate((self._tail, ids))
+        full = len(ids) // self.block_tokens
+        hashed = full * self.block_tokens
+        if full:
+            parent = self.parents(len(self._signatures))
+            packed = digest_chain(parent, ids[:hashed], self.block_tokens, encoded[:full] if encoded else None)
+            self._signatures += [packed[i : i + SIGNATURE_BYTES] for i in range(0, len(packed), SIGNATURE_BYTES)]
+        self._tail = ids[hashed:].copy()  # the caller may reuse its buffer
+        self._tail_extras = encoded[full] if encoded and len(encoded) > full else b""
+        return full
+
+
+def tokens(token_ids: Any) -> NDArray[np.uint32]:
+    """Token ids as a one-dimensional, contiguous uint32 array; no copy where they are one already.
+
+    Takes sequences of integers and integer buffers: numpy arrays, torch tensors on the CPU, `array.array`,
+    memoryviews. TokenError for anything else, with the position and the value of the first id that is none.
+    """
+    if isinstance(token_ids, (str, bytes, bytearray)):
+        raise TokenError(f"token ids given as {type(token_ids).__name__}: expected integers; decode them first")
+    if isinstance(token_ids, Sequence) and not isinstance(token_ids, (memoryview, array)):
+        return _from_sequence(token_ids)
+    try:
+        ids = np.asarray(token_ids)
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor on a device, of a type that numpy has not
+        raise TokenError(f"token ids that cannot be read as an array ({error}); copy them to the CPU first") from None
+    if ids.ndim != 1:
+        raise TokenError(f"token ids of {ids.ndim} dimensions ({type(token_ids).__name__}): expected one sequence")
+    if ids.dtype.kind not in "iu":
+        first = f"; position 0 holds {ids[0]!r}" if len(ids) else ""
+        raise TokenError(f"token ids of type {ids.dtype}: expected integers{first}")
+    if len(ids) and (ids.dtype.kind == "i" or ids.dtype.itemsize > 4):
+        wrong = (ids < 0) | (ids > _MAX_ID)
+        if wrong.any():
+            raise _bad(int(wrong.argmax()), ids[int(wrong.argmax())])
+    return np.ascontiguousarray(ids, dtype="<u4")
+
+
+def encode_extras(extras: BlockExtras) -> bytes:
+    """The extras of one block as they are hashed; nothing for none."""
+    parts = []
+    for tag, data in extras:
+        if not (isinstance(tag, bytes) and 1 <= len(tag) <= 0xFF):
+            raise TokenError(f"extra with the tag {tag!r}: expected 1 to 255 bytes")
+        if not (isinstance(data, bytes) and len(data) <= _MAX_ID):
+            raise TokenError(f"extra {tag!r} with data of type {type(data).__name__}: expected bytes, below 4 GiB")
+        parts += [bytes((len(tag),)), tag, pack("<I", len(data)), data]
+    return b"".join(parts)
+
+
+def plain_digest_chain(
+    parent: bytes, tokens: NDArray[np.uint32], block_tokens: int, extras: list[bytes] | None
+) -> bytes:
+    """The signatures of `len(tokens) // block_tokens` blocks, one behind the other. Twin of the native function."""
+    view = memoryview(tokens.tobytes())
+    size = 4 * block_tokens
+    signatures = []
+    for i in range(len(view) // size):
+        block = sha256(parent)
+        block.update(view[i * size : (i + 1) * size])
+        if extras is not None:
+            block.update(extras[i])
+        parent = block.digest()
+        signatures.append(parent)
+    return b"".join(signatures)
+
+
+try:
+    from kvcache._native import digest_chain
+except ImportError:  # nothing was compiled
+    digest_chain = plain_digest_chain
+
+
+def _from_sequence(ids: Sequence[Any]) -> NDArray[np.uint32]:
+    if type(ids) is range or bool not in set(map(type, ids)):
+        try:
+            return np.asarray(array("I", ids)).astype("<u4", copy=False)
+        except (TypeError, ValueError, OverflowError):
+            pass  # found and named below
+    for i, value in enumerate(ids):
+        if isinstance(value, (bool, np.bool_)) or not _is_id(value):
+            raise _bad(i, value)
+    raise TokenError(f"token ids in a {type(ids).__name__} that cannot be read; give a list")
+
+
+def _is_id(value: Any) -> bool:
+    try:
+        return 0 <= index(value) <= _MAX_ID
+    except (TypeError, ValueError):
+        return False
+
+
+def _bad(position: int, value: Any) -> TokenError:
+    return TokenError(f"position {position} holds {value!r}: expected an integer from 0 to {_MAX_ID}")

@@ -1,0 +1,309 @@
+"""The one encoding of a block: a header, then its payload. Byte by byte in `docs/spec/record.md`.
+
+    seal          fill in the header of a payload that lies in place
+    read_header   parse a header, trusting nothing
+    verify        is this the record of that address, whole and unchanged?
+
+A record stands in one of two forms: padded (host slots, NVMe), where header and payload fill multiples of 4,096 bytes
+that the decoded size fixes, or cut, where each has exactly its used length. The bytes that carry meaning are the same.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from struct import Struct
+from typing import Any
+
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from kvcache.block.address import Address
+from kvcache.block.layout import Shard
+from kvcache.errors import KVCacheError, LayoutError
+
+MAGIC = b"KVCR"
+VERSION = 1
+ALIGNMENT = 4096
+CHUNK_BYTES = 256 << 10
+FIXED_BYTES = 136
+
+PARENT, CHUNK_SUMS, TOKEN_IDS, EXTRAS, KEYED_DIGEST, COST, EXPIRY = range(1, 8)
+ENCRYPTION = 0x8008
+MUST_KNOW = 0x8000
+"""Bit of a field's tag: a reader that does not know the field cannot use the record."""
+
+_FIXED = Struct("<4sHH8s8s32s32sQQQQII")
+_SUM = Struct("<Q")
+_FIELD = Struct("<HI")
+
+Payload = memoryview | Sequence[memoryview]
+"""The bytes as stored, in one piece or several; what lies behind the stored length is padding and is ignored."""
+
+
+class RecordError(KVCacheError):
+    """Bytes that are not the record asked for.
+
+    `check` names the first check that failed: short, magic, version, header_sum, field, namespace, address, signature,
+    parent, length, codec, payload_sum. `foreign`: this reader cannot interpret the record, so it is left alone.
+    """
+
+    def __init__(self, check: str, text: str, *, foreign: bool = False) -> None:
+        super().__init__(text)
+        self.check = check
+        self.foreign = foreign
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a header says. `fields` by tag, as raw bytes; `header_bytes` is the used length."""
+
+    address: Address
+    codec: str
+    stored_bytes: int
+    decoded_bytes: int
+    write_id: int
+    payload_sum: int
+    fields: Mapping[int, bytes]
+    header_bytes: int
+
+    @property
+    def chunk_sums(self) -> bytes:
+        """XXH3-64 of each 256 KiB of the stored bytes, little-endian uint64: a part can be checked alone."""
+        return self.fields[CHUNK_SUMS]
+
+
+def header_area(payload_bytes: int) -> int:
+    """Bytes before the payload in the padded form, for a decoded payload of this size."""
+    return _pad(512 + _SUM.size * _chunks(payload_bytes))
+
+
+def record_bytes(payload_bytes: int) -> int:
+    """Bytes of a whole record in the padded form."""
+    return header_area(payload_bytes) + _pad(payload_bytes)
+
+
+def new_write_id() -> int:
+    """64 random bits: tells one write of an address from the next."""
+    return secrets.randbits(64)
+
+
+def seal(
+    header: memoryview,
+    payload: Payload,
+    address: Address,
+    *,
+    stored_bytes: int,
+    decoded_bytes: int | None = None,
+    codec: str = "raw",
+    write_id: int | None = None,
+    fields: Mapping[int, bytes] | None = None,
+) -> int:
+    """Write the header of a payload; the used length. The rest of `header` becomes zero.
+
+    `decoded_bytes` is `stored_bytes` and `write_id` a new one where not given. Parent and chunk sums are added from
+    address and payload. May-skip fields that find no room in `header` are left out, higher tags first; RecordError
+    where a must-know field or the chunk sums find none, or the payload is shorter than `stored_bytes`.
+    """
+    area = header.cast("B")
+    sums = chunk_sums(payload, stored_bytes)
+    wanted = {**(fields or {}), CHUNK_SUMS: sums}
+    if address.parent:
+        wanted[PARENT] = address.parent
+    packed = _pack_fields(wanted, len(area) - FIXED_BYTES)
+    fixed = _FIXED.pack(
+        MAGIC,
+        VERSION,
+        address.group,
+        address.shard.pack(),
+        _pack_codec(codec),
+        address.namespace,
+        address.signature,
+        stored_bytes,
+        stored_bytes if decoded_bytes is None else decoded_bytes,
+        new_write_id() if write_id is None else write_id,
+        xxh3_64_intdigest(sums),
+        len(packed),
+        0,
+    )
+    used = FIXED_BYTES + len(packed)
+    area[:used] = fixed + _SUM.pack(_header_sum(fixed, packed)) + packed
+    area[used:] = bytes(len(area) - used)
+    return used
+
+
+def read_header(buf: Any) -> Header:
+    """The header at the start of a bytes-like object. RecordError for anything but a whole, sound one."""
+    view = memoryview(buf).cast("B")
+    if view[:4] != MAGIC[: len(view)]:
+        raise RecordError("magic", f"magic {bytes(view[:4])!r}: expected {MAGIC!r}")
+    if len(view) < FIXED_BYTES:
+        raise RecordError("short", f"a header of {len(view)} bytes: expected at least {FIXED_BYTES}")
+    fixed = bytes(view[: _FIXED.size])  # copied once: what is checked is what is parsed, whoever writes meanwhile
+    (_, version, group, shard, codec, namespace, signature, stored, decoded, write_id, payload_sum, size, reserved) = (
+        _FIXED.unpack(fixed)
+    )
+    if version != VERSION:
+        raise RecordError("version", f"version {version}: this reader knows {VERSION}", foreign=True)
+    if size > len(view) - FIXED_BYTES:
+        raise RecordError("short", f"fields of {size} bytes: {len(view) - FIXED_BYTES} are there")
+    packed = bytes(view[FIXED_BYTES : FIXED_BYTES + size])
+    if _SUM.unpack_from(view, _FIXED.size)[0] != _header_sum(fixed, packed):
+        raise RecordError("header_sum", "the header's checksum does not match its bytes")
+    if reserved:
+        raise RecordError("field", f"reserved bytes hold {reserved}: expected zero")
+    fields = _unpack_fields(packed)
+    if len(fields.get(CHUNK_SUMS, b"-")) != _SUM.size * _chunks(stored):
+        raise RecordError("field", f"chunk sums are missing or do not fit {stored} stored bytes")
+    if xxh3_64_intdigest(fields[CHUNK_SUMS]) != payload_sum:
+        raise RecordError("field", "the payload's checksum is not that of the chunk sums")
+    parent = fields.get(PARENT, b"")
+    if len(parent) not in (0, 32):
+        raise RecordError("field", f"a parent of {len(parent)} bytes: expected 32")
+    try:
+        address = Address(namespace, signature, parent, group, Shard.unpack(shard))
+    except LayoutError as error:
+        raise RecordError("address", str(error)) from None
+    return Header(
+        address=address,
+        codec=_unpack_codec(codec),
+        stored_bytes=stored,
+        decoded_bytes=decoded,
+        write_id=write_id,
+        payload_sum=payload_sum,
+        fields=fields,
+        header_bytes=FIXED_BYTES + size,
+    )
+
+
+def verify(
+    header_buf: Any,
+    payload: Payload,
+    address: Address,
+    *,
+    decoded_bytes: int | None = None,
+    codecs: Collection[str] | None = None,
+) -> Header:
+    """The header, where this is the record of `address` and its payload is what was sealed; else RecordError.
+
+    Parents are compared where both sides have one. `decoded_bytes`: the size that the reader will decode to, `codecs`:
+    those that it has; neither is checked where not given.
+    """
+    header = read_header(header_buf)
+    found = header.address
+    if found.namespace != address.namespace:
+        raise RecordError("namespace", f"namespace {found.namespace.hex()}: expected {address.namespace.hex()}")
+    if found.name != address.name:
+        raise RecordError("address", f"address {found.name.hex()}: expected {address.name.hex()}")
+    if found.signature != address.signature:
+        raise RecordError("signature", f"signature {found.signature.hex()}: expected {address.signature.hex()}")
+    if found.parent and address.parent and found.parent != address.parent:
+        raise RecordError("parent", f"parent {found.parent.hex()}: expected {address.parent.hex()}")
+    if decoded_bytes is not None and header.decoded_bytes != decoded_bytes:
+        raise RecordError("length", f"{header.decoded_bytes} decoded bytes: expected {decoded_bytes}")
+    if codecs is not None and header.codec not in codecs:
+        raise RecordError("codec", f"codec {header.codec!r}: this reader has {', '.join(codecs)}", foreign=True)
+    if chunk_sums(payload, header.stored_bytes) != header.chunk_sums:
+        raise RecordError("payload_sum", "the payload's checksum does not match its bytes")
+    return header
+
+
+def chunk_sums(payload: Payload, stored_bytes: int) -> bytes:
+    """XXH3-64 of each 256 KiB of the first `stored_bytes` bytes; RecordError where there are fewer."""
+    pieces = [payload] if isinstance(payload, memoryview) else payload
+    pieces = [piece.cast("B") for piece in pieces]
+    there = sum(map(len, pieces))
+    if there < stored_bytes:
+        raise RecordError("length", f"{stored_bytes} stored bytes: {there} are there")
+    sums, left = [], CHUNK_BYTES
+    state = xxh3_64()
+    for part in _parts(pieces, stored_bytes):
+        state.update(part)
+        left -= len(part)
+        if not left:
+            sums.append(state.intdigest())
+            state.reset()
+            left = CHUNK_BYTES
+    if left < CHUNK_BYTES:
+        sums.append(state.intdigest())
+    return b"".join(map(_SUM.pack, sums))
+
+
+def _parts(pieces: Sequence[memoryview], total: int) -> Iterator[memoryview]:
+    """The first `total` bytes, cut where a piece or a chunk ends."""
+    done = 0
+    for piece in pieces:
+        at = 0
+        while at < len(piece) and done < total:
+            step = min(len(piece) - at, total - done, CHUNK_BYTES - done % CHUNK_BYTES)
+            yield piece[at : at + step]
+            at += step
+            done += step
+
+
+def _pack_fields(fields: Mapping[int, bytes], room: int) -> bytes:
+    """Fields in ascending order of tag: those that a reader must have, then as many others as fit."""
+    sizes = {tag: _FIELD.size + len(body) for tag, body in fields.items()}
+    kept = [tag for tag in fields if tag == CHUNK_SUMS or tag & MUST_KNOW]
+    room -= sum(sizes[tag] for tag in kept)
+    if not all(0 < tag <= 0xFFFF for tag in fields):
+        raise RecordError("field", f"tags {sorted(fields)}: expected 1 to {0xFFFF}")
+    if room < 0:
+        raise RecordError("short", f"a header area {-room} bytes too small for the fields that it must hold")
+    for tag in sorted(fields.keys() - kept):
+        if sizes[tag] <= room:
+            kept.append(tag)
+            room -= sizes[tag]
+    return b"".join(_FIELD.pack(tag, len(fields[tag])) + fields[tag] for tag in sorted(kept))
+
+
+def _unpack_fields(packed: bytes) -> dict[int, bytes]:
+    fields: dict[int, bytes] = {}
+    at, last = 0, -1
+    while at < len(packed):
+        if at + _FIELD.size > len(packed):
+            raise RecordError("field", f"{len(packed) - at} bytes behind the last field")
+        tag, size = _FIELD.unpack_from(packed, at)
+        at += _FIELD.size
+        if size > len(packed) - at:
+            raise RecordError("field", f"field {tag:#06x} of {size} bytes: {len(packed) - at} are there")
+        if tag <= last:
+            raise RecordError("field", f"field {tag:#06x} behind {last:#06x}: expected ascending tags, each once")
+        if tag & MUST_KNOW:
+            raise RecordError("field", f"field {tag:#06x}: this reader does not know it, and must", foreign=True)
+        fields[tag] = packed[at : at + size]
+        at += size
+        last = tag
+    return fields
+
+
+def _pack_codec(codec: str) -> bytes:
+    name = codec.encode(errors="replace")
+    if not (_is_codec(name) and codec.isascii()):
+        raise RecordError("codec", f"codec {codec!r}: expected 1 to 8 printable ASCII characters")
+    return name
+
+
+def _unpack_codec(padded: bytes) -> str:
+    name = padded.rstrip(b"\0")
+    if not _is_codec(name):
+        raise RecordError("codec", f"codec {padded!r}: expected 1 to 8 printable ASCII characters", foreign=True)
+    return name.decode("ascii")
+
+
+def _is_codec(name: bytes) -> bool:
+    return 1 <= len(name) <= 8 and all(0x20 < byte < 0x7F for byte in name)
+
+
+def _header_sum(fixed: bytes, fields: bytes) -> int:
+    state = xxh3_64(fixed)
+    state.update(fields)
+    return state.intdigest()
+
+
+def _chunks(size: int) -> int:
+    return -(-size // CHUNK_BYTES)
+
+
+def _pad(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
