@@ -1,0 +1,21 @@
+// The digest chain of a prompt: signature[i] = SHA-256(signature[i - 1], token ids of block i, extra bytes of block i).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "sha256.h"
+
+namespace kvcache {
+
+struct Bytes {
+    const std::uint8_t* data;
+    std::size_t length;
+};
+
+// Writes `blocks` signatures of 32 bytes to `out`, which must not overlap the inputs. `parent` is the signature before
+// the first block; tokens are little-endian uint32, `block_tokens` a block; `extras` is one a block, or null for none.
+void digest_chain(Sha256 sha256, const std::uint8_t* parent, const std::uint8_t* tokens, std::size_t block_tokens,
+                  const Bytes* extras, std::size_t blocks, std::uint8_t* out);
+
+}  // namespace kvcache

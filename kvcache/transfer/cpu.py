@@ -1,0 +1,149 @@
+"""Copies on the processor: pages that lie in this process's memory.
+
+`CpuCopier` calls the compiled core; `PlainCopier` is its twin in numpy: the reference of the tests, and what works
+where nothing was compiled. Both copy within the call, so what they return is done. A page that stands twice in one
+scatter, or pages that overlap buffers, have no defined result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache import native
+from kvcache.block.layout import DTYPE_BYTES
+from kvcache.errors import ConfigError, LayoutError
+from kvcache.transfer.pages import GroupPages
+
+Five = tuple[int, int, int, int, int]
+"""One number for each of layer, K or V, token, head, element."""
+
+
+class Done:
+    """A copy that was over when it was returned."""
+
+    done = True
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """A block as five axes, whatever its kind; steps in bytes. A kind without an axis has one index of it.
+
+    `page` has no steps for layer, K and V: the pages' `bases` say where those are.
+    """
+
+    extents: Five
+    item_bytes: int
+    page: Five
+    payload: Five
+
+    @classmethod
+    def of(cls, pages: GroupPages) -> Axes:
+        group, shard = pages.layout.groups[pages.group], pages.shard
+        if group.kind == "opaque":
+            layer_bytes = pages.block_bytes // shard.layers
+            return cls((shard.layers, 1, 1, 1, layer_bytes), 1, (0, 0, 0, 0, 1), (layer_bytes, 0, 0, 0, 1))
+        item = DTYPE_BYTES[group.dtype]
+        step = pages.layout.strides(shard, group=pages.group)
+        tokens = pages.layout.block_tokens
+        page = (0, 0, pages.token_stride, pages.head_stride, item)
+        if group.kind == "mla":
+            extents = (shard.layers, 1, tokens, 1, group.head_dim)
+            return cls(extents, item, page, (step["layer"], 0, step["token"], 0, step["latent"]))
+        extents = (shard.layers, 2, tokens, shard.heads, group.head_dim)
+        return cls(extents, item, page, (step["layer"], step["kv"], step["token"], step["head"], step["dim"]))
+
+
+class PlainCopier:
+    """Block by block and layer by layer, in numpy."""
+
+    def gather(self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview]) -> Done:
+        _check(pages, page_ids, buffers, writable=True)
+        for page, payload in _pairs(pages, page_ids, buffers):
+            payload[...] = page
+        return Done()
+
+    def scatter(self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview]) -> Done:
+        _check(pages, page_ids, buffers, writable=False)
+        for page, payload in _pairs(pages, page_ids, buffers):
+            page[...] = payload
+        return Done()
+
+
+class CpuCopier:
+    """On as many as `threads` threads, the caller's among them, without the interpreter lock."""
+
+    def __init__(self, threads: int = 2) -> None:
+        if threads < 1:
+            raise ConfigError(f"threads = {threads}: expected at least 1")
+        self.threads = threads
+
+    def gather(self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview]) -> Done:
+        if not native.available():
+            return PlainCopier().gather(pages, page_ids, buffers)
+        _check(pages, page_ids, buffers, writable=True)
+        native.core.gather(*_described(pages), np.asarray(page_ids, np.int64), buffers, self.threads)
+        return Done()
+
+    def scatter(self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview]) -> Done:
+        if not native.available():
+            return PlainCopier().scatter(pages, page_ids, buffers)
+        _check(pages, page_ids, buffers, writable=False)
+        native.core.scatter(*_described(pages), np.asarray(page_ids, np.int64), buffers, self.threads)
+        return Done()
+
+
+def _check(pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview], *, writable: bool) -> None:
+    """Raise LayoutError before anything is touched."""
+    if not pages.device.startswith("cpu"):
+        raise LayoutError(f"pages on {pages.device}: expected cpu; use the copier of that device")
+    if len(page_ids) != len(buffers):
+        raise LayoutError(f"{len(buffers)} buffers for {len(page_ids)} pages: expected one each")
+    pages.check_ids(page_ids)
+    expected = pages.block_bytes
+    for i, buffer in enumerate(buffers):
+        if buffer.nbytes != expected:
+            raise LayoutError(f"buffer {i} of {buffer.nbytes} bytes: expected {expected}, a block of this shard")
+        if not buffer.c_contiguous or (writable and buffer.readonly):
+            raise LayoutError(f"buffer {i} is not contiguous or is read-only: expected one to write whole blocks to")
+
+
+def _described(pages: GroupPages) -> tuple[NDArray[np.uint64], Five, int, int, Five, Five]:
+    axes = Axes.of(pages)
+    bases = np.ascontiguousarray(pages.bases, np.uint64)
+    return bases, axes.extents, axes.item_bytes, pages.page_stride, axes.page, axes.payload
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """An address that numpy takes for an array; whoever made the pages keeps it alive."""
+
+    __array_interface__: dict[str, Any]
+
+
+def _pairs(
+    pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview]
+) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    """For each block, layer, and K or V: its part of the page and of the payload, both (token, head, element)."""
+    axes = Axes.of(pages)
+    kind = f"<u{axes.item_bytes}" if axes.item_bytes > 1 else "|u1"
+    pairs = []
+    for page, buffer in zip(page_ids, buffers, strict=True):
+        payload = np.ndarray(axes.extents, kind, buffer, strides=axes.payload)
+        for (layer, kv), base in np.ndenumerate(pages.bases):
+            interface = {
+                "data": (int(base) + int(page) * pages.page_stride, False),
+                "shape": axes.extents[2:],
+                "strides": axes.page[2:],
+                "typestr": kind,
+                "version": 3,
+            }
+            pairs.append((np.asarray(_Memory(interface)), payload[layer, kv]))
+    return pairs
