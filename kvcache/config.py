@@ -1,0 +1,147 @@
+"""Settings from where they are written: a file, variables, keywords.
+
+    load("kvcache.toml", host__capacity_bytes="4GiB")
+
+A TOML file, then `KVCACHE_*` variables (`KVCACHE_HOST__CAPACITY_BYTES`), then keywords: the later weighs more. Each
+value remembers where it came from (`settings.origin("host.capacity_bytes")`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from kvcache.errors import ConfigError
+from kvcache.settings import PREFIX, SECTIONS, TABLE, Settings
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["Settings", "load"]
+
+_DIRECTORY = "KVCACHE_DIR"  # where all caches of this user go, models too: no setting, but it moves nvme.path
+
+FOREIGN: Mapping[str, tuple[str, str]] = {
+    "block_size": ("vLLM's", "block_tokens"),
+    "cpu_bytes_to_use": ("vLLM's", "host.capacity_bytes"),
+    "kv_offloading_size": ("vLLM's", "host.capacity_bytes"),
+    "swap_space": ("vLLM's", "host.capacity_bytes"),
+    "eviction_policy": ("vLLM's", "evict.policy"),
+    "page_size": ("SGLang's", "block_tokens"),
+    "hicache_ratio": ("SGLang's", "host.capacity_bytes"),
+    "hicache_size": ("SGLang's", "host.capacity_bytes"),
+    "hicache_write_policy": ("SGLang's", "flow.write"),
+    "radix_eviction_policy": ("SGLang's", "evict.policy"),
+    "chunk_size": ("LMCache's", "block_tokens"),
+    "local_cpu": ("LMCache's", "host.capacity_bytes"),
+    "max_local_cpu_size": ("LMCache's", "host.capacity_bytes"),
+    "local_disk": ("LMCache's", "nvme.path"),
+    "max_local_disk_size": ("LMCache's", "nvme.capacity_bytes"),
+    "cache_policy": ("LMCache's", "evict.policy"),
+}
+"""What other libraries call a setting: whose word it is, and ours."""
+
+
+def load(
+    path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] = os.environ, **keywords: Any
+) -> Settings:
+    """The settings of this process; ConfigError, in one line, for the first that makes no sense."""
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    if environ.get(_DIRECTORY):
+        values["nvme.path"], origins["nvme.path"] = str(Path(environ[_DIRECTORY], "nvme")), _DIRECTORY
+    for name, value, origin in (*_file(path), *_variables(environ), *_keywords(keywords)):
+        values[name], origins[name] = value, origin
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        section, _, last = name.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[last] = value
+    try:
+        settings = Settings(**tree)
+    except ValidationError as error:
+        raise _refusal(error, origins) from None
+    settings._origins.update(origins)  # noqa: SLF001  ours: the tree keeps them, this file knows them
+    return settings
+
+
+def _file(path: str | os.PathLike[str] | None) -> Iterator[tuple[str, Any, str]]:
+    if path is None:
+        return
+    try:
+        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"settings file {os.fspath(path)!r}: {reason}; give the path of a TOML file") from None
+    except ValueError as error:  # not UTF-8, or not TOML
+        raise ConfigError(f"settings file {os.fspath(path)!r}: not TOML: {error}") from None
+    for name, value in _flat(tree):
+        yield _known(name, value, os.fspath(path)), value, os.fspath(path)
+
+
+def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+    for variable, value in environ.items():
+        if variable.startswith(PREFIX) and variable != _DIRECTORY and value:
+            name = variable[len(PREFIX) :].lower().replace("__", ".")
+            yield _known(name, value, variable), value, variable
+
+
+def _keywords(keywords: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    for name, value in _flat({name.replace("__", "."): value for name, value in keywords.items()}):
+        yield _known(name, value, "keyword"), value, "keyword"
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield above + name, value
+
+
+def _known(name: str, value: Any, origin: str) -> str:
+    """The name, if it is one of ours; else ConfigError with what is most likely meant."""
+    if name in TABLE:
+        return name
+    found = f"{name} = {value!r} (from {origin})"
+    if name in SECTIONS:
+        raise ConfigError(f"{found}: {name} is a section; give {name}.<setting>, for instance {_first(name)}")
+    last = name.rpartition(".")[2]
+    if last in FOREIGN:
+        whose, ours = FOREIGN[last]
+        raise ConfigError(f"{found}: {last} is {whose} word; here it is {ours} ({_what(ours)})")
+    meant = [row for row in TABLE if row.endswith(f".{name}")] or _near(name)
+    if meant:
+        written = [TABLE[row].variable if origin.startswith(PREFIX) else row for row in meant]
+        raise ConfigError(f"{found}: no such setting; perhaps {' or '.join(written)}")
+    raise ConfigError(f"{found}: no such setting; `kvcache config show` lists them all")
+
+
+def _near(name: str) -> list[str]:
+    spelt = {row.replace(".", "_"): row for row in TABLE}
+    return [spelt[near] for near in difflib.get_close_matches(name.replace(".", "_"), spelt, n=1, cutoff=0.7)]
+
+
+def _first(section: str) -> str:
+    return next(name for name in TABLE if name.startswith(f"{section}."))
+
+
+def _what(name: str) -> str:
+    return str(TABLE[name].field.description).rstrip(".")
+
+
+def _refusal(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
+    first = error.errors()[0]
+    inner = first.get("ctx", {}).get("error")
+    if isinstance(inner, ConfigError):  # of two settings together: it names them itself
+        return inner
+    name = ".".join(map(str, first["loc"]))
+    reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
+    return ConfigError(f"{name} = {first['input']!r} (from {origins.get(name, 'default')}): {reason}")

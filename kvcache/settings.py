@@ -1,0 +1,240 @@
+"""The tree of settings: names, types, bounds, defaults, and what each is for.
+
+What nobody gives is a default, of which some are made from the machine. `kvcache.config.load` makes the tree from a
+file, variables and keywords; `docs/configuration.md` is written from this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic.fields import FieldInfo
+
+from kvcache.errors import ConfigError
+from kvcache.machine import cache_directory, disk_free_bytes, disk_held_bytes, in_memory, memory
+from kvcache.units import parse_bytes, show_bytes
+
+KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
+PAGE_BYTES = 4096
+PREFIX = "KVCACHE_"
+
+
+def _size(value: Any) -> Any:
+    return parse_bytes(value) if isinstance(value, (str, bool)) else value
+
+
+def _directory(value: Any) -> Any:
+    if not isinstance(value, (str, Path)) or not str(value).strip():
+        raise ValueError("expected a directory")
+    return Path(value).expanduser().absolute()
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("expected a number")
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(_size), Field(ge=0, le=1 << 60)]
+Pages = Annotated[int, BeforeValidator(_size), Field(ge=PAGE_BYTES, le=1 << 60, multiple_of=PAGE_BYTES)]
+Count = Annotated[int, BeforeValidator(_number), Field(ge=1, le=1 << 30)]
+Seconds = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
+
+
+def _made(how: str) -> dict[str, Any]:
+    """Marks a default that is made from the machine; `how` stands in the page and in the origin."""
+    return {"made": how}
+
+
+def _no_larger(name: str, value: int, limit_name: str, limit: int) -> None:
+    if value > limit:
+        raise ConfigError(
+            f"{name} = {show_bytes(value)}: more than {limit_name} = {show_bytes(limit)}; give less, or more there"
+        )
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _host_capacity() -> int:
+    now = memory()
+    return max(16 * MiB, min(now.allowed_bytes // 4, now.free_bytes // 2) // MiB * MiB)
+
+
+def _piece(data: dict[str, Any]) -> int:
+    """256 MiB, or an eighth of a small tier, in whole pages."""
+    eighth = int(data.get("capacity_bytes", 0)) // 8 // PAGE_BYTES * PAGE_BYTES
+    return max(PAGE_BYTES, min(256 * MiB, eighth))
+
+
+class Host(_Section):
+    """Host memory: the arena."""
+
+    capacity_bytes: Annotated[int, BeforeValidator(_size), Field(ge=64 * KiB, le=1 << 60)] = Field(
+        default_factory=_host_capacity,
+        description="Memory of the arena.",
+        json_schema_extra=_made(
+            "a quarter of what the machine or cgroup allows, or half of what is free if that is less"
+        ),
+    )
+    extent_bytes: Pages = Field(
+        default_factory=_piece,
+        description="Size of an extent: a piece of the arena with one slot size and one tenant. A multiple of 4,096.",
+        json_schema_extra=_made("256 MiB, or an eighth of the capacity if that is less"),
+    )
+    verify_arena: bool = Field(
+        default=False, description="Compare payload checksums on reads from the arena too, not only below it."
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Host:
+        _no_larger("host.extent_bytes", self.extent_bytes, "host.capacity_bytes", self.capacity_bytes)
+        return self
+
+
+def _nvme_path() -> Path:
+    return cache_directory() / "nvme"
+
+
+def _nvme_capacity(data: dict[str, Any]) -> int:
+    if not data.get("enabled", True) or "path" not in data:
+        return 0
+    held = disk_held_bytes(data["path"])
+    fifth = (disk_free_bytes(data["path"]) + held) // 5
+    return max(256 * MiB, held, fifth) // MiB * MiB
+
+
+class Nvme(_Section):
+    """A local drive: segment files and a journal, there again after a restart."""
+
+    enabled: bool = Field(default=True, description="Whether there is this tier.")
+    path: Annotated[Path, BeforeValidator(_directory)] = Field(
+        default_factory=_nvme_path,
+        description="Directory of the tier, for this process alone. Made where it is missing.",
+        json_schema_extra=_made("`nvme` in $KVCACHE_DIR, else `kvcache/nvme` in the user's cache directory"),
+    )
+    capacity_bytes: Bytes = Field(
+        default_factory=_nvme_capacity,
+        description="Disk room that the tier may take, journal included. "
+        "To be given where the directory lies in memory (tmpfs), which is refused otherwise.",
+        json_schema_extra=_made("a fifth of what its file system has free without it, at least 256 MiB"),
+    )
+    segment_bytes: Pages = Field(
+        default_factory=_piece,
+        description="Size of a segment file, which has one slot size. A multiple of 4,096.",
+        json_schema_extra=_made("256 MiB, or an eighth of the capacity if that is less"),
+    )
+    durability: Literal["block", "batch", "none"] = Field(
+        default="batch",
+        description="When a block is forced to the medium before it can be found: "
+        "`block` each one, `batch` some at a time, `none` when the system likes.",
+    )
+    threads: Count = Field(default=4, description="Threads that read and write.")
+    queue_bytes: Bytes = Field(
+        default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."
+    )
+    free_floor_bytes: Bytes = Field(
+        default=GiB, description="Room on the file system that the tier leaves to others, whatever its capacity."
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Nvme:
+        if not self.enabled:
+            return self
+        if "capacity_bytes" not in self.model_fields_set and in_memory(self.path):
+            raise ConfigError(
+                f"nvme.path = {str(self.path)!r}: lies in memory (tmpfs), not on a disk; give another path, "
+                "or nvme.capacity_bytes as well if that is what you want, or nvme.enabled = false"
+            )
+        _no_larger("nvme.segment_bytes", self.segment_bytes, "nvme.capacity_bytes", self.capacity_bytes)
+        return self
+
+
+class Evict(_Section):
+    """Who leaves a full tier."""
+
+    policy: Literal["lru"] = Field(default="lru", description="`lru`: the least recently used, tails before heads.")
+
+
+class Flow(_Section):
+    """What moves between tiers, and when."""
+
+    write: Literal["write_through"] = Field(
+        default="write_through", description="`write_through`: what is stored goes to the tiers below at once, unseen."
+    )
+    queue_blocks: Count = Field(default=4096, description="Blocks on their way down, beyond which more are dropped.")
+    threads: Count = Field(default=2, description="Threads that move blocks between tiers.")
+    deadline_s: Seconds = Field(
+        default=2.0, description="After so long a block that has not come is a miss, unless the request says otherwise."
+    )
+
+
+class Log(_Section):
+    """What the package says through Python's `logging`, under the name `kvcache`."""
+
+    format: Literal["none", "text", "json"] = Field(
+        default="none", description="`none` leaves it to the program around; `text`, `json`: lines on standard error."
+    )
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="warning", description="The least that is said."
+    )
+
+
+class Settings(_Section):
+    """All of them. Made by `load`; frozen."""
+
+    block_tokens: Annotated[Count, Field(le=65535)] = Field(
+        default=16, description="Tokens in a block, for engines that take it from here; a layout brings its own."
+    )
+    host: Host = Field(default_factory=Host)
+    nvme: Nvme = Field(default_factory=Nvme)
+    evict: Evict = Field(default_factory=Evict)
+    flow: Flow = Field(default_factory=Flow)
+    log: Log = Field(default_factory=Log)
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def origin(self, name: str) -> str:
+        """Where the value of `host.capacity_bytes`, say, came from."""
+        return self._origins.get(name, TABLE[name].origin)
+
+    def value(self, name: str) -> Any:
+        section, _, last = name.rpartition(".")
+        return getattr(getattr(self, section) if section else self, last)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table of settings."""
+
+    name: str
+    field: FieldInfo
+
+    @property
+    def made(self) -> str:
+        extra = self.field.json_schema_extra
+        return str(extra.get("made", "")) if isinstance(extra, dict) else ""
+
+    @property
+    def origin(self) -> str:
+        return f"default: {self.made}" if self.made else "default"
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper().replace(".", "__")
+
+
+def _rows(section: type[BaseModel], above: str = "") -> Iterator[Setting]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _rows(field.annotation, f"{above}{name}.")
+        else:
+            yield Setting(above + name, field)
+
+
+TABLE: Mapping[str, Setting] = {row.name: row for row in _rows(Settings)}
+SECTIONS = frozenset(name.split(".")[0] for name in TABLE if "." in name)

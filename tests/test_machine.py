@@ -1,0 +1,97 @@
+"""What a machine allows, told from the files that Linux shows: machines of our own under a temporary root."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvcache.machine import cache_directory, disk_free_bytes, disk_held_bytes, in_memory, memory
+
+GiB = 1 << 30
+
+
+def write(root: Path, files: dict[str, object]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{content}\n")
+    return root
+
+
+def meminfo(total: int, available: int) -> str:
+    return f"MemTotal: {total >> 10} kB\nMemFree: 1 kB\nMemAvailable: {available >> 10} kB"
+
+
+def test_a_machine_of_its_own(tmp_path: Path) -> None:
+    found = memory(write(tmp_path, {"proc/meminfo": meminfo(64 * GiB, 40 * GiB)}))
+    assert (found.allowed_bytes, found.free_bytes, found.bound) == (64 * GiB, 40 * GiB, "machine")
+
+
+def test_the_tightest_cgroup_around_us_decides(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": meminfo(64 * GiB, 40 * GiB),
+        "proc/self/cgroup": "0::/pod/inner",
+        "sys/fs/cgroup/pod/memory.max": 8 * GiB,
+        "sys/fs/cgroup/pod/memory.current": 7 * GiB,
+        "sys/fs/cgroup/pod/memory.stat": f"anon 1\ninactive_file {3 * GiB}",
+        "sys/fs/cgroup/pod/inner/memory.max": "max",
+        "sys/fs/cgroup/pod/inner/memory.current": GiB,
+    }
+    found = memory(write(tmp_path, files))
+    assert (found.allowed_bytes, found.free_bytes, found.bound) == (8 * GiB, 4 * GiB, "cgroup")
+
+
+def test_a_cgroup_of_the_first_version_seen_from_within(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": meminfo(64 * GiB, 40 * GiB),
+        "proc/self/cgroup": "5:cpuset:/x\n4:memory:/docker/not-visible-here\n0::/",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": 2 * GiB,
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": 3 * GiB,
+        "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {GiB // 2}",
+    }
+    found = memory(write(tmp_path, files))
+    assert (found.allowed_bytes, found.free_bytes, found.bound) == (2 * GiB, 0, "cgroup")
+
+
+def test_no_limit_in_a_cgroup_is_none(tmp_path: Path) -> None:
+    files = {
+        "proc/meminfo": meminfo(4 * GiB, 3 * GiB),
+        "proc/self/cgroup": "4:memory:/",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": 9223372036854771712,
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": GiB,
+    }
+    found = memory(write(tmp_path, files))
+    assert (found.allowed_bytes, found.free_bytes, found.bound) == (4 * GiB, 3 * GiB, "machine")
+
+
+def test_this_machine() -> None:
+    found = memory()
+    assert 0 < found.free_bytes <= found.allowed_bytes
+
+
+def test_the_last_mount_over_a_path_tells_its_kind(tmp_path: Path) -> None:
+    disk, shadowed = tmp_path / "a disk", tmp_path / "twice"
+    disk.mkdir()
+    shadowed.mkdir()
+    mounts = f"dev / ext4 rw\ntmpfs {tmp_path} tmpfs rw\ndev {str(disk).replace(' ', chr(92) + '040')} xfs rw\n"
+    mounts += f"dev {shadowed} ext4 rw\nnone {shadowed} tmpfs rw"
+    root = write(tmp_path / "root", {"proc/self/mounts": mounts})
+    assert in_memory(tmp_path / "not" / "there", root)
+    assert not in_memory(disk / "x", root)
+    assert in_memory(shadowed, root)
+    assert not in_memory(Path("/"), root)
+    assert not in_memory(tmp_path, tmp_path / "no mounts here")
+
+
+def test_room_on_disk(tmp_path: Path) -> None:
+    missing = tmp_path / "not" / "there"
+    assert disk_free_bytes(missing) > 0
+    assert disk_held_bytes(missing) == 0
+    (tmp_path / "segment").write_bytes(b"x" * 100_000)
+    (tmp_path / "folder").mkdir()
+    assert 100_000 <= disk_held_bytes(tmp_path) < 300_000
+
+
+def test_where_caches_go(tmp_path: Path) -> None:
+    assert cache_directory({"KVCACHE_DIR": str(tmp_path)}) == tmp_path
+    assert cache_directory({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "kvcache"
+    assert cache_directory({"XDG_CACHE_HOME": "relative"}) == Path.home() / ".cache" / "kvcache"
+    assert cache_directory({}) == Path.home() / ".cache" / "kvcache"
