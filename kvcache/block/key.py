@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache import native
 from kvcache.errors import TokenError
 
 SIGNATURE_BYTES = 32
@@ -147,10 +148,20 @@ def encode_extras(extras: BlockExtras) -> bytes:
     return b"".join(parts)
 
 
+def digest_chain(parent: bytes, tokens: NDArray[np.uint32], block_tokens: int, extras: list[bytes] | None) -> bytes:
+    """The signatures of `len(tokens) / block_tokens` blocks, one behind the other, 32 bytes each.
+
+    `extras` holds the encoded extras of each block; None where no block has any. Releases the interpreter lock.
+    """
+    if native.available():
+        return native.core.digest_chain(parent, tokens, block_tokens, extras)
+    return plain_digest_chain(parent, tokens, block_tokens, extras)
+
+
 def plain_digest_chain(
     parent: bytes, tokens: NDArray[np.uint32], block_tokens: int, extras: list[bytes] | None
 ) -> bytes:
-    """The signatures of `len(tokens) // block_tokens` blocks, one behind the other. Twin of the native function."""
+    """The twin of the native function."""
     view = memoryview(tokens.tobytes())
     size = 4 * block_tokens
     signatures = []
@@ -162,12 +173,6 @@ def plain_digest_chain(
         parent = block.digest()
         signatures.append(parent)
     return b"".join(signatures)
-
-
-try:
-    from kvcache._native import digest_chain
-except ImportError:  # nothing was compiled
-    digest_chain = plain_digest_chain
 
 
 def _from_sequence(ids: Sequence[Any]) -> NDArray[np.uint32]:
