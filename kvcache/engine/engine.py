@@ -1,0 +1,240 @@
+"""The reference engine: requests in, tokens out, one flat batch a step.
+
+    engine = Engine(load_model("smollm2"), kvcache.open(), pages=512)
+    [result] = engine.generate([prompt_ids], Params(max_tokens=32))
+    result.token_ids, result.reused, result.ttft_s
+
+Everything happens on the thread that calls; `loop.EngineLoop` gives an engine a thread. Without a cache every prompt
+is computed whole: what greedy answers with a cache are held against.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Collection, Mapping
+from collections.abc import Sequence as Ordered
+from typing import Any, Protocol
+
+import torch
+
+from kvcache.block.key import tokens as checked_tokens
+from kvcache.block.layout import KVLayout
+from kvcache.engine.batch import Batch, Span
+from kvcache.engine.pool import Pool
+from kvcache.engine.prefix import Prefix
+from kvcache.engine.sampling import Params, Sampler, choose
+from kvcache.engine.scheduler import Plan, Scheduler
+from kvcache.engine.sequence import Finish, Result, Sequence, State
+from kvcache.errors import ConfigError, LayoutError, TokenError
+from kvcache.hierarchy.face import KVCache
+from kvcache.port import Clock, SystemClock
+from kvcache.transfer.pages import GroupPages
+
+TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TICK_S = 0.002  # how long a step without work waits for a load, a lookup or a store
+
+
+class Runner(Protocol):
+    """What the engine asks of a model; `kvcache.engine.model.Model` is one."""
+
+    layout: KVLayout
+    eos_token_ids: Collection[int]
+    max_tokens: int
+    vocab_size: int
+    revision: str
+    facts: Mapping[str, Any]
+
+    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        """Logits, (R, vocab) float32, of the rows `batch.logits_at`. Writes the keys and values of the batch's rows
+        into the pages of `kv`, (layers, 2, pages, block_tokens, kv_heads, head_dim)."""
+
+
+class Engine:
+    """`pages` blocks of device memory; at most `max_batch_tokens` rows a step of at most `max_sequences` requests.
+
+    `decode` turns an answer's tokens into text, for stop strings. What the cache does not answer within `patience_s`
+    is computed.
+    """
+
+    def __init__(
+        self,
+        model: Runner,
+        cache: KVCache | None,
+        *,
+        pages: int,
+        name: str = "model",
+        max_batch_tokens: int = 2048,
+        max_sequences: int = 64,
+        decode: Callable[[list[int]], str] | None = None,
+        device: str = "cpu",
+        clock: Clock | None = None,
+        patience_s: float = 10.0,
+    ) -> None:
+        layout = model.layout
+        if len(layout.groups) != 1 or layout.groups[0].kind != "mha":
+            raise LayoutError(f"{len(layout.groups)} groups, {layout.groups[0].kind}: this engine runs one mha group")
+        group = layout.groups[0]
+        self.model = model
+        self.name = name
+        self.pool = Pool(pages)
+        self.max_tokens = min(model.max_tokens, pages * layout.block_tokens)
+        self._device = device
+        self._decode = decode
+        self._clock = clock or SystemClock()
+        self._arrivals = itertools.count()
+        self._kv = torch.zeros(
+            (group.layers, 2, pages, layout.block_tokens, group.kv_heads, group.head_dim),
+            dtype=TORCH_DTYPE[group.dtype],
+            device=device,
+        )
+        described = GroupPages.from_tensors(layout, list(self._kv), axes=("kv", "page", "token", "head", "dim"))
+        bound = None
+        if cache is not None:
+            bound = cache.namespace(layout, model=name, revision=model.revision, facts=model.facts)
+        prefix = Prefix(
+            self.pool,
+            bound,
+            [described],
+            block_tokens=layout.block_tokens,
+            clock=self._clock,
+            patience_s=patience_s,
+        )
+        self._scheduler = Scheduler(self.pool, prefix, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
+        self._prefix = prefix
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that wait or run: while there are any, call `step`."""
+        return len(self._scheduler.waiting) + len(self._scheduler.active)
+
+    def add(self, prompt_ids: Any, params: Params | None = None, id: str | None = None) -> Sequence:
+        """Queue a request. TokenError for a prompt that cannot be run, ConfigError for a wish that cannot be met."""
+        params = params or Params()
+        prompt = self._checked(prompt_ids)
+        if params.stop and self._decode is None:
+            raise ConfigError("stop: this engine was given no decoder; pass Engine(..., decode=tokenizer.decode)")
+        arrival = next(self._arrivals)
+        sequence = Sequence(
+            id=id or f"request-{arrival}",
+            arrival=arrival,
+            prompt_tokens=len(prompt),
+            tokens=prompt,
+            end_tokens=min(self.max_tokens, len(prompt) + params.max_tokens),
+            params=params,
+            sampler=Sampler(params),
+            added_s=self._clock.now(),
+        )
+        self._scheduler.add(sequence)
+        return sequence
+
+    def _checked(self, prompt_ids: Any) -> list[int]:
+        prompt: list[int] = checked_tokens(prompt_ids).tolist()
+        if not prompt:
+            raise TokenError("an empty prompt: give at least one token")
+        if len(prompt) >= self.max_tokens:
+            whose = "the model's context"
+            if self.max_tokens < self.model.max_tokens:
+                whose = "what the page pool holds (give the engine more pages)"
+            raise TokenError(f"a prompt of {len(prompt)} tokens: {self.max_tokens}, answer included, is {whose}")
+        if max(prompt) >= self.model.vocab_size:
+            raise TokenError(f"token id {max(prompt)}: the model's vocabulary ends at {self.model.vocab_size - 1}")
+        return prompt
+
+    def step(self) -> list[Sequence]:
+        """Compute one batch; the sequences that got a token by it, finished ones among them.
+
+        Where nothing can be computed yet, waits a moment for the loads and stores that stand in the way.
+        """
+        plan = self._scheduler.schedule()
+        if not plan:
+            self._wait()
+            return []
+        batch = self._batch(plan)
+        logits = self.model.forward(batch, self._kv)
+        for sequence, length in plan.items():
+            sequence.computed += length
+        updated = [sequence for sequence in plan if not sequence.missing]
+        for sequence, token in zip(updated, choose(logits, [s.sampler for s in updated]), strict=True):
+            if not sequence.answer:
+                sequence.ttft_s = self._clock.now() - sequence.added_s
+            sequence.tokens.append(token)
+        for sequence in plan:  # after the choice: a first token need not wait for the stores
+            self._prefix.keep(sequence)
+        for sequence in updated:
+            self._finish_where_ended(sequence)
+        return updated
+
+    def _batch(self, plan: Plan) -> Batch:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        spans: list[Span] = []
+        wanted: list[int] = []
+        for sequence, length in plan.items():
+            end = sequence.computed + length
+            spans.append(Span(len(token_ids), length, sequence.computed, sequence.pages))
+            token_ids += sequence.tokens[sequence.computed : end]
+            positions += range(sequence.computed, end)
+            if length == sequence.missing:
+                wanted.append(len(token_ids) - 1)
+        return Batch(self._tensor(token_ids), self._tensor(positions), spans, self._tensor(wanted))
+
+    def _tensor(self, numbers: list[int]) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+
+    def _finish_where_ended(self, sequence: Sequence) -> None:
+        if self._stopped(sequence):
+            self._finish(sequence, "stop")
+        elif len(sequence.tokens) >= sequence.end_tokens:
+            self._finish(sequence, "length")
+
+    def _stopped(self, sequence: Sequence) -> bool:
+        params = sequence.params
+        if sequence.tokens[-1] in self.model.eos_token_ids and not params.ignore_eos:
+            return True
+        if not params.stop or self._decode is None:
+            return False
+        text = self._decode(sequence.answer)
+        return any(stop in text for stop in params.stop)
+
+    def _finish(self, sequence: Sequence, why: Finish) -> None:
+        self._scheduler.finish(sequence, why)
+        sequence.total_s = self._clock.now() - sequence.added_s
+
+    def _wait(self) -> None:
+        loading = next((s.transfer for s in self._scheduler.active if s.transfer is not None), None)
+        if loading is not None:
+            loading.wait(_TICK_S)
+        elif self.unfinished:
+            time.sleep(_TICK_S)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a request now; what it held comes back. Nothing happens where it has finished already."""
+        if sequence.state is not State.FINISHED:
+            self._finish(sequence, "abort")
+
+    def generate(self, prompts: Ordered[Any], params: Params | Ordered[Params] | None = None) -> list[Result]:
+        """Run these prompts together until each has finished; results in their order. All or none are begun."""
+        each = [params] * len(prompts) if params is None or isinstance(params, Params) else params
+        sequences: list[Sequence] = []
+        try:
+            for prompt, wish in zip(prompts, each, strict=True):
+                sequences.append(self.add(prompt, wish))
+            while any(s.state is not State.FINISHED for s in sequences):
+                self.step()
+        finally:
+            for sequence in sequences:
+                self.abort(sequence)
+        return [sequence.result() for sequence in sequences]
+
+    def check(self) -> list[str]:
+        """A full audit; one line a fault, none when sound."""
+        faults = self._scheduler.check()
+        if not self.unfinished and self.pool.held:
+            faults.append(f"{self.pool.held} pages held by nobody")
+        return faults
+
+    def close(self) -> None:
+        """Abort what is unfinished. Transfers under way keep the memory they use alive. The cache stays open."""
+        for sequence in [*self._scheduler.waiting, *self._scheduler.active]:
+            self.abort(sequence)

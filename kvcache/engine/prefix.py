@@ -1,0 +1,154 @@
+"""What the engine need not compute: the blocks of a prefix, from the pool first, then from the cache.
+
+`begin` gives a sequence the pages of its prefix and starts the load of what the pool has not; `settle` ends the load;
+`keep` publishes and stores the blocks that a step filled. Without a cache nothing is hashed and nothing reused.
+
+At least one token is always left to compute, since the logits of the last one are not kept.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from kvcache.engine.pool import Pool
+from kvcache.engine.sequence import Sequence, State
+from kvcache.hierarchy.face import Bound
+from kvcache.port import Clock
+from kvcache.transfer.pages import Pages
+
+
+class Prefix:
+    """`patience_s` bounds the wait for a lookup or a load: what is not there by then is computed."""
+
+    def __init__(
+        self, pool: Pool, bound: Bound | None, pages: Pages, *, block_tokens: int, clock: Clock, patience_s: float
+    ) -> None:
+        self._pool = pool
+        self._bound = bound
+        self._pages = pages
+        self._block_tokens = block_tokens
+        self._clock = clock
+        self._patience_s = patience_s
+
+    def blocks(self, tokens: int) -> int:
+        """Pages that so many tokens need."""
+        return -(-tokens // self._block_tokens)
+
+    def open(self, sequence: Sequence) -> None:
+        """Hash the prompt and ask for its blocks, so that far ones come nearer while the sequence waits its turn."""
+        if self._bound is not None:
+            request = self._bound.request(id=sequence.id, deadline_s=self._patience_s)
+            sequence.request = request
+            sequence.hashed = len(sequence.tokens)
+            sequence.give_up_s = self._clock.now() + self._patience_s
+            if not request.match(sequence.tokens).pending:
+                request.admit()
+
+    def begin(self, sequence: Sequence, spare: int) -> bool | None:
+        """Give the sequence the pages of its prefix: afterwards it is LOADING or RUNNING.
+
+        False where the pool, `spare` of whose pages are promised to others, has no room for its tokens; None while
+        the cache is still being asked.
+        """
+        limit = (len(sequence.tokens) - 1) // self._block_tokens
+        hit = None
+        if sequence.request is not None:
+            hit = sequence.request.match()
+            if hit.pending and self._clock.now() < sequence.give_up_s:
+                return None
+        here = [] if sequence.request is None else self._pool.acquire(sequence.request.signatures[:limit])
+        if self.blocks(len(sequence.tokens)) - len(here) > self._pool.available - spare:
+            self._pool.release(here)
+            return False
+        if sequence.request is not None:
+            sequence.request.admit()
+        sequence.pages = here
+        sequence.published = len(here)
+        sequence.computed = len(here) * self._block_tokens
+        sequence.state = State.RUNNING
+        if not sequence.preemptions:
+            sequence.start_s = self._clock.now() - sequence.added_s
+        self._count(sequence, {"hbm": len(here)})
+        end = min(hit.blocks, limit) if hit is not None else 0
+        if hit is not None and end > len(here):
+            self._load(sequence, end, _tiers(hit.by_tier)[len(here) : end])
+        return True
+
+    def _load(self, sequence: Sequence, end: int, tiers: list[str]) -> None:
+        first = len(sequence.pages)
+        pages = self._pool.allocate(end - first)
+        assert pages is not None, "begin made sure of room"
+        assert sequence.request is not None, "only a request has a hit"
+        sequence.pages = sequence.pages + pages
+        sequence.load_tiers = tiers
+        sequence.give_up_s = self._clock.now() + self._patience_s
+        sequence.transfer = sequence.request.load(end, self._pages, [pages], first_block=first)
+        sequence.state = State.LOADING
+        self._pool.watch(sequence.transfer, pages)
+
+    def settle(self, sequence: Sequence) -> bool:
+        """End a load that is done, or has taken too long: the sequence is RUNNING from the first block that it did not
+        bring. False while the load goes on."""
+        transfer = sequence.transfer
+        assert transfer is not None, "only a LOADING sequence is settled"
+        ended = transfer.done
+        if not ended and self._clock.now() < sequence.give_up_s:
+            return False
+        brought = transfer.blocks
+        end = sequence.published + brought
+        if not ended:
+            transfer.cancel()
+            self._pool.release(sequence.pages[end:])  # which leave when the transfer is done with them
+            del sequence.pages[end:]
+        self._count(sequence, Counter(sequence.load_tiers[:brought]))
+        sequence.transfer = None
+        sequence.state = State.RUNNING
+        sequence.computed = end * self._block_tokens
+        self._publish(sequence, end)
+        return True
+
+    def keep(self, sequence: Sequence) -> None:
+        """Publish and store the blocks that have become full."""
+        request, first, end = sequence.request, sequence.published, sequence.computed // self._block_tokens
+        if request is None or end == first:
+            return
+        if end > len(request.signatures):
+            request.extend(sequence.tokens[sequence.hashed :])
+            sequence.hashed = len(sequence.tokens)
+        self._publish(sequence, end)
+        pages = sequence.pages[first:end]
+        self._pool.watch(request.store(self._pages, [pages], first_block=first), pages)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Take the sequence's pages back; what it published stays findable."""
+        if sequence.transfer is not None:
+            sequence.transfer.cancel()
+            sequence.transfer = None
+        self._pool.release(sequence.pages)
+        sequence.pages = []
+        sequence.computed = sequence.published = 0
+
+    def close(self, sequence: Sequence) -> None:
+        """Give everything back."""
+        self.drop(sequence)
+        if sequence.request is not None:
+            sequence.request.close()
+            sequence.request = None
+
+    def _publish(self, sequence: Sequence, end: int) -> None:
+        assert sequence.request is not None, "without a cache there are no signatures"
+        for i in range(sequence.published, end):
+            sequence.pages[i] = self._pool.publish(sequence.pages[i], sequence.request.signatures[i])
+        sequence.published = end
+
+    def _count(self, sequence: Sequence, blocks: Mapping[str, int]) -> None:
+        if not sequence.preemptions:  # later it finds its own work
+            for tier, count in blocks.items():
+                if count:
+                    sequence.reused[tier] = sequence.reused.get(tier, 0) + count * self._block_tokens
+
+
+def _tiers(by_tier: Mapping[str, int]) -> list[str]:
+    """The tier of each block of a hit, as far as counts tell: nearer tiers keep the front of a prefix."""
+    return [tier for tier, count in by_tier.items() for _ in range(count)]

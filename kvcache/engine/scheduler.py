@@ -1,0 +1,127 @@
+"""Which tokens of which sequences are computed in the next step.
+
+Continuous batching: every step is planned anew. Sequences that need one token go first, so that a long prompt delays
+nobody's next token by more than a step; then prompts, in order of arrival and in chunks of what is left of the token
+budget; then those who wait, while there is room. When the pages run out the latest arrival is preempted: its pages go
+back, its published blocks stay findable, and it is computed again from what of them is left. The first arrival is
+never preempted, so there is always progress.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from kvcache.engine.pool import Pool
+from kvcache.engine.prefix import Prefix
+from kvcache.engine.sequence import Finish, Sequence, State
+from kvcache.errors import ConfigError
+
+Plan = dict[Sequence, int]
+"""How many of its missing tokens each sequence computes."""
+
+
+class Scheduler:
+    def __init__(self, pool: Pool, prefix: Prefix, *, max_batch_tokens: int, max_sequences: int) -> None:
+        if max_batch_tokens < 1 or max_sequences < 1:
+            raise ConfigError(f"max_batch_tokens = {max_batch_tokens}, max_sequences = {max_sequences}: expected 1 up")
+        self._pool = pool
+        self._prefix = prefix
+        self._max_batch_tokens = max_batch_tokens
+        self._max_sequences = max_sequences
+        self.waiting: list[Sequence] = []  # both in order of arrival
+        self.active: list[Sequence] = []  # LOADING or RUNNING: those that hold pages
+
+    def add(self, sequence: Sequence) -> None:
+        self._prefix.open(sequence)
+        insort(self.waiting, sequence, key=_arrival)
+
+    def schedule(self) -> Plan:
+        """The next step; empty while nothing can be computed."""
+        self._pool.poll()
+        for sequence in self.active:
+            if sequence.state is State.LOADING:
+                self._prefix.settle(sequence)
+        plan: Plan = {}
+        preempted = False
+        running = [s for s in self.active if s.state is State.RUNNING]
+        for sequence in sorted(running, key=lambda s: s.missing > 1):
+            while sequence.state is State.RUNNING and not self._place(sequence, plan):
+                if running[-1].arrival <= sequence.arrival:
+                    break  # loads and stores under way will free pages
+                victim = running.pop()
+                plan.pop(victim, None)
+                self._preempt(victim)
+                preempted = True
+        if not preempted:  # what was given up would only be fought for again
+            self._start(plan)
+        return plan
+
+    def _start(self, plan: Plan) -> None:
+        for sequence in list(self.waiting):
+            if len(self.active) == self._max_sequences:
+                break
+            promised = sum(max(0, self._prefix.blocks(len(s.tokens)) - len(s.pages)) for s in self.active)
+            begun = self._prefix.begin(sequence, promised)
+            if begun is None:
+                continue
+            if not begun:
+                break
+            self.waiting.remove(sequence)
+            insort(self.active, sequence, key=_arrival)
+            if sequence.state is State.RUNNING:
+                self._place(sequence, plan)
+
+    def _place(self, sequence: Sequence, plan: Plan) -> bool:
+        """Put as much of the sequence as the budget allows into the plan; False where its pages cannot be had."""
+        length = min(sequence.missing, self._max_batch_tokens - sum(plan.values()))
+        if length == 0:
+            return True
+        needed = self._prefix.blocks(sequence.computed + length) - len(sequence.pages)
+        pages = self._pool.allocate(max(0, needed))
+        if pages is None:
+            return False
+        sequence.pages += pages
+        plan[sequence] = length
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._prefix.drop(sequence)
+        sequence.state = State.WAITING
+        sequence.preemptions += 1
+        self.active.remove(sequence)
+        insort(self.waiting, sequence, key=_arrival)
+
+    def finish(self, sequence: Sequence, why: Finish) -> None:
+        """Take a sequence out, whatever its state; what it held comes back."""
+        (self.waiting if sequence.state is State.WAITING else self.active).remove(sequence)
+        self._prefix.close(sequence)
+        sequence.state = State.FINISHED
+        sequence.finish = why
+
+    def check(self) -> list[str]:
+        """A full audit; one line a fault, none when sound."""
+        faults = self._pool.check()
+        references = [0] * self._pool.pages
+        for sequence in self.active:
+            for page in sequence.pages:
+                references[page] += 1
+            if self._prefix.blocks(sequence.computed) > len(sequence.pages):
+                faults.append(f"{sequence.id}: {sequence.computed} tokens computed, {len(sequence.pages)} pages")
+            if (sequence.state is State.LOADING) != (sequence.transfer is not None):
+                faults.append(f"{sequence.id} is {sequence.state.value} with transfer {sequence.transfer}")
+        for page, count in enumerate(references):
+            if count != self._pool.references(page):
+                faults.append(f"page {page}: {self._pool.references(page)} references, in {count} block tables")
+        for name, queue, states in (
+            ("waiting", self.waiting, {State.WAITING}),
+            ("active", self.active, {State.LOADING, State.RUNNING}),
+        ):
+            if [s.arrival for s in queue] != sorted({s.arrival for s in queue}):
+                faults.append(f"{name} is not in order of arrival, each once")
+            faults += [f"{s.id} is {s.state.value} among the {name}" for s in queue if s.state not in states]
+            faults += [f"{s.id} waits with {len(s.pages)} pages" for s in queue if name == "waiting" and s.pages]
+        return faults
+
+
+def _arrival(sequence: Sequence) -> int:
+    return sequence.arrival

@@ -1,0 +1,233 @@
+"""A model whose answers depend on every byte in the pages it reads, and a cache that answers late, partly or not.
+
+The keys and values of a token are a digest of those of the token before it, as they stand in the pages, and of its id;
+the logits are a digest of all keys and values so far. One wrong byte anywhere gives other answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvcache.block.layout import KVLayout
+from kvcache.engine.batch import Batch
+from kvcache.hierarchy.face import Extras, Hit
+from kvcache.hierarchy.naive import NaiveBound, NaiveCache, NaiveRequest
+from kvcache.tier.tier import Outcome
+from kvcache.transfer.pages import Pages
+
+BLOCK = 4
+VOCAB = 13
+EOS = 12
+
+
+def digest(data: bytes, size_bytes: int) -> np.ndarray:
+    return np.frombuffer(hashlib.shake_128(data).digest(size_bytes), np.uint32).astype(np.float32)
+
+
+class FakeModel:
+    """Deterministic to the bit, whatever the chunks, the batch and the pages."""
+
+    revision = "fake-1"
+    facts: Mapping[str, Any] = {}
+    eos_token_ids = frozenset({EOS})
+    vocab_size = VOCAB
+
+    def __init__(self, max_tokens: int = 64) -> None:
+        self.layout = KVLayout.mha(layers=2, kv_heads=1, head_dim=3, dtype="fp32", block_tokens=BLOCK)
+        self.max_tokens = max_tokens
+        self.rows = 0  # computed so far
+
+    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        there = kv.numpy()
+        wanted = set(batch.logits_at.tolist())
+        logits = []
+        self.rows += len(batch.token_ids)
+        assert [span.start for span in batch.spans] == _starts([span.length for span in batch.spans])
+        for span in batch.spans:
+            for i in range(span.length):
+                position, row = span.context + i, span.start + i
+                assert batch.positions[row] == position
+                before = _token(there, span.page_ids, position - 1).tobytes() if position else b""
+                mine = digest(before + bytes([int(batch.token_ids[row])]), 4 * 12)
+                _token(there, span.page_ids, position)[:] = mine.reshape(2, 2, 1, 3)
+                if row in wanted:
+                    seen = b"".join(_token(there, span.page_ids, p).tobytes() for p in range(position + 1))
+                    logits.append(digest(seen, 4 * VOCAB) / 2**32)
+        return torch.from_numpy(np.stack(logits)) if logits else torch.empty((0, VOCAB))
+
+
+def _starts(lengths: list[int]) -> list[int]:
+    return [sum(lengths[:i]) for i in range(len(lengths))]
+
+
+def _token(there: np.ndarray, page_ids: Sequence[int], position: int) -> np.ndarray:
+    return there[:, :, page_ids[position // BLOCK], position % BLOCK]
+
+
+def answer(prompt: Sequence[int], max_tokens: int, context: int = 64) -> list[int]:
+    """What a FakeModel greedily answers: worked out without pages, engine or cache."""
+    keys = np.empty((0, 2, 2, 1, 3), np.float32)
+    tokens, given = list(prompt), []
+    while True:
+        for token in tokens[len(keys) :]:
+            before = keys[-1].tobytes() if len(keys) else b""
+            mine = digest(before + bytes([token]), 4 * 12).reshape(1, 2, 2, 1, 3)
+            keys = np.concatenate((keys, mine))
+        token = int((digest(keys.tobytes(), 4 * VOCAB) / 2**32).argmax())
+        tokens.append(token)
+        given.append(token)
+        if token == EOS or len(given) == max_tokens or len(tokens) == context:
+            return given
+
+
+class LateTransfer:
+    """Does its work, one block after another, only when it has been asked `delay` times whether it is done."""
+
+    def __init__(self, work: Callable[[int], Outcome], blocks: int, delay: int, stubborn: bool) -> None:
+        self._work, self.delay, self._stubborn = work, delay, stubborn
+        self._outcomes = [Outcome.PENDING] * blocks
+        self._cancelled = False
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        return tuple(self._outcomes)
+
+    @property
+    def done(self) -> bool:
+        if self.delay > 0:
+            self.delay -= 1
+        elif Outcome.PENDING in self._outcomes:
+            at = self._outcomes.index(Outcome.PENDING)
+            self._outcomes[at] = Outcome.CANCELLED if self._cancelled else self._work(at)
+        return Outcome.PENDING not in self._outcomes
+
+    @property
+    def blocks(self) -> int:
+        return next((i for i, o in enumerate(self._outcomes) if o is not Outcome.DONE), len(self._outcomes))
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self.done
+
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
+        return self.wait(timeout_s)
+
+    def cancel(self) -> None:
+        self._cancelled = not self._stubborn
+
+
+class Turning:
+    """A clock that tests turn."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    def wall(self) -> float:
+        return self.seconds
+
+    def turn(self, seconds: float) -> None:
+        self.seconds += seconds
+
+
+class UnrulyCache(NaiveCache):
+    """Late lookups, loads and stores, and blocks that turn out to be missing or damaged: by one seed.
+
+    While `hang` is set, loads do nothing at all until `release`.
+    """
+
+    def __init__(self, seed: int = 0, *, trouble: float = 0.3, longest: int = 12) -> None:
+        super().__init__()
+        self.random, self.trouble, self.longest = Random(seed), trouble, longest
+        self.open_requests: set[UnrulyRequest] = set()
+        self.hang = False
+        self.hanging: list[LateTransfer] = []
+
+    def release(self) -> None:
+        self.hang = False
+        for transfer in self.hanging:
+            transfer.delay = 0
+            while not transfer.done:
+                pass
+
+    def namespace(self, *args: Any, **named: Any) -> UnrulyBound:
+        bound = super().namespace(*args, **named)
+        return UnrulyBound(self, bound)
+
+    def delay(self) -> int:
+        return self.random.randint(1, self.longest) if self.random.random() < self.trouble else 0
+
+    def lose(self) -> None:
+        """Half of the blocks are gone."""
+        for name in list(self.blocks):
+            if self.random.random() < 0.5:
+                del self.blocks[name]
+
+
+class UnrulyBound:
+    def __init__(self, cache: UnrulyCache, bound: NaiveBound) -> None:
+        self.cache, self.bound, self.id, self.layout = cache, bound, bound.id, bound.layout
+
+    def request(self, id: str | None = None, **_: Any) -> UnrulyRequest:
+        request = UnrulyRequest(self.cache, self.bound, id or "")
+        self.cache.open_requests.add(request)
+        return request
+
+
+class UnrulyRequest(NaiveRequest):
+    def __init__(self, cache: UnrulyCache, bound: NaiveBound, id: str) -> None:
+        super().__init__(bound, id)
+        self.cache, self.pending = cache, cache.delay()
+
+    def match(self, token_ids: Any = None, *, extras: Extras | None = None, digests: Any = None) -> Hit:
+        hit = super().match(token_ids, extras=extras, digests=digests)
+        if self.pending > 0:
+            self.pending -= 1
+            return Hit(tokens=0, blocks=0, pending=True)
+        return hit
+
+    def load(  # type: ignore[override]
+        self, blocks: int, pages: Pages, page_ids: Sequence[Sequence[int]], *, first_block: int = 0
+    ) -> LateTransfer:
+        def work(i: int) -> Outcome:
+            outcome = super(UnrulyRequest, self).load(
+                first_block + i + 1, pages, [[page_ids[0][i]]], first_block=first_block + i
+            )
+            if self.cache.random.random() < self.cache.trouble / 4:
+                for tensor in pages[0].owner:
+                    tensor[:, page_ids[0][i]] = float("nan")  # a miss leaves anything in its page
+                return Outcome.DAMAGED
+            return outcome.outcomes[0]
+
+        return self._late(work, blocks - first_block, hang=self.cache.hang)
+
+    def store(  # type: ignore[override]
+        self, pages: Pages, page_ids: Sequence[Sequence[int]], *, first_block: int = 0
+    ) -> LateTransfer:
+        def work(i: int) -> Outcome:
+            if self.cache.random.random() < self.cache.trouble / 4:
+                return Outcome.NO_ROOM
+            super(UnrulyRequest, self).store(pages, [[page_ids[0][i]]], first_block=first_block + i)
+            return Outcome.DONE
+
+        return self._late(work, len(page_ids[0]))
+
+    def _late(self, work: Callable[[int], Outcome], blocks: int, *, hang: bool = False) -> LateTransfer:
+        transfer = LateTransfer(work, blocks, self.cache.delay(), stubborn=self.cache.random.random() < 0.5)
+        if hang:
+            transfer.delay = 10**9
+            self.cache.hanging.append(transfer)
+        elif self.cache.trouble == 0:
+            while not transfer.done:
+                pass
+        return transfer
+
+    def close(self) -> None:
+        self.cache.open_requests.discard(self)

@@ -1,0 +1,308 @@
+"""The engine on a model whose answers depend on every byte that it reads: a wrong byte is a wrong answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcache.block.layout import Group, KVLayout
+from kvcache.engine.engine import Engine
+from kvcache.engine.sampling import Params
+from kvcache.engine.sequence import State
+from kvcache.errors import ConfigError, KVCacheError, LayoutError, TokenError
+from kvcache.hierarchy.naive import NaiveCache
+from tests.engine.fake import BLOCK, EOS, VOCAB, FakeModel, Turning, UnrulyCache, answer
+
+PROMPT = [i % 11 for i in range(22)]  # five full blocks and two tokens
+
+
+def engine(cache: Any = None, *, pages: int = 64, **named: Any) -> Engine:
+    return Engine(FakeModel(), cache, pages=pages, **named)
+
+
+def finish(engine: Engine) -> None:
+    while engine.unfinished:
+        engine.step()
+
+
+def test_answers_without_a_cache_and_reuses_nothing() -> None:
+    e = engine()
+    for _ in range(2):
+        [result] = e.generate([PROMPT], Params(max_tokens=8))
+        assert result.token_ids == answer(PROMPT, 8)
+        assert (result.prompt_tokens, result.reused, result.reused_tokens) == (22, {}, 0)
+    assert e.check() == []
+    assert e.pool.available == 64
+
+
+@pytest.mark.parametrize(("budget", "pages"), [(1, 16), (3, 16), (7, 9), (2048, 64)])
+def test_any_chunk_size_gives_the_same(budget: int, pages: int) -> None:
+    prompts = [PROMPT, PROMPT[:9], PROMPT[5:], [3], PROMPT[:8]]
+    e = engine(NaiveCache(), pages=pages, max_batch_tokens=budget)
+    results = e.generate(prompts, Params(max_tokens=10))
+    assert [r.token_ids for r in results] == [answer(p, 10) for p in prompts]
+    assert e.check() == []
+
+
+def test_a_step_computes_no_more_than_its_budget_and_decodes_first() -> None:
+    e = engine(max_batch_tokens=6)
+    short = e.add([1, 2], Params(max_tokens=30, ignore_eos=True))
+    e.step()
+    long = e.add(PROMPT, Params(max_tokens=1))
+    while not long.answer:
+        before, rows = len(short.answer), e.model.rows  # type: ignore[attr-defined]
+        e.step()
+        assert len(short.answer) == before + 1, "a long prompt held up another's next token"
+        assert e.model.rows - rows <= 6  # type: ignore[attr-defined]
+
+
+def test_the_pool_first_then_the_cache_and_always_a_token_to_compute() -> None:
+    cache = NaiveCache()
+    e = engine(cache)
+    [cold] = e.generate([PROMPT], Params(max_tokens=1))
+    [pool] = e.generate([PROMPT], Params(max_tokens=1))
+    e.pool.clear()
+    [host] = e.generate([PROMPT], Params(max_tokens=1))
+    [whole] = e.generate([PROMPT[:20]], Params(max_tokens=1))  # all of it is known: the last block is computed again
+    assert cold.reused == {}
+    assert pool.reused == {"hbm": 20}
+    assert host.reused == {"host": 20}
+    assert whole.reused == {"hbm": 16}
+    assert [cold.token_ids, pool.token_ids, host.token_ids] == [answer(PROMPT, 1)] * 3
+    assert e.check() == []
+
+
+def test_the_part_that_the_pool_has_is_not_loaded() -> None:
+    cache = NaiveCache()
+    first = engine(cache)
+    first.generate([PROMPT], Params(max_tokens=1))
+    second = engine(cache, pages=64)
+    second.generate([PROMPT[:10]], Params(max_tokens=1))
+    [result] = second.generate([PROMPT], Params(max_tokens=4))
+    assert result.reused == {"hbm": 8, "host": 12}
+    assert result.token_ids == answer(PROMPT, 4)
+
+
+def test_only_what_is_new_is_computed() -> None:
+    cache = NaiveCache()
+    engine(cache).generate([PROMPT], Params(max_tokens=1))
+    e = engine(cache)
+    e.generate([PROMPT], Params(max_tokens=1))
+    assert e.model.rows == 2  # type: ignore[attr-defined]
+
+
+def test_an_answer_is_stored_as_it_grows_and_found_by_the_next_turn() -> None:
+    e = engine(NaiveCache())
+    [first] = e.generate([PROMPT], Params(max_tokens=12, ignore_eos=True))
+    turn = PROMPT + first.token_ids + [5, 6, 7]
+    [second] = e.generate([turn], Params(max_tokens=1))
+    known = (len(PROMPT) + len(first.token_ids) - 1) // BLOCK * BLOCK  # the last token was chosen, not computed
+    assert second.reused == {"hbm": known}
+    assert second.token_ids == answer(turn, 1)
+
+
+def test_several_at_once_share_a_prefix() -> None:
+    prompts = [[*PROMPT, i] for i in range(6)]
+    e = engine(NaiveCache(), max_batch_tokens=16)
+    results = e.generate(prompts, Params(max_tokens=6))
+    assert [r.token_ids for r in results] == [answer(p, 6) for p in prompts]
+    shared = len(PROMPT) // BLOCK
+    assert e.pool.idle <= shared + 6 * 3, "the same block has several pages"
+    assert e.check() == []
+
+
+def test_preempted_when_pages_run_out_and_still_right() -> None:
+    prompts = [[i] * 8 for i in range(1, 5)]
+    e = engine(NaiveCache(), pages=13)
+    results = e.generate(prompts, Params(max_tokens=20, ignore_eos=True))
+    assert [r.token_ids for r in results] == [_answer_on(p, 20) for p in prompts]
+    assert sum(r.preemptions for r in results) > 0
+    assert results[0].preemptions == 0, "the first arrival gives way to nobody"
+    assert e.check() == []
+
+
+def _answer_on(prompt: list[int], count: int) -> list[int]:
+    """The answer that goes on after an end token."""
+    given: list[int] = []
+    while len(given) < count:
+        given += answer(prompt + given, count - len(given))
+    return given
+
+
+def test_ends_at_eos_at_the_limit_and_at_the_context() -> None:
+    e = engine()
+    ended = next(p for p in ([i, j] for i in range(9) for j in range(9)) if EOS in answer(p, 30))
+    [stop] = e.generate([ended], Params(max_tokens=30))
+    assert (stop.finish, stop.token_ids[-1]) == ("stop", EOS)
+    [length] = e.generate([ended], Params(max_tokens=30, ignore_eos=True))
+    assert (length.finish, len(length.token_ids)) == ("length", 30)
+    [context] = e.generate([[1] * 60], Params(max_tokens=30, ignore_eos=True))
+    assert (context.finish, len(context.token_ids)) == ("length", 4)
+
+
+def test_ends_at_a_stop_string_of_several_tokens() -> None:
+    def decode(ids: list[int]) -> str:
+        return "".join(chr(97 + i) for i in ids)
+
+    text = decode(_answer_on(PROMPT, 20))
+    e = engine(decode=decode)
+    [result] = e.generate([PROMPT], Params(max_tokens=20, stop=("never", text[6:9]), ignore_eos=True))
+    assert result.finish == "stop"
+    assert decode(result.token_ids) == text[: text.index(text[6:9]) + 3]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "said"),
+    [
+        ([], TokenError, "empty prompt"),
+        ([1] * 64, TokenError, "64 tokens: 64, answer included, is the model's context"),
+        ([1, VOCAB], TokenError, f"vocabulary ends at {VOCAB - 1}"),
+        ([1, -1], TokenError, "position 1"),
+        ([0.5], TokenError, "position 0"),
+        ("text", TokenError, "str"),
+    ],
+)
+def test_a_prompt_that_cannot_run_is_refused(prompt: Any, error: type[KVCacheError], said: str) -> None:
+    e = engine(NaiveCache())
+    with pytest.raises(error, match=said):
+        e.add(prompt)
+    with pytest.raises(error):
+        e.generate([PROMPT, prompt])
+    assert e.unfinished == 0
+    assert e.check() == []
+
+
+def test_a_prompt_that_the_pool_could_never_hold_is_refused() -> None:
+    with pytest.raises(TokenError, match="give the engine more pages"):
+        engine(pages=4).add([1] * 16)
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [({"pages": 0}, "pages"), ({"max_batch_tokens": 0}, "max_batch_tokens"), ({"max_sequences": 0}, "max_sequences")],
+)
+def test_an_engine_that_makes_no_sense_is_refused(named: dict[str, int], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        engine(**named)
+
+
+def test_stop_strings_need_a_decoder() -> None:
+    with pytest.raises(ConfigError, match="decode"):
+        engine().add(PROMPT, Params(stop=("x",)))
+
+
+def test_a_layout_of_several_groups_is_refused() -> None:
+    model = FakeModel()
+    model.layout = KVLayout((Group(layers=1, head_dim=4), Group(layers=1, head_dim=4, name="other")), BLOCK)
+    with pytest.raises(LayoutError, match="2 groups"):
+        Engine(model, None, pages=4)
+
+
+def test_other_weights_share_nothing() -> None:
+    cache = NaiveCache()
+    engine(cache).generate([PROMPT], Params(max_tokens=1))
+    other = FakeModel()
+    other.revision = "fake-2"
+    [result] = Engine(other, cache, pages=64).generate([PROMPT], Params(max_tokens=1))
+    assert result.reused == {}
+
+
+def test_a_load_that_hangs_is_given_up_and_its_pages_wait_for_it() -> None:
+    clock, cache = Turning(), UnrulyCache(trouble=0)
+    engine(cache).generate([PROMPT], Params(max_tokens=1))
+    cache.trouble, cache.longest = 0.0, 0
+    e = engine(cache, clock=clock, patience_s=5.0, pages=12)
+    cache.hang = True
+    sequence = e.add(PROMPT, Params(max_tokens=3))
+    for _ in range(20):
+        e.step()
+    assert sequence.state is State.LOADING
+    clock.turn(6.0)
+    finish(e)
+    assert sequence.answer == answer(PROMPT, 3)
+    assert sequence.reused == {}
+    assert e.check() == []
+    assert e.pool.busy, "pages that a load may still write into were given up"
+    assert e.pool.available == 12 - 5 - 0
+    cache.release()
+    e.pool.poll()
+    assert e.pool.available == 12
+    assert e.check() == []
+
+
+def test_aborted_while_it_waits_loads_or_runs() -> None:
+    cache = UnrulyCache(trouble=0)
+    engine(cache).generate([PROMPT], Params(max_tokens=1))
+    cache.hang = True
+    e = engine(cache, max_sequences=2, pages=24)
+    loading = e.add(PROMPT)
+    running = e.add([7] * 9)
+    waiting = e.add([8] * 9)
+    e.step()
+    assert [s.state for s in (loading, running, waiting)] == [State.LOADING, State.RUNNING, State.WAITING]
+    for sequence in (loading, running, waiting):
+        e.abort(sequence)
+        e.abort(sequence)  # twice is once
+        assert sequence.result().finish == "abort"
+        assert e.check() == []
+    assert (e.unfinished, e.pool.held, len(cache.open_requests)) == (0, 0, 0)
+    cache.release()
+    e.pool.poll()
+    assert e.pool.available == 24
+    assert e.check() == []
+
+
+def test_close_gives_everything_back() -> None:
+    cache = UnrulyCache(trouble=0)
+    e = engine(cache)
+    for i in range(4):
+        e.add([i] * 9, Params(max_tokens=30))
+    e.step()
+    e.close()
+    assert (e.unfinished, e.pool.held, len(cache.open_requests)) == (0, 0, 0)
+    assert e.check() == []
+
+
+def test_a_model_that_fails_leaves_a_sound_engine() -> None:
+    e = engine(NaiveCache())
+    forward, e.model.forward = e.model.forward, _fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="no memory"):
+        e.generate([PROMPT, PROMPT[:5]])
+    assert (e.unfinished, e.pool.held) == (0, 0)
+    assert e.check() == []
+    e.model.forward = forward  # type: ignore[method-assign]
+    [result] = e.generate([PROMPT], Params(max_tokens=5))
+    assert result.token_ids == answer(PROMPT, 5)
+
+
+def _fail(*_: Any) -> Any:
+    raise RuntimeError("no memory")
+
+
+def test_a_seed_gives_the_same_answer_in_any_company() -> None:
+    wish = Params(max_tokens=12, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
+    [alone] = engine().generate([PROMPT], wish)
+    e = engine(NaiveCache(), max_batch_tokens=5, pages=20)
+    company = Params(max_tokens=20, temperature=2.0, seed=1)
+    results = e.generate([[1] * 9, PROMPT, [2] * 9], [company, wish, company])
+    assert results[1].token_ids == alone.token_ids
+    [other] = engine().generate([PROMPT], Params(max_tokens=12, temperature=1.0, seed=8, ignore_eos=True))
+    assert other.token_ids != alone.token_ids
+
+
+def test_times_are_from_add_to_the_first_token_and_to_the_last() -> None:
+    clock = Turning()
+    e = engine(clock=clock)
+    sequence = e.add(PROMPT, Params(max_tokens=2, ignore_eos=True))
+    clock.turn(1.0)
+    forward = e.model.forward
+
+    def slowly(*given: Any) -> Any:
+        clock.turn(2.0)
+        return forward(*given)
+
+    e.model.forward = slowly  # type: ignore[method-assign]
+    finish(e)
+    result = sequence.result()
+    assert (result.start_s, result.ttft_s, result.total_s) == (1.0, 3.0, 5.0)
