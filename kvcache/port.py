@@ -207,7 +207,7 @@ class InlineExecutor:
         future: Future[Any] = Future()
         try:
             future.set_result(call())
-        except Exception as error:  # what a pool does: the error belongs to the future
+        except Exception as error:  # noqa: BLE001  as a pool does: the error belongs to the future
             future.set_exception(error)
         return future
 

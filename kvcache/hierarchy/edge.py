@@ -12,7 +12,9 @@ def check_transfer(layout: KVLayout, pages: Pages, page_ids: PageIds, first: int
     """LayoutError where blocks `first` to `end`, of `known` hashed ones, do not fit the pages and their ids."""
     groups = len(layout.groups)
     if len(pages) != groups or len(page_ids) != groups:
-        raise LayoutError(f"{len(pages)} pages, {len(page_ids)} lists of page ids: expected one for each of {groups} groups")
+        raise LayoutError(
+            f"{len(pages)} pages, {len(page_ids)} lists of page ids: expected one for each of {groups} groups"
+        )
     if not 0 <= first <= end <= known:
         raise LayoutError(f"blocks {first} to {end}: the request knows {known} full blocks; match or extend first")
     for group, (there, ids) in enumerate(zip(pages, page_ids, strict=True)):

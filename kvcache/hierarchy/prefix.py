@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from kvcache.block.layout import KVLayout, needed
 
 
-def usable(layout: KVLayout, present: Sequence[Sequence[bool]]) -> int:
-    """`present[group][block]`: the block is there with all its shards. The answer counts blocks from the front."""
+def usable(layout: KVLayout, present: Sequence[Sequence[int]]) -> int:
+    """Blocks from the front. `present[group][block]` is true where the block is there with all its shards."""
     blocks = min(map(len, present))
     for group, here in zip(layout.groups, present, strict=True):
         if group.rule == "all":

@@ -29,6 +29,7 @@ from enum import Enum
 from typing import Literal, Protocol
 
 from kvcache.block.address import Address
+from kvcache.block.record import ALIGNMENT
 
 Op = Literal["read", "write", "contains", "remove"]
 Segments = Sequence[memoryview]
@@ -140,7 +141,8 @@ class Tier(Protocol):
         """How many more records of this size (header area and payload) fit now."""
 
     def siblings(self, address: Address) -> list[Address]:
-        """The records that share a piece of memory or disk with this one: all must go before another size can use it."""
+        """The records that share a piece of memory or disk with this one: all must go before another size can use
+        it."""
 
     def scan(self) -> Iterator[Address]:
         """What is here, heads before tails where the tier can tell; for a tier that outlives the process."""
@@ -177,3 +179,25 @@ class Waits:
 
     def remove(self, addresses: Sequence[Address]) -> tuple[Outcome, ...]:
         return self._wait("remove", addresses)
+
+
+def check_segments(op: Op, addresses: Sequence[Address], segments: Sequence[Segments]) -> None:
+    """ValueError where the segments of a call do not fit it: that is misuse, not a fault of the data."""
+    expected = len(addresses) if op in {"read", "write"} else 0
+    if len(segments) != expected:
+        raise ValueError(f"{len(segments)} lists of segments to {op} {len(addresses)} blocks: expected {expected}")
+    for pieces in segments:
+        if len(pieces) < 2 or len(pieces[0]) % ALIGNMENT or sum(map(len, pieces)) % ALIGNMENT:
+            raise ValueError(
+                f"segments of {[len(piece) for piece in pieces]} bytes: expected a header area, then the payload, "
+                f"in multiples of {ALIGNMENT}"
+            )
+
+
+def same_record(one: Address, other: Address) -> bool:
+    """The whole identity, not only the key: two signatures may share a key. Parents count where both are known."""
+    return (
+        one.signature == other.signature
+        and one.namespace == other.namespace
+        and (not one.parent or not other.parent or one.parent == other.parent)
+    )

@@ -1,0 +1,168 @@
+"""The cache of one process: it owns the tiers, the index and the flow between them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from kvcache.block.layout import KVLayout, Shard
+from kvcache.block.namespace import Namespace
+from kvcache.errors import ClosedError, ConfigError, LayoutError
+from kvcache.evict.lru import LRU
+from kvcache.evict.policy import Policy
+from kvcache.hierarchy.flow import Flow
+from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.request import BoundCache
+from kvcache.observe.metrics import Counters
+from kvcache.port import Port
+from kvcache.settings import Settings
+from kvcache.tier.host import HostTier
+from kvcache.tier.tier import Tier
+from kvcache.transfer.cpu import CpuCopier
+
+POLICIES: Mapping[str, type[Policy]] = {"lru": LRU}
+
+_log = logging.getLogger("kvcache")
+
+
+class Cache:
+    """Implements `kvcache.hierarchy.face.KVCache`; made by `kvcache.open`."""
+
+    def __init__(self, settings: Settings, port: Port | None = None) -> None:
+        self.settings = settings
+        port = port or Port()
+        self.counters = Counters()
+        self.below = _tiers_below(settings, port)
+        self.host = HostTier(
+            capacity_bytes=settings.host.capacity_bytes,
+            extent_bytes=settings.host.extent_bytes,
+            verify_arena=settings.host.verify_arena,
+            port=port,
+        )
+        self.index = Index([self.host.name, *(tier.name for tier in self.below)], _policy(settings.evict.policy))
+        for tier in self.below:
+            for address in tier.scan():
+                self.index.insert(address, tier.name)
+        self.flow = Flow(
+            index=self.index,
+            host=self.host,
+            below=self.below,
+            counters=self.counters,
+            port=port,
+            queue_blocks=settings.flow.queue_blocks,
+            threads=settings.flow.threads,
+        )
+        self._copier = CpuCopier()
+        self._bound: dict[tuple[bytes, tuple[Shard, ...]], BoundCache] = {}
+        self._closed = False
+        _log.info(
+            "host %d bytes%s",
+            settings.host.capacity_bytes,
+            "".join(
+                f", {t.name} {u.capacity_bytes} bytes with {u.records} records" for t in self.below for u in [t.usage()]
+            ),
+        )
+
+    def namespace(
+        self,
+        layout: KVLayout,
+        *,
+        model: str,
+        revision: str,
+        adapter: str | None = None,
+        tenant: str = "default",
+        cache_salt: str = "",
+        facts: Mapping[str, Any] | None = None,
+        shards: Sequence[Shard] | None = None,
+    ) -> BoundCache:
+        if self._closed:
+            raise ClosedError("this cache was closed; open another one")
+        held = tuple(shards or layout.whole)
+        if len(held) != len(layout.groups):
+            raise LayoutError(f"{len(held)} shards: expected one for each of the layout's {len(layout.groups)} groups")
+        namespace = Namespace(
+            layout,
+            model=model,
+            revision=revision,
+            adapter=adapter,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            facts=facts or {},
+        )
+        key = (namespace.id, held)
+        if key not in self._bound:
+            self._bound[key] = BoundCache(self.flow, self._copier, namespace, held, self.settings.flow.deadline_s)
+        return self._bound[key]
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        return self.flow.flush(timeout_s)
+
+    def stats(self) -> dict[str, Any]:
+        held = self.flow.holds.held_bytes()
+        tiers = {}
+        for tier in (self.host, *self.below):
+            usage = tier.usage()
+            tiers[tier.name] = {
+                "records": usage.records,
+                "used_bytes": usage.used_bytes,
+                "capacity_bytes": usage.capacity_bytes,
+                "held_bytes": held[tier.name],
+            }
+        queued = sum(len(lane) for lane in self.flow.lanes)
+        return {"tiers": tiers, "queued_blocks": queued, "counters": self.counters.tree()}
+
+    def check(self) -> list[str]:
+        faults = self.index.check()
+        for tier in (self.host, *self.below):
+            faults += tier.check()
+            here = {address.name for address in tier.scan()}
+            listed = self.index.names(tier.name)
+            faults += [f"{tier.name}: {name.hex()} is in the index and not in the tier" for name in listed - here]
+            faults += [f"{tier.name}: {name.hex()} is in the tier and not in the index" for name in here - listed]
+        return faults
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for bound in self._bound.values():
+            bound.open = False
+        self.flow.close()
+        for tier in (self.host, *self.below):
+            tier.close()
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _policy(name: str) -> Policy:
+    if name not in POLICIES:
+        raise ConfigError(f"evict.policy = {name!r}: no such policy; there is {', '.join(POLICIES)}")
+    return POLICIES[name]()
+
+
+def _tiers_below(settings: Settings, port: Port) -> list[Tier]:
+    nvme = settings.nvme
+    if not nvme.enabled:
+        return []
+    from kvcache.tier.nvme.tier import NvmeTier
+
+    return [
+        NvmeTier(
+            str(nvme.path),
+            capacity_bytes=nvme.capacity_bytes,
+            segment_bytes=nvme.segment_bytes,
+            durability=nvme.durability,
+            threads=nvme.threads,
+            queue_bytes=nvme.queue_bytes,
+            free_floor_bytes=nvme.free_floor_bytes,
+            port=port,
+        )
+    ]

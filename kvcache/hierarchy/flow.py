@@ -1,0 +1,127 @@
+"""What moves between tiers, and what makes room: write-through, demotion, promotion, eviction from host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvcache.block.address import Address
+from kvcache.block.record import record_bytes
+from kvcache.hierarchy.holds import Holds
+from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.lane import Lane
+from kvcache.hierarchy.promote import Promoter
+from kvcache.observe.metrics import Counters
+from kvcache.port import Port
+from kvcache.tier.arena import Slot
+from kvcache.tier.host import HostTier
+from kvcache.tier.tier import Tier
+
+VICTIMS_A_SLOT = 64
+"""How many records one slot may cost: more only where sizes are mixed, and then the search ends as 'no room'."""
+
+
+class Flow:
+    def __init__(
+        self,
+        *,
+        index: Index,
+        host: HostTier,
+        below: Sequence[Tier],
+        counters: Counters,
+        port: Port,
+        queue_blocks: int,
+        threads: int,
+    ) -> None:
+        self.index, self.host, self.below, self.counters, self.port = index, host, below, counters, port
+        self.lanes = [
+            Lane(tier, index=index, host=host, counters=counters, port=port, queue_blocks=queue_blocks)
+            for tier in below
+        ]
+        self.promoter = Promoter(index=index, host=host, below=below, counters=counters, port=port)
+        self.holds = Holds(index, [host, *below])
+        self.executor = port.executor(threads, "copy")
+        self._storing = 0
+        self._changed = port.condition()
+
+    # host memory
+
+    def slot(self, payload_bytes: int, tenant: str, *, before: int) -> Slot | None:
+        """A host slot: a free one, else a victim's that a tier below has too, else one whose record is handed down
+        or, where the queue has no room, dropped. Never one used at `before` or later. None where there is none."""
+        size = record_bytes(payload_bytes)
+        slot = self.host.allocate(size, tenant)
+        for stored_below in (True, False) if self.lanes else (False,):
+            for _ in range(VICTIMS_A_SLOT):
+                if slot is not None:
+                    return slot
+                victim = self.index.evict(self.host.name, before=before, stored_below=stored_below)
+                if victim is None:
+                    break
+                self._leave_host(*victim, size, tenant)
+                slot = self.host.allocate(size, tenant)
+        return slot
+
+    def _leave_host(self, victim: Address, kept: bool, size: int, tenant: str) -> None:
+        held = self.host.borrow(victim)
+        if held is None:
+            return
+        extent = held.slot.extent
+        others = []
+        if (extent.slot_bytes, extent.tenant) != (size, tenant):
+            # its slot is of no use: the whole extent goes, so that it can be cut anew
+            others = [a for a in self.host.siblings(victim) if a.name != victim.name]
+        self.host.arena.release(held.slot)
+        self._withdraw(victim, kept)
+        for address in others:
+            if self.index.discard(address, self.host.name, unless_held=True):
+                self._withdraw(address, self.index.contains(address.name))
+
+    def _withdraw(self, address: Address, kept: bool) -> None:
+        self.host.withdraw(address)
+        self.counters.add("evicted_blocks", tier=self.host.name, kept="yes" if kept else "no")
+
+    # down
+
+    def write_through(self, chain: Sequence[Address], new: int) -> None:
+        """Offer the chain's last `new` records to every lane, and what of the rest a lane lacks, heads first."""
+        for lane in self.lanes:
+            first = len(chain) - new
+            while first and not lane.has(chain[first - 1].name):
+                first -= 1
+            dropped = lane.offer([address for address in chain[first:] if not lane.has(address.name)])
+            self.counters.add("drops", dropped, reason=f"{lane.tier.name} queue")
+
+    # barriers
+
+    def begin_store(self) -> None:
+        with self._changed:
+            self._storing += 1
+
+    def end_store(self) -> None:
+        with self._changed:
+            self._storing -= 1
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        clock = self.port.clock
+        end = None if timeout_s is None else clock.now() + timeout_s
+
+        def left() -> float | None:
+            return None if end is None else max(0.0, end - clock.now())
+
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._storing == 0, left()):
+                return False
+        for lane in self.lanes:
+            if not lane.wait_empty(left()):
+                return False
+            lane.tier.sync()
+        return True
+
+    def close(self) -> None:
+        """End the threads; what is queued is written first."""
+        self.executor.close()
+        self.promoter.wait_idle()
+        for lane in self.lanes:
+            lane.close()
+            lane.tier.sync()

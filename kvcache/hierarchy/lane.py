@@ -1,0 +1,144 @@
+"""The way down into one tier: a bounded queue of host records to write there, emptied in the background.
+
+Heads go before tails: a record is queued only where its parent is in the tier or in the queue. While a record is
+queued the index holds it, so that it does not leave host before it was written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from kvcache.block.address import Address
+from kvcache.block.record import record_bytes
+from kvcache.hierarchy.index import Index
+from kvcache.observe.metrics import Counters
+from kvcache.port import Port
+from kvcache.tier.host import Held, HostTier, segments
+from kvcache.tier.tier import BACKGROUND, Outcome, Tier
+
+BATCH_BYTES = 32 << 20
+
+
+class Lane:
+    def __init__(
+        self, tier: Tier, *, index: Index, host: HostTier, counters: Counters, port: Port, queue_blocks: int
+    ) -> None:
+        self.tier, self.queue_blocks = tier, queue_blocks
+        self._index, self._host, self._counters = index, host, counters
+        self._queue: deque[Address] = deque()
+        self._names: set[bytes] = set()  # queued or being written
+        self._changed = port.condition()
+        self._draining = False
+        self._executor = port.executor(1, f"{tier.name}-writer")
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def has(self, name: bytes) -> bool:
+        """The tier has it, or will."""
+        return name in self._names or self._index.contains(name, self.tier.name)
+
+    def offer(self, chain: Sequence[Address]) -> int:
+        """Queue these, heads first; how many the queue could not take (the last ones)."""
+        with self._changed:
+            new = [a for a in chain if a.name not in self._names]
+            taken = new[: max(0, self.queue_blocks - len(self._names))]
+            held = set(self._index.hold([a.name for a in taken]))
+            for address in taken:
+                if address.name in held:
+                    self._names.add(address.name)
+                    self._queue.append(address)
+            start = bool(self._queue) and not self._draining
+            if start:
+                self._draining = True
+        if start:
+            self._executor.submit(self._drain)
+        return len(new) - len(taken)
+
+    def wait_empty(self, timeout_s: float | None = None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._names, timeout_s)
+
+    def _drain(self) -> None:
+        while True:
+            with self._changed:
+                if not self._queue:
+                    self._draining = False
+                    return
+                batch, size = [], 0
+                while self._queue and size < BATCH_BYTES:
+                    batch.append(self._queue.popleft())
+                    held = self._host.borrow(batch[-1])
+                    if held is None:
+                        self._end(batch.pop())
+                        continue
+                    self._host.arena.release(held.slot)
+                    size += record_bytes(held.payload_bytes)
+            try:
+                self._write(batch)
+            finally:
+                with self._changed:
+                    for address in batch:
+                        self._end(address)
+
+    def _end(self, address: Address) -> None:
+        self._names.discard(address.name)
+        self._index.release([address.name])
+        self._changed.notify_all()
+
+    def _write(self, batch: Sequence[Address]) -> None:
+        records: list[Held] = []
+        try:
+            for address in batch:
+                held = self._host.borrow(address)
+                if held is None:  # cleared while it was queued
+                    continue
+                records.append(held)
+                self._host.seal(held)
+            records_with_room = self._with_room(records)
+            ticket = self.tier.submit(
+                "write",
+                [held.address for held in records_with_room],
+                [segments(held) for held in records_with_room],
+                priority=BACKGROUND,
+            )
+            ticket.wait()
+            for held, outcome in zip(records_with_room, ticket.outcomes, strict=True):
+                if outcome is Outcome.DONE:
+                    self._index.insert(held.address, self.tier.name)
+                    self._counters.add("written_blocks", tier=self.tier.name)
+                else:
+                    self._counters.add("write_failures", tier=self.tier.name, outcome=outcome.value)
+        finally:
+            for held in records:
+                self._host.arena.release(held.slot)
+
+    def _with_room(self, records: Sequence[Held]) -> Sequence[Held]:
+        """Evict from the tier until these fit; those that fit."""
+        for i, held in enumerate(records):
+            size = record_bytes(held.payload_bytes)
+            # the tier counts what it has written, not the records of this batch that are still to come
+            while self.tier.room(size) <= i:
+                victim = self._index.evict(self.tier.name, before=self._index.stamp(held.address.name))
+                if victim is None:
+                    self._counters.add("drops", len(records) - i, reason=f"{self.tier.name} full")
+                    return records[:i]
+                self._leave(victim[0], size)
+        return records
+
+    def _leave(self, victim: Address, size: int) -> None:
+        """The index let go of it; the tier lets go of it too, and of all its siblings where their size is another."""
+        rest = [victim]
+        room = self.tier.room(size)
+        siblings = self.tier.siblings(victim)
+        self.tier.remove(rest)
+        if self.tier.room(size) == room:
+            rest = [a for a in siblings if self._index.discard(a, self.tier.name, unless_held=True)]
+            self.tier.remove(rest)
+        for address in {a.name for a in (victim, *rest)}:
+            kept = self._index.contains(address)
+            self._counters.add("evicted_blocks", tier=self.tier.name, kept="yes" if kept else "no")
+
+    def close(self) -> None:
+        self._executor.close()

@@ -1,0 +1,177 @@
+"""One load: blocks from wherever they are into an engine's pages, in order, read ahead of the copy.
+
+Works in windows of a bounded number of bytes: while one window is copied, the next one's reads are under way. The
+first block that does not come ends the prefix: the rest is a miss, and the engine recomputes it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvcache.block.address import Address
+from kvcache.block.record import header_area
+from kvcache.hierarchy.face import PageIds
+from kvcache.hierarchy.flow import Flow
+from kvcache.hierarchy.holds import SHARE, Holds
+from kvcache.hierarchy.promote import Arrival
+from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.tier.host import Held
+from kvcache.tier.tier import WAITING, Outcome
+from kvcache.transfer.copier import Copier
+from kvcache.transfer.pages import Pages
+
+WINDOW_BYTES = 64 << 20
+
+Part = tuple[int, Address, int]  # group, address, payload bytes
+Entry = tuple[int, int, "Held | Arrival | Outcome"]  # block, group, and where its bytes are
+
+_log = logging.getLogger("kvcache.load")
+
+
+@dataclass(kw_only=True)
+class Load:
+    flow: Flow
+    copier: Copier
+    pages: Pages
+    page_ids: PageIds
+    parts: Sequence[Sequence[Part]]  # by block, what of it is needed
+    tenant: str
+    before: int
+    deadline: float
+    claim: Holds.Claim
+    transfer: BlockTransfer
+
+    @staticmethod
+    def window_bytes(flow: Flow) -> int:
+        """Two windows are under way at a time: together at most the share of host that requests may hold."""
+        return min(WINDOW_BYTES, flow.host.arena.capacity_bytes // SHARE // 2)
+
+    def run(self) -> None:
+        """Never raises: an engine that waits for this must not fail for a fault of a cache."""
+        try:
+            self._run()
+        except Exception:  # noqa: BLE001  law: never in the way
+            _log.exception("a load failed; its blocks are a miss")
+        finally:
+            self.flow.holds.give_back(self.claim)
+            self.transfer.settle_rest(0, Outcome.FAILED)
+
+    def _run(self) -> None:
+        windows = self._windows()
+        current = self._start(next(windows, range(0)))
+        while current:
+            following = self._start(next(windows, range(0)))
+            failed = self._finish(current)
+            if failed is not None:
+                self._release(following)
+                block, outcome = failed
+                self.flow.counters.add("load_failures", len(self.parts) - block, outcome=outcome.value)
+                self.transfer.settle(block, outcome)
+                self.transfer.settle_rest(block, Outcome.ABSENT)
+                return
+            current = following
+        self.transfer.settle_rest(0, Outcome.DONE)  # blocks of which the rules need nothing
+
+    def _windows(self) -> Iterator[range]:
+        """Runs of blocks, each within the window's bytes or one block long."""
+        limit, first, size = self.window_bytes(self.flow), 0, 0
+        for i, block in enumerate(self.parts):
+            size += sum(payload_bytes for _, _, payload_bytes in block)
+            if size > limit and i > first:
+                yield range(first, i)
+                first, size = i, sum(payload_bytes for _, _, payload_bytes in block)
+        if first < len(self.parts):
+            yield range(first, len(self.parts))
+
+    def _start(self, blocks: range) -> list[Entry]:
+        """Borrow what is in host; begin to read the rest."""
+        entries: list[Entry] = []
+        below: list[tuple[int, Address, int]] = []  # position in entries, address, bytes
+        for i in blocks:
+            for group, address, payload_bytes in self.parts[i]:
+                held = self.flow.host.borrow(address)
+                if held is None:
+                    below.append((len(entries), address, payload_bytes))
+                entries.append((i, group, held if held is not None else Outcome.PENDING))
+        if below:
+            answers = self.flow.promoter.begin(
+                [(address, payload_bytes) for _, address, payload_bytes in below],
+                lambda size: self.flow.slot(size, self.tenant, before=self.before),
+                priority=WAITING,
+                deadline=self.deadline,
+            )
+            for (at, _, _), answer in zip(below, answers, strict=True):
+                entries[at] = (*entries[at][:2], answer)
+        return entries
+
+    def _finish(self, entries: Sequence[Entry]) -> tuple[int, Outcome] | None:
+        """Copy a window's blocks as they come; the first block that did not, and why. Gives back what was borrowed."""
+        ready: list[tuple[int, int, Held]] = []
+        try:
+            for at, (i, group, where) in enumerate(entries):
+                held, outcome = self._arrived(i, group, where, ready)
+                if held is None:
+                    ready = self._copy([r for r in ready if r[0] < i], ready)
+                    self._release(entries[at + 1 :])
+                    return i, outcome
+                ready.append((i, group, held))
+            ready = self._copy(ready, ready)
+            return None
+        finally:
+            for _, _, held in ready:
+                self.flow.host.arena.release(held.slot)
+
+    def _arrived(
+        self, i: int, group: int, where: Held | Arrival | Outcome, ready: list[tuple[int, int, Held]]
+    ) -> tuple[Held | None, Outcome]:
+        if self.transfer.cancelled:
+            if isinstance(where, Held):
+                self.flow.host.arena.release(where.slot)
+            return None, Outcome.CANCELLED
+        if isinstance(where, Held):
+            if self.flow.host.sound(where):
+                self.flow.counters.add("loaded_blocks", tier=self.flow.host.name)
+                self.flow.counters.add("loaded_bytes", where.payload_bytes, tier=self.flow.host.name)
+                return where, Outcome.DONE
+            self.flow.host.arena.release(where.slot)
+            self.flow.index.discard(where.address, self.flow.host.name)
+            self.flow.counters.add("refused_records", tier=self.flow.host.name, check=Outcome.DAMAGED.value)
+            return None, Outcome.DAMAGED
+        if isinstance(where, Outcome):
+            return None, where
+        if not where.outcome.settled:  # use the wait: copy what is here
+            done = [r for r in ready if r[0] < i]
+            ready[:] = self._copy(done, ready)
+        outcome = self.flow.promoter.wait(where, self.deadline - self.flow.port.clock.now())
+        if outcome is not Outcome.DONE:
+            return None, outcome
+        self.flow.counters.add("loaded_blocks", tier=where.source)
+        self.flow.counters.add("loaded_bytes", where.payload_bytes, tier=where.source)
+        held = self.flow.host.borrow(where.address)
+        return held, Outcome.DONE if held is not None else Outcome.ABSENT
+
+    def _copy(
+        self, whole: list[tuple[int, int, Held]], ready: list[tuple[int, int, Held]]
+    ) -> list[tuple[int, int, Held]]:
+        """Scatter these, which make up whole blocks, settle them and give them back; what of `ready` is left."""
+        for group, there in enumerate(self.pages):
+            mine = [(i, held) for i, g, held in whole if g == group]
+            if mine:
+                payloads = []
+                for _, held in mine:
+                    area = header_area(held.payload_bytes)
+                    payloads.append(held.slot.view[area : area + held.payload_bytes])
+                self.copier.scatter(there, [self.page_ids[group][i] for i, _ in mine], payloads).wait()
+        for _, _, held in whole:
+            self.flow.host.arena.release(held.slot)
+        if whole:
+            for i in range(whole[0][0], whole[-1][0] + 1):
+                self.transfer.settle(i, Outcome.DONE)
+        return [r for r in ready if r not in whole]
+
+    def _release(self, entries: Sequence[Entry]) -> None:
+        for _, _, where in entries:
+            if isinstance(where, Held):
+                self.flow.host.arena.release(where.slot)

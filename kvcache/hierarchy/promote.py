@@ -1,0 +1,128 @@
+"""The way up: records of the tiers below host, read into host slots, shared by all who wait for the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvcache.block.address import Address
+from kvcache.block.record import header_area
+from kvcache.hierarchy.index import Index
+from kvcache.observe.metrics import Counters
+from kvcache.port import Port
+from kvcache.tier.arena import Slot
+from kvcache.tier.host import HostTier
+from kvcache.tier.tier import Outcome, Tier
+
+Room = Callable[[int], "Slot | None"]
+"""A host slot for a payload of so many bytes, or None."""
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """A record on its way into host. Once its outcome is DONE it is there like any other, and `borrow` finds it."""
+
+    address: Address
+    payload_bytes: int
+    slot: Slot
+    tiers: list[Tier]  # where it can be asked for, the nearest first
+    priority: int
+    deadline: float | None
+    outcome: Outcome = Outcome.PENDING
+    source: str = ""
+
+
+class Promoter:
+    def __init__(self, *, index: Index, host: HostTier, below: Sequence[Tier], counters: Counters, port: Port) -> None:
+        self._index, self._host, self._below, self._counters = index, host, below, counters
+        self._arrivals: dict[bytes, Arrival] = {}
+        self._changed = port.condition()
+
+    def __len__(self) -> int:
+        return len(self._arrivals)
+
+    def begin(
+        self,
+        wanted: Sequence[tuple[Address, int]],
+        room: Room,
+        *,
+        priority: int,
+        deadline: float | None,
+    ) -> list[Arrival | Outcome]:
+        """Start bringing these (address, payload bytes) into host, or join who does: an arrival each, or the outcome
+        where there is nothing to start: ABSENT, NO_ROOM."""
+        masks = self._index.where([address.name for address, _ in wanted])
+        answers: list[Arrival | Outcome] = []
+        started: list[Arrival] = []
+        with self._changed:
+            for (address, payload_bytes), mask in zip(wanted, masks, strict=True):
+                arrival = self._arrivals.get(address.name)
+                if arrival is None:
+                    tiers = [tier for t, tier in enumerate(self._below, 1) if mask >> t & 1]
+                    slot = room(payload_bytes) if tiers else None
+                    if slot is None:
+                        answers.append(Outcome.NO_ROOM if tiers else Outcome.ABSENT)
+                        continue
+                    arrival = Arrival(address, payload_bytes, slot, tiers, priority, deadline)
+                    self._arrivals[address.name] = arrival
+                    started.append(arrival)
+                answers.append(arrival)
+        for tier in self._below:
+            self._ask(tier, [arrival for arrival in started if arrival.tiers[0] is tier])
+        return answers
+
+    def wait(self, arrival: Arrival, timeout_s: float | None) -> Outcome:
+        """Its outcome; LATE where time ran out (the record still arrives, for whoever comes next)."""
+        with self._changed:
+            if self._changed.wait_for(lambda: arrival.outcome.settled, timeout_s):
+                return arrival.outcome
+            return Outcome.LATE
+
+    def wait_idle(self, timeout_s: float | None = None) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._arrivals, timeout_s)
+
+    def _ask(self, tier: Tier, arrivals: Sequence[Arrival]) -> None:
+        """One batch; the first one's priority and deadline stand for all, since a batch comes from one request."""
+        if not arrivals:
+            return
+        views = []
+        for arrival in arrivals:
+            view, area = arrival.slot.view, header_area(arrival.payload_bytes)
+            views.append([view[:area], view[area:]])
+        tier.submit(
+            "read",
+            [arrival.address for arrival in arrivals],
+            views,
+            priority=arrivals[0].priority,
+            deadline=arrivals[0].deadline,
+            on_outcome=lambda i, outcome: self._arrived(tier, arrivals[i], outcome),
+        )
+
+    def _arrived(self, tier: Tier, arrival: Arrival, outcome: Outcome) -> None:
+        address = arrival.address
+        if outcome is Outcome.DONE:
+            arrival.slot.sealed = True
+            if self._host.publish(address, arrival.slot, arrival.payload_bytes):
+                self._index.insert(address, self._host.name)
+            else:  # stored anew meanwhile
+                self._host.arena.release(arrival.slot)
+            arrival.source = tier.name
+            self._counters.add("promoted_blocks", tier=tier.name)
+            self._end(arrival, outcome)
+            return
+        if outcome in (Outcome.ABSENT, Outcome.DAMAGED, Outcome.FOREIGN):
+            self._index.discard(address, tier.name)
+            self._counters.add("refused_records", tier=tier.name, check=outcome.value)
+        arrival.tiers.remove(tier)
+        if arrival.tiers:
+            self._ask(arrival.tiers[0], [arrival])
+        else:
+            self._host.arena.release(arrival.slot)
+            self._end(arrival, outcome)
+
+    def _end(self, arrival: Arrival, outcome: Outcome) -> None:
+        with self._changed:
+            arrival.outcome = outcome
+            del self._arrivals[arrival.address.name]
+            self._changed.notify_all()

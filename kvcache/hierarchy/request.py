@@ -1,0 +1,217 @@
+"""A cache bound to a namespace, and one prompt on its way: match, admit, load, store."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from kvcache.block.address import KEY_BYTES, Address
+from kvcache.block.key import Chain
+from kvcache.block.layout import Shard
+from kvcache.block.namespace import Namespace
+from kvcache.errors import ClosedError
+from kvcache.hierarchy.edge import check_transfer
+from kvcache.hierarchy.face import Extras, Hit, PageIds
+from kvcache.hierarchy.flow import Flow
+from kvcache.hierarchy.holds import Holds
+from kvcache.hierarchy.load import Load
+from kvcache.hierarchy.prefix import usable, wanted
+from kvcache.hierarchy.store import Store
+from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.tier.tier import AHEAD
+from kvcache.transfer.copier import Copier
+from kvcache.transfer.pages import Pages
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What this process holds of one group: its shard, its payload size, and the end of all its records' names."""
+
+    group: int
+    shard: Shard
+    payload_bytes: int
+    name_end: bytes
+
+
+class BoundCache:
+    _ids = itertools.count(1)
+
+    def __init__(
+        self, flow: Flow, copier: Copier, namespace: Namespace, shards: Sequence[Shard], deadline_s: float
+    ) -> None:
+        self.flow, self.copier, self.namespace, self.deadline_s = flow, copier, namespace, deadline_s
+        self.id, self.layout, self.tenant = namespace.id, namespace.layout, namespace.tenant
+        self.open = True
+        layout = namespace.layout
+        self.places = [
+            Place(g, shard, layout.block_bytes(shard, group=g), g.to_bytes(2, "little") + shard.pack())
+            for g, shard in enumerate(shards)
+        ]
+
+    def request(
+        self,
+        id: str | None = None,
+        *,
+        agent: str | None = None,
+        session: str | None = None,
+        ttl_s: float | None = None,
+        deadline_s: float | None = None,
+    ) -> CacheRequest:
+        return CacheRequest(self, id or f"r{next(self._ids)}", self.deadline_s if deadline_s is None else deadline_s)
+
+
+class CacheRequest:
+    def __init__(self, bound: BoundCache, id: str, deadline_s: float) -> None:
+        self.id = id
+        self._bound, self._flow, self._deadline_s = bound, bound.flow, deadline_s
+        self._chain = Chain(bound.id, bound.layout.block_tokens)
+        self._found = 0
+        self._by_tier: dict[str, int] = {}
+        self._stamp = 0  # the time at which this request was admitted or stored first; 0: not yet
+        self._admitted = False
+        self._claim: Holds.Claim = []
+
+    @property
+    def signatures(self) -> Sequence[bytes]:
+        return self._chain.signatures
+
+    def match(
+        self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
+    ) -> Hit:
+        bound, layout = self._bound, self._bound.layout
+        if digests is not None:
+            self._chain = Chain.from_digests(bound.id, digests, layout.block_tokens)
+        elif token_ids is not None:
+            chain = Chain(bound.id, layout.block_tokens)
+            chain.extend(token_ids, extras)
+            self._chain = chain
+        index = self._flow.index
+        keys = [signature[:KEY_BYTES] for signature in self.signatures]
+        masks = [index.where([key + place.name_end for key in keys]) for place in bound.places]
+        self._found = found = usable(layout, masks)
+        needs = wanted(layout, found)
+        self._by_tier = {}
+        for i in range(found):
+            # the nearest tier that has all of the block: of each part the nearest, of these the farthest
+            tier = max(
+                ((m[i] & -m[i]).bit_length() - 1 for m, need in zip(masks, needs, strict=True) if i in need), default=0
+            )
+            self._by_tier[index.tiers[tier]] = self._by_tier.get(index.tiers[tier], 0) + 1
+        reason = "" if found == len(keys) else "cold"
+        return Hit(tokens=found * layout.block_tokens, blocks=found, by_tier=dict(self._by_tier), reason=reason)
+
+    def extend(self, token_ids: Any, *, extras: Extras | None = None) -> None:
+        self._chain.extend(token_ids, extras)
+
+    def admit(self) -> None:
+        if self._admitted:
+            return
+        self._admitted = True
+        flow, counters, layout = self._flow, self._flow.counters, self._bound.layout
+        stamp = self._begin()
+        parts = [self._part(i, g) for g, need in enumerate(wanted(layout, self._found)) for i in need]
+        flow.index.touch([address.name for address, _ in reversed(parts)], stamp)
+        self._claim = flow.holds.take(parts)
+        counters.add("requests")
+        counters.add("asked_tokens", len(self.signatures) * layout.block_tokens)
+        for tier, blocks in self._by_tier.items():
+            counters.add("hit_tokens", blocks * layout.block_tokens, tier=tier)
+        if self._found < len(self.signatures):
+            counters.add("misses", reason="cold")
+        self._bring(parts, stamp)
+
+    def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
+        self._check(pages, page_ids, first_block, blocks)
+        needs = wanted(self._bound.layout, blocks)
+        parts = [
+            [(place.group, *self._part(i, place.group)) for place in self._bound.places if i in needs[place.group]]
+            for i in range(first_block, blocks)
+        ]
+        transfer = BlockTransfer(blocks - first_block)
+        claim = self._flow.holds.take([(address, size) for block in parts for _, address, size in block])
+        job = Load(
+            flow=self._flow,
+            copier=self._bound.copier,
+            pages=pages,
+            page_ids=page_ids,
+            parts=parts,
+            tenant=self._bound.tenant,
+            before=self._begin(),
+            deadline=self._flow.port.clock.now() + self._deadline_s,
+            claim=claim,
+            transfer=transfer,
+        )
+        self._flow.executor.submit(job.run)
+        return transfer
+
+    def store(self, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
+        count = len(page_ids[0]) if page_ids else 0
+        self._check(pages, page_ids, first_block, first_block + count)
+        transfer = BlockTransfer(count)
+        end = first_block + count
+        job = Store(
+            flow=self._flow,
+            copier=self._bound.copier,
+            pages=pages,
+            page_ids=page_ids,
+            chains=[[self._part(i, place.group)[0] for i in range(end)] for place in self._bound.places],
+            sizes=[place.payload_bytes for place in self._bound.places],
+            rules=[group.rule for group in self._bound.layout.groups],
+            first_block=first_block,
+            tenant=self._bound.tenant,
+            before=self._begin(),
+            transfer=transfer,
+        )
+        self._flow.begin_store()
+        self._flow.executor.submit(job.run)
+        return transfer
+
+    def close(self) -> None:
+        self._flow.holds.give_back(self._claim)
+
+    def __enter__(self) -> CacheRequest:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _part(self, block: int, group: int) -> tuple[Address, int]:
+        place, chain = self._bound.places[group], self._chain
+        parent = chain.parents(block)
+        return Address(self._bound.id, chain.signatures[block], parent, group, place.shard), place.payload_bytes
+
+    def _begin(self) -> int:
+        """The request's time: one tick of the clock, at its first use."""
+        if not self._stamp:
+            self._stamp = self._flow.index.tick()
+        return self._stamp
+
+    def _check(self, pages: Pages, page_ids: PageIds, first: int, end: int) -> None:
+        if not self._bound.open:
+            raise ClosedError("this cache was closed; open another one")
+        check_transfer(self._bound.layout, pages, page_ids, first, end, len(self.signatures))
+
+    def _bring(self, parts: Sequence[tuple[Address, int]], stamp: int) -> None:
+        """Begin to read the first of what lies below host, as much as a load would have under way."""
+        flow, room = self._flow, Load.window_bytes(self._flow)
+        names = [address.name for address, _ in parts]
+        ahead = []
+        for part, mask in zip(parts, flow.index.where(names), strict=True):
+            if mask and not mask & 1:
+                room -= part[1]
+                if room < 0:
+                    break
+                ahead.append(part)
+        if ahead:
+            tenant = self._bound.tenant
+            flow.promoter.begin(
+                ahead,
+                lambda size: flow.slot(size, tenant, before=stamp),
+                priority=AHEAD,
+                deadline=flow.port.clock.now() + self._deadline_s,
+            )

@@ -1,0 +1,129 @@
+"""One store: full blocks from an engine's pages into host slots, then visible, then offered to the tiers below.
+
+Never waits for room. The first block that finds none ends the store: what follows it could not be found anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcache.block.address import Address
+from kvcache.block.record import header_area
+from kvcache.hierarchy.face import PageIds
+from kvcache.hierarchy.flow import Flow
+from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.tier.arena import Slot
+from kvcache.tier.tier import Outcome
+from kvcache.transfer.copier import Copier
+from kvcache.transfer.pages import Pages
+
+WINDOW_BYTES = 64 << 20
+
+Filled = tuple[int, int, Address, Slot]  # block counted from the first stored, group, address, slot
+
+_log = logging.getLogger("kvcache.store")
+
+
+@dataclass(kw_only=True)
+class Store:
+    flow: Flow
+    copier: Copier
+    pages: Pages
+    page_ids: PageIds
+    chains: Sequence[Sequence[Address]]  # by group, from the first block of the prompt to the last one stored
+    sizes: Sequence[int]  # payload bytes by group
+    rules: Sequence[str]
+    first_block: int
+    tenant: str
+    before: int
+    transfer: BlockTransfer
+
+    def run(self) -> None:
+        """Never raises: an engine that stores must not fail for a fault of a cache."""
+        try:
+            self._run()
+        except Exception:  # noqa: BLE001  law: never in the way
+            _log.exception("a store failed; its blocks are not kept")
+        finally:
+            self.transfer.settle_rest(0, Outcome.FAILED)
+            self.flow.end_store()
+
+    def _run(self) -> None:
+        count = len(self.transfer.outcomes)
+        if count and not self._head_is_there():
+            self._drop(0, "orphan")
+            return
+        a_window = max(1, WINDOW_BYTES // sum(self.sizes))
+        for first in range(0, count, a_window):
+            if self.transfer.cancelled:
+                self.transfer.settle_rest(first, Outcome.CANCELLED)
+                return
+            end = min(count, first + a_window)
+            reached = self._window(first, end)
+            if reached < end:
+                self._drop(reached, "no room")
+                return
+
+    def _head_is_there(self) -> bool:
+        """A block whose parent nobody has could never be found: keeping it would be waste."""
+        return self.first_block == 0 or all(
+            rule != "all" or self.flow.index.contains(chain[self.first_block - 1].name)
+            for chain, rule in zip(self.chains, self.rules, strict=True)
+        )
+
+    def _window(self, first: int, end: int) -> int:
+        """Store these blocks; the first one that found no room."""
+        filled: list[Filled] = []
+        reached = end
+        for i in range(first, end):
+            mine = self._slots(i)
+            if mine is None:
+                reached = i
+                break
+            filled += mine
+        published = 0
+        try:
+            for group, there in enumerate(self.pages):
+                ours = [(i, slot) for i, g, _, slot in filled if g == group]
+                if ours:
+                    area = header_area(self.sizes[group])
+                    payloads = [slot.view[area : area + self.sizes[group]] for _, slot in ours]
+                    self.copier.gather(there, [self.page_ids[group][i] for i, _ in ours], payloads).wait()
+            for _, group, address, slot in filled:
+                if self.flow.host.publish(address, slot, self.sizes[group]):
+                    self.flow.index.insert(address, self.flow.host.name)
+                else:  # another request stored the same block meanwhile
+                    self.flow.host.arena.release(slot)
+                published += 1
+        finally:
+            for _, _, _, slot in filled[published:]:
+                self.flow.host.arena.release(slot)
+        if reached > first:
+            for chain in self.chains:
+                self.flow.write_through(chain[: self.first_block + reached], reached - first)
+        self.flow.counters.add("stored_blocks", len(filled))
+        self.flow.counters.add("stored_bytes", sum(self.sizes[g] for _, g, _, _ in filled))
+        for i in range(first, reached):
+            self.transfer.settle(i, Outcome.DONE)
+        return reached
+
+    def _slots(self, i: int) -> list[Filled] | None:
+        """A slot for each part of a block that host lacks, or None where there is no room for all of them."""
+        mine: list[Filled] = []
+        for group, size in enumerate(self.sizes):
+            address = self.chains[group][self.first_block + i]
+            if self.flow.index.contains(address.name, self.flow.host.name):
+                continue
+            slot = self.flow.slot(size, self.tenant, before=self.before)
+            if slot is None:
+                for _, _, _, taken in mine:
+                    self.flow.host.arena.release(taken)
+                return None
+            mine.append((i, group, address, slot))
+        return mine
+
+    def _drop(self, first: int, reason: str) -> None:
+        self.flow.counters.add("drops", len(self.transfer.outcomes) - first, reason=reason)
+        self.transfer.settle_rest(first, Outcome.DROPPED)

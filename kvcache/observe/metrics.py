@@ -1,0 +1,87 @@
+"""The one table of metrics, and the counters behind it. Exporter and documentation are generated from the table."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    name: str
+    kind: Literal["counter", "gauge"]
+    labels: tuple[str, ...]
+    help: str
+
+
+METRICS: dict[str, Metric] = {
+    m.name: m
+    for m in (
+        Metric("requests", "counter", (), "requests that asked for a prefix"),
+        Metric("asked_tokens", "counter", (), "tokens of full blocks asked for, counted when admitted"),
+        Metric("hit_tokens", "counter", ("tier",), "tokens found, by the nearest tier that had them, when admitted"),
+        Metric("loaded_blocks", "counter", ("tier",), "blocks brought into pages, by the tier they came from"),
+        Metric("loaded_bytes", "counter", ("tier",), "bytes brought into pages, by the tier they came from"),
+        Metric("stored_blocks", "counter", (), "blocks taken from pages"),
+        Metric("stored_bytes", "counter", (), "bytes taken from pages"),
+        Metric("misses", "counter", ("reason",), "requests whose prefix ended before its last full block, by reason"),
+        Metric("load_failures", "counter", ("outcome",), "blocks promised and not delivered, by outcome: recomputed"),
+        Metric("drops", "counter", ("reason",), "blocks that were offered and not kept, by reason"),
+        Metric("written_blocks", "counter", ("tier",), "blocks written to a tier below host"),
+        Metric("write_failures", "counter", ("tier", "outcome"), "blocks not written to a tier below host"),
+        Metric("promoted_blocks", "counter", ("tier",), "blocks brought up into host from a tier below"),
+        Metric(
+            "evicted_blocks", "counter", ("tier", "kept"), "blocks that left a tier; kept: yes where one below has it"
+        ),
+        Metric("refused_records", "counter", ("tier", "check"), "records that failed a check: a miss, never a hit"),
+        Metric("tier_records", "gauge", ("tier",), "records in a tier"),
+        Metric("tier_used_bytes", "gauge", ("tier",), "bytes of records in a tier"),
+        Metric("tier_capacity_bytes", "gauge", ("tier",), "bytes a tier may hold"),
+        Metric("held_bytes", "gauge", ("tier",), "bytes that requests keep from leaving a tier"),
+        Metric("queued_blocks", "gauge", (), "blocks waiting to be written to a tier below host"),
+    )
+}
+
+
+class Counters:
+    """Counts by metric and labels; thread-safe. A name or a label that is not in the table is a mistake of ours."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, tuple[str, ...]], int] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: str, amount: int = 1, **labels: str) -> None:
+        metric = METRICS[name]
+        key = (name, tuple(labels[label] for label in metric.labels))
+        if amount:
+            with self._lock:
+                self._counts[key] = self._counts.get(key, 0) + amount
+
+    def get(self, name: str, **labels: str) -> int:
+        """The count under these labels; those left out are summed over."""
+        metric = METRICS[name]
+        with self._lock:
+            rows = list(self._counts.items())
+        return sum(
+            count
+            for (row, values), count in rows
+            if row == name and all(labels.get(label, v) == v for label, v in zip(metric.labels, values, strict=True))
+        )
+
+    def rows(self) -> Iterator[tuple[str, dict[str, str], int]]:
+        with self._lock:
+            rows = sorted(self._counts.items())
+        for (name, values), count in rows:
+            yield name, dict(zip(METRICS[name].labels, values, strict=True)), count
+
+    def tree(self) -> dict[str, Any]:
+        """By metric: a number, or numbers by label values joined with a comma."""
+        tree: dict[str, Any] = {}
+        for name, labels, count in self.rows():
+            if labels:
+                tree.setdefault(name, {})[",".join(labels.values())] = count
+            else:
+                tree[name] = count
+        return tree

@@ -1,0 +1,219 @@
+"""The host tier: records in slots of the arena, found by address.
+
+Beside the tier's contract it lends its slots, so that payloads move between an engine's pages, the arena and the tiers
+below without another copy: `allocate` a slot, fill it, `publish` it; `borrow` one to read, `arena.release` it after.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from kvcache.block.address import Address
+from kvcache.block.record import RecordError, header_area, read_header, seal, verify
+from kvcache.port import Port
+from kvcache.tier.arena import Arena, Slot
+from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments, same_record
+
+
+class Held:
+    """A published record: its address, slot and payload size."""
+
+    __slots__ = ("address", "payload_bytes", "slot")
+
+    def __init__(self, address: Address, slot: Slot, payload_bytes: int) -> None:
+        self.address, self.slot, self.payload_bytes = address, slot, payload_bytes
+
+
+def segments(held: Held) -> tuple[memoryview, memoryview]:
+    """The record as a tier takes it: header area, payload. Valid while the caller has a reference."""
+    view, area = held.slot.view, header_area(held.payload_bytes)
+    return view[:area], view[area:]
+
+
+class HostTier(Waits):
+    name = "host"
+    durable = False
+
+    def __init__(
+        self,
+        *,
+        capacity_bytes: int,
+        extent_bytes: int = 256 << 20,
+        verify_arena: bool = False,
+        port: Port | None = None,
+    ) -> None:
+        self.arena = Arena(capacity_bytes, extent_bytes)
+        self._verify = verify_arena
+        self._port = port or Port()
+        self._records: dict[bytes, Held] = {}
+        self._lock = threading.Lock()
+
+    # slots
+
+    def allocate(self, record_bytes: int, tenant: str = "default") -> Slot | None:
+        """A slot of the caller's own, not visible to anybody."""
+        return self.arena.allocate(record_bytes, tenant)
+
+    def publish(self, address: Address, slot: Slot, payload_bytes: int) -> bool:
+        """Make a filled slot visible; the tier takes over the caller's reference. False where the same record is here
+        already: then the caller keeps its reference."""
+        with self._lock:
+            if address.name in self._records:
+                return False
+            self._records[address.name] = Held(address, slot, payload_bytes)
+            return True
+
+    def borrow(self, address: Address) -> Held | None:
+        """The record, with a reference for the caller to release, or None where another or none is there."""
+        with self._lock:
+            held = self._records.get(address.name)
+            if held is None or not same_record(held.address, address):
+                return None
+            self.arena.acquire(held.slot)
+            return held
+
+    def withdraw(self, address: Address) -> bool:
+        """Make a record invisible; its slot comes back when the last borrower is done."""
+        with self._lock:
+            held = self._records.pop(address.name, None)
+        if held is None:
+            return False
+        self.arena.release(held.slot)
+        return True
+
+    def seal(self, held: Held) -> None:
+        """Write the header and take the checksums, where that was not done yet. By background threads, before a
+        record leaves the arena; the caller has a reference."""
+        if not held.slot.sealed:
+            header, payload = segments(held)
+            seal(header, payload, held.address, stored_bytes=held.payload_bytes)
+            held.slot.sealed = True
+
+    def sound(self, held: Held) -> bool:
+        """With `verify_arena`, whether a sealed record still passes every check; else True. A bad one is withdrawn."""
+        if not (self._verify and held.slot.sealed):
+            return True
+        try:
+            verify(*segments(held), held.address)
+        except RecordError:
+            self.withdraw(held.address)
+            return False
+        return True
+
+    # the contract
+
+    def submit(
+        self,
+        op: Op,
+        addresses: Sequence[Address],
+        segments: Sequence[Segments] = (),
+        *,
+        priority: int = WAITING,
+        deadline: float | None = None,
+        on_outcome: Callable[[int, Outcome], None] | None = None,
+    ) -> Ticket:
+        """Memory is near: everything is settled before this returns."""
+        check_segments(op, addresses, segments)
+        ticket = Ticket(len(addresses), on_outcome)
+        late = deadline is not None and self._port.clock.now() > deadline
+        for i, address in enumerate(addresses):
+            if late:
+                ticket.settle(i, Outcome.LATE)
+            elif op == "read":
+                ticket.settle(i, *self._read(address, segments[i]))
+            elif op == "write":
+                ticket.settle(i, self._write(address, segments[i]))
+            elif op == "contains":
+                with self._lock:
+                    held = self._records.get(address.name)
+                ticket.settle(i, Outcome.DONE if held and same_record(held.address, address) else Outcome.ABSENT)
+            else:
+                ticket.settle(i, Outcome.DONE if self.withdraw(address) else Outcome.ABSENT)
+        return ticket
+
+    def _read(self, address: Address, into: Segments) -> tuple[Outcome, str]:
+        held = self.borrow(address)
+        if held is None:
+            return Outcome.ABSENT, ""
+        try:
+            self.seal(held)
+            header, payload = segments(held)
+            try:
+                verify(header, payload, address) if self._verify else read_header(header)
+            except RecordError as error:
+                self.withdraw(address)
+                return Outcome.DAMAGED, error.check
+            at, view = 0, held.slot.view
+            for segment in into:
+                segment[:] = view[at : at + len(segment)]
+                at += len(segment)
+            return Outcome.DONE, ""
+        finally:
+            self.arena.release(held.slot)
+
+    def _write(self, address: Address, record: Segments) -> Outcome:
+        with self._lock:
+            held = self._records.get(address.name)
+        if held is not None:
+            return Outcome.DONE if same_record(held.address, address) else Outcome.FAILED
+        try:
+            header = read_header(record[0])
+        except RecordError:
+            return Outcome.FAILED
+        slot = self.allocate(sum(map(len, record)))
+        if slot is None:
+            return Outcome.NO_ROOM
+        at, view = 0, slot.view
+        for segment in record:
+            view[at : at + len(segment)] = segment
+            at += len(segment)
+        slot.sealed = True
+        if not self.publish(address, slot, header.stored_bytes):
+            self.arena.release(slot)
+        return Outcome.DONE
+
+    def room(self, record_bytes: int) -> int:
+        return self.arena.room(record_bytes)
+
+    def siblings(self, address: Address) -> list[Address]:
+        with self._lock:
+            held = self._records.get(address.name)
+            if held is None:
+                return []
+            extent = held.slot.extent
+            return [h.address for h in self._records.values() if h.slot.extent is extent]
+
+    def scan(self) -> Iterator[Address]:
+        with self._lock:
+            addresses = [held.address for held in self._records.values()]
+        yield from addresses
+
+    def sync(self) -> None:
+        """Memory has nothing to wait for."""
+
+    def usage(self) -> Usage:
+        return Usage(len(self._records), self.arena.used_bytes, self.arena.capacity_bytes)
+
+    def check(self) -> list[str]:
+        faults = self.arena.check()
+        with self._lock:
+            records = list(self._records.values())
+            published = {id(held.slot) for held in records}
+        if len(published) != len(records):
+            faults.append("host: two records in one slot")
+        for held in records:
+            if held.slot.extent.slots.get(held.slot.i) is not held.slot:
+                faults.append(f"host: {held.address.name.hex()} stands in a slot that was given back")
+            elif held.slot.sealed:
+                try:
+                    verify(*segments(held), held.address)
+                except RecordError as error:
+                    faults.append(f"host: {held.address.name.hex()}: {error}")
+        return faults
+
+    def close(self) -> None:
+        with self._lock:
+            records, self._records = list(self._records.values()), {}
+        for held in records:
+            self.arena.release(held.slot)

@@ -1,0 +1,341 @@
+"""The promises of `kvcache/hierarchy/face.py`, for every implementation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcache
+from kvcache.block.layout import Group, KVLayout
+from kvcache.hierarchy.naive import NaiveCache
+from kvcache.tier.tier import Outcome
+from kvcache.transfer.pages import GroupPages
+
+MiB = 1 << 20
+FULL = KVLayout.mha(layers=2, kv_heads=2, head_dim=8, dtype="fp32", block_tokens=4)
+HYBRID = KVLayout(
+    (
+        Group(layers=1, kv_heads=2, head_dim=8, dtype="fp32"),
+        Group(layers=2, kv_heads=1, head_dim=4, dtype="fp32", rule="window", window_tokens=6, name="sliding"),
+        Group(layers=1, kv_heads=1, head_dim=2, dtype="fp32", rule="boundary", name="state"),
+    ),
+    block_tokens=4,
+)
+
+
+@dataclass
+class Engine:
+    """Pages of a pretended engine, one array a layer: (kv, page, token, head, dim)."""
+
+    layout: KVLayout
+    pages: int = 64
+
+    def __post_init__(self) -> None:
+        bt = self.layout.block_tokens
+        self.memory = [
+            [np.zeros((2, self.pages, bt, g.kv_heads, g.head_dim), np.float32) for _ in range(g.layers)]
+            for g in self.layout.groups
+        ]
+        self.described = [
+            GroupPages.from_tensors(self.layout, layers, axes=("kv", "page", "token", "head", "dim"), group=i)
+            for i, layers in enumerate(self.memory)
+        ]
+
+    def fill(self, seed: int, ids: list[int]) -> None:
+        rng = np.random.default_rng(seed)
+        for group in self.memory:
+            for layer in group:
+                layer[:, ids] = rng.standard_normal(layer[:, ids].shape, np.float32)
+
+    def poison(self) -> None:
+        for group in self.memory:
+            for layer in group:
+                layer.fill(np.nan)
+
+    def block(self, page: int, group: int = 0) -> bytes:
+        return b"".join(layer[:, page].tobytes() for layer in self.memory[group])
+
+    def ids(self, ids: list[int]) -> list[list[int]]:
+        return [ids] * len(self.layout.groups)
+
+
+Open = Callable[[], Any]
+
+
+@pytest.fixture(params=["naive", "host", "host+nvme"])
+def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    if request.param == "naive":
+        made: Any = NaiveCache()
+    else:
+        made = kvcache.open(
+            host={"capacity_bytes": 8 * MiB},
+            nvme={
+                "enabled": request.param == "host+nvme",
+                "path": tmp_path / "nvme",
+                "capacity_bytes": 64 * MiB,
+                "free_floor_bytes": 0,
+            },
+        )
+    yield made
+    assert made.flush(30)
+    assert made.check() == []
+    made.close()
+
+
+def bind(cache: Any, layout: KVLayout = FULL, **fields: Any) -> Any:
+    return cache.namespace(layout, **{"model": "m", "revision": "r", **fields})
+
+
+def store(bound: Any, engine: Engine, tokens: list[int], ids: list[int], first_block: int = 0) -> Any:
+    with bound.request() as r:
+        r.match(tokens)
+        transfer = r.store(engine.described, engine.ids(ids), first_block=first_block)
+        assert transfer.wait(30)
+    return transfer
+
+
+def test_what_was_stored_comes_back_bit_for_bit(cache: Any) -> None:
+    bound, engine = bind(cache), Engine(FULL)
+    tokens = list(range(22))  # five blocks and a half
+    engine.fill(1, [3, 9, 4, 30, 7])
+    expected = [engine.block(p) for p in (3, 9, 4, 30, 7)]
+    assert store(bound, engine, tokens, [3, 9, 4, 30, 7]).blocks == 5
+    engine.poison()
+    with bound.request() as r:
+        hit = r.match(tokens)
+        assert (hit.blocks, hit.tokens, hit.reason) == (5, 20, "")
+        assert sum(hit.by_tier.values()) == 5
+        r.admit()
+        transfer = r.load(5, engine.described, engine.ids([0, 1, 2, 40, 50]))
+        assert transfer.wait(30)
+        assert transfer.done
+        assert transfer.wait_layer(0)
+        assert transfer.outcomes == (Outcome.DONE,) * 5
+    assert [engine.block(p) for p in (0, 1, 2, 40, 50)] == expected
+    assert np.isnan(engine.memory[0][0][:, 3]).all(), "a page that was not named was written"
+
+
+def test_a_prefix_is_found_as_far_as_it_agrees(cache: Any) -> None:
+    bound, engine = bind(cache), Engine(FULL)
+    tokens = list(range(20))
+    store(bound, engine, tokens, [0, 1, 2, 3, 4])
+    for wrong in range(20):
+        other = tokens.copy()
+        other[wrong] += 1000
+        with bound.request() as r:
+            hit = r.match(other)
+            assert hit.blocks == wrong // 4
+            assert hit.reason
+    with bound.request() as r:
+        assert r.match(tokens[:11]).blocks == 2
+        assert r.match([]).blocks == 0
+        assert r.match([*tokens, 1, 2, 3, 4]).blocks == 5
+
+
+def test_asking_changes_nothing(cache: Any) -> None:
+    bound = bind(cache)
+    before = cache.stats()
+    for _ in range(3):
+        with bound.request() as r:
+            r.match(range(40))
+            r.match()
+    assert cache.stats() == before
+
+
+def test_only_new_blocks_are_stored_behind_a_loaded_prefix(cache: Any) -> None:
+    bound, engine = bind(cache), Engine(FULL)
+    tokens = list(range(32))
+    engine.fill(2, list(range(8)))
+    expected = [engine.block(p) for p in range(8)]
+    store(bound, engine, tokens[:16], [0, 1, 2, 3])
+    with bound.request() as r:
+        assert r.match(tokens[:20]).blocks == 4
+        r.admit()
+        r.extend(tokens[20:])
+        assert len(r.signatures) == 8
+        assert r.store(engine.described, engine.ids([4, 5, 6, 7]), first_block=4).wait(30)
+    engine.poison()
+    with bound.request() as r:
+        assert r.match(tokens).blocks == 8
+        transfer = r.load(8, engine.described, engine.ids([16, 17]), first_block=6)
+        assert transfer.wait(30)
+        assert transfer.blocks == 2
+    assert [engine.block(16), engine.block(17)] == expected[6:]
+
+
+def test_tokens_may_come_in_any_integer_form(cache: Any) -> None:
+    bound, engine = bind(cache), Engine(FULL)
+    tokens = list(range(100, 116))
+    store(bound, engine, tokens, [0, 1, 2, 3])
+    for form in (
+        tuple(tokens),
+        np.array(tokens),
+        np.array(tokens, np.uint32),
+        range(100, 116),
+        np.array(tokens, np.int16),
+    ):
+        with bound.request() as r:
+            assert r.match(form).blocks == 4
+
+
+def test_extras_and_digests_are_part_of_identity(cache: Any) -> None:
+    bound, engine = bind(cache), Engine(FULL)
+    tokens = list(range(12))
+    with bound.request() as r:
+        r.match(tokens, extras=[[], [(b"image", b"\1" * 32)]])
+        assert r.store(engine.described, engine.ids([0, 1, 2])).wait(30)
+    with bound.request() as r:
+        assert r.match(tokens, extras=[[], [(b"image", b"\1" * 32)]]).blocks == 3
+        assert r.match(tokens, extras=[[], [(b"image", b"\2" * 32)]]).blocks == 1
+        assert r.match(tokens).blocks == 1
+    digests = [bytes([i]) * 32 for i in range(3)]
+    digested = bind(cache, facts={"identity": "test digests"})
+    with digested.request() as r:
+        assert r.match(digests=digests).blocks == 0
+        assert r.store(engine.described, engine.ids([0, 1, 2])).wait(30)
+        assert r.match(digests=digests).blocks == 3
+        assert r.match(digests=[*digests[:2], b"\xff" * 32]).blocks == 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "n"},
+        {"revision": "s"},
+        {"adapter": "a"},
+        {"tenant": "t"},
+        {"cache_salt": "x"},
+        {"facts": {"rope": 1}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_namespaces_share_nothing(cache: Any, fields: dict[str, Any]) -> None:
+    engine, tokens = Engine(FULL), list(range(16))
+    store(bind(cache), engine, tokens, [0, 1, 2, 3])
+    other = bind(cache, **fields)
+    with other.request() as r:
+        assert r.match(tokens).blocks == 0
+        transfer = r.load(4, engine.described, engine.ids([5, 6, 7, 8]))
+        assert transfer.wait(30)
+        assert transfer.blocks == 0
+    assert (engine.memory[0][0][:, 5:9] == 0).all()
+
+
+def test_each_group_needs_what_its_rule_says(cache: Any) -> None:
+    bound, engine = bind(cache, HYBRID), Engine(HYBRID)
+    tokens = list(range(24))
+    ids = list(range(6))
+    engine.fill(3, ids)
+    expected = [[engine.block(p, g) for p in ids] for g in range(3)]
+    store(bound, engine, tokens, ids)
+    engine.poison()
+    with bound.request() as r:
+        assert r.match(tokens).blocks == 6
+        r.admit()
+        transfer = r.load(6, engine.described, engine.ids([10, 11, 12, 13, 14, 15]))
+        assert transfer.wait(30)
+        assert transfer.blocks == 6
+    assert [engine.block(p, 0) for p in range(10, 16)] == expected[0]
+    assert [engine.block(p, 1) for p in (14, 15)] == expected[1][4:]
+    assert engine.block(15, 2) == expected[2][5]
+    assert np.isnan(engine.memory[2][0][:, 14]).all(), "a state that the prefix does not need was loaded"
+
+
+def test_what_is_not_there_is_a_miss_and_ends_the_prefix(cache: Any) -> None:
+    bound, engine = bind(cache), Engine(FULL)
+    store(bound, engine, list(range(8)), [0, 1])
+    with bound.request() as r:
+        r.match(list(range(16)))
+        transfer = r.load(4, engine.described, engine.ids([10, 11, 12, 13]))
+        assert transfer.wait(30)
+        assert transfer.blocks == 2
+        assert Outcome.DONE not in transfer.outcomes[2:]
+
+
+def test_misuse_is_refused_and_changes_nothing(cache: Any) -> None:
+    bound, engine = bind(cache), Engine(FULL)
+    wrong = Engine(KVLayout.mha(layers=2, kv_heads=2, head_dim=4, dtype="fp32", block_tokens=4))
+    with bound.request() as r:
+        for bad in ([1.5], [-1], [1 << 32], "text", [[1]]):
+            with pytest.raises(kvcache.TokenError):
+                r.match(bad)
+        r.match(list(range(8)))
+        for pages, ids, first in (
+            (wrong.described, [[0, 1]], 0),
+            (engine.described, [[0, 1], [0, 1]], 0),
+            (engine.described, [[0, 64]], 0),
+            (engine.described, [[-1, 0]], 0),
+            (engine.described, [[0, 1]], 1),
+            ([], [], 0),
+        ):
+            with pytest.raises(kvcache.LayoutError):
+                r.store(pages, ids, first_block=first)
+        with pytest.raises(kvcache.LayoutError):
+            r.load(3, engine.described, [[0, 1, 2]])
+        with pytest.raises(kvcache.LayoutError):
+            r.load(2, engine.described, [[0]])
+        assert r.match().blocks == 0
+
+
+def test_two_that_store_the_same_keep_one_copy(cache: Any) -> None:
+    bound, engine = bind(cache), Engine(FULL)
+    tokens = list(range(32))
+    engine.fill(4, list(range(8)))
+    threads = [threading.Thread(target=store, args=(bound, engine, tokens, list(range(8)))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cache.stats()["tiers"]["host"]["records"] == 8
+
+
+def test_many_threads_each_find_their_own(cache: Any) -> None:
+    bound = bind(cache)
+    faults: list[str] = []
+
+    def work(worker: int) -> None:
+        engine = Engine(FULL, pages=16)
+        for turn in range(8):
+            tokens = [worker, turn, *range(30)]
+            engine.fill(worker * 100 + turn, list(range(8)))
+            expected = [engine.block(p) for p in range(8)]
+            store(bound, engine, tokens, list(range(8)))
+            engine.poison()
+            with bound.request() as r:
+                hit = r.match(tokens)
+                r.admit()
+                transfer = r.load(hit.blocks, engine.described, engine.ids(list(range(8, 8 + hit.blocks))))
+                if not transfer.wait(30):
+                    faults.append("a load did not end")
+                wrong = [i for i in range(transfer.blocks) if engine.block(8 + i) != expected[i]]
+                faults.extend(f"worker {worker} turn {turn} block {i}: foreign bytes" for i in wrong)
+
+    threads = [threading.Thread(target=work, args=(w,)) for w in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == []
+
+
+def test_a_request_left_by_an_error_gives_everything_back(cache: Any) -> None:
+    bound, engine = bind(cache), Engine(FULL)
+    tokens = list(range(16))
+    store(bound, engine, tokens, [0, 1, 2, 3])
+
+    def abort() -> None:
+        with bound.request() as r:
+            r.match(tokens)
+            r.admit()
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        abort()
+    held = cache.stats()["tiers"]["host"].get("held_bytes", 0)
+    assert held == 0
