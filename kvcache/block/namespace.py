@@ -85,7 +85,7 @@ def encode(value: Any) -> bytes:
 
 
 def _parts(value: Any, where: str, depth: int) -> Iterator[bytes]:
-    if depth > MAX_DEPTH:
+    if depth > MAX_DEPTH and isinstance(value, (list, tuple, Mapping)):
         raise NamespaceError(f"{where}: nested deeper than {MAX_DEPTH}; flatten it")
     if value is None:
         yield b"N"

@@ -259,7 +259,7 @@ def _pack_fields(fields: Mapping[int, bytes], room: int) -> bytes:
 
 def _unpack_fields(packed: bytes) -> dict[int, bytes]:
     fields: dict[int, bytes] = {}
-    at, last = 0, -1
+    at, last = 0, 0
     while at < len(packed):
         if at + _FIELD.size > len(packed):
             raise RecordError("field", f"{len(packed) - at} bytes behind the last field")
