@@ -1,0 +1,139 @@
+"""The reference model: what one step of a Llama-family decoder computes, in plain torch.
+
+It knows nothing of requests or caches: a flat batch and pages go in, logits come out, and the new keys and values are
+in the pages. In float32 a row's logits depend on its own tokens but for rounding: every product keeps its order of
+summation whatever stands beside it (`linear`), attention runs a sequence at a time (`attention`), norms and activations
+work on single rows. Only how a prompt is cut into steps moves last bits, within attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from kvcache.block.hf import engine_facts
+from kvcache.block.layout import KVLayout
+from kvcache.block.revision import model_revision
+from kvcache.engine.architecture import Architecture
+from kvcache.engine.attention import Reach, attend
+from kvcache.engine.batch import Batch, Span
+from kvcache.engine.checkpoint import resolve_model
+from kvcache.engine.rope import Rope, turn
+from kvcache.engine.weights import Layer, Weights
+from kvcache.errors import ModelError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Model:
+    """Weights and the step over them. Stateless between steps; not for two threads at once on one `kv`."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        weights: Weights,
+        *,
+        layout: KVLayout,
+        directory: str = "",
+        revision: str = "",
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        self.architecture = architecture
+        self.layout = layout
+        self.directory = directory  # where the tokenizer is too
+        self.revision = revision
+        self.facts = facts or {}
+        self.eos_token_ids = architecture.eos_token_ids
+        self.max_tokens = architecture.max_tokens
+        self.vocab_size = architecture.vocab
+        self.dtype = weights.embedding.dtype
+        self.device = weights.embedding.device
+        self._weights = weights
+        self._rope = Rope(
+            architecture.rope,
+            head_dim=architecture.head_dim,
+            max_tokens=architecture.max_tokens,
+            device=str(self.device),
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        """Logits (R, vocab) in float32, of the rows in `batch.logits_at`.
+
+        `kv` (layers, 2, pages, block_tokens, kv_heads, head_dim), contiguous, of the model's dtype and device: the
+        batch's keys and values are written into it.
+        """
+        a, w = self.architecture, self._weights
+        x = w.embedding[batch.token_ids]
+        cos, sin = self._rope.angles(batch.positions, self.dtype)
+        slots = _slots(batch.spans, self.layout.block_tokens).to(self.device)
+        reaches = {
+            window: [Reach.of(s, window=window, block_tokens=self.layout.block_tokens, like=x) for s in batch.spans]
+            for window in set(a.windows)
+        }
+        for layer, pages, window in zip(w.layers, kv, a.windows, strict=True):
+            x = x + self._attention(layer, self._norm(x, layer.input_norm), cos, sin, slots, reaches[window], pages)
+            gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
+            x = x + layer.down(functional.silu(gate) * up)
+        return w.head(self._norm(x[batch.logits_at], w.norm)).float()
+
+    def _attention(
+        self,
+        layer: Layer,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        slots: torch.Tensor,
+        reaches: Sequence[Reach],
+        pages: torch.Tensor,
+    ) -> torch.Tensor:
+        a = self.architecture
+        heads = layer.qkv(x).view(len(x), -1, a.head_dim)
+        q, k, v = heads.split((a.heads, a.kv_heads, a.kv_heads), 1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
+        q, k = turn(q, cos, sin), turn(k, cos, sin)
+        keys, values = pages.view(2, -1, a.kv_heads, a.head_dim)
+        keys.index_copy_(0, slots, k)
+        values.index_copy_(0, slots, v)
+        return layer.out(attend(q, k, v, reaches, pages).flatten(1))
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, weight.shape, weight, self.architecture.norm_eps)
+
+
+def load_model(path: str, *, dtype: str = "fp32", block_tokens: int = 16, device: str = "cpu") -> Model:
+    """The model in a directory, of a GGUF file, or of a name that `resolve_model` knows; ModelError where it is not."""
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    directory = resolve_model(path)
+    architecture = Architecture.read(directory)
+    weights = Weights.read(directory, architecture, dtype=DTYPES[dtype], device=device)
+    layout = KVLayout.mha(
+        layers=architecture.layers,
+        kv_heads=architecture.kv_heads,
+        head_dim=architecture.head_dim,
+        dtype=dtype,
+        block_tokens=block_tokens,
+    )
+    return Model(
+        architecture,
+        weights,
+        layout=replace(layout, max_tokens=architecture.max_tokens),
+        directory=directory,
+        revision=model_revision(directory),
+        facts=engine_facts(directory),
+    )
+
+
+def _slots(spans: Sequence[Span], block_tokens: int) -> torch.Tensor:
+    """Where each row's key and value go: page times block_tokens plus place in the page, (T,) int64."""
+    slots = []
+    for span in spans:
+        at = torch.arange(span.context, span.context + span.length)
+        slots.append(torch.tensor(span.page_ids)[at // block_tokens] * block_tokens + at % block_tokens)
+    return torch.cat(slots)

@@ -1,0 +1,122 @@
+"""Text to token ids and back, from a model directory's `tokenizer.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Tokenizer as _Tokenizer
+
+from kvcache.errors import ModelError
+
+_HALF = "\ufffd"  # what bytes that are no whole character decode to
+
+
+class Tokenizer:
+    """`directory`: that of the model, as `load_model` has it; ModelError where there is no tokenizer in it."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        path = os.path.join(directory, "tokenizer.json")
+        if not os.path.exists(path):
+            raise ModelError(f"{path}: no such file: expected beside the model's weights; fetch it")
+        try:
+            self._tokenizer = _Tokenizer.from_file(path)
+        except Exception as error:  # noqa: BLE001  the library raises nothing more specific
+            raise ModelError(f"{path}: not a tokenizer ({error}): fetch it again") from None
+
+    def encode(self, text: str) -> list[int]:
+        """With the begin token where the model wants one. The names of special tokens in the text become those."""
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Without special tokens; bytes that are no character become U+FFFD."""
+        return self._tokenizer.decode(list(ids))
+
+    def stream(self) -> Stream:
+        return Stream(self)
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The prompt for the assistant's next answer, by the model's own template.
+
+        `messages`: each with `role` and `content`. ModelError for a model without a template, or messages it refuses.
+        """
+        template, names = self._template
+        try:
+            text = template.render(messages=list(messages), add_generation_prompt=True, **names)
+        except Exception as error:  # noqa: BLE001  a template is a foreign program
+            raise ModelError(f"{self.directory}: its chat template refuses these messages: {error}") from None
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    @cached_property
+    def _template(self) -> tuple[Any, dict[str, str]]:
+        """The template and the tokens it may name; from `chat_template.jinja` or `tokenizer_config.json`."""
+        from jinja2.sandbox import ImmutableSandboxedEnvironment  # comes with torch
+
+        texts = {}
+        for name in ("tokenizer_config.json", "chat_template.jinja"):
+            path = os.path.join(self.directory, name)
+            if os.path.exists(path):
+                with open(path, encoding="utf-8") as file:
+                    texts[name] = file.read()
+        try:
+            config = json.loads(texts.get("tokenizer_config.json", "{}"))
+            source = texts.get("chat_template.jinja") or config.get("chat_template")
+            tokens = {name: config.get(name) for name in ("bos_token", "eos_token")}
+            names = {name: str(t["content"] if isinstance(t, dict) else t) for name, t in tokens.items() if t}
+        except (ValueError, AttributeError, KeyError) as error:
+            raise ModelError(f"{self.directory}: tokenizer_config.json is damaged ({error}): fetch it again") from None
+        if not isinstance(source, str) or not source:
+            raise ModelError(f"{self.directory}: no chat template: give a text instead of messages")
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.globals["raise_exception"] = _refuse
+        try:
+            return environment.from_string(source), names
+        except Exception as error:  # noqa: BLE001  a template is a foreign program
+            raise ModelError(f"{self.directory}: its chat template does not compile: {error}") from None
+
+
+class Stream:
+    """Decodes one answer as it comes. What `put` and `end` return adds up to `decode` of all the ids.
+
+    A character may take several tokens: its bytes are held back until it is whole. (Byte-level vocabularies. Those with
+    single bytes as a fallback decode a run of broken bytes in another way than they decode its parts.)
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []  # since a place where no character is split, some before it for their spaces
+        self._said = 0  # ids whose text was returned
+        self._ahead = 0  # characters returned of the ids after those
+
+    def put(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._text()
+        whole = text.rstrip(_HALF)
+        new = whole[self._ahead :]
+        if len(whole) < len(text):
+            self._ahead = max(self._ahead, len(whole))
+        else:
+            self._ids = self._ids[self._said :]
+            self._said, self._ahead = len(self._ids), 0
+        return new
+
+    def end(self) -> str:
+        """What is still held back: broken characters, as U+FFFD."""
+        rest = self._text()[self._ahead :]
+        self._ids, self._said, self._ahead = [], 0, 0
+        return rest
+
+    def _text(self) -> str:
+        """The text of what was not said, decoded behind what was, since the first token of a text may lose a space."""
+        before = self._tokenizer.decode(self._ids[: self._said])
+        return self._tokenizer.decode(self._ids)[len(before) :]
+
+
+def _refuse(message: str) -> None:
+    raise ValueError(message)
