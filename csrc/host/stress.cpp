@@ -1,0 +1,146 @@
+// A stress test of the host core for the sanitizers: random chains and copies on several threads at once, each compared
+// with the obvious way. Built and run by scripts/sanitize; `stress SECONDS [SEED]`.
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "chain.h"
+#include "copy.h"
+
+using namespace kvcache;
+
+namespace {
+
+using Random = std::mt19937_64;
+using Memory = std::vector<std::uint8_t>;  // of exact size, so that a byte too far is seen
+
+u64 pick(Random& random, u64 low, u64 high) { return std::uniform_int_distribution<u64>(low, high)(random); }
+
+Memory noise(Random& random, u64 bytes) {
+    Memory memory(bytes);
+    const u64 seed = random();
+    for (u64 i = 0; i < bytes; ++i) memory[i] = static_cast<std::uint8_t>((seed + i) * 0x9e3779b97f4a7c15 >> 56);
+    return memory;
+}
+
+void demand(bool held, const char* what) {
+    if (held) return;
+    std::fprintf(stderr, "stress: %s\n", what);
+    std::abort();
+}
+
+void chain_round(Random& random) {
+    const u64 block_tokens = pick(random, 1, 40), blocks = pick(random, 0, 20);
+    const Memory parent = noise(random, SHA_DIGEST), tokens = noise(random, 4 * block_tokens * blocks);
+    std::vector<Memory> held(blocks);
+    std::vector<Bytes> extras;
+    for (Memory& extra : held) {
+        extra = noise(random, pick(random, 0, 1) * pick(random, 0, 200));
+        extras.push_back({extra.data(), extra.size()});
+    }
+    const Bytes* given = pick(random, 0, 1) ? extras.data() : nullptr;
+    Memory fast(blocks * SHA_DIGEST), plain(blocks * SHA_DIGEST);
+    digest_chain(sha256_fastest(), parent.data(), tokens.data(), block_tokens, given, blocks, fast.data());
+    digest_chain(sha256_plain, parent.data(), tokens.data(), block_tokens, given, blocks, plain.data());
+    demand(fast == plain, "the two SHA-256 differ");
+}
+
+// One block's bytes, one element at a time.
+void copy_slowly(Direction direction, const Geometry& g, std::int64_t id, std::uint8_t* payload) {
+    const u64* n = g.extents;
+    for (u64 at = 0; at < n[0] * n[1] * n[2] * n[3] * n[4]; ++at) {
+        const u64 index[MAX_AXES] = {at / (n[1] * n[2] * n[3] * n[4]), at / (n[2] * n[3] * n[4]) % n[1],
+                                     at / (n[3] * n[4]) % n[2], at / n[4] % n[3], at % n[4]};
+        u64 page = g.bases[index[0] * n[1] + index[1]] + static_cast<u64>(id * g.page_step), inside = 0;
+        for (int i = 0; i < MAX_AXES; ++i) {
+            if (i > 1) page += index[i] * static_cast<u64>(g.page[i]);
+            inside += index[i] * static_cast<u64>(g.payload[i]);
+        }
+        void* there = reinterpret_cast<void*>(static_cast<std::uintptr_t>(page));
+        if (direction == Direction::Gather) {
+            std::memcpy(payload + inside, there, g.item_bytes);
+        } else {
+            std::memcpy(there, payload + inside, g.item_bytes);
+        }
+    }
+}
+
+void copy_round(Random& random, bool large) {
+    const u64 item = large ? 16 : u64{1} << pick(random, 0, 2), pages = large ? 16 : pick(random, 1, 4);
+    Geometry g{};
+    g.item_bytes = item;
+    const u64 small[MAX_AXES] = {pick(random, 1, 3), pick(random, 1, 2), pick(random, 1, 5), pick(random, 1, 4),
+                                 pick(random, 1, 9)};
+    const u64 big[MAX_AXES] = {3, 2, 16, 5, 512 / item};
+    std::copy(large ? big : small, (large ? big : small) + MAX_AXES, g.extents);
+    int order[MAX_AXES] = {0, 1, 2, 3, 4};
+    if (!large) std::shuffle(order, order + MAX_AXES, random);
+    u64 step = item;
+    for (int i = MAX_AXES - 1; i >= 0; --i) g.payload[order[i]] = static_cast<i64>(step), step *= g.extents[order[i]];
+    // Token and head either way round, gaps behind each; a region for each layer of each of K and V.
+    const int inner = large ? 2 : static_cast<int>(pick(random, 2, 3)), outer = 5 - inner;
+    auto gap = [&] { return pick(random, 0, 1) * pick(random, 0, 70); };
+    g.page[4] = static_cast<i64>(item);
+    step = item * g.extents[4] + gap();
+    g.page[inner] = static_cast<i64>(step);
+    step = step * g.extents[inner] + gap();
+    g.page[outer] = static_cast<i64>(step);
+    step = step * g.extents[outer] + gap();
+    g.page_step = static_cast<i64>(step);
+    const u64 regions = g.extents[0] * g.extents[1], region = step * pages + gap(), before = gap();
+    Memory engine = noise(random, before + region * regions);
+    std::vector<std::uint64_t> bases(regions);
+    for (u64 i = 0; i < regions; ++i) bases[i] = reinterpret_cast<std::uintptr_t>(engine.data()) + before + i * region;
+    if (pick(random, 0, 1)) std::shuffle(bases.begin(), bases.end(), random);
+    g.bases = bases.data();
+    std::vector<std::int64_t> ids(pages);
+    std::iota(ids.begin(), ids.end(), 0);
+    std::shuffle(ids.begin(), ids.end(), random);
+
+    std::vector<Memory> gathered(pages, Memory(g.block_bytes(), 0xa5)), expected = gathered;
+    std::vector<std::uint8_t*> payloads;
+    for (Memory& payload : gathered) payloads.push_back(payload.data());
+    const unsigned threads = static_cast<unsigned>(pick(random, 1, 4));
+    const bool plain = pick(random, 0, 1);
+    copy_blocks(Direction::Gather, g, ids.data(), payloads.data(), pages, threads, plain);
+    for (u64 i = 0; i < pages; ++i) copy_slowly(Direction::Gather, g, ids[i], expected[i].data());
+    demand(gathered == expected, "gather differs");
+
+    for (u64 i = 0; i < pages; ++i) gathered[i] = noise(random, g.block_bytes()), payloads[i] = gathered[i].data();
+    const Memory untouched = engine;
+    for (u64 i = 0; i < pages; ++i) copy_slowly(Direction::Scatter, g, ids[i], payloads[i]);
+    const Memory after = engine;
+    engine.assign(untouched.begin(), untouched.end());  // in place: the bases stand
+    copy_blocks(Direction::Scatter, g, ids.data(), payloads.data(), pages, threads, plain);
+    demand(engine == after, "scatter differs");
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+    const double seconds = count > 1 ? std::atof(words[1]) : 2;
+    const u64 seed = count > 2 ? std::strtoull(words[2], nullptr, 10) : 1;
+    using Clock = std::chrono::steady_clock;
+    const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+    std::vector<u64> rounds(3);
+    std::vector<std::thread> threads;
+    for (u64 i = 0; i < rounds.size(); ++i) {
+        threads.emplace_back([&, i] {
+            Random random(seed + i);
+            do {
+                for (int small = 0; small < 20; ++small) chain_round(random), copy_round(random, false);
+                copy_round(random, true);
+                ++rounds[i];
+            } while (Clock::now() < end);
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+    std::printf("stress: %llu rounds, seed %llu\n", std::accumulate(rounds.begin(), rounds.end(), u64{0}), seed);
+}
