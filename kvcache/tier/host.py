@@ -43,9 +43,11 @@ class HostTier(Waits):
         verify_arena: bool = False,
         port: Port | None = None,
     ) -> None:
-        self.arena = Arena(capacity_bytes, extent_bytes)
-        self._verify = verify_arena
         self._port = port or Port()
+        self._executor = self._port.executor(1, "host")
+        self.arena = Arena(capacity_bytes, extent_bytes, self._executor)
+        self._executor.submit(self.arena.prepare)
+        self._verify = verify_arena
         self._records: dict[bytes, Held] = {}
         self._lock = threading.Lock()
 
@@ -213,6 +215,7 @@ class HostTier(Waits):
         return faults
 
     def close(self) -> None:
+        self._executor.close()
         with self._lock:
             records, self._records = list(self._records.values()), {}
         for held in records:
