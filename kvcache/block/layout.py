@@ -24,6 +24,7 @@ from kvcache.errors import LayoutError
 DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
 Kind = Literal["mha", "mla", "opaque"]
 Rule = Literal["all", "window", "boundary"]
+RULES: tuple[Rule, ...] = ("all", "window", "boundary")
 
 CANONICAL: Mapping[str, tuple[str, ...]] = {
     "mha": ("layer", "kv", "token", "head", "dim"),
@@ -93,8 +94,9 @@ class Group:
             raise LayoutError(f"kind {self.kind!r}: expected one of {', '.join(CANONICAL)}")
         if self.dtype not in DTYPE_BYTES:
             raise LayoutError(f"dtype {self.dtype!r}: expected one of {', '.join(DTYPE_BYTES)}")
-        if not self.order:
-            object.__setattr__(self, "order", CANONICAL[self.kind])
+        if self.rule not in RULES:
+            raise LayoutError(f"rule {self.rule!r}: expected one of {', '.join(RULES)}")
+        object.__setattr__(self, "order", tuple(self.order) or CANONICAL[self.kind])
         if sorted(self.order) != sorted(CANONICAL[self.kind]):
             raise LayoutError(f"order {self.order}: expected a permutation of {CANONICAL[self.kind]}")
         for name in ("layers", "kv_heads"):
@@ -103,11 +105,12 @@ class Group:
         if self.kind == "opaque":
             if self.opaque_bytes < 1 or self.opaque_bytes % self.kv_heads:
                 raise LayoutError(f"opaque_bytes = {self.opaque_bytes}: expected a positive multiple of kv_heads")
-        elif self.head_dim < 1:
-            raise LayoutError(f"head_dim = {self.head_dim}: expected at least 1")
+        elif self.head_dim < 1 or self.opaque_bytes:
+            found = f"head_dim = {self.head_dim}, opaque_bytes = {self.opaque_bytes}"
+            raise LayoutError(f"{found} with kind {self.kind}: expected head_dim of at least 1, and no opaque_bytes")
         if self.kind == "mla" and self.kv_heads != 1:
             raise LayoutError(f"kv_heads = {self.kv_heads} with kind mla: a latent is shared by all heads, expected 1")
-        if (self.rule == "window") != (self.window_tokens > 0):
+        if (self.rule == "window") != (self.window_tokens > 0) or self.window_tokens < 0:
             raise LayoutError(f"window_tokens = {self.window_tokens} with rule {self.rule!r}: give both or neither")
 
     @property
@@ -130,6 +133,7 @@ class KVLayout:
     max_tokens: int = field(default=0, compare=False)  # the model's context, where known; no part of the identity
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(self.groups))
         if not self.groups:
             raise LayoutError("a layout without groups: expected at least one")
         if len(self.groups) > _U16:
