@@ -56,7 +56,7 @@ class Chain:
         chain = cls(namespace_id, block_tokens)
         for i, digest in enumerate(digests):
             if not isinstance(digest, bytes) or len(digest) < MIN_DIGEST_BYTES:
-                found = f"{type(digest).__name__} of length {len(digest)}"
+                found = f"{len(digest)} bytes" if isinstance(digest, bytes) else f"a {type(digest).__name__}"
                 raise TokenError(f"digest {i} is {found}: expected at least {MIN_DIGEST_BYTES} raw bytes")
         chain._signatures = [sha256(chain.namespace_id + digest).digest() for digest in digests]
         chain._from_digests = True

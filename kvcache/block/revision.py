@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from struct import pack, unpack
 from typing import BinaryIO
@@ -34,7 +35,7 @@ def model_revision(path: str | Path) -> str:
     place = Path(path)
     files = weight_files(place)
     for whole in (place.absolute(), place.resolve()):
-        for folder, name in zip(whole.parts, whole.parts[1:], strict=False):
+        for folder, name in pairwise(whole.parts):
             if folder == "snapshots" and _COMMIT.fullmatch(name):
                 return name
     digest = sha256(PREFIX)

@@ -1,0 +1,101 @@
+"""The package, the second implementation and the stored vectors say the same."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvcache.block.address import Address
+from kvcache.block.key import Chain
+from kvcache.block.layout import Group, KVLayout, Shard
+from kvcache.block.namespace import Namespace, encode
+from kvcache.block.record import RecordError, header_area, seal, verify
+from tests.vectors import make, page
+
+KEY = json.loads((make.HERE / "key.json").read_text())
+RECORD = json.loads((make.HERE / "record.json").read_text())
+
+
+def test_the_stored_vectors_are_those_of_the_second_implementation():
+    assert (make.HERE / "key.json").read_text() == make.text(make.key_vectors())
+    assert (make.HERE / "record.json").read_text() == make.text(make.record_vectors())
+
+
+@pytest.mark.parametrize("row", KEY["encodings"], ids=lambda row: row["bytes"][:20])
+def test_encodings(row):
+    assert encode(make.untag(row["value"])).hex() == row["bytes"]
+
+
+@pytest.mark.parametrize("row", KEY["namespaces"], ids=lambda row: row["id"][:8])
+def test_namespaces(row):
+    fields = make.untag(row["fields"])
+    layout = fields.pop("layout")
+    groups = tuple(Group(**group | {"order": tuple(group["order"])}) for group in layout["groups"])
+    namespace = Namespace(KVLayout(groups, layout["block_tokens"]), **fields)
+    assert namespace.id.hex() == row["id"]
+
+
+@pytest.mark.parametrize("row", KEY["chains"])
+def test_chains(row):
+    chain = Chain(bytes.fromhex(row["namespace"]), row["block_tokens"])
+    extras = [[(bytes.fromhex(name), bytes.fromhex(data)) for name, data in pairs] for pairs in row["extras"]]
+    chain.extend(row["token_ids"], extras)
+    assert [s.hex() for s in chain.signatures] == row["signatures"]
+
+
+@pytest.mark.parametrize("row", KEY["digests"] + KEY["sglang"])
+def test_digests(row):
+    chain = Chain.from_digests(bytes.fromhex(row["namespace"]), [bytes.fromhex(d) for d in row["digests"]], 16)
+    assert [s.hex() for s in chain.signatures] == row["signatures"]
+
+
+def address_of(row):
+    namespace, signature, parent = (bytes.fromhex(row[name]) for name in ("namespace", "signature", "parent"))
+    return Address(namespace, signature, parent, row["group"], Shard(*row["shard"]))
+
+
+@pytest.mark.parametrize("row", RECORD["sound"], ids=lambda row: row["name"])
+def test_sound_records(row):
+    payload = make.pattern(**row["payload"])
+    address, head = address_of(row["address"]), bytes.fromhex(row["header"])
+    area = header_area(row["decoded_bytes"])
+    slot = bytearray(area)
+    used = seal(
+        memoryview(slot),
+        memoryview(payload),
+        address,
+        stored_bytes=len(payload),
+        decoded_bytes=row["decoded_bytes"],
+        codec=row["codec"],
+        write_id=int(row["write_id"]),
+        fields={tag: bytes.fromhex(value) for tag, value in row["fields"]},
+    )
+    assert slot[:used] == head
+    padded = slot + payload + bytes(-len(payload) % 4096)
+    assert len(padded) == row["padded_bytes"]
+    assert page.sha(padded).hex() == row["padded_sha256"]
+    assert page.sha(head + payload).hex() == row["cut_sha256"]
+    for form in (slot, head):
+        header = verify(form, memoryview(payload), address, decoded_bytes=row["decoded_bytes"], codecs=[row["codec"]])
+        assert header.address == address
+        assert header.header_bytes == used
+
+
+@pytest.mark.parametrize("row", RECORD["refused"], ids=lambda row: row["name"])
+def test_refused_records(row):
+    expected = RECORD["expected"]
+    with pytest.raises(RecordError) as caught:
+        verify(
+            bytes.fromhex(row["header"]),
+            memoryview(bytes.fromhex(row["payload"])),
+            address_of(expected["address"]),
+            decoded_bytes=expected["decoded_bytes"],
+            codecs=expected["codecs"],
+        )
+    assert (caught.value.check, caught.value.foreign) == (row["check"], row["foreign"])
+
+
+@pytest.mark.parametrize("row", RECORD["areas"])
+def test_areas(row):
+    assert header_area(row["payload_bytes"]) == row["header_bytes"]
