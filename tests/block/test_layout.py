@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -47,9 +47,9 @@ def test_shards_are_parts_of_the_whole(layers, heads, layer_cut, head_cut):
     cut_layers = sorted({0, min(layer_cut, layers), layers})
     cut_heads = sorted({0, min(head_cut, heads), heads})
     parts = [
-        layout.block_bytes(layout.shard(l, h))
-        for l in zip(cut_layers, cut_layers[1:], strict=False)
-        for h in zip(cut_heads, cut_heads[1:], strict=False)
+        layout.block_bytes(layout.shard(some_layers, some_heads))
+        for some_layers in pairwise(cut_layers)
+        for some_heads in pairwise(cut_heads)
     ]
     assert sum(parts) == layout.block_bytes() == layout.block_bytes(layout.whole[0])
 
