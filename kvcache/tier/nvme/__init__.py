@@ -1,0 +1,5 @@
+"""Records on a local drive: preallocated segment files of equal slots, and a journal that says what is in them."""
+
+from kvcache.tier.nvme.tier import NvmeTier
+
+__all__ = ["NvmeTier"]

@@ -1,0 +1,93 @@
+"""A full audit of a store: does all that says what is in it agree, and is every record what it says it is?
+
+Reads every record. Writes go on meanwhile: what changes while it is looked at is not a fault.
+"""
+
+from __future__ import annotations
+
+from kvcache.block.record import RecordError, header_area, read_header, verify
+from kvcache.tier.nvme import bounce
+from kvcache.tier.nvme.entry import PUT
+from kvcache.tier.nvme.index import Index
+from kvcache.tier.nvme.ledger import Ledger
+from kvcache.tier.nvme.space import Space
+
+
+def audit(ledger: Ledger) -> list[str]:
+    """One line a fault."""
+    with ledger.journaling:  # nothing but free slots changes meanwhile
+        with ledger.memory:
+            faults = _memory(ledger)
+        faults += _journal(ledger) + _files(ledger)
+        places = list(ledger.index.places)
+    for name in places:
+        faults += _record(ledger, name)
+    return faults
+
+
+def _memory(ledger: Ledger) -> list[str]:
+    index = ledger.index
+    faults = ledger.space.check(index.places.values())
+    for name in index.places:
+        found = index.find(name)
+        assert found is not None
+        segment, slot, entry = found
+        here = (entry.kind, entry.segment, entry.slot, index.address(entry).name)
+        if here != (PUT, segment.number, slot, name):
+            faults.append(f"nvme: {name.hex()} leads to segment {segment.number} slot {slot}, which holds another")
+    return faults
+
+
+def _journal(ledger: Ledger) -> list[str]:
+    """What a restart would find is what is known now."""
+    found = ledger.journal.read()
+    replayed = Index(Space(ledger.space.capacity_bytes, ledger.space.segment_bytes))
+    replayed.load(found.entries)
+    faults = [f"nvme: {found.damaged} is damaged"] if found.damaged else []
+    for name in replayed.places.keys() ^ ledger.index.places.keys():
+        where = "the journal" if name in replayed.places else "the index"
+        faults.append(f"nvme: {name.hex()} is known to {where} alone")
+    for name in replayed.places.keys() & ledger.index.places.keys():
+        then, now = replayed.find(name), ledger.index.find(name)
+        assert then is not None
+        assert now is not None
+        if then[2] != now[2]:
+            faults.append(f"nvme: {name.hex()} is one record in the journal and another in the index")
+    if replayed.space.segments.keys() != ledger.space.segments.keys():
+        faults.append("nvme: the journal and memory know different segments")
+    return faults
+
+
+def _files(ledger: Ledger) -> list[str]:
+    there = set(ledger.directory.numbered("segment"))
+    missing = ledger.space.segments.keys() - there
+    faults = [f"nvme: segment {number} has no file" for number in sorted(missing)]
+    strangers = there - ledger.space.segments.keys()
+    known_bytes = sum(s.size_bytes for s in ledger.space.segments.values())
+    if strangers and ledger.space.files_bytes == known_bytes:  # else they are retired and wait for their last user
+        faults.append(f"nvme: files of segments that nobody knows: {sorted(strangers)[:8]}")
+    return faults
+
+
+def _record(ledger: Ledger, name: bytes) -> list[str]:
+    with ledger.memory:
+        found = ledger.index.find(name)
+        if found is None:
+            return []
+        segment, slot, entry = found
+        segment.users += 1
+        address = ledger.index.address(entry)
+    data = bounce.buffer(entry.record_bytes)
+    try:
+        with ledger.using(segment) as file:
+            got = segment.read(file, slot, [data], entry.record_bytes)
+        if got < entry.record_bytes:
+            raise RecordError("short", f"{got} bytes of {entry.record_bytes}")
+        payload = data[header_area(read_header(data).decoded_bytes) :]
+        header = verify(data, payload, address)
+        fault = "" if header.write_id == entry.write_id else "another write of this record than the journal says"
+    except (OSError, RecordError) as error:
+        fault = str(error)
+    with ledger.memory:
+        unchanged = ledger.index.find(name) == found
+    return [f"nvme: {name.hex()} in segment {segment.number} slot {slot}: {fault}"] if fault and unchanged else []

@@ -1,0 +1,57 @@
+"""Stops writes to a drive that fails, and tries again by itself.
+
+After `errors` failures in a row it opens: nothing is tried. When its pause is over one write is, as a probe, which
+closes it or doubles the pause.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from kvcache.port import Clock
+
+
+class Breaker:
+    def __init__(self, clock: Clock, *, errors: int = 3, pause_s: float = 1.0, most_s: float = 60.0) -> None:
+        self._clock, self._errors, self._first_s, self._most_s = clock, errors, pause_s, most_s
+        self._failures = 0
+        self._pause_s = pause_s
+        self._until = 0.0
+        self._probing = False
+        self._lock = threading.Lock()
+
+    def is_open(self) -> bool:
+        return self._failures >= self._errors
+
+    def allows(self) -> bool:
+        """Whether to try; while it is open, yes to one caller each time the pause is over."""
+        with self._lock:
+            if not self.is_open():
+                return True
+            now = self._clock.now()
+            if now < self._until:
+                return False
+            self._until = now + self._pause_s  # the others wait for what this one finds
+            self._probing = True
+            return True
+
+    def failed(self) -> bool:
+        """Tell of an error; True where it opened the breaker."""
+        with self._lock:
+            if self.is_open():
+                if self._probing:  # else it began before the breaker opened, and says nothing new
+                    self._pause_s = min(2 * self._pause_s, self._most_s)
+                    self._until = self._clock.now() + self._pause_s
+                    self._probing = False
+                return False
+            self._failures += 1
+            if not self.is_open():
+                return False
+            self._until = self._clock.now() + self._pause_s
+            return True
+
+    def passed(self) -> None:
+        with self._lock:
+            self._failures = 0
+            self._pause_s = self._first_s
+            self._probing = False

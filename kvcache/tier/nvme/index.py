@@ -1,0 +1,199 @@
+"""What is where: from the name of a record to its place, a segment's number and a slot in one integer.
+
+Everything else that is known of a record stands in its segment's row. A restart rebuilds this from the journal's
+entries in bulk; nothing is done an entry at a time but the dictionary itself.
+
+Not thread-safe: `Store` calls it under its lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.block.address import Address
+from kvcache.block.layout import Shard
+from kvcache.tier.nvme.entry import (
+    COLUMNS,
+    ENTRY_BYTES,
+    NAMESPACE,
+    PUT,
+    QUARANTINE,
+    REMOVE,
+    RETIRE,
+    SEGMENT,
+    UNKNOWN,
+    Entry,
+    names,
+)
+from kvcache.tier.nvme.segment import Segment
+from kvcache.tier.nvme.space import Space
+
+
+class Index:
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self.places: dict[bytes, int] = {}
+        self.namespaces: list[bytes] = []
+        self._numbers: dict[bytes, int] = {}
+
+    def find(self, name: bytes) -> tuple[Segment, int, Entry] | None:
+        place = self.places.get(name)
+        if place is None:
+            return None
+        segment = self.space.segments[place >> 32]
+        slot = place & 0xFFFFFFFF
+        return segment, slot, segment.row(slot)
+
+    def holds(self, entry: Entry, address: Address) -> bool:
+        """Whether this entry is that of the very record that the address means."""
+        return (
+            entry.signature == address.signature
+            and self.namespaces[entry.namespace] == address.namespace
+            and (not address.parent or entry.parent in {UNKNOWN, address.parent})
+        )
+
+    def address(self, entry: Entry) -> Address:
+        parent = b"" if entry.parent == UNKNOWN else entry.parent
+        namespace = self.namespaces[entry.namespace]
+        return Address(namespace, entry.signature, parent, entry.group, Shard.unpack(entry.shard))
+
+    def entries(self, address: Address, segment: Segment, slot: int, record_bytes: int, write_id: int) -> list[bytes]:
+        """What the journal is to be told of a record: its put entry last, before it a namespace that is new."""
+        number = self._numbers.get(address.namespace, len(self.namespaces))
+        entry = Entry(
+            PUT,
+            0,
+            address.group,
+            address.shard.pack(),
+            number,
+            address.signature,
+            address.parent or UNKNOWN,
+            segment.number,
+            slot,
+            record_bytes,
+            write_id,
+        )
+        if number < len(self.namespaces):
+            return [entry.pack()]
+        return [Entry(NAMESPACE, namespace=number, signature=address.namespace).pack(), entry.pack()]
+
+    def insert(self, address: Address, segment: Segment, slot: int, entry: bytes) -> None:
+        """The journal has the entry: the record can be found from now on."""
+        self._name(address.namespace)
+        segment.fill(slot, entry)
+        self.places[address.name] = segment.number << 32 | slot
+
+    def delete(self, name: bytes, *, quarantine: bool = False) -> None:
+        place = self.places.pop(name)
+        self.space.segments[place >> 32].clear(place & 0xFFFFFFFF, quarantine=quarantine)
+
+    def _name(self, namespace: bytes) -> None:
+        if namespace not in self._numbers:
+            self._numbers[namespace] = len(self.namespaces)
+            self.namespaces.append(namespace)
+
+    def addresses(self, segment: Segment) -> list[Address]:
+        return [self.address(entry) for slot in range(segment.slots) if (entry := segment.row(slot)).kind == PUT]
+
+    # whole states
+
+    def load(self, data: bytes) -> None:
+        """Rebuild everything from the journal's entries, in order. Segments are taken on as the journal says."""
+        entries = np.frombuffer(data, COLUMNS)
+        kinds = entries["kind"]
+        for row in entries[kinds == NAMESPACE]:
+            # a gap is a namespace that no trusted entry uses
+            self.namespaces += [b""] * (int(row["namespace"]) + 1 - len(self.namespaces))
+            self.namespaces[int(row["namespace"])] = row["signature"].tobytes()
+        self._numbers = {namespace: i for i, namespace in enumerate(self.namespaces) if namespace}
+        retired = set(entries["segment"][kinds == RETIRE].tolist())
+        for row in entries[kinds == SEGMENT]:
+            number = int(row["segment"])
+            if number not in retired and number not in self.space.segments:
+                self.space.add(Segment(number, int(row["record_bytes"]), int(row["slot"])))
+        if retired:
+            self.space.next_number = max(self.space.next_number, max(retired) + 1)
+        self._load_records(entries[(kinds == PUT) | (kinds == REMOVE) | (kinds == QUARANTINE)])
+
+    def _load_records(self, entries: NDArray[np.void]) -> None:
+        place = entries["segment"].astype(np.uint64) << np.uint64(32) | entries["slot"]
+        _, from_end = np.unique(place[::-1], return_index=True)
+        last = entries[len(entries) - 1 - from_end]  # what was said last of each place, by segment and slot
+        named = np.array([bool(n) for n in self.namespaces] + [False])
+        number = np.minimum(last["namespace"], len(self.namespaces))
+        last = last[(last["kind"] == QUARANTINE) | ((last["kind"] == PUT) & named[number])]
+        segment, parts = np.ascontiguousarray(last["segment"]), []
+        for s in self.space.segments.values():
+            rows = last[slice(*np.searchsorted(segment, [s.number, s.number + 1]))]
+            parts.append(rows[rows["slot"] < s.slots])
+            s.load(parts[-1])
+        last = np.concatenate(parts) if parts else last[:0]
+        puts = last[last["kind"] == PUT]
+        place = puts["segment"].astype(np.uint64) << np.uint64(32) | puts["slot"]
+        self.places = dict(zip(names(puts), place.tolist(), strict=True))
+        if len(self.places) != len(puts):
+            self._drop_doubles(puts)
+
+    def _drop_doubles(self, puts: NDArray[np.void]) -> None:
+        """Two places under one name, which only damage can leave behind: one goes on, the others are free."""
+        for name, row in zip(names(puts), puts, strict=True):
+            place = int(row["segment"]) << 32 | int(row["slot"])
+            if self.places[name] != place:
+                self.space.segments[place >> 32].clear(place & 0xFFFFFFFF)
+
+    def drop_segment(self, segment: Segment) -> int:
+        """Forget a segment and all its records, after a restart; how many there were."""
+        rows = segment.columns()
+        gone = names(rows[rows["kind"] == PUT])
+        for name in gone:
+            del self.places[name]
+        self.space.retire(segment)
+        return len(gone)
+
+    def state(self) -> tuple[list[bytes], int]:
+        """Everything as entries, in pieces, and their number: what a checkpoint holds."""
+        pieces = [s.entry.pack() for s in self.space.segments.values()]
+        pieces += [
+            Entry(NAMESPACE, namespace=i, signature=namespace).pack()
+            for i, namespace in enumerate(self.namespaces)
+            if namespace
+        ]
+        pieces = [b"".join(pieces), *(s.state() for s in self.space.segments.values())]
+        return pieces, sum(map(len, pieces)) // ENTRY_BYTES
+
+    def scan(self) -> Iterator[Address]:
+        """All records, each behind its parent where both are here."""
+        rows = [s.state() for s in self.space.segments.values()]
+        namespaces = list(self.namespaces)
+        return _in_order(np.frombuffer(b"".join(rows), COLUMNS), namespaces)
+
+
+def _in_order(entries: NDArray[np.void], namespaces: list[bytes]) -> Iterator[Address]:
+    entries = entries[entries["kind"] == PUT]
+    shards: dict[bytes, Shard] = {}
+    for i in np.argsort(_depths(entries), kind="stable").tolist():
+        e = Entry.unpack(entries[i : i + 1].tobytes())
+        shard = shards.get(e.shard) or shards.setdefault(e.shard, Shard.unpack(e.shard))
+        yield Address(namespaces[e.namespace], e.signature, b"" if e.parent == UNKNOWN else e.parent, e.group, shard)
+
+
+def _depths(entries: NDArray[np.void]) -> NDArray[np.int64]:
+    """How many ancestors of each record are here. By the first eight bytes of each signature: order needs no more."""
+    own = np.ascontiguousarray(entries["signature"][:, :8]).view(np.uint64).ravel()
+    parent = np.ascontiguousarray(entries["parent"][:, :8]).view(np.uint64).ravel()
+    if not len(own):
+        return np.zeros(0, np.int64)
+    order = np.argsort(own, kind="stable")
+    at = np.minimum(np.searchsorted(own[order], parent), len(own) - 1)
+    above = np.where(own[order][at] == parent, order[at], -1)
+    depths = (above >= 0).astype(np.int64)
+    for _ in range(40):  # doubles the reach each time; a circle, which only damage can make, ends here
+        reached = above >= 0
+        if not reached.any():
+            break
+        depths = np.where(reached, depths + depths[above], depths)
+        above = np.where(reached, above[above], -1)
+    return depths

@@ -1,0 +1,125 @@
+"""A segment: one preallocated file of slots of one size, and what the journal knows of each.
+
+A row a slot holds the put entry of the record that is there. The file is opened when it is first used; that of a
+retired segment is closed once its last user has left, so that no read meets another file's descriptor.
+
+Rows and counts are not thread-safe: `Store` touches them under its lock. `open`, `read` and `write` are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.port import Disk, File
+from kvcache.tier.nvme import bounce
+from kvcache.tier.nvme.entry import COLUMNS, ENTRY_BYTES, FREE, PUT, QUARANTINE, SEGMENT, Entry
+
+
+class Segment:
+    def __init__(self, number: int, slot_bytes: int, slots: int) -> None:
+        self.number, self.slot_bytes, self.slots = number, slot_bytes, slots
+        self.rows = bytearray(slots * ENTRY_BYTES)
+        self.free = list(range(slots - 1, -1, -1))  # taken from the end: the lowest first
+        self.live = 0
+        self.quarantined = 0
+        self.users = 0
+        self.retired = False
+        self._file: File | None = None
+        self._opening = threading.Lock()
+
+    @property
+    def size_bytes(self) -> int:
+        return self.slots * self.slot_bytes
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is there or on its way there; a quarantined slot is nothing."""
+        return len(self.free) + self.quarantined == self.slots
+
+    @property
+    def entry(self) -> Entry:
+        """The entry that made the segment: `slot` counts its slots, `record_bytes` is their size."""
+        return Entry(SEGMENT, segment=self.number, slot=self.slots, record_bytes=self.slot_bytes)
+
+    def columns(self) -> NDArray[np.void]:
+        """The rows for numpy, shared with this segment."""
+        return np.frombuffer(self.rows, COLUMNS)
+
+    def row(self, slot: int) -> Entry:
+        return Entry.unpack(self.rows, slot)
+
+    def fill(self, slot: int, entry: bytes) -> None:
+        """The record of this put entry stands in a slot that was taken."""
+        self.rows[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES] = entry
+        self.live += 1
+
+    def clear(self, slot: int, *, quarantine: bool = False) -> None:
+        """The record leaves. A quarantined slot is not given out again while the segment is there."""
+        left = Entry(QUARANTINE, segment=self.number, slot=slot).pack() if quarantine else bytes(ENTRY_BYTES)
+        self.rows[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES] = left
+        self.live -= 1
+        if quarantine:
+            self.quarantined += 1
+        else:
+            self.free.append(slot)
+
+    def load(self, rows: NDArray[np.void]) -> None:
+        """After a restart: the put and quarantine entries of this segment, at most one a slot."""
+        self.columns()[rows["slot"]] = rows
+        kinds = self.columns()["kind"]
+        self.free = np.flatnonzero(kinds == FREE)[::-1].tolist()
+        self.live = int(np.count_nonzero(kinds == PUT))
+        self.quarantined = int(np.count_nonzero(kinds == QUARANTINE))
+
+    def state(self) -> bytes:
+        """The entries of the slots that are not free, as a checkpoint holds them."""
+        columns = self.columns()
+        return bytes(columns[columns["kind"] != FREE].data)
+
+    # the file
+
+    def create(self, disk: Disk, path: str) -> None:
+        """Make the file, with room for all slots; OSError and no file where there is none."""
+        file = disk.open(path, create=True, direct=True)
+        try:
+            file.allocate(self.size_bytes)
+        except OSError:
+            file.close()
+            disk.remove(path)
+            raise
+        self._file = file
+
+    def open(self, disk: Disk, path: str) -> File:
+        """The file, for a user counted in `users`."""
+        with self._opening:
+            if self._file is None:
+                self._file = disk.open(path, direct=True)
+            return self._file
+
+    def close(self) -> None:
+        with self._opening:
+            file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def read(self, file: File, slot: int, segments: Sequence[memoryview], record_bytes: int) -> int:
+        """Fill the segments from a slot; the bytes that were there, fewer where the file is short."""
+        pieces = bounce.flat(segments, record_bytes)
+        if not file.direct or bounce.aligned(pieces):
+            return file.read(slot * self.slot_bytes, pieces)
+        detour = bounce.buffer(record_bytes)
+        got = file.read(slot * self.slot_bytes, [detour])
+        bounce.scatter(detour, pieces)
+        return got
+
+    def write(self, file: File, slot: int, segments: Sequence[memoryview], record_bytes: int) -> None:
+        pieces = bounce.flat(segments, record_bytes)
+        if file.direct and not bounce.aligned(pieces):
+            detour = bounce.buffer(record_bytes)
+            bounce.gather(pieces, detour)
+            pieces = [detour]
+        file.write(slot * self.slot_bytes, pieces)

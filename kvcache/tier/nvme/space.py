@@ -1,0 +1,134 @@
+"""The room of a store: its segments, who may have a slot, and what the whole may take of the disk.
+
+Counted are segment files and the journal at its largest, so that what `du` says never exceeds the capacity. A record
+goes into slots of its own size or at most an eighth larger; where none is free a new segment is made.
+
+Not thread-safe: `Store` calls it under its lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvcache.tier.nvme.entry import FREE, PUT
+from kvcache.tier.nvme.segment import Segment
+
+FIXED_BYTES = 384 << 10
+"""LOCK, FORMAT, the directory itself, and journals of a store with few slots."""
+
+JOURNAL_BYTES = 768
+"""What the journal may need for a slot: two checkpoints that name it, and the journals between them."""
+
+FEW = 1024
+"""A journal of fewer entries is not compacted."""
+
+MOST_SEGMENTS = 512
+"""Segments grow with the capacity beyond this many, since each is an open file."""
+
+
+class Space:
+    def __init__(self, capacity_bytes: int, segment_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.segment_bytes = max(segment_bytes, capacity_bytes // MOST_SEGMENTS)
+        self.segments: dict[int, Segment] = {}
+        self.files_bytes = 0  # segments that are there, retired ones too until their file is removed
+        self.slots = 0
+        self.next_number = 1
+
+    def left(self) -> int:
+        """Bytes of the capacity that no segment and no journal has claimed."""
+        return self.capacity_bytes - FIXED_BYTES - self.files_bytes - self.slots * JOURNAL_BYTES
+
+    def most_entries(self) -> int:
+        """How long the journal may grow before it is compacted."""
+        return max(FEW, self.slots)
+
+    def take(self, record_bytes: int) -> tuple[Segment, int] | None:
+        """A slot for a record, of the smallest size that fits; it is the caller's until filled or given back."""
+        fitting = [s for s in self.segments.values() if s.free and fits(record_bytes, s.slot_bytes)]
+        if not fitting:
+            return None
+        # the fullest first, so that the others can become empty
+        segment = min(fitting, key=lambda s: (s.slot_bytes, len(s.free)))
+        return segment, segment.free.pop()
+
+    def give_back(self, segment: Segment, slot: int) -> None:
+        """A taken slot that was not filled. Behind all others: whatever went wrong there need not go wrong next."""
+        segment.free.insert(0, slot)
+
+    def plan(self, record_bytes: int, disk_bytes: int) -> Segment | None:
+        """A segment to make for records of this size, or None where capacity or disk have no room for one slot."""
+        most = max(1, self.segment_bytes // record_bytes)
+        slots = min(most, self.left() // (record_bytes + JOURNAL_BYTES), disk_bytes // record_bytes)
+        if slots < 1:
+            return None
+        segment = Segment(self.next_number, record_bytes, slots)
+        self.next_number += 1
+        return segment
+
+    def add(self, segment: Segment) -> None:
+        self.segments[segment.number] = segment
+        self.files_bytes += segment.size_bytes
+        self.slots += segment.slots
+        self.next_number = max(self.next_number, segment.number + 1)
+
+    def retire(self, segment: Segment) -> None:
+        """Give out no more of it. Its bytes count until `forget`."""
+        del self.segments[segment.number]
+        segment.retired = True
+
+    def forget(self, segment: Segment) -> None:
+        """The file of a retired segment is gone."""
+        self.files_bytes -= segment.size_bytes
+        self.slots -= segment.slots
+
+    def spare(self, segment: Segment) -> bool:
+        """Whether an empty segment is kept for its size: there is no other with a free slot."""
+        return not any(
+            s.free and s is not segment and s.slot_bytes == segment.slot_bytes for s in self.segments.values()
+        )
+
+    def empties(self, record_bytes: int) -> list[Segment]:
+        """Empty segments that are of no use for records of this size."""
+        return [s for s in self.segments.values() if s.empty and not (s.free and fits(record_bytes, s.slot_bytes))]
+
+    def room(self, record_bytes: int, disk_bytes: int) -> int:
+        """How many more records of this size fit, where the disk has so many bytes left to take."""
+        free = sum(len(s.free) for s in self.segments.values() if fits(record_bytes, s.slot_bytes))
+        empties = self.empties(record_bytes)
+        files_bytes = sum(s.size_bytes for s in empties)
+        left = self.left() + files_bytes + sum(s.slots for s in empties) * JOURNAL_BYTES
+        new = min(left // (record_bytes + JOURNAL_BYTES), (disk_bytes + files_bytes) // record_bytes)
+        return free + max(0, new)
+
+    def used_bytes(self) -> int:
+        return sum(s.live * s.slot_bytes for s in self.segments.values())
+
+    def check(self, live: Iterable[int]) -> list[str]:
+        """Faults in the slots, given the places that the index knows (segment << 32 | slot)."""
+        places: dict[int, set[int]] = {}
+        for place in live:
+            places.setdefault(place >> 32, set()).add(place & 0xFFFFFFFF)
+        faults = []
+        for s in self.segments.values():
+            kinds = s.columns()["kind"].tolist()
+            named = places.get(s.number, set())
+            filled = {i for i, kind in enumerate(kinds) if kind == PUT}
+            held = {i for i, kind in enumerate(kinds) if kind != FREE}
+            if filled != named:
+                faults.append(
+                    f"nvme: segment {s.number}: the index and the slots differ on {sorted(filled ^ named)[:8]}"
+                )
+            if len(set(s.free)) != len(s.free) or held & set(s.free):
+                faults.append(f"nvme: segment {s.number}: a slot is free twice, or free and in use")
+            if (s.live, s.quarantined) != (len(filled), len(held) - len(filled)):
+                faults.append(f"nvme: segment {s.number}: counts {s.live} records, {len(filled)} are there")
+        unknown = places.keys() - self.segments.keys()
+        faults += [f"nvme: records in segment {number}, which is not there" for number in sorted(unknown)]
+        if self.left() < 0:
+            faults.append(f"nvme: {-self.left()} bytes more are claimed than the capacity of {self.capacity_bytes}")
+        return faults
+
+
+def fits(record_bytes: int, slot_bytes: int) -> bool:
+    return record_bytes <= slot_bytes <= record_bytes + record_bytes // 8
