@@ -1,0 +1,534 @@
+"""What every tier promises, for each implementation. A new one is a line in `TIERS`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from kvcache.block.address import Address
+from kvcache.errors import ClosedError, KVCacheError
+from kvcache.port import Port, SystemClock
+from kvcache.tier.memory import MemoryTier
+from kvcache.tier.nvme import NvmeTier
+from kvcache.tier.tier import BACKGROUND, Outcome, Tier
+from tests.tier.blocks import PAYLOAD_BYTES, RECORD_BYTES, buffer, chain, holds, namespace, payload, record
+
+DONE, ABSENT, LATE = Outcome.DONE, Outcome.ABSENT, Outcome.LATE
+MIB = 1 << 20
+CAPACITY = 4 * MIB
+
+Factory = Callable[[Path, int, Port], Tier]
+
+
+def _nvme(path: Path, capacity_bytes: int, port: Port, durability: Any = "batch") -> Tier:
+    return NvmeTier(
+        str(path / "nvme"),
+        capacity_bytes=capacity_bytes,
+        segment_bytes=MIB // 4,
+        durability=durability,
+        free_floor_bytes=0,
+        port=port,
+    )
+
+
+TIERS: dict[str, Factory] = {
+    "memory": lambda path, capacity, port: MemoryTier(capacity_bytes=capacity, port=port),
+    "nvme-batch": _nvme,
+    "nvme-block": partial(_nvme, durability="block"),
+    "nvme-none": partial(_nvme, durability="none"),
+}
+
+
+class Clock(SystemClock):
+    """Time that stands still unless a test moves it."""
+
+    seconds = 100.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+@dataclass
+class Bench:
+    """A tier, and how to open it again."""
+
+    factory: Factory
+    path: Path
+    clock: Clock
+    tier: Tier
+
+    def reopen(self, capacity_bytes: int = CAPACITY) -> Tier:
+        self.tier.close()
+        self.tier = self.factory(self.path, capacity_bytes, Port(clock=self.clock))
+        return self.tier
+
+
+@pytest.fixture(params=TIERS)
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    factory, clock = TIERS[request.param], Clock()
+    bench = Bench(factory, tmp_path, clock, factory(tmp_path, CAPACITY, Port(clock=clock)))
+    yield bench
+    assert bench.tier.check() == []
+    bench.tier.close()
+
+
+@pytest.fixture
+def tier(bench: Bench) -> Tier:
+    return bench.tier
+
+
+def write(tier: Tier, addresses: list[Address], size_bytes: int = PAYLOAD_BYTES) -> tuple[Outcome, ...]:
+    return tier.write(addresses, [record(address, size_bytes) for address in addresses])
+
+
+def intact(tier: Tier, addresses: list[Address], size_bytes: int = PAYLOAD_BYTES) -> bool:
+    """Every record is there and is what was written."""
+    into = [buffer(size_bytes) for _ in addresses]
+    outcomes = tier.read(addresses, into)
+    return set(outcomes) <= {DONE} and all(map(partial(_holds, size_bytes), into, addresses))
+
+
+def _holds(size_bytes: int, segments: list[memoryview], address: Address) -> bool:
+    return holds(segments, address, size_bytes)
+
+
+# reading and writing
+
+
+def test_reads_what_was_written(tier: Tier) -> None:
+    blocks = chain(20)
+    assert set(write(tier, blocks)) == {DONE}
+    assert intact(tier, blocks)
+    assert tier.contains(blocks) == (DONE,) * 20
+
+
+def test_what_was_not_written_is_absent(tier: Tier) -> None:
+    here, other = chain(3), chain(3, seed=1)
+    write(tier, here)
+    assert tier.read(other, [buffer() for _ in other]) == (ABSENT,) * 3
+    assert tier.contains(other) == (ABSENT,) * 3
+    assert tier.remove(other) == (ABSENT,) * 3
+
+
+def test_nothing_to_do_is_done(tier: Tier) -> None:
+    for op in ("read", "write", "contains", "remove"):
+        assert tier.submit(op, []).done
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 300_000])
+def test_any_size(tier: Tier, size: int) -> None:
+    blocks = chain(2)
+    assert write(tier, blocks, size) == (DONE, DONE)
+    assert intact(tier, blocks, size)
+
+
+@pytest.mark.parametrize("offset", [8, 512, 4096])
+def test_segments_need_not_lie_on_pages(tier: Tier, offset: int) -> None:
+    (address,) = chain(1)
+    into = buffer(offset=offset)
+    assert tier.write([address], [record(address, offset=offset)]) == (DONE,)
+    assert tier.read([address], [into]) == (DONE,)
+    assert holds(into, address)
+
+
+def test_payload_in_several_pieces(tier: Tier) -> None:
+    (address,) = chain(1)
+    header, body = record(address)
+    assert tier.write([address], [[header, body[:4096], body[4096:]]]) == (DONE,)
+    header, body = buffer()
+    assert tier.read([address], [[header, body[:8192], body[8192:]]]) == (DONE,)
+    assert holds([header, body], address)
+
+
+def test_segments_larger_than_the_record(tier: Tier) -> None:
+    """A reader that knows the decoded size may give more room than a compressed record fills."""
+    (address,) = chain(1)
+    header, body = record(address)
+    room = memoryview(bytearray(len(body) + 8192))
+    tier.write([address], [[header, body]])
+    assert tier.read([address], [[buffer()[0], room]]) == (DONE,)
+    assert holds([header, room], address)
+
+
+def test_segments_smaller_than_the_record_fail_and_harm_nothing(tier: Tier) -> None:
+    (address,) = chain(1)
+    tier.write([address], [record(address)])
+    header, body = buffer()
+    assert tier.read([address], [[header, body[:4096]]]) == (Outcome.FAILED,)
+    assert intact(tier, [address])
+
+
+def test_a_second_write_changes_nothing(tier: Tier) -> None:
+    (address,) = chain(1)
+    other = record(address, data=bytes(PAYLOAD_BYTES))
+    used = [write(tier, [address]), tier.usage()][1]
+    assert tier.write([address], [other]) == (DONE,)
+    assert intact(tier, [address])
+    assert tier.usage() == used
+
+
+def test_removed_is_absent_and_may_come_back(tier: Tier) -> None:
+    blocks = chain(4)
+    write(tier, blocks)
+    assert tier.remove(blocks[1:3]) == (DONE, DONE)
+    assert tier.contains(blocks) == (DONE, ABSENT, ABSENT, DONE)
+    assert tier.remove(blocks[1:3]) == (ABSENT, ABSENT)
+    assert write(tier, blocks) == (DONE,) * 4
+    assert intact(tier, blocks)
+
+
+# identity
+
+
+def _twins(address: Address) -> dict[str, Address]:
+    """Addresses that differ from this one in one thing; where the key is the same the tail of the signature differs."""
+    return {
+        "signature": replace(address, signature=address.key + bytes(16)),
+        "namespace": replace(address, namespace=namespace(7)),
+        "parent": replace(address, parent=bytes([1]) * 32),
+        "group": replace(address, group=1),
+        "shard": replace(address, shard=replace(address.shard, end_layer=1)),
+    }
+
+
+@pytest.mark.parametrize("what", ["signature", "namespace", "parent", "group", "shard"])
+def test_another_identity_is_a_miss_and_harms_nothing(tier: Tier, what: str) -> None:
+    address = chain(2)[1]
+    twin = _twins(address)[what]
+    write(tier, [address])
+    into = buffer()
+    assert tier.read([twin], [into])[0] in {ABSENT, Outcome.DAMAGED, Outcome.FOREIGN}
+    assert tier.contains([twin]) == (ABSENT,)
+    assert tier.remove([twin]) == (ABSENT,)
+    assert intact(tier, [address])
+
+
+def test_an_unknown_parent_is_not_compared(tier: Tier) -> None:
+    address = chain(2)[1]
+    write(tier, [address])
+    assert intact(tier, [replace(address, parent=b"")])
+    orphan = replace(chain(2, seed=1)[1], parent=b"")
+    write(tier, [orphan])
+    assert intact(tier, [orphan])
+
+
+def test_the_same_key_in_another_namespace_does_not_overwrite(tier: Tier) -> None:
+    (address,) = chain(1)
+    twin = replace(address, namespace=namespace(7))
+    write(tier, [address])
+    assert tier.write([twin], [record(twin)]) != (DONE,)
+    assert intact(tier, [address])
+
+
+def test_a_record_under_a_wrong_address_is_not_taken(tier: Tier) -> None:
+    one, other = chain(2)
+    assert tier.write([one], [record(other)]) == (Outcome.FAILED,)
+    assert tier.contains([one, other]) == (ABSENT, ABSENT)
+
+
+def test_an_unsealed_record_is_not_taken(tier: Tier) -> None:
+    (address,) = chain(1)
+    assert tier.write([address], [buffer()]) == (Outcome.FAILED,)
+    assert tier.contains([address]) == (ABSENT,)
+
+
+def test_groups_and_shards_stand_apart(tier: Tier) -> None:
+    blocks = [a for group in (0, 1) for a in chain(3, group=group)]
+    blocks += chain(3, shard=replace(blocks[0].shard, first_head=2))
+    write(tier, blocks)
+    assert intact(tier, blocks)
+    tier.remove(blocks[:3])
+    assert intact(tier, blocks[3:])
+
+
+# room
+
+
+def test_room_is_what_can_be_written(tier: Tier) -> None:
+    fit = tier.room(RECORD_BYTES)
+    assert 0 < fit * RECORD_BYTES <= CAPACITY
+    blocks = chain(fit + 3)
+    outcomes = write(tier, blocks)
+    assert outcomes.count(DONE) == fit
+    assert outcomes.count(Outcome.NO_ROOM) == 3
+    assert tier.room(RECORD_BYTES) == 0
+    assert tier.usage().records == fit
+    assert tier.usage().used_bytes <= tier.usage().capacity_bytes
+    kept = [address for address, outcome in zip(blocks, outcomes, strict=True) if outcome is DONE]
+    assert intact(tier, kept)
+    tier.remove(kept[:2])
+    assert tier.room(RECORD_BYTES) == 2
+    assert write(tier, chain(3, seed=1)).count(DONE) == 2
+
+
+def test_all_siblings_gone_makes_room_for_another_size(tier: Tier) -> None:
+    blocks = chain(tier.room(RECORD_BYTES))
+    write(tier, blocks)
+    large = 200_000
+    (newcomer,) = chain(1, seed=1)
+    assert write(tier, [newcomer], large) == (Outcome.NO_ROOM,)
+    left = list(blocks)
+    while not tier.room(large + RECORD_BYTES) and left:
+        siblings = tier.siblings(left[0])
+        assert left[0] in siblings
+        assert set(tier.remove(siblings)) == {DONE}
+        left = [address for address in left if address not in siblings]
+    assert left
+    assert write(tier, [newcomer], large) == (DONE,)
+    assert intact(tier, [newcomer], large)
+    assert intact(tier, left)
+
+
+def test_siblings_of_what_is_absent(tier: Tier) -> None:
+    assert tier.siblings(chain(1)[0]) == []
+
+
+def test_a_record_larger_than_the_tier(tier: Tier) -> None:
+    (address,) = chain(1)
+    assert tier.room(2 * CAPACITY) == 0
+    assert write(tier, [address], 2 * CAPACITY) == (Outcome.NO_ROOM,)
+    assert write(tier, [address]) == (DONE,)
+
+
+def test_usage_returns_to_nothing(tier: Tier) -> None:
+    blocks = chain(30)
+    before = tier.usage(), tier.room(RECORD_BYTES)
+    write(tier, blocks)
+    assert tier.usage().records == 30
+    assert tier.usage().used_bytes >= 30 * PAYLOAD_BYTES
+    tier.remove(blocks)
+    assert (tier.usage(), tier.room(RECORD_BYTES)) == before
+
+
+# tickets
+
+
+def test_outcomes_come_one_a_block(tier: Tier) -> None:
+    blocks = chain(6)
+    seen: list[tuple[int, Outcome]] = []
+    write(tier, blocks[:3])
+    ticket = tier.submit(
+        "contains", blocks, priority=BACKGROUND, on_outcome=lambda i, outcome: seen.append((i, outcome))
+    )
+    assert ticket.wait(10)
+    assert sorted(seen, key=lambda pair: pair[0]) == list(enumerate([DONE] * 3 + [ABSENT] * 3))
+    assert ticket.outcomes == (DONE,) * 3 + (ABSENT,) * 3
+    assert ticket.done
+
+
+@pytest.mark.parametrize("op", ["read", "write", "contains", "remove"])
+def test_a_deadline_that_passed_is_late(bench: Bench, op: Any) -> None:
+    here, new = chain(1), chain(1, seed=1)
+    write(bench.tier, here)
+    target = new if op == "write" else here
+    segments = [record(target[0])] if op == "write" else [buffer()] if op == "read" else []
+    ticket = bench.tier.submit(op, target, segments, deadline=bench.clock.now() - 1)
+    assert ticket.wait(10)
+    assert ticket.outcomes == (LATE,)
+    assert bench.tier.contains([*here, *new]) == (DONE, ABSENT)
+    ticket = bench.tier.submit(op, target, segments, deadline=bench.clock.now() + 1)
+    assert ticket.wait(10)
+    assert ticket.outcomes == (DONE,)
+
+
+def test_misuse_raises(tier: Tier) -> None:
+    (address,) = chain(1)
+    header, body = record(address)
+    for op, segments in (
+        ("write", []),
+        ("read", [buffer(), buffer()]),
+        ("write", [[header]]),
+        ("read", [[body[:7], body]]),
+    ):
+        with pytest.raises(ValueError, match="segments"):
+            tier.submit(op, [address], segments)  # type: ignore[arg-type]
+    assert tier.contains([address]) == (ABSENT,)
+
+
+def test_closed_is_closed(tier: Tier) -> None:
+    tier.close()
+    tier.close()
+    with pytest.raises(ClosedError):
+        tier.submit("contains", chain(1))
+
+
+# many threads
+
+
+def test_threads_never_see_a_wrong_byte(tier: Tier) -> None:
+    """Writers, readers and removers of the same few blocks, more of them than there is room for."""
+    blocks = chain(24) + chain(8, seed=1, of=1)
+    wrong: list[str] = []
+    sizes = [1, 5_000, 40_000]
+
+    def work(seed: int) -> None:
+        for step in range(120):
+            address = blocks[(seed * 7 + step * 5) % len(blocks)]
+            size = sizes[int(address.key[0]) % 3]
+            if (seed + step) % 5 < 2:
+                tier.write([address], [record(address, size)])
+            elif (seed + step) % 5 == 2:
+                tier.remove([address])
+            else:
+                into = buffer(size)
+                (outcome,) = tier.read([address], [into])
+                if outcome is DONE and not holds(into, address, size):
+                    wrong.append(f"block {blocks.index(address)}")
+                elif outcome not in {DONE, ABSENT}:
+                    wrong.append(str(outcome))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_the_same_block_from_many_threads_is_there_once(tier: Tier) -> None:
+    (address,) = chain(1)
+    tickets = [tier.submit("write", [address], [record(address)]) for _ in range(16)]
+    assert all(ticket.wait(10) for ticket in tickets)
+    assert {ticket.outcomes for ticket in tickets} == {(DONE,)}
+    assert tier.usage().records == 1
+
+
+# after a restart
+
+
+def test_a_durable_tier_has_everything_after_a_restart(bench: Bench) -> None:
+    blocks = chain(30) + chain(10, seed=1, of=1)
+    write(bench.tier, blocks)
+    bench.tier.remove(blocks[5:9])
+    bench.tier.sync()
+    usage, room = bench.tier.usage(), bench.tier.room(RECORD_BYTES)
+    tier = bench.reopen()
+    left = blocks[:5] + blocks[9:]
+    if not tier.durable:
+        assert tier.usage().records == 0
+        return
+    assert tier.contains(blocks[5:9]) == (ABSENT,) * 4
+    assert intact(tier, left)
+    assert (tier.usage(), tier.room(RECORD_BYTES)) == (usage, room)
+    assert set(tier.scan()) == set(left)
+
+
+def test_scan_gives_heads_before_tails(bench: Bench) -> None:
+    blocks = chain(12)
+    for address in reversed(blocks):
+        write(bench.tier, [address])
+    tier = bench.reopen()
+    if tier.durable:
+        assert list(tier.scan()) == blocks
+
+
+def test_scan_gives_everything(tier: Tier) -> None:
+    blocks = chain(3, group=2) + chain(5, of=1)
+    assert list(tier.scan()) == []
+    write(tier, blocks)
+    assert set(tier.scan()) == set(blocks)
+
+
+# against a dict
+
+
+class AgainstDict(RuleBasedStateMachine):
+    """Any sequence of calls gives what a dict gives; a full or restarted tier has fewer, never others."""
+
+    make: Callable[[], Bench]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bench = self.make()
+        self.held: dict[Address, int] = {}
+
+    blocks = (*chain(6), *chain(3, seed=1), *chain(3, of=1))
+    some = st.lists(st.sampled_from(blocks), min_size=1, max_size=4, unique=True)
+    size = st.sampled_from([1, 4096, 30_000, 200_000, 700_000])
+
+    @rule(addresses=some, size=size)
+    def write(self, addresses: list[Address], size: int) -> None:
+        for address, outcome in zip(addresses, write(self.bench.tier, addresses, size), strict=True):
+            if address in self.held:
+                assert outcome is DONE
+            elif outcome is DONE:
+                self.held[address] = size
+            else:
+                assert outcome is Outcome.NO_ROOM
+
+    @rule(addresses=some)
+    def read(self, addresses: list[Address]) -> None:
+        for address in addresses:
+            size = self.held.get(address, 1)
+            into = buffer(size)
+            assert self.bench.tier.read([address], [into]) == (DONE if address in self.held else ABSENT,)
+            assert address not in self.held or b"".join(into[1:])[:size] == payload(address, size)
+
+    @rule(addresses=some)
+    def remove(self, addresses: list[Address]) -> None:
+        expected = tuple(DONE if address in self.held else ABSENT for address in addresses)
+        assert self.bench.tier.remove(addresses) == expected
+        for address in addresses:
+            self.held.pop(address, None)
+
+    @rule(address=st.sampled_from(blocks))
+    def remove_siblings(self, address: Address) -> None:
+        siblings = self.bench.tier.siblings(address)
+        assert (address in self.held) == (address in siblings)
+        assert set(siblings) <= set(self.held)
+        assert set(self.bench.tier.remove(siblings)) <= {DONE}
+        for sibling in siblings:
+            del self.held[sibling]
+
+    @precondition(lambda self: self.bench.tier.durable)
+    @rule()
+    def restart(self) -> None:
+        self.bench.reopen()
+
+    @rule()
+    def sync(self) -> None:
+        self.bench.tier.sync()
+
+    @invariant()
+    def knows_what_it_holds(self) -> None:
+        assert set(self.bench.tier.scan()) == set(self.held)
+        assert self.bench.tier.usage().records == len(self.held)
+        assert self.bench.tier.usage().used_bytes <= CAPACITY
+        present = self.bench.tier.contains(self.blocks)
+        assert present == tuple(DONE if address in self.held else ABSENT for address in self.blocks)
+
+    def teardown(self) -> None:
+        try:
+            assert self.bench.tier.check() == []
+        finally:
+            self.bench.tier.close()
+
+
+@pytest.mark.parametrize("kind", TIERS)
+def test_against_a_dict(kind: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> None:
+    factory = TIERS[kind]
+
+    def make() -> Bench:
+        path, clock = tmp_path_factory.mktemp(kind), Clock()
+        return Bench(factory, path, clock, factory(path, CAPACITY, Port(clock=clock)))
+
+    long = request.config.getoption("--long")
+    machine = type("AgainstDict", (AgainstDict,), {"make": staticmethod(make)})
+    limits = settings(max_examples=300 if long else 15, stateful_step_count=80 if long else 30)
+    run_state_machine_as_test(machine, settings=limits)
+
+
+def test_nothing_but_our_errors(tmp_path: Path) -> None:
+    """A place that is none: one line that says what to do."""
+    (tmp_path / "nvme").write_text("a file")
+    with pytest.raises(KVCacheError, match="directory"):
+        _nvme(tmp_path, CAPACITY, Port())
