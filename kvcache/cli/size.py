@@ -1,0 +1,149 @@
+"""`kvcache size`: how much memory the keys and values of a model take, and how many contexts fit where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcache.block.hf import layout_from_hf
+from kvcache.block.layout import DTYPE_BYTES, Group, KVLayout, needed
+from kvcache.block.record import record_bytes
+from kvcache.block.revision import weight_bytes
+from kvcache.errors import ConfigError, ModelError
+from kvcache.units import parse_bytes, show_bytes
+
+TOKENS = 32_768
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _bytes(help: str) -> Any:
+    return typer.Option(parser=_size, metavar="SIZE", help=help)
+
+
+def size(
+    model: Annotated[Path | None, typer.Argument(help="A model's directory or its config.json.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help=f"Length of a context; by default the model's, else {TOKENS}.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Without a model: layers.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Without a model: attention heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Heads that are cached; by default all of --heads.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Elements of a head.")] = 128,
+    mla_latent: Annotated[
+        int | None, typer.Option(help="Elements of a latent that all heads share (MLA), in place of heads.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{', '.join(DTYPE_BYTES)}; by default the model's, else bf16.")
+    ] = None,
+    block_tokens: Annotated[int, typer.Option(help="Tokens in a block.")] = 16,
+    weights: Annotated[int | None, _bytes("Size of the weights; by default that of the model's files.")] = None,
+    hbm: Annotated[int | None, _bytes("GPU memory, which holds the weights too.")] = None,
+    host: Annotated[int | None, _bytes("Host memory for the cache.")] = None,
+    nvme: Annotated[int | None, _bytes("Room on a drive for the cache.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
+) -> None:
+    """Bytes of keys and values: a token, a block, a context; and how many contexts fit into memory of given sizes.
+
+    A token takes 2 x layers x KV heads x head size x bytes of an element; with MLA, layers x latent x bytes.
+    """
+    shape = (layers, heads, kv_heads, mla_latent)
+    if model is not None:
+        if any(value is not None for value in shape):
+            raise ConfigError("a model and --layers, --heads, --kv-heads or --mla-latent: give one or the other")
+        layout = layout_from_hf(model, dtype=dtype, block_tokens=block_tokens)
+        weights = _weights(model) if weights is None else weights
+    elif layers is not None and any(value is not None for value in shape[1:]):
+        group = (
+            Group(layers=layers, kv_heads=kv_heads or heads or 0, head_dim=head_dim, dtype=dtype or "bf16")
+            if mla_latent is None
+            else Group(layers=layers, head_dim=mla_latent, dtype=dtype or "bf16", kind="mla")
+        )
+        layout = KVLayout((group,), block_tokens)
+    else:
+        raise ConfigError("no model and no shape: give a model's directory, or --layers and --heads (or --mla-latent)")
+    told = sizes(layout, tokens or layout.max_tokens or TOKENS, weights, {"hbm": hbm, "host": host, "nvme": nvme})
+    if as_json:
+        print(json.dumps({"model": model and str(model)} | told, indent=2))
+    else:
+        _show(str(model) if model else "", told)
+
+
+def sizes(
+    layout: KVLayout, tokens: int, weights_bytes: int | None, capacity_bytes: Mapping[str, int | None]
+) -> dict[str, Any]:
+    """What `kvcache size` prints. `hbm` holds the weights beside bare blocks, the other tiers whole records."""
+    blocks = -(-tokens // layout.block_tokens)
+    in_groups = [
+        (needed(group, blocks, layout.block_tokens), layout.block_bytes(group=i))
+        for i, group in enumerate(layout.groups)
+    ]
+    context_bytes = layout.context_bytes(tokens)
+    records_bytes = sum(count * record_bytes(each) for count, each in in_groups)
+    return {
+        "groups": layout.describe()["groups"],
+        "tokens": tokens,
+        "block_tokens": layout.block_tokens,
+        "token_bytes": layout.token_bytes,
+        "block_bytes": sum(each for _, each in in_groups),
+        "context_bytes": context_bytes,
+        "weights_bytes": weights_bytes,
+        "fit": {
+            tier: {
+                "capacity_bytes": room,
+                "contexts": max(0, room - (weights_bytes or 0)) // context_bytes
+                if tier == "hbm"
+                else room // records_bytes,
+            }
+            for tier, room in capacity_bytes.items()
+            if room is not None
+        },
+    }
+
+
+def _weights(model: Path) -> int | None:
+    try:
+        return weight_bytes(model if model.is_dir() else model.parent)
+    except ModelError:  # a configuration alone is enough for all the rest
+        return None
+
+
+def _show(title: str, told: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    for group in told["groups"]:
+        kept = f"the last {group['window_tokens']} tokens" if group["rule"] == "window" else "all tokens"
+        heads = "a latent" if group["kind"] == "mla" else f"{group['kv_heads']} KV heads"
+        what = f"{heads} of {group['head_dim']}, {group['dtype']}, {kept}"
+        table.add_row(group["name"], f"{group['layers']} layers", what)
+    growing = "" if len(told["groups"]) == 1 else "in the layers that keep all tokens"
+    table.add_row("a token", show_bytes(told["token_bytes"]), growing)
+    table.add_row("a block", show_bytes(told["block_bytes"]), f"{told['block_tokens']} tokens")
+    table.add_row("a context", show_bytes(told["context_bytes"]), f"{told['tokens']:,} tokens")
+    if told["weights_bytes"] is not None:
+        table.add_row("weights", show_bytes(told["weights_bytes"]), "")
+    for tier, fit in told["fit"].items():
+        beside = " beside the weights" if tier == "hbm" and told["weights_bytes"] is not None else ""
+        table.add_row(f"in {tier}", f"{fit['contexts']:,} contexts", f"{show_bytes(fit['capacity_bytes'])}{beside}")
+    if title:
+        Console().print(Text(title, style="bold"))
+    Console().print(table)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("size")(size)
