@@ -19,6 +19,7 @@ from kvcache.observe.metrics import Counters
 from kvcache.port import Port
 from kvcache.settings import Settings
 from kvcache.tier.host import HostTier
+from kvcache.tier.nvme.tier import NvmeTier
 from kvcache.tier.tier import Tier
 from kvcache.transfer.cpu import CpuCopier
 
@@ -152,8 +153,6 @@ def _tiers_below(settings: Settings, port: Port) -> list[Tier]:
     nvme = settings.nvme
     if not nvme.enabled:
         return []
-    from kvcache.tier.nvme.tier import NvmeTier
-
     return [
         NvmeTier(
             str(nvme.path),

@@ -92,13 +92,17 @@ class Arena:
         with self._lock:
             extents = self._extents.setdefault((slot_bytes, tenant), [])
             # the fullest last: new slots fill it, so that the emptier ones can empty
-            extent = next((e for e in reversed(extents) if e.free), None) or self._map(slot_bytes, tenant)
+            extent = next((e for e in reversed(extents) if e.free), None)
+            fresh = extent is None
+            extent = extent or self._map(slot_bytes, tenant)
             if extent is None:
                 return None
             i = extent.free.pop()
             slot = extent.slots[i] = Slot(extent, i)
             self.used_bytes += slot_bytes
-            return slot
+        if fresh:
+            self._executor.submit(self.prepare)
+        return slot
 
     def _map(self, slot_bytes: int, tenant: str) -> Extent | None:
         size = min(max(self.extent_bytes, slot_bytes), self.capacity_bytes - self.mapped_bytes)
@@ -113,7 +117,6 @@ class Arena:
         extent = Extent(region, slot_bytes, tenant)
         self.mapped_bytes += region.bytes
         self._extents[slot_bytes, tenant].append(extent)
-        self._executor.submit(self.prepare)
         return extent
 
     def prepare(self) -> None:

@@ -53,7 +53,7 @@ class CacheMachine(RuleBasedStateMachine):
             nvme={
                 "enabled": self.nvme,
                 "path": self.directory,
-                "capacity_bytes": 400 * KiB,
+                "capacity_bytes": 768 * KiB,
                 "segment_bytes": 48 * KiB,
                 "free_floor_bytes": 0,
             },

@@ -1,0 +1,167 @@
+"""Stores far beyond what can be kept: they never block and never err, and heads stay before tails."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcache
+from kvcache.block.address import Address
+from kvcache.block.layout import KVLayout
+from kvcache.hierarchy.cache import Cache
+from kvcache.tier.memory import MemoryTier
+from kvcache.tier.tier import Op, Outcome, Segments, Ticket
+from kvcache.transfer.pages import GroupPages
+
+KiB = 1 << 10
+LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=256, dtype="fp32", block_tokens=4)  # 8 KiB: 12 KiB a record
+SMALL = KVLayout.mha(layers=1, kv_heads=1, head_dim=64, dtype="fp32", block_tokens=4)
+
+
+def pages(layout: KVLayout, count: int = 256) -> list[GroupPages]:
+    tensor = np.zeros((2, count, 4, 1, layout.groups[0].head_dim), np.float32)
+    tensor += np.arange(count, dtype=np.float32)[None, :, None, None, None]
+    return [GroupPages.from_tensors(layout, [tensor], axes=("kv", "page", "token", "head", "dim"))]
+
+
+def open_host(records: int, **more: Any) -> Cache:
+    size = records * 12 * KiB
+    made = kvcache.open(host={"capacity_bytes": size, "extent_bytes": 4 * 12 * KiB}, nvme={"enabled": False}, **more)
+    assert isinstance(made, Cache)
+    return made
+
+
+def put(cache: Any, tokens: Sequence[int], layout: KVLayout = LAYOUT, model: str = "m") -> Any:
+    with cache.namespace(layout, model=model, revision="r").request() as r:
+        r.match(tokens)
+        transfer = r.store(pages(layout), [list(range(len(r.signatures)))])
+        assert transfer.wait(30)
+    return transfer
+
+
+def found(cache: Any, tokens: Sequence[int], layout: KVLayout = LAYOUT, model: str = "m") -> int:
+    with cache.namespace(layout, model=model, revision="r").request() as r:
+        return int(r.match(tokens).blocks)
+
+
+def test_a_chain_longer_than_the_tier_keeps_its_head() -> None:
+    cache = open_host(16)
+    tokens = list(range(4 * 40))
+    transfer = put(cache, tokens)
+    assert transfer.blocks == 16
+    assert set(transfer.outcomes[16:]) == {Outcome.DROPPED}
+    assert found(cache, tokens) == 16
+    assert cache.counters.get("drops", reason="no room") == 24
+    assert cache.check() == []
+    cache.close()
+
+
+def test_old_chains_leave_tails_first_for_new_ones() -> None:
+    cache = open_host(16)
+    chains = [[1000 * i + t for t in range(4 * 8)] for i in range(3)]
+    for tokens in chains:
+        assert put(cache, tokens).blocks == 8
+    assert [found(cache, tokens) for tokens in chains] == [0, 8, 8]
+    put(cache, [5000 + t for t in range(4 * 3)])
+    assert [found(cache, tokens) for tokens in chains] == [0, 5, 8]
+    assert cache.counters.get("evicted_blocks", tier="host", kept="no") == 11
+    assert cache.check() == []
+    cache.close()
+
+
+def test_what_a_request_holds_stays() -> None:
+    cache = open_host(16)
+    kept = list(range(4 * 4))
+    put(cache, kept)
+    with cache.namespace(LAYOUT, model="m", revision="r").request() as r:
+        assert r.match(kept).blocks == 4
+        r.admit()
+        for i in range(1, 8):
+            put(cache, [1000 * i + t for t in range(4 * 8)])
+        assert found(cache, kept) == 4
+        assert cache.stats()["tiers"]["host"]["held_bytes"] == 4 * 12 * KiB
+    for i in range(8, 12):
+        put(cache, [1000 * i + t for t in range(4 * 8)])
+    assert found(cache, kept) == 0
+    cache.close()
+
+
+def test_holds_together_take_at_most_a_quarter() -> None:
+    cache = open_host(16)
+    chains = [[1000 * i + t for t in range(4 * 4)] for i in range(4)]
+    requests = []
+    for tokens in chains:
+        put(cache, tokens)
+        r = cache.namespace(LAYOUT, model="m", revision="r").request()
+        r.match(tokens)
+        r.admit()
+        requests.append(r)
+    assert cache.stats()["tiers"]["host"]["held_bytes"] == 4 * 12 * KiB
+    assert put(cache, [9000 + t for t in range(4 * 12)]).blocks == 12, "holds must not wedge the tier"
+    for r in requests:
+        r.close()
+    assert cache.stats()["tiers"]["host"]["held_bytes"] == 0
+    assert cache.check() == []
+    cache.close()
+
+
+@pytest.mark.parametrize("turns", [40])
+def test_models_of_other_block_sizes_take_turns(turns: int) -> None:
+    cache = open_host(16)
+    for turn in range(turns):
+        layout = (LAYOUT, SMALL)[turn % 2]
+        tokens = [1000 * turn + t for t in range(4 * 12)]
+        transfer = put(cache, tokens, layout, model=str(turn % 2))
+        assert transfer.blocks == 12, f"turn {turn}: no room for {transfer.outcomes}"
+        assert found(cache, tokens, layout, model=str(turn % 2)) == 12
+        assert cache.check() == []
+    cache.close()
+
+
+class Stuck(MemoryTier):
+    """A device that does not answer until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity_bytes=1 << 30)
+        self.name = "nvme"
+        self.go = threading.Event()
+
+    def submit(
+        self,
+        op: Op,
+        addresses: Sequence[Address],
+        segments: Sequence[Segments] = (),
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        on_outcome: Callable[[int, Outcome], None] | None = None,
+    ) -> Ticket:
+        if op == "write":
+            assert self.go.wait(60)
+        return super().submit(op, addresses, segments, priority=priority, deadline=deadline, on_outcome=on_outcome)
+
+
+def test_a_burst_over_a_drive_that_hangs_neither_blocks_nor_errs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stuck = Stuck()
+    monkeypatch.setattr("kvcache.hierarchy.cache._tiers_below", lambda settings, port: [stuck])
+    cache = open_host(16, flow={"queue_blocks": 6})
+    chains = [[1000 * i + t for t in range(4 * 8)] for i in range(8)]
+    transfers = [put(cache, tokens) for tokens in chains]  # each waits for its own store only, never for the drive
+    assert all(set(t.outcomes) <= {Outcome.DONE, Outcome.DROPPED} for t in transfers)
+    assert cache.counters.get("drops", reason="nvme queue") > 0
+    assert cache.stats()["queued_blocks"] <= 6
+    stuck.go.set()
+    assert cache.flush(60)
+    assert cache.stats()["queued_blocks"] == 0
+    assert cache.index.held() == 0
+    assert cache.check() == []
+    put(cache, chains[0])
+    assert found(cache, chains[0]) == 8, "it comes back by itself"
+    cache.close()

@@ -1,0 +1,85 @@
+"""Extents and slots: one size and one tenant an extent, given back when empty, never two owners of a slot."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache.port import InlineExecutor
+from kvcache.tier.arena import PAGE, Arena, Slot
+
+KiB = 1 << 10
+
+
+def arena(capacity: int = 64 * PAGE, extent: int = 8 * PAGE) -> Arena:
+    return Arena(capacity, extent, InlineExecutor())
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 3, 9]), st.sampled_from("ab"), st.integers(0, 30)), max_size=120))
+def test_slots_never_overlap_and_everything_comes_back(steps: list[tuple[int, str, int]]) -> None:
+    memory = arena()
+    taken: list[tuple[Slot, int]] = []
+    for pages, tenant, which in steps:
+        slot = memory.allocate(pages * PAGE, tenant)
+        if slot is None:
+            assert memory.room(pages * PAGE) == 0 or any(e.tenant != tenant for e in memory.extents())
+            if taken:
+                back, _ = taken.pop(which % len(taken))
+                memory.release(back)
+            continue
+        mark = len(taken) + 1
+        slot.view[:] = bytes([mark % 256]) * len(slot.view)
+        assert len(slot.view) == pages * PAGE
+        assert slot.extent.tenant == tenant
+        taken.append((slot, mark))
+        assert memory.check() == []
+    for slot, mark in taken:
+        assert bytes(slot.view) == bytes([mark % 256]) * len(slot.view), "another slot wrote here"
+    for slot, _ in taken:
+        memory.release(slot)
+    assert memory.check() == []
+    assert (memory.used_bytes, memory.mapped_bytes) == (0, 0)
+
+
+def test_a_slot_that_is_read_is_not_given_out_again() -> None:
+    memory = arena(capacity=PAGE, extent=PAGE)
+    slot = memory.allocate(PAGE, "a")
+    assert slot is not None
+    memory.acquire(slot)
+    memory.release(slot)
+    assert memory.allocate(PAGE, "a") is None
+    memory.release(slot)
+    assert memory.allocate(PAGE, "a") is not None
+
+
+def test_the_generation_changes_when_a_slot_is_given_out_again() -> None:
+    memory = arena(capacity=8 * PAGE)
+    keep, first = memory.allocate(PAGE, "a"), memory.allocate(PAGE, "a")
+    assert keep is not None
+    assert first is not None
+    memory.release(first)
+    second = memory.allocate(PAGE, "a")
+    assert second is not None
+    assert (second.i, second.generation) == (first.i, first.generation + 1)
+
+
+def test_an_emptied_extent_serves_another_size_and_tenant() -> None:
+    memory = arena(capacity=8 * PAGE)
+    for turn in range(50):
+        size, tenant = (1 + turn % 8) * PAGE, "ab"[turn % 2]
+        slots = []
+        while (slot := memory.allocate(size, tenant)) is not None:
+            slots.append(slot)
+        assert len(slots) == 8 * PAGE // size
+        for slot in slots:
+            memory.release(slot)
+    assert memory.check() == []
+
+
+def test_a_record_larger_than_an_extent_gets_one_of_its_own() -> None:
+    memory = arena(capacity=32 * PAGE, extent=4 * PAGE)
+    slot = memory.allocate(20 * PAGE, "a")
+    assert slot is not None
+    assert len(slot.view) == 20 * PAGE
+    assert memory.allocate(20 * PAGE, "a") is None
+    assert memory.check() == []
