@@ -7,7 +7,9 @@ the logits are a digest of all keys and values so far. One wrong byte anywhere g
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -87,12 +89,24 @@ def answer(prompt: Sequence[int], max_tokens: int, context: int = 64) -> list[in
 
 
 class LateTransfer:
-    """Does its work, one block after another, only when it has been asked `delay` times whether it is done."""
+    """Does its work, one block after another, once its cache has ticked `delay` times."""
 
-    def __init__(self, work: Callable[[int], Outcome], blocks: int, delay: int, stubborn: bool) -> None:
-        self._work, self.delay, self._stubborn = work, delay, stubborn
+    def __init__(self, cache: UnrulyCache, work: Callable[[int], Outcome], blocks: int, *, stubborn: bool) -> None:
+        self._cache, self._work, self._stubborn = cache, work, stubborn
         self._outcomes = [Outcome.PENDING] * blocks
-        self._cancelled = False
+        self.delay, self.cancelled = cache.delay(), False
+
+    @property
+    def settled(self) -> bool:
+        return Outcome.PENDING not in self._outcomes
+
+    def tick(self) -> None:
+        if self.delay > 0:
+            self.delay -= 1
+        elif not self.settled:
+            at = self._outcomes.index(Outcome.PENDING)
+            stopped = self.cancelled and not self._stubborn
+            self._outcomes[at] = Outcome.CANCELLED if stopped else self._work(at)
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
@@ -100,12 +114,8 @@ class LateTransfer:
 
     @property
     def done(self) -> bool:
-        if self.delay > 0:
-            self.delay -= 1
-        elif Outcome.PENDING in self._outcomes:
-            at = self._outcomes.index(Outcome.PENDING)
-            self._outcomes[at] = Outcome.CANCELLED if self._cancelled else self._work(at)
-        return Outcome.PENDING not in self._outcomes
+        self._cache.tick()
+        return self.settled
 
     @property
     def blocks(self) -> int:
@@ -118,7 +128,7 @@ class LateTransfer:
         return self.wait(timeout_s)
 
     def cancel(self) -> None:
-        self._cancelled = not self._stubborn
+        self.cancelled = True
 
 
 class Turning:
@@ -140,22 +150,29 @@ class Turning:
 class UnrulyCache(NaiveCache):
     """Late lookups, loads and stores, and blocks that turn out to be missing or damaged: by one seed.
 
-    While `hang` is set, loads do nothing at all until `release`.
+    Whoever asks whether a transfer is done makes time pass for all of them. While `hang` is set, new loads do nothing
+    at all until `release`.
     """
 
     def __init__(self, seed: int = 0, *, trouble: float = 0.3, longest: int = 12) -> None:
         super().__init__()
         self.random, self.trouble, self.longest = Random(seed), trouble, longest
         self.open_requests: set[UnrulyRequest] = set()
+        self.under_way: list[LateTransfer] = []
         self.hang = False
-        self.hanging: list[LateTransfer] = []
+        self.tiers: list[str] = []  # where the first blocks of any prefix are said to be
+
+    def tick(self) -> None:
+        for transfer in self.under_way:
+            transfer.tick()
+        self.under_way = [transfer for transfer in self.under_way if not transfer.settled]
 
     def release(self) -> None:
         self.hang = False
-        for transfer in self.hanging:
-            transfer.delay = 0
-            while not transfer.done:
-                pass
+        while self.under_way:
+            for transfer in self.under_way:
+                transfer.delay = 0
+            self.tick()
 
     def namespace(self, *args: Any, **named: Any) -> UnrulyBound:
         bound = super().namespace(*args, **named)
@@ -191,7 +208,7 @@ class UnrulyRequest(NaiveRequest):
         if self.pending > 0:
             self.pending -= 1
             return Hit(tokens=0, blocks=0, pending=True)
-        return hit
+        return replace(hit, by_tier=Counter(self.cache.tiers[: hit.blocks])) if self.cache.tiers else hit
 
     def load(  # type: ignore[override]
         self, blocks: int, pages: Pages, page_ids: Sequence[Sequence[int]], *, first_block: int = 0
@@ -220,13 +237,12 @@ class UnrulyRequest(NaiveRequest):
         return self._late(work, len(page_ids[0]))
 
     def _late(self, work: Callable[[int], Outcome], blocks: int, *, hang: bool = False) -> LateTransfer:
-        transfer = LateTransfer(work, blocks, self.cache.delay(), stubborn=self.cache.random.random() < 0.5)
+        transfer = LateTransfer(self.cache, work, blocks, stubborn=self.cache.random.random() < 0.5)
         if hang:
             transfer.delay = 10**9
-            self.cache.hanging.append(transfer)
-        elif self.cache.trouble == 0:
-            while not transfer.done:
-                pass
+        while not self.cache.trouble and not hang and not transfer.settled:
+            transfer.tick()
+        self.cache.under_way.append(transfer)
         return transfer
 
     def close(self) -> None:

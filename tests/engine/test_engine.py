@@ -211,7 +211,6 @@ def test_other_weights_share_nothing() -> None:
 def test_a_load_that_hangs_is_given_up_and_its_pages_wait_for_it() -> None:
     clock, cache = Turning(), UnrulyCache(trouble=0)
     engine(cache).generate([PROMPT], Params(max_tokens=1))
-    cache.trouble, cache.longest = 0.0, 0
     e = engine(cache, clock=clock, patience_s=5.0, pages=12)
     cache.hang = True
     sequence = e.add(PROMPT, Params(max_tokens=3))
@@ -224,11 +223,36 @@ def test_a_load_that_hangs_is_given_up_and_its_pages_wait_for_it() -> None:
     assert sequence.reused == {}
     assert e.check() == []
     assert e.pool.busy, "pages that a load may still write into were given up"
-    assert e.pool.available == 12 - 5 - 0
+    assert e.pool.available == 12 - 5
     cache.release()
     e.pool.poll()
     assert e.pool.available == 12
     assert e.check() == []
+
+
+def test_a_lookup_without_an_answer_is_given_up() -> None:
+    clock, cache = Turning(), UnrulyCache(trouble=0)
+    e = engine(cache, clock=clock, patience_s=5.0)
+    sequence = e.add(PROMPT, Params(max_tokens=3))
+    assert sequence.request is not None
+    sequence.request.pending = 10**9  # type: ignore[attr-defined]
+    e.step()
+    assert sequence.state is State.WAITING
+    clock.turn(6.0)
+    finish(e)
+    assert sequence.answer == answer(PROMPT, 3)
+
+
+def test_reused_tokens_are_counted_by_the_tier_they_came_from() -> None:
+    cache = UnrulyCache(trouble=0)
+    cache.tiers = ["host"] * 3 + ["nvme"] * 2
+    engine(cache).generate([PROMPT], Params(max_tokens=1))
+    [result] = engine(cache).generate([PROMPT], Params(max_tokens=1))
+    assert result.reused == {"host": 12, "nvme": 8}
+    e = engine(cache)
+    e.generate([PROMPT[:9]], Params(max_tokens=1))
+    [result] = e.generate([PROMPT], Params(max_tokens=1))
+    assert result.reused == {"hbm": 8, "host": 4, "nvme": 8}
 
 
 def test_aborted_while_it_waits_loads_or_runs() -> None:
@@ -241,12 +265,15 @@ def test_aborted_while_it_waits_loads_or_runs() -> None:
     waiting = e.add([8] * 9)
     e.step()
     assert [s.state for s in (loading, running, waiting)] == [State.LOADING, State.RUNNING, State.WAITING]
+    load = loading.transfer
     for sequence in (loading, running, waiting):
         e.abort(sequence)
         e.abort(sequence)  # twice is once
         assert sequence.result().finish == "abort"
         assert e.check() == []
     assert (e.unfinished, e.pool.held, len(cache.open_requests)) == (0, 0, 0)
+    assert load is not None
+    assert load.cancelled  # type: ignore[attr-defined]
     cache.release()
     e.pool.poll()
     assert e.pool.available == 24

@@ -1,0 +1,102 @@
+"""Greedy, temperature, top-p and seeds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import exp, inf, nan
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache.engine.sampling import Params, Sampler, choose
+from kvcache.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"max_tokens": 0}, "max_tokens = 0"),
+        ({"temperature": -0.1}, "temperature = -0.1"),
+        ({"temperature": nan}, "temperature = nan"),
+        ({"temperature": inf}, "temperature = inf"),
+        ({"top_p": 0.0}, "top_p = 0.0"),
+        ({"top_p": 1.5}, "top_p = 1.5"),
+        ({"stop": ("a", "")}, "stop"),
+    ],
+)
+def test_wishes_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Params(**wrong)
+
+
+def test_greedy_takes_the_likeliest_and_of_equal_ones_the_lowest() -> None:
+    rows = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 2.0]])
+    assert choose(rows, [Sampler(Params()), Sampler(Params(seed=3))]) == [1, 0]
+    assert choose(torch.empty((0, 3)), []) == []
+
+
+def plain(logits: list[float], params: Params, drawn: float) -> int:
+    """The same choice, a token at a time."""
+    top = max(logits)
+    weights = [exp((x - top) / params.temperature) for x in logits]
+    order = sorted(range(len(logits)), key=lambda i: (-weights[i], i))
+    nucleus, mass, total = [], 0.0, sum(weights)
+    for i in order:
+        nucleus.append(i)
+        mass += weights[i] / total
+        if mass >= params.top_p:
+            break
+    reached = 0.0
+    for i in nucleus:
+        reached += weights[i] / total
+        if reached > drawn * mass:
+            return i
+    return nucleus[-1]
+
+
+@given(
+    logits=st.lists(st.integers(-80, 80).map(lambda n: n / 8), min_size=1, max_size=20),
+    temperature=st.sampled_from([0.25, 0.7, 1.0, 2.0]),
+    top_p=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+    seed=st.integers(0, 2**32),
+)
+def test_draws_what_a_plain_loop_draws(logits: list[float], temperature: float, top_p: float, seed: int) -> None:
+    params = Params(temperature=temperature, top_p=top_p, seed=seed)
+    sampler, dice = Sampler(params), Random(seed)
+    for _ in range(3):
+        assert sampler.draw(torch.tensor(logits)) == plain(logits, params, dice.random())
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-3])
+def test_a_temperature_near_nothing_is_greedy(temperature: float) -> None:
+    assert Sampler(Params(temperature=temperature, seed=1)).draw(torch.tensor([1.0, 9.0, 2.0])) == 1
+
+
+def test_a_nucleus_smaller_than_the_likeliest_token_is_that_token() -> None:
+    sampler = Sampler(Params(temperature=5.0, top_p=0.01, seed=4))
+    assert {sampler.draw(torch.tensor([1.0, 1.5, 1.2])) for _ in range(50)} == {1}
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    sampler = Sampler(Params(temperature=1.0, seed=5))
+    logits = torch.tensor([0.7, 0.2, 0.1]).log()
+    seen = Counter(sampler.draw(logits) for _ in range(3000))
+    assert [round(seen[i] / 3000, 1) for i in range(3)] == [0.7, 0.2, 0.1]
+
+
+def test_without_a_seed_two_requests_differ() -> None:
+    flat = torch.zeros(50000)
+    a, b = (Sampler(Params(temperature=1.0)) for _ in range(2))
+    assert [a.draw(flat) for _ in range(4)] != [b.draw(flat) for _ in range(4)]
+
+
+def test_each_row_is_drawn_by_its_own_request() -> None:
+    row, other = torch.randn((2, 40), generator=torch.Generator().manual_seed(1))
+    wish = Params(temperature=1.0, seed=11)
+    alone = choose(row[None], [Sampler(wish)])
+    together = choose(torch.stack((other, row)), [Sampler(Params(temperature=1.0, seed=2)), Sampler(wish)])
+    assert together[1:] == alone

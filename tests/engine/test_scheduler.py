@@ -1,0 +1,183 @@
+"""Anything may happen in any order: requests come and go, loads and stores are late or fail, pages run out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvcache.engine.engine import Engine
+from kvcache.engine.sampling import Params
+from kvcache.engine.sequence import Sequence, State
+from kvcache.hierarchy.naive import NaiveCache
+from tests.engine.fake import FakeModel, Turning, UnrulyCache, answer
+
+MOST_STEPS = 5000  # far above what the longest of these runs needs
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Every finished answer is the one worked out by hand, and at every moment the books are in order."""
+
+    @initialize(
+        seed=st.integers(0, 2**16),
+        pages=st.integers(6, 40),
+        budget=st.integers(1, 40),
+        sequences=st.integers(1, 6),
+        trouble=st.sampled_from([0.0, 0.3, 0.9]),
+    )
+    def start(self, seed: int, pages: int, budget: int, sequences: int, trouble: float) -> None:
+        self.clock, self.cache = Turning(), UnrulyCache(seed, trouble=trouble)
+        self.shape = {"pages": pages, "max_batch_tokens": budget, "max_sequences": sequences}
+        self.running: dict[Sequence, list[int]] = {}
+        self.open()
+
+    def open(self) -> None:
+        self.engine = Engine(FakeModel(), self.cache, clock=self.clock, patience_s=5.0, **self.shape)  # type: ignore[arg-type]
+
+    @rule(family=st.integers(0, 2), length=st.integers(1, 40), own=st.lists(st.integers(0, 11), max_size=3))
+    def add(self, family: int, length: int, own: list[int]) -> None:
+        prompt = [*((i * (family + 3)) % 11 for i in range(length)), *own][: self.engine.max_tokens - 1]
+        most = 1 + (length * 7 + family) % 12
+        sequence = self.engine.add(prompt, Params(max_tokens=most))
+        self.running[sequence] = answer(prompt, most, self.engine.max_tokens)
+
+    @rule(steps=st.integers(1, 8))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.engine.unfinished:
+                self.engine.step()
+        self.compare()
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        sequence = data.draw(st.sampled_from(list(self.running)))
+        self.engine.abort(sequence)
+        del self.running[sequence]
+
+    @rule(seconds=st.sampled_from([1.0, 6.0]))
+    def turn(self, seconds: float) -> None:
+        self.clock.turn(seconds)
+
+    @rule()
+    def push_out(self) -> None:
+        self.engine.pool.clear()
+
+    @rule()
+    def lose(self) -> None:
+        self.cache.lose()
+
+    @rule()
+    def restart(self) -> None:
+        self.engine.close()
+        self.running.clear()
+        assert self.engine.check() == []
+        assert not self.cache.open_requests
+        self.open()
+
+    def compare(self) -> None:
+        for sequence in [s for s in self.running if s.state is State.FINISHED]:
+            assert sequence.answer == self.running.pop(sequence)
+
+    @invariant()
+    def sound(self) -> None:
+        if hasattr(self, "engine"):
+            assert self.engine.check() == []
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(MOST_STEPS):
+            if not self.engine.unfinished:
+                break
+            self.engine.step()
+        assert self.engine.unfinished == 0, "no progress"
+        self.compare()
+        assert not self.running
+        assert not self.cache.open_requests
+        while self.engine.pool.busy:
+            self.engine.pool.poll()
+        assert self.engine.pool.available == self.shape["pages"]
+        assert self.engine.check() == []
+
+
+@pytest.fixture(autouse=True)
+def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is late here is late by the number of questions, not by time."""
+    monkeypatch.setattr("kvcache.engine.engine._TICK_S", 0.0)
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(stateful_step_count=40, max_examples=4 * settings.default.max_examples)
+
+
+def test_first_come_first_served_but_a_pending_lookup_holds_up_nobody() -> None:
+    cache = UnrulyCache(trouble=0)
+    engine = Engine(FakeModel(), cache, pages=40, max_sequences=2)
+    asked = engine.add([1, 2, 3])
+    assert asked.request is not None
+    asked.request.pending = 3  # type: ignore[attr-defined]
+    second, third, fourth = (engine.add([i] * 5) for i in range(3))
+    engine.step()
+    assert [s.state for s in (asked, second, third, fourth)] == [
+        State.WAITING,
+        State.RUNNING,
+        State.RUNNING,
+        State.WAITING,
+    ]
+    while engine.unfinished:
+        engine.step()
+    assert engine.check() == []
+
+
+def test_a_prompt_that_finds_no_room_is_not_overtaken() -> None:
+    clock = Turning()
+    engine = Engine(FakeModel(), NaiveCache(), pages=10, clock=clock)
+    first = engine.add([1] * 20, Params(max_tokens=4, ignore_eos=True))
+    large = engine.add([2] * 30, Params(max_tokens=1))
+    small = engine.add([3], Params(max_tokens=1))
+    engine.step()
+    assert [s.state for s in (first, large, small)] == [State.RUNNING, State.WAITING, State.WAITING]
+    while engine.unfinished:
+        clock.turn(1.0)
+        engine.step()
+    assert 0 < large.start_s <= small.start_s
+    assert not first.preemptions
+    assert engine.check() == []
+
+
+def test_pages_that_a_prompt_will_need_are_not_given_to_a_load() -> None:
+    cache = NaiveCache()
+    known = [2] * 32
+    Engine(FakeModel(), cache, pages=20).generate([known], Params(max_tokens=1))
+    engine = Engine(FakeModel(), cache, pages=12, max_batch_tokens=4)
+    first, second = engine.add([1] * 32, Params(max_tokens=1)), engine.add(known, Params(max_tokens=1))
+    while engine.unfinished:
+        engine.step()
+    assert (first.preemptions, second.preemptions) == (0, 0)
+    assert second.reused == {"host": 28}
+
+
+def test_what_a_preempted_request_finds_of_its_own_is_not_called_reused() -> None:
+    engine = Engine(FakeModel(), NaiveCache(), pages=9)
+    first, second = (engine.add([i] * 8, Params(max_tokens=16, ignore_eos=True)) for i in range(2))
+    while engine.unfinished:
+        engine.step()
+    assert second.preemptions
+    assert (first.reused, second.reused) == ({}, {})
+
+
+def test_a_prompt_that_arrived_earlier_does_not_hold_up_the_next_token_of_others() -> None:
+    cache = UnrulyCache(trouble=0)
+    engine = Engine(FakeModel(), cache, pages=40, max_batch_tokens=6)
+    long = engine.add([1] * 30, Params(max_tokens=1))
+    assert long.request is not None
+    long.request.pending = 2  # type: ignore[attr-defined]
+    short = engine.add([2] * 3, Params(max_tokens=30, ignore_eos=True))
+    engine.step()
+    while not long.answer:
+        before = len(short.answer)
+        engine.step()
+        assert len(short.answer) == before + 1
+    assert long.arrival < short.arrival
