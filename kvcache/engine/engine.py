@@ -31,7 +31,6 @@ from kvcache.hierarchy.face import KVCache
 from kvcache.port import Clock, SystemClock
 from kvcache.transfer.pages import GroupPages
 
-TORCH_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TICK_S = 0.002  # how long a step without work waits for a load, a lookup or a store
 
 
@@ -44,6 +43,8 @@ class Runner(Protocol):
     vocab_size: int
     revision: str
     facts: Mapping[str, Any]
+    dtype: torch.dtype
+    device: torch.device
 
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
         """Logits, (R, vocab) float32, of the rows `batch.logits_at`. Writes the keys and values of the batch's rows
@@ -67,7 +68,6 @@ class Engine:
         max_batch_tokens: int = 2048,
         max_sequences: int = 64,
         decode: Callable[[list[int]], str] | None = None,
-        device: str = "cpu",
         clock: Clock | None = None,
         patience_s: float = 10.0,
     ) -> None:
@@ -79,14 +79,13 @@ class Engine:
         self.name = name
         self.pool = Pool(pages)
         self.max_tokens = min(model.max_tokens, pages * layout.block_tokens)
-        self._device = device
         self._decode = decode
         self._clock = clock or SystemClock()
         self._arrivals = itertools.count()
         self._kv = torch.zeros(
             (group.layers, 2, pages, layout.block_tokens, group.kv_heads, group.head_dim),
-            dtype=TORCH_DTYPE[group.dtype],
-            device=device,
+            dtype=model.dtype,
+            device=model.device,
         )
         described = GroupPages.from_tensors(layout, list(self._kv), axes=("kv", "page", "token", "head", "dim"))
         bound = None
@@ -180,7 +179,7 @@ class Engine:
         return Batch(self._tensor(token_ids), self._tensor(positions), spans, self._tensor(wanted))
 
     def _tensor(self, numbers: list[int]) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        return torch.tensor(numbers, dtype=torch.int64, device=self.model.device)
 
     def _finish_where_ended(self, sequence: Sequence) -> None:
         if self._stopped(sequence):

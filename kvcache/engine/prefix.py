@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from kvcache.engine.pool import Pool
 from kvcache.engine.sequence import Sequence, State
-from kvcache.hierarchy.face import Bound
+from kvcache.hierarchy.face import Bound, Hit, Request
 from kvcache.port import Clock
 from kvcache.transfer.pages import Pages
 
@@ -51,39 +51,39 @@ class Prefix:
         False where the pool, `spare` of whose pages are promised to others, has no room for its tokens; None while
         the cache is still being asked.
         """
+        request = sequence.request
         limit = (len(sequence.tokens) - 1) // self._block_tokens
-        hit = None
-        if sequence.request is not None:
-            hit = sequence.request.match()
-            if hit.pending and self._clock.now() < sequence.give_up_s:
-                return None
-        here = [] if sequence.request is None else self._pool.acquire(sequence.request.signatures[:limit])
+        here = self._pool.acquire(request.signatures[:limit]) if request is not None else []
         if self.blocks(len(sequence.tokens)) - len(here) > self._pool.available - spare:
             self._pool.release(here)
             return False
-        if sequence.request is not None:
-            sequence.request.admit()
-        sequence.pages = here
-        sequence.published = len(here)
-        sequence.computed = len(here) * self._block_tokens
-        sequence.state = State.RUNNING
+        hit = request.match() if request is not None else Hit(tokens=0, blocks=0)
+        if hit.pending and self._clock.now() < sequence.give_up_s:
+            self._pool.release(here)
+            return None
         if not sequence.preemptions:
             sequence.start_s = self._clock.now() - sequence.added_s
+        sequence.pages = here
+        sequence.published = len(here)
+        sequence.stored = min(hit.blocks, len(here))
+        sequence.computed = len(here) * self._block_tokens
+        sequence.state = State.RUNNING
         self._count(sequence, {"hbm": len(here)})
-        end = min(hit.blocks, limit) if hit is not None else 0
-        if hit is not None and end > len(here):
-            self._load(sequence, end, _tiers(hit.by_tier)[len(here) : end])
+        if request is not None:
+            request.admit()
+            if min(hit.blocks, limit) > len(here):
+                self._load(sequence, request, min(hit.blocks, limit), hit.by_tier)
         return True
 
-    def _load(self, sequence: Sequence, end: int, tiers: list[str]) -> None:
+    def _load(self, sequence: Sequence, request: Request, end: int, by_tier: Mapping[str, int]) -> None:
         first = len(sequence.pages)
         pages = self._pool.allocate(end - first)
         assert pages is not None, "begin made sure of room"
-        assert sequence.request is not None, "only a request has a hit"
         sequence.pages = sequence.pages + pages
-        sequence.load_tiers = tiers
+        # As far as counts tell: nearer tiers keep the front of a prefix.
+        sequence.load_tiers = [tier for tier, count in by_tier.items() for _ in range(count)][first:end]
         sequence.give_up_s = self._clock.now() + self._patience_s
-        sequence.transfer = sequence.request.load(end, self._pages, [pages], first_block=first)
+        sequence.transfer = request.load(end, self._pages, [pages], first_block=first)
         sequence.state = State.LOADING
         self._pool.watch(sequence.transfer, pages)
 
@@ -105,20 +105,23 @@ class Prefix:
         sequence.transfer = None
         sequence.state = State.RUNNING
         sequence.computed = end * self._block_tokens
+        sequence.stored = end
         self._publish(sequence, end)
         return True
 
     def keep(self, sequence: Sequence) -> None:
-        """Publish and store the blocks that have become full."""
-        request, first, end = sequence.request, sequence.published, sequence.computed // self._block_tokens
-        if request is None or end == first:
+        """Publish and store the blocks that have become full, with those before them that the cache has lost: it keeps
+        no block whose parent it has not."""
+        request, end = sequence.request, sequence.computed // self._block_tokens
+        if request is None or end == sequence.published:
             return
         if end > len(request.signatures):
             request.extend(sequence.tokens[sequence.hashed :])
             sequence.hashed = len(sequence.tokens)
         self._publish(sequence, end)
-        pages = sequence.pages[first:end]
-        self._pool.watch(request.store(self._pages, [pages], first_block=first), pages)
+        pages = sequence.pages[sequence.stored : end]
+        self._pool.watch(request.store(self._pages, [pages], first_block=sequence.stored), pages)
+        sequence.stored = end
 
     def drop(self, sequence: Sequence) -> None:
         """Take the sequence's pages back; what it published stays findable."""
@@ -127,7 +130,7 @@ class Prefix:
             sequence.transfer = None
         self._pool.release(sequence.pages)
         sequence.pages = []
-        sequence.computed = sequence.published = 0
+        sequence.computed = sequence.published = sequence.stored = 0
 
     def close(self, sequence: Sequence) -> None:
         """Give everything back."""
@@ -147,8 +150,3 @@ class Prefix:
             for tier, count in blocks.items():
                 if count:
                     sequence.reused[tier] = sequence.reused.get(tier, 0) + count * self._block_tokens
-
-
-def _tiers(by_tier: Mapping[str, int]) -> list[str]:
-    """The tier of each block of a hit, as far as counts tell: nearer tiers keep the front of a prefix."""
-    return [tier for tier, count in by_tier.items() for _ in range(count)]

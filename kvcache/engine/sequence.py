@@ -62,6 +62,7 @@ class Sequence:
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     published: int = 0  # blocks from the front that the pool can be asked for
+    stored: int = 0  # blocks from the front that the cache has, or was given
     hashed: int = 0  # tokens that the request of the cache knows
     transfer: Transfer | None = None  # the load under way, into the last of `pages`
     load_tiers: list[str] = field(default_factory=list)  # where each block of that load comes from

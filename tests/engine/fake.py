@@ -39,6 +39,7 @@ class FakeModel:
     facts: Mapping[str, Any] = {}
     eos_token_ids = frozenset({EOS})
     vocab_size = VOCAB
+    dtype, device = torch.float32, torch.device("cpu")
 
     def __init__(self, max_tokens: int = 64) -> None:
         self.layout = KVLayout.mha(layers=2, kv_heads=1, head_dim=3, dtype="fp32", block_tokens=BLOCK)
@@ -150,8 +151,8 @@ class Turning:
 class UnrulyCache(NaiveCache):
     """Late lookups, loads and stores, and blocks that turn out to be missing or damaged: by one seed.
 
-    Whoever asks whether a transfer is done makes time pass for all of them. While `hang` is set, new loads do nothing
-    at all until `release`.
+    Whoever asks whether a transfer is done makes time pass for all of them. While `hang` is "load" or "store", new
+    ones of that kind do nothing at all until `release`.
     """
 
     def __init__(self, seed: int = 0, *, trouble: float = 0.3, longest: int = 12) -> None:
@@ -159,7 +160,7 @@ class UnrulyCache(NaiveCache):
         self.random, self.trouble, self.longest = Random(seed), trouble, longest
         self.open_requests: set[UnrulyRequest] = set()
         self.under_way: list[LateTransfer] = []
-        self.hang = False
+        self.hang = ""
         self.tiers: list[str] = []  # where the first blocks of any prefix are said to be
 
     def tick(self) -> None:
@@ -168,7 +169,7 @@ class UnrulyCache(NaiveCache):
         self.under_way = [transfer for transfer in self.under_way if not transfer.settled]
 
     def release(self) -> None:
-        self.hang = False
+        self.hang = ""
         while self.under_way:
             for transfer in self.under_way:
                 transfer.delay = 0
@@ -223,7 +224,7 @@ class UnrulyRequest(NaiveRequest):
                 return Outcome.DAMAGED
             return outcome.outcomes[0]
 
-        return self._late(work, blocks - first_block, hang=self.cache.hang)
+        return self._late(work, blocks - first_block, hang=self.cache.hang == "load")
 
     def store(  # type: ignore[override]
         self, pages: Pages, page_ids: Sequence[Sequence[int]], *, first_block: int = 0
@@ -234,9 +235,9 @@ class UnrulyRequest(NaiveRequest):
             super(UnrulyRequest, self).store(pages, [[page_ids[0][i]]], first_block=first_block + i)
             return Outcome.DONE
 
-        return self._late(work, len(page_ids[0]))
+        return self._late(work, len(page_ids[0]), hang=self.cache.hang == "store")
 
-    def _late(self, work: Callable[[int], Outcome], blocks: int, *, hang: bool = False) -> LateTransfer:
+    def _late(self, work: Callable[[int], Outcome], blocks: int, *, hang: bool) -> LateTransfer:
         transfer = LateTransfer(self.cache, work, blocks, stubborn=self.cache.random.random() < 0.5)
         if hang:
             transfer.delay = 10**9

@@ -102,6 +102,16 @@ def test_an_answer_is_stored_as_it_grows_and_found_by_the_next_turn() -> None:
     assert second.token_ids == answer(turn, 1)
 
 
+def test_what_the_cache_lost_and_the_pool_has_is_stored_again() -> None:
+    cache = NaiveCache()
+    e = engine(cache)
+    e.generate([PROMPT], Params(max_tokens=1))
+    cache.blocks.clear()
+    e.generate([[*PROMPT, 1, 2]], Params(max_tokens=1))  # fills the sixth block
+    [result] = engine(cache).generate([[*PROMPT, 1, 2, 3]], Params(max_tokens=1))
+    assert result.reused == {"host": 24}
+
+
 def test_several_at_once_share_a_prefix() -> None:
     prompts = [[*PROMPT, i] for i in range(6)]
     e = engine(NaiveCache(), max_batch_tokens=16)
@@ -212,7 +222,7 @@ def test_a_load_that_hangs_is_given_up_and_its_pages_wait_for_it() -> None:
     clock, cache = Turning(), UnrulyCache(trouble=0)
     engine(cache).generate([PROMPT], Params(max_tokens=1))
     e = engine(cache, clock=clock, patience_s=5.0, pages=12)
-    cache.hang = True
+    cache.hang = "load"
     sequence = e.add(PROMPT, Params(max_tokens=3))
     for _ in range(20):
         e.step()
@@ -228,6 +238,23 @@ def test_a_load_that_hangs_is_given_up_and_its_pages_wait_for_it() -> None:
     e.pool.poll()
     assert e.pool.available == 12
     assert e.check() == []
+
+
+def test_a_page_that_is_being_stored_is_not_written_again_before() -> None:
+    cache = UnrulyCache(trouble=0)
+    e = engine(cache, pages=8)
+    cache.hang = "store"
+    e.generate([PROMPT], Params(max_tokens=1))
+    assert e.pool.available == 8 - 5
+    waiting = e.add([7] * 20, Params(max_tokens=1))
+    for _ in range(3):
+        e.step()
+    assert waiting.state is State.WAITING
+    cache.release()
+    finish(e)
+    [result] = engine(cache).generate([PROMPT], Params(max_tokens=5))
+    assert result.reused == {"host": 20}
+    assert result.token_ids == answer(PROMPT, 5)
 
 
 def test_a_lookup_without_an_answer_is_given_up() -> None:
@@ -258,7 +285,7 @@ def test_reused_tokens_are_counted_by_the_tier_they_came_from() -> None:
 def test_aborted_while_it_waits_loads_or_runs() -> None:
     cache = UnrulyCache(trouble=0)
     engine(cache).generate([PROMPT], Params(max_tokens=1))
-    cache.hang = True
+    cache.hang = "load"
     e = engine(cache, max_sequences=2, pages=24)
     loading = e.add(PROMPT)
     running = e.add([7] * 9)
