@@ -76,8 +76,8 @@ def test_an_import_brings_nothing_but_itself_and_the_standard_library() -> None:
 
 
 def test_nothing_below_the_engines_needs_an_extra() -> None:
-    """Every module of the lower rooms is imported, with the extras hidden and sockets watched."""
-    rooms = ("block", "codec", "transfer", "evict", "observe", "tier", "hierarchy", "cli")
+    """Every module of the lower rooms and the whole command's frame, with the extras hidden and sockets watched."""
+    rooms = ("block", "codec", "transfer", "evict", "observe", "tier", "hierarchy")
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for path in sorted((ROOT / "kvcache").rglob("*.py"))
@@ -96,7 +96,8 @@ def test_nothing_below_the_engines_needs_an_extra() -> None:
         "sys.addaudithook(watch)\n"
         f"for name in {modules}:\n"
         "    importlib.import_module(name)\n"
-        "import kvcache\n"
+        "import kvcache, kvcache.cli.main\n"
+        "kvcache.cli.main.application()\n"
         "for name in kvcache.__all__:\n"
         "    getattr(kvcache, name)\n"
         "print('whole')\n"
