@@ -131,8 +131,8 @@ class Nvme(_Section):
     )
     durability: Literal["block", "batch", "none"] = Field(
         default="batch",
-        description="When a block is forced to the medium before it can be found: "
-        "`block` each one, `batch` some at a time, `none` when the system likes.",
+        description="When a block is forced to the medium: `block`, before it can be found; "
+        "`batch`, with others soon after; `none`, when the system likes.",
     )
     threads: Count = Field(default=4, description="Threads that read and write.")
     queue_bytes: Bytes = Field(
