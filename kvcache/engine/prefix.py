@@ -38,12 +38,14 @@ class Prefix:
     def open(self, sequence: Sequence) -> None:
         """Hash the prompt and ask for its blocks, so that far ones come nearer while the sequence waits its turn."""
         if self._bound is not None:
-            request = self._bound.request(id=sequence.id, deadline_s=self._patience_s)
+            request = self._bound.request(id=sequence.id)
             sequence.request = request
             sequence.hashed = len(sequence.tokens)
             sequence.give_up_s = self._clock.now() + self._patience_s
-            if not request.match(sequence.tokens).pending:
+            hit = request.match(sequence.tokens)
+            if not hit.pending:
                 request.admit()
+                sequence.tiers = _tiers(hit)
 
     def begin(self, sequence: Sequence, spare: int) -> bool | None:
         """Give the sequence the pages of its prefix: afterwards it is LOADING or RUNNING.
@@ -72,16 +74,15 @@ class Prefix:
         if request is not None:
             request.admit()
             if min(hit.blocks, limit) > len(here):
-                self._load(sequence, request, min(hit.blocks, limit), hit.by_tier)
+                sequence.tiers += _tiers(hit)[len(sequence.tiers) :]  # not where `admit` has brought it since
+                self._load(sequence, request, min(hit.blocks, limit))
         return True
 
-    def _load(self, sequence: Sequence, request: Request, end: int, by_tier: Mapping[str, int]) -> None:
+    def _load(self, sequence: Sequence, request: Request, end: int) -> None:
         first = len(sequence.pages)
         pages = self._pool.allocate(end - first)
         assert pages is not None, "begin made sure of room"
         sequence.pages = sequence.pages + pages
-        # As far as counts tell: nearer tiers keep the front of a prefix.
-        sequence.load_tiers = [tier for tier, count in by_tier.items() for _ in range(count)][first:end]
         sequence.give_up_s = self._clock.now() + self._patience_s
         sequence.transfer = request.load(end, self._pages, [pages], first_block=first)
         sequence.state = State.LOADING
@@ -101,7 +102,7 @@ class Prefix:
             transfer.cancel()
             self._pool.release(sequence.pages[end:])  # which leave when the transfer is done with them
             del sequence.pages[end:]
-        self._count(sequence, Counter(sequence.load_tiers[:brought]))
+        self._count(sequence, Counter(sequence.tiers[sequence.published : end]))
         sequence.transfer = None
         sequence.state = State.RUNNING
         sequence.computed = end * self._block_tokens
@@ -150,3 +151,8 @@ class Prefix:
             for tier, count in blocks.items():
                 if count:
                     sequence.reused[tier] = sequence.reused.get(tier, 0) + count * self._block_tokens
+
+
+def _tiers(hit: Hit) -> list[str]:
+    """The tier of each block, as far as counts tell: those of the front are counted first."""
+    return [tier for tier, count in hit.by_tier.items() for _ in range(count)]

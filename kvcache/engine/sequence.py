@@ -65,7 +65,7 @@ class Sequence:
     stored: int = 0  # blocks from the front that the cache has, or was given
     hashed: int = 0  # tokens that the request of the cache knows
     transfer: Transfer | None = None  # the load under way, into the last of `pages`
-    load_tiers: list[str] = field(default_factory=list)  # where each block of that load comes from
+    tiers: list[str] = field(default_factory=list)  # where the cache had each block when it was first found
     give_up_s: float = 0.0  # the moment at which a load, or an unanswered lookup, is waited for no longer
     reused: dict[str, int] = field(default_factory=dict)
     start_s: float = 0.0
