@@ -93,7 +93,7 @@ class Model:
     ) -> torch.Tensor:
         a = self.architecture
         heads = layer.qkv(x).view(len(x), -1, a.head_dim)
-        q, k, v = heads.split((a.heads, a.kv_heads, a.kv_heads), 1)
+        q, k, v = torch.split(heads, [a.heads, a.kv_heads, a.kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
         q, k = turn(q, cos, sin), turn(k, cos, sin)
@@ -126,7 +126,12 @@ def load_model(path: str, *, dtype: str = "fp32", block_tokens: int = 16, device
         layout=replace(layout, max_tokens=architecture.max_tokens),
         directory=directory,
         revision=model_revision(directory),
-        facts=engine_facts(directory),
+        # The weights' revision knows nothing of these, and they change keys and values.
+        facts={
+            **engine_facts(directory),
+            "rms_norm_eps": architecture.norm_eps,
+            "windows": list(architecture.windows) if any(architecture.windows) else None,
+        },
     )
 
 

@@ -53,8 +53,9 @@ def _llama3(rate: torch.Tensor, settings: Mapping[str, Any], max_tokens: int) ->
     length."""
     turns = settings.get("original_max_position_embeddings", max_tokens) * rate / (2 * math.pi)
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]
-    keep: torch.Tensor = ((turns - low) / (high - low)).clamp(0, 1)
-    return keep * rate + (1 - keep) * rate / settings["factor"]
+    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    mixed: torch.Tensor = keep * rate + (1 - keep) * rate / settings["factor"]
+    return mixed
 
 
 def _yarn(rate: torch.Tensor, settings: Mapping[str, Any], max_tokens: int) -> tuple[torch.Tensor, float]:
