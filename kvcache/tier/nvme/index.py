@@ -36,8 +36,9 @@ class Index:
     def __init__(self, space: Space) -> None:
         self.space = space
         self.places: dict[bytes, int] = {}
-        self.namespaces: list[bytes] = []
+        self.namespaces: dict[int, bytes] = {}  # by the number that stands for them in entries
         self._numbers: dict[bytes, int] = {}
+        self._next_number = 0
 
     def find(self, name: bytes) -> tuple[Segment, int, Entry] | None:
         place = self.places.get(name)
@@ -62,7 +63,7 @@ class Index:
 
     def entries(self, address: Address, segment: Segment, slot: int, record_bytes: int, write_id: int) -> list[bytes]:
         """What the journal is to be told of a record: its put entry last, before it a namespace that is new."""
-        number = self._numbers.get(address.namespace, len(self.namespaces))
+        number = self._numbers.get(address.namespace, self._next_number)
         entry = Entry(
             PUT,
             0,
@@ -76,7 +77,7 @@ class Index:
             record_bytes,
             write_id,
         )
-        if number < len(self.namespaces):
+        if number != self._next_number:
             return [entry.pack()]
         return [Entry(NAMESPACE, namespace=number, signature=address.namespace).pack(), entry.pack()]
 
@@ -92,8 +93,9 @@ class Index:
 
     def _name(self, namespace: bytes) -> None:
         if namespace not in self._numbers:
-            self._numbers[namespace] = len(self.namespaces)
-            self.namespaces.append(namespace)
+            self._numbers[namespace] = self._next_number
+            self.namespaces[self._next_number] = namespace
+            self._next_number += 1
 
     def addresses(self, segment: Segment) -> list[Address]:
         return [self.address(entry) for slot in range(segment.slots) if (entry := segment.row(slot)).kind == PUT]
@@ -105,10 +107,9 @@ class Index:
         entries = np.frombuffer(data, COLUMNS)
         kinds = entries["kind"]
         for row in entries[kinds == NAMESPACE]:
-            # a gap is a namespace that no trusted entry uses
-            self.namespaces += [b""] * (int(row["namespace"]) + 1 - len(self.namespaces))
             self.namespaces[int(row["namespace"])] = row["signature"].tobytes()
-        self._numbers = {namespace: i for i, namespace in enumerate(self.namespaces) if namespace}
+        self._numbers = {namespace: number for number, namespace in self.namespaces.items()}
+        self._next_number = max(self.namespaces, default=-1) + 1
         retired = set(entries["segment"][kinds == RETIRE].tolist())
         for row in entries[kinds == SEGMENT]:
             number = int(row["segment"])
@@ -122,9 +123,8 @@ class Index:
         place = entries["segment"].astype(np.uint64) << np.uint64(32) | entries["slot"]
         _, from_end = np.unique(place[::-1], return_index=True)
         last = entries[len(entries) - 1 - from_end]  # what was said last of each place, by segment and slot
-        named = np.array([bool(n) for n in self.namespaces] + [False])
-        number = np.minimum(last["namespace"], len(self.namespaces))
-        last = last[(last["kind"] == QUARANTINE) | ((last["kind"] == PUT) & named[number])]
+        named = np.isin(last["namespace"], list(self.namespaces))
+        last = last[(last["kind"] == QUARANTINE) | ((last["kind"] == PUT) & named)]
         segment, parts = np.ascontiguousarray(last["segment"]), []
         for s in self.space.segments.values():
             rows = last[slice(*np.searchsorted(segment, [s.number, s.number + 1]))]
@@ -154,24 +154,27 @@ class Index:
         return len(gone)
 
     def state(self) -> tuple[list[bytes], int]:
-        """Everything as entries, in pieces, and their number: what a checkpoint holds."""
+        """Everything as entries, in pieces, and their number: what a checkpoint holds. Forgets namespaces that have no
+        record any more."""
+        slots = [s.state() for s in self.space.segments.values()]
+        used = {number for rows in slots for number in np.unique(np.frombuffer(rows, COLUMNS)["namespace"]).tolist()}
+        self.namespaces = {number: namespace for number, namespace in self.namespaces.items() if number in used}
+        self._numbers = {namespace: number for number, namespace in self.namespaces.items()}
         pieces = [s.entry.pack() for s in self.space.segments.values()]
         pieces += [
-            Entry(NAMESPACE, namespace=i, signature=namespace).pack()
-            for i, namespace in enumerate(self.namespaces)
-            if namespace
+            Entry(NAMESPACE, namespace=n, signature=namespace).pack() for n, namespace in self.namespaces.items()
         ]
-        pieces = [b"".join(pieces), *(s.state() for s in self.space.segments.values())]
+        pieces = [b"".join(pieces), *slots]
         return pieces, sum(map(len, pieces)) // ENTRY_BYTES
 
     def scan(self) -> Iterator[Address]:
         """All records, each behind its parent where both are here."""
         rows = [s.state() for s in self.space.segments.values()]
-        namespaces = list(self.namespaces)
+        namespaces = dict(self.namespaces)
         return _in_order(np.frombuffer(b"".join(rows), COLUMNS), namespaces)
 
 
-def _in_order(entries: NDArray[np.void], namespaces: list[bytes]) -> Iterator[Address]:
+def _in_order(entries: NDArray[np.void], namespaces: dict[int, bytes]) -> Iterator[Address]:
     entries = entries[entries["kind"] == PUT]
     shards: dict[bytes, Shard] = {}
     for i in np.argsort(_depths(entries), kind="stable").tolist():

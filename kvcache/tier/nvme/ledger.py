@@ -9,6 +9,7 @@ Three locks, taken in this order: `_syncing` (which file the journal is), `journ
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,9 @@ from kvcache.tier.nvme.space import Space
 
 log = logging.getLogger("kvcache.tier.nvme")
 
+FULL = {errno.ENOSPC, errno.EDQUOT}
+_FULL_PAUSE_S = 1.0  # before the next segment is tried on a disk that said it is full
+
 
 class Ledger:
     def __init__(
@@ -40,6 +44,7 @@ class Ledger:
         self._new_files = False
         self.dirty_bytes = 0
         self.dirty_since = 0.0
+        self._full_until = 0.0
         self._compact_at = 0
         self.journal = Journal(directory)
         self._take_stock()
@@ -144,7 +149,14 @@ class Ledger:
             segment = self._plan(record_bytes)
             if segment is None:
                 return None
-            segment.create(self._disk, self.segment_path(segment.number))
+            try:
+                segment.create(self._disk, self.segment_path(segment.number))
+            except OSError as error:
+                if error.errno not in FULL:
+                    raise
+                self.counters.add("disk_full")
+                self._full_until = self._clock.now() + _FULL_PAUSE_S
+                return None
             try:
                 self.journal.append(segment.entry.pack())
             except OSError:
@@ -227,6 +239,9 @@ class Ledger:
             segment.close()
 
     def _free_bytes(self) -> int:
+        """What the disk has left for segments."""
+        if self._clock.now() < self._full_until:
+            return 0
         return max(0, self._disk.free_bytes(self.directory.path) - self._floor_bytes)
 
     def room(self, record_bytes: int) -> int:

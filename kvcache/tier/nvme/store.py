@@ -16,7 +16,7 @@ from kvcache.tier.nvme.breaker import Breaker
 from kvcache.tier.nvme.counters import Counters
 from kvcache.tier.nvme.directory import Directory, refusal
 from kvcache.tier.nvme.entry import Entry
-from kvcache.tier.nvme.ledger import Ledger, log
+from kvcache.tier.nvme.ledger import FULL, Ledger, log
 from kvcache.tier.nvme.space import Space
 from kvcache.tier.tier import Outcome, Segments, same_record
 
@@ -24,7 +24,6 @@ Durability = Literal["none", "batch", "block"]
 Result = tuple[Outcome, str]
 """What became of it, and the check or error that says why."""
 
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 _IDENTITY = {"namespace", "address", "signature", "parent"}
 """Checks that a sound record of another address fails: the slot is well, only the entry was stale."""
 
@@ -109,7 +108,7 @@ class Store:
             if self._breaker.failed():
                 self.counters.add("breaker_opened")
                 log.warning("nvme directory %s: writes stop for a while: %s", self.directory.path, error)
-            return (Outcome.NO_ROOM if error.errno in _FULL else Outcome.FAILED), _name(error)
+            return (Outcome.NO_ROOM if error.errno in FULL else Outcome.FAILED), _name(error)
         if result[0] is Outcome.DONE:
             self._breaker.passed()
             self.counters.add("write_bytes", record_bytes)
