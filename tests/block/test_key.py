@@ -63,7 +63,7 @@ def test_extras_belong_to_the_blocks_that_their_tokens_reach():
     at_once = chain_of(4, (tokens12, [[a], [b, c], []]))
     assert chain_of(4, (tokens12[:6], [[a], [b]]), (tokens12[6:], [[c]])).signatures == at_once.signatures
     assert chain_of(4, (tokens12[:4], [[a]]), (tokens12[4:], [[b, c]])).signatures == at_once.signatures
-    assert chain_of(4, (tokens12[:4], [[a]]), ([], None), (tokens12[4:], [[b, c]])).signatures == at_once.signatures
+    assert chain_of(4, (tokens12[:6], [[a], [b]]), ([], []), (tokens12[6:], [[c]])).signatures == at_once.signatures
     swapped = chain_of(4, (tokens12, [[a], [c, b]]))
     assert swapped.signatures[0] == at_once.signatures[0]
     assert swapped.signatures[1] != at_once.signatures[1]

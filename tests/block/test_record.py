@@ -100,6 +100,7 @@ def test_what_was_sealed_is_read_back(size, with_parent, codec, write_id, fields
 
 @given(st.lists(st.integers(0, 2 * CHUNK_BYTES), max_size=4), st.integers(0, CHUNK_BYTES))
 @example([CHUNK_BYTES, 1, CHUNK_BYTES - 1], 5)
+@example([100, 2 * CHUNK_BYTES, 100], 0)
 def test_the_pieces_of_a_payload_do_not_matter(sizes, padding):
     payload = pattern(sum(sizes), 11)
     slot, area, _ = sealed(payload)

@@ -213,7 +213,7 @@ def _refused():
     flipped = bytes([good[60] ^ 1])
     short_body = pattern(39, 1)
     changed = bytes([body[0] ^ 1]) + body[1:]
-    overlong = page.u16(1) + page.u32(33) + FIRST
+    overlong = good[136:] + page.u16(3) + page.u32(5) + b"four"
     rows = [
         ("nothing", b"", "short"),
         ("a part of the magic", good[:3], "short"),
