@@ -151,3 +151,8 @@ class KVCache(Protocol):
 
     def close(self) -> None:
         """Flush, end threads, give back memory. Idempotent."""
+
+    def __enter__(self) -> KVCache: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...

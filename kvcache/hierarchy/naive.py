@@ -11,6 +11,7 @@ from kvcache.block.address import KEY_BYTES
 from kvcache.block.key import Chain
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
+from kvcache.errors import ClosedError
 from kvcache.hierarchy.edge import check_transfer
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.prefix import usable, wanted
@@ -25,6 +26,7 @@ Name = tuple[bytes, int, Shard]
 class NaiveCache:
     def __init__(self) -> None:
         self.blocks: dict[Name, bytes] = {}
+        self.closed = False
 
     def namespace(
         self,
@@ -38,6 +40,8 @@ class NaiveCache:
         facts: Mapping[str, Any] | None = None,
         shards: Sequence[Shard] | None = None,
     ) -> NaiveBound:
+        if self.closed:
+            raise ClosedError("this cache was closed; open another one")
         namespace = Namespace(
             layout,
             model=model,
@@ -60,6 +64,15 @@ class NaiveCache:
 
     def close(self) -> None:
         self.blocks.clear()
+        self.closed = True
+
+    def __enter__(self) -> NaiveCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
 class NaiveBound:

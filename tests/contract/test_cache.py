@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,9 +63,6 @@ class Engine:
 
     def ids(self, ids: list[int]) -> list[list[int]]:
         return [ids] * len(self.layout.groups)
-
-
-Open = Callable[[], Any]
 
 
 @pytest.fixture(params=["naive", "host", "host+nvme"])
@@ -339,3 +336,16 @@ def test_a_request_left_by_an_error_gives_everything_back(cache: Any) -> None:
         abort()
     held = cache.stats()["tiers"]["host"].get("held_bytes", 0)
     assert held == 0
+
+
+def test_a_cache_is_left_closed(cache: Any) -> None:
+    with cache as entered:
+        assert entered is cache
+    cache.close()
+    with pytest.raises(kvcache.ClosedError):
+        bind(cache)
+
+
+def test_implementations_have_the_face() -> None:
+    faces: list[kvcache.KVCache] = [NaiveCache()]
+    assert {name for name in vars(kvcache.KVCache) if not name.startswith("_")} <= set(dir(faces[0]))
