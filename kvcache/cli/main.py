@@ -16,7 +16,7 @@ import typer
 import kvcache
 from kvcache.errors import ClosedError, KVCacheError
 
-SUBCOMMANDS = ("config", "size")
+SUBCOMMANDS = ("config", "demo", "size")
 
 EXTRAS: Mapping[str, str] = {
     "cupy": "cuda12",

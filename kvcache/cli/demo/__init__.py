@@ -1,0 +1,93 @@
+"""`kvcache demo`: a real model answers for three agents over one long text, with the cache and without."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kvcache.cli.demo.stage import Wish
+
+
+class Dtype(str, Enum):
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+def demo(
+    quick: Annotated[bool, typer.Option("--quick", help="Less than two minutes: short answers, fewer calls.")] = False,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Play these instead: JSON lines, gzip or not, the prompt in `input`.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write every call and figure there.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw times and sources there (PNG, SVG or PDF).")] = None,
+    model: Annotated[str, typer.Option(help="A directory of safetensors, a GGUF file, or smollm2.")] = "smollm2",
+    dtype: Annotated[Dtype, typer.Option(help="What the model computes in.")] = Dtype.fp32,
+    directory: Annotated[
+        Path | None, typer.Option(help="NVMe directory, which is kept; without it one that is removed at the end.")
+    ] = None,
+    child: Annotated[bool, typer.Option("--child", hidden=True)] = False,
+) -> None:
+    """Play a planner, a critic and an executor that share a long prompt: without the cache, cold, warm, restarted."""
+    from kvcache.cli.demo.stage import Wish, serve_child
+
+    with _place(directory) as place:
+        wish = Wish(directory=place, model=model, dtype=dtype.value, prompts=prompts, quick=quick)
+        if child:
+            serve_child(wish)
+        else:
+            _play(wish, json, plot)
+
+
+@contextmanager
+def _place(directory: Path | None) -> Iterator[Path]:
+    """The directory of the NVMe tier: the one given, or one beside this user's caches, which lie on a disk."""
+    from kvcache.machine import cache_directory
+
+    if directory is not None:
+        yield directory
+        return
+    above = cache_directory()
+    above.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="demo-", dir=above) as made:
+        yield Path(made)
+
+
+def _play(wish: Wish, json: Path | None, plot: Path | None) -> None:
+    from rich.console import Console
+
+    from kvcache.cli.demo import report, show
+    from kvcache.cli.demo.plot import draw
+    from kvcache.cli.demo.stage import Stage
+    from kvcache.machine import cache_directory
+
+    plot = plot or cache_directory() / "demo.png"
+    report.check_targets(json, plot)
+    console = Console(highlight=False)
+    with console.status(f"loading {wish.model}"):
+        stage = Stage(wish)
+    for note in stage.notes:
+        console.print(note, style="dim", markup=False)
+    passes = show.follow(console, stage.passes(), stage.calls)
+    console.print()
+    console.print(show.summary(passes))
+    console.print(show.explanation(passes), style="dim")
+    draw(passes, plot)
+    console.print(f"plot: {plot}", markup=False, soft_wrap=True)
+    if json is not None:
+        report.write(json, wish, stage.notes, passes)
+        console.print(f"json: {json}", markup=False, soft_wrap=True)
+    verdict, sound = report.verdict(wish.dtype, passes)
+    console.print(verdict, markup=False, soft_wrap=True, style="green" if sound else "bold red")
+    if not sound:
+        raise typer.Exit(1)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("demo")(demo)
