@@ -23,6 +23,7 @@ from kvcache.errors import TokenError
 SIGNATURE_BYTES = 32
 MIN_DIGEST_BYTES = 16
 _MAX_ID = 0xFFFF_FFFF
+_TRUTH = frozenset({bool, np.bool_})  # integers to Python and to older numpy, but no token ids
 
 BlockExtras = Sequence[tuple[bytes, bytes]]
 """(tag, data) pairs that are part of one block's identity beside its tokens, in the order in which they are hashed."""
@@ -176,13 +177,13 @@ def plain_digest_chain(
 
 
 def _from_sequence(ids: Sequence[Any]) -> NDArray[np.uint32]:
-    if type(ids) is range or bool not in set(map(type, ids)):
+    if type(ids) is range or _TRUTH.isdisjoint(map(type, ids)):
         try:
             return np.asarray(array("I", ids)).astype("<u4", copy=False)
         except (TypeError, ValueError, OverflowError):
             pass  # found and named below
     for i, value in enumerate(ids):
-        if isinstance(value, (bool, np.bool_)) or not _is_id(value):
+        if type(value) in _TRUTH or not _is_id(value):
             raise _bad(i, value)
     raise TokenError(f"token ids in a {type(ids).__name__} that cannot be read; give a list")
 
