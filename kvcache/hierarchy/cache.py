@@ -15,6 +15,7 @@ from kvcache.evict.policy import Policy
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.request import BoundCache
+from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.port import Port
 from kvcache.settings import Settings
@@ -35,6 +36,7 @@ class Cache:
         self.settings = settings
         port = port or Port()
         self.counters = Counters()
+        self.events = Events(port.clock)
         self.below = _tiers_below(settings, port)
         self.host = HostTier(
             capacity_bytes=settings.host.capacity_bytes,
@@ -51,6 +53,7 @@ class Cache:
             host=self.host,
             below=self.below,
             counters=self.counters,
+            events=self.events,
             port=port,
             queue_blocks=settings.flow.queue_blocks,
             threads=settings.flow.threads,
@@ -112,7 +115,8 @@ class Cache:
                 "held_bytes": held[tier.name],
             }
         queued = sum(len(lane) for lane in self.flow.lanes)
-        return {"tiers": tiers, "queued_blocks": queued, "counters": self.counters.tree()}
+        bypass = {"loads": self.flow.bypass.loads, "stores": self.flow.bypass.stores}
+        return {"tiers": tiers, "queued_blocks": queued, "bypass": bypass, "counters": self.counters.tree()}
 
     def check(self) -> list[str]:
         faults = self.index.check()

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from kvcache.block.address import Address
 from kvcache.block.record import record_bytes
+from kvcache.hierarchy.bypass import Bypass
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.lane import Lane
 from kvcache.hierarchy.promote import Promoter
+from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.port import Port
 from kvcache.tier.arena import Slot
@@ -28,16 +30,18 @@ class Flow:
         host: HostTier,
         below: Sequence[Tier],
         counters: Counters,
+        events: Events,
         port: Port,
         queue_blocks: int,
         threads: int,
     ) -> None:
-        self.index, self.host, self.below, self.counters, self.port = index, host, below, counters, port
+        self.index, self.host, self.below, self.port = index, host, below, port
+        self.counters, self.events, self.bypass = counters, events, Bypass()
         self.lanes = [
-            Lane(tier, index=index, host=host, counters=counters, port=port, queue_blocks=queue_blocks)
+            Lane(tier, index=index, host=host, counters=counters, events=events, port=port, queue_blocks=queue_blocks)
             for tier in below
         ]
-        self.promoter = Promoter(index=index, host=host, below=below, counters=counters, port=port)
+        self.promoter = Promoter(index=index, host=host, below=below, counters=counters, events=events, port=port)
         self.holds = Holds(index, [host, *below])
         self.executor = port.executor(threads, "copy")
         self._storing = 0
@@ -71,14 +75,16 @@ class Flow:
             # its slot is of no use: the whole extent goes, so that it can be cut anew
             others = [a for a in self.host.siblings(victim) if a.name != victim.name]
         self.host.arena.release(held.slot)
-        self._withdraw(victim, kept)
+        self._withdraw(victim, kept, extent.slot_bytes)
         for address in others:
             if self.index.discard(address, self.host.name, unless_held=True):
-                self._withdraw(address, self.index.contains(address.name))
+                self._withdraw(address, self.index.contains(address.name), extent.slot_bytes)
 
-    def _withdraw(self, address: Address, kept: bool) -> None:
+    def _withdraw(self, address: Address, kept: bool, size: int) -> None:
         self.host.withdraw(address)
-        self.counters.add("evicted_blocks", tier=self.host.name, kept="yes" if kept else "no")
+        said = "yes" if kept else "no"
+        self.counters.add("evicted_blocks", tier=self.host.name, kept=said)
+        self.events.add("evicted", tier=self.host.name, namespace=address.namespace, bytes=size, reason=f"kept: {said}")
 
     # down
 
@@ -89,7 +95,12 @@ class Flow:
             while first and not lane.has(chain[first - 1].name):
                 first -= 1
             dropped = lane.offer([address for address in chain[first:] if not lane.has(address.name)])
-            self.counters.add("drops", dropped, reason=f"{lane.tier.name} queue")
+            self.drop(dropped, f"{lane.tier.name} queue", chain[-1].namespace, tier=lane.tier.name)
+
+    def drop(self, blocks: int, reason: str, namespace: bytes, *, tier: str) -> None:
+        """Say that these were offered to a tier and not kept."""
+        self.counters.add("drops", blocks, reason=reason)
+        self.events.add("dropped", tier=tier, namespace=namespace, blocks=blocks, reason=reason)
 
     # barriers
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from kvcache.block.address import Address
 from kvcache.block.record import record_bytes
 from kvcache.hierarchy.index import Index
+from kvcache.observe.events import Events, Kind
 from kvcache.observe.metrics import Counters
 from kvcache.port import Port
 from kvcache.tier.host import Held, HostTier, segments
@@ -22,10 +23,18 @@ BATCH_BYTES = 32 << 20
 
 class Lane:
     def __init__(
-        self, tier: Tier, *, index: Index, host: HostTier, counters: Counters, port: Port, queue_blocks: int
+        self,
+        tier: Tier,
+        *,
+        index: Index,
+        host: HostTier,
+        counters: Counters,
+        events: Events,
+        port: Port,
+        queue_blocks: int,
     ) -> None:
         self.tier, self.queue_blocks = tier, queue_blocks
-        self._index, self._host, self._counters = index, host, counters
+        self._index, self._host, self._counters, self._events = index, host, counters, events
         self._queue: deque[Address] = deque()
         self._names: set[bytes] = set()  # queued or being written
         self._changed = port.condition()
@@ -110,6 +119,7 @@ class Lane:
                     self._counters.add("written_blocks", tier=self.tier.name)
                 else:
                     self._counters.add("write_failures", tier=self.tier.name, outcome=outcome.value)
+                    self._say("dropped", held.address, outcome.value)
         finally:
             for held in records:
                 self._host.arena.release(held.slot)
@@ -122,7 +132,9 @@ class Lane:
             while self.tier.room(size) <= i:
                 victim = self._index.evict(self.tier.name, before=self._index.stamp(held.address.name))
                 if victim is None:
-                    self._counters.add("drops", len(records) - i, reason=f"{self.tier.name} full")
+                    reason = f"{self.tier.name} full"
+                    self._counters.add("drops", len(records) - i, reason=reason)
+                    self._say("dropped", held.address, reason, len(records) - i)
                     return records[:i]
                 self._leave(victim[0], size)
         return records
@@ -136,9 +148,13 @@ class Lane:
         if self.tier.room(size) == room:
             rest = [a for a in siblings if self._index.discard(a, self.tier.name, unless_held=True)]
             self.tier.remove(rest)
-        for address in {a.name for a in (victim, *rest)}:
-            kept = self._index.contains(address)
-            self._counters.add("evicted_blocks", tier=self.tier.name, kept="yes" if kept else "no")
+        for address in {a.name: a for a in (victim, *rest)}.values():
+            kept = "yes" if self._index.contains(address.name) else "no"
+            self._counters.add("evicted_blocks", tier=self.tier.name, kept=kept)
+            self._say("evicted", address, f"kept: {kept}")
+
+    def _say(self, kind: Kind, address: Address, reason: str, blocks: int = 1) -> None:
+        self._events.add(kind, tier=self.tier.name, namespace=address.namespace, blocks=blocks, reason=reason)
 
     def close(self) -> None:
         self._executor.close()

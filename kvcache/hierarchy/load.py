@@ -6,9 +6,8 @@ first block that does not come ends the prefix: the rest is a miss, and the engi
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvcache.block.address import Address
 from kvcache.block.record import header_area
@@ -17,6 +16,7 @@ from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import SHARE, Holds
 from kvcache.hierarchy.promote import Arrival
 from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.observe.request import logger, working_for
 from kvcache.tier.host import Held
 from kvcache.tier.tier import WAITING, Outcome
 from kvcache.transfer.copier import Copier
@@ -27,12 +27,14 @@ WINDOW_BYTES = 64 << 20
 Part = tuple[int, Address, int]  # group, address, payload bytes
 Entry = tuple[int, int, "Held | Arrival | Outcome"]  # block, group, and where its bytes are
 
-_log = logging.getLogger("kvcache.load")
+_log = logger("kvcache.load")
 
 
 @dataclass(kw_only=True)
 class Load:
     flow: Flow
+    request_id: str
+    namespace: bytes
     copier: Copier
     pages: Pages
     page_ids: PageIds
@@ -42,6 +44,7 @@ class Load:
     deadline: float
     claim: Holds.Claim
     transfer: BlockTransfer
+    _brought: dict[str, tuple[int, int]] = field(default_factory=dict)  # by tier: records, bytes; not yet counted
 
     @staticmethod
     def window_bytes(flow: Flow) -> int:
@@ -50,13 +53,14 @@ class Load:
 
     def run(self) -> None:
         """Never raises: an engine that waits for this must not fail for a fault of a cache."""
-        try:
-            self._run()
-        except Exception:  # noqa: BLE001  law: never in the way
-            _log.exception("a load failed; its blocks are a miss")
-        finally:
-            self.flow.holds.give_back(self.claim)
-            self.transfer.settle_rest(0, Outcome.FAILED)
+        with working_for(self.request_id):
+            try:
+                self._run()
+            except Exception:  # noqa: BLE001  law: never in the way
+                _log.exception("a load failed; its blocks are a miss")
+            finally:
+                self.flow.holds.give_back(self.claim)
+                self.transfer.settle_rest(0, Outcome.FAILED)
 
     def _run(self) -> None:
         windows = self._windows()
@@ -126,18 +130,19 @@ class Load:
     def _arrived(
         self, i: int, group: int, where: Held | Arrival | Outcome, ready: list[tuple[int, int, Held]]
     ) -> tuple[Held | None, Outcome]:
-        if self.transfer.cancelled:
+        if self.transfer.cancelled or self.flow.bypass.loads:
             if isinstance(where, Held):
                 self.flow.host.arena.release(where.slot)
             return None, Outcome.CANCELLED
         if isinstance(where, Held):
             if self.flow.host.sound(where):
-                self.flow.counters.add("loaded_blocks", tier=self.flow.host.name)
-                self.flow.counters.add("loaded_bytes", where.payload_bytes, tier=self.flow.host.name)
+                self._bring(self.flow.host.name, where.payload_bytes)
                 return where, Outcome.DONE
             self.flow.host.arena.release(where.slot)
             self.flow.index.discard(where.address, self.flow.host.name)
-            self.flow.counters.add("refused_records", tier=self.flow.host.name, check=Outcome.DAMAGED.value)
+            check = Outcome.DAMAGED.value
+            self.flow.counters.add("refused_records", tier=self.flow.host.name, check=check)
+            self.flow.events.add("refused", tier=self.flow.host.name, namespace=self.namespace, reason=check)
             return None, Outcome.DAMAGED
         if isinstance(where, Outcome):
             return None, where
@@ -147,8 +152,7 @@ class Load:
         outcome = self.flow.promoter.wait(where, self.deadline - self.flow.port.clock.now())
         if outcome is not Outcome.DONE:
             return None, outcome
-        self.flow.counters.add("loaded_blocks", tier=where.source)
-        self.flow.counters.add("loaded_bytes", where.payload_bytes, tier=where.source)
+        self._bring(where.source, where.payload_bytes)
         held = self.flow.host.borrow(where.address)
         return held, Outcome.DONE if held is not None else Outcome.ABSENT
 
@@ -164,12 +168,25 @@ class Load:
                     area = header_area(held.payload_bytes)
                     payloads.append(held.slot.view[area : area + held.payload_bytes])
                 self.copier.scatter(there, [self.page_ids[group][i] for i, _ in mine], payloads).wait()
+        self._count()
         for _, _, held in whole:
             self.flow.host.arena.release(held.slot)
         if whole:
             for i in range(whole[0][0], whole[-1][0] + 1):
                 self.transfer.settle(i, Outcome.DONE)
         return [r for r in ready if r not in whole]
+
+    def _bring(self, tier: str, size: int) -> None:
+        records, before = self._brought.get(tier, (0, 0))
+        self._brought[tier] = records + 1, before + size
+
+    def _count(self) -> None:
+        """Say what was brought, before anybody is told that it is there."""
+        for tier, (records, size) in self._brought.items():
+            self.flow.counters.add("loaded_blocks", records, tier=tier)
+            self.flow.counters.add("loaded_bytes", size, tier=tier)
+            self.flow.events.add("loaded", tier=tier, namespace=self.namespace, blocks=records, bytes=size)
+        self._brought.clear()
 
     def _release(self, entries: Sequence[Entry]) -> None:
         for _, _, where in entries:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvcache.block.address import Address
 from kvcache.block.record import header_area
 from kvcache.hierarchy.index import Index
+from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.port import Port
 from kvcache.tier.arena import Slot
@@ -33,8 +34,11 @@ class Arrival:
 
 
 class Promoter:
-    def __init__(self, *, index: Index, host: HostTier, below: Sequence[Tier], counters: Counters, port: Port) -> None:
-        self._index, self._host, self._below, self._counters = index, host, below, counters
+    def __init__(
+        self, *, index: Index, host: HostTier, below: Sequence[Tier], counters: Counters, events: Events, port: Port
+    ) -> None:
+        self._index, self._host, self._below = index, host, below
+        self._counters, self._events = counters, events
         self._arrivals: dict[bytes, Arrival] = {}
         self._changed = port.condition()
 
@@ -114,6 +118,7 @@ class Promoter:
         if outcome in (Outcome.ABSENT, Outcome.DAMAGED, Outcome.FOREIGN):
             self._index.discard(address, tier.name)
             self._counters.add("refused_records", tier=tier.name, check=outcome.value)
+            self._events.add("refused", tier=tier.name, namespace=address.namespace, reason=outcome.value)
         arrival.tiers.remove(tier)
         if arrival.tiers:
             self._ask(arrival.tiers[0], [arrival])

@@ -13,6 +13,7 @@ from kvcache.block.key import Chain
 from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
 from kvcache.errors import ClosedError
+from kvcache.hierarchy.bypass import BYPASS
 from kvcache.hierarchy.edge import check_transfer
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.flow import Flow
@@ -21,7 +22,8 @@ from kvcache.hierarchy.load import Load
 from kvcache.hierarchy.prefix import usable, wanted
 from kvcache.hierarchy.store import Store
 from kvcache.hierarchy.transfer import BlockTransfer
-from kvcache.tier.tier import AHEAD
+from kvcache.observe.request import working_for
+from kvcache.tier.tier import AHEAD, Outcome
 from kvcache.transfer.copier import Copier
 from kvcache.transfer.pages import Pages
 
@@ -69,6 +71,7 @@ class CacheRequest:
         self._bound, self._flow, self._deadline_s = bound, bound.flow, deadline_s
         self._chain = Chain(bound.id, bound.layout.block_tokens)
         self._found = 0
+        self._reason = "cold"
         self._by_tier: dict[str, int] = {}
         self._stamp = 0  # the time at which this request was admitted or stored first; 0: not yet
         self._admitted = False
@@ -88,20 +91,23 @@ class CacheRequest:
             chain = Chain(bound.id, layout.block_tokens)
             chain.extend(token_ids, extras)
             self._chain = chain
+        self._by_tier = {}
+        if self._flow.bypass.loads:
+            self._found, self._reason = 0, BYPASS
+            return Hit(tokens=0, blocks=0, reason=BYPASS)
         index = self._flow.index
         keys = [signature[:KEY_BYTES] for signature in self.signatures]
         masks = [index.where([key + place.name_end for key in keys]) for place in bound.places]
         self._found = found = usable(layout, masks)
         needs = wanted(layout, found)
-        self._by_tier = {}
         for i in range(found):
             # the nearest tier that has all of the block: of each part the nearest, of these the farthest
             tier = max(
                 ((m[i] & -m[i]).bit_length() - 1 for m, need in zip(masks, needs, strict=True) if i in need), default=0
             )
             self._by_tier[index.tiers[tier]] = self._by_tier.get(index.tiers[tier], 0) + 1
-        reason = "" if found == len(keys) else "cold"
-        return Hit(tokens=found * layout.block_tokens, blocks=found, by_tier=dict(self._by_tier), reason=reason)
+        self._reason = "" if found == len(keys) else "cold"
+        return Hit(tokens=found * layout.block_tokens, blocks=found, by_tier=dict(self._by_tier), reason=self._reason)
 
     def extend(self, token_ids: Any, *, extras: Extras | None = None) -> None:
         self._chain.extend(token_ids, extras)
@@ -120,20 +126,27 @@ class CacheRequest:
         for tier, blocks in self._by_tier.items():
             counters.add("hit_tokens", blocks * layout.block_tokens, tier=tier)
         if self._found < len(self.signatures):
-            counters.add("misses", reason="cold")
-        self._bring(parts, stamp)
+            counters.add("misses", reason=self._reason or "cold")
+        if not flow.bypass.loads:
+            self._bring(parts, stamp)
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         self._check(pages, page_ids, first_block, blocks)
+        transfer = BlockTransfer(blocks - first_block)
+        if self._flow.bypass.loads:
+            self._flow.counters.add("load_failures", blocks - first_block, outcome=BYPASS)
+            transfer.settle_rest(0, Outcome.ABSENT)
+            return transfer
         needs = wanted(self._bound.layout, blocks)
         parts = [
             [(place.group, *self._part(i, place.group)) for place in self._bound.places if i in needs[place.group]]
             for i in range(first_block, blocks)
         ]
-        transfer = BlockTransfer(blocks - first_block)
         claim = self._flow.holds.take([(address, size) for block in parts for _, address, size in block])
         job = Load(
             flow=self._flow,
+            request_id=self.id,
+            namespace=self._bound.id,
             copier=self._bound.copier,
             pages=pages,
             page_ids=page_ids,
@@ -151,9 +164,16 @@ class CacheRequest:
         count = len(page_ids[0]) if page_ids else 0
         self._check(pages, page_ids, first_block, first_block + count)
         transfer = BlockTransfer(count)
+        if self._flow.bypass.stores:
+            with working_for(self.id):
+                self._flow.drop(count, BYPASS, self._bound.id, tier=self._flow.host.name)
+            transfer.settle_rest(0, Outcome.DROPPED)
+            return transfer
         end = first_block + count
         job = Store(
             flow=self._flow,
+            request_id=self.id,
+            namespace=self._bound.id,
             copier=self._bound.copier,
             pages=pages,
             page_ids=page_ids,

@@ -5,15 +5,16 @@ Never waits for room. The first block that finds none ends the store: what follo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcache.block.address import Address
 from kvcache.block.record import header_area
+from kvcache.hierarchy.bypass import BYPASS
 from kvcache.hierarchy.face import PageIds
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.observe.request import logger, working_for
 from kvcache.tier.arena import Slot
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.copier import Copier
@@ -23,12 +24,14 @@ WINDOW_BYTES = 64 << 20
 
 Filled = tuple[int, int, Address, Slot]  # block counted from the first stored, group, address, slot
 
-_log = logging.getLogger("kvcache.store")
+_log = logger("kvcache.store")
 
 
 @dataclass(kw_only=True)
 class Store:
     flow: Flow
+    request_id: str
+    namespace: bytes
     copier: Copier
     pages: Pages
     page_ids: PageIds
@@ -42,13 +45,14 @@ class Store:
 
     def run(self) -> None:
         """Never raises: an engine that stores must not fail for a fault of a cache."""
-        try:
-            self._run()
-        except Exception:  # noqa: BLE001  law: never in the way
-            _log.exception("a store failed; its blocks are not kept")
-        finally:
-            self.transfer.settle_rest(0, Outcome.FAILED)
-            self.flow.end_store()
+        with working_for(self.request_id):
+            try:
+                self._run()
+            except Exception:  # noqa: BLE001  law: never in the way
+                _log.exception("a store failed; its blocks are not kept")
+            finally:
+                self.transfer.settle_rest(0, Outcome.FAILED)
+                self.flow.end_store()
 
     def _run(self) -> None:
         count = len(self.transfer.outcomes)
@@ -59,6 +63,9 @@ class Store:
         for first in range(0, count, a_window):
             if self.transfer.cancelled:
                 self.transfer.settle_rest(first, Outcome.CANCELLED)
+                return
+            if self.flow.bypass.stores:
+                self._drop(first, BYPASS)
                 return
             end = min(count, first + a_window)
             reached = self._window(first, end)
@@ -103,8 +110,12 @@ class Store:
         if reached > first:
             for chain in self.chains:
                 self.flow.write_through(chain[: self.first_block + reached], reached - first)
+        size = sum(self.sizes[g] for _, g, _, _ in filled)
         self.flow.counters.add("stored_blocks", len(filled))
-        self.flow.counters.add("stored_bytes", sum(self.sizes[g] for _, g, _, _ in filled))
+        self.flow.counters.add("stored_bytes", size)
+        self.flow.events.add(
+            "stored", tier=self.flow.host.name, namespace=self.namespace, blocks=len(filled), bytes=size
+        )
         for i in range(first, reached):
             self.transfer.settle(i, Outcome.DONE)
         return reached
@@ -125,5 +136,5 @@ class Store:
         return mine
 
     def _drop(self, first: int, reason: str) -> None:
-        self.flow.counters.add("drops", len(self.transfer.outcomes) - first, reason=reason)
+        self.flow.drop(len(self.transfer.outcomes) - first, reason, self.namespace, tier=self.flow.host.name)
         self.transfer.settle_rest(first, Outcome.DROPPED)
