@@ -38,14 +38,16 @@ class Runner(Protocol):
     """What the engine asks of a model; `kvcache.engine.model.Model` is one."""
 
     layout: KVLayout
-    eos_token_ids: Collection[int]
     max_tokens: int
     vocab_size: int
     revision: str
-    facts: Mapping[str, Any]
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def eos_token_ids(self) -> Collection[int]: ...
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
         """Logits, (R, vocab) float32, of the rows `batch.logits_at`. Writes the keys and values of the batch's rows
         into the pages of `kv`, (layers, 2, pages, block_tokens, kv_heads, head_dim)."""

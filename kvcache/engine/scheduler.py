@@ -42,7 +42,6 @@ class Scheduler:
             if sequence.state is State.LOADING:
                 self._prefix.settle(sequence)
         plan: Plan = {}
-        preempted = False
         running = [s for s in self.active if s.state is State.RUNNING]
         for sequence in sorted(running, key=lambda s: s.missing > 1):
             while sequence.state is State.RUNNING and not self._place(sequence, plan):
@@ -51,9 +50,7 @@ class Scheduler:
                 victim = running.pop()
                 plan.pop(victim, None)
                 self._preempt(victim)
-                preempted = True
-        if not preempted:  # what was given up would only be fought for again
-            self._start(plan)
+        self._start(plan)
         return plan
 
     def _start(self, plan: Plan) -> None:

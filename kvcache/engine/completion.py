@@ -1,0 +1,136 @@
+"""The shapes of `/v1/completions`, as OpenAI's clients send and expect them.
+
+What is not served (streams, several choices, log probabilities, penalties) is refused where it is asked for, never
+ignored; the neutral value of each is taken.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictStr, ValidationError, model_validator
+
+from kvcache.engine.sampling import Params
+from kvcache.engine.sequence import Result
+from kvcache.errors import KVCacheError
+
+
+class RequestError(KVCacheError, ValueError):
+    """A body that cannot be served: the field it is about, and what would do."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class Completion(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: StrictStr
+    prompt: Any
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: Annotated[
+        list[StrictStr],
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+        Field(max_length=4),
+    ] = []
+    ignore_eos: bool = False
+    user: StrictStr = ""
+    n: Literal[1] = 1
+    best_of: Literal[1] = 1
+    stream: Literal[False] = False
+    echo: Literal[False] = False
+    presence_penalty: Literal[0] = 0
+    frequency_penalty: Literal[0] = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_the_default(cls, body: Any) -> Any:
+        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+
+    @classmethod
+    def read(cls, body: Any) -> Completion:
+        try:
+            return cls.model_validate(body)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            if first["type"] == "extra_forbidden":
+                raise RequestError(f"{name}: this server has no such parameter; leave it out", name) from None
+            if first["type"] == "missing":
+                raise RequestError(f"{name}: missing, and there is no default", name) from None
+            found = f"{name} = {first['input']!r}" if name else f"a body of {type(body).__name__}"
+            raise RequestError(
+                f"{found}: {first['msg'].replace('Input should be', 'expected')}", name or None
+            ) from None
+
+    def params(self) -> Params:
+        return Params(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=self.seed,
+            stop=tuple(self.stop),
+            ignore_eos=self.ignore_eos,
+        )
+
+    def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:
+        """The prompts as token ids: from a string, a list of ids, or a list of either. The engine checks the ids."""
+        given = self.prompt
+        if not isinstance(given, list) or (given and _is_ids(given)):
+            given = [given]
+        if not given:
+            raise RequestError("prompt = []: give a string, token ids, or a list of either", "prompt")
+        prompts = []
+        for prompt in given:
+            if isinstance(prompt, str):
+                prompts.append(encode(prompt))
+            elif isinstance(prompt, list) and _is_ids(prompt):
+                prompts.append(prompt)
+            else:
+                found = type(prompt).__name__
+                raise RequestError(
+                    f"prompt: found {found}, expected a string, token ids, or a list of either", "prompt"
+                )
+        return prompts
+
+
+def _is_ids(items: list[Any]) -> bool:
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
+
+
+def answer(model: str, results: Sequence[Result], texts: Sequence[str]) -> dict[str, Any]:
+    prompt_tokens = sum(r.prompt_tokens for r in results)
+    completion_tokens = sum(len(r.token_ids) for r in results)
+    return {
+        "id": f"cmpl-{uuid.uuid4().hex}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [
+            {"index": i, "text": text, "logprobs": None, "finish_reason": result.finish}
+            for i, (result, text) in enumerate(zip(results, texts, strict=True))
+        ],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(r.reused_tokens for r in results)},
+        },
+    }
+
+
+def text(result: Result, decode: Callable[[list[int]], str], stops: Sequence[str]) -> str:
+    """The answer without what ended it."""
+    whole = decode(result.token_ids)
+    return whole[: min((at for stop in stops if (at := whole.find(stop)) >= 0), default=len(whole))]
+
+
+def refusal(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

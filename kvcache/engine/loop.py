@@ -1,0 +1,109 @@
+"""An engine on a thread of its own: requests from any thread, answers as futures."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from queue import Full, SimpleQueue
+
+from kvcache.engine.engine import Engine
+from kvcache.engine.sampling import Params
+from kvcache.engine.sequence import Result, State
+from kvcache.engine.sequence import Sequence as Running
+from kvcache.errors import ClosedError, KVCacheError
+
+_log = logging.getLogger("kvcache.engine")
+
+
+class EngineLoop:
+    """Owns the thread, not the engine: nobody else may call the engine until the loop is closed.
+
+    At most `backlog` requests are unfinished at a time.
+    """
+
+    def __init__(self, engine: Engine, *, backlog: int = 1024) -> None:
+        self._engine = engine
+        self._backlog = threading.BoundedSemaphore(backlog)
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._running: dict[Running, Future[Result]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvcache-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, prompt_ids: Sequence[int], params: Params) -> Future[Result]:
+        """The future of a request: its result, or the KVCacheError for which the engine refuses it. Cancelling it
+        aborts the request. Raises queue.Full where too many are unfinished, ClosedError after `close`."""
+        if not self._backlog.acquire(blocking=False):
+            raise Full("too many unfinished requests: try again later")
+        future: Future[Result] = Future()
+        future.add_done_callback(lambda _: self._backlog.release())
+        with self._lock:  # so that nothing is put behind the last thing that the thread takes
+            if self._closed:
+                future.cancel()
+                raise ClosedError("this engine was stopped; start another one")
+            self._inbox.put(lambda: self._add(prompt_ids, params, future))
+        return future
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                while not (self._engine.unfinished and self._inbox.empty()) and not self._closed:
+                    self._inbox.get()()
+                self._step()
+            except Exception as error:  # noqa: BLE001  whatever it is, those who wait must hear of it
+                _log.exception("a step of the engine failed; its requests end")
+                self._end(error)
+        while not self._inbox.empty():
+            self._inbox.get()()
+        self._end(ClosedError("the engine was stopped before this request had finished"))
+
+    def _add(self, prompt_ids: Sequence[int], params: Params, future: Future[Result]) -> None:
+        if future.cancelled():
+            return
+        try:
+            sequence = self._engine.add(prompt_ids, params)
+        except KVCacheError as error:
+            _settle(future, error)
+            return
+        self._running[sequence] = future
+        future.add_done_callback(lambda done: self._inbox.put(lambda: self._abort(sequence)))
+
+    def _abort(self, sequence: Running) -> None:
+        self._running.pop(sequence, None)
+        self._engine.abort(sequence)  # nothing where it has finished, which is why most futures are done
+
+    def _step(self) -> None:
+        if self._engine.unfinished:
+            for sequence in self._engine.step():
+                if sequence.state is State.FINISHED and sequence in self._running:
+                    _settle(self._running.pop(sequence), sequence.result())
+
+    def _end(self, error: Exception) -> None:
+        for sequence, future in list(self._running.items()):
+            self._engine.abort(sequence)
+            _settle(future, error)
+        self._running.clear()
+
+    def close(self) -> None:
+        """End the thread; unfinished requests end with ClosedError. Idempotent."""
+        with self._lock:
+            self._closed = True
+        self._inbox.put(lambda: None)  # wake the thread
+        self._thread.join()
+
+    def check(self) -> list[str]:
+        """A full audit, once the loop is closed."""
+        faults = [f"{s.id} is still listed" for s in self._running]
+        return [*faults, *self._engine.check()]
+
+
+def _settle(future: Future[Result], outcome: Result | Exception) -> None:
+    with suppress(InvalidStateError):  # cancelled meanwhile
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

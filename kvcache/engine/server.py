@@ -1,0 +1,131 @@
+"""The engine behind HTTP: `/v1/completions` and `/v1/models`, not streaming, in OpenAI's shapes.
+
+Meant for loopback: it asks nobody who they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from queue import Full
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvcache.engine.completion import Completion, RequestError, answer, refusal, text
+from kvcache.engine.loop import EngineLoop
+from kvcache.engine.sequence import Result
+from kvcache.engine.tokenizer import Tokenizer
+from kvcache.errors import ClosedError, KVCacheError
+
+BODY_BYTES = 32 << 20
+NOBODY_LISTENS = 499  # nginx's code for a client that has gone; nobody sees it
+
+
+class Server:
+    """Answers for one model. The application owns the loop: it is closed when the application ends."""
+
+    def __init__(self, loop: EngineLoop, tokenizer: Tokenizer, *, model: str) -> None:
+        self._loop = loop
+        self._tokenizer = tokenizer
+        self._model = model
+        self._since = int(time.time())
+
+    def application(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/v1/models", self._models, methods=["GET"]),
+                Route("/v1/completions", self._completions, methods=["POST"]),
+            ],
+            exception_handlers={HTTPException: _http_error, KVCacheError: _our_error, Exception: _defect},
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        yield
+        await run_in_threadpool(self._loop.close)
+
+    async def _models(self, _: Request) -> Response:
+        model = {"id": self._model, "object": "model", "created": self._since, "owned_by": "kvcache"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _completions(self, request: Request) -> Response:
+        asked = Completion.read(await _body(request))
+        if asked.model != self._model:
+            there = f"model {asked.model!r}: not served here; there is {self._model!r}"
+            return JSONResponse(
+                refusal(there, kind="invalid_request_error", param="model", code="model_not_found"), status_code=404
+            )
+        params = asked.params()
+        prompts = await run_in_threadpool(asked.prompts, self._tokenizer.encode)
+        futures: list[Future[Result]] = []
+        try:
+            for prompt in prompts:
+                futures.append(self._loop.submit(prompt, params))  # noqa: PERF401  those before a refusal must be known
+            results = await _while_connected(request, futures)
+        except Full as error:
+            raise HTTPException(429, str(error)) from None
+        finally:
+            for future in futures:
+                future.cancel()  # nothing where it is done
+        if results is None:
+            return Response(status_code=NOBODY_LISTENS)
+        texts = [text(result, self._tokenizer.decode, params.stop) for result in results]
+        return JSONResponse(answer(self._model, results, texts))
+
+
+async def _while_connected(request: Request, futures: list[Future[Result]]) -> list[Result] | None:
+    """The results, or None as soon as the client has gone."""
+    work = asyncio.gather(*map(asyncio.wrap_future, futures))
+    gone = asyncio.ensure_future(_disconnect(request))
+    either: set[asyncio.Future[Any]] = {work, gone}
+    try:
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        return await work if work.done() else None
+    finally:
+        gone.cancel()
+        work.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(request: Request) -> Any:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > BODY_BYTES:
+            raise HTTPException(413, f"a body of more than {BODY_BYTES} bytes")
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise RequestError(f"the body is not JSON: {error}") from None
+
+
+async def _http_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind = "rate_limit_error" if error.status_code == 429 else "invalid_request_error"
+    return JSONResponse(refusal(error.detail, kind=kind), status_code=error.status_code, headers=error.headers)
+
+
+async def _our_error(_: Request, error: Exception) -> Response:
+    if isinstance(error, ClosedError):
+        return JSONResponse(refusal(str(error), kind="server_error"), status_code=503)
+    param = error.param if isinstance(error, RequestError) else None
+    return JSONResponse(refusal(str(error), kind="invalid_request_error", param=param), status_code=400)
+
+
+async def _defect(_: Request, error: Exception) -> Response:
+    return JSONResponse(refusal("a defect of the server; its log has more", kind="server_error"), status_code=500)
