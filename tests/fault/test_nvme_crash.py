@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import pytest
@@ -65,7 +66,7 @@ class Run:
     def step(self) -> None:
         address = self.chance.choice(BLOCKS)
         action = self.chance.choices(
-            ["write", "read", "remove", "siblings", "sync", "reopen"], [10, 6, 4, 0.5, 1, 0.3]
+            ["write", "read", "remove", "siblings", "sync", "compact", "reopen"], [10, 6, 4, 0.5, 1, 0.5, 0.3]
         )[0]
         if action == "write":
             self.write(address)
@@ -77,6 +78,8 @@ class Run:
             self.remove(self.tier.siblings(address))
         elif action == "sync":
             self.sync()
+        elif action == "compact":
+            self.tier._store.ledger._write_checkpoint()
         else:
             self.tier.close()
             self.open()
@@ -189,6 +192,29 @@ def test_any_errno(kind: str, number: int) -> None:
         (address,) = chain(1, seed=9)
         run.tier.remove(run.tier.siblings(BLOCKS[0]))
         assert run.tier.write([address], [record(address, 1)]) in {(DONE,), (Outcome.NO_ROOM,)}
+        run.tier.close()
+
+
+def test_a_compaction_that_failed_costs_nothing_durable() -> None:
+    """The disk is full when the checkpoint is due; the store goes on, is synced, and the power goes."""
+    for seed in range(20):
+        run = Run(seed, "batch")
+        directory = run.tier._store.directory
+        write, run.tier._flush_after = directory.write, 1e9
+
+        def fail(name: str, parts: Iterable[bytes], write: Callable[..., None] = write) -> None:
+            if name.startswith("checkpoint"):
+                raise OSError(errno.ENOSPC, "full")
+            write(name, parts)
+
+        run.write(BLOCKS[0])
+        directory.write = fail  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="full"):
+            run.tier._store.ledger._write_checkpoint()
+        run.write(BLOCKS[1])
+        run.sync()
+        assert run.safe == set(BLOCKS[:2])
+        run.crash(power_cut=True)
         run.tier.close()
 
 

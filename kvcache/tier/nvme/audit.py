@@ -62,9 +62,8 @@ def _files(ledger: Ledger) -> list[str]:
     there = set(ledger.directory.numbered("segment"))
     missing = ledger.space.segments.keys() - there
     faults = [f"nvme: segment {number} has no file" for number in sorted(missing)]
-    strangers = there - ledger.space.segments.keys()
-    known_bytes = sum(s.size_bytes for s in ledger.space.segments.values())
-    if strangers and ledger.space.files_bytes == known_bytes:  # else they are retired and wait for their last user
+    strangers = there - ledger.space.segments.keys() - ledger.leftovers.keys()
+    if strangers:
         faults.append(f"nvme: files of segments that nobody knows: {sorted(strangers)[:8]}")
     return faults
 

@@ -114,7 +114,9 @@ class Index:
         for row in entries[kinds == SEGMENT]:
             number = int(row["segment"])
             if number not in retired and number not in self.space.segments:
-                self.space.add(Segment(number, int(row["record_bytes"]), int(row["slot"])))
+                segment = Segment(number, int(row["record_bytes"]), int(row["slot"]))
+                self.space.claim(segment)
+                self.space.add(segment)
         if retired:
             self.space.next_number = max(self.space.next_number, max(retired) + 1)
         self._load_records(entries[(kinds == PUT) | (kinds == REMOVE) | (kinds == QUARANTINE)])

@@ -42,6 +42,7 @@ class Ledger:
         self.index = Index(space)
         self._dirty: set[Segment] = set()  # written since the last sync
         self._new_files = False
+        self.leftovers: dict[int, Segment] = {}  # retired, with files that could not be removed yet
         self.dirty_bytes = 0
         self.dirty_since = 0.0
         self._full_until = 0.0
@@ -149,24 +150,27 @@ class Ledger:
             segment = self._plan(record_bytes)
             if segment is None:
                 return None
-            try:
-                segment.create(self._disk, self.segment_path(segment.number))
-            except OSError as error:
-                if error.errno not in FULL:
-                    raise
-                self.counters.add("disk_full")
-                self._full_until = self._clock.now() + _FULL_PAUSE_S
-                return None
-            try:
-                self.journal.append(segment.entry.pack())
-            except OSError:
-                segment.close()
-                self._disk.remove(self.segment_path(segment.number))
-                raise
+            return self._make(segment)
+
+    def _make(self, segment: Segment) -> tuple[Segment, int] | None:
+        with self.memory:
+            self.space.claim(segment)
+        try:
+            segment.create(self._disk, self.segment_path(segment.number))
+            self.journal.append(segment.entry.pack())
+        except OSError as error:
             with self.memory:
-                self.space.add(segment)
-                self._new_files = True
-                return self._take(record_bytes)
+                self.space.retire(segment)
+            self._clear(segment)
+            if error.errno not in FULL:
+                raise
+            self.counters.add("disk_full")
+            self._full_until = self._clock.now() + _FULL_PAUSE_S
+            return None
+        with self.memory:
+            self.space.add(segment)
+            self._new_files = True
+            return self._take(segment.slot_bytes)
 
     def _take(self, record_bytes: int) -> tuple[Segment, int] | None:
         taken = self.space.take(record_bytes)
@@ -206,12 +210,16 @@ class Ledger:
 
     def _plan(self, record_bytes: int) -> Segment | None:
         """A segment to make, at the cost of empty ones of other sizes."""
+        for segment in list(self.leftovers.values()):
+            self._clear(segment)
         while True:
             disk_bytes = self._free_bytes()
+            if disk_bytes < 0:
+                return None
             with self.memory:
-                segment = self.space.plan(record_bytes, disk_bytes)
-                if segment is not None:
-                    return segment
+                planned = self.space.plan(record_bytes, disk_bytes)
+                if planned is not None:
+                    return planned
                 spare = next(iter(self.space.empties(record_bytes)), None)
             if spare is None:
                 return None
@@ -230,8 +238,10 @@ class Ledger:
         except FileNotFoundError:
             pass
         except OSError:
-            self.counters.add("write_errors")  # its bytes stay counted; the next start removes it
+            self.counters.add("write_errors")
+            self.leftovers[segment.number] = segment  # its bytes stay counted until it can be removed
             return
+        self.leftovers.pop(segment.number, None)
         with self.memory:
             self.space.forget(segment)
             unused = not segment.users
@@ -239,9 +249,9 @@ class Ledger:
             segment.close()
 
     def _free_bytes(self) -> int:
-        """What the disk has left for segments."""
+        """What the disk has left for segments; negative for a while after it said that it is full."""
         if self._clock.now() < self._full_until:
-            return 0
+            return -(1 << 62)
         return max(0, self._disk.free_bytes(self.directory.path) - self._floor_bytes)
 
     def room(self, record_bytes: int) -> int:

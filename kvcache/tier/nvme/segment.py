@@ -83,15 +83,9 @@ class Segment:
     # the file
 
     def create(self, disk: Disk, path: str) -> None:
-        """Make the file, with room for all slots; OSError and no file where there is none."""
-        file = disk.open(path, create=True, direct=True)
-        try:
-            file.allocate(self.size_bytes)
-        except OSError:
-            file.close()
-            disk.remove(path)
-            raise
-        self._file = file
+        """Make the file, with room for all slots. OSError where there is none; the file may be there all the same."""
+        self._file = disk.open(path, create=True, direct=True)
+        self._file.allocate(self.size_bytes)
 
     def open(self, disk: Disk, path: str) -> File:
         """The file, for a user counted in `users`."""

@@ -66,19 +66,23 @@ class Space:
         self.next_number += 1
         return segment
 
-    def add(self, segment: Segment) -> None:
-        self.segments[segment.number] = segment
+    def claim(self, segment: Segment) -> None:
+        """Its file is about to be there, or is there. Its bytes count until `forget`."""
         self.files_bytes += segment.size_bytes
         self.slots += segment.slots
+
+    def add(self, segment: Segment) -> None:
+        """Give out its slots."""
+        self.segments[segment.number] = segment
         self.next_number = max(self.next_number, segment.number + 1)
 
     def retire(self, segment: Segment) -> None:
-        """Give out no more of it. Its bytes count until `forget`."""
-        del self.segments[segment.number]
+        """Give out no more of it, where it was given out at all."""
+        self.segments.pop(segment.number, None)
         segment.retired = True
 
     def forget(self, segment: Segment) -> None:
-        """The file of a retired segment is gone."""
+        """The file of a retired segment is gone: its bytes are free."""
         self.files_bytes -= segment.size_bytes
         self.slots -= segment.slots
 
