@@ -16,7 +16,7 @@ import typer
 import kvcache
 from kvcache.errors import ClosedError, KVCacheError
 
-SUBCOMMANDS = ("config", "demo", "size")
+SUBCOMMANDS = ("config", "demo", "serve", "size")
 
 EXTRAS: Mapping[str, str] = {
     "cupy": "cuda12",

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import signal
+import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from kvcache.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvcache.block.layout import KVLayout
@@ -26,39 +31,58 @@ def serve(
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens computed a step, at most.")] = 2048,
     max_sequences: Annotated[int, typer.Option(min=1, help="Requests that run at a time, at most.")] = 64,
 ) -> None:
-    """Serve a model over HTTP: /v1/completions and /v1/models."""
-    import uvicorn
-
+    """Serve a model over HTTP, /v1/completions and /v1/models, until SIGINT or SIGTERM."""
     import kvcache
     from kvcache.config import load
-    from kvcache.engine.engine import Engine
-    from kvcache.engine.loop import EngineLoop
-    from kvcache.engine.model import load_model
-    from kvcache.engine.server import Server
-    from kvcache.engine.tokenizer import Tokenizer
     from kvcache.units import show_bytes
 
-    settings = load(cache)
-    runner = load_model(model, dtype=dtype, block_tokens=settings.block_tokens)
-    tokenizer = Tokenizer(runner.directory)
-    name = Path(model).name
-    pages = pages or fitting(runner.layout)
-    with kvcache.open(cache) as opened:
-        engine = Engine(
-            runner,
-            opened,
-            pages=pages,
-            name=name,
-            max_batch_tokens=max_batch_tokens,
-            max_sequences=max_sequences,
-            decode=tokenizer.decode,
-        )
-        app = Server(EngineLoop(engine), tokenizer, model=name).application()
-        held = show_bytes(pages * runner.layout.block_bytes())
-        print(f"kvcache: {name} on http://{host}:{port}, {pages} pages ({held}), {engine.max_tokens} tokens a request")
-        if host not in LOOPBACK:
-            print(f"kvcache: {host} is not loopback: whoever reaches it may use this model")
-        uvicorn.run(app, host=host, port=port, log_level="warning")
+    settings = load(cache)  # what can be wrong at once is known at once: the rest takes seconds to import
+    with bind(host, port) as listener:
+        import uvicorn
+
+        from kvcache.engine.engine import Engine
+        from kvcache.engine.loop import EngineLoop
+        from kvcache.engine.model import load_model
+        from kvcache.engine.server import Server
+        from kvcache.engine.tokenizer import Tokenizer
+
+        runner = load_model(model, dtype=dtype, block_tokens=settings.block_tokens)
+        tokenizer = Tokenizer(runner.directory)
+        name = Path(model).name
+        pages = pages or fitting(runner.layout)
+        # uvicorn ends in order, then raises the signal again: only an exception lets the cache end in order too
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        with suppress(KeyboardInterrupt), kvcache.open(cache) as opened:
+            engine = Engine(
+                runner,
+                opened,
+                pages=pages,
+                name=name,
+                max_batch_tokens=max_batch_tokens,
+                max_sequences=max_sequences,
+                decode=tokenizer.decode,
+            )
+            app = Server(EngineLoop(engine), tokenizer, model=name).application()
+            listener.listen()  # so that whoever reads the next line can connect
+            where = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+            held = show_bytes(pages * runner.layout.block_bytes())
+            print(
+                f"kvcache: {name} at {where}, {pages} pages ({held}), {engine.max_tokens} tokens a request", flush=True
+            )
+            if host not in LOOPBACK:
+                print(f"kvcache: {host} is not loopback: whoever reaches it may use this model", flush=True)
+            uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
+
+
+def bind(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"--host {host} --port {port}: {error.strerror}; give another, --port 0 for any") from None
+    return listener
 
 
 def fitting(layout: KVLayout) -> int:
