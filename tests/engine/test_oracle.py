@@ -139,6 +139,44 @@ def test_with_the_cache_as_without(family: str, played: list[Round], host_blocks
             cache.close()
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=settings().max_examples // 5)
+@given(
+    asked=st.lists(prompts(), min_size=2, max_size=6),
+    aborted=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), min_size=1, max_size=4),
+    pages=st.integers(20, 40),
+    budget=st.sampled_from([4, 17, 64]),
+)
+def test_aborted_in_the_middle_nothing_is_held(
+    asked: list[tuple[int, ...]], aborted: list[tuple[int, int]], pages: int, budget: int
+) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        cache = tiers(Path(directory), host_blocks=16, nvme_blocks=128)
+        try:
+            Engine(tiny_model("llama"), cache, pages=pages).generate(asked[:2], ANSWER)
+            engine = Engine(tiny_model("llama"), cache, pages=pages, max_batch_tokens=budget, max_sequences=3)
+            running = [engine.add(prompt, ANSWER) for prompt in asked]
+            gone = set()
+            for which, steps in aborted:
+                for _ in range(steps):
+                    engine.step()
+                engine.abort(running[which % len(running)])
+                gone.add(which % len(running))
+                assert engine.check() == []
+            while engine.unfinished:
+                engine.step()
+            for i, (prompt, sequence) in enumerate(zip(asked, running, strict=True)):
+                if i not in gone:
+                    assert sequence.answer == without("llama", prompt)
+            assert cache.flush(30)
+            engine.pool.poll()
+            assert (engine.pool.held, engine.pool.busy, engine.pool.available) == (0, False, pages)
+            assert all(tier["held_bytes"] == 0 for tier in cache.stats()["tiers"].values())
+            assert engine.check() == []
+            assert cache.check() == []
+        finally:
+            cache.close()
+
+
 TEXT = Path(__file__).parents[2] / "docs" / "architecture.md"
 QUESTIONS = [
     "\n\nIn one sentence, this text says that",
