@@ -64,7 +64,7 @@ class Pool:
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` pages with one reference each, the free ones first, then the longest idle; None if there are not."""
-        if count > self.available:
+        if count > len(self._free) and count > self.available:  # the second is slower to tell
             return None
         given = [self._free.pop() for _ in range(min(count, len(self._free)))]
         if len(given) < count:
