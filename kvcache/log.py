@@ -12,10 +12,23 @@ import sys
 from kvcache.settings import Log
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_TEXT_OF_A_REQUEST = "%(asctime)s %(levelname)s %(name)s request=%(request_id)s: %(message)s"
+
+
+class TextLines(logging.Formatter):
+    """One line, with the id of the request where the thread that says it works for one."""
+
+    def __init__(self) -> None:
+        super().__init__(_TEXT)
+        self._of_a_request = logging.Formatter(_TEXT_OF_A_REQUEST)
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._of_a_request.format(record) if getattr(record, "request_id", "") else super().format(record)
 
 
 class JsonLines(logging.Formatter):
-    """One object a line: time (seconds since 1970), level, name, message, and the trace of an exception."""
+    """One object a line: time (seconds since 1970), level, name, message, the id of the request where the thread works
+    for one, and the trace of an exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         said = {
@@ -24,6 +37,8 @@ class JsonLines(logging.Formatter):
             "name": record.name,
             "message": record.getMessage(),
         }
+        if getattr(record, "request_id", ""):
+            said["request"] = record.request_id  # type: ignore[attr-defined]  # from kvcache.observe.request
         if record.exc_info:
             said["trace"] = self.formatException(record.exc_info)
         return json.dumps(said)
@@ -41,6 +56,6 @@ def apply(log: Log) -> None:
     if log.format == "none":
         return
     handler = _Lines(sys.stderr)
-    handler.setFormatter(JsonLines() if log.format == "json" else logging.Formatter(_TEXT))
+    handler.setFormatter(JsonLines() if log.format == "json" else TextLines())
     logger.addHandler(handler)
     logger.setLevel(log.level.upper())

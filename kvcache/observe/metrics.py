@@ -1,4 +1,7 @@
-"""The one table of metrics, and the counters behind it. Exporter and documentation are generated from the table."""
+"""The one table of metrics, and the counters behind it. Exporter and documentation are generated from the table.
+
+What values the labels `reason`, `outcome`, `check`, `kept` and `path` can have is said in `reasons.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ class Metric:
     kind: Literal["counter", "gauge"]
     labels: tuple[str, ...]
     help: str
+    source: str = ""
+    """Of a gauge, where its value is in the statistics of a cache; `*` stands for its one label."""
 
 
 METRICS: dict[str, Metric] = {
@@ -36,11 +41,12 @@ METRICS: dict[str, Metric] = {
             "evicted_blocks", "counter", ("tier", "kept"), "blocks that left a tier; kept: yes where one below has it"
         ),
         Metric("refused_records", "counter", ("tier", "check"), "records that failed a check: a miss, never a hit"),
-        Metric("tier_records", "gauge", ("tier",), "records in a tier"),
-        Metric("tier_used_bytes", "gauge", ("tier",), "bytes of records in a tier"),
-        Metric("tier_capacity_bytes", "gauge", ("tier",), "bytes a tier may hold"),
-        Metric("held_bytes", "gauge", ("tier",), "bytes that requests keep from leaving a tier"),
-        Metric("queued_blocks", "gauge", (), "blocks waiting to be written to a tier below host"),
+        Metric("tier_records", "gauge", ("tier",), "records in a tier", "tiers.*.records"),
+        Metric("tier_used_bytes", "gauge", ("tier",), "bytes of records in a tier", "tiers.*.used_bytes"),
+        Metric("tier_capacity_bytes", "gauge", ("tier",), "bytes a tier may hold", "tiers.*.capacity_bytes"),
+        Metric("held_bytes", "gauge", ("tier",), "bytes that requests keep from leaving a tier", "tiers.*.held_bytes"),
+        Metric("queued_blocks", "gauge", (), "blocks waiting to be written to a tier below host", "queued_blocks"),
+        Metric("bypass", "gauge", ("path",), "1 while an operator keeps the cache out of this path", "bypass.*"),
     )
 }
 

@@ -1,0 +1,35 @@
+"""How a subcommand prints: a table for people, JSON for programs. Every one that prints has both options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+
+class Format(str, Enum):
+    table = "table"
+    json = "json"
+
+
+Output = Annotated[Format, typer.Option("--output", "-o", help="How to print it.")]
+Json = Annotated[bool, typer.Option("--json", help="The same as -o json.")]
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Numbers and sizes are written by the caller; every cell is printed as it is."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*columns, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(cell, overflow="fold") for cell in row))
+    Console().print(table)

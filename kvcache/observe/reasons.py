@@ -1,0 +1,49 @@
+"""The one table of reasons: every value that a label of a metric can have, beside tiers, and what it means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_OUTCOMES = {
+    "absent": "it was not there any more",
+    "damaged": "a check of its bytes failed; it was removed",
+    "foreign": "it is of another version or cannot be interpreted; it was left alone",
+    "no_room": "there was no room for it",
+    "dropped": "a queue was full",
+    "late": "it did not come, or did not begin, before the deadline",
+    "failed": "the device or the peer said so; or an error of ours, which the log has",
+    "cancelled": "whoever asked gave up, or loads were bypassed meanwhile",
+}
+
+_BYPASS = "an operator has taken the cache out of this path: `kvcache bypass off` puts it back"
+
+REASONS: Mapping[tuple[str, str], Mapping[str, str]] = {
+    ("misses", "reason"): {
+        "cold": "the next block is in no tier: it was never stored, was dropped, or was evicted",
+        "bypass": _BYPASS,
+    },
+    ("drops", "reason"): {
+        "no room": "host had no free slot and no victim: what is there is held, or belongs to the same request",
+        "orphan": "its parent is in no tier, so that it could not be found",
+        "bypass": _BYPASS,
+        "{tier} queue": "more was waiting to be written to the tier than `flow.queue_blocks`; it stays in host for now",
+        "{tier} full": "the tier had no victim that is older; it stays in host for now",
+    },
+    ("load_failures", "outcome"): {**_OUTCOMES, "bypass": _BYPASS},
+    ("write_failures", "outcome"): _OUTCOMES,
+    ("refused_records", "check"): {check: _OUTCOMES[check] for check in ("absent", "damaged", "foreign")},
+    ("evicted_blocks", "kept"): {"yes": "a tier below has it", "no": "it is gone"},
+    ("bypass", "path"): {
+        "loads": "a match finds nothing and a load is a miss",
+        "stores": "what is offered is dropped",
+    },
+}
+"""By metric and label. `{tier}` stands for the name of a tier."""
+
+
+def meaning(metric: str, label: str, value: str) -> str:
+    """What a value means; KeyError for one that is not in the table: a mistake of ours."""
+    table = REASONS[metric, label]
+    if value in table:
+        return table[value]
+    return table["{tier} " + value.partition(" ")[2]]

@@ -1,0 +1,98 @@
+"""What Prometheus reads is what the cache says of itself; what the page says is what Prometheus reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+import kvcache
+from kvcache.block.layout import KVLayout
+from kvcache.observe.exporter import PREFIX, Collector, exposition
+from kvcache.observe.metrics import METRICS
+from kvcache.observe.page import page
+from kvcache.observe.reasons import REASONS
+from kvcache.transfer.pages import GroupPages
+
+ROOT = Path(__file__).parents[2]
+LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=8, dtype="fp32", block_tokens=4)
+
+
+def used(tmp_path: Path) -> Any:
+    """A cache with something in every gauge and in most counters."""
+    cache: Any = kvcache.open(
+        host={"capacity_bytes": "1MiB"},
+        nvme={"path": tmp_path / "nvme", "capacity_bytes": "64MiB", "free_floor_bytes": 0},
+        control__enabled=False,
+    )
+    pages = [GroupPages.from_tensors(LAYOUT, np.zeros((1, 2, 8, 4, 1, 8), np.float32), axes=AXES)]
+    with cache.namespace(LAYOUT, model="m", revision="r").request() as r:
+        r.match(range(20))
+        r.admit()
+        assert r.store(pages, [[0, 1, 2, 3, 4]]).wait(30)
+    with cache.namespace(LAYOUT, model="m", revision="r").request() as r:
+        hit = r.match(range(24))
+        r.admit()
+        assert r.load(hit.blocks, pages, [[0, 1, 2, 3, 4]]).wait(30)
+        assert cache.flush(30)
+    return cache
+
+
+AXES = ("kv", "page", "token", "head", "dim")
+
+
+def test_every_figure_of_a_cache_is_exported(tmp_path: Path) -> None:
+    cache = used(tmp_path)
+    stats = cache.stats()
+    cache.close()
+    rows = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(exposition(stats))
+        for sample in family.samples
+    }
+    assert rows["kvcache_requests_total",] == 2
+    assert rows["kvcache_stored_blocks_total",] == 5
+    assert rows["kvcache_hit_tokens_total", ("tier", "host")] == 20
+    assert rows["kvcache_misses_total", ("reason", "cold")] == 2
+    assert rows["kvcache_tier_records", ("tier", "nvme")] == 5
+    assert rows["kvcache_tier_capacity_bytes", ("tier", "host")] == 1 << 20
+    assert rows["kvcache_queued_blocks",] == 0
+    assert rows["kvcache_bypass", ("path", "loads")] == 0
+    counted = sum(len(found) if isinstance(found, dict) else 1 for found in stats["counters"].values())
+    without = sum(m.kind == "counter" and not m.labels and m.name not in stats["counters"] for m in METRICS.values())
+    tiers = sum(len(tier) for tier in stats["tiers"].values())
+    assert len(rows) == counted + without + tiers + len(stats["bypass"]) + 1
+
+
+def test_a_registry_reads_anew_each_time_and_asks_nothing_when_registering() -> None:
+    asked = []
+
+    def stats() -> dict[str, Any]:
+        asked.append(1)
+        return {"counters": {"requests": len(asked)}}
+
+    registry = CollectorRegistry(auto_describe=True)
+    registry.register(Collector(stats))
+    assert asked == []
+    assert [registry.get_sample_value("kvcache_requests_total") for _ in range(2)] == [1, 2]
+    with pytest.raises(ValueError, match="Duplicated"):
+        registry.register(Collector(stats))
+
+
+def test_statistics_that_lack_something_are_exported_without_it() -> None:
+    text = exposition({"tiers": {"host": {"records": 3}}})
+    assert 'kvcache_tier_records{tier="host"} 3.0' in text
+    assert "kvcache_tier_used_bytes{" not in text
+
+
+def test_the_page_is_what_the_tables_say() -> None:
+    written = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert written == page(), "write it anew: kvcache metrics page > docs/metrics.md"
+    for metric in METRICS.values():
+        assert f"`{PREFIX}{metric.name}{'_total' if metric.kind == 'counter' else ''}`" in written
+    for values in REASONS.values():
+        assert all(f"`{value}`" in written for value in values)
