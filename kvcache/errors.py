@@ -31,5 +31,9 @@ class StoreError(KVCacheError):
     """A place for records cannot be opened: permission, room, another owner, a damaged or foreign file."""
 
 
+class UnreachableError(KVCacheError):
+    """A running cache was asked and did not answer: there is none, it ended, or it does not speak this protocol."""
+
+
 class ClosedError(KVCacheError):
     """Something was used after it was closed."""

@@ -174,6 +174,12 @@ class Flow(_Section):
     )
 
 
+class Control(_Section):
+    """The socket by which `kvcache ps`, `stats`, `check` and `bypass` reach this cache; for its own user only."""
+
+    enabled: bool = Field(default=True, description="Whether the cache listens, in the user's runtime directory.")
+
+
 class Log(_Section):
     """What the package says through Python's `logging`, under the name `kvcache`."""
 
@@ -195,6 +201,7 @@ class Settings(_Section):
     nvme: Nvme = Field(default_factory=Nvme)
     evict: Evict = Field(default_factory=Evict)
     flow: Flow = Field(default_factory=Flow)
+    control: Control = Field(default_factory=Control)
     log: Log = Field(default_factory=Log)
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 

@@ -34,6 +34,7 @@ NAMES = [
     "StoreError",
     "TokenError",
     "Transfer",
+    "UnreachableError",
     "__version__",
     "open",
 ]

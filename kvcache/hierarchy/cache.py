@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -25,6 +25,8 @@ from kvcache.tier.tier import Tier
 from kvcache.transfer.cpu import CpuCopier
 
 POLICIES: Mapping[str, type[Policy]] = {"lru": LRU}
+
+_ARRIVE_S = 10.0
 
 _log = logging.getLogger("kvcache")
 
@@ -60,6 +62,8 @@ class Cache:
         )
         self._copier = CpuCopier()
         self._bound: dict[tuple[bytes, tuple[Shard, ...]], BoundCache] = {}
+        self.at_close: list[Callable[[], object]] = []
+        """Called when closing begins: what reaches this cache from outside lets go of it."""
         self._closed = False
         _log.info(
             "host %d bytes%s",
@@ -100,6 +104,11 @@ class Cache:
             self._bound[key] = BoundCache(self.flow, self._copier, namespace, held, self.settings.flow.deadline_s)
         return self._bound[key]
 
+    @property
+    def namespaces(self) -> list[Namespace]:
+        """Those that were bound, each once."""
+        return list({bound.id: bound.namespace for bound in list(self._bound.values())}.values())
+
     def flush(self, timeout_s: float | None = None) -> bool:
         return self.flow.flush(timeout_s)
 
@@ -120,13 +129,22 @@ class Cache:
 
     def check(self) -> list[str]:
         faults = self.index.check()
-        for tier in (self.host, *self.below):
+        tiers = (self.host, *self.below)
+        differ = [self._differ(tier) for tier in tiers]
+        if any(map(any, differ)):  # what is on its way at this moment arrives, and differs no more
+            self.flush(_ARRIVE_S)
+            again = [self._differ(tier) for tier in tiers]
+            differ = [(u & v, w & x) for (u, w), (v, x) in zip(differ, again, strict=True)]
+        for tier, (unheld, unlisted) in zip(tiers, differ, strict=True):
             faults += tier.check()
-            here = {address.name for address in tier.scan()}
-            listed = self.index.names(tier.name)
-            faults += [f"{tier.name}: {name.hex()} is in the index and not in the tier" for name in listed - here]
-            faults += [f"{tier.name}: {name.hex()} is in the tier and not in the index" for name in here - listed]
+            faults += [f"{tier.name}: {name.hex()} is in the index and not in the tier" for name in unheld]
+            faults += [f"{tier.name}: {name.hex()} is in the tier and not in the index" for name in unlisted]
         return faults
+
+    def _differ(self, tier: Tier) -> tuple[set[bytes], set[bytes]]:
+        """Names that the index has and the tier has not, and the other way round."""
+        here, listed = {address.name for address in tier.scan()}, self.index.names(tier.name)
+        return listed - here, here - listed
 
     def close(self) -> None:
         if self._closed:
@@ -134,6 +152,8 @@ class Cache:
         self._closed = True
         for bound in self._bound.values():
             bound.open = False
+        for call in self.at_close:
+            call()
         self.flow.close()
         for tier in (self.host, *self.below):
             tier.close()

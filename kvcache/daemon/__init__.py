@@ -1,0 +1,1 @@
+"""The way to a cache from other processes. Knows no engines."""
