@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
@@ -41,6 +43,24 @@ def test_bytes_of_another_length_are_refused(name: str) -> None:
     for wrong in (stored[:-1], memoryview(bytes(stored) + b"x"), stored[:0]):
         with pytest.raises(ValueError, match="bytes"):
             made.decode(wrong, into, LAYOUT, 0, WHOLE)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_any_number_of_threads_may_use_one(name: str) -> None:
+    made = codec(name)
+    alone = [bytes(made.encode(payload(seed), LAYOUT, 0, WHOLE)) for seed in range(32)]
+
+    def work(seed: int) -> tuple[bytes, bytes]:
+        stored = made.encode(payload(seed), LAYOUT, 0, WHOLE)
+        after = memoryview(bytearray(1024))
+        made.decode(stored, after, LAYOUT, 0, WHOLE)
+        again = made.encode(after, LAYOUT, 0, WHOLE)
+        return bytes(stored), bytes(again)
+
+    with ThreadPoolExecutor(4) as pool:
+        for seed, (stored, again) in enumerate(pool.map(work, range(32))):
+            assert stored == alone[seed]
+            assert made.error_bound or again == stored
 
 
 def test_a_name_is_short_enough_for_the_record() -> None:

@@ -1,0 +1,137 @@
+"""What `fp8` and `int8` share: elements divided by a scale, in fewer bits.
+
+A scale group is one layer, K or V, head, and run of 16 tokens; its scale maps the largest magnitude in it to the
+largest number that the small format has. For the block of 16 tokens that is one scale a head. `docs/spec/codec.md` has
+the bytes.
+
+A payload is left alone (`encode` returns None) where a group holds infinity or NaN, or where its scale would lie
+outside the range in which float32 arithmetic and the dtype's own steps keep the bound: no model's keys or values do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.block.layout import KVLayout, Shard
+from kvcache.codec.element import WORDS, magnitudes, narrow, widen
+from kvcache.errors import ConfigError
+
+GROUP_TOKENS = 16
+LEAST_SCALE = {"bf16": 2.0**-126, "fp32": 2.0**-126, "fp16": 2.0**-24}
+MOST_SCALE = 2.0**100
+SCALE = np.dtype("<f4")
+
+_PART = 1 << 16  # elements worked on at a time: what passes over them finds them in the processor's cache
+
+
+class Scaled:
+    name: str
+    error_bound: float
+    varies = False
+    largest: float  # that an element can be after division
+
+    def check(self, layout: KVLayout) -> None:
+        for i, group in enumerate(layout.groups):
+            if group.kind == "opaque" or group.dtype not in WORDS:
+                raise ConfigError(
+                    f"codec = {self.name!r}: group {i} ({group.name}) is {group.kind} of {group.dtype}; expected mha "
+                    f"or mla of {', '.join(WORDS)}; use raw or zstd"
+                )
+
+    def encode(self, payload: memoryview, layout: KVLayout, group: int, shard: Shard) -> memoryview | None:
+        form = Form.of(layout, group, shard)
+        dtype = layout.groups[group].dtype
+        words = np.frombuffer(payload, WORDS[dtype]).reshape(form.shape)
+        tops = form.largest(words)
+        with np.errstate(invalid="ignore"):  # NaN is out of the range, as it should be
+            scales = widen(tops, dtype) / np.float32(self.largest)
+            within = (scales >= LEAST_SCALE[dtype]) & (scales <= MOST_SCALE)
+        if not np.all(within | (tops == 0)):
+            return None
+        factors = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
+        stored = np.empty(form.scale_bytes + words.size, np.uint8)
+        stored[: form.scale_bytes] = form.packed(scales)
+        codes = stored[form.scale_bytes :].reshape(form.shape)
+        for part, factor in form.parts(factors):
+            values = widen(words[part], dtype)
+            values *= factor
+            codes[part] = self._quantise(values)
+        return stored.data
+
+    def decode(self, stored: memoryview, payload: memoryview, layout: KVLayout, group: int, shard: Shard) -> None:
+        form = Form.of(layout, group, shard)
+        dtype = layout.groups[group].dtype
+        words = np.frombuffer(payload, WORDS[dtype]).reshape(form.shape)
+        if len(stored) != form.scale_bytes + words.size:
+            raise ValueError(f"{len(stored)} bytes stored: expected {form.scale_bytes} of scales and {words.size}")
+        scales = form.unpacked(np.frombuffer(stored[: form.scale_bytes], SCALE))
+        if not np.all((scales >= 0) & (scales <= MOST_SCALE)):
+            raise ValueError(f"a scale among the first {form.scale_bytes} bytes is not within 0 and {MOST_SCALE}")
+        codes = np.frombuffer(stored[form.scale_bytes :], np.uint8).reshape(form.shape)
+        for part, scale in form.parts(scales):
+            values = self._restore(codes[part])
+            values *= scale
+            words[part] = narrow(values, dtype)
+
+    def _quantise(self, values: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """The nearest code of each, ties to even; may use `values` up."""
+        raise NotImplementedError
+
+    def _restore(self, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The axes of a payload, in the layout's order, and of its scales, which have the token axis by groups and no
+    extent along dim or latent."""
+
+    shape: tuple[int, ...]
+    token: int  # which axis
+    inner: int
+    canonical: tuple[int, ...]  # the axes in the order in which scales are stored
+
+    @classmethod
+    def of(cls, layout: KVLayout, group: int, shard: Shard) -> Form:
+        order = layout.groups[group].order
+        at = {axis: i for i, axis in enumerate(order)}
+        canonical = tuple(at[axis] for axis in ("layer", "kv", "head", "token", "dim", "latent") if axis in at)
+        return cls(layout.shape(shard, group=group), at["token"], canonical[-1], canonical)
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        shape = list(self.shape)
+        shape[self.token] = -(-shape[self.token] // GROUP_TOKENS)
+        shape[self.inner] = 1
+        return tuple(shape)
+
+    @property
+    def scale_bytes(self) -> int:
+        return SCALE.itemsize * int(np.prod(self.scale_shape))
+
+    def largest(self, words: NDArray[Any]) -> NDArray[Any]:
+        """The word of largest magnitude in each scale group, without its sign."""
+        runs = np.split(words, range(GROUP_TOKENS, self.shape[self.token], GROUP_TOKENS), self.token)
+        # along tokens first: that leaves little for the short runs along the inner axis
+        tops = [magnitudes(run).max(axis=self.token, keepdims=True).max(axis=self.inner, keepdims=True) for run in runs]
+        return np.concatenate(tops, self.token)
+
+    def packed(self, scales: NDArray[np.float32]) -> NDArray[np.uint8]:
+        return np.ascontiguousarray(scales.transpose(self.canonical), SCALE).reshape(-1).view(np.uint8)
+
+    def unpacked(self, scales: NDArray[np.float32]) -> NDArray[np.float32]:
+        shape = [self.scale_shape[axis] for axis in self.canonical]
+        ordered: NDArray[np.float32] = scales.reshape(shape).transpose(np.argsort(self.canonical))
+        return ordered
+
+    def parts(self, scales: NDArray[np.float32]) -> list[tuple[slice, NDArray[np.float32]]]:
+        """Slices of the first axis, a good size to work on, and the scales of each, to be broadcast over it."""
+        spread = scales.repeat(GROUP_TOKENS, self.token)
+        spread = spread.take(range(self.shape[self.token]), self.token)
+        rows = max(1, _PART * self.shape[0] // int(np.prod(self.shape)))
+        slices = [slice(at, at + rows) for at in range(0, self.shape[0], rows)]
+        return [(part, spread if len(spread) == 1 else spread[part]) for part in slices]

@@ -1,0 +1,98 @@
+"""`zstd`: lossless. The bytes of an element are stored apart, each plane by its entropy.
+
+Keys and values hardly repeat, so looking for matches finds nothing and costs most of the time. What can be saved lies
+in the exponents, whose bytes take few values; the bytes of the mantissa are noise. Hence one frame for each place of a
+byte within an element, and a Zstandard that all but leaves out matches: on the keys and values of a model that is
+three times as fast as its level 1, and saves a little more (`benchmarks/codec.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from struct import Struct
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.block.layout import DTYPE_BYTES, KVLayout, Shard
+from kvcache.errors import ConfigError
+
+
+class Zstd:
+    """ConfigError where the library is missing."""
+
+    name = "zstd"
+    error_bound = 0.0
+    varies = True
+
+    def __init__(self) -> None:
+        self._library = library()
+        parameter = self._library.CompressionParameter
+        self._options = {
+            parameter.strategy: self._library.Strategy.fast,
+            parameter.window_log: 17,
+            parameter.hash_log: 6,
+            parameter.min_match: 7,
+        }
+
+    def check(self, layout: KVLayout) -> None:
+        """Serves every layout."""
+
+    def encode(self, payload: memoryview, layout: KVLayout, group: int, shard: Shard) -> memoryview:
+        compress: Callable[..., bytes] = self._library.compress
+        words = _words(payload, layout, group)
+        planes = [(words >> 8 * place).astype(np.uint8) for place in range(words.itemsize)]
+        frames = [compress(plane.data, options=self._options) for plane in planes]
+        return memoryview(_lengths(words.itemsize).pack(*map(len, frames)) + b"".join(frames))
+
+    def decode(self, stored: memoryview, payload: memoryview, layout: KVLayout, group: int, shard: Shard) -> None:
+        words = _words(payload, layout, group)
+        form = _lengths(words.itemsize)
+        if len(stored) < form.size:
+            raise ValueError(f"{len(stored)} bytes stored: expected at least {form.size}")
+        lengths = form.unpack_from(stored)
+        if form.size + sum(lengths) != len(stored):
+            raise ValueError(f"{len(stored)} bytes stored: expected {form.size} and frames of {lengths}")
+        at = form.size
+        words[:] = 0
+        for place, length in enumerate(lengths):
+            plane = self._plane(stored[at : at + length], words.size)
+            words |= plane.astype(words.dtype) << 8 * place
+            at += length
+
+    def _plane(self, frame: memoryview, size: int) -> NDArray[np.uint8]:
+        """Never makes more than `size` bytes, whatever the frame says of itself."""
+        decompressor = self._library.ZstdDecompressor()
+        try:
+            plane: bytes = decompressor.decompress(frame, max_length=size)
+        except self._library.ZstdError as error:
+            raise ValueError(f"a frame of {len(frame)} bytes: {error}") from None
+        if len(plane) != size or not decompressor.eof or decompressor.unused_data:
+            raise ValueError(f"a frame of {len(frame)} bytes that does not end with the {size} bytes of its plane")
+        return np.frombuffer(plane, np.uint8)
+
+
+def library() -> ModuleType:
+    """`compression.zstd` of Python 3.14, or its twin for those before; ConfigError where there is neither."""
+    try:
+        from compression import zstd  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        try:
+            from backports import zstd
+        except ImportError:
+            raise ConfigError(
+                "codec = 'zstd': its library is not installed; pip install 'kvcache-tiers[zstd]'"
+            ) from None
+    return zstd  # type: ignore[no-any-return, unused-ignore]
+
+
+def _words(payload: memoryview, layout: KVLayout, group: int) -> NDArray[Any]:
+    """The payload in elements; in bytes where it is no whole number of them, as opaque ones may be."""
+    size = DTYPE_BYTES[layout.groups[group].dtype]
+    return np.frombuffer(payload, np.dtype(f"<u{1 if len(payload) % size else size}"))
+
+
+def _lengths(count: int) -> Struct:
+    return Struct(f"<{count}I")
