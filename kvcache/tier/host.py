@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from kvcache.block.address import Address
-from kvcache.block.record import RecordError, header_area, read_header, seal, verify
+from kvcache.block.record import RecordError, header_area, read_header, record_bytes, seal, verify
+from kvcache.errors import ClosedError
 from kvcache.port import Port
 from kvcache.tier.arena import Arena, Slot
 from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments, same_record
@@ -48,6 +49,7 @@ class HostTier(Waits):
         self.arena = Arena(capacity_bytes, extent_bytes, self._executor)
         self._executor.submit(self.arena.prepare)
         self._verify = verify_arena
+        self._closed = False
         self._records: dict[bytes, Held] = {}
         self._lock = threading.Lock()
 
@@ -76,11 +78,12 @@ class HostTier(Waits):
             return held
 
     def withdraw(self, address: Address) -> bool:
-        """Make a record invisible; its slot comes back when the last borrower is done."""
+        """Make a record invisible; its slot comes back when the last borrower is done. False where it is not here."""
         with self._lock:
-            held = self._records.pop(address.name, None)
-        if held is None:
-            return False
+            held = self._records.get(address.name)
+            if held is None or not same_record(held.address, address):
+                return False
+            del self._records[address.name]
         self.arena.release(held.slot)
         return True
 
@@ -117,6 +120,8 @@ class HostTier(Waits):
     ) -> Ticket:
         """Memory is near: everything is settled before this returns."""
         check_segments(op, addresses, segments)
+        if self._closed:
+            raise ClosedError("the host tier was closed; open the cache again")
         ticket = Ticket(len(addresses), on_outcome)
         late = deadline is not None and self._port.clock.now() > deadline
         for i, address in enumerate(addresses):
@@ -125,7 +130,7 @@ class HostTier(Waits):
             elif op == "read":
                 ticket.settle(i, *self._read(address, segments[i]))
             elif op == "write":
-                ticket.settle(i, self._write(address, segments[i]))
+                ticket.settle(i, *self._write(address, segments[i]))
             elif op == "contains":
                 with self._lock:
                     held = self._records.get(address.name)
@@ -146,34 +151,40 @@ class HostTier(Waits):
             except RecordError as error:
                 self.withdraw(address)
                 return Outcome.DAMAGED, error.check
+            if sum(map(len, into)) < len(held.slot.view):
+                return Outcome.FAILED, "length"
             at, view = 0, held.slot.view
             for segment in into:
-                segment[:] = view[at : at + len(segment)]
-                at += len(segment)
+                part = view[at : at + len(segment)]
+                segment[: len(part)] = part
+                at += len(part)
             return Outcome.DONE, ""
         finally:
             self.arena.release(held.slot)
 
-    def _write(self, address: Address, record: Segments) -> Outcome:
+    def _write(self, address: Address, record: Segments) -> tuple[Outcome, str]:
         with self._lock:
             held = self._records.get(address.name)
         if held is not None:
-            return Outcome.DONE if same_record(held.address, address) else Outcome.FAILED
+            return (Outcome.DONE, "") if same_record(held.address, address) else (Outcome.FAILED, "key")
         try:
             header = read_header(record[0])
-        except RecordError:
-            return Outcome.FAILED
-        slot = self.allocate(sum(map(len, record)))
+        except RecordError as error:
+            return Outcome.FAILED, error.check
+        if not same_record(header.address, address):
+            return Outcome.FAILED, "address"
+        slot = self.allocate(record_bytes(header.stored_bytes))
         if slot is None:
-            return Outcome.NO_ROOM
+            return Outcome.NO_ROOM, ""
         at, view = 0, slot.view
         for segment in record:
-            view[at : at + len(segment)] = segment
-            at += len(segment)
+            part = segment[: len(view) - at]
+            view[at : at + len(part)] = part
+            at += len(part)
         slot.sealed = True
         if not self.publish(address, slot, header.stored_bytes):
             self.arena.release(slot)
-        return Outcome.DONE
+        return Outcome.DONE, ""
 
     def room(self, record_bytes: int) -> int:
         return self.arena.room(record_bytes)
@@ -191,8 +202,9 @@ class HostTier(Waits):
             addresses = [held.address for held in self._records.values()]
         yield from addresses
 
-    def sync(self) -> None:
+    def sync(self) -> bool:
         """Memory has nothing to wait for."""
+        return True
 
     def usage(self) -> Usage:
         return Usage(len(self._records), self.arena.used_bytes, self.arena.capacity_bytes)
@@ -215,6 +227,9 @@ class HostTier(Waits):
         return faults
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         self._executor.close()
         with self._lock:
             records, self._records = list(self._records.values()), {}

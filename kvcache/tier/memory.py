@@ -113,8 +113,9 @@ class MemoryTier(Waits):
             addresses = [address for address, _ in self._records.values()]
         yield from addresses
 
-    def sync(self) -> None:
+    def sync(self) -> bool:
         """Memory has nothing to wait for."""
+        return True
 
     def usage(self) -> Usage:
         with self._lock:

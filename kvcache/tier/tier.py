@@ -147,8 +147,8 @@ class Tier(Protocol):
     def scan(self) -> Iterator[Address]:
         """What is here, heads before tails where the tier can tell; for a tier that outlives the process."""
 
-    def sync(self) -> None:
-        """Return when every write that said DONE is as durable as the tier makes it."""
+    def sync(self) -> bool:
+        """Return when every write that said DONE is as durable as the tier makes it; False where that failed."""
 
     def usage(self) -> Usage: ...
 

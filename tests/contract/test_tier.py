@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvcache.block.address import Address
 from kvcache.errors import ClosedError, KVCacheError
 from kvcache.port import Port, SystemClock
+from kvcache.tier.host import HostTier
 from kvcache.tier.memory import MemoryTier
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import BACKGROUND, Outcome, Tier
@@ -41,6 +42,10 @@ def _nvme(path: Path, capacity_bytes: int, port: Port, durability: Any = "batch"
 
 
 TIERS: dict[str, Factory] = {
+    "host": lambda path, capacity, port: HostTier(capacity_bytes=capacity, extent_bytes=MIB // 4, port=port),
+    "host-verified": lambda path, capacity, port: HostTier(
+        capacity_bytes=capacity, extent_bytes=MIB // 4, verify_arena=True, port=port
+    ),
     "memory": lambda path, capacity, port: MemoryTier(capacity_bytes=capacity, port=port),
     "nvme-batch": _nvme,
     "nvme-block": partial(_nvme, durability="block"),
