@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-import json
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from kvcache.cli.output import Format, Json, Output, print_json, print_table
 from kvcache.units import show_bytes
-
-
-class Output(str, Enum):
-    table = "table"
-    json = "json"
 
 
 def show(
     settings: Annotated[Path | None, typer.Argument(help="A settings file (TOML); without one, defaults.")] = None,
-    output: Annotated[Output, typer.Option("--output", "-o", help="How to print them.")] = Output.table,
+    output: Output = Format.table,
+    as_json: Json = False,
 ) -> None:
     """Print every setting, its value, and where the value came from."""
     from kvcache.config import load
     from kvcache.settings import TABLE
 
     loaded = load(settings)
-    if output is Output.json:
+    if as_json or output is Format.json:
         rows = {name: {"value": _plain(loaded.value(name)), "origin": loaded.origin(name)} for name in TABLE}
-        print(json.dumps(rows, indent=2))
+        print_json(rows)
         return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("setting", "value", "from", box=None, pad_edge=False)
-    for name in TABLE:
-        value = loaded.value(name)
-        written = show_bytes(value) if name.endswith("_bytes") else str(_plain(value))
-        table.add_row(name, Text(written, overflow="fold"), Text(loaded.origin(name), overflow="fold"))
-    Console().print(table)
+    written = {
+        name: show_bytes(loaded.value(name)) if name.endswith("_bytes") else str(_plain(loaded.value(name)))
+        for name in TABLE
+    }
+    print_table(("setting", "value", "from"), [(name, text, loaded.origin(name)) for name, text in written.items()])
 
 
 def page() -> None:

@@ -1,7 +1,8 @@
 """The command `kvcache`: gathers the subcommands, and turns what goes wrong into one line and an exit code.
 
 A subcommand is a file here with `register(app)`. Its heavy imports belong in its function, so that `kvcache --help`
-is quick and works where an extra is missing. Exit codes: 0 done, 1 failed, 2 asked for what makes no sense.
+is quick and works where an extra is missing. Exit codes: 0 done, 1 failed, 2 asked for what makes no sense, 3 what was
+asked does not answer.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Annotated
 import typer
 
 import kvcache
-from kvcache.errors import ClosedError, KVCacheError
+from kvcache.errors import ClosedError, KVCacheError, UnreachableError
 
-SUBCOMMANDS = ("config", "demo", "serve", "size")
+SUBCOMMANDS = ("bypass", "check", "config", "demo", "events", "metrics", "ps", "serve", "size", "stats")
 
 EXTRAS: Mapping[str, str] = {
     "cupy": "cuda12",
@@ -30,6 +31,10 @@ EXTRAS: Mapping[str, str] = {
     "uvicorn": "engine",
 }
 """What a subcommand may find missing, and the extra that brings it."""
+
+
+CODES: Mapping[type[KVCacheError], int] = {ClosedError: 1, UnreachableError: 3}
+"""Exit codes of errors that are no misuse."""
 
 
 def _version(wanted: bool) -> None:
@@ -47,7 +52,7 @@ def _root(
 
 
 def application() -> typer.Typer:
-    app = typer.Typer(name="kvcache", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(name="kvcache", no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_root)
     for name in SUBCOMMANDS:
         import_module(f"kvcache.cli.{name}").register(app)
@@ -64,7 +69,7 @@ def main() -> None:
             raise
         _leave(2, f"this needs {module}: pip install 'kvcache-tiers[{EXTRAS[module]}]'")
     except KVCacheError as error:
-        _leave(1 if isinstance(error, ClosedError) else 2, str(error))
+        _leave(CODES.get(type(error), 2), str(error))
     except OSError as error:
         _leave(1, str(error))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ from kvcache.block.hf import layout_from_hf
 from kvcache.block.layout import DTYPE_BYTES, Group, KVLayout, needed
 from kvcache.block.record import record_bytes
 from kvcache.block.revision import weight_bytes
+from kvcache.cli.output import Format, Json, Output, print_json
 from kvcache.errors import ConfigError, ModelError
 from kvcache.units import parse_bytes, show_bytes
 
@@ -50,7 +50,8 @@ def size(
     hbm: Annotated[int | None, _bytes("GPU memory, which holds the weights too.")] = None,
     host: Annotated[int | None, _bytes("Host memory for the cache.")] = None,
     nvme: Annotated[int | None, _bytes("Room on a drive for the cache.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
+    output: Output = Format.table,
+    as_json: Json = False,
 ) -> None:
     """Bytes of keys and values: a token, a block, a context; and how many contexts fit into memory of given sizes.
 
@@ -72,8 +73,8 @@ def size(
     else:
         raise ConfigError("no model and no shape: give a model's directory, or --layers and --heads (or --mla-latent)")
     told = sizes(layout, tokens or layout.max_tokens or TOKENS, weights, {"hbm": hbm, "host": host, "nvme": nvme})
-    if as_json:
-        print(json.dumps({"model": model and str(model)} | told, indent=2))
+    if as_json or output is Format.json:
+        print_json({"model": model and str(model)} | told)
     else:
         _show(str(model) if model else "", told)
 

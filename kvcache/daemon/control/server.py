@@ -127,8 +127,8 @@ class Control:
             "bypass": _bypass,
         }
         cache, op = self._cache(), asked.get("op")
-        if cache is None or self._closed.is_set():
-            return {"error": "this cache is being closed"}
+        if cache is None:
+            raise FrameError("the cache is gone")
         if not isinstance(op, str) or op not in answers:
             return {"error": f"op = {op!r:.40}: this version knows {', '.join(answers)}"}
         try:
@@ -156,12 +156,12 @@ class Control:
 
     def _check(self, cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
         if not self._auditing.acquire(blocking=False):
-            raise KVCacheError("an audit is under way: wait for its end, then ask again")
+            return {"busy": True, "count": 0, "faults": []}
         try:
             faults = cache.check()
         finally:
             self._auditing.release()
-        return {"count": len(faults), "faults": faults[:FAULTS]}
+        return {"busy": False, "count": len(faults), "faults": faults[:FAULTS]}
 
 
 def _events(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:

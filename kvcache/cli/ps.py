@@ -1,0 +1,54 @@
+"""`kvcache ps`: the caches that run here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from time import time
+from typing import Any
+
+import typer
+
+from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.units import show_bytes
+
+COLUMNS = ("address", "program", "up", "models", "host", "nvme", "bypass")
+
+
+def ps(output: Output = Format.table, as_json: Json = False) -> None:
+    """Find the running caches of this user; each listens on a socket in the user's runtime directory."""
+    from kvcache.daemon.control.client import find
+
+    running = list(find())
+    if as_json or output is Format.json:
+        print_json([{"address": f.address, "socket": str(f.path), **f.info, "fault": f.fault} for f in running])
+        return
+    print_table(COLUMNS, [_row(f.address, f.info, f.fault) for f in running])
+
+
+def _row(address: str, info: Mapping[str, Any], fault: str) -> tuple[str, ...]:
+    if fault:
+        return address, f"does not answer: {fault}"
+    return (
+        address,
+        info["program"],
+        _age(time() - info["started"]),
+        ", ".join(info["models"]),
+        *(_used(info["tiers"].get(tier)) for tier in ("host", "nvme")),
+        info["bypass"],
+    )
+
+
+def _used(tier: Mapping[str, int] | None) -> str:
+    return f"{show_bytes(tier['used_bytes'])} of {show_bytes(tier['capacity_bytes'])}" if tier else ""
+
+
+def _age(seconds: float) -> str:
+    """In the largest unit that leaves at least 2: "95 s", "37 min", "5 d"."""
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("ps")(ps)

@@ -1,0 +1,85 @@
+"""`kvcache stats`: what a running cache has done, and why it did not do the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+from kvcache.cli.output import Json, print_json, print_table
+from kvcache.cli.running import Address, the_one
+from kvcache.units import show_bytes
+
+Stats = Mapping[str, Any]
+
+
+class Form(str, Enum):
+    table = "table"
+    json = "json"
+    prometheus = "prometheus"
+
+
+def stats(
+    address: Address = None,
+    output: Annotated[Form, typer.Option("--output", "-o", help="How to print it.")] = Form.table,
+    as_json: Json = False,
+) -> None:
+    """Tiers, tokens and reasons of one running cache, since it was opened."""
+    from kvcache.daemon.control.client import ask
+
+    found = ask(the_one(address), "stats")
+    if as_json or output is Form.json:
+        print_json(found)
+    elif output is Form.prometheus:
+        from kvcache.observe.exporter import exposition
+
+        print(exposition(found), end="")
+    else:
+        _show(found)
+
+
+def _show(found: Stats) -> None:
+    print_table(("tier", "records", "used", "of", "held by requests"), _tiers(found))
+    print()
+    print_table(("tokens", "", ""), _tokens(found))
+    reasons = list(_reasons(found))
+    if reasons:
+        print()
+        print_table(("what", "why", "how often", "what it means"), reasons)
+    outside = [path for path, bypassed in found["bypass"].items() if bypassed]
+    if outside:
+        print(f"\nbypassed: {', '.join(outside)}. `kvcache bypass off` puts the cache back.")
+
+
+def _tiers(found: Stats) -> Iterator[tuple[str, ...]]:
+    for name, tier in found["tiers"].items():
+        sizes = (show_bytes(tier[f"{what}_bytes"]) for what in ("used", "capacity", "held"))
+        yield name, f"{tier['records']:,}", *sizes
+
+
+def _tokens(found: Stats) -> Iterator[tuple[str, str, str]]:
+    counters = found["counters"]
+    asked = counters.get("asked_tokens", 0)
+    yield "asked for", f"{asked:,}", f"in {counters.get('requests', 0):,} requests"
+    for tier, tokens in counters.get("hit_tokens", {}).items():
+        yield f"found in {tier}", f"{tokens:,}", f"{tokens / asked:.1%}" if asked else ""
+
+
+def _reasons(found: Stats) -> Iterator[tuple[str, str, str, str]]:
+    from kvcache.observe.metrics import METRICS
+    from kvcache.observe.reasons import REASONS, meaning
+
+    for name, label in REASONS:
+        metric = METRICS[name]
+        if metric.kind != "counter":
+            continue
+        for joined, count in found["counters"].get(name, {}).items():
+            labels = dict(zip(metric.labels, joined.split(","), strict=True))
+            where = f" ({labels['tier']})" if "tier" in labels else ""
+            yield name.replace("_", " ") + where, labels[label], f"{count:,}", meaning(name, label, labels[label])
+
+
+def register(app: typer.Typer) -> None:
+    app.command("stats")(stats)
