@@ -33,6 +33,14 @@ _FAMILIES: Mapping[str, _Family] = {
     "qwen2": _Family(qkv_bias=True, o_bias=False),
     "qwen3": _Family(qkv_bias=None, o_bias=None, qk_norm=True, head_dim=128),
 }
+_ROPES: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "dynamic": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": (),
+}
+"""Ways to scale rotary positions, each with the settings that it cannot do without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +55,7 @@ class Architecture:
     vocab: int
     norm_eps: float
     windows: tuple[int, ...]  # a layer: how many tokens a row sees, itself included; 0 for all
-    rope: Mapping[str, Any]  # always with `rope_type` and `rope_theta`
+    rope: Mapping[str, Any]  # with `rope_type`, `rope_theta` and what the type needs
     max_tokens: int
     qkv_bias: bool
     o_bias: bool
@@ -148,14 +156,20 @@ def _rope(fields: _Fields) -> Mapping[str, Any]:
     """One form for both that configs use: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
     rope: dict[str, Any] = {"rope_theta": fields.of("rope_theta", float, 10000.0)}
     for name in ("rope_scaling", "rope_parameters"):
-        rope.update(fields.of(name, dict, {}))
+        rope.update((key, value) for key, value in fields.of(name, dict, {}).items() if value is not None)
     kind = rope.pop("type", "default")
     rope.setdefault("rope_type", kind)
     if "original_max_position_embeddings" in fields.values:
         rope["original_max_position_embeddings"] = fields.count("original_max_position_embeddings")
     for name, value in rope.items():
-        if name != "rope_type" and not isinstance(value, (int, float, type(None))):
+        if name != "rope_type" and not isinstance(value, (int, float)):
             raise ModelError(f"{fields.path}: rotary setting {name} = {value!r}: expected a number")
+    kind = rope["rope_type"]
+    if kind not in _ROPES:
+        raise ModelError(f"{fields.path}: rope type {kind!r}: expected one of {', '.join(_ROPES)}")
+    missing = [name for name in _ROPES[kind] if name not in rope]
+    if missing:
+        raise ModelError(f"{fields.path}: rope type {kind!r} without {', '.join(missing)}: complete the config")
     return rope
 
 

@@ -112,7 +112,7 @@ def _tokenizer(path: Path, facts: dict[str, Any]) -> Any:
     if kind != ("gpt2", "smollm"):
         raise ModelError(f"{path}: tokenizer {kind}: expected ('gpt2', 'smollm'); use the model's tokenizer.json")
     tokens = facts["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in facts["tokenizer.ggml.merges"]]
+    merges = [tuple(merge.split(" ", 1)) for merge in facts.get("tokenizer.ggml.merges", [])]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     # Each digit for itself, then GPT-2's split into words.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

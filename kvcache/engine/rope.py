@@ -11,29 +11,26 @@ from typing import Any
 
 import torch
 
-from kvcache.errors import ModelError
-
 
 class Rope:
-    """The settings of one model. `dynamic` scaling begins only past the trained length, which is also our limit (a
-    cached key could not be turned again): within it, it is `default`.
+    """The settings of one model, as `Architecture.rope` has checked them.
+
+    `dynamic` scaling begins only past the trained length, which is also our limit (a cached key could not be turned
+    again): within it, it is `default`.
     """
 
     def __init__(self, settings: Mapping[str, Any], *, head_dim: int, max_tokens: int, device: str = "cpu") -> None:
-        kind = settings.get("rope_type")
+        kind = settings["rope_type"]
         rate = 1.0 / settings["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
         self.scale = 1.0  # of keys and queries alike
-        try:
-            if kind == "linear":
-                rate = rate / settings["factor"]
-            elif kind == "llama3":
-                rate = _llama3(rate, settings, max_tokens)
-            elif kind == "yarn":
-                rate, self.scale = _yarn(rate, settings, max_tokens)
-            elif kind not in ("default", "dynamic"):
-                raise ModelError(f"rope type {kind!r}: expected default, linear, dynamic, llama3 or yarn")
-        except KeyError as missing:
-            raise ModelError(f"rope type {kind!r} without {missing}: complete the model's config.json") from None
+        if kind == "linear":
+            rate = rate / settings["factor"]
+        elif kind == "llama3":
+            rate = _llama3(rate, settings, max_tokens)
+        elif kind == "yarn":
+            rate, self.scale = _yarn(rate, settings, max_tokens)
+        else:
+            assert kind in ("default", "dynamic")
         self.rate = rate.to(device)  # (head_dim / 2,) radians a token
 
     def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

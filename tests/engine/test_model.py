@@ -27,15 +27,6 @@ EXAMPLES = settings.default.max_examples // 5
 Reference = Callable[[tuple[int, ...]], list[int]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Any:
-    """Tiny products are slower on several threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     root = tmp_path_factory.mktemp("models")
