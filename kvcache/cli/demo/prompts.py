@@ -30,7 +30,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer, *, longest_tokens: int) -> tu
             longer += 1
     if not prompts:
         raise ConfigError(
-            f"--prompts {path}: {longer} prompts, none of at most {longest_tokens} tokens: give one with shorter ones"
+            f"--prompts {path}: no prompts of at most {longest_tokens} tokens; {longer} longer: give shorter ones"
         )
     return prompts, longer
 
@@ -48,9 +48,8 @@ def _lines(path: Path) -> Iterator[str]:
 def _object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         said = json.loads(line)
-        line.encode()
-    except ValueError:
-        said = None
-    if not isinstance(said, dict) or not isinstance(said.get("input"), str) or not said["input"]:
-        raise ConfigError(f"--prompts {path}, line {number}: expected an object with the prompt's text in `input`")
-    return said
+        if said["input"].encode():  # which refuses half of a character
+            return dict(said)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise ConfigError(f"--prompts {path}, line {number}: expected an object with the prompt's text in `input`")

@@ -53,7 +53,7 @@ def _head(this: Pass) -> Text:
 def _row(this: Pass, call: Call) -> Text:
     texts = {
         "call": f"{len(this.calls)}/{this.planned}",
-        "agent": call.agent,
+        "agent": _line(call.agent),
         "prompt": f"{call.prompt_tokens:,}",
         "first token": f"{1000 * call.ttft_s:,.0f} ms",
         **{tier: f"{call.reused.get(tier, 0):,}" for tier in TIERS},
@@ -63,7 +63,12 @@ def _row(this: Pass, call: Call) -> Text:
         text = texts[title]
         style = "dim" if text == "0" else STYLES.get(title, "bold" if title == "first token" else "")
         row.append(text.ljust(width) if title == "agent" else text.rjust(width - 2) + "  ", style=style)
-    return row.append(" ".join(call.text.split()), style="italic")
+    return row.append(_line(call.text), style="italic")
+
+
+def _line(text: str) -> str:
+    """On one line, and nothing in it that a terminal would obey."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def _foot(this: Pass) -> Iterator[Text]:
