@@ -1,0 +1,95 @@
+"""Benchmarks: their one form, and that what they print is what they measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.engine import tiny
+
+ROOT = Path(__file__).parents[1]
+ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # these sources, whatever is installed
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
+
+
+@pytest.fixture
+def form(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import form
+
+    return form
+
+
+def test_better_is_above_one_whichever_way_the_unit_runs(form) -> None:
+    slow = form.Row("a", 20.0, "ms", floor=10.0, peer=30.0)
+    assert (slow.ratio, slow.vs_peer) == (0.5, 1.5)
+    rate = form.Row("b", 5.0, "GB/s", floor=10.0, peer=2.0)
+    assert (rate.ratio, rate.vs_peer) == (0.5, 2.5)
+
+
+def test_what_does_not_apply_is_null(form) -> None:
+    assert form.Row("a", 0.0, "ms").plain() == {
+        "id": "a",
+        "value": 0.0,
+        "unit": "ms",
+        "floor": None,
+        "peer": None,
+        "ratio": None,
+        "vs_peer": None,
+    }
+    assert form.Row("a", 0.0, "ms", floor=1.0).ratio is None
+
+
+@pytest.mark.parametrize(("value", "unit"), [(float("nan"), "ms"), (-1.0, "ms"), (float("inf"), "s"), (1.0, "parsec")])
+def test_a_figure_that_makes_no_sense_is_refused(form, value: float, unit: str) -> None:
+    with pytest.raises(ValueError, match="row/1"):
+        form.Row("row/1", value, unit)
+
+
+def test_rows_are_written_in_the_one_form(form, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "rows.json"
+    form.publish("some", [form.Row("x/1", 1234.5, "us", peer=2469.0), form.Row("x/2", 2.0, "GB/s")], target)
+    document = json.loads(target.read_text())
+    assert list(document) == ["benchmark", "date", "machine", "rows"]
+    assert document["benchmark"] == "some"
+    assert document["machine"]["cores"] >= 1
+    assert [(row["id"], row["value"], row["vs_peer"]) for row in document["rows"]] == [
+        ("x/1", 1234.5, 2.0),
+        ("x/2", 2.0, None),
+    ]
+    printed = capsys.readouterr().out
+    assert "x/1" in printed
+    assert "1,234" in printed or "1,235" in printed
+
+
+def test_a_row_id_stands_once(form, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="x/1"):
+        form.publish("some", [form.Row("x/1", 1.0, "us"), form.Row("x/1", 2.0, "us")], tmp_path / "rows.json")
+
+
+@pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
+def test_every_benchmark_takes_the_same_options(path: Path) -> None:
+    done = subprocess.run([sys.executable, path, "--help"], stdout=subprocess.PIPE, text=True, check=True, env=ENVIRON)
+    assert "--quick" in done.stdout
+    assert "--json FILE" in done.stdout
+
+
+def test_ttft_of_a_tiny_model(tmp_path: Path) -> None:
+    model = tiny.make(tmp_path / "model", "smollm2")
+    target = tmp_path / "ttft.json"
+    command = [sys.executable, ROOT / "benchmarks" / "ttft.py", "--model", model, "--json", target]
+    command += ["--lengths", "64,100", "--repeats", "1"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=ENVIRON)
+    rows = {row["id"]: row for row in json.loads(target.read_text())["rows"]}
+    ways = ("transformers", "cold", "hbm", "host", "nvme", "restart")
+    assert list(rows) == [f"ttft/{length}/{way}" for length in (64, 100) for way in ways]
+    assert {row["unit"] for row in rows.values()} == {"ms"}
+    assert rows["ttft/64/transformers"]["peer"] is None
+    assert rows["ttft/64/cold"]["peer"] == rows["ttft/64/transformers"]["value"]
+    for way in ways[2:]:
+        assert rows[f"ttft/100/{way}"]["peer"] == rows["ttft/100/cold"]["value"]
