@@ -68,25 +68,24 @@ class Model:
         batch's keys and values are written into it.
         """
         a, w = self.architecture, self._weights
-        x = w.embedding[batch.token_ids]
-        cos, sin = self._rope.angles(batch.positions, self.dtype)
+        x = w.embedding[batch.token_ids.to(self.device)]
+        angles = self._rope.angles(batch.positions.to(self.device), self.dtype)
         slots = _slots(batch.spans, self.layout.block_tokens).to(self.device)
         reaches = {
             window: [Reach.of(s, window=window, block_tokens=self.layout.block_tokens, like=x) for s in batch.spans]
             for window in set(a.windows)
         }
         for layer, pages, window in zip(w.layers, kv, a.windows, strict=True):
-            x = x + self._attention(layer, self._norm(x, layer.input_norm), cos, sin, slots, reaches[window], pages)
+            x = x + self._attention(layer, self._norm(x, layer.input_norm), angles, slots, reaches[window], pages)
             gate, up = layer.gate_up(self._norm(x, layer.mlp_norm)).chunk(2, -1)
             x = x + layer.down(functional.silu(gate) * up)
-        return w.head(self._norm(x[batch.logits_at], w.norm)).float()
+        return w.head(self._norm(x[batch.logits_at.to(self.device)], w.norm)).float()
 
     def _attention(
         self,
         layer: Layer,
         x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
         slots: torch.Tensor,
         reaches: Sequence[Reach],
         pages: torch.Tensor,
@@ -96,7 +95,7 @@ class Model:
         q, k, v = torch.split(heads, [a.heads, a.kv_heads, a.kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        q, k = turn(q, cos, sin), turn(k, cos, sin)
+        q, k = turn(q, *angles), turn(k, *angles)
         keys, values = pages.view(2, -1, a.kv_heads, a.head_dim)
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
