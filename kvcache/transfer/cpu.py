@@ -65,13 +65,13 @@ class PlainCopier:
     """Block by block and layer by layer, in numpy."""
 
     def gather(self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview]) -> Done:
-        _check(pages, page_ids, buffers, writable=True)
+        check_call(pages, page_ids, buffers, writable=True)
         for page, payload in _pairs(pages, page_ids, buffers):
             payload[...] = page
         return Done()
 
     def scatter(self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview]) -> Done:
-        _check(pages, page_ids, buffers, writable=False)
+        check_call(pages, page_ids, buffers, writable=False)
         for page, payload in _pairs(pages, page_ids, buffers):
             page[...] = payload
         return Done()
@@ -88,26 +88,34 @@ class CpuCopier:
     def gather(self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview]) -> Done:
         if not native.available():
             return PlainCopier().gather(pages, page_ids, buffers)
-        _check(pages, page_ids, buffers, writable=True)
+        check_call(pages, page_ids, buffers, writable=True)
         native.core.gather(*_described(pages), np.asarray(page_ids, np.int64), buffers, self.threads)
         return Done()
 
     def scatter(self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview]) -> Done:
         if not native.available():
             return PlainCopier().scatter(pages, page_ids, buffers)
-        _check(pages, page_ids, buffers, writable=False)
+        check_call(pages, page_ids, buffers, writable=False)
         native.core.scatter(*_described(pages), np.asarray(page_ids, np.int64), buffers, self.threads)
         return Done()
 
 
-def _check(pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview], *, writable: bool) -> None:
-    """Raise LayoutError before anything is touched."""
-    if not pages.device.startswith("cpu"):
-        raise LayoutError(f"pages on {pages.device}: expected cpu; use the copier of that device")
+def check_call(
+    pages: GroupPages,
+    page_ids: Sequence[int],
+    buffers: Sequence[memoryview],
+    *,
+    writable: bool,
+    device: str = "cpu",
+    block_bytes: int | None = None,
+) -> None:
+    """Raise LayoutError before anything is touched. A buffer has `block_bytes` where it is not a block as it is."""
+    if pages.device not in {device, f"{device}:0"}:
+        raise LayoutError(f"pages on {pages.device}: expected {device}; use the copier of that device")
     if len(page_ids) != len(buffers):
         raise LayoutError(f"{len(buffers)} buffers for {len(page_ids)} pages: expected one each")
     pages.check_ids(page_ids)
-    expected = pages.block_bytes
+    expected = pages.block_bytes if block_bytes is None else block_bytes
     for i, buffer in enumerate(buffers):
         if buffer.nbytes != expected:
             raise LayoutError(f"buffer {i} of {buffer.nbytes} bytes: expected {expected}, a block of this shard")

@@ -1,0 +1,126 @@
+// The body of the copies of whole blocks between pages and payloads, for any layout. One thread's part; also compiled
+// for the host, where the tests run it thread by thread.
+#pragma once
+
+#include "../layout/division.h"
+
+namespace kvcache {
+
+constexpr u32 ROOTS = 64, BLOCKS = 128;  // of one launch: a job goes by value, and 4,096 bytes are what fits everywhere
+constexpr u32 UNROLL = 4;                // loads of one thread that are under way at a time
+
+enum class Direction { Gather, Scatter };  // pages to payloads, payloads to pages
+
+struct Step {
+    Division extent;
+    i64 page;  // bytes from one index to the next in the page
+    i64 payload;
+};
+
+struct Root {
+    u64 page;  // address in page 0
+    u64 payload;
+};
+
+struct Block {
+    u64 page;  // bytes from page 0 to this one
+    u64 payload;
+};
+
+// What one launch does: every block times every root is a piece of `vectors` accesses. A piece consists of fragments,
+// contiguous on both sides, numbered along `axes` in the payload's order (the Walk of layout.h).
+struct Job {
+    Step axes[MAX_AXES];  // from the outermost to the innermost; the last `count` ones are meant
+    Division run;         // accesses in a fragment
+    u32 count;
+    u32 vectors;  // below 2^31
+    u32 blocks;
+    u32 roots;
+    Root root[ROOTS];
+    Block block[BLOCKS];
+};
+
+static_assert(sizeof(Job) <= 4096, "a kernel takes no more arguments");
+
+template <int Width>
+struct alignas(Width) Vector;
+template <>
+struct alignas(16) Vector<16> {
+    u64 low, high;
+};
+template <>
+struct Vector<8> {
+    u64 all;
+};
+template <>
+struct Vector<4> {
+    u32 all;
+};
+template <>
+struct Vector<2> {
+    unsigned short all;
+};
+template <>
+struct Vector<1> {
+    unsigned char all;
+};
+
+// A thread's place along a piece and among the pieces, and the steps that take it to its next ones.
+struct Thread {
+    u32 vector, vector_step;
+    u32 piece, piece_step;
+};
+
+template <int Width>
+KV_HD inline Place place_of(const Job& job, u32 vector) {
+    u32 fragment = quotient(job.run, vector);
+    const i64 within = static_cast<i64>(vector - fragment * job.run.divisor) * Width;
+    Place place = {within, within};
+#pragma unroll
+    for (int i = MAX_AXES - 1; i >= 0; --i) {  // unrolled, so that the steps are read from the constant bank
+        if (i < MAX_AXES - static_cast<int>(job.count)) break;
+        const Step& axis = job.axes[i];
+        const u32 outer = quotient(axis.extent, fragment);
+        const i64 index = static_cast<i64>(fragment - outer * axis.extent.divisor);
+        fragment = outer;
+        place.page += index * axis.page;
+        place.payload += index * axis.payload;
+    }
+    return place;
+}
+
+template <class Type>
+KV_HD inline Type* pointer(u64 address) {
+    return reinterpret_cast<Type*>(address);
+}
+
+template <Direction direction, int Width>
+KV_HD inline void copy(const Job& job, const Thread& thread) {
+    using Access = Vector<Width>;
+    for (u32 piece = thread.piece; piece < job.blocks * job.roots; piece += thread.piece_step) {
+        const u32 block = piece / job.roots;
+        const Root& root = job.root[piece - block * job.roots];
+        const u64 page = root.page + job.block[block].page, payload = root.payload + job.block[block].payload;
+        for (u32 first = thread.vector; first < job.vectors; first += UNROLL * thread.vector_step) {
+            Access held[UNROLL];
+            u64 to[UNROLL];
+#pragma unroll
+            for (u32 i = 0; i < UNROLL; ++i) {
+                const u32 vector = first + i * thread.vector_step;
+                if (vector >= job.vectors) break;
+                const Place place = place_of<Width>(job, vector);
+                const u64 at_page = page + static_cast<u64>(place.page);
+                const u64 at_payload = payload + static_cast<u64>(place.payload);
+                held[i] = *pointer<const Access>(direction == Direction::Gather ? at_page : at_payload);
+                to[i] = direction == Direction::Gather ? at_payload : at_page;
+            }
+#pragma unroll
+            for (u32 i = 0; i < UNROLL; ++i) {
+                if (first + i * thread.vector_step >= job.vectors) break;
+                *pointer<Access>(to[i]) = held[i];
+            }
+        }
+    }
+}
+
+}  // namespace kvcache

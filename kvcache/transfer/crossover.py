@@ -1,0 +1,79 @@
+"""From which size on copies over the bus by the DMA engines are as fast as those by a kernel.
+
+The engines leave the multiprocessors alone, so they are wanted wherever they keep up; each copy costs them a start,
+so they keep up only with large ones. Where that is differs by machine, and is measured when a copier starts.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.transfer.device import Device
+from kvcache.transfer.kernels import Direction, grid, jobs
+from kvcache.transfer.walk import Plan, Walk
+
+SIZES = tuple(1 << power for power in range(14, 23))  # 16 KiB to 4 MiB
+NEVER = sys.maxsize
+_TOTAL_BYTES = 16 << 20
+_KEEPS_UP = 0.97
+_RUNS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """Bytes of the smallest copy that DMA is used for."""
+
+    gather: int  # from the device
+    scatter: int  # to the device
+
+
+def crossing(dma: Mapping[int, float], kernel: float) -> int:
+    """The size from which on each measured rate of DMA keeps up with the kernel's; NEVER where none does."""
+    found = NEVER
+    for size in sorted(dma, reverse=True):
+        if dma[size] < _KEEPS_UP * kernel:
+            break
+        found = size
+    return found
+
+
+class Rates:
+    """Bytes a second over the bus, of pinned memory: by DMA in copies of one size, and by the kernel."""
+
+    def __init__(self, device: Device, stream: int, bus_blocks: int, total_bytes: int = _TOTAL_BYTES) -> None:
+        self._device, self._stream, self._bus_blocks, self._total = device, stream, bus_blocks, total_bytes
+        self._there = device.memory(total_bytes, stream)
+        self._here = device.host_memory(total_bytes)
+
+    def dma(self, direction: Direction, size: int) -> float:
+        starts = np.arange(0, self._total - size + 1, size, dtype=np.uint64)
+        there, here = starts + np.uint64(self._there.pointer), starts + np.uint64(self._here.pointer)
+        ends = (here, there) if direction == "gather" else (there, here)
+        sizes = np.full(len(starts), size, np.uint64)
+        return self._rate(lambda: self._device.copy(*ends, sizes, self._stream, pinned=True), len(starts) * size)
+
+    def kernel(self, direction: Direction) -> float:
+        whole = Plan(np.array([[self._there.pointer, 0]], np.int64), Walk((), self._total), 0)
+        ((width, job),) = jobs(whole, [0], np.array([self._here.pointer], np.int64))
+        kernel = f"copy.cu:{direction}_{width}"
+        return self._rate(
+            lambda: self._device.launch(kernel, grid(job, self._bus_blocks), job, self._stream), self._total
+        )
+
+    def _rate(self, work: Callable[[], None], size: int) -> float:
+        self._device.seconds(self._stream, work)
+        return size / float(np.median([self._device.seconds(self._stream, work) for _ in range(_RUNS)]))
+
+
+def measure(device: Device, stream: int, bus_blocks: int, sizes: Sequence[int] = SIZES) -> Crossover:
+    """Some tens of milliseconds."""
+    rates = Rates(device, stream, bus_blocks)
+    gather, scatter = (
+        crossing({size: rates.dma(direction, size) for size in sizes}, rates.kernel(direction))
+        for direction in ("gather", "scatter")
+    )
+    return Crossover(gather, scatter)

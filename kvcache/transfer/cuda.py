@@ -1,0 +1,297 @@
+"""Copies between pages on a GPU and host memory, on streams of their own, beside what the engine computes.
+
+    copier = CudaCopier(0)
+    copier.pinned.add(region)                           # once, for each piece of the arena
+    after = copier.mark(compute_stream)                 # where the engine is now
+    copy = copier.gather(pages, page_ids, payloads, after=after)
+    copy = copier.scatter(pages, page_ids, payloads)    # by runs of layers
+    copy.hold(compute_stream, layer=0)                  # what comes next on that stream waits for layer 0
+    copy.wait()
+
+There are three ways, taken by size:
+
+    direct   DMA of each fragment between page and payload, nothing on the multiprocessors; for large fragments
+    staged   a kernel gathers blocks within the device, DMA takes each as one piece over the bus; for small fragments
+             of large blocks, and for host memory that is not pinned
+    mapped   a kernel reads or writes pinned host memory itself, by a few multiprocessors; for the rest
+
+What is large is measured when the copier is made (`crossover.py`). No call waits for the device, except a copy of host
+memory that is not pinned: the driver copies that within the call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import LayoutError
+from kvcache.transfer.cpu import Axes, check_call
+from kvcache.transfer.crossover import Crossover, measure
+from kvcache.transfer.device import CupyDevice, Device, Event, Memory
+from kvcache.transfer.kernels import Direction, grid, jobs
+from kvcache.transfer.pages import GroupPages
+from kvcache.transfer.pinned import PinnedRegions, address_of
+from kvcache.transfer.walk import Plan, plan, plan_within, runs_of_layers
+
+Way = Literal["direct", "staged", "mapped"]
+
+STAGING_BYTES = 32 << 20
+RUN_BYTES = 4 << 20  # of layers between two events: some 80 microseconds of the bus, ten times what a launch costs
+BUS_BLOCKS = 32  # blocks of threads that keep the bus busy
+DEVICE_BLOCKS = 8  # a multiprocessor, to keep the device's memory busy
+_ALIGNMENT = 256
+_POLL_S = 20e-6
+
+
+@dataclass(slots=True)
+class CudaCopy:
+    """A copy under way: an event after each run of layers. The caller keeps pages and buffers until it is done.
+
+    Everything here raises what the device reports, if it reports a fault: then the copy's target is undefined.
+    """
+
+    device: Device
+    ends: list[int]  # of each run of layers, excluded
+    events: list[Event]
+    ways: list[Way]  # how each run went
+    keep: tuple[object, ...] = field(repr=False)  # alive until this is collected
+
+    @property
+    def done(self) -> bool:
+        return not self.events or self.events[-1].done
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return self.wait_layer(self.ends[-1] - 1, timeout_s) if self.events else True
+
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
+        """Until this layer, counted within the shard, of every block is in its pages."""
+        event = self._event(layer)
+        if event is None:
+            return True
+        if timeout_s is None:
+            event.synchronize()
+            return True
+        deadline = time.monotonic() + timeout_s
+        while not event.done:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(left, _POLL_S))
+        return True
+
+    def hold(self, stream: int, layer: int | None = None) -> None:
+        """What is put on the engine's `stream` from now on begins after this layer, or all of the copy."""
+        event = self._event(self.ends[-1] - 1 if layer is None and self.ends else layer or 0)
+        if event is not None:
+            self.device.follow(stream, event)
+
+    def _event(self, layer: int) -> Event | None:
+        return next((event for end, event in zip(self.ends, self.events, strict=True) if layer < end), None)
+
+
+class CudaCopier:
+    """Copies of whole blocks of the pages on one device. Thread-safe.
+
+    `compute_stream` is the engine's, for calls without a mark; `way` and `crossover` are for tests and measurements.
+    """
+
+    def __init__(
+        self,
+        device: Device | int = 0,
+        *,
+        compute_stream: int = 0,
+        crossover: Crossover | None = None,
+        way: Way | None = None,
+        staging_bytes: int = STAGING_BYTES,
+        run_bytes: int = RUN_BYTES,
+        bus_blocks: int = BUS_BLOCKS,
+    ) -> None:
+        self.device = CupyDevice(device) if isinstance(device, int) else device
+        self.pinned = PinnedRegions(self.device)
+        self.compute_stream, self.way = compute_stream, way
+        self._staging_bytes, self._run_bytes, self._bus_blocks = staging_bytes, run_bytes, bus_blocks
+        self._lanes = {"gather": _Lane(self.device), "scatter": _Lane(self.device), "within": _Lane(self.device)}
+        self.crossover = crossover or measure(self.device, self._lanes["gather"].stream, bus_blocks)
+
+    def mark(self, stream: int | None = None) -> Event:
+        """Where the engine's stream is now: give it to the copy that must come after what was put there."""
+        return self.device.record(self.compute_stream if stream is None else stream)
+
+    def gather(
+        self,
+        pages: GroupPages,
+        page_ids: Sequence[int],
+        buffers: Sequence[memoryview],
+        *,
+        after: Event | None = None,
+    ) -> CudaCopy:
+        """Pages to buffers, after what was put on the engine's stream before `after`, or before this call."""
+        check_call(pages, page_ids, buffers, writable=True, device=self.device.name)
+        return self._copy("gather", pages, page_ids, buffers, after)
+
+    def scatter(
+        self,
+        pages: GroupPages,
+        page_ids: Sequence[int],
+        buffers: Sequence[memoryview],
+        *,
+        after: Event | None = None,
+    ) -> CudaCopy:
+        """Buffers to pages, by runs of layers, an event after each; a load that is large enough has one a layer."""
+        check_call(pages, page_ids, buffers, writable=False, device=self.device.name)
+        return self._copy("scatter", pages, page_ids, buffers, after)
+
+    def copy_pages(
+        self, pages: GroupPages, sources: Sequence[int], targets: Sequence[int], *, after: Event | None = None
+    ) -> CudaCopy:
+        """Pages to other pages of the same pool, as copy-on-write needs. No target may be a source, nor twice there."""
+        check_call(pages, (), (), writable=True, device=self.device.name)
+        pages.check_ids([*sources, *targets])
+        if len(targets) != len(sources) or len({*targets}) != len(targets) or {*targets} & {*sources}:
+            raise LayoutError(
+                f"{len(sources)} pages to {len(targets)}: expected each target once, and no source as one"
+            )
+        lane, within = self._lanes["within"], plan_within(pages)
+        with lane.lock:
+            self._follow(lane, after)
+            self._launch("gather", within, sources, np.asarray(targets, np.int64) * pages.page_stride, lane)
+            return CudaCopy(self.device, [pages.shard.layers], [self.device.record(lane.stream)], [], (pages,))
+
+    def close(self) -> None:
+        """Wait for what is under way, and unpin."""
+        for lane in self._lanes.values():
+            with lane.lock:
+                self.device.record(lane.stream).synchronize()
+                lane.staging = None
+        self.pinned.close()
+
+    def _copy(
+        self,
+        direction: Direction,
+        pages: GroupPages,
+        page_ids: Sequence[int],
+        buffers: Sequence[memoryview],
+        after: Event | None,
+    ) -> CudaCopy:
+        copy = CudaCopy(self.device, [], [], [], (pages, buffers))
+        if not len(page_ids):
+            return copy
+        here = np.array([address_of(buffer) for buffer in buffers], np.int64)
+        found = [self.pinned.find(address, pages.block_bytes) for address in here.tolist()]
+        mapped = None if None in found else np.array(found, np.int64)
+        lane = self._lanes[direction]
+        with lane.lock:
+            self._follow(lane, after)
+            for part in _parts(pages, len(page_ids), self._run_bytes if direction == "scatter" else None):
+                way = self._way(direction, part) if mapped is not None else "staged"
+                if way == "direct":
+                    self._direct(direction, part, page_ids, here, lane)
+                elif way == "mapped" and mapped is not None:
+                    self._launch(direction, part.plan, page_ids, mapped, lane, over_bus=True)
+                else:
+                    self._staged(direction, part, page_ids, here, lane, pinned=mapped is not None)
+                copy.ways.append(way)
+                copy.ends.append(part.end)
+                copy.events.append(self.device.record(lane.stream))
+        return copy
+
+    def _follow(self, lane: _Lane, after: Event | None) -> None:
+        self.device.follow(lane.stream, self.mark() if after is None else after)
+
+    def _way(self, direction: Direction, part: _Part) -> Way:
+        if self.way is not None:
+            return self.way
+        enough = self.crossover.gather if direction == "gather" else self.crossover.scatter
+        if part.plan.walk.run >= enough:
+            return "direct"
+        return "staged" if part.size_bytes >= enough else "mapped"
+
+    def _direct(
+        self, direction: Direction, part: _Part, page_ids: Sequence[int], here: NDArray[np.int64], lane: _Lane
+    ) -> None:
+        roots, walk = part.plan.roots, part.plan.walk
+        fragments = (roots[:, None] + walk.places[None]).reshape(-1, 2)
+        starts = np.stack([np.asarray(page_ids, np.int64) * part.plan.page_step, here], axis=1)
+        ends = (starts[:, None] + fragments[None]).reshape(-1, 2).astype(np.uint64)
+        target, origin = (1, 0) if direction == "gather" else (0, 1)
+        sizes = np.full(len(ends), walk.run, np.uint64)
+        self.device.copy(ends[:, target], ends[:, origin], sizes, lane.stream, pinned=True)
+
+    def _staged(
+        self,
+        direction: Direction,
+        part: _Part,
+        page_ids: Sequence[int],
+        here: NDArray[np.int64],
+        lane: _Lane,
+        *,
+        pinned: bool,
+    ) -> None:
+        slot = -(-part.size_bytes // _ALIGNMENT) * _ALIGNMENT
+        if lane.staging is None or lane.staging_bytes < slot:
+            lane.staging_bytes = max(slot, self._staging_bytes)
+            lane.staging = self.device.memory(lane.staging_bytes, lane.stream)
+        at_a_time = lane.staging_bytes // slot
+        for first in range(0, len(here), at_a_time):
+            host = (here[first : first + at_a_time] + part.start).astype(np.uint64)
+            staged = lane.staging.pointer + slot * np.arange(len(host), dtype=np.int64)
+            ids, sizes = page_ids[first : first + at_a_time], np.full(len(host), part.size_bytes, np.uint64)
+            if direction == "gather":
+                self._launch("gather", part.plan, ids, staged - part.start, lane)
+                self.device.copy(host, staged.astype(np.uint64), sizes, lane.stream, pinned=pinned)
+            else:
+                self.device.copy(staged.astype(np.uint64), host, sizes, lane.stream, pinned=pinned)
+                self._launch("scatter", part.plan, ids, staged - part.start, lane)
+
+    def _launch(
+        self,
+        direction: Direction,
+        the_plan: Plan,
+        page_ids: Sequence[int],
+        payloads: NDArray[np.int64],
+        lane: _Lane,
+        *,
+        over_bus: bool = False,
+    ) -> None:
+        most = self._bus_blocks if over_bus else DEVICE_BLOCKS * self.device.multiprocessors
+        for width, job in jobs(the_plan, page_ids, payloads):
+            self.device.launch(f"copy.cu:{direction}_{width}", grid(job, most), job, lane.stream)
+
+
+class _Lane:
+    """A stream for one kind of copy, and the device's memory by which staged ones go. Used under its lock, so that
+    what one copy puts on the stream stays together."""
+
+    def __init__(self, device: Device) -> None:
+        self.stream = device.stream()
+        self.lock = threading.Lock()
+        self.staging: Memory | None = None
+        self.staging_bytes = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A run of layers: contiguous in the payload."""
+
+    plan: Plan
+    end: int  # layer, excluded
+    start: int  # in bytes of the payload
+    size_bytes: int
+
+
+def _parts(pages: GroupPages, blocks: int, run_bytes: int | None) -> list[_Part]:
+    """One; or runs of layers, where the payload holds each in one piece."""
+    layers, size = pages.shard.layers, pages.block_bytes
+    if run_bytes is None or Axes.of(pages).payload[0] * layers != size:
+        return [_Part(plan(pages), layers, 0, size)]
+    layer_bytes = size // layers
+    return [
+        _Part(plan(pages, (first, end)), end, first * layer_bytes, (end - first) * layer_bytes)
+        for first, end in runs_of_layers(layers, size, blocks, run_bytes)
+    ]

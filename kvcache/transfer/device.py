@@ -1,0 +1,157 @@
+"""What a copier asks of a GPU: streams and events, launches, copies over the bus, memory.
+
+Streams are handles, as CUDA has them: `torch.cuda.current_stream().cuda_stream`, CuPy's `Stream.ptr`, 0 for the
+default one. What is put on one stream happens in order; events order streams among each other. `CupyDevice` is the
+real one; the tests run the same kernels on the processor behind another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import ConfigError
+from kvcache.transfer.batch import Batch
+from kvcache.transfer.kernels import OPTIONS, THREADS, Grid, source
+
+Addresses = NDArray[np.uint64]
+
+_PORTABLE_AND_MAPPED = 3  # cudaHostRegister's flags: for every context, and within reach of kernels
+
+
+class Event(Protocol):
+    """A point in a stream. Both raise what the device reports, if anything before that point went wrong."""
+
+    @property
+    def done(self) -> bool: ...
+    def synchronize(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Given back when it is collected. `pointer` is the address for the host as well as for the device."""
+
+    pointer: int
+    owner: Any = field(repr=False)
+
+
+class Device(Protocol):
+    name: str  # as torch spells it: cuda:0
+    multiprocessors: int
+
+    def stream(self) -> int:
+        """A new stream that lives as long as the device, and waits for no other."""
+
+    def record(self, stream: int) -> Event: ...
+    def follow(self, stream: int, event: Event) -> None:
+        """What is put on `stream` from now on begins after the event."""
+
+    def launch(self, kernel: str, grid: Grid, job: NDArray[np.void], stream: int) -> None:
+        """A kernel `file:name` on one of our streams; `job`, one struct, goes by value."""
+
+    def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, *, pinned: bool) -> None:
+        """Copies between host and device, in any order among themselves. Where the host's memory is not `pinned` the
+        call may wait for them."""
+
+    def memory(self, size_bytes: int, stream: int) -> Memory:
+        """Of the device, for use on that stream."""
+
+    def host_memory(self, size_bytes: int) -> Memory:
+        """Of the host, pinned."""
+
+    def register(self, address: int, size_bytes: int) -> int:
+        """Pin host memory: the address by which kernels reach it. OSError where it cannot be."""
+
+    def unregister(self, address: int) -> None: ...
+    def seconds(self, stream: int, work: Callable[[], None]) -> float:
+        """How long what `work` puts on the stream takes there. Waits for it."""
+
+
+class CupyDevice:
+    """A GPU through CuPy. All may be called from any thread."""
+
+    def __init__(self, index: int = 0) -> None:
+        try:
+            import cupy
+        except ImportError as error:
+            raise ConfigError(
+                "pages on a GPU need CuPy: pip install 'kvcache-tiers[cuda13]', or [cuda12] for a driver below 580"
+            ) from error
+        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        try:
+            count = self._runtime.getDeviceCount()
+        except self._runtime.CUDARuntimeError as error:
+            raise ConfigError(f"no GPU for this process: {error}; look at nvidia-smi") from error
+        if not 0 <= index < count:
+            raise ConfigError(f"device cuda:{index}: expected one of cuda:0 to cuda:{count - 1}")
+        self.name = f"cuda:{index}"
+        self._device = cupy.cuda.Device(index)
+        self.multiprocessors: int = self._device.attributes["MultiProcessorCount"]
+        self._batch = Batch.of_driver()
+        self._streams: dict[int, Any] = {}
+        self._kernels: dict[str, Any] = {}
+
+    def stream(self) -> int:
+        with self._device:
+            made = self._cupy.cuda.Stream(non_blocking=True)
+        self._streams[made.ptr] = made
+        return int(made.ptr)
+
+    def record(self, stream: int) -> Event:
+        with self._device:
+            event: Event = self._cupy.cuda.Event(block=True, disable_timing=True)
+            self._runtime.eventRecord(event.ptr, stream)  # type: ignore[attr-defined]
+        return event
+
+    def follow(self, stream: int, event: Event) -> None:
+        with self._device:
+            self._runtime.streamWaitEvent(stream, event.ptr)  # type: ignore[attr-defined]
+
+    def launch(self, kernel: str, grid: Grid, job: NDArray[np.void], stream: int) -> None:
+        with self._device, self._streams[stream]:
+            if kernel not in self._kernels:
+                file, name = kernel.split(":")
+                self._kernels[kernel] = self._cupy.RawModule(code=source(file), options=OPTIONS).get_function(name)
+            self._kernels[kernel](grid, (THREADS,), (job,))
+
+    def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, *, pinned: bool) -> None:
+        with self._device:
+            if pinned and self._batch.copy(targets, sources, sizes, stream):
+                return
+            for target, origin, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+                self._runtime.memcpyAsync(target, origin, size, self._runtime.memcpyDefault, stream)
+
+    def memory(self, size_bytes: int, stream: int) -> Memory:
+        with self._device, self._streams[stream]:
+            made = self._cupy.cuda.alloc(size_bytes)
+        return Memory(int(made.ptr), made)
+
+    def host_memory(self, size_bytes: int) -> Memory:
+        with self._device:
+            made = self._cupy.cuda.alloc_pinned_memory(size_bytes)
+        return Memory(int(made.ptr), made)
+
+    def register(self, address: int, size_bytes: int) -> int:
+        with self._device:
+            try:
+                self._runtime.hostRegister(address, size_bytes, _PORTABLE_AND_MAPPED)
+            except self._runtime.CUDARuntimeError as error:
+                raise OSError(str(error)) from error
+            return int(self._runtime.pointerGetAttributes(address).devicePointer)
+
+    def unregister(self, address: int) -> None:
+        with self._device:
+            self._runtime.hostUnregister(address)
+
+    def seconds(self, stream: int, work: Callable[[], None]) -> float:
+        with self._device:
+            before, after = self._cupy.cuda.Event(), self._cupy.cuda.Event()
+            self._runtime.eventRecord(before.ptr, stream)
+            work()
+            self._runtime.eventRecord(after.ptr, stream)
+            after.synchronize()
+            return float(self._cupy.cuda.get_elapsed_time(before, after)) / 1e3

@@ -1,0 +1,88 @@
+"""Host memory that a GPU reaches: regions pinned once, and where kernels find a piece of one.
+
+The system looks up and locks every page that is pinned, so it is done for whole regions (an extent of the arena) when
+they are mapped, never for a copy. It is undone before the memory goes: a region keeps its memory alive until then.
+"""
+
+from __future__ import annotations
+
+import resource
+import threading
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvcache.errors import StoreError
+from kvcache.transfer.device import Device
+from kvcache.units import show_bytes
+
+
+def address_of(memory: memoryview) -> int:
+    """Of a contiguous buffer's first byte."""
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    address: int
+    size_bytes: int
+    device_address: int
+    memory: memoryview = field(repr=False)
+
+
+class PinnedRegions:
+    """Thread-safe."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._regions: list[_Region] = []  # by address
+        self._lock = threading.Lock()
+
+    def add(self, memory: memoryview) -> None:
+        """Pin a region. StoreError where the system does not allow it: copies then work by way of the driver's own
+        buffers, at a part of the speed."""
+        address, size = address_of(memory), memory.nbytes
+        try:
+            device_address = self._device.register(address, size)
+        except OSError as error:
+            raise StoreError(
+                f"{show_bytes(size)} of host memory cannot be pinned for {self._device.name}: {error}; {_limit(size)}"
+            ) from error
+        region = _Region(address, size, device_address, memory)
+        with self._lock:
+            self._regions.insert(bisect_right(self._regions, address, key=lambda r: r.address), region)
+
+    def remove(self, memory: memoryview) -> None:
+        """Let a region go, which no copy under way may use."""
+        address = address_of(memory)
+        with self._lock:
+            region = next(r for r in self._regions if r.address == address)
+            self._regions.remove(region)
+        self._device.unregister(address)
+
+    def find(self, address: int, size_bytes: int) -> int | None:
+        """Where kernels find these bytes of the host; None where not all of them are pinned."""
+        with self._lock:
+            i = bisect_right(self._regions, address, key=lambda r: r.address) - 1
+            if i < 0:
+                return None
+            region = self._regions[i]
+        if address + size_bytes > region.address + region.size_bytes:
+            return None
+        return region.device_address + address - region.address
+
+    def close(self) -> None:
+        for region in list(self._regions):
+            self.remove(region.memory)
+
+
+def _limit(size_bytes: int) -> str:
+    """What to do about it, by the limit that this process has."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit == resource.RLIM_INFINITY or limit >= size_bytes:
+        return "the locked-memory limit allows it: is so much memory free? Give less host.capacity_bytes"
+    return (
+        f"the locked-memory limit is {show_bytes(limit)}: raise it (`ulimit -l unlimited`, LimitMEMLOCK=infinity of a "
+        "systemd unit, --ulimit memlock=-1 of a container)"
+    )
