@@ -134,6 +134,11 @@ class Nvme(_Section):
         description="When a block is forced to the medium: `block`, before it can be found; "
         "`batch`, with others soon after; `none`, when the system likes.",
     )
+    codec: Literal["raw", "zstd", "fp8", "int8"] = Field(
+        default="raw",
+        description="How records are kept: `raw`, as they are; `zstd`, smaller and exact (`kvcache-tiers[zstd]`); "
+        "`fp8`, `int8`, half or a quarter of the size, with the loss that docs/codecs.md bounds.",
+    )
     threads: Count = Field(default=4, description="Threads that read and write.")
     queue_bytes: Bytes = Field(
         default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."

@@ -12,6 +12,7 @@ from kvcache.block.namespace import Namespace
 from kvcache.errors import ClosedError, ConfigError, LayoutError
 from kvcache.evict.lru import LRU
 from kvcache.evict.policy import Policy
+from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.request import BoundCache
@@ -39,6 +40,7 @@ class Cache:
         port = port or Port()
         self.counters = Counters()
         self.events = Events(port.clock)
+        self._coder = Coder({NvmeTier.name: settings.nvme.codec} if settings.nvme.enabled else {}, self.counters)
         self.below = _tiers_below(settings, port)
         self.host = HostTier(
             capacity_bytes=settings.host.capacity_bytes,
@@ -54,6 +56,7 @@ class Cache:
             index=self.index,
             host=self.host,
             below=self.below,
+            coder=self._coder,
             counters=self.counters,
             events=self.events,
             port=port,
@@ -97,8 +100,9 @@ class Cache:
             adapter=adapter,
             tenant=tenant,
             cache_salt=cache_salt,
-            facts=facts or {},
+            facts={**(facts or {}), **self._coder.facts},
         )
+        self._coder.bind(namespace)
         key = (namespace.id, held)
         if key not in self._bound:
             self._bound[key] = BoundCache(self.flow, self._copier, namespace, held, self.settings.flow.deadline_s)
@@ -144,7 +148,7 @@ class Cache:
     def _differ(self, tier: Tier) -> tuple[set[bytes], set[bytes]]:
         """Names that the index has and the tier has not, and the other way round."""
         here, listed = {address.name for address in tier.scan()}, self.index.names(tier.name)
-        return listed - here, here - listed
+        return listed - here, here - listed - self.flow.promoter.foreign
 
     def close(self) -> None:
         if self._closed:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from kvcache.block.address import Address
 from kvcache.block.record import record_bytes
 from kvcache.hierarchy.bypass import Bypass
+from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.lane import Lane
@@ -29,6 +30,7 @@ class Flow:
         index: Index,
         host: HostTier,
         below: Sequence[Tier],
+        coder: Coder,
         counters: Counters,
         events: Events,
         port: Port,
@@ -38,10 +40,21 @@ class Flow:
         self.index, self.host, self.below, self.port = index, host, below, port
         self.counters, self.events, self.bypass = counters, events, Bypass()
         self.lanes = [
-            Lane(tier, index=index, host=host, counters=counters, events=events, port=port, queue_blocks=queue_blocks)
+            Lane(
+                tier,
+                index=index,
+                host=host,
+                coder=coder,
+                counters=counters,
+                events=events,
+                port=port,
+                queue_blocks=queue_blocks,
+            )
             for tier in below
         ]
-        self.promoter = Promoter(index=index, host=host, below=below, counters=counters, events=events, port=port)
+        self.promoter = Promoter(
+            index=index, host=host, below=below, coder=coder, counters=counters, events=events, port=port
+        )
         self.holds = Holds(index, [host, *below])
         self.executor = port.executor(threads, "copy")
         self._storing = 0

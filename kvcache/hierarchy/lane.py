@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 from kvcache.block.address import Address
 from kvcache.block.record import record_bytes
+from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.index import Index
 from kvcache.observe.events import Events, Kind
 from kvcache.observe.metrics import Counters
 from kvcache.port import Port
 from kvcache.tier.host import Held, HostTier, segments
-from kvcache.tier.tier import BACKGROUND, Outcome, Tier
+from kvcache.tier.tier import BACKGROUND, Outcome, Segments, Tier
 
 BATCH_BYTES = 32 << 20
 
@@ -28,13 +29,15 @@ class Lane:
         *,
         index: Index,
         host: HostTier,
+        coder: Coder,
         counters: Counters,
         events: Events,
         port: Port,
         queue_blocks: int,
     ) -> None:
         self.tier, self.queue_blocks = tier, queue_blocks
-        self._index, self._host, self._counters, self._events = index, host, counters, events
+        self._index, self._host, self._coder = index, host, coder
+        self._counters, self._events = counters, events
         self._queue: deque[Address] = deque()
         self._names: set[bytes] = set()  # queued or being written
         self._changed = port.condition()
@@ -98,22 +101,19 @@ class Lane:
 
     def _write(self, batch: Sequence[Address]) -> None:
         records: list[Held] = []
+        forms: list[Segments] = []  # of each record, as the tier keeps it
         try:
             for address in batch:
                 held = self._host.borrow(address)
                 if held is None:  # cleared while it was queued
                     continue
                 records.append(held)
-                self._host.seal(held)
-            records_with_room = self._with_room(records)
-            ticket = self.tier.submit(
-                "write",
-                [held.address for held in records_with_room],
-                [segments(held) for held in records_with_room],
-                priority=BACKGROUND,
-            )
+                forms.append(self._form(held))
+            fit = self._with_room(records, forms)
+            addresses = [held.address for held in records[:fit]]
+            ticket = self.tier.submit("write", addresses, forms[:fit], priority=BACKGROUND)
             ticket.wait()
-            for held, outcome in zip(records_with_room, ticket.outcomes, strict=True):
+            for held, outcome in zip(records[:fit], ticket.outcomes, strict=True):
                 if outcome is Outcome.DONE:
                     self._index.insert(held.address, self.tier.name)
                     self._counters.add("written_blocks", tier=self.tier.name)
@@ -124,10 +124,18 @@ class Lane:
             for held in records:
                 self._host.arena.release(held.slot)
 
-    def _with_room(self, records: Sequence[Held]) -> Sequence[Held]:
-        """Evict from the tier until these fit; those that fit."""
-        for i, held in enumerate(records):
-            size = record_bytes(held.payload_bytes)
+    def _form(self, held: Held) -> Segments:
+        """The record as it goes: as its slot has it, but for a codec."""
+        encoded = self._coder.encoded(held, self.tier.name)
+        if encoded is not None:
+            return encoded
+        self._host.seal(held)
+        return segments(held)
+
+    def _with_room(self, records: Sequence[Held], forms: Sequence[Segments]) -> int:
+        """Evict from the tier until these fit; how many, from the front, do."""
+        for i, (held, form) in enumerate(zip(records, forms, strict=True)):
+            size = sum(map(len, form))
             # the tier counts what it has written, not the records of this batch that are still to come
             while self.tier.room(size) <= i:
                 victim = self._index.evict(self.tier.name, before=self._index.stamp(held.address.name))
@@ -135,9 +143,9 @@ class Lane:
                     reason = f"{self.tier.name} full"
                     self._counters.add("drops", len(records) - i, reason=reason)
                     self._say("dropped", held.address, reason, len(records) - i)
-                    return records[:i]
+                    return i
                 self._leave(victim[0], size)
-        return records
+        return len(records)
 
     def _leave(self, victim: Address, size: int) -> None:
         """The index let go of it; the tier lets go of it too, and of all its siblings where their size is another."""

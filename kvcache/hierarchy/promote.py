@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from kvcache.block.address import Address
 from kvcache.block.record import header_area
+from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.index import Index
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.port import Port
 from kvcache.tier.arena import Slot
 from kvcache.tier.host import HostTier
-from kvcache.tier.tier import Outcome, Tier
+from kvcache.tier.tier import BACKGROUND, Outcome, Tier
 
 Room = Callable[[int], "Slot | None"]
 """A host slot for a payload of so many bytes, or None."""
@@ -35,11 +36,20 @@ class Arrival:
 
 class Promoter:
     def __init__(
-        self, *, index: Index, host: HostTier, below: Sequence[Tier], counters: Counters, events: Events, port: Port
+        self,
+        *,
+        index: Index,
+        host: HostTier,
+        below: Sequence[Tier],
+        coder: Coder,
+        counters: Counters,
+        events: Events,
+        port: Port,
     ) -> None:
-        self._index, self._host, self._below = index, host, below
+        self._index, self._host, self._below, self._coder = index, host, below, coder
         self._counters, self._events = counters, events
         self._arrivals: dict[bytes, Arrival] = {}
+        self.foreign: set[bytes] = set()  # names of records that were left where they are, since they cannot be read
         self._changed = port.condition()
 
     def __len__(self) -> int:
@@ -106,7 +116,10 @@ class Promoter:
     def _arrived(self, tier: Tier, arrival: Arrival, outcome: Outcome) -> None:
         address = arrival.address
         if outcome is Outcome.DONE:
-            arrival.slot.sealed = True
+            outcome = self._coder.decode(address, arrival.slot, arrival.payload_bytes)
+            if outcome is Outcome.DAMAGED:  # to the tier it is sound
+                tier.submit("remove", [address], priority=BACKGROUND)
+        if outcome is Outcome.DONE:
             if self._host.publish(address, arrival.slot, arrival.payload_bytes):
                 self._index.insert(address, self._host.name)
             else:  # stored anew meanwhile
@@ -117,6 +130,8 @@ class Promoter:
             return
         if outcome in (Outcome.ABSENT, Outcome.DAMAGED, Outcome.FOREIGN):
             self._index.discard(address, tier.name)
+            if outcome is Outcome.FOREIGN:
+                self.foreign.add(address.name)
             self._counters.add("refused_records", tier=tier.name, check=outcome.value)
             self._events.add("refused", tier=tier.name, namespace=address.namespace, reason=outcome.value)
         arrival.tiers.remove(tier)

@@ -36,6 +36,8 @@ METRICS: dict[str, Metric] = {
         Metric("drops", "counter", ("reason",), "blocks that were offered and not kept, by reason"),
         Metric("written_blocks", "counter", ("tier",), "blocks written to a tier below host"),
         Metric("write_failures", "counter", ("tier", "outcome"), "blocks not written to a tier below host"),
+        Metric("encoded_bytes", "counter", ("tier", "codec"), "payload bytes given to a codec; raw: left as they are"),
+        Metric("encoded_stored_bytes", "counter", ("tier", "codec"), "bytes that the codec made of them"),
         Metric("promoted_blocks", "counter", ("tier",), "blocks brought up into host from a tier below"),
         Metric(
             "evicted_blocks", "counter", ("tier", "kept"), "blocks that left a tier; kept: yes where one below has it"
