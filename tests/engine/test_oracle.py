@@ -121,8 +121,7 @@ def test_with_the_cache_as_without(family: str, played: list[Round], host_blocks
         try:
             for r in played:
                 if r.before == "restart":
-                    assert cache.check() == []
-                    cache.close()
+                    cache.close()  # with its writes under way
                     cache = tiers(Path(directory), host_blocks=host_blocks, nvme_blocks=nvme_blocks)
                 engine = Engine(model, cache, pages=r.pages, max_batch_tokens=r.budget, max_sequences=r.sequences)
                 results = play(engine, family, r.prompts)
