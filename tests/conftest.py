@@ -1,9 +1,12 @@
-"""What every test shares: the `--long` option, Hypothesis profiles, and an environment without our variables."""
+"""What every test shares: the `--long` option, Hypothesis profiles, an environment without our variables, and, for
+those that look for running caches, a runtime directory of their own."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import settings
@@ -32,3 +35,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU on this machine"))
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where sockets of running caches lie: nothing that runs on this machine is found, nor reached by mistake."""
+    from kvcache.daemon.control import place
+
+    with TemporaryDirectory(prefix="kvcache-test-") as made:  # short: a socket's path has 107 bytes
+        monkeypatch.setenv("XDG_RUNTIME_DIR", made)
+        monkeypatch.setattr(place, "directories", lambda environ=None: [Path(made, "kvcache")])
+        yield Path(made, "kvcache")

@@ -27,7 +27,7 @@ from kvcache.transfer.cpu import CpuCopier
 
 POLICIES: Mapping[str, type[Policy]] = {"lru": LRU}
 
-_ARRIVE_S = 10.0
+_LOOKS, _ARRIVE_S = 10, 0.5
 
 _log = logging.getLogger("kvcache")
 
@@ -135,7 +135,9 @@ class Cache:
         faults = self.index.check()
         tiers = (self.host, *self.below)
         differ = [self._differ(tier) for tier in tiers]
-        if any(map(any, differ)):  # what is on its way at this moment arrives, and differs no more
+        for _ in range(_LOOKS):  # what is on its way at this moment arrives, and differs no more
+            if not any(map(any, differ)):
+                break
             self.flush(_ARRIVE_S)
             again = [self._differ(tier) for tier in tiers]
             differ = [(u & v, w & x) for (u, w), (v, x) in zip(differ, again, strict=True)]

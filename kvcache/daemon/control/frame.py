@@ -18,7 +18,10 @@ class FrameError(Exception):
 
 
 def send(connection: socket.socket, message: dict[str, Any], *, most_bytes: int, timeout_s: float | None) -> None:
-    body = msgpack.packb(message)
+    try:
+        body = msgpack.packb(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise FrameError(f"a message that msgpack cannot write: {error}") from error
     if len(body) > most_bytes:
         raise FrameError(f"a message of {len(body)} bytes: at most {most_bytes} go into one")
     connection.settimeout(timeout_s)

@@ -109,14 +109,14 @@ class Control:
         connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        try:
-            with connection:
+        with connection:
+            try:
                 asked = receive(connection, most_bytes=REQUEST_BYTES, timeout_s=DEADLINE_S)
                 send(connection, self._answer(asked), most_bytes=ANSWER_BYTES, timeout_s=DEADLINE_S)
-        except FrameError as error:
-            _log.debug("no question, or nobody to take the answer: %s", error)
-        finally:
-            self._free.release()
+            except FrameError as error:
+                _log.debug("no question, or nobody to take the answer: %s", error)
+            finally:
+                self._free.release()
 
     def _answer(self, asked: dict[Any, Any]) -> dict[str, Any]:
         answers: dict[Any, Callable[[Cache, dict[Any, Any]], dict[str, Any]]] = {

@@ -1,0 +1,151 @@
+"""Where control sockets lie: never where another user could meddle, and never for longer than their process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+import kvcache
+from kvcache.daemon.control import place
+from kvcache.daemon.control.client import find
+from kvcache.errors import StoreError
+
+RUN = """
+import sys, kvcache
+cache = kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False)
+{then}
+print("ready", flush=True)
+sys.stdin.read()
+"""
+FORK = """
+import os
+ours, theirs = os.pipe()
+if os.fork() == 0:
+    os.write(theirs, b".")
+    sys.stdin.read()
+    os._exit(0)
+os.read(ours, 1)
+"""
+
+
+def running(runtime: Path, then: str = "") -> subprocess.Popen[str]:
+    """A process with a cache of its own, until its standard input ends."""
+    script = RUN.format(then=then)
+    environ = {**os.environ, "XDG_RUNTIME_DIR": str(runtime.parent), "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environ,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+
+
+def test_what_a_killed_process_left_is_removed_by_who_looks(runtime: Path) -> None:
+    with running(runtime) as process:
+        assert [found.info["pid"] for found in find()] == [process.pid]
+        kill(process)
+        assert len(list(runtime.iterdir())) == 1
+        assert list(find()) == []
+        assert list(runtime.iterdir()) == []
+
+
+def test_and_by_the_next_cache(runtime: Path) -> None:
+    with running(runtime) as process:
+        kill(process)
+    left = runtime / f"{process.pid}-2.sock.new"  # killed before it listened
+    left.touch()
+    with closing(kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False)):
+        assert [path.name for path in runtime.iterdir()] == [f"{os.getpid()}-1.sock"]
+
+
+def test_a_process_that_ends_without_closing_leaves_nothing(runtime: Path) -> None:
+    with running(runtime) as process:
+        process.communicate("")
+    assert process.returncode == 0
+    assert list(runtime.iterdir()) == []
+
+
+def test_a_forked_child_does_not_keep_its_parents_socket(runtime: Path) -> None:
+    with running(runtime, then=FORK) as process:
+        (path,) = runtime.iterdir()
+        assert not place.stale(path)
+        kill(process)
+        assert place.stale(path), "the child listens in its parent's name"
+
+
+def test_a_living_socket_is_not_stale_however_busy(runtime: Path) -> None:
+    runtime.mkdir(mode=0o700)
+    path = runtime / "1-1.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(os.fspath(path))
+        assert place.stale(path)
+        listener.listen(0)
+        waiting = []
+        for _ in range(8):  # more than wait in its queue
+            assert not place.stale(path)
+            waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            waiting[-1].setblocking(False)
+            waiting[-1].connect_ex(os.fspath(path))
+        for connection in waiting:
+            connection.close()
+    assert place.stale(path)
+
+
+@pytest.fixture
+def short() -> Path:
+    with TemporaryDirectory(prefix="kv-") as made:
+        yield Path(made)
+
+
+def test_the_first_sound_directory_is_taken(short: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_to_all, link, file = short / "open", short / "link", short / "file"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o750)
+    link.symlink_to(short)
+    file.touch()
+    sound = short / "sound"
+    bad = [short / ("x" * 100), short / "missing" / "kvcache", open_to_all, link, file]
+    monkeypatch.setattr(place, "directories", lambda environ=None: [*bad, sound])
+    assert place.prepare() == sound
+    assert sound.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(place, "directories", lambda environ=None: bad)
+    with pytest.raises(StoreError, match="XDG_RUNTIME_DIR") as caught:
+        place.prepare()
+    assert all(str(path) in str(caught.value) for path in bad)
+
+
+def test_the_runtime_directory_comes_first_and_others_are_searched_too(short: Path) -> None:
+    user = os.geteuid()
+    assert place.directories({"XDG_RUNTIME_DIR": str(short)})[0] == short / "kvcache"
+    without = place.directories({})
+    assert Path(f"/tmp/kvcache-{user}") in without
+    assert place.directories({"XDG_RUNTIME_DIR": "relative"}) == without
+    assert len(place.directories({"XDG_RUNTIME_DIR": f"/run/user/{user}"})) == len(without)
+
+
+def test_without_a_place_the_cache_runs_all_the_same(
+    short: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(place, "directories", lambda environ=None: [short / "missing" / "kvcache"])
+    with caplog.at_level(logging.WARNING, "kvcache"):
+        cache = kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False)
+    assert "will not find this cache" in caplog.text
+    assert cache.check() == []
+    cache.close()
