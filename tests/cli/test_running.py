@@ -1,0 +1,162 @@
+"""What an operator asks of running caches: ps, stats, events, check, bypass."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcache
+from kvcache.block.layout import KVLayout
+from kvcache.cli import main as frame
+from kvcache.transfer.pages import GroupPages
+
+LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=256, dtype="fp32", block_tokens=4)
+
+
+@pytest.fixture(autouse=True)
+def wide(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+
+
+@pytest.fixture
+def cache() -> Iterator[Any]:
+    """A cache that served two requests: 10 blocks asked for and stored, then asked for again with one block more."""
+    with closing(kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False)) as made:
+        tensor = np.zeros((1, 2, 16, 4, 1, 256), np.float32)
+        pages = [GroupPages.from_tensors(LAYOUT, tensor, axes=("kv", "page", "token", "head", "dim"))]
+        for tokens in (40, 44):
+            with made.namespace(LAYOUT, model="org/model", revision="r").request(id=f"of {tokens}") as r:
+                hit = r.match(range(tokens))
+                r.admit()
+                assert r.store(pages, [list(range(hit.blocks, 10))], first_block=hit.blocks).wait(30)
+        yield made
+
+
+@pytest.fixture
+def address() -> str:
+    return f"{os.getpid()}-1"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, what was printed, what was said beside."""
+    monkeypatch.setattr(sys, "argv", ["kvcache", *arguments])
+    with pytest.raises(SystemExit) as left:
+        frame.main()
+    said = capsys.readouterr()
+    return int(left.value.code or 0), said.out, said.err
+
+
+@pytest.fixture
+def kv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    return lambda *arguments: run(monkeypatch, capsys, *arguments)
+
+
+def test_ps_lists_what_runs(cache: Any, kv: Any, address: str, runtime: Path) -> None:
+    code, out, _ = kv("ps")
+    assert code == 0
+    assert out.split()[:2] == ["address", "program"]
+    for text in (address, "org/model", "120 KiB of 1 MiB", "off"):
+        assert text in out
+    code, out, _ = kv("ps", "--json")
+    (row,) = json.loads(out)
+    assert (row["address"], row["socket"], row["fault"]) == (address, str(runtime / f"{address}.sock"), "")
+    assert row["models"] == ["org/model"]
+
+
+def test_ps_lists_nothing_where_nothing_runs(kv: Any) -> None:
+    assert json.loads(kv("ps", "-o", "json")[1]) == []
+    assert kv("ps")[0] == 0
+
+
+def test_ps_says_who_does_not_answer(runtime: Path, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvcache.daemon.control import client, server
+
+    with closing(kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False)):
+        monkeypatch.setattr(server.Control, "_info", lambda *_: {"pid": 2**70})  # msgpack has no such number
+        code, out, _ = kv("ps")
+        assert (code, "does not answer" in out) == (0, True)
+        monkeypatch.undo()
+    assert client.TIMEOUT_S < 10
+
+
+def test_stats_tells_tokens_and_reasons(cache: Any, kv: Any) -> None:
+    code, out, _ = kv("stats")
+    assert code == 0
+    for text in ("asked for", "84", "in 2 requests", "found in host", "47.6%", "cold", "never stored", "120 KiB"):
+        assert text in out
+    assert json.loads(kv("stats", "-o", "json")[1]) == cache.stats()
+    assert json.loads(kv("stats", "--json")[1]) == cache.stats()
+    assert 'kvcache_hit_tokens_total{tier="host"} 40.0' in kv("stats", "-o", "prometheus")[1]
+
+
+def test_events_tells_what_happened_last(cache: Any, kv: Any) -> None:
+    code, out, _ = kv("events")
+    assert code == 0
+    assert all(text in out for text in ("stored", "host", "of 40", "10", "80 KiB"))
+    (event,) = json.loads(kv("events", "-n", "5", "--json")[1])
+    assert (event["kind"], event["blocks"], event["request"]) == ("stored", 10, "of 40")
+    assert json.loads(kv("events", "--tail", "0", "--json")[1]) == []
+
+
+def test_check_is_sound_or_fails(cache: Any, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kv("check")[:2] == (0, "sound\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "check", lambda: [f"fault {i}" for i in range(1002)])
+        code, out, _ = kv("check")
+        assert (code, "fault 999" in out, "and 2 more" in out) == (1, True, True)
+        code, out, _ = kv("check", "-o", "json")
+        assert (code, json.loads(out)["count"]) == (1, 1002)
+
+
+def test_bypass_takes_a_cache_out_and_back(cache: Any, kv: Any, address: str) -> None:
+    code, out, _ = kv("bypass", "on", "--json")
+    assert (code, json.loads(out)) == (0, [{"address": address, "mode": "on", "was": "off"}])
+    assert cache.stats()["bypass"] == {"loads": True, "stores": True}
+    assert "bypassed: loads, stores" in kv("stats")[1]
+    assert 'kvcache_bypass{path="loads"} 1.0' in kv("stats", "-o", "prometheus")[1]
+    assert json.loads(kv("bypass", "--json")[1]) == [{"address": address, "mode": "on", "was": "on"}]
+    assert kv("bypass", "stores")[0] == 0
+    assert cache.stats()["bypass"] == {"loads": False, "stores": True}
+    assert kv("bypass", "off", "--address", address)[0] == 0
+    assert cache.stats()["bypass"] == {"loads": False, "stores": False}
+
+
+def test_of_several_one_is_picked(cache: Any, kv: Any, address: str, runtime: Path) -> None:
+    with closing(kvcache.open(host__capacity_bytes="2MiB", nvme__enabled=False)) as other:
+        second = f"{os.getpid()}-2"
+        code, _, err = kv("stats")
+        assert (code, err.count("\n")) == (2, 1)
+        assert address in err
+        assert second in err
+        assert "--address" in err
+        assert kv("bypass", "on")[0] == 2
+        assert other.stats()["bypass"]["loads"] is False
+        assert json.loads(kv("stats", "-a", second, "--json")[1]) == other.stats()
+        assert json.loads(kv("stats", "-a", str(runtime / f"{second}.sock"), "--json")[1]) == other.stats()
+        assert [row["address"] for row in json.loads(kv("bypass", "loads", "--all", "--json")[1])] == [address, second]
+        assert cache.flow.bypass.mode == other.flow.bypass.mode == "loads"
+        assert kv("bypass", "off", "--all", "-a", second)[0] == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("stats",), ("check",), ("events",), ("bypass", "on"), ("bypass", "on", "--all"), ("stats", "-a", "4711-1")],
+)
+def test_nobody_there_is_exit_code_3_and_one_line(kv: Any, arguments: tuple[str, ...]) -> None:
+    code, out, err = kv(*arguments)
+    assert (code, out, err.count("\n")) == (3, "", 1)
+    assert err.startswith("kvcache: ")
+
+
+def test_a_wrong_word_is_exit_code_2(cache: Any, kv: Any) -> None:
+    assert kv("bypass", "maybe")[0] == 2
+    assert kv("stats", "-o", "yaml")[0] == 2
+    assert cache.flow.bypass.mode == "off"
