@@ -9,9 +9,29 @@
 #endif
 
 namespace kvcache {
+namespace {
 
-void digest_chain(Sha256 sha256, const std::uint8_t* parent, const std::uint8_t* tokens, std::size_t block_tokens,
-                  const Bytes* extras, std::size_t blocks, std::uint8_t* out) {
+// Writes `count` ids from the `first` on as uint32; false where one does not fit.
+bool write_ids(TokenIds tokens, std::size_t first, std::size_t count, std::uint8_t* out) {
+    if (!tokens.wide) {
+        std::memcpy(out, tokens.data + 4 * first, 4 * count);
+        return true;
+    }
+    std::uint64_t excess = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+        std::uint64_t id;
+        std::memcpy(&id, tokens.data + 8 * (first + i), sizeof id);
+        excess |= id >> 32;
+        const std::uint32_t narrow = static_cast<std::uint32_t>(id);
+        std::memcpy(out + 4 * i, &narrow, sizeof narrow);
+    }
+    return excess == 0;
+}
+
+}  // namespace
+
+std::size_t digest_chain(Sha256 sha256, const std::uint8_t* parent, TokenIds tokens, std::size_t block_tokens,
+                         const Bytes* extras, std::size_t blocks, std::uint8_t* out) {
     const std::size_t token_bytes = 4 * block_tokens;
     std::size_t longest = 0;
     for (std::size_t i = 0; extras && i < blocks; ++i) longest = std::max(longest, extras[i].length);
@@ -21,7 +41,7 @@ void digest_chain(Sha256 sha256, const std::uint8_t* parent, const std::uint8_t*
     std::memcpy(at, parent, SHA_DIGEST);
     std::size_t padded = 0;
     for (std::size_t i = 0; i < blocks; ++i) {
-        std::memcpy(at + SHA_DIGEST, tokens + i * token_bytes, token_bytes);
+        if (!write_ids(tokens, i * block_tokens, block_tokens, at + SHA_DIGEST)) return i;
         const std::size_t extra = extras ? extras[i].length : 0;
         const std::size_t length = SHA_DIGEST + token_bytes + extra;
         if (extra > 0) std::memcpy(at + length - extra, extras[i].data, extra);
@@ -30,6 +50,7 @@ void digest_chain(Sha256 sha256, const std::uint8_t* parent, const std::uint8_t*
         sha256(at, sha256_blocks(length), at);
         std::memcpy(out + i * SHA_DIGEST, at, SHA_DIGEST);
     }
+    return blocks;
 }
 
 }  // namespace kvcache

@@ -47,8 +47,8 @@ void chain_round(Random& random) {
     }
     const Bytes* given = pick(random, 0, 1) ? extras.data() : nullptr;
     Memory fast(blocks * SHA_DIGEST), plain(blocks * SHA_DIGEST);
-    digest_chain(sha256_fastest(), parent.data(), tokens.data(), block_tokens, given, blocks, fast.data());
-    digest_chain(sha256_plain, parent.data(), tokens.data(), block_tokens, given, blocks, plain.data());
+    digest_chain(sha256_fastest(), parent.data(), {tokens.data(), false}, block_tokens, given, blocks, fast.data());
+    digest_chain(sha256_plain, parent.data(), {tokens.data(), false}, block_tokens, given, blocks, plain.data());
     demand(fast == plain, "the two SHA-256 differ");
 }
 

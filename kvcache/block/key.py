@@ -8,11 +8,11 @@ The parent of the first block is the namespace id; the key of a block is the fir
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from operator import index
 from struct import pack
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +28,40 @@ _TRUTH = frozenset({bool, np.bool_})  # integers to Python and to older numpy, b
 BlockExtras = Sequence[tuple[bytes, bytes]]
 """(tag, data) pairs that are part of one block's identity beside its tokens, in the order in which they are hashed."""
 
+Digest = Callable[[bytes, NDArray[Any], int, "list[bytes] | None"], bytes]
+"""What hashes full blocks: `digest_chain`, or what does that and something more in the same call."""
+
+
+class Signatures(Sequence[bytes]):
+    """Packed signatures as a sequence: each is made when it is asked for."""
+
+    def __init__(self, packed: bytes) -> None:
+        self._packed = packed
+
+    def __len__(self) -> int:
+        return len(self._packed) // SIGNATURE_BYTES
+
+    @overload
+    def __getitem__(self, i: int) -> bytes: ...
+    @overload
+    def __getitem__(self, i: slice) -> list[bytes]: ...
+    def __getitem__(self, i: int | slice) -> bytes | list[bytes]:
+        if isinstance(i, slice):
+            return [self[j] for j in range(*i.indices(len(self)))]
+        at = range(0, len(self._packed), SIGNATURE_BYTES)[i]
+        return self._packed[at : at + SIGNATURE_BYTES]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # equal to lists, which have none
+
 
 class Chain:
     """The signatures of a growing sequence of tokens. Hashes a block once, when it is full; keeps the tail's tokens.
 
-    `parents` and signatures are raw bytes, 32 long. Not for use by several threads at once.
+    `parents` and signatures are raw bytes, 32 long; `packed` has all signatures one behind the other. Not for use by
+    several threads at once; what `packed` was stays as it was.
     """
 
     def __init__(self, namespace_id: bytes, block_tokens: int) -> None:
@@ -42,7 +71,7 @@ class Chain:
             raise TokenError(f"block_tokens = {block_tokens}: expected at least 1")
         self.namespace_id = bytes(namespace_id)
         self.block_tokens = block_tokens
-        self._signatures: list[bytes] = []
+        self.packed = b""
         self._tail = np.empty(0, np.uint32)
         self._tail_extras = b""
         self._from_digests = False
@@ -59,25 +88,27 @@ class Chain:
             if not isinstance(digest, bytes) or len(digest) < MIN_DIGEST_BYTES:
                 found = f"{len(digest)} bytes" if isinstance(digest, bytes) else f"a {type(digest).__name__}"
                 raise TokenError(f"digest {i} is {found}: expected at least {MIN_DIGEST_BYTES} raw bytes")
-        chain._signatures = [sha256(chain.namespace_id + digest).digest() for digest in digests]
+        chain.packed = b"".join(sha256(chain.namespace_id + digest).digest() for digest in digests)
         chain._from_digests = True
         return chain
 
     @property
     def signatures(self) -> Sequence[bytes]:
-        """One for each full block. The chain's own list: read it, leave it."""
-        return self._signatures
+        """One for each full block, so far."""
+        return Signatures(self.packed)
 
     @property
     def tokens(self) -> int:
         """Tokens so far, those of the tail included."""
-        return len(self._signatures) * self.block_tokens + len(self._tail)
+        return len(self.packed) // SIGNATURE_BYTES * self.block_tokens + len(self._tail)
 
     def parents(self, block: int) -> bytes:
         """The signature of the block before; for block 0 the namespace id."""
-        return self._signatures[block - 1] if block else self.namespace_id
+        return Signatures(self.packed)[block - 1] if block else self.namespace_id
 
-    def extend(self, token_ids: Any, extras: Sequence[BlockExtras] | None = None) -> int:
+    def extend(
+        self, token_ids: Any, extras: Sequence[BlockExtras] | None = None, *, digest: Digest | None = None
+    ) -> int:
         """Append tokens; the number of blocks that became full. TokenError leaves the chain as it was.
 
         `extras[i]` belongs to the i-th block that receives tokens in this call, counted from the one that takes the
@@ -86,7 +117,9 @@ class Chain:
         """
         if self._from_digests:
             raise TokenError("a chain of digests cannot be extended by token ids; make a new one from all digests")
-        ids = tokens(token_ids)
+        ids = _integers(token_ids)
+        if ids.dtype != np.int64 or not ids.flags.c_contiguous or len(self._tail):
+            ids = _narrow(ids)  # else they are hashed from where they lie
         touched = -(-(len(self._tail) + len(ids)) // self.block_tokens) if len(ids) else 0
         encoded = None
         if extras is not None:
@@ -102,11 +135,19 @@ class Chain:
             ids = np.concatenate((self._tail, ids))
         full = len(ids) // self.block_tokens
         hashed = full * self.block_tokens
+        packed = b""
         if full:
-            parent = self.parents(len(self._signatures))
-            packed = digest_chain(parent, ids[:hashed], self.block_tokens, encoded[:full] if encoded else None)
-            self._signatures += [packed[i : i + SIGNATURE_BYTES] for i in range(0, len(packed), SIGNATURE_BYTES)]
-        self._tail = ids[hashed:].copy()  # the caller may reuse its buffer
+            parent = self.parents(len(self.packed) // SIGNATURE_BYTES)
+            try:
+                packed = (digest or digest_chain)(
+                    parent, ids[:hashed], self.block_tokens, encoded[:full] if encoded else None
+                )
+            except OverflowError:
+                _narrow(ids)  # names the one that is no token id
+                raise
+        tail = _narrow(ids, hashed).copy()  # the caller may reuse its buffer
+        self.packed += packed
+        self._tail = tail
         self._tail_extras = encoded[full] if encoded and len(encoded) > full else b""
         return full
 
@@ -117,6 +158,11 @@ def tokens(token_ids: Any) -> NDArray[np.uint32]:
     Takes sequences of integers and integer buffers: numpy arrays, torch tensors on the CPU, `array.array`,
     memoryviews. TokenError for anything else, with the position and the value of the first id that is none.
     """
+    return _narrow(_integers(token_ids))
+
+
+def _integers(token_ids: Any) -> NDArray[Any]:
+    """The same as an array of some type of integers, whose values were not looked at."""
     if isinstance(token_ids, (str, bytes, bytearray)):
         raise TokenError(f"token ids given as {type(token_ids).__name__}: expected integers; decode them first")
     if isinstance(token_ids, Sequence) and not isinstance(token_ids, (memoryview, array)):
@@ -130,11 +176,17 @@ def tokens(token_ids: Any) -> NDArray[np.uint32]:
     if ids.dtype.kind not in "iu":
         first = f"; position 0 holds {ids[0]!r}" if len(ids) else ""
         raise TokenError(f"token ids of type {ids.dtype}: expected integers{first}")
-    if len(ids) and (ids.dtype.kind == "i" or ids.dtype.itemsize > 4):
-        wrong = (ids < 0) | (ids > _MAX_ID)
+    return ids
+
+
+def _narrow(ids: NDArray[Any], first: int = 0) -> NDArray[np.uint32]:
+    """From the `first` on as contiguous uint32; TokenError where one of these is none."""
+    rest = ids[first:]
+    if len(rest) and (ids.dtype.kind == "i" or ids.dtype.itemsize > 4):
+        wrong = (rest < 0) | (rest > _MAX_ID)
         if wrong.any():
-            raise _bad(int(wrong.argmax()), ids[int(wrong.argmax())])
-    return np.ascontiguousarray(ids, dtype="<u4")
+            raise _bad(first + int(wrong.argmax()), rest[int(wrong.argmax())])
+    return np.ascontiguousarray(rest, dtype="<u4")
 
 
 def encode_extras(extras: BlockExtras) -> bytes:
@@ -149,21 +201,22 @@ def encode_extras(extras: BlockExtras) -> bytes:
     return b"".join(parts)
 
 
-def digest_chain(parent: bytes, tokens: NDArray[np.uint32], block_tokens: int, extras: list[bytes] | None) -> bytes:
+def digest_chain(parent: bytes, tokens: NDArray[Any], block_tokens: int, extras: list[bytes] | None) -> bytes:
     """The signatures of `len(tokens) / block_tokens` blocks, one behind the other, 32 bytes each.
 
-    `extras` holds the encoded extras of each block; None where no block has any. Releases the interpreter lock.
+    `tokens` are uint32 or int64, contiguous; OverflowError where one is of more than 32 bits or negative. `extras`
+    holds the encoded extras of each block; None where no block has any. Releases the interpreter lock.
     """
     if native.available():
         return native.core.digest_chain(parent, tokens, block_tokens, extras)
     return plain_digest_chain(parent, tokens, block_tokens, extras)
 
 
-def plain_digest_chain(
-    parent: bytes, tokens: NDArray[np.uint32], block_tokens: int, extras: list[bytes] | None
-) -> bytes:
+def plain_digest_chain(parent: bytes, tokens: NDArray[Any], block_tokens: int, extras: list[bytes] | None) -> bytes:
     """The twin of the native function."""
-    view = memoryview(tokens.tobytes())
+    if tokens.dtype == np.int64 and len(tokens) and (tokens.min() < 0 or tokens.max() > _MAX_ID):
+        raise OverflowError("a token id that does not fit into 32 bits without a sign")
+    view = memoryview(tokens.astype("<u4").tobytes())
     size = 4 * block_tokens
     signatures = []
     for i in range(len(view) // size):
@@ -177,6 +230,9 @@ def plain_digest_chain(
 
 
 def _from_sequence(ids: Sequence[Any]) -> NDArray[np.uint32]:
+    packed = native.core.token_ids(ids) if native.available() else None
+    if packed is not None:
+        return np.frombuffer(packed, "<u4")
     if type(ids) is range or _TRUTH.isdisjoint(map(type, ids)):
         try:
             return np.asarray(array("I", ids)).astype("<u4", copy=False)

@@ -15,6 +15,7 @@ from kvcache.evict.policy import AGE_BINS
 class LRU:
     name = "lru"
     bounds: tuple[int, ...] = ()
+    ghosts = 0.0
 
     def values(self, counts: NDArray[np.int64]) -> NDArray[np.float64]:
         return -np.arange(AGE_BINS, dtype=np.float64)[None, :]

@@ -10,6 +10,7 @@ Age is counted in requests. Bins of age are logarithmic: `age_bin(age)`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from math import log2
 from typing import Protocol
 
@@ -25,10 +26,17 @@ def age_bin(age: int) -> int:
     return 0 if age <= 0 else min(AGE_BINS - 1, 1 + int(BINS_PER_OCTAVE * log2(age)))
 
 
+AGE_EDGES = tuple(bisect_left(range(1 << 20), b, key=age_bin) for b in range(AGE_BINS))
+"""The least age in each bin or a later one."""
+
+
 class Policy(Protocol):
     name: str
     bounds: tuple[int, ...]
     """Class of a block used `u` times: the number of bounds that are at most `u`. No bounds: one class."""
+    ghosts: float
+    """How many blocks that left are remembered for each one that is there."""
 
     def values(self, counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The value of a block by (class, age bin), given how many wait in each; both (len(bounds) + 1, AGE_BINS)."""
+        """The value of a block by (class, age bin), given how many wait in each, ghosts among them; both of shape
+        (len(bounds) + 1, AGE_BINS)."""

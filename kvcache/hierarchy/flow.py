@@ -71,10 +71,10 @@ class Flow:
             for _ in range(VICTIMS_A_SLOT):
                 if slot is not None:
                     return slot
-                victim = self.index.evict(self.host.name, before=before, stored_below=stored_below)
-                if victim is None:
+                victims = self.index.evict(self.host.name, before=before, stored_below=stored_below)
+                if not victims:
                     break
-                self._leave_host(*victim, size, tenant)
+                self._leave_host(*victims[0], size, tenant)
                 slot = self.host.allocate(size, tenant)
         return slot
 
@@ -91,7 +91,7 @@ class Flow:
         self._withdraw(victim, kept, extent.slot_bytes)
         for address in others:
             if self.index.discard(address, self.host.name, unless_held=True):
-                self._withdraw(address, self.index.contains(address.name), extent.slot_bytes)
+                self._withdraw(address, self.index.contains(address), extent.slot_bytes)
 
     def _withdraw(self, address: Address, kept: bool, size: int) -> None:
         self.host.withdraw(address)
@@ -105,9 +105,9 @@ class Flow:
         """Offer the chain's last `new` records to every lane, and what of the rest a lane lacks, heads first."""
         for lane in self.lanes:
             first = len(chain) - new
-            while first and not lane.has(chain[first - 1].name):
+            while first and not lane.has(chain[first - 1]):
                 first -= 1
-            dropped = lane.offer([address for address in chain[first:] if not lane.has(address.name)])
+            dropped = lane.offer([address for address in chain[first:] if not lane.has(address)])
             self.drop(dropped, f"{lane.tier.name} queue", chain[-1].namespace, tier=lane.tier.name)
 
     def drop(self, blocks: int, reason: str, namespace: bytes, *, tier: str) -> None:

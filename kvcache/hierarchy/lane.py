@@ -13,6 +13,7 @@ from kvcache.block.address import Address
 from kvcache.block.record import record_bytes
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.run import Run
 from kvcache.observe.events import Events, Kind
 from kvcache.observe.metrics import Counters
 from kvcache.port import Port
@@ -47,18 +48,17 @@ class Lane:
     def __len__(self) -> int:
         return len(self._names)
 
-    def has(self, name: bytes) -> bool:
+    def has(self, address: Address) -> bool:
         """The tier has it, or will."""
-        return name in self._names or self._index.contains(name, self.tier.name)
+        return address.name in self._names or self._index.contains(address, self.tier.name)
 
     def offer(self, chain: Sequence[Address]) -> int:
         """Queue these, heads first; how many the queue could not take (the last ones)."""
         with self._changed:
             new = [a for a in chain if a.name not in self._names]
             taken = new[: max(0, self.queue_blocks - len(self._names))]
-            held = set(self._index.hold([a.name for a in taken]))
             for address in taken:
-                if address.name in held:
+                if any(self._index.hold(Run.of(address))):
                     self._names.add(address.name)
                     self._queue.append(address)
             start = bool(self._queue) and not self._draining
@@ -96,7 +96,7 @@ class Lane:
 
     def _end(self, address: Address) -> None:
         self._names.discard(address.name)
-        self._index.release([address.name])
+        self._index.release(Run.of(address))
         self._changed.notify_all()
 
     def _write(self, batch: Sequence[Address]) -> None:
@@ -138,13 +138,13 @@ class Lane:
             size = sum(map(len, form))
             # the tier counts what it has written, not the records of this batch that are still to come
             while self.tier.room(size) <= i:
-                victim = self._index.evict(self.tier.name, before=self._index.stamp(held.address.name))
-                if victim is None:
+                victims = self._index.evict(self.tier.name, before=self._index.stamp(held.address))
+                if not victims:
                     reason = f"{self.tier.name} full"
                     self._counters.add("drops", len(records) - i, reason=reason)
                     self._say("dropped", held.address, reason, len(records) - i)
                     return i
-                self._leave(victim[0], size)
+                self._leave(victims[0][0], size)
         return len(records)
 
     def _leave(self, victim: Address, size: int) -> None:
@@ -157,7 +157,7 @@ class Lane:
             rest = [a for a in siblings if self._index.discard(a, self.tier.name, unless_held=True)]
             self.tier.remove(rest)
         for address in {a.name: a for a in (victim, *rest)}.values():
-            kept = "yes" if self._index.contains(address.name) else "no"
+            kept = "yes" if self._index.contains(address) else "no"
             self._counters.add("evicted_blocks", tier=self.tier.name, kept=kept)
             self._say("evicted", address, f"kept: {kept}")
 

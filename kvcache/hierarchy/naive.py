@@ -14,7 +14,7 @@ from kvcache.block.namespace import Namespace
 from kvcache.errors import ClosedError
 from kvcache.hierarchy.edge import check_transfer
 from kvcache.hierarchy.face import Extras, Hit, PageIds
-from kvcache.hierarchy.prefix import usable, wanted
+from kvcache.hierarchy.prefix import needs, usable, wanted
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.cpu import PlainCopier
@@ -116,7 +116,9 @@ class NaiveRequest:
             self._chain.extend(token_ids, extras)
         here = self._bound.cache.blocks
         count = len(self.signatures)
-        found = usable(layout, [[self._name(i, g) in here for i in range(count)] for g in range(len(layout.groups))])
+        found = usable(
+            needs(layout), [[self._name(i, g) in here for i in range(count)] for g in range(len(layout.groups))]
+        )
         return Hit(
             tokens=found * layout.block_tokens,
             blocks=found,
@@ -133,10 +135,10 @@ class NaiveRequest:
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         check_transfer(self._bound.layout, pages, page_ids, first_block, blocks, len(self.signatures))
         transfer = BlockTransfer(blocks - first_block)
-        needs = wanted(self._bound.layout, blocks)
+        parts = wanted(self._bound.layout, blocks)
         for i in range(first_block, blocks):
             for group, there in enumerate(pages):
-                if i in needs[group]:
+                if i in parts[group]:
                     payload = self._bound.cache.blocks.get(self._name(i, group))
                     if payload is None:
                         transfer.settle_rest(i - first_block, Outcome.ABSENT)

@@ -65,7 +65,7 @@ class Promoter:
     ) -> list[Arrival | Outcome]:
         """Start bringing these (address, payload bytes) into host, or join who does: an arrival each, or the outcome
         where there is nothing to start: ABSENT, NO_ROOM."""
-        masks = self._index.where([address.name for address, _ in wanted])
+        masks = [self._index.mask(address) for address, _ in wanted]
         answers: list[Arrival | Outcome] = []
         started: list[Arrival] = []
         with self._changed:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from kvcache.block.address import KEY_BYTES, Address
+import numpy as np
+
+from kvcache.block.address import Address
 from kvcache.block.key import Chain
 from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
@@ -19,7 +21,8 @@ from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.load import Load
-from kvcache.hierarchy.prefix import usable, wanted
+from kvcache.hierarchy.prefix import needs, wanted
+from kvcache.hierarchy.run import Run, place_of
 from kvcache.hierarchy.store import Store
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import working_for
@@ -30,12 +33,12 @@ from kvcache.transfer.pages import Pages
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What this process holds of one group: its shard, its payload size, and the end of all its records' names."""
+    """What this process holds of one group: its shard, its payload size, and what the index knows it by."""
 
     group: int
     shard: Shard
     payload_bytes: int
-    name_end: bytes
+    name: bytes
 
 
 class BoundCache:
@@ -49,9 +52,11 @@ class BoundCache:
         self.open = True
         layout = namespace.layout
         self.places = [
-            Place(g, shard, layout.block_bytes(shard, group=g), g.to_bytes(2, "little") + shard.pack())
+            Place(g, shard, layout.block_bytes(shard, group=g), place_of(self.id, g, shard))
             for g, shard in enumerate(shards)
         ]
+        self.names = [place.name for place in self.places]
+        self.needs = needs(layout)
 
     def request(
         self,
@@ -85,29 +90,23 @@ class CacheRequest:
         self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
     ) -> Hit:
         bound, layout = self._bound, self._bound.layout
+        lookup = self._flow.index.lookup(bound.names, bound.needs)
         if digests is not None:
             self._chain = Chain.from_digests(bound.id, digests, layout.block_tokens)
         elif token_ids is not None:
             chain = Chain(bound.id, layout.block_tokens)
-            chain.extend(token_ids, extras)
+            chain.extend(token_ids, extras, digest=lookup)
             self._chain = chain
         self._by_tier = {}
         if self._flow.bypass.loads:
             self._found, self._reason = 0, BYPASS
             return Hit(tokens=0, blocks=0, reason=BYPASS)
-        index = self._flow.index
-        keys = [signature[:KEY_BYTES] for signature in self.signatures]
-        masks = [index.where([key + place.name_end for key in keys]) for place in bound.places]
-        self._found = found = usable(layout, masks)
-        needs = wanted(layout, found)
-        for i in range(found):
-            # the nearest tier that has all of the block: of each part the nearest, of these the farthest
-            tier = max(
-                ((m[i] & -m[i]).bit_length() - 1 for m, need in zip(masks, needs, strict=True) if i in need), default=0
-            )
-            self._by_tier[index.tiers[tier]] = self._by_tier.get(index.tiers[tier], 0) + 1
-        self._reason = "" if found == len(keys) else "cold"
-        return Hit(tokens=found * layout.block_tokens, blocks=found, by_tier=dict(self._by_tier), reason=self._reason)
+        if token_ids is None:
+            lookup.match(self._chain.packed)
+        self._found, self._by_tier = lookup.blocks, lookup.by_tier
+        self._reason = "" if self._found == len(self.signatures) else "cold"
+        tokens = self._found * layout.block_tokens
+        return Hit(tokens=tokens, blocks=self._found, by_tier=dict(self._by_tier), reason=self._reason)
 
     def extend(self, token_ids: Any, *, extras: Extras | None = None) -> None:
         self._chain.extend(token_ids, extras)
@@ -118,9 +117,10 @@ class CacheRequest:
         self._admitted = True
         flow, counters, layout = self._flow, self._flow.counters, self._bound.layout
         stamp = self._begin()
-        parts = [self._part(i, g) for g, need in enumerate(wanted(layout, self._found)) for i in need]
-        flow.index.touch([address.name for address, _ in reversed(parts)], stamp)
-        self._claim = flow.holds.take(parts)
+        runs = self._runs(0, self._found)
+        for run, _ in runs:
+            flow.index.touch(run, stamp)
+        self._claim = flow.holds.take(runs)
         counters.add("requests")
         counters.add("asked_tokens", len(self.signatures) * layout.block_tokens)
         for tier, blocks in self._by_tier.items():
@@ -128,7 +128,7 @@ class CacheRequest:
         if self._found < len(self.signatures):
             counters.add("misses", reason=self._reason or "cold")
         if not flow.bypass.loads:
-            self._bring(parts, stamp)
+            self._bring(stamp)
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         self._check(pages, page_ids, first_block, blocks)
@@ -137,12 +137,12 @@ class CacheRequest:
             self._flow.counters.add("load_failures", blocks - first_block, outcome=BYPASS)
             transfer.settle_rest(0, Outcome.ABSENT)
             return transfer
-        needs = wanted(self._bound.layout, blocks)
+        need = wanted(self._bound.layout, blocks)
         parts = [
-            [(place.group, *self._part(i, place.group)) for place in self._bound.places if i in needs[place.group]]
+            [(place.group, *self._part(i, place.group)) for place in self._bound.places if i in need[place.group]]
             for i in range(first_block, blocks)
         ]
-        claim = self._flow.holds.take([(address, size) for block in parts for _, address, size in block])
+        claim = self._flow.holds.take(self._runs(first_block, blocks))
         job = Load(
             flow=self._flow,
             request_id=self.id,
@@ -205,6 +205,13 @@ class CacheRequest:
         parent = chain.parents(block)
         return Address(self._bound.id, chain.signatures[block], parent, group, place.shard), place.payload_bytes
 
+    def _runs(self, first: int, end: int) -> list[tuple[Run, int]]:
+        """By group, those of blocks `first` to `end` that a prefix up to there needs, and the payload bytes of each."""
+        return [
+            (Run(place.name, self._chain.packed).part(max(first, need.start), end), place.payload_bytes)
+            for place, need in zip(self._bound.places, wanted(self._bound.layout, end), strict=True)
+        ]
+
     def _begin(self) -> int:
         """The request's time: one tick of the clock, at its first use."""
         if not self._stamp:
@@ -216,13 +223,15 @@ class CacheRequest:
             raise ClosedError("this cache was closed; open another one")
         check_transfer(self._bound.layout, pages, page_ids, first, end, len(self.signatures))
 
-    def _bring(self, parts: Sequence[tuple[Address, int]], stamp: int) -> None:
+    def _bring(self, stamp: int) -> None:
         """Begin to read the first of what lies below host, as much as a load would have under way."""
         flow, room = self._flow, Load.window_bytes(self._flow)
-        names = [address.name for address, _ in parts]
         ahead = []
-        for part, mask in zip(parts, flow.index.where(names), strict=True):
-            if mask and not mask & 1:
+        for group, need in enumerate(wanted(self._bound.layout, self._found)):
+            run = Run(self._bound.names[group], self._chain.packed).part(need.start, need.stop)
+            masks = np.frombuffer(flow.index.where(run), np.uint8)
+            for i in np.flatnonzero((masks != 0) & (masks & 1 == 0)):
+                part = self._part(need.start + int(i), group)
                 room -= part[1]
                 if room < 0:
                     break

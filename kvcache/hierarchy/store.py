@@ -76,7 +76,7 @@ class Store:
     def _head_is_there(self) -> bool:
         """A block whose parent nobody has could never be found: keeping it would be waste."""
         return self.first_block == 0 or all(
-            rule != "all" or self.flow.index.contains(chain[self.first_block - 1].name)
+            rule != "all" or self.flow.index.contains(chain[self.first_block - 1])
             for chain, rule in zip(self.chains, self.rules, strict=True)
         )
 
@@ -125,7 +125,7 @@ class Store:
         mine: list[Filled] = []
         for group, size in enumerate(self.sizes):
             address = self.chains[group][self.first_block + i]
-            if self.flow.index.contains(address.name, self.flow.host.name):
+            if self.flow.index.contains(address, self.flow.host.name):
                 continue
             slot = self.flow.slot(size, self.tenant, before=self.before)
             if slot is None:

@@ -1,0 +1,55 @@
+// What is remembered of the blocks that left last: when they were last used, and how often. 12 bytes each and a table
+// slot; the name is not kept, only 48 bits of its keyed hash, which is enough for counting.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+
+#include "table.h"
+
+namespace kvcache {
+
+class Ghosts {
+  public:
+    struct Use {
+        std::uint64_t stamp;
+        std::uint64_t uses;
+    };
+
+    // The block with this hash left; it is not here.
+    void add(std::uint64_t hash, Use use);
+
+    // Whether it is here, and if so no longer.
+    bool take(std::uint64_t hash, Use* use);
+
+    // Forgets the first to leave until at most `departures` are remembered, those that came back among them; calls
+    // `gone(use)` for each that did not.
+    template <class Gone>
+    void trim(std::size_t departures, Gone gone) {
+        for (; left_.size() > departures; left_.pop_front(), ++first_) {
+            const Departure& oldest = left_.front();
+            if (oldest.stamp == BACK) continue;
+            table_.erase(oldest.tag, first_ & POSITIONS);
+            gone(Use{oldest.stamp, oldest.uses});
+        }
+    }
+
+    std::size_t size() const { return table_.size(); }
+    std::size_t bytes() const { return table_.bytes() + left_.size() * sizeof(Departure); }
+
+  private:
+    static constexpr std::uint64_t BACK = (std::uint64_t{1} << 40) - 1;  // as a stamp: the block came back
+    static constexpr std::uint32_t POSITIONS = 0x7fffffff;               // more are never remembered at a time
+
+    struct __attribute__((packed, aligned(4))) Departure {
+        std::uint32_t tag;  // the hash's lower half, as in the table
+        std::uint64_t stamp : 40, uses : 8, print : 16;
+    };
+
+    Table table_;                 // positions by tag
+    std::deque<Departure> left_;  // the first of them at position `first_`
+    std::uint32_t first_ = 0;
+};
+
+}  // namespace kvcache

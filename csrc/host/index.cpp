@@ -1,0 +1,270 @@
+#include "index.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+#include <random>
+#include <utility>
+
+namespace kvcache {
+
+Index::Index(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint64_t> edges, double ghosts)
+    : tiers_(tiers),
+      bounds_(std::move(bounds)),
+      ghosts_a_block_(ghosts),
+      nodes_(tiers),
+      roots_(2 * tiers * (bounds_.size() + 1), NIL),
+      ages_(bounds_.size() + 1, std::move(edges)),
+      reused_(ages_.classes() * ages_.bins()) {
+    std::random_device random;
+    for (std::uint64_t& word : secret_) word = std::uint64_t{random()} << 32 | random();
+}
+
+std::uint64_t Index::tick() {
+    ages_.tick(++clock_);
+    return clock_;
+}
+
+// changing
+
+std::uint32_t Index::create(std::uint32_t place, const std::uint8_t* signature) {
+    const std::uint32_t i = nodes_.take();
+    Node& node = nodes_[i];
+    std::memcpy(node.signature, signature, SIGNATURE);
+    node.place = place, node.parent = Node::NEVER;
+    node.stamp = clock_, node.uses = 0, node.holds = 0;
+    node.depth = 0, node.tiers = 0, node.listed = 0;
+    for (unsigned t = 0; t < tiers_; ++t) node.in(t).children = 0;
+    try {
+        table_.insert(static_cast<std::uint32_t>(hash(place, signature)), i);
+    } catch (const std::bad_alloc&) {
+        nodes_.give(i);
+        throw;
+    }
+    ++places_[place].nodes;
+    return i;
+}
+
+void Index::insert(const Run& run, const std::uint8_t* parent, unsigned tier) {
+    if (run.blocks == 0) return;
+    const std::uint32_t place = take_place(run.place);
+    std::uint32_t before = NIL;
+    for (std::size_t i = 0; i < run.blocks; ++i) {
+        const std::uint8_t* signature = run.signatures + i * SIGNATURE;
+        std::uint32_t node = find(place, signature);
+        try {
+            if (node == NIL) node = create(place, signature);
+            if (!nodes_[node].tiers) {
+                if (i == 0) {
+                    if (!parent) {
+                        before = Node::UNKNOWN;
+                    } else if (std::memcmp(parent, run.place, SIGNATURE) == 0) {
+                        before = Node::FIRST;
+                    } else if ((before = find(place, parent)) == NIL) {
+                        before = create(place, parent);
+                    }
+                }
+                attach(node, before);
+            }
+        } catch (const std::bad_alloc&) {
+            if (node != NIL) {
+                forget(node);
+            } else {
+                give_place(place);
+            }
+            throw;
+        }
+        settle(node, tier);
+        before = node;
+    }
+}
+
+// Some tier will have the node now.
+void Index::attach(std::uint32_t i, std::uint32_t parent) {
+    Node& node = nodes_[i];
+    Ghosts::Use use;
+    if (node.parent == Node::NEVER && ghosts_.take(hash(node.place, node.signature), &use)) {
+        ages_.add(use_class(use.uses), use.stamp, -1);
+        count_reuse(use.uses, age(use.stamp));
+        node.uses = std::min<std::uint64_t>(use.uses + 1, Node::MOST_USES) & Node::MOST_USES;
+    }
+    node.parent = parent;
+    node.depth = node.has_parent() ? std::min<std::uint32_t>(nodes_[parent].depth + 1u, Node::MOST_DEPTH) : 0;
+    ++blocks_;
+    count_waiting(node, 1);
+}
+
+void Index::settle(std::uint32_t i, unsigned tier) {
+    Node& node = nodes_[i];
+    if (node.resident(tier)) return;
+    leave_orders(i);
+    if (node.has_parent()) count_child(node.parent, tier, 1);
+    node.tiers |= 1u << tier;
+    ++resident_[tier];
+    enter_orders(i);
+}
+
+void Index::drop(std::uint32_t i, unsigned tier) {
+    Node& node = nodes_[i];
+    leave_orders(i);
+    node.tiers &= ~(1u << tier);
+    --resident_[tier];
+    enter_orders(i);
+    const std::uint32_t parent = node.has_parent() ? node.parent : NIL;
+    if (!node.tiers) {
+        node.parent = Node::GONE;
+        --blocks_;
+        count_waiting(node, -1);
+    }
+    if (parent != NIL) {
+        count_child(parent, tier, -1);
+        forget(parent);
+    }
+    forget(i);
+    trim_ghosts();
+}
+
+bool Index::discard(const Run& run, unsigned tier, bool unless_held) {
+    std::uint32_t found = NIL;
+    look_up(run, [&](std::size_t, std::uint32_t node) {
+        found = node;
+        return false;
+    });
+    if (found == NIL || !nodes_[found].resident(tier) || (unless_held && nodes_[found].holds)) return false;
+    drop(found, tier);
+    return true;
+}
+
+// Unless somebody still has, holds or hangs on it.
+void Index::forget(std::uint32_t i) {
+    const Node& node = nodes_[i];
+    if (node.tiers || node.holds) return;
+    for (unsigned t = 0; t < tiers_; ++t) {
+        if (node.children(t)) return;
+    }
+    const std::uint64_t name = hash(node.place, node.signature);
+    if (node.parent == Node::GONE && ghosts_a_block_ > 0) {
+        try {
+            ghosts_.add(name, {node.stamp, node.uses});
+            count_waiting(node, 1);
+        } catch (const std::bad_alloc&) {  // then it is not remembered
+        }
+    }
+    table_.erase(static_cast<std::uint32_t>(name), i);
+    --places_[node.place].nodes;
+    give_place(node.place);
+    nodes_.give(i);
+}
+
+void Index::trim_ghosts() {
+    const double most = ghosts_a_block_ * static_cast<double>(blocks_);
+    ghosts_.trim(static_cast<std::size_t>(most),
+                 [&](Ghosts::Use use) { ages_.add(use_class(use.uses), use.stamp, -1); });
+}
+
+void Index::touch(const Run& run, std::uint64_t stamp) {
+    stamp = std::min(stamp, clock_);
+    look_up(run, [&](std::size_t, std::uint32_t i) {
+        if (i == NIL) return true;
+        Node& node = nodes_[i];
+        const bool stands = node.listed != 0;
+        if (stands) leave_orders(i);
+        if (node.tiers) {
+            count_waiting(node, -1);
+            count_reuse(node.uses, stamp > node.stamp ? stamp - node.stamp : 0);
+        }
+        if (node.uses < Node::MOST_USES) node.uses = node.uses + 1u;
+        if (stamp > node.stamp) node.stamp = stamp;
+        if (node.tiers) count_waiting(node, 1);
+        if (stands) enter_orders(i);
+        return true;
+    });
+}
+
+ByTier Index::hold(const Run& run, ByTier room) {
+    ByTier held{};
+    look_up(run, [&](std::size_t, std::uint32_t i) {
+        if (i == NIL || !nodes_[i].tiers || nodes_[i].holds == Node::MOST_HOLDS) return false;
+        Node& node = nodes_[i];
+        const unsigned nearest = static_cast<unsigned>(__builtin_ctz(node.tiers));
+        if (room[nearest] == held[nearest]) return false;
+        if (!node.holds) leave_orders(i);
+        node.holds = node.holds + 1u;
+        ++held[nearest];
+        return true;
+    });
+    return held;
+}
+
+bool Index::release(const Run& run) {
+    bool sound = true;
+    look_up(run, [&](std::size_t, std::uint32_t i) {
+        sound = i != NIL && nodes_[i].holds > 0;
+        if (!sound) return false;
+        Node& node = nodes_[i];
+        node.holds = node.holds - 1u;
+        if (!node.holds) {
+            enter_orders(i);
+            forget(i);
+        }
+        return true;
+    });
+    trim_ghosts();
+    return sound;
+}
+
+// orders
+
+unsigned Index::use_class(std::uint64_t uses) const {
+    unsigned c = 0;
+    while (c < bounds_.size() && bounds_[c] <= uses) ++c;
+    return c;
+}
+
+std::uint32_t* Index::root(unsigned tier, bool below, unsigned use_class) {
+    return &roots_[(2 * tier + below) * ages_.classes() + use_class];
+}
+
+std::uint32_t* Index::root(const Node& node, unsigned tier) {
+    return root(tier, below(node, tier), use_class(node.uses));
+}
+
+bool Index::may_leave(const Node& node, unsigned tier) const {
+    return node.resident(tier) && !node.holds && !node.children(tier);
+}
+
+void Index::leave_orders(std::uint32_t i) {
+    Node& node = nodes_[i];
+    for (unsigned t = 0; t < tiers_; ++t) {
+        if (!node.stands(t)) continue;
+        order(t).leave(root(node, t), i);
+        node.listed &= ~(1u << t);
+        node.in(t).children = 0;
+    }
+}
+
+void Index::enter_orders(std::uint32_t i) {
+    Node& node = nodes_[i];
+    for (unsigned t = 0; t < tiers_; ++t) {
+        if (node.stands(t) || !may_leave(node, t)) continue;
+        node.listed |= 1u << t;
+        order(t).enter(root(node, t), i);
+    }
+}
+
+void Index::count_child(std::uint32_t parent, unsigned tier, int change) {
+    Node& node = nodes_[parent];
+    if (node.stands(tier)) {
+        order(tier).leave(root(node, tier), parent);
+        node.listed &= ~(1u << tier);
+        node.in(tier).children = 0;
+    }
+    node.in(tier).children += static_cast<std::uint32_t>(change);
+    if (!node.in(tier).children) enter_orders(parent);
+}
+
+void Index::count_reuse(std::uint64_t uses, std::uint64_t age) {
+    ++reused_[use_class(uses) * ages_.bins() + ages_.bin(age)];
+}
+
+}  // namespace kvcache

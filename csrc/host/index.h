@@ -1,0 +1,177 @@
+// Which records are in which tier, how they hang together, and who leaves next. Plain twin, with what each call means:
+// kvcache/hierarchy/plain_index.py.
+//
+// A node is one block at one place (namespace, group, shard). 52 bytes and 8 a tier, and 8 for each slot of a table
+// that is at most three quarters full: 85 to 90 bytes with two tiers at 10^6. Ghosts take 12 bytes and a slot. Who may
+// leave a tier stands in an order for each class of use, and for whether a tier below has it too; orders are kept
+// within the nodes. Nothing here is ever copied whole or walked whole, but by `check`, `names` and `held`.
+//
+// Not thread-safe: callers lock `mutex`. Strong only against memory running out: then std::bad_alloc, the index sound.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <limits>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "ages.h"
+#include "ghosts.h"
+#include "nodes.h"
+#include "order.h"
+#include "table.h"
+
+namespace kvcache {
+
+constexpr std::size_t PLACE = 42;  // namespace, group, shard
+
+// Consecutive blocks of one chain at one place.
+struct Run {
+    const std::uint8_t* place;
+    const std::uint8_t* signatures;
+    std::size_t blocks;
+};
+
+using ByTier = std::array<std::uint64_t, Node::MOST_TIERS>;
+
+class Index {
+  public:
+    static constexpr std::uint64_t NEVER = std::numeric_limits<std::uint64_t>::max();
+
+    struct Victim {
+        std::uint8_t signature[SIGNATURE], parent[SIGNATURE], place[PLACE];
+        bool parent_known, kept;
+    };
+
+    // Classes of use: the number of `bounds` that are at most the uses. `edges`: the least age of each bin. `ghosts`:
+    // how many departures are remembered for each resident block.
+    Index(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint64_t> edges, double ghosts);
+
+    std::uint64_t tick();
+    std::uint64_t clock() const { return clock_; }
+
+    // The longest prefix for which each run has its last `needs[i]` blocks; by tier, how many have all of theirs there
+    // or nearer.
+    std::size_t match(const Run* runs, const std::uint64_t* needs, std::size_t count, ByTier* by_tier) const;
+    void where(const Run& run, std::uint8_t* masks) const;
+    std::uint64_t stamp(const Run& run) const;
+
+    void insert(const Run& run, const std::uint8_t* parent, unsigned tier);  // `parent` null where it is unknown
+    bool discard(const Run& run, unsigned tier, bool unless_held);
+    void touch(const Run& run, std::uint64_t stamp);
+    ByTier hold(const Run& run, ByTier room);
+    bool release(const Run& run);  // false at the first one that is not held
+
+    // Takes at most `count`. `values`: of (class, bin), the least valuable leaves first.
+    std::vector<Victim> evict(unsigned tier, const double* values, std::size_t count, std::uint64_t before,
+                              bool stored_below);
+
+    std::size_t size() const { return table_.size(); }
+    std::size_t ghosts() const { return ghosts_.size(); }
+    std::uint64_t resident(unsigned tier) const { return resident_[tier]; }
+    std::uint64_t held() const;
+    void waiting(std::int64_t* out) const { ages_.count(clock_, out); }
+    const std::vector<std::int64_t>& reused() const { return reused_; }
+    std::size_t classes() const { return ages_.classes(); }
+    std::size_t bins() const { return ages_.bins(); }
+    std::size_t bytes() const;
+    std::size_t ghost_bytes() const { return ghosts_.bytes(); }
+
+    template <class Take>  // take(place, signature) for each that the tier has
+    void names(unsigned tier, Take take) const {
+        for (std::uint32_t i = 0; i < nodes_.made(); ++i) {
+            const Node& node = nodes_[i];
+            if (node.resident(tier)) take(places_[node.place].name.data(), node.signature);
+        }
+    }
+
+    std::vector<std::string> check() const;
+
+    mutable std::mutex mutex;
+
+  private:
+    static constexpr std::size_t BATCH = 32;  // lookups whose memory is asked for before the first is answered
+
+    struct PlaceName {
+        std::array<std::uint8_t, PLACE> name;
+        std::uint32_t nodes;
+        std::uint64_t hash;  // of the name: numbers are given out again, while ghosts remember
+    };
+    struct PlaceOrder {
+        const std::deque<PlaceName>& places;
+        int operator()(std::uint32_t a, std::uint32_t b) const;
+    };
+    using TierOrder = Order<PlaceOrder>;
+    struct Cell;
+    class Victims;
+
+    TierOrder order(unsigned tier) const { return {nodes_, tier, static_cast<std::uint32_t>(secret_[0]), {places_}}; }
+    unsigned use_class(std::uint64_t uses) const;
+    std::uint64_t age(std::uint64_t stamp) const { return stamp < clock_ ? clock_ - stamp : 0; }
+    std::uint32_t* root(const Node& node, unsigned tier);
+    std::uint32_t* root(unsigned tier, bool below, unsigned use_class);
+    bool below(const Node& node, unsigned tier) const { return node.tiers >> (tier + 1) != 0; }
+    bool may_leave(const Node& node, unsigned tier) const;
+
+    std::uint64_t place_hash(const std::uint8_t* name) const;
+    std::uint32_t find_place(const std::uint8_t* name) const;
+    std::uint32_t take_place(const std::uint8_t* name);
+    void give_place(std::uint32_t place);
+
+    std::uint64_t hash(std::uint32_t place, const std::uint8_t* signature) const;
+    std::uint32_t find(std::uint32_t place, const std::uint8_t* signature) const;
+    void find(std::uint32_t place, const std::uint8_t* signatures, std::size_t blocks, std::uint32_t* found) const;
+    template <class Each>  // each(i, node number or NIL), until it says false
+    void look_up(const Run& run, Each each) const;
+
+    std::uint32_t create(std::uint32_t place, const std::uint8_t* signature);
+    void attach(std::uint32_t node, std::uint32_t parent);
+    void settle(std::uint32_t node, unsigned tier);
+    void drop(std::uint32_t node, unsigned tier);
+    void forget(std::uint32_t node);
+    void leave_orders(std::uint32_t node);
+    void enter_orders(std::uint32_t node);
+    void count_child(std::uint32_t parent, unsigned tier, int change);
+    void count_waiting(const Node& node, int change) { ages_.add(use_class(node.uses), node.stamp, change); }
+    void count_reuse(std::uint64_t uses, std::uint64_t age);
+    void trim_ghosts();
+
+    const unsigned tiers_;
+    const std::vector<unsigned> bounds_;
+    const double ghosts_a_block_;
+    std::array<std::uint64_t, 3> secret_;
+    std::uint64_t clock_ = 0, blocks_ = 0;  // blocks: nodes that some tier has
+    std::array<std::uint64_t, Node::MOST_TIERS> resident_{};
+    Nodes nodes_;
+    Table table_;
+    std::deque<PlaceName> places_;
+    std::vector<std::uint32_t> free_places_;
+    Table place_table_;
+    std::vector<std::uint32_t> roots_;  // (tier, below, class)
+    Ages ages_;
+    std::vector<std::int64_t> reused_;  // (class, bin)
+    Ghosts ghosts_;
+};
+
+template <class Each>
+void Index::look_up(const Run& run, Each each) const {
+    const std::uint32_t place = find_place(run.place);
+    std::uint32_t found[BATCH];
+    for (std::size_t first = 0; first < run.blocks; first += BATCH) {
+        const std::size_t blocks = std::min(BATCH, run.blocks - first);
+        if (place == NIL) {
+            std::fill_n(found, blocks, NIL);
+        } else {
+            find(place, run.signatures + first * SIGNATURE, blocks, found);
+        }
+        for (std::size_t i = 0; i < blocks; ++i) {
+            if (!each(first + i, found[i])) return;
+        }
+    }
+}
+
+}  // namespace kvcache

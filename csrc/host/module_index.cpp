@@ -1,0 +1,298 @@
+// The block index, for Python.
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <mutex>
+
+#include "index.h"
+#include "python.h"
+
+namespace py = pybind11;
+
+namespace kvcache {
+namespace {
+
+constexpr std::size_t BRIEF = 32;  // blocks
+
+// A brief call keeps the interpreter lock, since having it back may take a turn of every other thread; but nobody who
+// has it waits for the index.
+template <class Call>
+auto locked(const Index& index, std::size_t blocks, Call call) {
+    std::unique_lock<std::mutex> lock(index.mutex, std::defer_lock);
+    if (blocks <= BRIEF && lock.try_lock()) return call();
+    py::gil_scoped_release unlocked;
+    lock.lock();
+    auto answer = call();
+    lock.unlock();  // before the wait for the interpreter lock
+    return answer;
+}
+
+// A run as Python gives it, looked at and checked.
+class RunInput {
+  public:
+    RunInput(const py::handle& place, const py::handle& signatures)
+        : place_(place, PyBUF_SIMPLE), signatures_(signatures, PyBUF_SIMPLE) {
+        expect(place_.bytes() == PLACE, "a place of " + std::to_string(place_.bytes()) + " bytes: expected " +
+                                            std::to_string(PLACE) + ", namespace, group and shard");
+        expect(signatures_.bytes() % SIGNATURE == 0,
+               "signatures of " + std::to_string(signatures_.bytes()) + " bytes: expected 32 a block");
+    }
+
+    std::size_t blocks() const { return signatures_.bytes() / SIGNATURE; }
+    Run run() const { return {place_.data(), signatures_.data(), blocks()}; }
+
+  private:
+    Buffer place_, signatures_;
+};
+
+// The places and needs of a lookup: one of each a group.
+class Groups {
+  public:
+    Groups(const py::sequence& places, std::vector<std::uint64_t> needs) : needs_(std::move(needs)) {
+        expect(places.size() == needs_.size(), std::to_string(places.size()) + " places and " +
+                                                   std::to_string(needs_.size()) + " needs: expected one each a group");
+        for (std::size_t i = 0; i < places.size(); ++i) {
+            places_.push_back(std::make_unique<Buffer>(py::object(places[i]), PyBUF_SIMPLE));
+            expect(places_.back()->bytes() == PLACE, "a place of " + std::to_string(places_.back()->bytes()) +
+                                                         " bytes: expected " + std::to_string(PLACE));
+        }
+    }
+
+    std::size_t match(const Index& index, const std::uint8_t* signatures, std::size_t blocks, ByTier* by_tier) const {
+        std::vector<Run> runs;
+        for (const auto& place : places_) runs.push_back({place->data(), signatures, blocks});
+        return index.match(runs.data(), needs_.data(), runs.size(), by_tier);
+    }
+
+  private:
+    std::vector<std::unique_ptr<Buffer>> places_;
+    std::vector<std::uint64_t> needs_;
+};
+
+// The module's class: an index that knows how many tiers it has, and checks what it is given.
+class PyIndex {
+  public:
+    PyIndex(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint64_t> edges, double ghosts)
+        : tiers_(checked(tiers, bounds, edges, ghosts)), index_(tiers, bounds, edges, ghosts) {}
+
+    std::uint64_t tick() {
+        return locked(index_, 1, [&] { return index_.tick(); });
+    }
+
+    py::tuple match(const py::sequence& places, const std::vector<std::uint64_t>& needs, const py::object& signatures) {
+        const Groups groups(places, needs);
+        const Buffer view(signatures, PyBUF_SIMPLE);
+        expect(view.bytes() % SIGNATURE == 0, "signatures of " + std::to_string(view.bytes()) + " bytes");
+        ByTier by_tier;
+        const std::size_t blocks = view.bytes() / SIGNATURE;
+        const std::size_t found =
+            locked(index_, blocks, [&] { return groups.match(index_, view.data(), blocks, &by_tier); });
+        return py::make_tuple(found, tuple(by_tier));
+    }
+
+    py::tuple ask(const py::object& parent, const py::object& tokens, std::size_t block_tokens,
+                  const py::object& extras, const py::sequence& places, const std::vector<std::uint64_t>& needs) {
+        const ChainInput input(parent, tokens, block_tokens, extras);
+        const Groups groups(places, needs);
+        py::bytes out(nullptr, input.blocks() * SIGNATURE);
+        std::uint8_t* signatures = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
+        ByTier by_tier;
+        std::size_t found;
+        const auto look = [&] { return groups.match(index_, signatures, input.blocks(), &by_tier); };
+        if (input.blocks() <= BRIEF) {
+            input.digest(false, signatures);
+            found = locked(index_, input.blocks(), look);
+        } else {
+            py::gil_scoped_release unlocked;
+            input.digest(false, signatures);
+            const std::lock_guard<std::mutex> lock(index_.mutex);
+            found = look();
+        }
+        return py::make_tuple(out, found, tuple(by_tier));
+    }
+
+    py::bytes where(const py::object& place, const py::object& signatures) {
+        const RunInput input(place, signatures);
+        py::bytes out(nullptr, input.blocks());
+        std::uint8_t* masks = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
+        locked(index_, input.blocks(), [&] { return index_.where(input.run(), masks), true; });
+        return out;
+    }
+
+    std::uint64_t stamp(const py::object& place, const py::object& signature) {
+        const RunInput input(place, signature);
+        return locked(index_, 1, [&] { return index_.stamp(input.run()); });
+    }
+
+    void insert(const py::object& place, const py::object& signatures, const py::object& parent, unsigned tier) {
+        const RunInput input(place, signatures);
+        const Buffer before(parent, PyBUF_SIMPLE);
+        expect(before.bytes() == SIGNATURE || before.bytes() == 0,
+               "a parent of " + std::to_string(before.bytes()) + " bytes: expected 32, or none where it is unknown");
+        check_tier(tier);
+        const std::uint8_t* known = before.bytes() ? before.data() : nullptr;
+        locked(index_, input.blocks(), [&] { return index_.insert(input.run(), known, tier), true; });
+    }
+
+    bool discard(const py::object& place, const py::object& signature, unsigned tier, bool unless_held) {
+        const RunInput input(place, signature);
+        check_tier(tier);
+        return locked(index_, 1, [&] { return index_.discard(input.run(), tier, unless_held); });
+    }
+
+    void touch(const py::object& place, const py::object& signatures, std::uint64_t stamp) {
+        const RunInput input(place, signatures);
+        locked(index_, input.blocks(), [&] { return index_.touch(input.run(), stamp), true; });
+    }
+
+    py::tuple hold(const py::object& place, const py::object& signatures, const std::vector<std::uint64_t>& room) {
+        const RunInput input(place, signatures);
+        expect(room.size() == tiers_,
+               "room in " + std::to_string(room.size()) + " tiers: expected one each of " + std::to_string(tiers_));
+        ByTier most{};
+        std::copy(room.begin(), room.end(), most.begin());
+        return tuple(locked(index_, input.blocks(), [&] { return index_.hold(input.run(), most); }));
+    }
+
+    void release(const py::object& place, const py::object& signatures) {
+        const RunInput input(place, signatures);
+        const bool sound = locked(index_, input.blocks(), [&] { return index_.release(input.run()); });
+        expect(sound, "release of a block that is not held: give back what `hold` took, once");
+    }
+
+    py::list evict(unsigned tier, const py::object& values, std::size_t count, const py::object& before,
+                   bool stored_below) {
+        const Buffer table(values, PyBUF_FORMAT);
+        check_tier(tier);
+        const std::size_t cells = index_.classes() * index_.bins();
+        expect(table.holds("d", 8) && table.bytes() == 8 * cells,
+               "a table of " + std::to_string(table.bytes()) + " bytes: expected float64 of (class, age bin)");
+        const std::uint64_t earlier = before.is_none() ? Index::NEVER : before.cast<std::uint64_t>();
+        const double* numbers = reinterpret_cast<const double*>(table.data());
+        const auto victims =
+            locked(index_, count, [&] { return index_.evict(tier, numbers, count, earlier, stored_below); });
+        py::list out;
+        for (const Index::Victim& victim : victims) {
+            out.append(py::make_tuple(bytes(victim.place, PLACE), bytes(victim.signature, SIGNATURE),
+                                      bytes(victim.parent, victim.parent_known ? SIGNATURE : 0), victim.kept));
+        }
+        return out;
+    }
+
+    py::list names(unsigned tier) {
+        check_tier(tier);
+        std::vector<std::uint8_t> found;
+        locked(index_, BRIEF + 1, [&] {
+            index_.names(tier, [&](const std::uint8_t* place, const std::uint8_t* signature) {
+                found.insert(found.end(), place, place + PLACE);
+                found.insert(found.end(), signature, signature + SIGNATURE);
+            });
+            return true;
+        });
+        py::list out;
+        for (const std::uint8_t* at = found.data(); at < found.data() + found.size(); at += PLACE + SIGNATURE) {
+            out.append(py::make_tuple(bytes(at, PLACE), bytes(at + PLACE, SIGNATURE)));
+        }
+        return out;
+    }
+
+    py::bytes waiting() {
+        std::vector<std::int64_t> counts(index_.classes() * index_.bins());
+        locked(index_, 1, [&] { return index_.waiting(counts.data()), true; });
+        return bytes(counts.data(), counts.size() * sizeof counts[0]);
+    }
+
+    py::bytes reused() {
+        const auto counts = locked(index_, 1, [&] { return index_.reused(); });
+        return bytes(counts.data(), counts.size() * sizeof counts[0]);
+    }
+
+    template <class Number>
+    std::uint64_t number(Number number) {
+        return locked(index_, 1, [&] { return static_cast<std::uint64_t>(number(index_)); });
+    }
+
+    std::uint64_t resident(unsigned tier) {
+        check_tier(tier);
+        return number([&](const Index& index) { return index.resident(tier); });
+    }
+
+    std::vector<std::string> check() {
+        return locked(index_, BRIEF + 1, [&] { return index_.check(); });
+    }
+
+    static void bind(py::module_& module);
+
+  private:
+    static unsigned checked(unsigned tiers, const std::vector<unsigned>& bounds,
+                            const std::vector<std::uint64_t>& edges, double ghosts) {
+        expect(tiers >= 1 && tiers <= Node::MOST_TIERS, std::to_string(tiers) + " tiers: expected 1 to 4");
+        expect(!edges.empty() && edges[0] == 0, "edges of age that do not begin with 0");
+        for (std::size_t i = 1; i < edges.size(); ++i) expect(edges[i - 1] <= edges[i], "edges of age out of order");
+        for (std::size_t i = 0; i < bounds.size(); ++i) {
+            expect((i == 0 || bounds[i - 1] < bounds[i]) && bounds[i] <= Node::MOST_USES,
+                   "bounds of use: expected ascending numbers up to 255");
+        }
+        expect(ghosts >= 0 && ghosts <= 100, "ghosts: expected 0 to 100 for each resident block");
+        return tiers;
+    }
+
+    static py::bytes bytes(const void* data, std::size_t length) {
+        return py::bytes(static_cast<const char*>(data), length);
+    }
+
+    py::tuple tuple(const ByTier& by_tier) const {
+        py::tuple out(tiers_);
+        for (unsigned t = 0; t < tiers_; ++t) out[t] = by_tier[t];
+        return out;
+    }
+
+    void check_tier(unsigned tier) const {
+        expect(tier < tiers_, "tier " + std::to_string(tier) + ": there are " + std::to_string(tiers_));
+    }
+
+    const unsigned tiers_;
+    Index index_;
+};
+
+void PyIndex::bind(py::module_& module) {
+    py::class_<PyIndex>(module, "Index", R"(The block index; its twin, PlainIndex, says what each call means.
+
+A place is 42 bytes: namespace, group, shard; signatures are 32 bytes a block, packed. Lets go of the interpreter lock
+for more than a few blocks. ValueError where arguments make no sense.)")
+        .def(py::init<unsigned, std::vector<unsigned>, std::vector<std::uint64_t>, double>(), py::arg("tiers"),
+             py::arg("bounds"), py::arg("edges"), py::arg("ghosts"))
+        .def("tick", &PyIndex::tick)
+        .def("match", &PyIndex::match, py::arg("places"), py::arg("needs"), py::arg("signatures"))
+        .def("ask", &PyIndex::ask, py::arg("parent"), py::arg("tokens"), py::arg("block_tokens"), py::arg("extras"),
+             py::arg("places"), py::arg("needs"),
+             "`digest_chain` and `match` of its result in one call: (signatures, blocks, blocks by tier).")
+        .def("where", &PyIndex::where, py::arg("place"), py::arg("signatures"))
+        .def("stamp", &PyIndex::stamp, py::arg("place"), py::arg("signature"))
+        .def("insert", &PyIndex::insert, py::arg("place"), py::arg("signatures"), py::arg("parent"), py::arg("tier"))
+        .def("discard", &PyIndex::discard, py::arg("place"), py::arg("signature"), py::arg("tier"),
+             py::arg("unless_held"))
+        .def("touch", &PyIndex::touch, py::arg("place"), py::arg("signatures"), py::arg("stamp"))
+        .def("hold", &PyIndex::hold, py::arg("place"), py::arg("signatures"), py::arg("room"))
+        .def("release", &PyIndex::release, py::arg("place"), py::arg("signatures"))
+        .def("evict", &PyIndex::evict, py::arg("tier"), py::arg("values"), py::arg("count"), py::arg("before"),
+             py::arg("stored_below"))
+        .def("resident", &PyIndex::resident, py::arg("tier"))
+        .def("names", &PyIndex::names, py::arg("tier"))
+        .def("waiting", &PyIndex::waiting)
+        .def("reused", &PyIndex::reused)
+        .def("check", &PyIndex::check)
+        .def("held", [](PyIndex& self) { return self.number([](const Index& i) { return i.held(); }); })
+        .def("ghosts", [](PyIndex& self) { return self.number([](const Index& i) { return i.ghosts(); }); })
+        .def("bytes", [](PyIndex& self) { return self.number([](const Index& i) { return i.bytes(); }); })
+        .def("ghost_bytes", [](PyIndex& self) { return self.number([](const Index& i) { return i.ghost_bytes(); }); })
+        .def("__len__", [](PyIndex& self) { return self.number([](const Index& i) { return i.size(); }); })
+        .def_property_readonly("clock",
+                               [](PyIndex& self) { return self.number([](const Index& i) { return i.clock(); }); });
+}
+
+}  // namespace
+
+void bind_index(py::module_& module) { PyIndex::bind(module); }
+
+}  // namespace kvcache

@@ -1,0 +1,79 @@
+// What the parts of the module share: how Python's objects are looked at.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "chain.h"
+
+namespace kvcache {
+
+// A contiguous view of an object's memory; the object cannot free or resize it meanwhile.
+class Buffer {
+  public:
+    Buffer(const pybind11::handle& object, int flags) {
+        if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_C_CONTIGUOUS | flags) != 0) {
+            throw pybind11::error_already_set();
+        }
+    }
+    ~Buffer() { PyBuffer_Release(&view_); }
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+
+    std::uint8_t* data() const { return static_cast<std::uint8_t*>(view_.buf); }
+    std::size_t bytes() const { return static_cast<std::size_t>(view_.len); }
+    std::size_t item_bytes() const { return static_cast<std::size_t>(view_.itemsize); }
+
+    // Whether it holds integers of this size: `codes` are the format letters that will do.
+    bool holds(const char* codes, std::size_t size) const {
+        const char* format = this->format();
+        if (*format == '@' || *format == '=' || *format == '<') ++format;
+        return std::strlen(format) == 1 && std::strchr(codes, *format) && item_bytes() == size;
+    }
+
+    // The number of those integers; TypeError where it holds something else.
+    std::size_t integers(const char* codes, std::size_t size, const char* expected) const {
+        if (!holds(codes, size)) {
+            throw pybind11::type_error("a buffer of format '" + std::string(format()) + "': expected " + expected);
+        }
+        return bytes() / size;
+    }
+
+  private:
+    const char* format() const { return view_.format ? view_.format : "B"; }
+
+    Py_buffer view_;
+};
+
+inline void expect(bool held, const std::string& message) {
+    if (!held) throw pybind11::value_error(message);
+}
+
+// What a chain is made from, looked at and checked; the objects stay as they are while this lives.
+class ChainInput {
+  public:
+    ChainInput(const pybind11::handle& parent, const pybind11::handle& tokens, std::size_t block_tokens,
+               const pybind11::handle& extras);
+
+    std::size_t blocks() const { return blocks_; }
+
+    // Without the interpreter lock, if one likes. OverflowError where an id is not of 32 bits.
+    void digest(bool plain, std::uint8_t* out) const;
+
+  private:
+    Buffer parent_, tokens_;
+    std::size_t block_tokens_, blocks_;
+    std::deque<Buffer> held_;
+    std::vector<Bytes> extras_;
+    bool has_extras_;
+};
+
+void bind_chain(pybind11::module_& module);
+void bind_index(pybind11::module_& module);
+
+}  // namespace kvcache

@@ -1,0 +1,396 @@
+"""The index in plain Python: the twin of `kvcache._native.Index`, and what each of its calls means.
+
+A node is one block at one place (namespace, group, shard). A node's parent is the block before it at the same place.
+In each tier the nodes that it has, without children there and without holds, stand in orders, one for each class of use
+and for whether a tier below has it too: the least recently used first, among equals the deeper, then by name. A parent
+enters when its last child leaves, at its place. A node that no tier has is remembered while somebody holds it or a
+child of it is somewhere; after that it is a ghost, of which a bounded number is kept.
+
+The clock is a count of requests. Thread-safe; no call does I/O. Signatures come packed, 32 bytes a block, those of
+consecutive blocks of one chain; tiers are numbers, the nearest 0; a mask has bit i where tier i has the block.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.block.key import SIGNATURE_BYTES, digest_chain
+from kvcache.hierarchy.ages import Ages
+from kvcache.hierarchy.prefix import usable
+from kvcache.hierarchy.run import Packed
+
+Name = tuple[bytes, bytes]  # place, signature
+Standing = tuple[int, int, bytes, bytes]  # stamp, -depth, signature, place
+Victim = tuple[bytes, bytes, bytes, bool]  # place, signature, parent, whether another tier still has it
+
+MOST_TIERS, MOST_USES = 4, 0xFF
+UNKNOWN = b""
+
+
+class Node:
+    __slots__ = ("children", "depth", "holds", "known", "listed", "name", "parent", "stamp", "tiers", "uses")
+
+    def __init__(self, name: Name, tiers: int, stamp: int) -> None:
+        self.name = name
+        self.parent = UNKNOWN  # signature of the block before, the namespace for the first one; while some tier has it
+        self.known = False  # some tier has, or had it
+        self.tiers = 0
+        self.children = [0] * tiers  # how many of its children each tier has
+        self.listed: list[tuple[int, int, int] | None] = [None] * tiers  # the order in which it stands
+        self.depth = self.uses = self.holds = 0
+        self.stamp = stamp
+
+    @property
+    def parent_name(self) -> Name | None:
+        place, _ = self.name
+        return (place, self.parent) if self.tiers and self.parent not in (UNKNOWN, place[:SIGNATURE_BYTES]) else None
+
+    @property
+    def standing(self) -> Standing:
+        place, signature = self.name
+        return self.stamp, -self.depth, signature, place
+
+
+class Ghost(NamedTuple):
+    departure: int
+    stamp: int
+    uses: int
+
+
+class PlainIndex:
+    """`bounds`: a block used `u` times is in the class of the number of bounds that are at most `u`. `edges`: the least
+    age of each bin. `ghosts`: how many departures are remembered for each block that some tier has."""
+
+    def __init__(self, tiers: int, bounds: Sequence[int], edges: Sequence[int], ghosts: float) -> None:
+        if not 1 <= tiers <= MOST_TIERS:
+            raise ValueError(f"{tiers} tiers: expected 1 to {MOST_TIERS}")
+        self.clock = 0
+        self._tiers, self._bounds, self._ghosts_a_block = tiers, tuple(bounds), ghosts
+        self._nodes: dict[Name, Node] = {}
+        self._resident = [0] * tiers
+        self._blocks = 0  # nodes that some tier has
+        classes = len(bounds) + 1
+        self._orders: dict[tuple[int, int, int], list[Standing]] = {
+            (t, below, c): [] for t in range(tiers) for below in (0, 1) for c in range(classes)
+        }
+        self._ages = Ages(classes, edges)
+        self._reused = np.zeros((classes, len(edges)), np.int64)
+        self._ghosts: dict[Name, Ghost] = {}
+        self._departures: deque[Name] = deque()
+        self._departed = 0
+        self._lock = threading.RLock()
+
+    def tick(self) -> int:
+        """A request begins: the new time."""
+        with self._lock:
+            self.clock += 1
+            self._ages.tick(self.clock)
+            return self.clock
+
+    # asking
+
+    def match(self, places: Sequence[bytes], needs: Sequence[int], signatures: Packed) -> tuple[int, tuple[int, ...]]:
+        """The longest prefix for which each place (one a group) has its last `needs` blocks; by tier, how many of its
+        blocks have all of their parts there or nearer."""
+        with self._lock:
+            masks = [self.where(place, signatures) for place in places]
+        found = usable(needs, masks)
+        by_tier = [0] * self._tiers
+        for i in range(found):
+            parts = (mask[i] for mask, need in zip(masks, needs, strict=True) if i >= found - need)
+            by_tier[max(((part & -part).bit_length() - 1 for part in parts), default=0)] += 1
+        return found, tuple(by_tier)
+
+    def ask(
+        self,
+        parent: bytes,
+        tokens: NDArray[Any],
+        block_tokens: int,
+        extras: list[bytes] | None,
+        places: Sequence[bytes],
+        needs: Sequence[int],
+    ) -> tuple[bytes, int, tuple[int, ...]]:
+        """`digest_chain` and `match` of its result in one call: the signatures, then what `match` says."""
+        signatures = digest_chain(parent, tokens, block_tokens, extras)
+        return signatures, *self.match(places, needs, signatures)
+
+    def where(self, place: bytes, signatures: Packed) -> bytes:
+        """A mask a block."""
+        with self._lock:
+            found = (self._nodes.get(name) for name in _names(place, signatures))
+            return bytes(node.tiers if node is not None else 0 for node in found)
+
+    def stamp(self, place: bytes, signature: bytes) -> int:
+        """When it was last used; now, for one that is not here."""
+        with self._lock:
+            node = self._nodes.get((place, signature))
+            return self.clock if node is None else node.stamp
+
+    def waiting(self) -> NDArray[np.int64]:
+        """By (class, bin of age), the blocks that some tier has and the ghosts."""
+        with self._lock:
+            return self._ages.count(self.clock)
+
+    def reused(self) -> NDArray[np.int64]:
+        """By (class, bin of age), how often a block was used again, since the start. Both as before that use."""
+        with self._lock:
+            return np.array(self._reused)
+
+    # changing
+
+    def insert(self, place: bytes, signatures: Packed, parent: bytes, tier: int) -> None:
+        """The tier has these now. `parent` is the signature before the first of them; the namespace where it is the
+        first of its chain, empty where it is unknown."""
+        with self._lock:
+            for name in _names(place, signatures):
+                node = self._nodes.get(name) or self._new(name)
+                if not node.tiers:
+                    self._attach(node, parent)
+                if not node.tiers >> tier & 1:
+                    self._leave_orders(node)
+                    self._resident[tier] += 1
+                    node.tiers |= 1 << tier
+                    self._count_child(node.parent_name, tier, 1)
+                    self._enter_orders(node)
+                parent = name[1]
+
+    def discard(self, place: bytes, signature: bytes, tier: int, unless_held: bool) -> bool:
+        """The tier has it no more. True where it had it."""
+        with self._lock:
+            node = self._nodes.get((place, signature))
+            if node is None or not node.tiers >> tier & 1 or (unless_held and node.holds):
+                return False
+            self._drop(node, tier)
+            return True
+
+    def touch(self, place: bytes, signatures: Packed, stamp: int) -> None:
+        """Count a use of each at this time, which is not in the future."""
+        with self._lock:
+            stamp = min(stamp, self.clock)
+            for name in _names(place, signatures):
+                node = self._nodes.get(name)
+                if node is None:
+                    continue
+                self._leave_orders(node)
+                if node.tiers:
+                    self._ages.add(self._class(node.uses), node.stamp, -1)
+                    self._count_reuse(node.uses, max(0, stamp - node.stamp))
+                node.uses = min(node.uses + 1, MOST_USES)
+                node.stamp = max(node.stamp, stamp)
+                if node.tiers:
+                    self._ages.add(self._class(node.uses), node.stamp, 1)
+                self._enter_orders(node)
+
+    def hold(self, place: bytes, signatures: Packed, room: Sequence[int]) -> tuple[int, ...]:
+        """Keep these from leaving, from the first up to one that no tier has or for which the nearest tier that has it
+        has no more `room`. How many, by nearest tier. Give each back with `release`."""
+        held = [0] * self._tiers
+        with self._lock:
+            for name in _names(place, signatures):
+                node = self._nodes.get(name)
+                if node is None or not node.tiers:
+                    break
+                nearest = (node.tiers & -node.tiers).bit_length() - 1
+                if held[nearest] == room[nearest]:
+                    break
+                self._leave_orders(node)
+                node.holds += 1
+                held[nearest] += 1
+        return tuple(held)
+
+    def release(self, place: bytes, signatures: Packed) -> None:
+        with self._lock:
+            for name in _names(place, signatures):
+                node = self._nodes.get(name)
+                if node is None or not node.holds:
+                    raise ValueError("release of a block that is not held: give back what `hold` took, once")
+                node.holds -= 1
+                self._enter_orders(node)
+                self._forget(node)
+            self._trim_ghosts()
+
+    def evict(
+        self, tier: int, values: NDArray[np.float64], count: int, before: int | None, stored_below: bool
+    ) -> list[Victim]:
+        """Take at most `count` records out of a tier, the least valuable first: `values` says it by (class, bin of
+        age); among equals those that a tier below has too, then as they stand in their orders.
+
+        `before`: only those last used earlier than this time. `stored_below`: only those that a tier below has too.
+        """
+        victims: list[Victim] = []
+        with self._lock:
+            while len(victims) < count:
+                node = self._worst(tier, (1,) if stored_below else (0, 1), values, before)
+                if node is None:
+                    break
+                victims.append((*node.name, node.parent, node.tiers != 1 << tier))
+                self._drop(node, tier)
+        return victims
+
+    # within
+
+    def _new(self, name: Name) -> Node:
+        node = self._nodes[name] = Node(name, self._tiers, self.clock)
+        return node
+
+    def _attach(self, node: Node, parent: bytes) -> None:
+        """Some tier will have the node now."""
+        place, _ = node.name
+        ghost = self._ghosts.pop(node.name, None)
+        if ghost is not None:
+            self._ages.add(self._class(ghost.uses), ghost.stamp, -1)
+            self._count_reuse(ghost.uses, self.clock - ghost.stamp)
+            node.uses = min(ghost.uses + 1, MOST_USES)
+        node.parent, node.known, node.depth = parent, True, 0
+        if parent not in (UNKNOWN, place[:SIGNATURE_BYTES]):
+            node.depth = (self._nodes.get((place, parent)) or self._new((place, parent))).depth + 1
+        self._blocks += 1
+        self._ages.add(self._class(node.uses), node.stamp, 1)
+
+    def _drop(self, node: Node, tier: int) -> None:
+        parent = node.parent_name
+        self._leave_orders(node)
+        node.tiers &= ~(1 << tier)
+        self._resident[tier] -= 1
+        self._enter_orders(node)
+        if not node.tiers:
+            self._blocks -= 1
+            self._ages.add(self._class(node.uses), node.stamp, -1)
+        self._count_child(parent, tier, -1)
+        if parent is not None:
+            self._forget(self._nodes[parent])
+        self._forget(node)
+        self._trim_ghosts()
+
+    def _count_child(self, parent: Name | None, tier: int, change: int) -> None:
+        if parent is not None:
+            node = self._nodes[parent]
+            self._leave_orders(node)
+            node.children[tier] += change
+            self._enter_orders(node)
+
+    def _forget(self, node: Node) -> None:
+        if node.tiers or node.holds or any(node.children):
+            return
+        del self._nodes[node.name]
+        if node.known and self._ghosts_a_block:
+            self._ghosts[node.name] = Ghost(self._departed, node.stamp, node.uses)
+            self._departures.append(node.name)
+            self._departed += 1
+            self._ages.add(self._class(node.uses), node.stamp, 1)
+
+    def _trim_ghosts(self) -> None:
+        while len(self._departures) > int(self._ghosts_a_block * self._blocks):
+            name = self._departures.popleft()
+            ghost = self._ghosts.get(name)
+            if ghost is not None and ghost.departure == self._departed - len(self._departures) - 1:
+                del self._ghosts[name]
+                self._ages.add(self._class(ghost.uses), ghost.stamp, -1)
+
+    def _class(self, uses: int) -> int:
+        return sum(uses >= bound for bound in self._bounds)
+
+    def _count_reuse(self, uses: int, age: int) -> None:
+        self._reused[self._class(uses), self._ages.bin(age)] += 1
+
+    def _leave_orders(self, node: Node) -> None:
+        for t, place in enumerate(node.listed):
+            if place is not None:
+                order = self._orders[place]
+                del order[bisect_left(order, node.standing)]
+                node.listed[t] = None
+
+    def _enter_orders(self, node: Node) -> None:
+        if node.holds:
+            return
+        for t in range(self._tiers):
+            if node.listed[t] is None and node.tiers >> t & 1 and not node.children[t]:
+                order = t, int(node.tiers >> (t + 1) != 0), self._class(node.uses)
+                insort(self._orders[order], node.standing)
+                node.listed[t] = order
+
+    def _worst(self, tier: int, belows: Sequence[int], values: NDArray[np.float64], before: int | None) -> Node | None:
+        worst: tuple[float, int, Standing] | None = None
+        for below in belows:
+            for c in range(len(self._bounds) + 1):
+                for value, standing in self._heads(self._orders[tier, below, c], values[c]):
+                    candidate = (value, -below, standing)
+                    if (before is None or standing[0] < before) and (worst is None or candidate < worst):
+                        worst = candidate
+        return None if worst is None else self._nodes[worst[2][3], worst[2][2]]
+
+    def _heads(self, order: list[Standing], values: NDArray[np.float64]) -> Iterator[tuple[float, Standing]]:
+        """The first of each bin of age."""
+        at = 0
+        while at < len(order):
+            b = self._ages.bin(self.clock - order[at][0])
+            yield float(values[b]), order[at]
+            if b == 0:
+                return
+            at = bisect_left(order, (self.clock - self._ages.edges[b] + 1,), at)
+
+    # audits
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def resident(self, tier: int) -> int:
+        return self._resident[tier]
+
+    def ghosts(self) -> int:
+        return len(self._ghosts)
+
+    def held(self) -> int:
+        """How many holds there are, in all."""
+        with self._lock:
+            return sum(node.holds for node in self._nodes.values())
+
+    def names(self, tier: int) -> list[Name]:
+        """All that a tier has."""
+        with self._lock:
+            return [name for name, node in self._nodes.items() if node.tiers >> tier & 1]
+
+    def check(self) -> list[str]:
+        """Counts, orders and links against what a walk over all nodes finds."""
+        faults = []
+        with self._lock:
+            children: dict[Name, list[int]] = {}
+            resident = [0] * self._tiers
+            for node in self._nodes.values():
+                for t in range(self._tiers):
+                    if node.tiers >> t & 1:
+                        resident[t] += 1
+                        if node.parent_name:
+                            children.setdefault(node.parent_name, [0] * self._tiers)[t] += 1
+            for node in self._nodes.values():
+                label = f"index: {node.name[1][:8].hex()}"
+                if node.children != children.get(node.name, [0] * self._tiers):
+                    faults.append(f"{label} counts {node.children} children, {children.get(node.name)} are there")
+                if not node.tiers and not node.holds and not any(node.children):
+                    faults.append(f"{label} is remembered for nothing")
+                for t, place in enumerate(node.listed):
+                    if (place is not None) != bool(node.tiers >> t & 1 and not node.children[t] and not node.holds):
+                        faults.append(f"{label} {'is missing in' if place is None else 'stands in'} an order")
+                    if place is not None and node.standing not in self._orders[place]:
+                        faults.append(f"{label} stands in the wrong order")
+            if resident != self._resident:
+                faults.append(f"index: counts {self._resident} residents, {resident} are there")
+            listed = sum(place is not None for node in self._nodes.values() for place in node.listed)
+            if listed != sum(map(len, self._orders.values())):
+                faults.append("index: orders with strangers in them")
+            if any(order != sorted(order) for order in self._orders.values()):
+                faults.append("index: an order out of order")
+            if self.waiting().sum() != self._blocks + len(self._ghosts):
+                faults.append(f"index: {self.waiting().sum()} blocks and ghosts by age, {self._blocks} are there")
+        return faults
+
+
+def _names(place: bytes, signatures: Packed) -> Iterator[Name]:
+    return ((place, bytes(signatures[i : i + SIGNATURE_BYTES])) for i in range(0, len(signatures), SIGNATURE_BYTES))

@@ -1,0 +1,270 @@
+"""The compiled index and its twin, side by side: the same calls, the same answers, the same victims."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvcache import native
+from kvcache.block.key import plain_digest_chain
+from kvcache.block.layout import Shard
+from kvcache.evict.policy import AGE_BINS, AGE_EDGES
+from kvcache.hierarchy.plain_index import PlainIndex
+from kvcache.hierarchy.prefix import ALL
+from kvcache.hierarchy.run import place_of
+
+pytestmark = pytest.mark.skipif(not native.built, reason="the compiled core was not built")
+
+SPACES = [bytes([s]) * 32 for s in range(2)]
+PLACES = [place_of(SPACES[0], 0, Shard(0, 2, 0, 4)), place_of(SPACES[0], 1, Shard(0, 1, 0, 1))]
+PLACES += [place_of(SPACES[1], 0, Shard(0, 2, 0, 4))]
+BOUNDS = (1, 2, 5)
+TABLES = [
+    np.repeat(-np.arange(AGE_BINS, dtype=np.float64)[None, :], 4, axis=0),
+    np.arange(4, dtype=np.float64)[:, None] - np.arange(AGE_BINS)[None, :] // 9,
+    np.zeros((4, AGE_BINS)),
+    np.random.default_rng(3).standard_normal((4, AGE_BINS)),
+    np.random.default_rng(4).integers(0, 3, (4, AGE_BINS)).astype(np.float64),
+]
+
+
+def branch(number: int, length: int) -> bytes:
+    """A chain that shares its first blocks with others: branches 0 and 1 three, 2 and 3 five."""
+    shared = 3 if number < 2 else 5
+    ids = [(number // 2 if i < shared else 10 + number, i) for i in range(length)]
+    return b"".join(sha256(repr(ids[: i + 1]).encode()).digest() for i in range(length))
+
+
+CHAINS = [branch(number, 9) for number in range(4)]
+chains = st.integers(0, len(CHAINS) - 1)
+places = st.integers(0, len(PLACES) - 1)
+tiers = st.integers(0, 2)
+ends = st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted)
+
+
+class Twins(RuleBasedStateMachine):
+    @initialize(ghosts=st.sampled_from([0.0, 0.5, 2.0]))
+    def begin(self, ghosts: float) -> None:
+        self.twins: list[Any] = [core(3, BOUNDS, AGE_EDGES, ghosts) for core in (PlainIndex, native.core.Index)]
+        self.held: list[tuple[bytes, bytes]] = []
+
+    def both(self, call: Callable[[Any], Any]) -> Any:
+        plain, compiled = (call(twin) for twin in self.twins)
+        assert plain == compiled
+        return plain
+
+    @rule(times=st.sampled_from([1, 1, 3, 30, 400]))
+    def tick(self, times: int) -> None:
+        for _ in range(times):
+            self.both(lambda twin: twin.tick())
+
+    @rule(chain=chains, ends=ends, place=places, tier=tiers, known=st.booleans())
+    def insert(self, chain: int, ends: list[int], place: int, tier: int, known: bool) -> None:
+        first, end = ends
+        parent = CHAINS[chain][32 * first - 32 : 32 * first] if first else PLACES[place][:32]
+        run = CHAINS[chain][32 * first : 32 * end]
+        self.both(lambda twin: twin.insert(PLACES[place], run, parent if known else b"", tier))
+
+    @rule(chain=chains, i=st.integers(0, 8), place=places, tier=tiers, unless_held=st.booleans())
+    def discard(self, chain: int, i: int, place: int, tier: int, unless_held: bool) -> None:
+        self.both(lambda twin: twin.discard(PLACES[place], CHAINS[chain][32 * i : 32 * i + 32], tier, unless_held))
+
+    @rule(chain=chains, ends=ends, place=places, back=st.integers(0, 3))
+    def touch(self, chain: int, ends: list[int], place: int, back: int) -> None:
+        run = CHAINS[chain][32 * ends[0] : 32 * ends[1]]
+        self.both(lambda twin: twin.touch(PLACES[place], run, max(0, twin.clock - back)))
+
+    @rule(chain=chains, ends=ends, place=places, room=st.lists(st.integers(0, 9), min_size=3, max_size=3))
+    def hold(self, chain: int, ends: list[int], place: int, room: list[int]) -> None:
+        run = CHAINS[chain][32 * ends[0] : 32 * ends[1]]
+        held = self.both(lambda twin: twin.hold(PLACES[place], run, room))
+        self.held.append((PLACES[place], run[: 32 * sum(held)]))
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        if self.held:
+            place, run = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+            self.both(lambda twin: twin.release(place, run))
+
+    @rule(
+        tier=tiers,
+        table=st.integers(0, len(TABLES) - 1),
+        count=st.integers(1, 40),
+        back=st.none() | st.sampled_from([0, 1, 5, 100]),
+        below=st.booleans(),
+    )
+    def evict(self, tier: int, table: int, count: int, back: int | None, below: bool) -> None:
+        self.both(
+            lambda twin: twin.evict(
+                tier, TABLES[table], count, None if back is None else max(0, twin.clock - back), below
+            )
+        )
+
+    @rule(chain=chains, end=st.integers(0, 9), window=st.integers(1, 4))
+    def match(self, chain: int, end: int, window: int) -> None:
+        run = CHAINS[chain][: 32 * end]
+        for groups, needs in (([0], [ALL]), ([0, 1], [ALL, window]), ([1], [1]), ([2, 1, 0], [window, 1, ALL])):
+            self.both(lambda twin: twin.match([PLACES[g] for g in groups], needs, run))  # noqa: B023  called at once
+
+    @invariant()
+    def agree(self) -> None:
+        if not hasattr(self, "twins"):
+            return
+        for place in PLACES:
+            for chain in CHAINS:
+                self.both(lambda twin: (twin.where(place, chain), twin.stamp(place, chain[-32:])))  # noqa: B023
+        self.both(lambda twin: (len(twin), twin.ghosts(), twin.held(), [twin.resident(t) for t in range(3)]))
+        self.both(lambda twin: [sorted(twin.names(t)) for t in range(3)])
+        self.both(lambda twin: bytes(memoryview(twin.waiting()).cast("B")))
+        self.both(lambda twin: bytes(memoryview(twin.reused()).cast("B")))
+        self.both(lambda twin: twin.check())
+
+    def teardown(self) -> None:
+        if hasattr(self, "twins"):
+            for place, run in self.held:
+                self.both(lambda twin: twin.release(place, run))  # noqa: B023
+            for tier in range(3):
+                self.both(lambda twin: twin.evict(tier, TABLES[0], 10**6, None, False))  # noqa: B023
+            assert self.both(len) == 0
+
+
+TestTwins = Twins.TestCase
+TestTwins.settings = settings(max_examples=2 * settings.default.max_examples, stateful_step_count=50)
+
+
+def new(tiers: int = 2, ghosts: float = 0.0) -> Any:
+    return native.core.Index(tiers, (), AGE_EDGES, ghosts)
+
+
+def signatures(seed: int, blocks: int) -> bytes:
+    return np.random.default_rng(seed).bytes(32 * blocks)
+
+
+@pytest.mark.parametrize("turns", [3])
+def test_a_hundred_thousand_come_and_go(turns: int) -> None:
+    """Through every growth of the tables, on the way there and back, with all of them found at each step."""
+    index, runs = new(ghosts=1.0), [signatures(i, 1000) for i in range(100)]
+    place = PLACES[0]
+    for turn in range(turns):
+        for i, run in enumerate(runs):
+            index.tick()
+            index.insert(place, run, place[:32], 0)
+            for earlier in range(0, i + 1, 7):
+                assert index.where(place, runs[earlier]) == b"\1" * 1000
+        assert index.resident(0) == 100_000
+        assert index.check() == []
+        taken = 0
+        while victims := index.evict(0, TABLES[0][:1].copy(), 997, None, False):
+            taken += len(victims)
+        assert taken == 100_000, turn
+        assert index.where(place, runs[0]) == bytes(1000)
+        assert len(index) == 0
+
+
+def test_what_a_block_and_a_ghost_take() -> None:
+    """At 10^6 both tables are nearly half empty, their worst but for the moment of growth."""
+    index, count = new(ghosts=2.0), 1 << 17
+    for i in range(count // 1024):
+        index.insert(PLACES[0], signatures(i, 1024), PLACES[0][:32], i % 2)
+    index.insert(PLACES[0], signatures(0, 1024), PLACES[0][:32], 1)
+    assert index.bytes() / count < 96
+
+
+def test_ask_is_digest_and_match() -> None:
+    tokens = np.arange(16 * 100, dtype=np.uint32)
+    expected = plain_digest_chain(SPACES[0], tokens, 16, None)
+    index = new()
+    index.insert(PLACES[0], expected[: 32 * 40], SPACES[0], 0)
+    index.insert(PLACES[0], expected[: 32 * 60], SPACES[0], 1)
+    for form in (tokens, tokens.astype(np.int64)):
+        for blocks, found in ((100, (60, (40, 20))), (50, (50, (40, 10))), (7, (7, (7, 0)))):
+            asked = index.ask(SPACES[0], form[: 16 * blocks], 16, None, [PLACES[0]], [ALL])
+            assert asked == (expected[: 32 * blocks], *found)
+    with pytest.raises(OverflowError):
+        index.ask(SPACES[0], np.array([1, -1]), 1, None, [PLACES[0]], [ALL])
+
+
+def test_threads_at_once() -> None:
+    """Each works on chains of its own and one that all share, while others evict; the audit is clean after it."""
+    index, shared = new(ghosts=1.0), signatures(0, 200)
+    faults: list[str] = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            for turn in range(60):
+                own = signatures(1000 * seed + turn, 100)
+                stamp = index.tick()
+                index.insert(PLACES[0], own, SPACES[0], turn % 2)
+                index.insert(PLACES[0], shared, SPACES[0], 0)
+                held = index.hold(PLACES[0], shared, [150, 150])
+                index.touch(PLACES[0], shared, stamp)
+                for t in range(2):
+                    index.evict(t, TABLES[0][:1].copy(), int(rng.integers(1, 150)), None, False)
+                if index.where(PLACES[0], shared[: 32 * sum(held)]).count(0):
+                    faults.append("a held block left")
+                index.release(PLACES[0], shared[: 32 * sum(held)])
+        except Exception as error:  # noqa: BLE001  an error in a thread must fail the test
+            faults.append(repr(error))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert faults == []
+    assert index.check() == []
+    assert index.held() == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda i: i.insert(b"short", bytes(32), b"", 0), "a place of 5 bytes: expected 42"),
+        (lambda i: i.insert(PLACES[0], bytes(31), b"", 0), "signatures of 31 bytes"),
+        (lambda i: i.insert(PLACES[0], bytes(32), b"x", 0), "a parent of 1 bytes"),
+        (lambda i: i.insert(PLACES[0], bytes(32), b"", 2), "tier 2: there are 2"),
+        (lambda i: i.hold(PLACES[0], bytes(32), [1]), "room in 1 tiers: expected one each of 2"),
+        (lambda i: i.release(PLACES[0], bytes(32)), "not held"),
+        (lambda i: i.match([PLACES[0]], [1, 2], bytes(32)), "1 places and 2 needs"),
+        (lambda i: i.evict(0, np.zeros(3), 1, None, False), "expected float64 of"),
+        (lambda i: native.core.Index(5, (), AGE_EDGES, 0.0), "5 tiers: expected 1 to 4"),
+        (lambda i: native.core.Index(1, (3, 2), AGE_EDGES, 0.0), "ascending numbers up to 255"),
+        (lambda i: native.core.Index(1, (), (1, 2), 0.0), "begin with 0"),
+    ],
+)
+def test_what_is_refused(call: Callable[[Any], Any], said: str) -> None:
+    index = new()
+    with pytest.raises(ValueError, match=said):
+        call(index)
+    assert len(index) == 0
+
+
+@pytest.mark.parametrize("values", [[1, 2, 3], (7, 0, 2**32 - 1), [], [2**30 - 1, 2**30, 2**31]])
+def test_token_ids_of_lists(values: Any) -> None:
+    assert native.core.token_ids(values) == np.array(values, np.uint32).tobytes()
+
+
+@pytest.mark.parametrize("values", [[-1], [2**32], [2**64], [True], [1.0], [np.int64(1)], [None], range(3), "12", {1}])
+def test_token_ids_of_anything_else(values: Any) -> None:
+    assert native.core.token_ids(values) is None
+
+
+def test_populate() -> None:
+    import mmap
+
+    memory = mmap.mmap(-1, 40 << 20)
+    memory[5] = 7
+    native.core.populate(memory)
+    assert memory[5] == 7
+    assert memory[:5] == bytes(5)
+    with pytest.raises(BufferError):
+        native.core.populate(bytes(10))
