@@ -15,6 +15,7 @@ import mmap
 import threading
 from collections.abc import Iterator
 
+from kvcache import native
 from kvcache.port import Executor
 
 PAGE = 4096
@@ -34,6 +35,9 @@ class Region:
 
     def touch(self) -> None:
         """Have the system find the memory now. Changes nothing in it; where the system cannot, nothing happens."""
+        if native.available():
+            native.core.populate(self.view)
+            return
         try:
             for at in range(0, self.bytes, STEP_BYTES):  # in steps: the interpreter lock is held meanwhile
                 self._memory.madvise(POPULATE, at, min(STEP_BYTES, self.bytes - at))
