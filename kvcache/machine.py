@@ -96,6 +96,11 @@ def disk_held_bytes(path: Path) -> int:
 
 def in_memory(path: Path, root: Path = _ROOT) -> bool:
     """Whether the file system that would hold `path` is memory; False where the system does not tell."""
+    return file_system(path, root) in _MEMORY_KINDS
+
+
+def file_system(path: Path, root: Path = _ROOT) -> str:
+    """The kind of the file system that would hold `path`: "ext4", "overlay"; "" where the system does not tell."""
     place = os.path.realpath(_existing(path))
     kind, longest = "", -1
     for line in _text(root / "proc/self/mounts").splitlines():
@@ -103,7 +108,7 @@ def in_memory(path: Path, root: Path = _ROOT) -> bool:
         mount = mount.replace("\\040", " ")
         if os.path.commonpath((place, mount)) == mount and len(mount) >= longest:  # the last mount on a place counts
             kind, longest = this, len(mount)
-    return kind in _MEMORY_KINDS
+    return kind
 
 
 def _existing(path: Path) -> Path:

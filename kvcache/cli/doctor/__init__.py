@@ -1,0 +1,115 @@
+"""`kvcache doctor`: is all here that a cache needs, and does it work? Each line ok, warn or fail, with the remedy."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcache.cli.output import Format, Json, Output, print_json
+from kvcache.errors import KVCacheError
+
+if TYPE_CHECKING:
+    from kvcache.cli.doctor.finding import Finding
+    from kvcache.settings import Settings
+
+
+def doctor(
+    settings: Annotated[Path | None, typer.Argument(help="A settings file (TOML); without one, defaults.")] = None,
+    model: Annotated[Path | None, typer.Option(help="A model's directory: how many of its tokens fit.")] = None,
+    bundle: Annotated[
+        Path | None, typer.Option(help="Write all of it there for a bug report (tar.gz), secrets left out.")
+    ] = None,
+    output: Output = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Check memory, drive, software and settings, store and load through every tier; exit 1 if anything fails.
+
+    Writes at most 256 MiB beside the directory of the NVMe tier, and removes it.
+    """
+    from kvcache.config import load
+
+    table = not as_json and output is Format.table
+    loaded: Settings | None = None
+    findings: list[Finding] = []
+    try:
+        loaded = load(settings)
+    except KVCacheError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    for finding in examine(loaded, refusal, model):
+        findings.append(finding)
+        if table:
+            _show(finding)
+    if bundle is not None:
+        from kvcache.cli.doctor.bundle import write_bundle
+
+        write_bundle(bundle, findings, loaded)
+    if not table:
+        print_json([asdict(finding) for finding in findings])
+    elif bundle is not None:
+        print(f"\nbundle: {bundle}; look through it before you send it")
+    if any(finding.state == "fail" for finding in findings):
+        raise typer.Exit(1)
+
+
+def examine(settings: Settings | None, refusal: str, model: Path | None) -> Iterator[Finding]:
+    """Every finding as it is made. `refusal`: why there are no settings."""
+    from kvcache.cli.doctor.finding import fail, ok
+
+    yield from _guarded("software")
+    if settings is None:
+        yield fail("settings", refusal, "correct it; nothing that depends on settings was checked")
+        yield from _guarded("caches")
+        return
+    yield ok("settings", "sound; `kvcache config show` tells each and where it came from")
+    yield from _guarded("memory", settings)
+    if model is not None:
+        yield from _guarded("room", settings, model)
+    yield from _guarded("caches")
+    try:
+        with _beside(settings) as place:
+            if settings.nvme.enabled:
+                yield from _guarded("drive", settings, place)
+            yield from _guarded("trip", settings, place)
+    except OSError as error:
+        remedy = "give this user a directory to write in: nvme.path, or the system's for temporary files"
+        yield fail("directory", str(error), remedy)
+
+
+def _guarded(name: str, *given: Any) -> Iterator[Finding]:
+    """The checks of that file. One that cannot be made is a finding too, and the others go on."""
+    from kvcache.cli.doctor.finding import fail
+
+    try:
+        yield from import_module(f"kvcache.cli.doctor.{name}").checks(*given)
+    except Exception as error:  # noqa: BLE001  whoever calls a doctor has a fault already, and wants the rest
+        text = str(error) if isinstance(error, (OSError, KVCacheError)) else repr(error)
+        yield fail(name, text, "this check could not be made: the message says why")
+
+
+@contextmanager
+def _beside(settings: Settings) -> Iterator[Path]:
+    """An empty directory on the file system of the NVMe tier: within it where that is a mount, else beside it."""
+    path = settings.nvme.path
+    above = (path if path.is_mount() else path.parent) if settings.nvme.enabled else Path(tempfile.gettempdir())
+    above.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".kvcache-doctor-", dir=above) as made:
+        yield Path(made)
+
+
+def _show(finding: Finding) -> None:
+    print(f"{finding.state:<5} {finding.name:<16} {finding.found}", flush=True)
+    if finding.remedy:
+        print(f"{'':<22} {finding.remedy}", flush=True)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("doctor")(doctor)
