@@ -128,7 +128,8 @@ class CacheRequest:
         if self._found < len(self.signatures):
             counters.add("misses", reason=self._reason or "cold")
         if not flow.bypass.loads:
-            self._bring(stamp)
+            with working_for(self.id):
+                self._bring(stamp)
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         self._check(pages, page_ids, first_block, blocks)
