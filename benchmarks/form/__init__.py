@@ -28,7 +28,7 @@ from rich.table import Table
 from form.machine import facts
 
 MORE_IS_BETTER = frozenset({"GB/s", "MB/s", "op/s", "tokens/s", "GFLOP/s", "%", "times"})
-LESS_IS_BETTER = frozenset({"s", "ms", "us", "ns", "B", "KiB", "MiB", "GiB"})
+LESS_IS_BETTER = frozenset({"s", "ms", "us", "ns", "B", "KiB", "MiB", "GiB", "% waste", "% error", "perplexity"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,10 @@ def options(about: str | None) -> argparse.ArgumentParser:
 
 def publish(benchmark: str, rows: Sequence[Row], path: Path | None, *, notes: Sequence[str] = ()) -> None:
     """Print the rows, and what a reader must know beside them; write them to `path` where one is given."""
-    console = Console(soft_wrap=not sys.stdout.isatty())
+    console = Console(width=None if sys.stdout.isatty() else 160)  # else rich takes a file for a narrow terminal
     console.print(_table(benchmark, rows))
     for note in notes:
-        console.print(f"  {note}", markup=False, highlight=False)
+        console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
     if path is not None:
         path.write_text(json.dumps(_document(benchmark, rows), indent=1) + "\n")
 
@@ -111,7 +111,7 @@ def _document(benchmark: str, rows: Sequence[Row]) -> dict[str, Any]:
 def _table(benchmark: str, rows: Sequence[Row]) -> Table:
     table = Table(title=benchmark, title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("row", no_wrap=True)
-    for name in ("value", "unit", "floor", "of the floor", "peer", "times the peer"):
+    for name in ("value", "unit", "floor", "of floor", "peer", "vs peer"):
         table.add_column(name, justify="left" if name == "unit" else "right", no_wrap=True)
     for row in rows:
         part = "" if row.ratio is None else f"{row.ratio:.0%}"
