@@ -2,7 +2,7 @@
 // kernel a direction and a width in bytes: the widest that every address and step allows is the one to call.
 #include "copy.h"
 
-#define KV_COPY(NAME, DIRECTION, WIDTH)                                                                           \
+#define KV_COPY(NAME, DIRECTION, WIDTH)                                                                          \
     extern "C" __global__ void __launch_bounds__(256) NAME##_##WIDTH(const __grid_constant__ kvcache::Job job) { \
         kvcache::copy<kvcache::Direction::DIRECTION, WIDTH>(                                                     \
             job, {blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x, blockIdx.y, gridDim.y});        \

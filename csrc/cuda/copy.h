@@ -2,12 +2,11 @@
 // for the host, where the tests run it thread by thread.
 #pragma once
 
-#include "../layout/division.h"
+#include "access.h"
 
 namespace kvcache {
 
-constexpr u32 ROOTS = 64, BLOCKS = 128;  // of one launch: a job goes by value, and 4,096 bytes are what fits everywhere
-constexpr u32 UNROLL = 4;                // loads of one thread that are under way at a time
+constexpr u32 UNROLL = 4;  // loads of one thread that are under way at a time
 
 enum class Direction { Gather, Scatter };  // pages to payloads, payloads to pages
 
@@ -19,11 +18,6 @@ struct Step {
 
 struct Root {
     u64 page;  // address in page 0
-    u64 payload;
-};
-
-struct Block {
-    u64 page;  // bytes from page 0 to this one
     u64 payload;
 };
 
@@ -40,30 +34,7 @@ struct Job {
     Block block[BLOCKS];
 };
 
-static_assert(sizeof(Job) <= 4096, "a kernel takes no more arguments");
-
-template <int Width>
-struct alignas(Width) Vector;
-template <>
-struct alignas(16) Vector<16> {
-    u64 low, high;
-};
-template <>
-struct Vector<8> {
-    u64 all;
-};
-template <>
-struct Vector<4> {
-    u32 all;
-};
-template <>
-struct Vector<2> {
-    unsigned short all;
-};
-template <>
-struct Vector<1> {
-    unsigned char all;
-};
+static_assert(sizeof(Job) <= ARGUMENT_BYTES);
 
 // A thread's place along a piece and among the pieces, and the steps that take it to its next ones.
 struct Thread {
@@ -87,11 +58,6 @@ KV_HD inline Place place_of(const Job& job, u32 vector) {
         place.payload += index * axis.payload;
     }
     return place;
-}
-
-template <class Type>
-KV_HD inline Type* pointer(u64 address) {
-    return reinterpret_cast<Type*>(address);
 }
 
 template <Direction direction, int Width>

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvcache.transfer.device import Device
-from kvcache.transfer.kernels import Direction, grid, jobs
+from kvcache.transfer.kernels import Direction, launches
 from kvcache.transfer.walk import Plan, Walk
 
 SIZES = tuple(1 << power for power in range(14, 23))  # 16 KiB to 4 MiB
@@ -58,11 +58,9 @@ class Rates:
 
     def kernel(self, direction: Direction) -> float:
         whole = Plan(np.array([[self._there.pointer, 0]], np.int64), Walk((), self._total), 0)
-        ((width, job),) = jobs(whole, [0], np.array([self._here.pointer], np.int64))
-        kernel = f"copy.cu:{direction}_{width}"
-        return self._rate(
-            lambda: self._device.launch(kernel, grid(job, self._bus_blocks), job, self._stream), self._total
-        )
+        here = np.array([self._here.pointer], np.int64)
+        (launch,) = launches(whole, direction, [0], here, self._bus_blocks)
+        return self._rate(lambda: self._device.launch(launch, self._stream), self._total)
 
     def _rate(self, work: Callable[[], None], size: int) -> float:
         self._device.seconds(self._stream, work)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,13 +31,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import LayoutError
-from kvcache.transfer.cpu import Axes, check_call
+from kvcache.transfer.cpu import check_call
 from kvcache.transfer.crossover import Crossover, measure
 from kvcache.transfer.device import CupyDevice, Device, Event, Memory
-from kvcache.transfer.kernels import Direction, grid, jobs
+from kvcache.transfer.kernels import Direction, Launch, launches
 from kvcache.transfer.pages import GroupPages
+from kvcache.transfer.part import Part, parts
 from kvcache.transfer.pinned import PinnedRegions, address_of
-from kvcache.transfer.walk import Plan, plan, plan_within, runs_of_layers
+from kvcache.transfer.quantised import Format, Quantised
+from kvcache.transfer.walk import Plan, plan_within
 
 Way = Literal["direct", "staged", "mapped"]
 
@@ -130,10 +132,12 @@ class CudaCopier:
         buffers: Sequence[memoryview],
         *,
         after: Event | None = None,
+        quantised: Format | None = None,
     ) -> CudaCopy:
-        """Pages to buffers, after what was put on the engine's stream before `after`, or before this call."""
-        check_call(pages, page_ids, buffers, writable=True, device=self.device.name)
-        return self._copy("gather", pages, page_ids, buffers, after)
+        """Pages to buffers, after what was put on the engine's stream before `after`, or before this call.
+
+        With a format the buffers are that codec's payloads: ask `Quantised.sound` of each before it is used."""
+        return self._copy("gather", pages, page_ids, buffers, after, quantised)
 
     def scatter(
         self,
@@ -142,10 +146,12 @@ class CudaCopier:
         buffers: Sequence[memoryview],
         *,
         after: Event | None = None,
+        quantised: Format | None = None,
     ) -> CudaCopy:
-        """Buffers to pages, by runs of layers, an event after each; a load that is large enough has one a layer."""
-        check_call(pages, page_ids, buffers, writable=False, device=self.device.name)
-        return self._copy("scatter", pages, page_ids, buffers, after)
+        """Buffers to pages, by runs of layers, an event after each; a load that is large enough has one a layer.
+
+        The pages are overwritten after what was put on the engine's stream before `after`, or before this call."""
+        return self._copy("scatter", pages, page_ids, buffers, after, quantised)
 
     def copy_pages(
         self, pages: GroupPages, sources: Sequence[int], targets: Sequence[int], *, after: Event | None = None
@@ -157,10 +163,10 @@ class CudaCopier:
             raise LayoutError(
                 f"{len(sources)} pages to {len(targets)}: expected each target once, and no source as one"
             )
-        lane, within = self._lanes["within"], plan_within(pages)
+        lane, payloads = self._lanes["within"], np.asarray(targets, np.int64) * pages.page_stride
         with lane.lock:
             self._follow(lane, after)
-            self._launch("gather", within, sources, np.asarray(targets, np.int64) * pages.page_stride, lane)
+            self._launch(launches(plan_within(pages), "gather", sources, payloads, self._device_blocks), lane)
             return CudaCopy(self.device, [pages.shard.layers], [self.device.record(lane.stream)], [], (pages,))
 
     def close(self) -> None:
@@ -178,22 +184,27 @@ class CudaCopier:
         page_ids: Sequence[int],
         buffers: Sequence[memoryview],
         after: Event | None,
+        quantised: Format | None,
     ) -> CudaCopy:
+        form = Quantised(quantised, pages) if quantised else None
+        size, writable = form.payload_bytes if form else pages.block_bytes, direction == "gather"
+        check_call(pages, page_ids, buffers, writable=writable, device=self.device.name, block_bytes=size)
+        if form and direction == "scatter" and not all(map(form.sound, buffers)):
+            raise LayoutError(f"a buffer whose scales {quantised} does not make: expected a payload of that codec")
         copy = CudaCopy(self.device, [], [], [], (pages, buffers))
-        if not len(page_ids):
+        if not buffers:
             return copy
         here = np.array([address_of(buffer) for buffer in buffers], np.int64)
-        found = [self.pinned.find(address, pages.block_bytes) for address in here.tolist()]
-        mapped = None if None in found else np.array(found, np.int64)
+        mapped = self._mapped(here, size)
         lane = self._lanes[direction]
         with lane.lock:
             self._follow(lane, after)
-            for part in _parts(pages, len(page_ids), self._run_bytes if direction == "scatter" else None):
-                way = self._way(direction, part) if mapped is not None else "staged"
-                if way == "direct":
-                    self._direct(direction, part, page_ids, here, lane)
+            for part in parts(pages, form, len(buffers), self._run_bytes if direction == "scatter" else None):
+                way = self._way(direction, part, mapped)
+                if way == "direct" and part.plan is not None:
+                    self._direct(direction, part.plan, page_ids, here, lane)
                 elif way == "mapped" and mapped is not None:
-                    self._launch(direction, part.plan, page_ids, mapped, lane, over_bus=True)
+                    self._launch(part.launches(direction, page_ids, mapped, self._bus_blocks), lane)
                 else:
                     self._staged(direction, part, page_ids, here, lane, pinned=mapped is not None)
                 copy.ways.append(way)
@@ -201,32 +212,43 @@ class CudaCopier:
                 copy.events.append(self.device.record(lane.stream))
         return copy
 
+    @property
+    def _device_blocks(self) -> int:
+        return DEVICE_BLOCKS * self.device.multiprocessors
+
     def _follow(self, lane: _Lane, after: Event | None) -> None:
         self.device.follow(lane.stream, self.mark() if after is None else after)
 
-    def _way(self, direction: Direction, part: _Part) -> Way:
-        if self.way is not None:
-            return self.way
-        enough = self.crossover.gather if direction == "gather" else self.crossover.scatter
-        if part.plan.walk.run >= enough:
-            return "direct"
-        return "staged" if part.size_bytes >= enough else "mapped"
+    def _mapped(self, here: NDArray[np.int64], size_bytes: int) -> NDArray[np.int64] | None:
+        """Where kernels find the buffers; None unless all of them are pinned."""
+        found = [self.pinned.find(address, size_bytes) for address in here.tolist()]
+        return None if None in found else np.array(found, np.int64)
+
+    def _way(self, direction: Direction, part: Part, mapped: NDArray[np.int64] | None) -> Way:
+        if mapped is None or (mapped % part.alignment).any():
+            return "staged"
+        wanted = self.way
+        if wanted is None:
+            enough = self.crossover.gather if direction == "gather" else self.crossover.scatter
+            if part.plan is not None and part.plan.walk.run >= enough:
+                return "direct"
+            wanted = "staged" if part.size_bytes >= enough else "mapped"
+        return "staged" if wanted == "direct" and part.plan is None else wanted
 
     def _direct(
-        self, direction: Direction, part: _Part, page_ids: Sequence[int], here: NDArray[np.int64], lane: _Lane
+        self, direction: Direction, the_plan: Plan, page_ids: Sequence[int], here: NDArray[np.int64], lane: _Lane
     ) -> None:
-        roots, walk = part.plan.roots, part.plan.walk
-        fragments = (roots[:, None] + walk.places[None]).reshape(-1, 2)
-        starts = np.stack([np.asarray(page_ids, np.int64) * part.plan.page_step, here], axis=1)
+        fragments = (the_plan.roots[:, None] + the_plan.walk.places[None]).reshape(-1, 2)
+        starts = np.stack([np.asarray(page_ids, np.int64) * the_plan.page_step, here], axis=1)
         ends = (starts[:, None] + fragments[None]).reshape(-1, 2).astype(np.uint64)
         target, origin = (1, 0) if direction == "gather" else (0, 1)
-        sizes = np.full(len(ends), walk.run, np.uint64)
+        sizes = np.full(len(ends), the_plan.walk.run, np.uint64)
         self.device.copy(ends[:, target], ends[:, origin], sizes, lane.stream, pinned=True)
 
     def _staged(
         self,
         direction: Direction,
-        part: _Part,
+        part: Part,
         page_ids: Sequence[int],
         here: NDArray[np.int64],
         lane: _Lane,
@@ -241,27 +263,17 @@ class CudaCopier:
         for first in range(0, len(here), at_a_time):
             host = (here[first : first + at_a_time] + part.start).astype(np.uint64)
             staged = lane.staging.pointer + slot * np.arange(len(host), dtype=np.int64)
-            ids, sizes = page_ids[first : first + at_a_time], np.full(len(host), part.size_bytes, np.uint64)
+            there, sizes = staged.astype(np.uint64), np.full(len(host), part.size_bytes, np.uint64)
+            ids = page_ids[first : first + at_a_time]
+            if direction == "scatter":
+                self.device.copy(there, host, sizes, lane.stream, pinned=pinned)
+            self._launch(part.launches(direction, ids, staged - part.start, self._device_blocks), lane)
             if direction == "gather":
-                self._launch("gather", part.plan, ids, staged - part.start, lane)
-                self.device.copy(host, staged.astype(np.uint64), sizes, lane.stream, pinned=pinned)
-            else:
-                self.device.copy(staged.astype(np.uint64), host, sizes, lane.stream, pinned=pinned)
-                self._launch("scatter", part.plan, ids, staged - part.start, lane)
+                self.device.copy(host, there, sizes, lane.stream, pinned=pinned)
 
-    def _launch(
-        self,
-        direction: Direction,
-        the_plan: Plan,
-        page_ids: Sequence[int],
-        payloads: NDArray[np.int64],
-        lane: _Lane,
-        *,
-        over_bus: bool = False,
-    ) -> None:
-        most = self._bus_blocks if over_bus else DEVICE_BLOCKS * self.device.multiprocessors
-        for width, job in jobs(the_plan, page_ids, payloads):
-            self.device.launch(f"copy.cu:{direction}_{width}", grid(job, most), job, lane.stream)
+    def _launch(self, these: Iterator[Launch], lane: _Lane) -> None:
+        for launch in these:
+            self.device.launch(launch, lane.stream)
 
 
 class _Lane:
@@ -273,25 +285,3 @@ class _Lane:
         self.lock = threading.Lock()
         self.staging: Memory | None = None
         self.staging_bytes = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A run of layers: contiguous in the payload."""
-
-    plan: Plan
-    end: int  # layer, excluded
-    start: int  # in bytes of the payload
-    size_bytes: int
-
-
-def _parts(pages: GroupPages, blocks: int, run_bytes: int | None) -> list[_Part]:
-    """One; or runs of layers, where the payload holds each in one piece."""
-    layers, size = pages.shard.layers, pages.block_bytes
-    if run_bytes is None or Axes.of(pages).payload[0] * layers != size:
-        return [_Part(plan(pages), layers, 0, size)]
-    layer_bytes = size // layers
-    return [
-        _Part(plan(pages, (first, end)), end, first * layer_bytes, (end - first) * layer_bytes)
-        for first, end in runs_of_layers(layers, size, blocks, run_bytes)
-    ]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import ConfigError
 from kvcache.transfer.batch import Batch
-from kvcache.transfer.kernels import OPTIONS, THREADS, Grid, source
+from kvcache.transfer.kernels import OPTIONS, THREADS, Launch, source
 
 Addresses = NDArray[np.uint64]
 
@@ -50,8 +50,8 @@ class Device(Protocol):
     def follow(self, stream: int, event: Event) -> None:
         """What is put on `stream` from now on begins after the event."""
 
-    def launch(self, kernel: str, grid: Grid, job: NDArray[np.void], stream: int) -> None:
-        """A kernel `file:name` on one of our streams; `job`, one struct, goes by value."""
+    def launch(self, launch: Launch, stream: int) -> None:
+        """On one of our own streams."""
 
     def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, *, pinned: bool) -> None:
         """Copies between host and device, in any order among themselves. Where the host's memory is not `pinned` the
@@ -93,6 +93,7 @@ class CupyDevice:
         self.multiprocessors: int = self._device.attributes["MultiProcessorCount"]
         self._batch = Batch.of_driver()
         self._streams: dict[int, Any] = {}
+        self._modules: dict[str, Any] = {}
         self._kernels: dict[str, Any] = {}
 
     def stream(self) -> int:
@@ -111,12 +112,17 @@ class CupyDevice:
         with self._device:
             self._runtime.streamWaitEvent(stream, event.ptr)  # type: ignore[attr-defined]
 
-    def launch(self, kernel: str, grid: Grid, job: NDArray[np.void], stream: int) -> None:
+    def launch(self, launch: Launch, stream: int) -> None:
         with self._device, self._streams[stream]:
-            if kernel not in self._kernels:
-                file, name = kernel.split(":")
-                self._kernels[kernel] = self._cupy.RawModule(code=source(file), options=OPTIONS).get_function(name)
-            self._kernels[kernel](grid, (THREADS,), (job,))
+            self._kernel(launch.kernel)(launch.grid, (THREADS,), (launch.job,))
+
+    def _kernel(self, name: str) -> Any:
+        if name not in self._kernels:
+            file, _, function = name.partition(":")
+            if file not in self._modules:
+                self._modules[file] = self._cupy.RawModule(code=source(file), options=OPTIONS)
+            self._kernels[name] = self._modules[file].get_function(function)
+        return self._kernels[name]
 
     def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, *, pinned: bool) -> None:
         with self._device:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from math import gcd
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,13 @@ from kvcache.transfer.walk import Plan
 Direction = Literal["gather", "scatter"]
 Grid = tuple[int, int]
 
+
+class Launch(NamedTuple):
+    kernel: str  # file:name
+    grid: Grid  # blocks of `THREADS` threads
+    job: NDArray[np.void]  # one struct, which goes by value
+
+
 THREADS = 256
 UNROLL = 4
 ROOTS, BLOCKS, MAX_AXES = 64, 128, 5
@@ -31,7 +38,7 @@ OPTIONS = ("-std=c++17",)
 
 DIVISION = np.dtype([("divisor", "u4"), ("multiplier", "u4"), ("shift", "u4")])
 _STEP = np.dtype([("extent", DIVISION), ("page", "i8"), ("payload", "i8")], align=True)
-_PAIR = np.dtype([("page", "u8"), ("payload", "u8")], align=True)
+PAIR = np.dtype([("page", "u8"), ("payload", "u8")], align=True)
 JOB = np.dtype(
     [
         ("axes", _STEP, (MAX_AXES,)),
@@ -40,8 +47,8 @@ JOB = np.dtype(
         ("vectors", "u4"),
         ("blocks", "u4"),
         ("roots", "u4"),
-        ("root", _PAIR, (ROOTS,)),
-        ("block", _PAIR, (BLOCKS,)),
+        ("root", PAIR, (ROOTS,)),
+        ("block", PAIR, (BLOCKS,)),
     ],
     align=True,
 )
@@ -80,8 +87,10 @@ def width(plan: Plan, payloads: NDArray[np.int64]) -> int:
     return gcd(WIDTHS[0], plan.alignment, int(np.bitwise_or.reduce(payloads)))
 
 
-def jobs(plan: Plan, page_ids: Sequence[int], payloads: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.void]]]:
-    """The launches that copy these blocks: the width of their accesses and a `JOB` each."""
+def launches(
+    plan: Plan, direction: Direction, page_ids: Sequence[int], payloads: NDArray[np.int64], most_blocks: int
+) -> Iterator[Launch]:
+    """What copies these blocks, on about `most_blocks` blocks of threads at most."""
     if not len(page_ids):
         return
     wide = width(plan, payloads)
@@ -94,21 +103,26 @@ def jobs(plan: Plan, page_ids: Sequence[int], payloads: NDArray[np.int64]) -> It
         job["axes"][0, at] = (division(extent), page, payload)
     job["run"] = division(walk.run // wide)
     job["count"], job["vectors"] = len(walk.axes), vectors
-    places = np.stack([np.asarray(page_ids, np.int64) * plan.page_step, payloads], axis=1).astype(np.uint64)
-    roots = plan.roots.astype(np.uint64)
-    for first_root in range(0, len(roots), ROOTS):
-        some = roots[first_root : first_root + ROOTS]
-        for first in range(0, len(places), BLOCKS):
-            these = places[first : first + BLOCKS]
+    places = block_places(page_ids, plan.page_step, payloads)
+    roots = plan.roots.astype(np.uint64).view(PAIR)[:, 0]
+    along = min(most_blocks, -(-vectors // (THREADS * UNROLL)))
+    for some in pieces(roots, ROOTS):
+        for these in pieces(places, BLOCKS):
             one = job.copy()
             one["roots"], one["blocks"] = len(some), len(these)
-            one["root"][0, : len(some)] = some.view(_PAIR)[:, 0]
-            one["block"][0, : len(these)] = these.view(_PAIR)[:, 0]
-            yield wide, one
+            one["root"][0, : len(some)] = some
+            one["block"][0, : len(these)] = these
+            among = min(len(some) * len(these), max(1, most_blocks // along))
+            yield Launch(f"copy.cu:{direction}_{wide}", (along, among), one)
 
 
-def grid(job: NDArray[np.void], most_blocks: int) -> Grid:
-    """Blocks of threads along a piece and among the pieces, at most about `most_blocks` in all."""
-    pieces = int(job["blocks"][0]) * int(job["roots"][0])
-    along = min(most_blocks, -(-int(job["vectors"][0]) // (THREADS * UNROLL)))
-    return along, min(pieces, 65535, max(1, most_blocks // along))
+def block_places(page_ids: Sequence[int], page_step: int, payloads: NDArray[np.int64]) -> NDArray[np.void]:
+    """The `Block` of each."""
+    places = np.stack([np.asarray(page_ids, np.int64) * page_step, payloads], axis=1)
+    return places.astype(np.uint64).view(PAIR)[:, 0]
+
+
+def pieces(array: NDArray[Any], most: int) -> Iterator[NDArray[Any]]:
+    """Of at most so many elements, in order."""
+    for first in range(0, len(array), most):
+        yield array[first : first + most]

@@ -6,7 +6,7 @@ header's, and run the kernels that follow these plans.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import gcd, prod
@@ -112,11 +112,3 @@ def _plan(addresses: bytes, extents: Five, item_bytes: int, page: Five, payload:
             address = int(bases[layer, k])
             roots.append((address, layer * payload[0] + k * payload[1] if payload else address))
     return Plan(np.array(roots, np.int64), collapse(axes, item_bytes), 0)
-
-
-def runs_of_layers(layers: int, block_bytes: int, blocks: int, least_bytes: int) -> Iterator[tuple[int, int]]:
-    """Runs of layers of at least `least_bytes` in all blocks together, as equal as they can be; one where there is
-    not as much."""
-    count = min(layers, max(1, block_bytes * blocks // max(1, least_bytes)))
-    for i in range(count):
-        yield layers * i // count, layers * (i + 1) // count

@@ -1,5 +1,7 @@
 // The CUDA kernels as functions of the processor: each launch is a loop over its threads. Compiled by cuda_on_cpu.py.
 #include <cstddef>
+#include <cstdint>
+#include <initializer_list>
 
 #define __global__
 #define __grid_constant__
@@ -13,6 +15,7 @@ thread_local Index gridDim, blockDim, blockIdx, threadIdx;
 }  // namespace
 
 #include "../../csrc/cuda/copy.cu"
+#include "../../csrc/cuda/quantise.cu"
 
 using kvcache::i64;
 using kvcache::u32;
@@ -34,22 +37,35 @@ void launch_copy(void (*kernel)(kvcache::Job), const void* job, unsigned x, unsi
     launch(kernel, job, x, y, threads);
 }
 
-// Where the host's side must put each member of a Job.
+void launch_quantise(void (*kernel)(kvcache::QuantiseJob), const void* job, unsigned x, unsigned y, unsigned threads) {
+    launch(kernel, job, x, y, threads);
+}
+
+// Where the host's side must put the members of the structs: in order, the size last.
 void job_places(u64* places) {
     using kvcache::Job;
-    const u64 all[] = {sizeof(Job),
-                       offsetof(Job, axes),
-                       offsetof(Job, run),
-                       offsetof(Job, count),
-                       offsetof(Job, vectors),
-                       offsetof(Job, blocks),
-                       offsetof(Job, roots),
-                       offsetof(Job, root),
-                       offsetof(Job, block),
-                       sizeof(kvcache::Step),
-                       offsetof(kvcache::Step, page),
-                       offsetof(kvcache::Step, payload)};
-    for (u64 place : all) *places++ = place;
+    for (u64 place :
+         {offsetof(Job, axes), offsetof(Job, run), offsetof(Job, count), offsetof(Job, vectors), offsetof(Job, blocks),
+          offsetof(Job, roots), offsetof(Job, root), offsetof(Job, block), sizeof(Job)})
+        *places++ = place;
+}
+
+void step_places(u64* places) {
+    using kvcache::Step;
+    for (u64 place : {offsetof(Step, extent), offsetof(Step, page), offsetof(Step, payload), sizeof(Step)})
+        *places++ = place;
+}
+
+void quantise_job_places(u64* places) {
+    using kvcache::QuantiseJob;
+    for (u64 place :
+         {offsetof(QuantiseJob, heads), offsetof(QuantiseJob, runs), offsetof(QuantiseJob, tokens),
+          offsetof(QuantiseJob, dim), offsetof(QuantiseJob, blocks), offsetof(QuantiseJob, roots),
+          offsetof(QuantiseJob, first_root), offsetof(QuantiseJob, kv), offsetof(QuantiseJob, page_token),
+          offsetof(QuantiseJob, page_head), offsetof(QuantiseJob, layer), offsetof(QuantiseJob, either),
+          offsetof(QuantiseJob, token), offsetof(QuantiseJob, head), offsetof(QuantiseJob, element),
+          offsetof(QuantiseJob, codes), offsetof(QuantiseJob, root), offsetof(QuantiseJob, block), sizeof(QuantiseJob)})
+        *places++ = place;
 }
 
 void divide(u32 divisor, const u32* dividends, u32* quotients, u64 count, u32* made) {
@@ -78,4 +94,26 @@ void walk(const i64* axes, int count, u64 item_bytes, i64* made, i64* places, u6
         *places++ = place.payload;
     }
 }
+
+// By name of the type: numbers as they are widened and narrowed, coded and valued.
+#define KV_ELEMENT(TYPE, WORD)                                                       \
+    void widen_##TYPE(const WORD* words, float* values, u64 count) {                 \
+        for (u64 i = 0; i < count; ++i) values[i] = kvcache::TYPE::widen(words[i]);  \
+    }                                                                                \
+    void narrow_##TYPE(const float* values, WORD* words, u64 count) {                \
+        for (u64 i = 0; i < count; ++i) words[i] = kvcache::TYPE::narrow(values[i]); \
+    }
+KV_ELEMENT(Bf16, std::uint16_t)
+KV_ELEMENT(Fp16, std::uint16_t)
+KV_ELEMENT(Fp32, std::uint32_t)
+
+#define KV_FORMAT(TYPE)                                                             \
+    void code_##TYPE(const float* values, std::uint8_t* codes, u64 count) {         \
+        for (u64 i = 0; i < count; ++i) codes[i] = kvcache::TYPE::code(values[i]);  \
+    }                                                                               \
+    void value_##TYPE(const std::uint8_t* codes, float* values, u64 count) {        \
+        for (u64 i = 0; i < count; ++i) values[i] = kvcache::TYPE::value(codes[i]); \
+    }
+KV_FORMAT(Fp8)
+KV_FORMAT(Int8)
 }

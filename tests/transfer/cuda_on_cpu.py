@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from kvcache.transfer.device import Addresses, Memory
-from kvcache.transfer.kernels import THREADS, Grid
+from kvcache.transfer.kernels import THREADS, Launch
 
 HERE = Path(__file__).parent
 CXX = os.environ.get("CXX", "g++")
@@ -88,13 +87,13 @@ class HostDevice:
     def follow(self, stream: int, event: Any) -> None:
         self._put(stream, lambda: event.happened)
 
-    def launch(self, kernel: str, grid: Grid, job: NDArray[np.void], stream: int) -> None:
-        self.launches.append(kernel)
-        file, name = kernel.split(":")
+    def launch(self, launch: Launch, stream: int) -> None:
+        self.launches.append(launch.kernel)
+        file, name = launch.kernel.split(":")
         call = getattr(compiled(), f"launch_{file.removesuffix('.cu')}")
         function = ctypes.cast(getattr(compiled(), name), ctypes.c_void_p)
-        copy = job.copy()  # by value
-        self.put(stream, lambda: call(function, ctypes.c_void_p(copy.ctypes.data), *grid, THREADS))
+        job = launch.job.copy()  # by value
+        self.put(stream, lambda: call(function, ctypes.c_void_p(job.ctypes.data), *launch.grid, THREADS))
 
     def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, *, pinned: bool) -> None:
         self.copies.append((len(sizes), pinned))
@@ -107,7 +106,8 @@ class HostDevice:
         poisoned = np.full(size_bytes + 256, 0xEE, np.uint8)
         return Memory(-(-poisoned.ctypes.data // 256) * 256, poisoned)
 
-    host_memory = memory
+    def host_memory(self, size_bytes: int) -> Memory:
+        return self.memory(size_bytes, 0)
 
     def register(self, address: int, size_bytes: int) -> int:
         if not self.pinning:

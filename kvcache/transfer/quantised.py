@@ -1,0 +1,130 @@
+"""Blocks in eight bits an element, made on the GPU: the payloads of the `fp8` and `int8` codecs, byte for byte.
+
+Half the bytes of bf16 cross the bus, and nothing is left for the host to encode. `docs/spec/codec.md` has the bytes
+and their bound; the codecs in numpy are these kernels' twins. As there, a payload can be left alone: where a scale
+group holds infinity or NaN, or its scale would lie out of range. The kernel writes what comes of it, `sound` tells, and
+the caller gathers that block as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import LayoutError
+from kvcache.transfer.cpu import Axes
+from kvcache.transfer.kernels import (
+    BLOCKS,
+    DIVISION,
+    PAIR,
+    ROOTS,
+    THREADS,
+    Direction,
+    Launch,
+    block_places,
+    division,
+    pieces,
+)
+from kvcache.transfer.pages import GroupPages
+
+Format = Literal["fp8", "int8"]
+
+GROUP_TOKENS = 16
+LEAST_SCALE = {"bf16": 2.0**-126, "fp32": 2.0**-126, "fp16": 2.0**-24}
+MOST_SCALE = 2.0**100
+
+_LANES = 32
+_WIDE_BYTES = 16  # of elements that one thread takes at a time
+JOB = np.dtype(
+    [
+        ("heads", DIVISION),
+        ("runs", DIVISION),
+        ("tokens", "u4"),
+        ("dim", "u4"),
+        ("blocks", "u4"),
+        ("roots", "u4"),
+        ("first_root", "u4"),
+        ("kv", "u4"),
+        ("page_token", "i8"),
+        ("page_head", "i8"),
+        ("layer", "i8"),
+        ("either", "i8"),
+        ("token", "i8"),
+        ("head", "i8"),
+        ("element", "i8"),
+        ("codes", "u8"),
+        ("root", "u8", (ROOTS,)),
+        ("block", PAIR, (BLOCKS,)),
+    ],
+    align=True,
+)
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """The blocks of some pages in a format. LayoutError for elements that are no numbers wider than eight bits."""
+
+    format: Format
+    pages: GroupPages
+
+    def __post_init__(self) -> None:
+        group = self.pages.layout.groups[self.pages.group]
+        if group.kind == "opaque" or group.dtype not in LEAST_SCALE:
+            raise LayoutError(
+                f"{self.format} of {group.kind} pages of {group.dtype}: expected mha or mla of {', '.join(LEAST_SCALE)}"
+            )
+
+    @property
+    def dtype(self) -> str:
+        return self.pages.layout.groups[self.pages.group].dtype
+
+    @property
+    def scale_bytes(self) -> int:
+        layers, kv, tokens, heads, _ = Axes.of(self.pages).extents
+        return 4 * layers * kv * heads * -(-tokens // GROUP_TOKENS)
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.scale_bytes + self.pages.block_bytes // Axes.of(self.pages).item_bytes
+
+    def sound(self, payload: memoryview) -> bool:
+        """Whether the codec would have made this; not, then its bound does not hold and the block must go as it is."""
+        scales = np.frombuffer(payload[: self.scale_bytes], np.float32)
+        return bool(np.all((scales == 0) | ((scales >= LEAST_SCALE[self.dtype]) & (scales <= MOST_SCALE))))
+
+    def launches(
+        self, direction: Direction, page_ids: Sequence[int], payloads: NDArray[np.int64], most_blocks: int
+    ) -> Iterator[Launch]:
+        """What copies these blocks, on about `most_blocks` blocks of threads at most."""
+        axes, pages = Axes.of(self.pages), self.pages
+        _, kv, tokens, heads, dim = axes.extents
+        job = np.zeros(1, JOB)
+        job["heads"], job["runs"] = division(heads), division(-(-tokens // GROUP_TOKENS))
+        job["tokens"], job["dim"], job["kv"], job["codes"] = tokens, dim, kv, self.scale_bytes
+        job["page_token"], job["page_head"] = axes.page[2:4]
+        steps = [step // axes.item_bytes for step in axes.payload]
+        for name, step in zip(("layer", "either", "token", "head", "element"), steps, strict=True):
+            job[name] = step
+        addresses = np.ascontiguousarray(pages.bases, np.uint64).reshape(-1)
+        places = block_places(page_ids, pages.page_stride, payloads)
+        there = gcd(pages.page_stride, *axes.page[2:4], *addresses.tolist())
+        if there % axes.item_bytes:
+            raise LayoutError(f"pages of {self.dtype} at multiples of {there} bytes: expected {axes.item_bytes}")
+        count = _WIDE_BYTES // axes.item_bytes
+        here = gcd(self.scale_bytes, *steps[:4], *payloads.tolist())
+        wide = not (dim % count or steps[4] != 1 or there % _WIDE_BYTES or here % count)
+        verb = "quantise" if direction == "gather" else "restore"
+        kernel = f"quantise.cu:{verb}_{self.format}_{self.dtype}_{'wide' if wide else 'one'}"
+        for first, some in zip(range(0, len(addresses), ROOTS), pieces(addresses, ROOTS), strict=True):
+            for these in pieces(places, BLOCKS):
+                one = job.copy()
+                one["roots"], one["first_root"], one["blocks"] = len(some), first, len(these)
+                one["root"][0, : len(some)] = some
+                one["block"][0, : len(these)] = these
+                groups = len(some) * len(these) * heads * -(-tokens // GROUP_TOKENS)
+                yield Launch(kernel, (min(most_blocks, -(-groups * _LANES // THREADS)), 1), one)
