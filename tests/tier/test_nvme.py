@@ -48,12 +48,8 @@ class Held(InlineExecutor):
         return Future()
 
     def release(self) -> None:
-        calls, self.calls = self.calls, []
-        for call in calls:
-            call()
-
-    def close(self) -> None:
-        self.release()
+        while self.calls:
+            self.calls.pop(0)()
 
 
 def inline(threads: int, name: str) -> InlineExecutor:
@@ -485,9 +481,8 @@ def test_what_was_cancelled_before_it_began_does_not_begin(store: Open) -> None:
 
 
 def test_closing_runs_what_was_submitted(store: Open) -> None:
-    executor = Held()
-    tier = store(port=Port(executor=lambda threads, name: executor))
-    ticket = tier.submit("write", chain(3), [record(a) for a in chain(3)])
+    tier = store(port=Port())
+    ticket = tier.submit("write", chain(3), [record(a) for a in chain(3)], priority=BACKGROUND)
     tier.close()
     assert ticket.outcomes == (DONE,) * 3
     assert read(store(), chain(1)[0]) is DONE
@@ -584,8 +579,8 @@ def test_a_race_for_a_slot_is_a_miss_not_a_wrong_byte(store: Open) -> None:
     def overtake(kind: str, grows: int = 0) -> None:
         if kind == "read" and not done.is_set():
             done.set()
-            tier._store.remove(one)
-            tier._store.write(other, record(other))
+            tier.remove([one])
+            tier.write([other], [record(other)])
         ask(kind, grows)
 
     disk.ask = overtake  # type: ignore[method-assign]

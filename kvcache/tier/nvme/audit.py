@@ -16,6 +16,7 @@ from kvcache.tier.nvme.space import Space
 def audit(ledger: Ledger) -> list[str]:
     """One line a fault."""
     with ledger.journaling:  # nothing but free slots changes meanwhile
+        ledger.say()
         with ledger.memory:
             faults = _memory(ledger)
         faults += _journal(ledger) + _files(ledger)
@@ -62,7 +63,7 @@ def _files(ledger: Ledger) -> list[str]:
     there = set(ledger.directory.numbered("segment"))
     missing = ledger.space.segments.keys() - there
     faults = [f"nvme: segment {number} has no file" for number in sorted(missing)]
-    strangers = there - ledger.space.segments.keys() - ledger.leftovers.keys()
+    strangers = there - ledger.space.segments.keys() - ledger.files.leftovers.keys()
     if strangers:
         faults.append(f"nvme: files of segments that nobody knows: {sorted(strangers)[:8]}")
     return faults
@@ -78,8 +79,8 @@ def _record(ledger: Ledger, name: bytes) -> list[str]:
         address = ledger.index.address(entry)
     data = bounce.buffer(entry.record_bytes)
     try:
-        with ledger.using(segment) as file:
-            got = segment.read(file, slot, [data], entry.record_bytes)
+        with ledger.files.using(segment) as file:
+            got = segment.read(file, slot, [data])
         if got < entry.record_bytes:
             raise RecordError("short", f"{got} bytes of {entry.record_bytes}")
         payload = data[header_area(read_header(data).decoded_bytes) :]

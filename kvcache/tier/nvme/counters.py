@@ -10,9 +10,11 @@ class Counters:
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def add(self, name: str, n: int = 1) -> None:
+    def add(self, name: str, n: int = 1) -> int:
+        """The new count."""
         with self._lock:
-            self._counts[name] = self._counts.get(name, 0) + n
+            count = self._counts[name] = self._counts.get(name, 0) + n
+            return count
 
     def snapshot(self) -> dict[str, int]:
         with self._lock:

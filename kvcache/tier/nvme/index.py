@@ -3,12 +3,12 @@
 Everything else that is known of a record stands in its segment's row. A restart rebuilds this from the journal's
 entries in bulk; nothing is done an entry at a time but the dictionary itself.
 
-Not thread-safe: `Store` calls it under its lock.
+Not thread-safe: `Ledger` calls it under its lock.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from kvcache.tier.nvme.entry import (
 )
 from kvcache.tier.nvme.segment import Segment
 from kvcache.tier.nvme.space import Space
+from kvcache.tier.nvme.stretch import Place
 
 
 class Index:
@@ -61,41 +62,47 @@ class Index:
         namespace = self.namespaces[entry.namespace]
         return Address(namespace, entry.signature, parent, entry.group, Shard.unpack(entry.shard))
 
-    def entries(self, address: Address, segment: Segment, slot: int, record_bytes: int, write_id: int) -> list[bytes]:
-        """What the journal is to be told of a record: its put entry last, before it a namespace that is new."""
-        number = self._numbers.get(address.namespace, self._next_number)
-        entry = Entry(
-            PUT,
-            0,
-            address.group,
-            address.shard.pack(),
-            number,
-            address.signature,
-            address.parent or UNKNOWN,
-            segment.number,
-            slot,
-            record_bytes,
-            write_id,
-        )
-        if number != self._next_number:
-            return [entry.pack()]
-        return [Entry(NAMESPACE, namespace=number, signature=address.namespace).pack(), entry.pack()]
+    def entries(self, places: Sequence[Place]) -> list[Entry]:
+        """What the journal is to be told of records: namespaces that are new, then a put entry each, which their places
+        get too."""
+        new: dict[bytes, int] = {}
+        for place in places:
+            address = place.address
+            number = self._numbers.get(address.namespace)
+            if number is None:
+                number = new.setdefault(address.namespace, self._next_number + len(new))
+            place.entry = place.entry._replace(
+                group=address.group,
+                shard=address.shard.pack(),
+                namespace=number,
+                signature=address.signature,
+                parent=address.parent or UNKNOWN,
+                segment=place.segment.number,
+                slot=place.slot,
+                record_bytes=place.record_bytes,
+            )
+        named = [Entry(NAMESPACE, namespace=number, signature=namespace) for namespace, number in new.items()]
+        return named + [place.entry for place in places]
 
-    def insert(self, address: Address, segment: Segment, slot: int, entry: bytes) -> None:
-        """The journal has the entry: the record can be found from now on."""
-        self._name(address.namespace)
-        segment.fill(slot, entry)
-        self.places[address.name] = segment.number << 32 | slot
+    def insert(self, places: Sequence[Place]) -> None:
+        """The journal has their entries: these records can be found from now on."""
+        for place in places:
+            if place.address.namespace not in self._numbers:
+                self._name(place.address.namespace, place.entry.namespace)
+            place.segment.fill(place.slot, place.entry.pack())
+            self.places[place.address.name] = place.segment.number << 32 | place.slot
 
-    def delete(self, name: bytes, *, quarantine: bool = False) -> None:
+    def delete(self, name: bytes, *, quarantine: bool = False) -> Segment:
+        """The record leaves; the segment that it was in."""
         place = self.places.pop(name)
-        self.space.segments[place >> 32].clear(place & 0xFFFFFFFF, quarantine=quarantine)
+        segment = self.space.segments[place >> 32]
+        self.space.clear(segment, place & 0xFFFFFFFF, quarantine=quarantine)
+        return segment
 
-    def _name(self, namespace: bytes) -> None:
-        if namespace not in self._numbers:
-            self._numbers[namespace] = self._next_number
-            self.namespaces[self._next_number] = namespace
-            self._next_number += 1
+    def _name(self, namespace: bytes, number: int) -> None:
+        self._numbers[namespace] = number
+        self.namespaces[number] = namespace
+        self._next_number = max(self._next_number, number + 1)
 
     def addresses(self, segment: Segment) -> list[Address]:
         return [self.address(entry) for slot in range(segment.slots) if (entry := segment.row(slot)).kind == PUT]
@@ -111,40 +118,44 @@ class Index:
         self._numbers = {namespace: number for number, namespace in self.namespaces.items()}
         self._next_number = max(self.namespaces, default=-1) + 1
         retired = set(entries["segment"][kinds == RETIRE].tolist())
+        segments: dict[int, Segment] = {}
         for row in entries[kinds == SEGMENT]:
             number = int(row["segment"])
-            if number not in retired and number not in self.space.segments:
-                segment = Segment(number, int(row["record_bytes"]), int(row["slot"]))
-                self.space.claim(segment)
-                self.space.add(segment)
+            if number not in retired and number not in segments:
+                segments[number] = Segment(number, int(row["record_bytes"]), int(row["slot"]))
         if retired:
             self.space.next_number = max(self.space.next_number, max(retired) + 1)
-        self._load_records(entries[(kinds == PUT) | (kinds == REMOVE) | (kinds == QUARANTINE)])
+        puts = self._load_records(entries[(kinds == PUT) | (kinds == REMOVE) | (kinds == QUARANTINE)], segments)
+        for segment in segments.values():
+            self.space.claim(segment)
+            self.space.add(segment)
+        place = puts["segment"].astype(np.uint64) << np.uint64(32) | puts["slot"]
+        self.places = dict(zip(names(puts), place.tolist(), strict=True))
+        if len(self.places) != len(puts):
+            self._drop_doubles(puts)
 
-    def _load_records(self, entries: NDArray[np.void]) -> None:
+    def _load_records(self, entries: NDArray[np.void], segments: dict[int, Segment]) -> NDArray[np.void]:
+        """Fill the rows of the segments; the put entries that hold."""
         place = entries["segment"].astype(np.uint64) << np.uint64(32) | entries["slot"]
         _, from_end = np.unique(place[::-1], return_index=True)
         last = entries[len(entries) - 1 - from_end]  # what was said last of each place, by segment and slot
         named = np.isin(last["namespace"], list(self.namespaces))
         last = last[(last["kind"] == QUARANTINE) | ((last["kind"] == PUT) & named)]
         segment, parts = np.ascontiguousarray(last["segment"]), []
-        for s in self.space.segments.values():
+        for s in segments.values():
             rows = last[slice(*np.searchsorted(segment, [s.number, s.number + 1]))]
             parts.append(rows[rows["slot"] < s.slots])
             s.load(parts[-1])
         last = np.concatenate(parts) if parts else last[:0]
-        puts = last[last["kind"] == PUT]
-        place = puts["segment"].astype(np.uint64) << np.uint64(32) | puts["slot"]
-        self.places = dict(zip(names(puts), place.tolist(), strict=True))
-        if len(self.places) != len(puts):
-            self._drop_doubles(puts)
+        puts: NDArray[np.void] = last[last["kind"] == PUT]
+        return puts
 
     def _drop_doubles(self, puts: NDArray[np.void]) -> None:
         """Two places under one name, which only damage can leave behind: one goes on, the others are free."""
         for name, row in zip(names(puts), puts, strict=True):
             place = int(row["segment"]) << 32 | int(row["slot"])
             if self.places[name] != place:
-                self.space.segments[place >> 32].clear(place & 0xFFFFFFFF)
+                self.space.clear(self.space.segments[place >> 32], place & 0xFFFFFFFF)
 
     def drop_segment(self, segment: Segment) -> int:
         """Forget a segment and all its records, after a restart; how many there were."""

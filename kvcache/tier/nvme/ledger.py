@@ -3,51 +3,54 @@
 So a slot is free again only once the journal no longer gives it to a record, and a record can be found only once the
 journal has it. A crash between two steps leaves a slot or a file that nobody refers to, never the opposite.
 
+A sync that fails is final: the system may have dropped what it could not write, and a second sync then says yes. So
+what a failed sync should have covered is withdrawn, and `Segment.failures` tells those who are writing meanwhile.
+
 Three locks, taken in this order: `_syncing` (which file the journal is), `journaling` (one change at a time), `memory`
 (index and space; never held during I/O).
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 from kvcache.block.address import Address
-from kvcache.port import Clock, Disk, File
+from kvcache.port import Port
 from kvcache.tier.nvme.counters import Counters
 from kvcache.tier.nvme.directory import Directory
-from kvcache.tier.nvme.entry import QUARANTINE, REMOVE, RETIRE, Entry
+from kvcache.tier.nvme.entry import PUT, QUARANTINE, REMOVE, RETIRE, Entry
+from kvcache.tier.nvme.files import Files
 from kvcache.tier.nvme.index import Index
 from kvcache.tier.nvme.journal import Journal
 from kvcache.tier.nvme.segment import Segment
 from kvcache.tier.nvme.space import Space
+from kvcache.tier.nvme.stretch import Place
 
 log = logging.getLogger("kvcache.tier.nvme")
 
-FULL = {errno.ENOSPC, errno.EDQUOT}
-_FULL_PAUSE_S = 1.0  # before the next segment is tried on a disk that said it is full
+Record = tuple[Segment, int, Entry]
+"""Where a record is and what is known of it."""
 
 
 class Ledger:
-    def __init__(
-        self, disk: Disk, clock: Clock, directory: Directory, space: Space, floor_bytes: int, counters: Counters
-    ) -> None:
+    def __init__(self, port: Port, directory: Directory, space: Space, floor_bytes: int, counters: Counters) -> None:
         """Open what is there or begin; StoreError or OSError where that cannot be."""
         self.directory, self.space, self.counters = directory, space, counters
-        self._disk, self._clock, self._floor_bytes = disk, clock, floor_bytes
-        self._syncing, self.journaling, self.memory = threading.Lock(), threading.Lock(), threading.Lock()
+        self._clock = port.clock
+        self._syncing, self.journaling = port.condition(), port.condition()  # held during I/O: a simulation must see
+        self.memory = threading.Lock()
+        self.files = Files(port.disk, port.clock, directory, space, self.memory, floor_bytes, counters)
         self.index = Index(space)
-        self._dirty: set[Segment] = set()  # written since the last sync
-        self._new_files = False
-        self.leftovers: dict[int, Segment] = {}  # retired, with files that could not be removed yet
+        self._dirty: set[Segment] = set()  # with records that no sync has covered
+        self._new: list[Segment] = []  # with names that no sync has covered
         self.dirty_bytes = 0
         self.dirty_since = 0.0
-        self._full_until = 0.0
         self._compact_at = 0
+        self._unsaid = b""  # entries that are true, but that the journal could not take: they go before the next ones
         self.journal = Journal(directory)
+        self._synced = 0  # the journal's entries before this one are on the medium, and all that they say
         self._take_stock()
 
     def _take_stock(self) -> None:
@@ -55,7 +58,7 @@ class Ledger:
         found = self.journal.found
         self.index.load(found.entries)
         found.entries = b""
-        there = set(self.directory.numbered("segment"))
+        there = self.files.there()
         gone = [s for s in self.space.segments.values() if s.number not in there]
         for segment in gone:
             self.counters.add("lost_records", self.index.drop_segment(segment))
@@ -71,230 +74,284 @@ class Ledger:
         else:
             self.counters.add("journal_torn", int(found.torn > 0))
             if gone:
-                self.journal.append(b"".join(Entry(RETIRE, segment=s.number).pack() for s in gone))
+                self._append(Entry(RETIRE, segment=s.number) for s in gone)
         for number in sorted(there - self.space.segments.keys()):
-            self._disk.remove(self.segment_path(number))
+            self.directory.disk.remove(self.files.path(number))
         self.space.next_number = max([self.space.next_number, *(number + 1 for number in there)])
-
-    def segment_path(self, number: int) -> str:
-        return self.directory.join(f"segment-{number:06d}")
 
     # records
 
-    def find(self, address: Address) -> tuple[Segment, int, Entry] | None:
-        """Segment, slot and entry of the very record that the address means."""
+    def find(self, address: Address) -> Record | None:
+        """The very record that the address means."""
         with self.memory:
-            found = self.index.find(address.name)
-            return found if found is not None and self.index.holds(found[2], address) else None
+            return self._find(address)
 
-    def publish(
-        self, address: Address, segment: Segment, slot: int, record_bytes: int, write_id: int, *, synced: bool
-    ) -> bool:
-        """The slot, taken by the caller, holds this record. False where another took its name meanwhile, or the
-        segment was lost: then the slot is still the caller's. OSError: the same, and the journal did not take it.
-        `synced`: the payload is on the medium already."""
+    def _find(self, address: Address) -> Record | None:
+        found = self.index.find(address.name)
+        return found if found is not None and self.index.holds(found[2], address) else None
+
+    def find_all(self, addresses: Sequence[Address], *, use: bool = False) -> list[Record | None]:
+        """The same for many. `use`: the caller counts among the users of each one's segment until he leaves."""
+        with self.memory:
+            found = list(map(self._find, addresses))
+            if use:
+                for record in found:
+                    if record is not None:
+                        record[0].users += 1
+        return found
+
+    def standing(self, addresses: Sequence[Address]) -> list[bool | None]:
+        """Of each name: None where nothing stands under it, else whether it is the very record."""
+        with self.memory:
+            found = [self.index.find(address.name) for address in addresses]
+            return [
+                None if record is None else self.index.holds(record[2], address)
+                for record, address in zip(found, addresses, strict=True)
+            ]
+
+    def publish(self, places: Sequence[Place], *, synced: bool) -> list[bool]:
+        """Taken slots hold these records now. False for one whose name another record took meanwhile, or whose
+        segment was lost or failed to sync: that slot is still the caller's. OSError: so they all are. `synced`: the
+        payloads are on the medium."""
         with self.journaling:
             with self.memory:
-                if address.name in self.index.places or segment.retired:
-                    return False
-                entries = self.index.entries(address, segment, slot, record_bytes, write_id)
-            self.journal.append(b"".join(entries))
+                good, names = [], set(self.index.places.keys() & {p.address.name for p in places})
+                for place in places:
+                    sound = not place.segment.retired and place.segment.failures == place.failures
+                    good.append(sound and place.address.name not in names)
+                    names.add(place.address.name)
+                published = [place for place, taken in zip(places, good, strict=True) if taken]
+                entries = self.index.entries(published)
+            if not published:
+                return good
+            self._append(entries)
             with self.memory:
-                self.index.insert(address, segment, slot, entries[-1])
+                self.index.insert(published)
                 if not self.dirty_bytes:
                     self.dirty_since = self._clock.now()
-                self.dirty_bytes += record_bytes
-                if not synced:
-                    self._dirty.add(segment)
-        return True
+                for place in published:
+                    self.dirty_bytes += place.record_bytes
+                    if not synced:
+                        place.segment.unsynced.add(place.slot)
+                        self._dirty.add(place.segment)
+        return good
 
-    def withdraw(self, address: Address, entry: Entry, *, quarantine: bool = False, insist: bool = False) -> bool:
-        """The record of this entry leaves; False where it has left already. OSError: it stays, unless the caller
-        insists; then it cannot be found, and its slot is not given out again."""
+    def withdraw(
+        self, records: Sequence[tuple[Address, Entry]], *, quarantine: bool = False, insist: bool = False
+    ) -> list[bool]:
+        """The records of these entries leave; False for one that has left already. OSError: all stay, unless the
+        caller insists; then they cannot be found, and their slots are not given out again."""
         with self.journaling:
             with self.memory:
-                found = self.index.find(address.name)
-            if found is None or found[2] != entry:
-                return False
-            try:
-                self.journal.append(entry._replace(kind=QUARANTINE if quarantine else REMOVE).pack())
-            except OSError:
-                if not insist:
-                    raise
-                self.counters.add("write_errors")
-                quarantine = True
-            with self.memory:
-                self.index.delete(address.name, quarantine=quarantine)
-                last = found[0].empty and not self.space.spare(found[0])
-            if last:
-                try:
-                    self._retire(found[0])
-                except OSError:
-                    self.counters.add("write_errors")  # it stays, empty, for later
-        return True
+                found = [self.index.find(address.name) for address, _ in records]
+            there = [f is not None and f[2] == entry for f, (_, entry) in zip(found, records, strict=True)]
+            leaving = {address.name: entry for (address, entry), here in zip(records, there, strict=True) if here}
+            self._drop(leaving, quarantine=quarantine, insist=insist)
+        return there
+
+    def _drop(self, leaving: dict[bytes, Entry], *, quarantine: bool, insist: bool) -> None:
+        if not leaving:
+            return
+        kind = QUARANTINE if quarantine else REMOVE
+        try:
+            self._append(entry._replace(kind=kind) for entry in leaving.values())
+        except OSError:
+            if not insist:
+                raise
+            quarantine = True
+            self._append_later(entry._replace(kind=QUARANTINE) for entry in leaving.values())
+        with self.memory:
+            touched = {self.index.delete(name, quarantine=quarantine) for name in leaving}
+            surplus = [s for size in {s.slot_bytes for s in touched if s.empty} for s in self.space.surplus(size)]
+            for segment in surplus:
+                self.space.retire(segment)
+        self._retired(surplus)
+
+    def _append(self, entries: Iterable[Entry]) -> None:
+        """Journal these and what is unsaid. OSError: nothing was journaled."""
+        self.journal.append(self._unsaid + b"".join(entry.pack() for entry in entries))
+        self._unsaid = b""
+
+    def _append_later(self, entries: Iterable[Entry]) -> None:
+        self._unsaid += b"".join(entry.pack() for entry in entries)
+
+    def say(self) -> None:
+        """Journal what is unsaid, if that can be done. Under `journaling`."""
+        try:
+            if self._unsaid:
+                self._append([])
+        except OSError:
+            self.counters.add("write_errors")
 
     # slots and segments
 
-    def take(self, record_bytes: int) -> tuple[Segment, int] | None:
-        """A slot for the caller to fill and `publish`, or to `give_back`; None where there is no room. The segment is
-        in use until `leave`. OSError: a segment could not be made."""
+    def take(self, record_bytes: int, count: int) -> tuple[Segment, list[int]] | None:
+        """Slots of one segment, at most `count`, for the caller to fill and `publish`, or to `give_back`; None where
+        there is no room. He is among the segment's users, once a slot. OSError: a segment could not be made."""
         with self.memory:
-            taken = self._take(record_bytes)
+            taken = self._take(record_bytes, count)
         if taken is not None:
             return taken
         with self.journaling:
             with self.memory:
-                taken = self._take(record_bytes)
+                taken = self._take(record_bytes, count)
             if taken is not None:  # another thread made room meanwhile
                 return taken
             segment = self._plan(record_bytes)
-            if segment is None:
+            if segment is None or not self._make(segment):
                 return None
-            return self._make(segment)
-
-    def _make(self, segment: Segment) -> tuple[Segment, int] | None:
-        with self.memory:
-            self.space.claim(segment)
-        try:
-            segment.create(self._disk, self.segment_path(segment.number))
-            self.journal.append(segment.entry.pack())
-        except OSError as error:
             with self.memory:
-                self.space.retire(segment)
-            self._clear(segment)
-            if error.errno not in FULL:
-                raise
-            self.counters.add("disk_full")
-            self._full_until = self._clock.now() + _FULL_PAUSE_S
-            return None
-        with self.memory:
-            self.space.add(segment)
-            self._new_files = True
-            return self._take(segment.slot_bytes)
+                self.space.add(segment)
+                self._new.append(segment)
+                return self._take(record_bytes, count)
 
-    def _take(self, record_bytes: int) -> tuple[Segment, int] | None:
-        taken = self.space.take(record_bytes)
+    def _take(self, record_bytes: int, count: int) -> tuple[Segment, list[int]] | None:
+        taken = self.space.take(record_bytes, count)
         if taken is not None:
-            taken[0].users += 1
+            taken[0].users += len(taken[1])
         return taken
 
-    def give_back(self, segment: Segment, slot: int) -> None:
+    def _make(self, segment: Segment) -> bool:
         with self.memory:
-            self.space.give_back(segment, slot)
-
-    @contextmanager
-    def using(self, segment: Segment) -> Iterator[File]:
-        """The segment's file, open while this lasts, for a caller who counted himself among its users."""
+            self.space.claim(segment)
+        made = False
         try:
-            yield segment.open(self._disk, self.segment_path(segment.number))
+            if self.files.make(segment):
+                self._append([segment.entry])
+                made = True
         finally:
-            with self.memory:
-                segment.users -= 1
-                over = segment.retired and not segment.users
-            if over:
-                segment.close()
+            if not made:
+                with self.memory:
+                    self.space.retire(segment)
+                self.files.clear(segment)
+        return made
+
+    def give_back(self, place: Place) -> None:
+        with self.memory:
+            self.space.give_back(place.segment, place.slot)
 
     def lose(self, segment: Segment) -> None:
         """The file is gone, and so are its records."""
         with self.journaling:
             if segment.retired:
                 return
-            try:
-                self.journal.append(Entry(RETIRE, segment=segment.number).pack())
-            except OSError:
-                self.counters.add("write_errors")  # the next start will see for itself
+            self._append_later([Entry(RETIRE, segment=segment.number)])
+            self.say()
             with self.memory:
                 lost = self.index.drop_segment(segment)
-            self._clear(segment)
+            self.files.clear(segment)
         self.counters.add("lost_records", lost)
 
     def _plan(self, record_bytes: int) -> Segment | None:
         """A segment to make, at the cost of empty ones of other sizes."""
-        for segment in list(self.leftovers.values()):
-            self._clear(segment)
+        for segment in list(self.files.leftovers.values()):
+            self.files.clear(segment)
         while True:
-            disk_bytes = self._free_bytes()
+            disk_bytes = self.files.free_bytes()
             if disk_bytes < 0:
                 return None
             with self.memory:
                 planned = self.space.plan(record_bytes, disk_bytes)
                 if planned is not None:
                     return planned
-                spare = next(iter(self.space.empties(record_bytes)), None)
-            if spare is None:
+                spares = self.space.empties(record_bytes)[:1]
+                for segment in spares:
+                    self.space.retire(segment)
+            if not spares:
                 return None
-            self._retire(spare)
+            self._retired(spares)
 
-    def _retire(self, segment: Segment) -> None:
-        self.journal.append(Entry(RETIRE, segment=segment.number).pack())
-        with self.memory:
-            self.space.retire(segment)
-        self._clear(segment)
-
-    def _clear(self, segment: Segment) -> None:
-        """Remove the file of a retired segment. Who still uses it has it open, and goes on until he leaves."""
-        try:
-            self._disk.remove(self.segment_path(segment.number))
-        except FileNotFoundError:
-            pass
-        except OSError:
-            self.counters.add("write_errors")
-            self.leftovers[segment.number] = segment  # its bytes stay counted until it can be removed
-            return
-        self.leftovers.pop(segment.number, None)
-        with self.memory:
-            self.space.forget(segment)
-            unused = not segment.users
-        if unused:
-            segment.close()
-
-    def _free_bytes(self) -> int:
-        """What the disk has left for segments; negative for a while after it said that it is full."""
-        if self._clock.now() < self._full_until:
-            return -(1 << 62)
-        return max(0, self._disk.free_bytes(self.directory.path) - self._floor_bytes)
+    def _retired(self, segments: Sequence[Segment]) -> None:
+        """Journal that these are gone, and let them go. They were empty: where the journal cannot be told now, a start
+        misses a file with nothing in it."""
+        if segments:
+            self._append_later(Entry(RETIRE, segment=s.number) for s in segments)
+            self.say()
+        for segment in segments:
+            self.files.clear(segment)
 
     def room(self, record_bytes: int) -> int:
-        disk_bytes = self._free_bytes()
+        try:
+            disk_bytes = self.files.free_bytes(fresh=False)
+        except OSError:
+            disk_bytes = 0
         with self.memory:
             return self.space.room(record_bytes, disk_bytes)
 
     # durability
 
     def sync(self) -> bool:
-        """Whether everything that was published before is on the medium."""
+        """Whether everything that was published before is on the medium. What cannot be brought there is withdrawn."""
         with self._syncing:
-            with self.memory:
-                dirty, self._dirty = {s for s in self._dirty if not s.retired}, set()
-                new_files, self._new_files = self._new_files, False
-                dirty_bytes, self.dirty_bytes = self.dirty_bytes, 0
-                for segment in dirty:
-                    segment.users += 1
-            try:
-                for segment in dirty:
-                    self._sync_segment(segment)
-                if new_files:
-                    self._disk.sync_directory(self.directory.path)
-                if self.journal.in_doubt:
-                    self._write_checkpoint()
-                self.journal.sync()
-            except OSError as error:
-                self.counters.add("sync_errors")
-                log.warning("nvme directory %s: sync: %s", self.directory.path, error)
-                with self.memory:
-                    self._dirty |= dirty
-                    self._new_files |= new_files
-                    self.dirty_bytes += dirty_bytes
-                return False
-        return True
+            return self._sync()
 
-    def _sync_segment(self, segment: Segment) -> None:
+    def commit(self) -> bool:
+        """The same, at no cost where another caller's sync began after what this one published."""
+        sequence = self.journal.sequence
+        with self._syncing:
+            return self._synced >= sequence or self._sync()
+
+    def _sync(self) -> bool:
+        sequence = self.journal.sequence
+        with self.memory:
+            dirty, self._dirty = [s for s in self._dirty if not s.retired], set()
+            new, self._new = self._new, []
+            self.dirty_bytes = 0
+            covered = {}
+            for segment in dirty:
+                covered[segment], segment.unsynced = segment.unsynced, set()
+        unsafe = [segment for segment in dirty if not self.sync_payloads(segment, covered[segment])]
         try:
-            with self.using(segment) as file:
+            if new:
+                self._sync_names(new)
+            if self.journal.in_doubt:
+                self._write_checkpoint()
+            self.journal.sync()
+        except OSError as error:
+            self._failed(error)
+            return False
+        if not unsafe:
+            self._synced = sequence
+        return not unsafe
+
+    def sync_payloads(self, segment: Segment, slots: Iterable[int] = ()) -> bool:
+        """Whether what was written to a segment is on the medium. Where it is not, the records in these slots and in
+        those filled since are withdrawn."""
+        with self.memory:
+            segment.users += 1
+        try:
+            with self.files.using(segment) as file:
                 file.sync()
         except FileNotFoundError:
-            if not segment.retired:  # else its records are gone, and nothing was promised
+            self.lose(segment)  # its records are gone, and nothing is promised
+        except OSError as error:
+            self._failed(error)
+            self._doubt(segment, slots)
+            return False
+        return True
+
+    def _doubt(self, segment: Segment, slots: Iterable[int]) -> None:
+        with self.journaling:
+            with self.memory:
+                segment.failures += 1
+                slots = {*slots, *segment.unsynced}
+                segment.unsynced = set()
+                entries = [entry for slot in slots if (entry := segment.row(slot)).kind == PUT]
+                leaving = {self.index.address(entry).name: entry for entry in entries} if not segment.retired else {}
+            self._drop(leaving, quarantine=False, insist=True)
+        self.counters.add("unsafe_records", len(leaving))
+
+    def _sync_names(self, new: Sequence[Segment]) -> None:
+        try:
+            self.files.sync()
+        except OSError:
+            for segment in new:
                 self.lose(segment)
+            raise
+
+    def _failed(self, error: OSError) -> None:
+        self.counters.add("sync_errors")
+        log.warning("nvme directory %s: sync: %s", self.directory.path, error)
 
     @property
     def overdue(self) -> bool:
@@ -304,12 +361,13 @@ class Ledger:
     @property
     def stuck(self) -> bool:
         """Whether the journal is as long as the capacity allows."""
-        return self.journal.behind > 2 * self.space.most_entries()
+        return self.journal.behind > self.space.stuck_entries()
 
-    def compact(self) -> bool:
-        """Write a checkpoint and drop the journals before it; False where the disk did not let it."""
+    def compact(self, *, due: bool = True) -> bool:
+        """Write a checkpoint and drop the journals before it; False where the disk did not let it. `due`: only where
+        the journal is long enough."""
         with self._syncing:
-            if not self.journal.behind > self.space.most_entries():  # another thread has done it
+            if due and not self.journal.behind > self.space.most_entries():  # another thread has done it
                 return True
             try:
                 self._write_checkpoint()

@@ -1,79 +1,152 @@
 """What waits for a thread of the tier: by priority, reads before removals before writes, then in order.
 
+What was asked for together waits together and is taken in pieces: as many blocks as one thread should do at a time, so
+that neighbours on the drive are read and written at once. Writers never take all threads: a drive that hangs on writes
+still reads.
+
 Bounded: writes by their bytes, everything by number. Not thread-safe: `NvmeTier` calls it under its lock.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 
 from kvcache.block.address import Address
 from kvcache.tier.tier import Op, Segments, Ticket
 
 MOST_JOBS = 1 << 17
+PIECE_BYTES = 4 << 20
+PIECE_BLOCKS = 256
 _RANK: dict[Op, int] = {"read": 0, "remove": 1, "write": 2}
 
 
 @dataclass(slots=True, eq=False)
-class Job:
-    """One block of a ticket."""
+class Batch:
+    """Blocks `first` to `end` (excluded) of one ticket."""
 
     op: Op
-    address: Address
-    segments: Segments
+    addresses: Sequence[Address]
+    segments: Sequence[Segments]  # none to remove
     ticket: Ticket
-    i: int
-    deadline: float | None
-    write_bytes: int = 0
+    first: int
+    end: int
+    share: int = 1  # how many of them one thread takes at most
+
+    @property
+    def blocks(self) -> range:
+        return range(self.first, self.end)
+
+    @property
+    def wanted(self) -> Sequence[Address]:
+        return self.addresses[self.first : self.end]
+
+    def size_bytes(self, i: int) -> int:
+        return sum(map(len, self.segments[i])) if self.segments else 0
 
 
 class Queue:
-    def __init__(self, most_write_bytes: int) -> None:
-        self._most_write_bytes = most_write_bytes
-        self._waiting: dict[int, Job] = {}  # by order of arrival; the heaps may name jobs that have left
-        self._urgent: list[tuple[int, int, int]] = []
-        self._deadlines: list[tuple[float, int]] = []
+    def __init__(self, threads: int, most_write_bytes: int) -> None:
+        self._threads, self._most_writers, self._most_write_bytes = threads, max(1, threads - 1), most_write_bytes
+        self._lines: dict[tuple[int, int], deque[Batch]] = {}
+        self._deadlines: list[tuple[float, int, Batch]] = []
         self._order = count()
+        self._waiting = 0
+        self._writers = 0
         self.write_bytes = 0  # of writes that wait or run
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        """How many blocks wait."""
+        return self._waiting
 
-    def push(self, job: Job, priority: int) -> bool:
-        """False where the queue is full. A write larger than the whole bound is taken while there is no other."""
-        if len(self._waiting) >= MOST_JOBS:
-            return False
-        if job.write_bytes and self.write_bytes and self.write_bytes + job.write_bytes > self._most_write_bytes:
-            return False
-        self.write_bytes += job.write_bytes
-        order = next(self._order)
-        self._waiting[order] = job
-        heapq.heappush(self._urgent, (priority, _RANK[job.op], order))
-        if job.deadline is not None:
-            heapq.heappush(self._deadlines, (job.deadline, order))
-            if len(self._deadlines) > 2 * len(self._waiting) + 64:
-                self._deadlines = [entry for entry in self._deadlines if entry[1] in self._waiting]
-                heapq.heapify(self._deadlines)
-        return True
+    def push(self, batch: Batch, priority: int, deadline: float | None) -> int:
+        """How many blocks of it, from the first, find room; the rest is not taken and the batch ends before it. A
+        write larger than the whole bound is taken while there is no other."""
+        batch.end = min(batch.end, batch.first + MOST_JOBS - self._waiting)
+        if batch.op == "write":
+            batch.end = self._admit(batch)
+        taken = batch.end - batch.first
+        if taken > 0:
+            batch.share = min(PIECE_BLOCKS, -(-taken // self._threads))
+            self._waiting += taken
+            self._lines.setdefault((priority, _RANK[batch.op]), deque()).append(batch)
+            if deadline is not None:
+                heapq.heappush(self._deadlines, (deadline, next(self._order), batch))
+        return max(0, taken)
 
-    def pop(self) -> Job | None:
-        """The most urgent, or None. `end` it when it ran."""
-        while self._urgent:
-            job = self._waiting.pop(heapq.heappop(self._urgent)[2], None)
-            if job is not None:
-                return job
+    def _admit(self, batch: Batch) -> int:
+        for i in batch.blocks:
+            size = batch.size_bytes(i)
+            if self.write_bytes and self.write_bytes + size > self._most_write_bytes:
+                return i
+            self.write_bytes += size
+        return batch.end
+
+    def pop(self) -> Batch | None:
+        """The next piece of work for one thread, or None where there is none that may begin. `leave` when it ran."""
+        for key in sorted(self._lines):
+            line = self._lines[key]
+            while line and line[0].first >= line[0].end:
+                line.popleft()
+            if not line:
+                del self._lines[key]
+            elif key[1] != _RANK["write"] or self.write_too():
+                return self._cut(line)
         return None
 
-    def end(self, job: Job) -> None:
-        self.write_bytes -= job.write_bytes
+    def _cut(self, line: deque[Batch]) -> Batch:
+        """From the first batch in line a thread's share, or as much of it as makes a piece."""
+        batch = line[0]
+        most = min(batch.end, batch.first + batch.share)
+        end, size = batch.first + 1, batch.size_bytes(batch.first)
+        while end < most and size + (more := batch.size_bytes(end)) <= PIECE_BYTES:
+            end, size = end + 1, size + more
+        piece = replace(batch, end=end)
+        batch.first = end
+        self._waiting -= end - piece.first
+        return piece
 
-    def expired(self, now: float) -> Iterator[Job]:
-        """Those whose deadline passed while they waited, taken out and ended."""
+    def leave(self, piece: Batch) -> None:
+        if piece.op == "write":
+            self.written()
+            self._forget(piece)
+
+    def write_too(self) -> bool:
+        """Count one more writer, where there may be one: `written` when it has ended."""
+        if self._writers >= self._most_writers:
+            return False
+        self._writers += 1
+        return True
+
+    def written(self) -> None:
+        self._writers -= 1
+
+    def _forget(self, batch: Batch) -> None:
+        self.write_bytes -= sum(map(batch.size_bytes, batch.blocks)) if batch.op == "write" else 0
+
+    def expired(self, now: float) -> Iterator[Batch]:
+        """What waited past its deadline, taken out."""
         while self._deadlines and self._deadlines[0][0] < now:
-            job = self._waiting.pop(heapq.heappop(self._deadlines)[1], None)
-            if job is not None:
-                self.end(job)
-                yield job
+            batch = heapq.heappop(self._deadlines)[2]
+            if batch.first < batch.end:
+                late = replace(batch)
+                batch.first = batch.end
+                self._waiting -= late.end - late.first
+                self._forget(late)
+                yield late
+        if len(self._deadlines) > 2 * self._waiting + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[2].first < entry[2].end]
+            heapq.heapify(self._deadlines)
+
+    def clear(self) -> Iterator[Batch]:
+        """All that waits, taken out."""
+        for line in self._lines.values():
+            for batch in line:
+                if batch.first < batch.end:
+                    self._waiting -= batch.end - batch.first
+                    self._forget(batch)
+                    yield batch
+        self._lines.clear()

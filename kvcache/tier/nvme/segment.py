@@ -3,12 +3,13 @@
 A row a slot holds the put entry of the record that is there. The file is opened when it is first used; that of a
 retired segment is closed once its last user has left, so that no read meets another file's descriptor.
 
-Rows and counts are not thread-safe: `Store` touches them under its lock. `open`, `read` and `write` are.
+Rows and counts are not thread-safe: `Ledger` touches them under its lock. `open`, `read` and `write` are.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import insort
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,11 +24,13 @@ class Segment:
     def __init__(self, number: int, slot_bytes: int, slots: int) -> None:
         self.number, self.slot_bytes, self.slots = number, slot_bytes, slots
         self.rows = bytearray(slots * ENTRY_BYTES)
-        self.free = list(range(slots - 1, -1, -1))  # taken from the end: the lowest first
+        self.free = list(range(slots))  # ascending, but for slots that were given back: those come last
         self.live = 0
         self.quarantined = 0
         self.users = 0
         self.retired = False
+        self.unsynced: set[int] = set()  # slots with records that no sync has covered
+        self.failures = 0  # syncs that failed: what was written before one is lost, whatever a later one says
         self._file: File | None = None
         self._opening = threading.Lock()
 
@@ -62,16 +65,17 @@ class Segment:
         left = Entry(QUARANTINE, segment=self.number, slot=slot).pack() if quarantine else bytes(ENTRY_BYTES)
         self.rows[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES] = left
         self.live -= 1
+        self.unsynced.discard(slot)
         if quarantine:
             self.quarantined += 1
         else:
-            self.free.append(slot)
+            insort(self.free, slot)
 
     def load(self, rows: NDArray[np.void]) -> None:
         """After a restart: the put and quarantine entries of this segment, at most one a slot."""
         self.columns()[rows["slot"]] = rows
         kinds = self.columns()["kind"]
-        self.free = np.flatnonzero(kinds == FREE)[::-1].tolist()
+        self.free = np.flatnonzero(kinds == FREE).tolist()
         self.live = int(np.count_nonzero(kinds == PUT))
         self.quarantined = int(np.count_nonzero(kinds == QUARANTINE))
 
@@ -100,20 +104,19 @@ class Segment:
         if file is not None:
             file.close()
 
-    def read(self, file: File, slot: int, segments: Sequence[memoryview], record_bytes: int) -> int:
-        """Fill the segments from a slot; the bytes that were there, fewer where the file is short."""
-        pieces = bounce.flat(segments, record_bytes)
+    def read(self, file: File, slot: int, pieces: Sequence[memoryview]) -> int:
+        """Fill the pieces from a slot and those behind it; the bytes that were there, fewer where the file is short."""
         if not file.direct or bounce.aligned(pieces):
             return file.read(slot * self.slot_bytes, pieces)
-        detour = bounce.buffer(record_bytes)
+        detour = bounce.buffer(sum(map(len, pieces)))
         got = file.read(slot * self.slot_bytes, [detour])
         bounce.scatter(detour, pieces)
         return got
 
-    def write(self, file: File, slot: int, segments: Sequence[memoryview], record_bytes: int) -> None:
-        pieces = bounce.flat(segments, record_bytes)
+    def write(self, file: File, slot: int, pieces: Sequence[memoryview]) -> None:
+        """Write the pieces to a slot and those behind it."""
         if file.direct and not bounce.aligned(pieces):
-            detour = bounce.buffer(record_bytes)
+            detour = bounce.buffer(sum(map(len, pieces)))
             bounce.gather(pieces, detour)
             pieces = [detour]
         file.write(slot * self.slot_bytes, pieces)

@@ -1,9 +1,10 @@
 """The room of a store: its segments, who may have a slot, and what the whole may take of the disk.
 
 Counted are segment files and the journal at its largest, so that what `du` says never exceeds the capacity. A record
-goes into slots of its own size or at most an eighth larger; where none is free a new segment is made.
+goes into slots of its own size or at most an eighth larger; where none is free a new segment is made. Nothing here
+takes longer because a store holds more records.
 
-Not thread-safe: `Store` calls it under its lock.
+Not thread-safe: `Ledger` calls it under its lock.
 """
 
 from __future__ import annotations
@@ -22,8 +23,38 @@ JOURNAL_BYTES = 768
 FEW = 1024
 """A journal of fewer entries is not compacted."""
 
+CHECKPOINT_SHARE = 8
+"""The journal is compacted when it has an entry for each so many slots: what a restart reads one by one."""
+
 MOST_SEGMENTS = 512
 """Segments grow with the capacity beyond this many, since each is an open file."""
+
+SPARE_SHARE = 8
+"""Of so many segments of one size one may be empty and stay; the first always may."""
+
+
+class Shelf:
+    """The segments of one slot size."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.segments: dict[int, Segment] = {}
+        self.free = 0
+        self._current: Segment | None = None
+
+    def take(self, count: int) -> tuple[Segment, list[int]] | None:
+        """Free slots of one segment, at most `count`, the lowest first. Segments are filled one after the other, the
+        fullest first, so that the others can become empty."""
+        segment = self._current
+        if segment is None or not segment.free or segment.retired:
+            segment = min((s for s in self.segments.values() if s.free), key=lambda s: len(s.free), default=None)
+            if segment is None:
+                return None
+        self._current = segment
+        slots = segment.free[:count]
+        del segment.free[:count]
+        self.free -= len(slots)
+        return segment, slots
 
 
 class Space:
@@ -31,6 +62,7 @@ class Space:
         self.capacity_bytes = capacity_bytes
         self.segment_bytes = max(segment_bytes, capacity_bytes // MOST_SEGMENTS)
         self.segments: dict[int, Segment] = {}
+        self.shelves: dict[int, Shelf] = {}
         self.files_bytes = 0  # segments that are there, retired ones too until their file is removed
         self.slots = 0
         self.next_number = 1
@@ -41,20 +73,40 @@ class Space:
 
     def most_entries(self) -> int:
         """How long the journal may grow before it is compacted."""
-        return max(FEW, self.slots)
+        return max(FEW, self.slots // CHECKPOINT_SHARE)
 
-    def take(self, record_bytes: int) -> tuple[Segment, int] | None:
-        """A slot for a record, of the smallest size that fits; it is the caller's until filled or given back."""
-        fitting = [s for s in self.segments.values() if s.free and fits(record_bytes, s.slot_bytes)]
-        if not fitting:
-            return None
-        # the fullest first, so that the others can become empty
-        segment = min(fitting, key=lambda s: (s.slot_bytes, len(s.free)))
-        return segment, segment.free.pop()
+    def stuck_entries(self) -> int:
+        """How long the journal may grow where compaction fails."""
+        return 2 * max(FEW, self.slots)
+
+    # slots
+
+    def _fitting(self, record_bytes: int) -> list[Shelf]:
+        """Those with a free slot for a record, the smallest slots first."""
+        found = [s for s in self.shelves.values() if s.free and fits(record_bytes, s.slot_bytes)]
+        return sorted(found, key=lambda shelf: shelf.slot_bytes) if len(found) > 1 else found
+
+    def take(self, record_bytes: int, count: int) -> tuple[Segment, list[int]] | None:
+        """Slots of one segment for records of one size, at most `count`; the caller's until filled or given back."""
+        for shelf in self._fitting(record_bytes):
+            taken = shelf.take(count)
+            if taken is not None:
+                return taken
+        return None
 
     def give_back(self, segment: Segment, slot: int) -> None:
         """A taken slot that was not filled. Behind all others: whatever went wrong there need not go wrong next."""
-        segment.free.insert(0, slot)
+        segment.free.append(slot)
+        if not segment.retired:
+            self.shelves[segment.slot_bytes].free += 1
+
+    def clear(self, segment: Segment, slot: int, *, quarantine: bool = False) -> None:
+        """The record in a slot leaves."""
+        segment.clear(slot, quarantine=quarantine)
+        if not quarantine and not segment.retired:
+            self.shelves[segment.slot_bytes].free += 1
+
+    # segments
 
     def plan(self, record_bytes: int, disk_bytes: int) -> Segment | None:
         """A segment to make for records of this size, or None where capacity or disk have no room for one slot."""
@@ -74,31 +126,45 @@ class Space:
     def add(self, segment: Segment) -> None:
         """Give out its slots."""
         self.segments[segment.number] = segment
+        shelf = self.shelves.setdefault(segment.slot_bytes, Shelf(segment.slot_bytes))
+        shelf.segments[segment.number] = segment
+        shelf.free += len(segment.free)
         self.next_number = max(self.next_number, segment.number + 1)
 
     def retire(self, segment: Segment) -> None:
         """Give out no more of it, where it was given out at all."""
-        self.segments.pop(segment.number, None)
         segment.retired = True
+        if self.segments.pop(segment.number, None) is None:
+            return
+        shelf = self.shelves[segment.slot_bytes]
+        del shelf.segments[segment.number]
+        shelf.free -= len(segment.free)
+        if not shelf.segments:
+            del self.shelves[segment.slot_bytes]
 
     def forget(self, segment: Segment) -> None:
         """The file of a retired segment is gone: its bytes are free."""
         self.files_bytes -= segment.size_bytes
         self.slots -= segment.slots
 
-    def spare(self, segment: Segment) -> bool:
-        """Whether an empty segment is kept for its size: there is no other with a free slot."""
-        return not any(
-            s.free and s is not segment and s.slot_bytes == segment.slot_bytes for s in self.segments.values()
-        )
+    def surplus(self, slot_bytes: int) -> list[Segment]:
+        """Empty segments of a size beyond those that are kept for what comes next."""
+        shelf = self.shelves.get(slot_bytes)
+        if shelf is None:
+            return []
+        useless = [s for s in shelf.segments.values() if s.quarantined == s.slots]
+        empties = [s for s in shelf.segments.values() if s.empty and s.free]
+        most = max(1, (len(shelf.segments) - len(useless)) // SPARE_SHARE)
+        return useless + empties[: max(0, len(empties) - most)]
 
     def empties(self, record_bytes: int) -> list[Segment]:
         """Empty segments that are of no use for records of this size."""
-        return [s for s in self.segments.values() if s.empty and not (s.free and fits(record_bytes, s.slot_bytes))]
+        others = (shelf for shelf in self.shelves.values() if not fits(record_bytes, shelf.slot_bytes))
+        return [segment for shelf in others for segment in shelf.segments.values() if segment.empty]
 
     def room(self, record_bytes: int, disk_bytes: int) -> int:
         """How many more records of this size fit, where the disk has so many bytes left to take."""
-        free = sum(len(s.free) for s in self.segments.values() if fits(record_bytes, s.slot_bytes))
+        free = sum(shelf.free for shelf in self._fitting(record_bytes))
         empties = self.empties(record_bytes)
         files_bytes = sum(s.size_bytes for s in empties)
         left = self.left() + files_bytes + sum(s.slots for s in empties) * JOURNAL_BYTES
@@ -129,6 +195,10 @@ class Space:
                 faults.append(f"nvme: segment {s.number}: counts {s.live} records, {len(filled)} are there")
         unknown = places.keys() - self.segments.keys()
         faults += [f"nvme: records in segment {number}, which is not there" for number in sorted(unknown)]
+        for shelf in self.shelves.values():
+            free = sum(len(s.free) for s in shelf.segments.values())
+            if free != shelf.free:
+                faults.append(f"nvme: {shelf.free} slots of {shelf.slot_bytes} bytes are said to be free, {free} are")
         if self.left() < 0:
             faults.append(f"nvme: {-self.left()} bytes more are claimed than the capacity of {self.capacity_bytes}")
         return faults

@@ -1,31 +1,43 @@
-"""The store: what one call does to one record, on the thread that calls. Nothing is raised for data or devices.
+"""The store: what one call does to a batch of records, on the thread that calls. Nothing is raised for data or devices.
 
-A write: a slot, the payload, (durability "block": the payload on the medium), the journal entry, visible. A read
-compares the whole identity and every checksum, so what a race, a crash or a drive left behind is a miss.
+A write: slots, the payloads, (durability "block": the payloads on the medium), one frame in the journal, visible. A
+read compares the whole identity and every checksum, so what a race, a crash or a drive left behind is a miss.
 """
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Literal
 
 from kvcache.block.address import Address
 from kvcache.block.record import RecordError, read_header, verify
-from kvcache.port import Port
+from kvcache.port import File, Port
 from kvcache.tier.nvme.breaker import Breaker
 from kvcache.tier.nvme.counters import Counters
 from kvcache.tier.nvme.directory import Directory, refusal
-from kvcache.tier.nvme.entry import Entry
-from kvcache.tier.nvme.ledger import FULL, Ledger, log
+from kvcache.tier.nvme.entry import PUT, Entry
+from kvcache.tier.nvme.files import FULL
+from kvcache.tier.nvme.ledger import Ledger, log
+from kvcache.tier.nvme.queue import Batch
 from kvcache.tier.nvme.space import Space
+from kvcache.tier.nvme.stretch import Place, flat, stretches
 from kvcache.tier.tier import Outcome, Segments, same_record
 
 Durability = Literal["none", "batch", "block"]
+Settle = Callable[[int, Outcome, str], None]
+"""Takes the block's number in its ticket, what became of it, and the check or error that says why."""
+
 Result = tuple[Outcome, str]
-"""What became of it, and the check or error that says why."""
+
+SUSPECT_AFTER = 16
+"""So many damaged records since the start, and the drive is not what it should be."""
 
 _IDENTITY = {"namespace", "address", "signature", "parent"}
 """Checks that a sound record of another address fails: the slot is well, only the entry was stale."""
+
+_UNSAFE = OSError(errno.EIO, "records could not be made durable")
 
 
 class Store:
@@ -36,7 +48,7 @@ class Store:
         self._breaker = Breaker(port.clock)
         self.directory = Directory(port.disk, path)
         try:
-            self.ledger = Ledger(port.disk, port.clock, self.directory, space, floor_bytes, self.counters)
+            self.ledger = Ledger(port, self.directory, space, floor_bytes, self.counters)
         except OSError as error:
             self.directory.release()
             raise refusal(path, error) from error
@@ -44,132 +56,229 @@ class Store:
             self.directory.release()
             raise
 
-    def contains(self, address: Address) -> Result:
-        return (Outcome.DONE if self.ledger.find(address) else Outcome.ABSENT), ""
+    def contains(self, addresses: Sequence[Address], settle: Settle) -> None:
+        for i, found in enumerate(self.ledger.find_all(addresses)):
+            settle(i, Outcome.DONE if found else Outcome.ABSENT, "")
 
-    def read(self, address: Address, segments: Segments) -> Result:
-        ledger = self.ledger
-        with ledger.memory:
-            found = ledger.index.find(address.name)
-            if found is None or not ledger.index.holds(found[2], address):
-                return Outcome.ABSENT, ""
+    # reading
+
+    def read(self, batch: Batch, settle: Settle) -> None:
+        places = []
+        for i, found in zip(batch.blocks, self.ledger.find_all(batch.wanted, use=True), strict=True):
+            if found is None:
+                settle(i, Outcome.ABSENT, "")
+                continue
             segment, slot, entry = found
-            if sum(map(len, segments)) < entry.record_bytes:
-                return Outcome.FAILED, "length"
-            segment.users += 1
+            pieces = flat(batch.segments[i], entry.record_bytes)
+            if sum(map(len, pieces)) < entry.record_bytes:
+                self.ledger.files.leave(segment)
+                settle(i, Outcome.FAILED, "length")
+                continue
+            places.append(Place(i, batch.addresses[i], pieces, segment, slot, entry.record_bytes, entry))
+        for stretch in stretches(places):
+            for place, fault in zip(stretch, self._fetch(stretch), strict=True):
+                settle(place.i, *self._judge(place, batch.segments[place.i], fault))
+
+    def _fetch(self, stretch: Sequence[Place]) -> Sequence[Exception | None]:
+        """Read neighbours; what is wrong with each before anybody looks at it."""
+        segment = stretch[0].segment
         try:
-            with ledger.using(segment) as file:
-                got = segment.read(file, slot, segments, entry.record_bytes)
+            with self.ledger.files.using(segment, len(stretch)) as file:
+                return self._fill(file, stretch)
+        except FileNotFoundError as error:
+            self.ledger.lose(segment)
+            return [error] * len(stretch)
+        except OSError as error:
+            return [error] * len(stretch)
+
+    def _fill(self, file: File, stretch: Sequence[Place]) -> list[Exception | None]:
+        first = stretch[0]
+        try:
+            got = first.segment.read(file, first.slot, [piece for place in stretch for piece in place.pieces])
+        except OSError as error:
+            if len(stretch) == 1:
+                return [error]
+            return [fault for place in stretch for fault in self._fill(file, [place])]  # a neighbour may be well
+        faults: list[Exception | None] = []
+        for place in stretch:
+            short = got < place.record_bytes
+            faults.append(RecordError("short", f"{got} bytes of {place.record_bytes}") if short else None)
+            got = max(0, got - place.record_bytes)
+        return faults
+
+    def _judge(self, place: Place, segments: Segments, fault: Exception | None) -> Result:
+        try:
+            if fault is not None:
+                raise fault
+            verify(segments[0], segments[1:], place.address)
+        except RecordError as error:
+            return self._distrust(place, error)
         except FileNotFoundError:
-            ledger.lose(segment)
             return Outcome.ABSENT, "segment"
         except OSError as error:
             self.counters.add("read_errors")
             return Outcome.FAILED, _name(error)
-        try:
-            if got < entry.record_bytes:
-                raise RecordError("short", f"{got} bytes of {entry.record_bytes}")
-            verify(segments[0], segments[1:], address)
-        except RecordError as error:
-            return self._distrust(address, entry, error)
-        self.counters.add("read_bytes", entry.record_bytes)
         return Outcome.DONE, ""
 
-    def _distrust(self, address: Address, entry: Entry, error: RecordError) -> Result:
+    def _distrust(self, place: Place, error: RecordError) -> Result:
         """A record that failed a check: out with it, unless it is foreign or no longer the write that was read."""
         if error.foreign:
             self.counters.add("foreign")
             return Outcome.FOREIGN, error.check
-        if not self.ledger.withdraw(address, entry, quarantine=error.check not in _IDENTITY, insist=True):
+        bad = error.check not in _IDENTITY
+        if not any(self.ledger.withdraw([(place.address, place.entry)], quarantine=bad, insist=True)):
             return Outcome.ABSENT, ""
         self.counters.add("damaged")
         self.counters.add(f"damaged_{error.check}")
+        if bad and self.counters.add("bad_slots") == SUSPECT_AFTER:
+            self.counters.add("suspect")
+            log.warning(
+                "nvme directory %s: %d records were damaged since the start; look at the drive",
+                self.directory.path,
+                SUSPECT_AFTER,
+            )
         return Outcome.DAMAGED, error.check
 
-    def write(self, address: Address, segments: Segments) -> Result:
-        try:
-            header = read_header(segments[0])
-        except RecordError as error:
-            return Outcome.FAILED, error.check
-        if header.address.name != address.name or not same_record(header.address, address):
-            return Outcome.FAILED, "address"
-        held = self._held(address)
-        if held is not None:
-            return held
+    # writing
+
+    def write(self, batch: Batch, settle: Settle) -> None:
+        new: list[tuple[int, int]] = []  # block, write id
+        for i, same in zip(batch.blocks, self.ledger.standing(batch.wanted), strict=True):
+            try:
+                write_id = _sealed(batch.segments[i][0], batch.addresses[i])
+            except RecordError as error:
+                settle(i, Outcome.FAILED, error.check)
+                continue
+            if same is None:
+                new.append((i, write_id))
+            else:
+                settle(i, *self._held(same))
+        if not new:
+            return
+        refusal = self._refusal()
+        if refusal is not None:
+            for i, _ in new:
+                settle(i, *refusal)
+            return
+        self._publish(self._put(self._take(batch, new, settle), settle), settle)
+
+    def _held(self, same: bool) -> Result:
+        """The answer to a write where its name is taken already."""
+        if not same:
+            return Outcome.FAILED, "key"
+        if self.durability == "block" and not self.ledger.commit():
+            return Outcome.FAILED, "sync"
+        return Outcome.DONE, ""
+
+    def _refusal(self) -> Result | None:
+        """Why nothing is written now."""
         if not self._breaker.allows():
             return Outcome.FAILED, "breaker"
         if self.ledger.stuck and not self.ledger.compact():
             return Outcome.NO_ROOM, "journal"
-        record_bytes = sum(map(len, segments))
+        return None
+
+    def _take(self, batch: Batch, new: Sequence[tuple[int, int]], settle: Settle) -> list[Place]:
+        """A slot for each, as far as there is room."""
+        places: list[Place] = []
+        for size, group in groupby(new, lambda pair: batch.size_bytes(pair[0])):
+            left, result = list(group), (Outcome.NO_ROOM, "")
+            while left:
+                try:
+                    taken = self.ledger.take(size, len(left))
+                except OSError as error:
+                    taken, result = None, self._failed(error)
+                if taken is None:
+                    for i, _ in left:
+                        settle(i, *result)
+                    break
+                segment, slots = taken
+                for slot, (i, write_id) in zip(slots, left, strict=False):
+                    pieces, entry = flat(batch.segments[i], size), Entry(PUT, write_id=write_id)
+                    places.append(Place(i, batch.addresses[i], pieces, segment, slot, size, entry, segment.failures))
+                del left[: len(slots)]
+        return places
+
+    def _put(self, places: Sequence[Place], settle: Settle) -> list[Place]:
+        """Write the payloads; those that are where they should be."""
+        written: list[Place] = []
+        for stretch in stretches(places):
+            segment = stretch[0].segment
+            try:
+                with self.ledger.files.using(segment, len(stretch)) as file:
+                    segment.write(file, stretch[0].slot, [piece for place in stretch for piece in place.pieces])
+                written += stretch
+            except OSError as error:
+                if isinstance(error, FileNotFoundError):
+                    self.ledger.lose(segment)
+                self._give_up(stretch, error, settle)
+        if self.durability != "block":
+            return written
+        unsafe = {s for s in {place.segment for place in written} if not self.ledger.sync_payloads(s)}
+        self._give_up([place for place in written if place.segment in unsafe], _UNSAFE, settle)
+        return [place for place in written if place.segment not in unsafe]
+
+    def _publish(self, written: Sequence[Place], settle: Settle) -> None:
+        if not written:
+            return
+        synced = self.durability == "block"
         try:
-            result = self._write(address, segments, record_bytes, header.write_id)
+            good = self.ledger.publish(written, synced=synced)
+        except OSError as error:
+            self._give_up(written, error, settle)
+            return
+        for place in (place for place, taken in zip(written, good, strict=True) if not taken):
+            self.ledger.give_back(place)
+            (same,) = self.ledger.standing([place.address])
+            settle(place.i, *((Outcome.FAILED, "segment") if same is None else self._held(same)))
+        published = [place for place, taken in zip(written, good, strict=True) if taken]
+        if synced and published and not self.ledger.commit():  # a write that cannot keep its promise was not there
+            self.ledger.withdraw([(place.address, place.entry) for place in published], insist=True)
+            result = self._failed(_UNSAFE)
+            for place in published:
+                settle(place.i, *result)
+            return
+        self._breaker.passed()
+        for place in published:
+            settle(place.i, Outcome.DONE, "")
+
+    def _give_up(self, places: Sequence[Place], error: OSError, settle: Settle) -> None:
+        if not places:
+            return
+        result = self._failed(error)
+        for place in places:
+            self.ledger.give_back(place)
+            settle(place.i, *result)
+
+    def _failed(self, error: OSError) -> Result:
+        """Count an error of a write."""
+        self.counters.add("write_errors")
+        if self._breaker.failed():
+            self.counters.add("breaker_opened")
+            log.warning("nvme directory %s: writes stop for a while: %s", self.directory.path, error)
+        return (Outcome.NO_ROOM if error.errno in FULL else Outcome.FAILED), _name(error)
+
+    # the rest
+
+    def remove(self, batch: Batch, settle: Settle) -> None:
+        found = self.ledger.find_all(batch.wanted)
+        there = [(address, f[2]) for address, f in zip(batch.wanted, found, strict=True) if f is not None]
+        try:
+            left = iter(self.ledger.withdraw(there))
         except OSError as error:
             self.counters.add("write_errors")
-            if self._breaker.failed():
-                self.counters.add("breaker_opened")
-                log.warning("nvme directory %s: writes stop for a while: %s", self.directory.path, error)
-            return (Outcome.NO_ROOM if error.errno in FULL else Outcome.FAILED), _name(error)
-        if result[0] is Outcome.DONE:
-            self._breaker.passed()
-            self.counters.add("write_bytes", record_bytes)
-        return result
-
-    def _held(self, address: Address) -> Result | None:
-        """The answer to a write where its name is taken already."""
-        with self.ledger.memory:
-            found = self.ledger.index.find(address.name)
-            if found is None:
-                return None
-            same = self.ledger.index.holds(found[2], address)
-        if not same:
-            return Outcome.FAILED, "key"
-        if self.durability == "block" and not self.ledger.sync():
-            return Outcome.FAILED, "sync"
-        return Outcome.DONE, ""
-
-    def _write(self, address: Address, segments: Segments, record_bytes: int, write_id: int) -> Result:
-        taken = self.ledger.take(record_bytes)
-        if taken is None:
-            return Outcome.NO_ROOM, ""
-        published, synced = False, self.durability == "block"
-        try:
-            with self.ledger.using(taken[0]) as file:
-                taken[0].write(file, taken[1], segments, record_bytes)
-                if synced:
-                    file.sync()
-                published = self.ledger.publish(address, *taken, record_bytes, write_id, synced=synced)
-        except FileNotFoundError:
-            self.ledger.lose(taken[0])
-            raise
-        finally:
-            if not published:
-                self.ledger.give_back(*taken)
-        if not published:
-            return self._held(address) or (Outcome.FAILED, "segment")
-        if synced and not self.ledger.sync():
-            self._take_back(address, write_id)
-            raise OSError(errno.EIO, "the record could not be made durable")
-        return Outcome.DONE, ""
-
-    def _take_back(self, address: Address, write_id: int) -> None:
-        """A write that cannot keep its promise was not there."""
-        found = self.ledger.find(address)
-        if found is not None and found[2].write_id == write_id:
-            self.ledger.withdraw(address, found[2], insist=True)
-
-    def remove(self, address: Address) -> Result:
-        found = self.ledger.find(address)
-        try:
-            if found is None or not self.ledger.withdraw(address, found[2]):
-                return Outcome.ABSENT, ""
-        except OSError as error:
-            self.counters.add("write_errors")
-            return Outcome.FAILED, _name(error)
-        return Outcome.DONE, ""
+            for i in batch.blocks:
+                settle(i, Outcome.FAILED, _name(error))
+            return
+        for i, f in zip(batch.blocks, found, strict=True):
+            settle(i, Outcome.DONE if f is not None and next(left) else Outcome.ABSENT, "")
 
     def sync(self) -> bool:
         """Whether every write that said DONE is as durable as it should be."""
-        return self.durability == "none" or self.ledger.sync()
+        if self.durability == "none" or self.ledger.sync():
+            return True
+        self._failed(_UNSAFE)
+        return False
 
     def addresses_beside(self, address: Address) -> list[Address]:
         """Everything in the same segment as this record, itself included."""
@@ -177,10 +286,20 @@ class Store:
             found = self.ledger.index.find(address.name)
             return [] if found is None else self.ledger.index.addresses(found[0])
 
-    def close(self) -> None:
-        self.sync()
+    def close(self) -> bool:
+        """Whether everything is as durable as it should be."""
+        safe = self.sync()
         self.ledger.close()
         self.directory.release()
+        return safe
+
+
+def _sealed(header: memoryview, address: Address) -> int:
+    """The write id of a record that is to be stored under an address; RecordError where it is not that one."""
+    found = read_header(header)
+    if found.address.name != address.name or not same_record(found.address, address):
+        raise RecordError("address", "the header names another record than the call")
+    return found.write_id
 
 
 def _name(error: OSError) -> str:

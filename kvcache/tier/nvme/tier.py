@@ -1,27 +1,32 @@
 """The NVMe tier: the contract of a tier over a store, on a bounded number of threads of its own.
 
-Each block of a ticket is a job; the most urgent one runs next. Nothing here touches a file.
+What was asked for together is done in pieces, the most urgent one next. Nothing here touches a file.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import get_args
 
 from kvcache.block.address import Address
 from kvcache.errors import ClosedError, ConfigError
 from kvcache.port import Port
 from kvcache.tier.nvme.audit import audit
-from kvcache.tier.nvme.queue import Job, Queue
+from kvcache.tier.nvme.ledger import log
+from kvcache.tier.nvme.queue import Batch, Queue
 from kvcache.tier.nvme.space import FIXED_BYTES, Space
-from kvcache.tier.nvme.store import Durability, Result, Store
+from kvcache.tier.nvme.store import Durability, Settle, Store
+from kvcache.tier.nvme.ticket import TimedTicket
 from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments
 
 _LEAST_BYTES = 2 * FIXED_BYTES
 _FLUSH_BYTES = 64 << 20
 _FLUSH_S = 0.5
 _FLUSH_PAUSE_S = 1.0  # after a flush that failed
+_HANG_S = 10.0  # a write under way for so long, and no new one begins
+_CLOSE_S = 30.0  # how long closing waits for a drive
 
 
 class NvmeTier(Waits):
@@ -58,7 +63,7 @@ class NvmeTier(Waits):
             if value < 1:
                 raise ConfigError(f"nvme.{setting} = {value}: expected at least 1")
         port = port or Port()
-        self._clock = port.clock
+        self._port = port
         self._store = Store(
             path,
             space=Space(capacity_bytes, segment_bytes),
@@ -66,9 +71,13 @@ class NvmeTier(Waits):
             floor_bytes=free_floor_bytes,
             port=port,
         )
-        self._queue = Queue(queue_bytes)
+        self._threads = threads
+        self._queue = Queue(threads, queue_bytes)
         self._lock = threading.Lock()  # of the queue
-        self._tending = threading.Lock()
+        self._running = 0  # threads at work or asked for
+        self._writing: dict[object, float] = {}  # since when
+        self._tending = False
+        self._idle = port.condition()
         self._executor = port.executor(threads, self.name)
         self._flush_after = 0.0
         self._closed = False
@@ -87,82 +96,127 @@ class NvmeTier(Waits):
         if self._closed:
             raise ClosedError("nvme tier: it was closed")
         check_segments(op, addresses, segments)
-        ticket = Ticket(len(addresses), on_outcome)
-        for i, address in enumerate(addresses):
-            pieces = segments[i] if segments else ()
-            job = Job(op, address, pieces, ticket, i, deadline, sum(map(len, pieces)) if op == "write" else 0)
-            if deadline is not None and deadline < self._clock.now():
-                self._end(job, (Outcome.LATE, ""))
-            elif op == "contains":
-                self._end(job, self._store.contains(address))
-            else:
-                self._start(job, priority)
+        ticket = TimedTicket(len(addresses), on_outcome, deadline, self.expire, self._port)
+        batch = Batch(op, addresses, segments, ticket, 0, len(addresses))
+        if deadline is not None and deadline < self._port.clock.now():
+            self._end(batch, Outcome.LATE)
+        elif op == "contains":
+            self._store.contains(addresses, self._settling(batch))
+        elif op == "write" and self._hangs():
+            self._end(batch, Outcome.FAILED, "hung")
+        elif addresses:
+            self._start(batch, priority, deadline)
         return ticket
 
-    def _start(self, job: Job, priority: int) -> None:
+    def _start(self, batch: Batch, priority: int, deadline: float | None) -> None:
+        self.expire()
+        blocks = batch.end
         with self._lock:
-            late = list(self._queue.expired(self._clock.now()))
-            taken = self._queue.push(job, priority)
-        for other in late:
-            self._end(other, (Outcome.LATE, ""))
-        if not taken:
-            self._end(job, (Outcome.DROPPED, ""))
-            return
-        try:
-            self._executor.submit(self._run)
-        except RuntimeError as error:  # closed meanwhile
-            raise ClosedError("nvme tier: it was closed") from error
+            if self._closed:
+                raise ClosedError("nvme tier: it was closed")
+            taken = self._queue.push(batch, priority, deadline)
+        if taken < blocks:
+            self._end(replace(batch, first=taken, end=blocks), Outcome.DROPPED)
+        self._hire()
 
-    def _run(self) -> None:
-        """Run the most urgent job: one call for each that was queued."""
+    def _hire(self) -> None:
+        """Put as many threads to work as there is work for."""
         with self._lock:
-            late = list(self._queue.expired(self._clock.now()))
-            job = self._queue.pop()
-        for other in late:
-            self._end(other, (Outcome.LATE, ""))
-        if job is None:
-            return
-        try:
-            result = self._do(job)
-        except Exception as error:  # noqa: BLE001  what was submitted ends, whatever happened
-            self._store.counters.add("faults")
-            result = Outcome.FAILED, repr(error)
+            more = min(self._threads - self._running, len(self._queue))
+            self._running += more
+        for _ in range(more):
+            self._executor.submit(self._work)
+
+    def expire(self) -> None:
+        """End what waited past its deadline."""
         with self._lock:
-            self._queue.end(job)
-        self._end(job, result)
-        self._tend()
+            late = list(self._queue.expired(self._port.clock.now()))
+        for batch in late:
+            self._end(batch, Outcome.LATE)
 
-    def _do(self, job: Job) -> Result:
-        if job.ticket.cancelled:
-            return Outcome.CANCELLED, ""
-        if job.op == "read":
-            return self._store.read(job.address, job.segments)
-        if job.op == "write":
-            return self._store.write(job.address, job.segments)
-        return self._store.remove(job.address)
+    def _work(self) -> None:
+        """Do the most urgent piece of work until there is none that may begin."""
+        while True:
+            self.expire()
+            with self._lock:
+                piece = self._queue.pop()
+                if piece is None:
+                    self._running -= 1
+                    break
+                if piece.op == "write":
+                    self._writing[piece] = self._port.clock.now()
+            try:
+                self._do(piece)
+            except Exception as error:  # noqa: BLE001  what was submitted ends, whatever happened
+                self._store.counters.add("faults")
+                log.exception("nvme tier: a defect")
+                self._end(piece, Outcome.FAILED, repr(error))
+            with self._lock:
+                self._writing.pop(piece, None)
+                self._queue.leave(piece)
+            self._tend()
+        with self._idle:
+            self._idle.notify_all()
 
-    def _end(self, job: Job, result: Result) -> None:
-        self._store.counters.add(f"{job.op}_{result[0].value}")
-        job.ticket.settle(job.i, *result)
+    def _do(self, piece: Batch) -> None:
+        if piece.ticket.cancelled:
+            self._end(piece, Outcome.CANCELLED)
+        elif piece.op == "read":
+            self._store.read(piece, self._settling(piece))
+        elif piece.op == "write":
+            self._store.write(piece, self._settling(piece))
+        else:
+            self._store.remove(piece, self._settling(piece))
+
+    def _settling(self, batch: Batch) -> Settle:
+        counters, ticket = self._store.counters, batch.ticket
+
+        def settle(i: int, outcome: Outcome, check: str) -> None:
+            counters.add(f"{batch.op}_{outcome.value}")
+            if outcome is Outcome.DONE and batch.segments:
+                counters.add(f"{batch.op}_bytes", batch.size_bytes(i))
+            ticket.settle(i, outcome, check)
+
+        return settle
+
+    def _end(self, batch: Batch, outcome: Outcome, check: str = "") -> None:
+        """Settle what of a batch is not settled."""
+        settle, outcomes = self._settling(batch), batch.ticket.outcomes
+        for i in batch.blocks:
+            if not outcomes[i].settled:
+                settle(i, outcome, check)
+
+    def _hangs(self) -> bool:
+        """Whether a write has been under way for so long that no other should join it."""
+        with self._lock:
+            oldest = min(self._writing.values(), default=None)
+        return oldest is not None and self._port.clock.now() - oldest > _HANG_S
 
     def _tend(self) -> None:
-        """Flush and compact where it is time, on one thread at most."""
+        """Flush and compact where it is time, on one thread at most, which counts as a writer."""
         while self._flush_due() or self._store.ledger.overdue:
-            if not self._tending.acquire(blocking=False):
-                return
+            with self._lock:
+                if self._tending or not self._queue.write_too():
+                    return  # who tends or writes comes here next
+                self._tending = True
+                self._writing[self] = self._port.clock.now()
             try:
                 if self._flush_due() and not self._store.sync():
-                    self._flush_after = self._clock.now() + _FLUSH_PAUSE_S
+                    self._flush_after = self._port.clock.now() + _FLUSH_PAUSE_S
                 if self._store.ledger.overdue:
                     self._store.ledger.compact()
             finally:
-                self._tending.release()
+                with self._lock:
+                    self._tending = False
+                    self._writing.pop(self, None)
+                    self._queue.written()
+                self._hire()  # for writes that found no thread meanwhile
 
     def _flush_due(self) -> bool:
         ledger = self._store.ledger
         if self._store.durability != "batch" or not ledger.dirty_bytes:
             return False
-        now = self._clock.now()
+        now = self._port.clock.now()
         if now < self._flush_after:
             return False
         return not len(self._queue) or ledger.dirty_bytes >= _FLUSH_BYTES or now - ledger.dirty_since >= _FLUSH_S
@@ -184,8 +238,8 @@ class NvmeTier(Waits):
         with self._store.ledger.memory:
             return self._store.ledger.index.scan()
 
-    def sync(self) -> None:
-        self._store.sync()
+    def sync(self) -> bool:
+        return self._store.sync()
 
     def usage(self) -> Usage:
         ledger = self._store.ledger
@@ -196,10 +250,21 @@ class NvmeTier(Waits):
         return audit(self._store.ledger)
 
     def close(self) -> None:
-        """Run what was submitted, make it durable, let go of the directory. Idempotent."""
+        """Run what was submitted, make it durable, let go of the directory. Idempotent. Where the drive does not
+        answer for long, what waits fails, and directory and threads stay behind: a write under way cannot be called
+        back."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self._executor.close()
-        self._store.close()
+        with self._idle:
+            idle = self._idle.wait_for(lambda: not self._running, _CLOSE_S)
+        if idle:
+            self._executor.close()
+            self._store.close()
+            return
+        log.warning("nvme directory %s: the drive does not answer; left as it is", self._store.directory.path)
+        with self._lock:
+            left = list(self._queue.clear())
+        for batch in left:
+            self._end(batch, Outcome.FAILED, "hung")
