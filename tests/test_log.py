@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvcache.log import apply
+from kvcache.observe.request import logger, working_for
 from kvcache.settings import Log
 
 
@@ -46,3 +47,16 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     apply(Log(format="text"))
     logging.getLogger("kvcache").warning("here")
     assert capsys.readouterr().err.endswith("WARNING kvcache: here\n")
+
+
+def test_the_request_stands_on_each_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    log = logger("kvcache.store")
+    for form in ("text", "json"):
+        apply(Log(format=form))
+        with working_for("r-7"):
+            log.warning("late")
+        log.warning("on its own")
+    text, alone, *lines = capsys.readouterr().err.splitlines()
+    assert text.endswith("WARNING kvcache.store request=r-7: late")
+    assert alone.endswith("WARNING kvcache.store: on its own")
+    assert [json.loads(line).get("request") for line in lines] == ["r-7", None]

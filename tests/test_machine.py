@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvcache.machine import cache_directory, disk_free_bytes, disk_held_bytes, in_memory, memory
+from kvcache.machine import cache_directory, disk_free_bytes, disk_held_bytes, file_system, in_memory, memory
 
 GiB = 1 << 30
 
@@ -79,6 +79,9 @@ def test_the_last_mount_over_a_path_tells_its_kind(tmp_path: Path) -> None:
     assert in_memory(shadowed, root)
     assert not in_memory(Path("/"), root)
     assert not in_memory(tmp_path, tmp_path / "no mounts here")
+    kinds = [file_system(place, root) for place in (disk / "x", shadowed, Path("/"))]
+    assert kinds == ["xfs", "tmpfs", "ext4"]
+    assert file_system(tmp_path, tmp_path / "no mounts here") == ""
 
 
 def test_room_on_disk(tmp_path: Path) -> None:

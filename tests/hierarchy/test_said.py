@@ -1,0 +1,218 @@
+"""What a cache says of itself: events that add up to the counters, whose request they are, and the bypass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.block.layout import KVLayout
+from kvcache.config import load
+from kvcache.hierarchy.bypass import Bypass
+from kvcache.hierarchy.cache import Cache
+from kvcache.observe.reasons import meaning
+from kvcache.port import Executor, InlineExecutor, Port, ThreadExecutor
+from kvcache.tier.tier import Outcome
+from kvcache.transfer.pages import GroupPages
+
+LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=256, dtype="fp32", block_tokens=4)  # 12 KiB a record
+BLOCKS = 8
+
+
+def opened(place: Path, port: Port | None = None, *, host: str = "96KiB", nvme: str = "8MiB", queue: int = 64) -> Cache:
+    settings = load(
+        environ={},
+        host={"capacity_bytes": host, "extent_bytes": "24KiB"},
+        nvme={"path": place / "nvme", "capacity_bytes": nvme, "segment_bytes": "96KiB", "free_floor_bytes": 0},
+        flow={"queue_blocks": queue},
+    )
+    return Cache(settings, port)
+
+
+def pages() -> list[GroupPages]:
+    tensor = np.zeros((1, 2, BLOCKS, 4, 1, 256), np.float32)
+    return [GroupPages.from_tensors(LAYOUT, tensor, axes=("kv", "page", "token", "head", "dim"))]
+
+
+def bound(cache: Cache) -> Any:
+    return cache.namespace(LAYOUT, model="m", revision="r")
+
+
+def ids(count: int) -> list[list[int]]:
+    return [list(range(count))]
+
+
+def turn(cache: Cache, chain: int, blocks: int, name: str) -> None:
+    """A request that loads what is there and stores the rest."""
+    with bound(cache).request(id=name) as r:
+        hit = r.match(range(1000 * chain, 1000 * chain + 4 * blocks))
+        r.admit()
+        brought = r.load(hit.blocks, pages(), ids(hit.blocks))
+        assert brought.wait(30)
+        assert r.store(pages(), ids(blocks - brought.blocks), first_block=brought.blocks).wait(30)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, BLOCKS)), min_size=1, max_size=12), st.sampled_from([2, 64])
+)
+@settings(max_examples=20)
+def test_events_add_up_to_the_counters(turns: list[tuple[int, int]], queue: int) -> None:
+    with TemporaryDirectory() as place, closing(opened(Path(place), queue=queue)) as cache:
+        for number, (chain, blocks) in enumerate(turns):
+            turn(cache, chain, blocks, f"turn {number}")
+        assert cache.flush(30)
+        assert cache.check() == []
+        events, count = cache.events.last(), cache.counters.get
+
+        def total(kind: str, field: str = "blocks") -> int:
+            return sum(getattr(event, field) for event in events if event.kind == kind)
+
+        assert total("stored") == count("stored_blocks")
+        assert total("stored", "bytes") == count("stored_bytes")
+        assert total("loaded") == count("loaded_blocks")
+        assert total("loaded", "bytes") == count("loaded_bytes")
+        assert total("evicted") == count("evicted_blocks")
+        assert total("dropped") == count("drops") + count("write_failures")
+        assert total("refused") == count("refused_records")
+        assert {event.namespace for event in events} == {bound(cache).id[:4].hex()}
+        names = {f"turn {number}" for number in range(len(turns))}
+        assert {event.request for event in events if event.kind in {"stored", "loaded"}} <= names
+        for metric, labels, _ in cache.counters.rows():
+            for label in {"reason", "outcome", "check", "kept"} & set(labels):
+                assert meaning(metric, label, labels[label])
+
+
+def test_a_damaged_record_is_refused_and_said(tmp_path: Path) -> None:
+    with closing(opened(tmp_path)) as cache:
+        turn(cache, 0, BLOCKS, "first")
+        assert cache.flush(30)
+    for segment in (tmp_path / "nvme").glob("segment-*"):
+        data = bytearray(segment.read_bytes())
+        for slot in range(len(data) // 12288):
+            data[slot * 12288 + 8192] ^= 1
+        segment.write_bytes(data)
+    with closing(opened(tmp_path)) as cache:
+        turn(cache, 0, BLOCKS, "second")
+        refused = [event for event in cache.events.last() if event.kind == "refused"]
+        assert {(event.tier, event.reason) for event in refused} == {("nvme", "damaged")}
+        assert sum(event.blocks for event in refused) == cache.counters.get("refused_records", check="damaged") > 0
+        assert cache.flush(30)
+        found = cache.check()
+        assert found, "what nobody asked for is still damaged"
+        assert all("checksum" in fault for fault in found)
+
+
+class Later:
+    """An executor that runs its calls when it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], Any]] = []
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        self.calls.append(call)
+        return Future()
+
+    def run(self) -> None:
+        while self.calls:
+            self.calls.pop(0)()
+
+    def close(self) -> None:
+        self.run()
+
+
+def with_copies_later() -> tuple[Port, Later]:
+    later = Later()
+
+    def executor(threads: int, name: str) -> Executor:
+        return later if name == "copy" else ThreadExecutor(threads, name)
+
+    return Port(executor=executor), later
+
+
+def test_what_was_begun_before_a_bypass_ends_with_what_it_has(tmp_path: Path) -> None:
+    port, later = with_copies_later()
+    with closing(opened(tmp_path, port)) as cache:
+        with bound(cache).request() as r:
+            r.match(range(4 * BLOCKS))
+            stored = r.store(pages(), ids(4))
+            later.run()
+            assert stored.blocks == 4
+            r.match()
+            r.admit()
+            loading, storing = r.load(4, pages(), ids(4)), r.store(pages(), ids(4), first_block=4)
+        cache.flow.bypass.set("on")
+        later.run()
+        assert loading.outcomes == (Outcome.CANCELLED, *[Outcome.ABSENT] * 3)
+        assert storing.outcomes == (Outcome.DROPPED,) * 4
+        assert cache.counters.get("drops", reason="bypass") == 4
+        assert cache.flow.holds.held_bytes() == {"host": 0, "nvme": 0}
+        cache.flow.bypass.set("off")
+        with bound(cache).request() as r:
+            assert r.match(range(4 * BLOCKS)).blocks == 4
+        assert cache.flush(30)
+        assert cache.check() == []
+
+
+def test_a_bypassed_cache_needs_no_thread_that_could_hang(tmp_path: Path) -> None:
+    port, later = with_copies_later()
+    with closing(opened(tmp_path, port)) as cache:
+        cache.flow.bypass.set("on")
+        with bound(cache).request() as r:
+            assert r.match(range(16)).reason == "bypass"
+            r.admit()
+            assert r.load(2, pages(), ids(2)).outcomes == (Outcome.ABSENT,) * 2
+            assert r.store(pages(), ids(4)).outcomes == (Outcome.DROPPED,) * 4
+        assert later.calls == []
+        assert cache.flush(0)
+
+
+def test_nothing_is_brought_near_for_a_request_that_was_bypassed(tmp_path: Path) -> None:
+    with closing(opened(tmp_path)) as cache:
+        turn(cache, 0, BLOCKS, "first")
+        assert cache.flush(30)
+    with closing(opened(tmp_path)) as cache:
+        with bound(cache).request() as r:
+            assert r.match(range(4 * BLOCKS)).by_tier == {"nvme": BLOCKS}
+            cache.flow.bypass.set("loads")
+            r.admit()
+        cache.flow.promoter.wait_idle(30)
+        assert cache.counters.get("promoted_blocks") == 0
+
+
+@pytest.mark.parametrize("mode", ["off", "on", "loads", "stores"])
+def test_a_mode_is_two_flags(mode: Any) -> None:
+    bypass = Bypass()
+    bypass.set(mode)
+    assert bypass.mode == mode
+    assert (bypass.loads, bypass.stores) == (mode in {"on", "loads"}, mode in {"on", "stores"})
+
+
+class Broken:
+    """A copier whose device is gone."""
+
+    def gather(self, *_: Any) -> Any:
+        raise OSError("the device is gone")
+
+    scatter = gather
+
+
+def test_a_fault_of_a_request_is_logged_with_its_id(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with closing(opened(tmp_path, Port(executor=lambda threads, name: InlineExecutor()))) as cache:
+        here = bound(cache)
+        here.copier = Broken()
+        with here.request(id="r-42") as r, caplog.at_level(logging.ERROR, "kvcache"):
+            r.match(range(16))
+            assert r.store(pages(), ids(4)).outcomes == (Outcome.FAILED,) * 4
+        assert [(record.name, record.__dict__["request_id"]) for record in caplog.records] == [
+            ("kvcache.store", "r-42")
+        ]
+        assert cache.check() == []
