@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from kvcache.observe.request import current_request
@@ -23,6 +23,8 @@ KINDS: dict[Kind, str] = {
     "dropped": "offered and not kept, by the reason of `drops`; or not written to a tier, by the outcome",
     "refused": "found in a tier and not given out, by the check that failed",
 }
+
+_Fate = tuple[Kind, str, bytes, str, str]  # kind, tier, namespace, request, reason
 
 RUN_S = 1.0
 """A run ends after so long, so that its time still says something."""
@@ -40,12 +42,25 @@ class Event:
     reason: str
 
 
+class _Run:
+    """An event that may still grow: kept apart from `Event`, since a run of blocks comes one by one on hot paths."""
+
+    __slots__ = ("blocks", "bytes", "fate", "time")
+
+    def __init__(self, time: float, fate: _Fate, blocks: int, size: int) -> None:
+        self.time, self.fate, self.blocks, self.bytes = time, fate, blocks, size
+
+    def event(self) -> Event:
+        kind, tier, namespace, request, reason = self.fate
+        return Event(self.time, kind, tier, namespace[:4].hex(), request, self.blocks, self.bytes, reason)
+
+
 class Events:
     """Thread-safe. The oldest leave when `capacity` is reached."""
 
     def __init__(self, clock: Clock, capacity: int = 1024) -> None:
         self._clock = clock
-        self._ring: deque[Event] = deque(maxlen=capacity)
+        self._ring: deque[_Run] = deque(maxlen=capacity)
         self._lock = threading.Lock()
 
     def add(
@@ -54,29 +69,19 @@ class Events:
         """Say it of the request that this thread works for."""
         if not blocks:
             return
-        new = Event(
-            time=self._clock.wall(),
-            kind=kind,
-            tier=tier,
-            namespace=namespace[:4].hex(),
-            request=current_request(),
-            blocks=blocks,
-            bytes=bytes,
-            reason=reason,
-        )
+        fate: _Fate = (kind, tier, namespace, current_request(), reason)
+        now = self._clock.wall()
         with self._lock:
             last = self._ring[-1] if self._ring else None
-            if last is not None and _one_run(last, new):
-                self._ring[-1] = replace(last, blocks=last.blocks + blocks, bytes=last.bytes + bytes)
+            if last is not None and last.fate == fate and 0 <= now - last.time < RUN_S:
+                last.blocks += blocks
+                last.bytes += bytes
             else:
-                self._ring.append(new)
+                self._ring.append(_Run(now, fate, blocks, bytes))
 
     def last(self, count: int | None = None) -> list[Event]:
         """The newest `count` of those that are left, or all of them; the oldest first."""
         with self._lock:
-            events = list(self._ring)
-        return events if count is None else events[max(0, len(events) - count) :]
-
-
-def _one_run(last: Event, new: Event) -> bool:
-    return 0 <= new.time - last.time < RUN_S and new == replace(last, time=new.time, blocks=new.blocks, bytes=new.bytes)
+            runs = list(self._ring)
+            runs = runs if count is None else runs[max(0, len(runs) - count) :]
+            return [run.event() for run in runs]
