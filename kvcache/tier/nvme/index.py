@@ -90,7 +90,7 @@ class Index:
             if place.address.namespace not in self._numbers:
                 self._name(place.address.namespace, place.entry.namespace)
             place.segment.fill(place.slot, place.entry.pack())
-            self.places[place.address.name] = place.segment.number << 32 | place.slot
+            self.places[place.name] = place.segment.number << 32 | place.slot
 
     def delete(self, name: bytes, *, quarantine: bool = False) -> Segment:
         """The record leaves; the segment that it was in."""

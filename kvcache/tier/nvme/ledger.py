@@ -115,11 +115,11 @@ class Ledger:
         payloads are on the medium."""
         with self.journaling:
             with self.memory:
-                good, names = [], set(self.index.places.keys() & {p.address.name for p in places})
+                good, names = [], set(self.index.places.keys() & {p.name for p in places})
                 for place in places:
                     sound = not place.segment.retired and place.segment.failures == place.failures
-                    good.append(sound and place.address.name not in names)
-                    names.add(place.address.name)
+                    good.append(sound and place.name not in names)
+                    names.add(place.name)
                 published = [place for place, taken in zip(places, good, strict=True) if taken]
                 entries = self.index.entries(published)
             if not published:

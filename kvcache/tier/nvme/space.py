@@ -14,14 +14,17 @@ from collections.abc import Iterable
 from kvcache.tier.nvme.entry import FREE, PUT
 from kvcache.tier.nvme.segment import Segment
 
-FIXED_BYTES = 384 << 10
-"""LOCK, FORMAT, the directory itself, and journals of a store with few slots."""
+FIXED_BYTES = 128 << 10
+"""LOCK, FORMAT and the directory itself."""
+
+ENTRY_BYTES = 256
+"""What an entry may need in the journals of a store with few slots: a frame of its own, before and behind a turn."""
 
 JOURNAL_BYTES = 768
-"""What the journal may need for a slot: two checkpoints that name it, and the journals between them."""
+"""What the journals may need for a slot: two checkpoints that name it, and what is between them."""
 
-FEW = 1024
-"""A journal of fewer entries is not compacted."""
+FEW, MANY = 1 << 10, 1 << 16
+"""A journal of fewer entries is not compacted: few in a small store, many in a large one."""
 
 CHECKPOINT_SHARE = 8
 """The journal is compacted when it has an entry for each so many slots: what a restart reads one by one."""
@@ -61,6 +64,7 @@ class Space:
     def __init__(self, capacity_bytes: int, segment_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.segment_bytes = max(segment_bytes, capacity_bytes // MOST_SEGMENTS)
+        self._few = min(max(FEW, capacity_bytes >> 16), MANY)
         self.segments: dict[int, Segment] = {}
         self.shelves: dict[int, Shelf] = {}
         self.files_bytes = 0  # segments that are there, retired ones too until their file is removed
@@ -69,15 +73,16 @@ class Space:
 
     def left(self) -> int:
         """Bytes of the capacity that no segment and no journal has claimed."""
-        return self.capacity_bytes - FIXED_BYTES - self.files_bytes - self.slots * JOURNAL_BYTES
+        fixed_bytes = FIXED_BYTES + self._few * ENTRY_BYTES
+        return self.capacity_bytes - fixed_bytes - self.files_bytes - self.slots * JOURNAL_BYTES
 
     def most_entries(self) -> int:
         """How long the journal may grow before it is compacted."""
-        return max(FEW, self.slots // CHECKPOINT_SHARE)
+        return max(self._few, self.slots // CHECKPOINT_SHARE)
 
     def stuck_entries(self) -> int:
         """How long the journal may grow where compaction fails."""
-        return 2 * max(FEW, self.slots)
+        return 2 * max(self._few, self.slots)
 
     # slots
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvcache.block.address import Address
 from kvcache.tier.nvme.entry import Entry
@@ -25,6 +25,10 @@ class Place:
     record_bytes: int
     entry: Entry
     failures: int = 0  # the segment's, when the slot was taken
+    name: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.address.name
 
 
 def stretches(places: Iterable[Place]) -> Iterator[list[Place]]:

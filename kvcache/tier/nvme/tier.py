@@ -16,12 +16,12 @@ from kvcache.port import Port
 from kvcache.tier.nvme.audit import audit
 from kvcache.tier.nvme.ledger import log
 from kvcache.tier.nvme.queue import Batch, Queue
-from kvcache.tier.nvme.space import FIXED_BYTES, Space
+from kvcache.tier.nvme.space import Space
 from kvcache.tier.nvme.store import Durability, Settle, Store
 from kvcache.tier.nvme.ticket import TimedTicket
 from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments
 
-_LEAST_BYTES = 2 * FIXED_BYTES
+_LEAST_BYTES = 768 << 10
 _FLUSH_BYTES = 64 << 20
 _FLUSH_S = 0.5
 _FLUSH_PAUSE_S = 1.0  # after a flush that failed
