@@ -1,110 +1,20 @@
-"""What every tier promises, for each implementation. A new one is a line in `TIERS`."""
+"""What every tier promises, for each of `TIERS`."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kvcache.block.address import Address
 from kvcache.errors import ClosedError, KVCacheError
-from kvcache.port import Port, SystemClock
-from kvcache.tier.host import HostTier
-from kvcache.tier.memory import MemoryTier
-from kvcache.tier.nvme import NvmeTier
+from kvcache.port import Port
 from kvcache.tier.tier import BACKGROUND, Outcome, Tier
-from tests.tier.blocks import PAYLOAD_BYTES, RECORD_BYTES, buffer, chain, holds, namespace, payload, record
-
-DONE, ABSENT, LATE = Outcome.DONE, Outcome.ABSENT, Outcome.LATE
-MIB = 1 << 20
-CAPACITY = 4 * MIB
-
-Factory = Callable[[Path, int, Port], Tier]
-
-
-def _nvme(path: Path, capacity_bytes: int, port: Port, durability: Any = "batch") -> Tier:
-    return NvmeTier(
-        str(path / "nvme"),
-        capacity_bytes=capacity_bytes,
-        segment_bytes=MIB // 4,
-        durability=durability,
-        free_floor_bytes=0,
-        port=port,
-    )
-
-
-TIERS: dict[str, Factory] = {
-    "host": lambda path, capacity, port: HostTier(capacity_bytes=capacity, extent_bytes=MIB // 4, port=port),
-    "host-verified": lambda path, capacity, port: HostTier(
-        capacity_bytes=capacity, extent_bytes=MIB // 4, verify_arena=True, port=port
-    ),
-    "memory": lambda path, capacity, port: MemoryTier(capacity_bytes=capacity, port=port),
-    "nvme-batch": _nvme,
-    "nvme-block": partial(_nvme, durability="block"),
-    "nvme-none": partial(_nvme, durability="none"),
-}
-
-
-class Clock(SystemClock):
-    """Time that stands still unless a test moves it."""
-
-    seconds = 100.0
-
-    def now(self) -> float:
-        return self.seconds
-
-
-@dataclass
-class Bench:
-    """A tier, and how to open it again."""
-
-    factory: Factory
-    path: Path
-    clock: Clock
-    tier: Tier
-
-    def reopen(self, capacity_bytes: int = CAPACITY) -> Tier:
-        self.tier.close()
-        self.tier = self.factory(self.path, capacity_bytes, Port(clock=self.clock))
-        return self.tier
-
-
-@pytest.fixture(params=TIERS)
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    factory, clock = TIERS[request.param], Clock()
-    bench = Bench(factory, tmp_path, clock, factory(tmp_path, CAPACITY, Port(clock=clock)))
-    yield bench
-    assert bench.tier.check() == []
-    bench.tier.close()
-
-
-@pytest.fixture
-def tier(bench: Bench) -> Tier:
-    return bench.tier
-
-
-def write(tier: Tier, addresses: list[Address], size_bytes: int = PAYLOAD_BYTES) -> tuple[Outcome, ...]:
-    return tier.write(addresses, [record(address, size_bytes) for address in addresses])
-
-
-def intact(tier: Tier, addresses: list[Address], size_bytes: int = PAYLOAD_BYTES) -> bool:
-    """Every record is there and is what was written."""
-    into = [buffer(size_bytes) for _ in addresses]
-    outcomes = tier.read(addresses, into)
-    return set(outcomes) <= {DONE} and all(map(partial(_holds, size_bytes), into, addresses))
-
-
-def _holds(size_bytes: int, segments: list[memoryview], address: Address) -> bool:
-    return holds(segments, address, size_bytes)
-
+from tests.contract.tiers import ABSENT, CAPACITY, DONE, LATE, Bench, intact, nvme, write
+from tests.tier.blocks import PAYLOAD_BYTES, RECORD_BYTES, buffer, chain, holds, namespace, record
 
 # reading and writing
 
@@ -443,97 +353,8 @@ def test_scan_gives_everything(tier: Tier) -> None:
     assert set(tier.scan()) == set(blocks)
 
 
-# against a dict
-
-
-class AgainstDict(RuleBasedStateMachine):
-    """Any sequence of calls gives what a dict gives; a full or restarted tier has fewer, never others."""
-
-    make: Callable[[], Bench]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bench = self.make()
-        self.held: dict[Address, int] = {}
-
-    blocks = (*chain(6), *chain(3, seed=1), *chain(3, of=1))
-    some = st.lists(st.sampled_from(blocks), min_size=1, max_size=4, unique=True)
-    size = st.sampled_from([1, 4096, 30_000, 200_000, 700_000])
-
-    @rule(addresses=some, size=size)
-    def write(self, addresses: list[Address], size: int) -> None:
-        for address, outcome in zip(addresses, write(self.bench.tier, addresses, size), strict=True):
-            if address in self.held:
-                assert outcome is DONE
-            elif outcome is DONE:
-                self.held[address] = size
-            else:
-                assert outcome is Outcome.NO_ROOM
-
-    @rule(addresses=some)
-    def read(self, addresses: list[Address]) -> None:
-        for address in addresses:
-            size = self.held.get(address, 1)
-            into = buffer(size)
-            assert self.bench.tier.read([address], [into]) == (DONE if address in self.held else ABSENT,)
-            assert address not in self.held or b"".join(into[1:])[:size] == payload(address, size)
-
-    @rule(addresses=some)
-    def remove(self, addresses: list[Address]) -> None:
-        expected = tuple(DONE if address in self.held else ABSENT for address in addresses)
-        assert self.bench.tier.remove(addresses) == expected
-        for address in addresses:
-            self.held.pop(address, None)
-
-    @rule(address=st.sampled_from(blocks))
-    def remove_siblings(self, address: Address) -> None:
-        siblings = self.bench.tier.siblings(address)
-        assert (address in self.held) == (address in siblings)
-        assert set(siblings) <= set(self.held)
-        assert set(self.bench.tier.remove(siblings)) <= {DONE}
-        for sibling in siblings:
-            del self.held[sibling]
-
-    @precondition(lambda self: self.bench.tier.durable)
-    @rule()
-    def restart(self) -> None:
-        self.bench.reopen()
-
-    @rule()
-    def sync(self) -> None:
-        self.bench.tier.sync()
-
-    @invariant()
-    def knows_what_it_holds(self) -> None:
-        assert set(self.bench.tier.scan()) == set(self.held)
-        assert self.bench.tier.usage().records == len(self.held)
-        assert self.bench.tier.usage().used_bytes <= CAPACITY
-        present = self.bench.tier.contains(self.blocks)
-        assert present == tuple(DONE if address in self.held else ABSENT for address in self.blocks)
-
-    def teardown(self) -> None:
-        try:
-            assert self.bench.tier.check() == []
-        finally:
-            self.bench.tier.close()
-
-
-@pytest.mark.parametrize("kind", TIERS)
-def test_against_a_dict(kind: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> None:
-    factory = TIERS[kind]
-
-    def make() -> Bench:
-        path, clock = tmp_path_factory.mktemp(kind), Clock()
-        return Bench(factory, path, clock, factory(path, CAPACITY, Port(clock=clock)))
-
-    long = request.config.getoption("--long")
-    machine = type("AgainstDict", (AgainstDict,), {"make": staticmethod(make)})
-    limits = settings(max_examples=300 if long else 15, stateful_step_count=80 if long else 30)
-    run_state_machine_as_test(machine, settings=limits)
-
-
 def test_nothing_but_our_errors(tmp_path: Path) -> None:
     """A place that is none: one line that says what to do."""
     (tmp_path / "nvme").write_text("a file")
     with pytest.raises(KVCacheError, match="directory"):
-        _nvme(tmp_path, CAPACITY, Port())
+        nvme(tmp_path, CAPACITY, Port())
