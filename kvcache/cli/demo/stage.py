@@ -122,7 +122,7 @@ class Stage:
         cache = self.open()
         try:
             engine = self.engine(cache)
-            yield self._pass("cold", "with the cache, which is empty"), self.play(engine)
+            yield self._pass("cold", f"with the cache, which {_holds(cache)}"), self.play(engine)
             engine.pool.clear()
             yield self._pass("warm", "the same again, the engine's own pool (hbm) emptied"), self.play(engine)
             cache.flush()
@@ -133,6 +133,11 @@ class Stage:
 
     def _pass(self, name: str, about: str) -> Pass:
         return Pass(name, about, self.calls)
+
+
+def _holds(cache: kvcache.KVCache) -> str:
+    records = cache.stats()["tiers"]["nvme"]["records"]
+    return f"holds {records:,} blocks of an earlier run" if records else "is empty"
 
 
 def serve_child(wish: Wish) -> None:

@@ -1,0 +1,148 @@
+"""This library as a side: one cache in the process, asked through its public face as an engine would."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from versus.work import BLOCK_TOKENS, LEAST, Pages, Shape, prompt
+from versus.worker import serve
+
+import kvcache
+from kvcache.block.record import record_bytes
+from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.request import BoundCache
+from kvcache.transfer.cpu import CpuCopier
+
+MARGIN = 1.1  # of the arena over what it is meant to hold: extents are whole
+DEADLINE_S = 60.0  # a slow drive is measured here, not turned into a miss
+KEPT_ON_DISK = 16  # prompts
+
+
+class Ours:
+    def hello(self, threads: int) -> str:
+        self._threads = threads
+        torch.set_num_threads(threads)
+        return f"kvcache {kvcache.__version__}"
+
+    def open(
+        self, shape: Shape, tokens: int, room_tokens: int, directory: str | None = None, direct: bool = True
+    ) -> None:
+        """Room for `room_tokens` in host memory, prompts of `tokens`. With a directory also on the drive, always
+        around the page cache."""
+        layers, heads, dim = shape
+        self._tokens, self._pages = tokens, Pages(shape, tokens)
+        group = kvcache.Group(layers=layers, kv_heads=heads, head_dim=dim, dtype="bf16")
+        self._layout = kvcache.KVLayout((group,), block_tokens=BLOCK_TOKENS)
+        self._block_bytes = self._layout.block_bytes()
+        host = int(room_tokens // BLOCK_TOKENS * record_bytes(self._block_bytes) * MARGIN)
+        nvme: dict[str, Any] = {"enabled": False}
+        if directory:
+            kept = KEPT_ON_DISK * tokens // BLOCK_TOKENS * record_bytes(self._block_bytes)
+            nvme = {"path": directory, "capacity_bytes": kept, "free_floor_bytes": 0}
+        cache = kvcache.open(host={"capacity_bytes": host}, nvme=nvme, control={"enabled": False})
+        assert isinstance(cache, Cache)
+        cache._copier = CpuCopier(self._threads)  # no setting: nobody but a comparison wants fewer
+        self._cache, self._directory, self._taken = cache, directory, []
+        self._bound = self._namespace("")
+        axes = ("kv", "page", "token", "head", "dim")
+        self._source = [kvcache.GroupPages.from_tensors(self._layout, self._pages.source, axes=axes)]
+        self._target = [kvcache.GroupPages.from_tensors(self._layout, self._pages.target, axes=axes)]
+
+    def _namespace(self, salt: str) -> BoundCache:
+        return self._cache.namespace(self._layout, model="Llama-3-8B", revision="1", cache_salt=salt)
+
+    def store(self, seed: int) -> dict[str, float]:
+        """Seconds until the pages may change again, and until it would survive a loss of power."""
+        ids, page_ids = prompt(seed, self._tokens), [self._pages.order(seed).tolist()]
+        begun = time.perf_counter()
+        with self._bound.request(deadline_s=DEADLINE_S) as r:
+            r.match(ids.numpy())
+            r.store(self._source, page_ids).wait()
+        stored = time.perf_counter() - begun
+        self._cache.flush()
+        return {"stored_s": stored, "durable_s": time.perf_counter() - begun}
+
+    def retrieve(self, seed: int, salt: str = "") -> dict[str, Any]:
+        """Seconds, and of the tokens how many are said to be hits, and how many of these are not what was stored."""
+        bound = self._namespace(salt)
+        ids, page_ids = prompt(seed, self._tokens), self._pages.order(seed + 1).tolist()
+        self._pages.forget()
+        begun = time.perf_counter()
+        with bound.request(deadline_s=DEADLINE_S) as r:
+            hit = r.match(ids.numpy())
+            r.admit()
+            t = r.load(hit.blocks, self._target, [page_ids[: hit.blocks]])
+            t.wait()
+        seconds = time.perf_counter() - begun
+        said = torch.arange(self._tokens) < t.blocks * BLOCK_TOKENS
+        return {"seconds": seconds, "hits": int(said.sum()), "wrong": self._pages.wrong(seed, said)}
+
+    def match(self, seed: int, kind: str, runs: int) -> list[float]:
+        """Seconds of each look-up of a prompt that is all there: a torch tensor of int64, or a list."""
+        ids: Any = prompt(seed, self._tokens)
+        ids = ids.tolist() if kind == "list" else ids
+        times = []
+        for _ in range(runs):
+            begun = time.perf_counter()
+            with self._bound.request() as r:
+                hit = r.match(ids if kind == "list" else ids.numpy())
+            times.append(time.perf_counter() - begun)
+            assert hit.tokens == self._tokens, hit
+        return times
+
+    def hold(self, seed: int, runs: int) -> list[float]:
+        """The same of a list, and its blocks kept from leaving until the request ends."""
+        ids = prompt(seed, self._tokens).tolist()
+        times = []
+        for _ in range(runs):
+            begun = time.perf_counter()
+            with self._bound.request() as r:
+                r.match(ids)
+                r.admit()
+            times.append(time.perf_counter() - begun)
+        return times
+
+    def evict(self, runs: int, tokens: int) -> list[float]:
+        """Seconds to find room for so many tokens in a full host tier."""
+        assert self._cache.host.room(record_bytes(self._block_bytes)) == 0, "the host tier is not full"
+        flow, times = self._cache.flow, []
+        before = flow.index.tick()
+        for _ in range(runs):
+            begun = time.perf_counter()
+            slots = [flow.slot(self._block_bytes, "default", before=before) for _ in range(tokens // BLOCK_TOKENS)]
+            times.append(time.perf_counter() - begun)
+            assert None not in slots
+            self._taken += slots
+        return times
+
+    def structures(self, tokens: int) -> dict[str, float]:
+        """Bytes a cached token of everything that is kept beside keys and values, by structure."""
+        self.open(LEAST, tokens, tokens)
+        gc.collect()
+        before = _own_bytes()
+        self.store(0)
+        gc.collect()
+        grown = _own_bytes() - before
+        self.close()
+        return {"host": grown / tokens}
+
+    def files(self) -> list[str]:
+        """Where the bytes of blocks lie."""
+        return sorted(map(str, Path(str(self._directory)).glob("segment-*")))
+
+    def close(self) -> None:
+        self._cache.close()
+
+
+def _own_bytes() -> int:
+    """Private memory that is resident; the arena is a shared mapping, and does not count."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) * 1024
+
+
+if __name__ == "__main__":
+    serve(Ours())

@@ -1,0 +1,89 @@
+"""The half of a side that asks: a library at work in a process and an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+HERE = Path(__file__).parents[1]
+CLOSING_S = 10.0
+
+
+class Lost(Exception):
+    """The process ended or did not answer in time."""
+
+
+class Side:
+    """`command` starts a program that calls `serve`; what it prints goes to `log`. Starting does not wait for it."""
+
+    def __init__(self, command: Sequence[str], log: Path, *, threads: int, timeout_s: float = 180.0) -> None:
+        self._log = log
+        mine, its = socket.socketpair()
+        with its, log.open("ab") as out:
+            self._process = subprocess.Popen(
+                [*command, str(its.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env=_environ(threads),
+                pass_fds=[its.fileno()],
+            )
+        mine.settimeout(timeout_s)
+        self._line, self._answers = mine, mine.makefile("rw")
+
+    def ask(self, verb: str, **arguments: Any) -> Any:
+        """The answer. RuntimeError where the library raised; Lost where it is gone."""
+        try:
+            self._answers.write(json.dumps([verb, arguments]) + "\n")
+            self._answers.flush()
+            line = self._answers.readline()
+        except OSError as error:  # a timeout is one
+            line, why = "", str(error)
+        else:
+            why = "it ended"
+        if not line:
+            raise Lost(f"{verb}: no answer: {why}; its last words: {self._last_words()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(f"{verb}: {answer['error']}")
+        return answer["value"]
+
+    def close(self) -> None:
+        self._line.close()
+        self._answers.close()
+        try:
+            self._process.wait(CLOSING_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _last_words(self) -> str:
+        return " | ".join(self._log.read_text(errors="replace").splitlines()[-5:])
+
+    def __enter__(self) -> Side:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _environ(threads: int) -> dict[str, str]:
+    """The same for both: as many threads, nothing sent anywhere, none of the user's settings."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVCACHE_", "LMCACHE_"))}
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "PYTHONHASHSEED": "0",
+        "OMP_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_LOG_LEVEL": "ERROR",
+    }
