@@ -1,11 +1,14 @@
-// A stress test of the host core for the sanitizers: random chains and copies on several threads at once, each compared
-// with the obvious way. Built and run by scripts/sanitize; `stress SECONDS [SEED]`.
+// A stress test of the host core for the sanitizers: random chains, copies and tables on several threads at once, each
+// compared with the obvious way, and one index that all of them use. Built and run by scripts/sanitize;
+// `stress SECONDS [SEED]`.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -13,6 +16,8 @@
 
 #include "chain.h"
 #include "copy.h"
+#include "index.h"
+#include "table.h"
 
 using namespace kvcache;
 
@@ -122,6 +127,86 @@ void copy_round(Random& random, bool large) {
     demand(engine == after, "scatter differs");
 }
 
+// Few hashes, so that clusters are long and wrap around; values twice under one hash, but not the same value twice.
+void table_round(Random& random) {
+    Table table(2);
+    std::map<std::uint32_t, std::uint32_t> model;  // hash by value
+    const u64 hashes = pick(random, 1, 30), most = pick(random, 1, 20000);
+    std::uint32_t next = 0;
+    for (u64 step = 0; step < 2 * most; ++step) {
+        if (model.size() < most && pick(random, 0, 2)) {
+            const std::uint32_t hash =
+                static_cast<std::uint32_t>(pick(random, 0, 9) ? random() : -pick(random, 1, hashes));
+            table.insert(hash, next);
+            model.emplace(next++, hash);
+        } else if (!model.empty()) {
+            const auto gone = model.lower_bound(static_cast<std::uint32_t>(pick(random, 0, model.rbegin()->first)));
+            table.erase(gone->second, gone->first);
+            model.erase(gone);
+        }
+    }
+    demand(table.size() == model.size(), "the table counts wrong");
+    for (const auto& [value, hash] : model) {
+        const std::uint32_t wanted = value;
+        const auto same = [&](std::uint32_t found) { return found == wanted; };
+        demand(table.find(hash, same) == value, "a value is lost");
+        demand(table.find(hash ^ 1, same) == Table::NONE, "a value stands under another hash");
+    }
+}
+
+constexpr u64 EDGES[] = {0, 1, 2, 4, 8, 16, 32, 64, 128, 256};
+constexpr std::size_t BINS = std::size(EDGES);
+
+Memory signatures(u64 chain, u64 first, u64 blocks) {  // chains share what lies before their second half
+    Memory memory(blocks * SIGNATURE);
+    for (u64 i = 0; i < blocks; ++i) {
+        const u64 block = first + i, name = block < 20 ? chain / 4 : chain;
+        Random random(name * 1000 + block);
+        for (u64 word = 0; word < 4; ++word) {
+            const u64 noise = random();
+            std::memcpy(memory.data() + i * SIGNATURE + 8 * word, &noise, 8);
+        }
+    }
+    return memory;
+}
+
+void index_round(Random& random, Index& index) {
+    const u64 chain = pick(random, 0, 40), first = pick(random, 0, 30), blocks = pick(random, 0, 40);
+    const unsigned tier = static_cast<unsigned>(pick(random, 0, 2));
+    const Memory run_signatures = signatures(chain, first, blocks),
+                 before = signatures(chain, first ? first - 1 : 0, 1);
+    Memory place(PLACE, static_cast<std::uint8_t>(pick(random, 0, 3)));
+    const Run run{place.data(), run_signatures.data(), blocks};
+    const auto locked = [&](auto call) {
+        const std::lock_guard<std::mutex> lock(index.mutex);
+        return call();
+    };
+    const u64 now = locked([&] { return index.tick(); });
+    const std::uint8_t* parent = pick(random, 0, 9) ? first ? before.data() : place.data() : nullptr;
+    locked([&] { return index.insert(run, parent, tier), true; });
+    const ByTier room{pick(random, 0, 30), pick(random, 0, 30), pick(random, 0, 30)};
+    const ByTier held = locked([&] { return index.hold(run, room); });
+    const Run kept{run.place, run.signatures, held[0] + held[1] + held[2]};
+    locked([&] { return index.touch(run, now), true; });
+    std::vector<double> values(3 * BINS);
+    for (double& value : values) value = static_cast<double>(pick(random, 0, 5));
+    const u64 count = pick(random, 0, 60), earlier = pick(random, 0, 1) ? Index::NEVER : now;
+    const bool stored_below = pick(random, 0, 1);
+    locked([&] { return index.evict(tier, values.data(), count, earlier, stored_below).size(); });
+    Memory masks(blocks);
+    locked([&] { return index.where(run, masks.data()), true; });
+    for (u64 i = 0; i < kept.blocks; ++i) demand(masks[i] != 0, "a held block left");
+    const std::uint64_t needs[2] = {~std::uint64_t{0}, 3};
+    const Run both[2] = {run, run};
+    ByTier by_tier;
+    const u64 found = locked([&] { return index.match(both, needs, 2, &by_tier); });
+    demand(found == by_tier[0] + by_tier[1] + by_tier[2], "matched blocks are in no tier");
+    demand(locked([&] { return index.release(kept); }), "what was held was not");
+    if (blocks) locked([&] { return index.discard({run.place, run.signatures, 1}, tier, true); });
+    if (pick(random, 0, 99)) return;
+    for (const std::string& fault : locked([&] { return index.check(); })) demand(false, fault.c_str());
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -129,6 +214,7 @@ int main(int count, char** words) {
     const u64 seed = count > 2 ? std::strtoull(words[2], nullptr, 10) : 1;
     using Clock = std::chrono::steady_clock;
     const auto end = Clock::now() + std::chrono::duration<double>(seconds);
+    Index index(3, {1, 3}, std::vector<std::uint64_t>(EDGES, EDGES + BINS), 1.5);
     std::vector<u64> rounds(3);
     std::vector<std::thread> threads;
     for (u64 i = 0; i < rounds.size(); ++i) {
@@ -136,11 +222,13 @@ int main(int count, char** words) {
             Random random(seed + i);
             do {
                 for (int small = 0; small < 20; ++small) chain_round(random), copy_round(random, false);
-                copy_round(random, true);
+                for (int small = 0; small < 20; ++small) index_round(random, index);
+                copy_round(random, true), table_round(random);
                 ++rounds[i];
             } while (Clock::now() < end);
         });
     }
     for (std::thread& thread : threads) thread.join();
+    demand(index.check().empty() && index.held() == 0, "the index is not sound");
     std::printf("stress: %llu rounds, seed %llu\n", std::accumulate(rounds.begin(), rounds.end(), u64{0}), seed);
 }
