@@ -158,6 +158,10 @@ class Index:
         """How many blocks that left are remembered."""
         return int(self._core.ghosts())
 
+    def memory(self) -> tuple[int, int]:
+        """Bytes of memory for blocks, and for ghosts; of the compiled index only."""
+        return int(self._core.bytes()), int(self._core.ghost_bytes())
+
     def waiting(self) -> NDArray[np.int64]:
         """By (class, bin of age), the blocks that some tier has and the ghosts."""
         return np.frombuffer(self._core.waiting(), np.int64).reshape(-1, AGE_BINS)
