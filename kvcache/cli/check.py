@@ -13,7 +13,8 @@ from kvcache.cli.running import Address, the_one
 def check(address: Address = None, output: Output = Format.table, as_json: Json = False) -> None:
     """Audit all that a running cache holds, every record on its drive included; exit 1 if there is a fault.
 
-    It goes on serving meanwhile. A large drive takes minutes.
+    It goes on serving meanwhile, but waits while its index is walked: about half a second for a million blocks, and
+    some seconds more if they are in flux. A large drive takes minutes.
     """
     from kvcache.daemon.control.client import ask
 

@@ -27,7 +27,7 @@ from kvcache.transfer.cpu import CpuCopier
 
 POLICIES: Mapping[str, type[Policy]] = {"lru": LRU}
 
-_LOOKS, _ARRIVE_S = 10, 0.5
+_LOOKS, _ARRIVE_S = 3, 0.5
 
 _log = logging.getLogger("kvcache")
 
@@ -149,8 +149,12 @@ class Cache:
 
     def _differ(self, tier: Tier) -> tuple[set[bytes], set[bytes]]:
         """Names that the index has and the tier has not, and the other way round."""
-        here, listed = {address.name for address in tier.scan()}, self.index.names(tier.name)
-        return listed - here, here - listed - self.flow.promoter.foreign
+        here = {address.name: address for address in tier.scan()}
+        unlisted = {name for name, address in here.items() if not self.index.contains(address, tier.name)}
+        unheld: set[bytes] = set()
+        if self.index.resident(tier.name) != len(here) - len(unlisted):  # else nobody need wait while names are listed
+            unheld = self.index.names(tier.name) - here.keys()
+        return unheld, unlisted - self.flow.promoter.foreign
 
     def close(self) -> None:
         if self._closed:

@@ -216,3 +216,18 @@ def test_a_fault_of_a_request_is_logged_with_its_id(tmp_path: Path, caplog: pyte
             ("kvcache.store", "r-42")
         ]
         assert cache.check() == []
+
+
+def test_an_audit_tells_index_and_tier_apart(tmp_path: Path) -> None:
+    with closing(opened(tmp_path)) as cache:
+        turn(cache, 0, BLOCKS, "first")
+        assert cache.flush(30)
+        assert cache.check() == []
+        first, second, *_ = cache.host.scan()
+        cache.host.withdraw(first)
+        assert cache.check() == [f"host: {first.name.hex()} is in the index and not in the tier"]
+        cache.index.discard(second, "host")
+        assert cache.check() == [
+            f"host: {first.name.hex()} is in the index and not in the tier",
+            f"host: {second.name.hex()} is in the tier and not in the index",
+        ]
