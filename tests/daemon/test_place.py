@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -109,7 +110,7 @@ def test_a_living_socket_is_not_stale_however_busy(runtime: Path) -> None:
 
 
 @pytest.fixture
-def short() -> Path:
+def short() -> Iterator[Path]:
     with TemporaryDirectory(prefix="kv-") as made:
         yield Path(made)
 
