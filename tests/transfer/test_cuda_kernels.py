@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvcache.transfer import kernels
 from kvcache.transfer.kernels import OPTIONS, WIDTHS, source
 
 ARCHITECTURES = ("80", "90", "100", "120")
@@ -126,3 +127,13 @@ def test_with_nvcc(file: str, tmp_path: Path) -> None:
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", ran.stderr)
     assert len(frames) == len(FILES[file]) * len(ARCHITECTURES)
     assert max(int(stack) for stack, _, _ in frames) <= 8
+
+
+def test_sources_are_found_where_a_wheel_puts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(kernels.__file__).parents[2]
+    for part in ("cuda", "layout"):
+        shutil.copytree(root / "csrc" / part, tmp_path / "kvcache" / "csrc" / part)
+    before = {file: source(file) for file in FILES}
+    monkeypatch.setattr(kernels, "_HERE", tmp_path / "kvcache")
+    assert {file: source(file) for file in FILES} == before
+    assert not any("#include" in text for text in before.values())
