@@ -24,7 +24,7 @@ import gzip
 import json
 import random
 from bisect import insort
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -38,6 +38,7 @@ from kvcache.engine.pool import Pool
 
 TRACES = Path(__file__).parents[2] / "shared" / "data" / "traces"
 BLOCK_TOKENS = 16
+AMPLE_TOKENS = 1 << 22  # more than any of these ever holds
 TICK_TOKENS, TICK_S = 8, 0.25  # a token each 31 ms: what a server of many requests reaches
 
 
@@ -77,12 +78,12 @@ class Paged:
     def __init__(self, tokens: int, *, share: bool = True) -> None:
         self.pool = Pool(tokens // BLOCK_TOKENS)
         self._share = share
-        self._copies: Counter[bytes] = Counter()
+        self._pages: defaultdict[bytes, Counter[int]] = defaultdict(Counter)  # requests, by content and page
         self.duplicate_tokens = 0
 
     @property
     def held_tokens(self) -> int:
-        return self.pool.held * BLOCK_TOKENS
+        return (self.pool.pages - self.pool.available) * BLOCK_TOKENS
 
     def admit(self, request: Request, tokens: int) -> bool:
         request.pages = self.pool.acquire(request.blocks) if self._share else []
@@ -98,13 +99,13 @@ class Paged:
         return True
 
     def _count(self, request: Request, change: int) -> None:
-        """Blocks whose content another request holds in a page of its own."""
-        if self._share:
-            return  # a published block has one page: `Pool.check` holds it to that
-        for content in request.blocks:
-            many = max(self._copies[content], self._copies[content] + change) > 1
-            self._copies[content] += change
-            self.duplicate_tokens += change * BLOCK_TOKENS * many
+        for content, page in zip(request.blocks, request.pages, strict=False):
+            holders = self._pages[content]
+            before = len(holders)
+            holders[page] += change
+            if not holders[page]:
+                del holders[page]
+            self.duplicate_tokens += BLOCK_TOKENS * (max(1, len(holders)) - max(1, before))
 
     def grow(self, request: Request, tokens: int) -> bool:
         more = self.pool.allocate(-(-tokens // BLOCK_TOKENS) - len(request.pages))
@@ -209,8 +210,8 @@ def simulate(requests: Iterable[Request], memory: Memory) -> Waste:
 
 def _note(waste: Waste, memory: Memory, running: Sequence[Request], waiting: Sequence[Request]) -> None:
     own = sum(request.filled for request in running)
-    shared = sum(len(request.pages) for request in running) * BLOCK_TOKENS - memory.held_tokens
-    filled = own - max(0, shared) if isinstance(memory, Paged) else own
+    pages = sum(len(request.pages) for request in running)
+    filled = own - max(0, pages * BLOCK_TOKENS - memory.held_tokens)  # a shared page is full, and counts once
     waste.held += memory.held_tokens
     waste.internal += memory.held_tokens - filled
     waste.external += memory.lost_tokens(waiting[0]) if waiting else 0
@@ -268,7 +269,7 @@ def mooncake(count: int) -> list[Request]:
 def lengths_rows(name: str, made: Callable[[], list[Request]], notes: list[str]) -> list[Row]:
     """Paged against contiguous, in as much memory as the paged requests would need a half more than on average."""
     longest = 1 << (max(request.tokens for request in made()) - 1).bit_length()
-    unbounded = simulate(made(), Paged(1 << 24))
+    unbounded = simulate(made(), Paged(AMPLE_TOKENS))
     tokens = max(4 * longest, int(1.5 * unbounded.held / unbounded.ticks) // longest * longest)
     ways: dict[str, Memory] = {
         "paged": Paged(tokens),
@@ -288,7 +289,7 @@ def lengths_rows(name: str, made: Callable[[], list[Request]], notes: list[str])
 
 
 def duplicate_row(name: str, made: Callable[[], list[Request]], notes: list[str]) -> Row:
-    apart, shared = (simulate(made(), Paged(1 << 24, share=share)) for share in (False, True))
+    apart, shared = (simulate(made(), Paged(AMPLE_TOKENS, share=share)) for share in (False, True))
     notes.append(
         f"{name}duplicate: {apart.held / apart.ticks / 1000:.0f} thousand tokens held apart, "
         f"{shared.held / shared.ticks / 1000:.0f} with pages shared"
