@@ -16,6 +16,7 @@ namespace {
 constexpr u64 BYTES_A_THREAD = 1 << 20;  // less is copied before a second thread has started
 constexpr u64 STREAM_BYTES = 1 << 20;    // smaller copies may well be read again from the cache
 constexpr u64 STREAM_RUN = 512;          // shorter fragments leave too many lines half written
+constexpr u64 AHEAD = 4096;              // bytes: the processor's own prefetching begins anew with every fragment
 
 // Where pages are equal distances apart, layers (and K and V) are axes like others and may become part of a fragment;
 // where they are not, each is a root of its own.
@@ -59,22 +60,26 @@ void* pointer(u64 address) { return reinterpret_cast<void*>(static_cast<std::uin
 
 template <std::size_t N>
 struct Item {
-    void operator()(u64 to, u64 from, u64) const { std::memcpy(pointer(to), pointer(from), N); }
+    void operator()(u64 to, u64 from, u64, u64) const { std::memcpy(pointer(to), pointer(from), N); }
 };
 
 struct Plain {
-    void operator()(u64 to, u64 from, u64 bytes) const { std::memcpy(pointer(to), pointer(from), bytes); }
+    void operator()(u64 to, u64 from, u64 bytes, u64) const { std::memcpy(pointer(to), pointer(from), bytes); }
 };
 
 #if defined(__x86_64__)
 
-// Stores that go around the cache: they need not fetch the lines that they overwrite.
+// Stores that go around the cache: they need not fetch the lines that they overwrite. What will be read is asked for
+// ahead, at the end of a fragment that of the `next` one.
 struct Stream {
-    __attribute__((target("avx2"))) void operator()(u64 to, u64 from, u64 bytes) const {
+    __attribute__((target("avx2"))) void operator()(u64 to, u64 from, u64 bytes, u64 next) const {
         const u64 head = std::min(bytes, (64 - to % 64) % 64);
         std::memcpy(pointer(to), pointer(from), head);
         to += head, from += head, bytes -= head;
-        for (; bytes >= 64; to += 64, from += 64, bytes -= 64) {
+        u64 ahead = from + AHEAD;
+        for (; bytes >= 64; to += 64, from += 64, bytes -= 64, ahead += 64) {
+            if (bytes <= AHEAD && next != 0) ahead = next, next = 0;
+            _mm_prefetch(static_cast<const char*>(pointer(ahead)), _MM_HINT_T0);
             const __m256i* source = static_cast<const __m256i*>(pointer(from));
             __m256i* target = static_cast<__m256i*>(pointer(to));
             const __m256i low = _mm256_loadu_si256(source), high = _mm256_loadu_si256(source + 1);
@@ -96,24 +101,6 @@ bool can_stream() { return false; }
 
 #endif
 
-// Fragments `first` to `end` of one root of one block.
-template <class Fragment>
-void copy_fragments(Fragment fragment, Direction direction, const Walk& walk, u64 page, u64 payload, u64 first,
-                    u64 end) {
-    const Axis inner = walk.count > 0 ? walk.axes[walk.count - 1] : Axis{1, 0, 0};
-    const bool gather = direction == Direction::Gather;
-    const u64 to_step = static_cast<u64>(gather ? inner.payload : inner.page);
-    const u64 from_step = static_cast<u64>(gather ? inner.page : inner.payload);
-    while (first < end) {
-        const Place place = locate(walk, first);
-        const u64 at_page = page + static_cast<u64>(place.page), at_payload = payload + static_cast<u64>(place.payload);
-        u64 to = gather ? at_payload : at_page, from = gather ? at_page : at_payload;
-        const u64 row = std::min(end - first, inner.extent - first % inner.extent);
-        for (u64 i = 0; i < row; ++i, to += to_step, from += from_step) fragment(to, from, walk.run);
-        first += row;
-    }
-}
-
 struct Job {
     Direction direction;
     const Plan& plan;
@@ -121,18 +108,41 @@ struct Job {
     const std::int64_t* ids;
     std::uint8_t* const* payloads;
 
-    // Fragments `first` to `end`, counted over all blocks and roots.
+    // Fragments that lie equally far apart on either side.
+    struct Row {
+        u64 to, from, count;
+    };
+
+    // From the `first` fragment on, counted over all blocks and roots, but none from `end` on.
+    Row row(u64 first, u64 end) const {
+        const u64 fragments = plan.walk.fragments, roots = plan.roots.size();
+        const u64 piece = first / fragments, block = piece / roots, inside = first % fragments;
+        const Root root = plan.roots[piece % roots];
+        const Place place = locate(plan.walk, inside);
+        const u64 page = root.address + static_cast<u64>(ids[block]) * static_cast<u64>(page_step);
+        const u64 payload = reinterpret_cast<std::uintptr_t>(payloads[block]) + static_cast<u64>(root.payload);
+        const u64 at_page = page + static_cast<u64>(place.page), at_payload = payload + static_cast<u64>(place.payload);
+        const u64 count = std::min(end - first, inner().extent - inside % inner().extent);
+        if (direction == Direction::Gather) return {at_payload, at_page, count};
+        return {at_page, at_payload, count};
+    }
+
+    Axis inner() const { return plan.walk.count > 0 ? plan.walk.axes[plan.walk.count - 1] : Axis{1, 0, 0}; }
+
     template <class Fragment>
     void copy(Fragment fragment, u64 first, u64 end) const {
-        const u64 fragments = plan.walk.fragments, roots = plan.roots.size();
-        while (first < end) {
-            const u64 piece = first / fragments, block = piece / roots, skipped = first % fragments;
-            const Root root = plan.roots[piece % roots];
-            const u64 page = root.address + static_cast<u64>(ids[block]) * static_cast<u64>(page_step);
-            const u64 payload = reinterpret_cast<std::uintptr_t>(payloads[block]) + static_cast<u64>(root.payload);
-            const u64 count = std::min(end - first, fragments - skipped);
-            copy_fragments(fragment, direction, plan.walk, page, payload, skipped, skipped + count);
-            first += count;
+        if (first >= end) return;
+        const bool gather = direction == Direction::Gather;
+        const u64 to_step = static_cast<u64>(gather ? inner().payload : inner().page);
+        const u64 from_step = static_cast<u64>(gather ? inner().page : inner().payload);
+        for (Row now = row(first, end); now.count > 0;) {
+            first += now.count;
+            const Row next = first < end ? row(first, end) : Row{now.to, now.from, 0};
+            for (; now.count > 1; --now.count, now.to += to_step, now.from += from_step) {
+                fragment(now.to, now.from, plan.walk.run, now.from + from_step);
+            }
+            fragment(now.to, now.from, plan.walk.run, next.from);
+            now = next;
         }
     }
 
