@@ -1,4 +1,4 @@
-"""`benchmarks/waste.py`: what it counts is what is there, by examples worked out by hand and by looking at all pages."""
+"""`benchmarks/waste.py`: what it counts is there, by examples worked out by hand and by looking at every page."""
 
 from __future__ import annotations
 
