@@ -68,6 +68,7 @@ class Cache:
         self.at_close: list[Callable[[], object]] = []
         """Called when closing begins: what reaches this cache from outside lets go of it."""
         self._closed = False
+        self._flushed = False  # by `close`
         _log.info(
             "host %d bytes%s",
             settings.host.capacity_bytes,
@@ -114,7 +115,7 @@ class Cache:
         return list({bound.id: bound.namespace for bound in list(self._bound.values())}.values())
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        return self.flow.flush(timeout_s)
+        return self._flushed if self._closed else self.flow.flush(timeout_s)
 
     def stats(self) -> dict[str, Any]:
         held = self.flow.holds.held_bytes()
@@ -164,7 +165,7 @@ class Cache:
             bound.open = False
         for call in self.at_close:
             call()
-        self.flow.close()
+        self._flushed = self.flow.close()
         for tier in (self.host, *self.below):
             tier.close()
 

@@ -12,6 +12,7 @@ from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.lane import Lane
 from kvcache.hierarchy.promote import Promoter
+from kvcache.hierarchy.run import Chained
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.port import Port
@@ -101,14 +102,15 @@ class Flow:
 
     # down
 
-    def write_through(self, chain: Sequence[Address], new: int) -> None:
-        """Offer the chain's last `new` records to every lane, and what of the rest a lane lacks, heads first."""
+    def write_through(self, chain: Chained, first: int, end: int) -> None:
+        """Offer the chain's blocks `first` to `end` to every lane, and what of those before it a lane lacks."""
         for lane in self.lanes:
-            first = len(chain) - new
-            while first and not lane.has(chain[first - 1]):
-                first -= 1
-            dropped = lane.offer([address for address in chain[first:] if not lane.has(address)])
-            self.drop(dropped, f"{lane.tier.name} queue", chain[-1].namespace, tier=lane.tier.name)
+            head = first
+            while head and not lane.has(chain[head - 1]):
+                head -= 1
+            offered = [address for address in map(chain.__getitem__, range(head, end)) if not lane.has(address)]
+            dropped = lane.offer(offered)
+            self.drop(dropped, f"{lane.tier.name} queue", chain.namespace, tier=lane.tier.name)
 
     def drop(self, blocks: int, reason: str, namespace: bytes, *, tier: str) -> None:
         """Say that these were offered to a tier and not kept."""
@@ -139,13 +141,15 @@ class Flow:
         for lane in self.lanes:
             if not lane.wait_empty(left()):
                 return False
-            lane.tier.sync()
+            if not lane.tier.sync():
+                return False
         return True
 
-    def close(self) -> None:
-        """End the threads; what is queued is written first."""
+    def close(self) -> bool:
+        """End the threads; what is queued is written first. As `flush`, whether everything is where it should be."""
         self.executor.close()
         self.promoter.wait_idle()
         for lane in self.lanes:
             lane.close()
-            lane.tier.sync()
+        synced = [lane.tier.sync() for lane in self.lanes]  # each, also where one failed
+        return all(synced)

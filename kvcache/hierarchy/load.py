@@ -15,6 +15,7 @@ from kvcache.hierarchy.face import PageIds
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import SHARE, Holds
 from kvcache.hierarchy.promote import Arrival
+from kvcache.hierarchy.run import Chained
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import logger, working_for
 from kvcache.tier.host import Held
@@ -24,7 +25,6 @@ from kvcache.transfer.pages import Pages
 
 WINDOW_BYTES = 64 << 20
 
-Part = tuple[int, Address, int]  # group, address, payload bytes
 Entry = tuple[int, int, "Held | Arrival | Outcome"]  # block, group, and where its bytes are
 
 _log = logger("kvcache.load")
@@ -38,7 +38,9 @@ class Load:
     copier: Copier
     pages: Pages
     page_ids: PageIds
-    parts: Sequence[Sequence[Part]]  # by block, what of it is needed
+    chains: Sequence[Chained]  # by group
+    needs: Sequence[range]  # by group, the blocks that the prefix needs
+    blocks: range  # those to bring; what follows counts from the first of them
     tenant: str
     before: int
     deadline: float
@@ -71,7 +73,7 @@ class Load:
             if failed is not None:
                 self._release(following)
                 block, outcome = failed
-                self.flow.counters.add("load_failures", len(self.parts) - block, outcome=outcome.value)
+                self.flow.counters.add("load_failures", len(self.blocks) - block, outcome=outcome.value)
                 self.transfer.settle(block, outcome)
                 self.transfer.settle_rest(block, Outcome.ABSENT)
                 return
@@ -81,23 +83,29 @@ class Load:
     def _windows(self) -> Iterator[range]:
         """Runs of blocks, each within the window's bytes or one block long."""
         limit, first, size = self.window_bytes(self.flow), 0, 0
-        for i, block in enumerate(self.parts):
-            size += sum(payload_bytes for _, _, payload_bytes in block)
+        for i in range(len(self.blocks)):
+            of_block = sum(chain.payload_bytes for _, chain in self._needed(i))
+            size += of_block
             if size > limit and i > first:
                 yield range(first, i)
-                first, size = i, sum(payload_bytes for _, _, payload_bytes in block)
-        if first < len(self.parts):
-            yield range(first, len(self.parts))
+                first, size = i, of_block
+        if first < len(self.blocks):
+            yield range(first, len(self.blocks))
+
+    def _needed(self, i: int) -> list[tuple[int, Chained]]:
+        """The groups that need this block."""
+        return [(g, chain) for g, chain in enumerate(self.chains) if self.blocks[i] in self.needs[g]]
 
     def _start(self, blocks: range) -> list[Entry]:
         """Borrow what is in host; begin to read the rest."""
         entries: list[Entry] = []
         below: list[tuple[int, Address, int]] = []  # position in entries, address, bytes
         for i in blocks:
-            for group, address, payload_bytes in self.parts[i]:
+            for group, chain in self._needed(i):
+                address = chain[self.blocks[i]]
                 held = self.flow.host.borrow(address)
                 if held is None:
-                    below.append((len(entries), address, payload_bytes))
+                    below.append((len(entries), address, chain.payload_bytes))
                 entries.append((i, group, held if held is not None else Outcome.PENDING))
         if below:
             answers = self.flow.promoter.begin(

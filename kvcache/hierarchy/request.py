@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.block.address import Address
 from kvcache.block.key import Chain
 from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
@@ -22,7 +21,7 @@ from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.load import Load
 from kvcache.hierarchy.prefix import needs, wanted
-from kvcache.hierarchy.run import Run, place_of
+from kvcache.hierarchy.run import Chained, Run, place_of
 from kvcache.hierarchy.store import Store
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import working_for
@@ -138,11 +137,6 @@ class CacheRequest:
             self._flow.counters.add("load_failures", blocks - first_block, outcome=BYPASS)
             transfer.settle_rest(0, Outcome.ABSENT)
             return transfer
-        need = wanted(self._bound.layout, blocks)
-        parts = [
-            [(place.group, *self._part(i, place.group)) for place in self._bound.places if i in need[place.group]]
-            for i in range(first_block, blocks)
-        ]
         claim = self._flow.holds.take(self._runs(first_block, blocks))
         job = Load(
             flow=self._flow,
@@ -151,7 +145,9 @@ class CacheRequest:
             copier=self._bound.copier,
             pages=pages,
             page_ids=page_ids,
-            parts=parts,
+            chains=self._chains(),
+            needs=wanted(self._bound.layout, blocks),
+            blocks=range(first_block, blocks),
             tenant=self._bound.tenant,
             before=self._begin(),
             deadline=self._flow.port.clock.now() + self._deadline_s,
@@ -170,7 +166,6 @@ class CacheRequest:
                 self._flow.drop(count, BYPASS, self._bound.id, tier=self._flow.host.name)
             transfer.settle_rest(0, Outcome.DROPPED)
             return transfer
-        end = first_block + count
         job = Store(
             flow=self._flow,
             request_id=self.id,
@@ -178,8 +173,7 @@ class CacheRequest:
             copier=self._bound.copier,
             pages=pages,
             page_ids=page_ids,
-            chains=[[self._part(i, place.group)[0] for i in range(end)] for place in self._bound.places],
-            sizes=[place.payload_bytes for place in self._bound.places],
+            chains=self._chains(),
             rules=[group.rule for group in self._bound.layout.groups],
             first_block=first_block,
             tenant=self._bound.tenant,
@@ -201,10 +195,10 @@ class CacheRequest:
     ) -> None:
         self.close()
 
-    def _part(self, block: int, group: int) -> tuple[Address, int]:
-        place, chain = self._bound.places[group], self._chain
-        parent = chain.parents(block)
-        return Address(self._bound.id, chain.signatures[block], parent, group, place.shard), place.payload_bytes
+    def _chains(self) -> list[Chained]:
+        """By group, the records of this request's blocks."""
+        packed = self._chain.packed
+        return [Chained(self._bound.id, packed, p.group, p.shard, p.payload_bytes) for p in self._bound.places]
 
     def _runs(self, first: int, end: int) -> list[tuple[Run, int]]:
         """By group, those of blocks `first` to `end` that a prefix up to there needs, and the payload bytes of each."""
@@ -228,15 +222,16 @@ class CacheRequest:
         """Begin to read the first of what lies below host, as much as a load would have under way."""
         flow, room = self._flow, Load.window_bytes(self._flow)
         ahead = []
+        chains = self._chains()
         for group, need in enumerate(wanted(self._bound.layout, self._found)):
+            chain = chains[group]
             run = Run(self._bound.names[group], self._chain.packed).part(need.start, need.stop)
             masks = np.frombuffer(flow.index.where(run), np.uint8)
             for i in np.flatnonzero((masks != 0) & (masks & 1 == 0)):
-                part = self._part(need.start + int(i), group)
-                room -= part[1]
+                room -= chain.payload_bytes
                 if room < 0:
                     break
-                ahead.append(part)
+                ahead.append((chain[need.start + int(i)], chain.payload_bytes))
         if ahead:
             tenant = self._bound.tenant
             flow.promoter.begin(

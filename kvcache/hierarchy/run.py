@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcache.block.address import Address
@@ -33,3 +34,23 @@ class Run(NamedTuple):
     def part(self, first: int, end: int) -> Run:
         """Blocks `first` to `end` (excluded)."""
         return Run(self.place, memoryview(self.signatures)[first * SIGNATURE_BYTES : end * SIGNATURE_BYTES])
+
+
+@dataclass(frozen=True, slots=True)
+class Chained:
+    """The records of one chain at one place, as it was when this was made: each address made when it is asked for, so
+    that a long prompt costs nothing but the blocks that move."""
+
+    namespace: bytes
+    packed: bytes
+    group: int
+    shard: Shard
+    payload_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.packed) // SIGNATURE_BYTES
+
+    def __getitem__(self, block: int) -> Address:
+        at = block * SIGNATURE_BYTES
+        parent = self.packed[at - SIGNATURE_BYTES : at] if block else self.namespace
+        return Address(self.namespace, self.packed[at : at + SIGNATURE_BYTES], parent, self.group, self.shard)

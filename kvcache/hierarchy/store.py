@@ -13,6 +13,7 @@ from kvcache.block.record import header_area
 from kvcache.hierarchy.bypass import BYPASS
 from kvcache.hierarchy.face import PageIds
 from kvcache.hierarchy.flow import Flow
+from kvcache.hierarchy.run import Chained
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import logger, working_for
 from kvcache.tier.arena import Slot
@@ -35,8 +36,7 @@ class Store:
     copier: Copier
     pages: Pages
     page_ids: PageIds
-    chains: Sequence[Sequence[Address]]  # by group, from the first block of the prompt to the last one stored
-    sizes: Sequence[int]  # payload bytes by group
+    chains: Sequence[Chained]  # by group
     rules: Sequence[str]
     first_block: int
     tenant: str
@@ -59,7 +59,7 @@ class Store:
         if count and not self._head_is_there():
             self._drop(0, "orphan")
             return
-        a_window = max(1, WINDOW_BYTES // sum(self.sizes))
+        a_window = max(1, WINDOW_BYTES // sum(chain.payload_bytes for chain in self.chains))
         for first in range(0, count, a_window):
             if self.transfer.cancelled:
                 self.transfer.settle_rest(first, Outcome.CANCELLED)
@@ -95,11 +95,12 @@ class Store:
             for group, there in enumerate(self.pages):
                 ours = [(i, slot) for i, g, _, slot in filled if g == group]
                 if ours:
-                    area = header_area(self.sizes[group])
-                    payloads = [slot.view[area : area + self.sizes[group]] for _, slot in ours]
+                    size = self.chains[group].payload_bytes
+                    area = header_area(size)
+                    payloads = [slot.view[area : area + size] for _, slot in ours]
                     self.copier.gather(there, [self.page_ids[group][i] for i, _ in ours], payloads).wait()
             for _, group, address, slot in filled:
-                if self.flow.host.publish(address, slot, self.sizes[group]):
+                if self.flow.host.publish(address, slot, self.chains[group].payload_bytes):
                     self.flow.index.insert(address, self.flow.host.name)
                 else:  # another request stored the same block meanwhile
                     self.flow.host.arena.release(slot)
@@ -109,8 +110,8 @@ class Store:
                 self.flow.host.arena.release(slot)
         if reached > first:
             for chain in self.chains:
-                self.flow.write_through(chain[: self.first_block + reached], reached - first)
-        size = sum(self.sizes[g] for _, g, _, _ in filled)
+                self.flow.write_through(chain, self.first_block + first, self.first_block + reached)
+        size = sum(self.chains[g].payload_bytes for _, g, _, _ in filled)
         self.flow.counters.add("stored_blocks", len(filled))
         self.flow.counters.add("stored_bytes", size)
         self.flow.events.add(
@@ -123,11 +124,11 @@ class Store:
     def _slots(self, i: int) -> list[Filled] | None:
         """A slot for each part of a block that host lacks, or None where there is no room for all of them."""
         mine: list[Filled] = []
-        for group, size in enumerate(self.sizes):
-            address = self.chains[group][self.first_block + i]
+        for group, chain in enumerate(self.chains):
+            address = chain[self.first_block + i]
             if self.flow.index.contains(address, self.flow.host.name):
                 continue
-            slot = self.flow.slot(size, self.tenant, before=self.before)
+            slot = self.flow.slot(chain.payload_bytes, self.tenant, before=self.before)
             if slot is None:
                 for _, _, _, taken in mine:
                     self.flow.host.arena.release(taken)

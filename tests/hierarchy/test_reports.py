@@ -240,7 +240,7 @@ def test_a_block_that_one_rank_lost_is_no_hit_for_any() -> None:
             assert r.store(described(LAYOUT, half)[1], [list(range(10))]).wait(30)
     with bounds[1].request() as r:
         r.match(TOKENS)
-        lost = r._part(4, 0)[0]
+        lost = r._chains()[0][4]
     assert cache.index.discard(lost, "host")
     cache.host.withdraw(lost)
     hits = []
