@@ -47,6 +47,7 @@ CHAINS = [branch(number, 9) for number in range(4)]
 chains = st.integers(0, len(CHAINS) - 1)
 places = st.integers(0, len(PLACES) - 1)
 tiers = st.integers(0, 2)
+gaps = st.lists(st.sampled_from([0, 1, 2, 5, 20]), min_size=1, max_size=12)
 ends = st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted)
 
 
@@ -72,6 +73,17 @@ class Twins(RuleBasedStateMachine):
         parent = CHAINS[chain][32 * first - 32 : 32 * first] if first else PLACES[place][:32]
         run = CHAINS[chain][32 * first : 32 * end]
         self.both(lambda twin: twin.insert(PLACES[place], run, parent if known else b"", tier))
+
+    @rule(
+        first=st.integers(0, 40), gaps=st.lists(st.sampled_from([0, 1, 2, 5, 20]), min_size=1, max_size=12), tier=tiers
+    )
+    def insert_loners(self, first: int, gaps: list[int], tier: int) -> None:
+        """Chains of one block, so that many of one class wait in bins here and there."""
+        for i, gap in enumerate(gaps):
+            for _ in range(gap):
+                self.both(lambda twin: twin.tick())
+            signature = sha256(b"%d" % (first + i)).digest()
+            self.both(lambda twin: twin.insert(PLACES[0], signature, SPACES[0], tier))  # noqa: B023  called at once
 
     @rule(chain=chains, i=st.integers(0, 8), place=places, tier=tiers, unless_held=st.booleans())
     def discard(self, chain: int, i: int, place: int, tier: int, unless_held: bool) -> None:
