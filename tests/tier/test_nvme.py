@@ -20,8 +20,8 @@ from kvcache.block.address import Address
 from kvcache.block.record import header_area, record_bytes, seal
 from kvcache.errors import ConfigError, StoreError
 from kvcache.port import InlineExecutor, LocalDisk, Port, SystemClock
+from kvcache.tier.breaker import Breaker
 from kvcache.tier.nvme import NvmeTier
-from kvcache.tier.nvme.breaker import Breaker
 from kvcache.tier.tier import AHEAD, BACKGROUND, WAITING, Outcome
 from tests.fault.disk import SimDisk
 from tests.tier.blocks import PAYLOAD_BYTES, RECORD_BYTES, buffer, chain, holds, record

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvcache.port import Clock, Disk, File
-from kvcache.tier.nvme.counters import Counters
+from kvcache.tier.counters import Counters
 from kvcache.tier.nvme.directory import Directory
 from kvcache.tier.nvme.segment import Segment
 from kvcache.tier.nvme.space import Space

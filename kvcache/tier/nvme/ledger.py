@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 from kvcache.block.address import Address
 from kvcache.port import Port
-from kvcache.tier.nvme.counters import Counters
+from kvcache.tier.counters import Counters
 from kvcache.tier.nvme.directory import Directory
 from kvcache.tier.nvme.entry import PUT, QUARANTINE, REMOVE, RETIRE, Entry
 from kvcache.tier.nvme.files import Files

@@ -14,15 +14,15 @@ from typing import Literal
 from kvcache.block.address import Address
 from kvcache.block.record import RecordError, read_header, verify
 from kvcache.port import File, Port
-from kvcache.tier.nvme.breaker import Breaker
-from kvcache.tier.nvme.counters import Counters
+from kvcache.tier.breaker import Breaker
+from kvcache.tier.counters import Counters
 from kvcache.tier.nvme.directory import Directory, refusal
 from kvcache.tier.nvme.entry import PUT, Entry
 from kvcache.tier.nvme.files import FULL
 from kvcache.tier.nvme.ledger import Ledger, log
-from kvcache.tier.nvme.queue import Batch
 from kvcache.tier.nvme.space import Space
 from kvcache.tier.nvme.stretch import Place, flat, stretches
+from kvcache.tier.queue import Batch
 from kvcache.tier.tier import Outcome, Segments, same_record
 
 Durability = Literal["none", "batch", "block"]

@@ -15,10 +15,10 @@ from kvcache.errors import ClosedError, ConfigError
 from kvcache.port import Port
 from kvcache.tier.nvme.audit import audit
 from kvcache.tier.nvme.ledger import log
-from kvcache.tier.nvme.queue import Batch, Queue
 from kvcache.tier.nvme.space import Space
 from kvcache.tier.nvme.store import Durability, Settle, Store
-from kvcache.tier.nvme.ticket import TimedTicket
+from kvcache.tier.queue import Batch, Queue
+from kvcache.tier.ticket import TimedTicket
 from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments
 
 _LEAST_BYTES = 768 << 10

@@ -44,5 +44,5 @@ class TimedTicket(Ticket):
             return super().wait(timeout_s)
         if super().wait(first):
             return True
-        self._expire()  # what is left has begun, and ends when the drive says so
+        self._expire()  # what is left has begun, and ends when the device says so
         return super().wait(None if timeout_s is None else timeout_s - first)

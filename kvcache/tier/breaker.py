@@ -1,6 +1,6 @@
-"""Stops writes to a drive that fails, and tries again by itself.
+"""Stops what fails, writes to a drive or calls to a server, and tries again by itself.
 
-After `errors` failures in a row it opens: nothing is tried. When its pause is over one write is, as a probe, which
+After `errors` failures in a row it opens: nothing is tried. When its pause is over one call is, as a probe, which
 closes it or doubles the pause.
 """
 

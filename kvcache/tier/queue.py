@@ -1,10 +1,9 @@
-"""What waits for a thread of the tier: by priority, reads before removals before writes, then in order.
+"""What waits for a thread of the tier: by priority, lookups before reads before removals before writes, then in order.
 
 What was asked for together waits together and is taken in pieces: as many blocks as one thread should do at a time, so
-that neighbours on the drive are read and written at once. Writers never take all threads: a drive that hangs on writes
-still reads.
+that neighbours are read and written at once. Writers never take all threads: a device that hangs on writes still reads.
 
-Bounded: writes by their bytes, everything by number. Not thread-safe: `NvmeTier` calls it under its lock.
+Bounded: writes by their bytes, everything by number. Not thread-safe: a tier calls it under its lock.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kvcache.tier.tier import Op, Segments, Ticket
 MOST_JOBS = 1 << 17
 PIECE_BYTES = 4 << 20
 PIECE_BLOCKS = 256
-_RANK: dict[Op, int] = {"read": 0, "remove": 1, "write": 2}
+_RANK: dict[Op, int] = {"contains": 0, "read": 1, "remove": 2, "write": 3}
 
 
 @dataclass(slots=True, eq=False)

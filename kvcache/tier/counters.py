@@ -1,4 +1,4 @@
-"""What happened in a store, counted by name since it was opened."""
+"""What happened in a tier, counted by name since it was opened."""
 
 from __future__ import annotations
 
