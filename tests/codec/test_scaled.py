@@ -151,6 +151,22 @@ def test_scaling_by_a_power_of_two_changes_nothing_else(name: str, dtype: str, e
     assert np.array_equal(numbers(once, dtype) * 2.0**exponent, numbers(scaled, dtype))
 
 
+@codecs
+@dtypes
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0])
+def test_what_passes_twice_loses_once(name: str, dtype: str, spread: float) -> None:
+    """A block may come up and go down again any number of times."""
+    layout = mha(dtype)
+    once = through(name, noise(layout, 9, spread=spread), layout)
+    assert once is not None
+    twice = through(name, once, layout)
+    assert twice is not None
+    if dtype == "fp32":  # 448 x (top / 448) may be a last place away from top
+        assert np.allclose(numbers(once, dtype), numbers(twice, dtype), rtol=1e-6, atol=0)
+    else:
+        assert bytes(once) == bytes(twice)
+
+
 @dtypes
 def test_bytes_are_as_the_page_says(dtype: str) -> None:
     """Scales first, a float32 each by layer, K or V, head, token group; then a byte an element, in layout order."""
