@@ -27,11 +27,11 @@ std::vector<std::string> Index::check() const {
     std::vector<ByTier> children(nodes_.made(), ByTier{});
     ByTier resident{}, listed{};
     std::vector<std::uint64_t> at_place(places_.size());
-    std::uint64_t nodes = 0, blocks = 0;
+    std::uint64_t nodes = 0, blocks = 0, holds = 0;
     for (std::uint32_t i = 0; i < nodes_.made(); ++i) {
         const Node& node = nodes_[i];
         if (node.place >= places_.size() || find(node.place, node.signature) != i) continue;  // freed
-        ++nodes, blocks += node.tiers != 0, ++at_place[node.place];
+        ++nodes, blocks += node.tiers != 0, holds += node.holds, ++at_place[node.place];
         for (unsigned t = 0; t < tiers_; ++t) {
             resident[t] += node.resident(t), listed[t] += node.stands(t);
             if (node.resident(t) && node.has_parent()) ++children[node.parent][t];
@@ -39,6 +39,7 @@ std::vector<std::string> Index::check() const {
     }
     compare("nodes", table_.size(), nodes);
     compare("blocks", blocks_, blocks);
+    compare("holds", holds_, holds);
     for (std::size_t p = 0; p < places_.size(); ++p) compare("nodes at a place", places_[p].nodes, at_place[p]);
     for (unsigned t = 0; t < tiers_; ++t) compare("residents of a tier", resident_[t], resident[t]);
 

@@ -190,7 +190,7 @@ ByTier Index::hold(const Run& run, ByTier room) {
         if (room[nearest] == held[nearest]) return false;
         if (!node.holds) leave_orders(i);
         node.holds = node.holds + 1u;
-        ++held[nearest];
+        ++holds_, ++held[nearest];
         return true;
     });
     return held;
@@ -203,6 +203,7 @@ bool Index::release(const Run& run) {
         if (!sound) return false;
         Node& node = nodes_[i];
         node.holds = node.holds - 1u;
+        --holds_;
         if (!node.holds) {
             enter_orders(i);
             forget(i);

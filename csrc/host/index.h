@@ -4,7 +4,7 @@
 // A node is one block at one place (namespace, group, shard). 52 bytes and 8 a tier, and 8 for each slot of a table
 // that is at most three quarters full: 85 to 90 bytes with two tiers at 10^6. Ghosts take 12 bytes and a slot. Who may
 // leave a tier stands in an order for each class of use, and for whether a tier below has it too; orders are kept
-// within the nodes. Nothing here is ever copied whole or walked whole, but by `check`, `names` and `held`.
+// within the nodes. Nothing here is ever copied whole or walked whole, but by `check` and `names`.
 //
 // Not thread-safe: callers lock `mutex`. Strong only against memory running out: then std::bad_alloc, the index sound.
 #pragma once
@@ -73,7 +73,7 @@ class Index {
     std::size_t size() const { return table_.size(); }
     std::size_t ghosts() const { return ghosts_.size(); }
     std::uint64_t resident(unsigned tier) const { return resident_[tier]; }
-    std::uint64_t held() const;
+    std::uint64_t held() const { return holds_; }
     void waiting(std::int64_t* out) const { ages_.count(clock_, out); }
     const std::vector<std::int64_t>& reused() const { return reused_; }
     std::size_t classes() const { return ages_.classes(); }
@@ -144,7 +144,7 @@ class Index {
     const std::vector<unsigned> bounds_;
     const double ghosts_a_block_;
     std::array<std::uint64_t, 3> secret_;
-    std::uint64_t clock_ = 0, blocks_ = 0;  // blocks: nodes that some tier has
+    std::uint64_t clock_ = 0, blocks_ = 0, holds_ = 0;  // blocks: nodes that some tier has
     std::array<std::uint64_t, Node::MOST_TIERS> resident_{};
     Nodes nodes_;
     Table table_;

@@ -153,10 +153,4 @@ std::size_t Index::bytes() const {
            free_places_.capacity() * sizeof(std::uint32_t);
 }
 
-std::uint64_t Index::held() const {
-    std::uint64_t holds = 0;
-    for (std::uint32_t i = 0; i < nodes_.made(); ++i) holds += nodes_[i].holds;
-    return holds;
-}
-
 }  // namespace kvcache

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "copy.h"
-#include "python.h"
+#include "objects.h"
 
 namespace py = pybind11;
 using namespace kvcache;

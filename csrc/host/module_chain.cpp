@@ -1,5 +1,5 @@
 // Token ids and their digest chain, for Python.
-#include "python.h"
+#include "objects.h"
 
 #if PY_VERSION_HEX < 0x030B0000
 #include <longintrepr.h>

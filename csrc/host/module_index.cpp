@@ -5,7 +5,7 @@
 #include <mutex>
 
 #include "index.h"
-#include "python.h"
+#include "objects.h"
 
 namespace py = pybind11;
 
