@@ -1,8 +1,9 @@
-"""A disk in memory that does by a seed what disks do: tears, forgets, fails, lies, fills up.
+"""A disk in memory that does by a seed what disks do: tears, reorders, forgets, flips, fails, lies, fills up.
 
 What is written lies in a cache until a sync; a power cut keeps of it any set of sectors, and of the changes to the
-directory any number from the oldest on. A killed process loses nothing that was written. `crash_at` counts the calls
-that change something: that call is done in part, and from then on every call raises `Crash`.
+directory any number from the oldest on. A killed process loses nothing that was written. A sync that fails may drop
+what it could not write, and the next one says yes. `crash_at` counts the calls that change something: that call is
+done in part, and from then on every call raises `Crash`.
 """
 
 from __future__ import annotations
@@ -25,31 +26,55 @@ class Inode:
     def __init__(self) -> None:
         self.now = bytearray()
         self.safe = bytearray()  # what the medium has
-        self.pending: list[tuple[int, bytes]] = []  # sectors that it may have
+        self.pending: list[tuple[int, bytes]] = []  # writes that it may have, in order
 
     def write(self, offset: int, data: bytes) -> None:
-        if len(self.now) < offset + len(data):
-            self.now.extend(bytes(offset + len(data) - len(self.now)))
-        self.now[offset : offset + len(data)] = data
-        for at in range(0, len(data), SECTOR):
-            self.pending.append((offset + at, data[at : at + SECTOR]))
+        _put(self.now, offset, data)
+        self.pending.append((offset, data))
 
     def sync(self) -> None:
-        self.safe = bytearray(self.now)
+        for offset, data in self.pending:
+            _put(self.safe, offset, data)
+        self.resize(len(self.now))
         self.pending.clear()
 
+    def resize(self, size_bytes: int) -> None:
+        """The medium has the file's size."""
+        del self.safe[size_bytes:]
+        self.safe.extend(bytes(size_bytes - len(self.safe)))
+
+    def fail(self, chance: random.Random) -> None:
+        """A sync failed. Each sector is on the medium, or waits for another sync, or is forgotten by all but reads."""
+        left = []
+        for offset, data in self._sectors():
+            fate = chance.random()
+            if fate < 0.3:
+                _put(self.safe, offset, data)
+            elif fate < 0.4:
+                left.append((offset, data))
+        self.pending = left
+
     def cut(self, chance: random.Random) -> None:
-        """The power goes: some of the pending sectors were written."""
+        """The power goes: some of the pending sectors were written, in any order."""
         kept = chance.choice([0.0, 0.3, 0.7, 1.0])
-        for offset, data in self.pending:
+        for offset, data in self._sectors():
             if chance.random() < kept:
-                if len(self.safe) < offset + len(data):
-                    self.safe.extend(bytes(offset + len(data) - len(self.safe)))
-                self.safe[offset : offset + len(data)] = data
+                _put(self.safe, offset, data)
         if chance.random() < 0.5 and len(self.safe) < len(self.now):  # the new size, without the bytes
-            self.safe.extend(bytes(len(self.now) - len(self.safe)))
+            self.resize(len(self.now))
         self.now = bytearray(self.safe)
         self.pending.clear()
+
+    def _sectors(self) -> list[tuple[int, bytes]]:
+        return [
+            (offset + at, data[at : at + SECTOR]) for offset, data in self.pending for at in range(0, len(data), SECTOR)
+        ]
+
+
+def _put(content: bytearray, offset: int, data: bytes) -> None:
+    if len(content) < offset:
+        content.extend(bytes(offset - len(content)))
+    content[offset : offset + len(data)] = data
 
 
 class SimFile:
@@ -61,6 +86,8 @@ class SimFile:
     def read(self, offset: int, buffers: Sequence[memoryview]) -> int:
         self._disk.ask("read")
         done = 0
+        if self._disk.short and self._disk.chance.random() < self._disk.short:
+            buffers = [buffer[: len(buffer) // 2] for buffer in buffers[:1]]
         for buffer in buffers:
             part = self._inode.now[offset + done : offset + done + len(buffer)]
             buffer[: len(part)] = part
@@ -78,6 +105,7 @@ class SimFile:
             self._inode.write(offset, data[: cut * SECTOR])
             raise Crash
         self._inode.write(offset, data)
+        self._disk.pause()
 
     def size(self) -> int:
         self._disk.ask("read")
@@ -87,7 +115,7 @@ class SimFile:
         self._disk.ask("write")
         self._disk.step()
         del self._inode.now[size_bytes:]
-        self._inode.pending = [(at, data) for at, data in self._inode.pending if at < size_bytes]
+        self._inode.pending = [(at, data[: size_bytes - at]) for at, data in self._inode.pending if at < size_bytes]
 
     def allocate(self, size_bytes: int) -> None:
         self._disk.ask("write", max(0, size_bytes - len(self._inode.now)))
@@ -95,10 +123,15 @@ class SimFile:
         self._inode.now.extend(bytes(max(0, size_bytes - len(self._inode.now))))
 
     def sync(self) -> None:
-        self._disk.ask("sync")
+        try:
+            self._disk.ask("sync")
+        except OSError:
+            self._inode.fail(self._disk.chance)
+            raise
         self._disk.step()
         if not self._disk.lies:
             self._inode.sync()
+        self._disk.pause()
 
     def close(self) -> None:
         pass
@@ -111,6 +144,8 @@ class SimDisk:
         self.crash_at: int | None = None
         self.lies = False  # syncs say yes and do nothing
         self.fails: dict[str, tuple[float, int]] = {}  # by "read", "write", "sync": how often, with which errno
+        self.short = 0.0  # how often a read returns less than there is
+        self.pause: Callable[[], None] = lambda: None  # called where others may run
         self.steps = 0
         self.dead = False
         self._now: dict[str, Inode] = {}
@@ -122,7 +157,7 @@ class SimDisk:
 
     def restart(self, *, power_cut: bool) -> None:
         """The process is gone; with the power cut, also what the cache held."""
-        self.dead, self.crash_at, self.fails = False, None, {}
+        self.dead, self.crash_at, self.fails, self.short = False, None, {}, 0.0
         self._locks.clear()
         if power_cut:
             for change in self._changes[: self.chance.randint(0, len(self._changes))]:
@@ -133,9 +168,28 @@ class SimDisk:
         self._safe = dict(self._now)
         self._changes.clear()
 
+    def wipe(self) -> None:
+        """An operator deletes everything."""
+        self._now.clear()
+        self._safe.clear()
+        self._changes.clear()
+        self._locks.clear()
+
     def data(self, path: str) -> bytearray:
         """The bytes of a file, to be damaged."""
         return self._now[path].now
+
+    def flip(self, noun: str) -> bool:
+        """Change a bit in one of the files called so; False where there is none with any."""
+        files = [inode for name, inode in sorted(self._now.items()) if f"{noun}-" in name and inode.now]
+        if not files:
+            return False
+        inode = self.chance.choice(files)
+        at, bit = self.chance.randrange(len(inode.now)), 1 << self.chance.randrange(8)
+        inode.now[at] ^= bit
+        if at < len(inode.safe):
+            inode.safe[at] ^= bit
+        return True
 
     def used_bytes(self) -> int:
         return sum(len(inode.now) for inode in self._now.values())
@@ -143,6 +197,7 @@ class SimDisk:
     # what happens at each call
 
     def ask(self, kind: str, grows: int = 0) -> None:
+        self.pause()
         if self.dead:
             raise Crash
         often, number = self.fails.get(kind, (0.0, 0))

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from kvcache.errors import StoreError
-from kvcache.port import Disk
+from kvcache.port import Disk, File
 
 VERSION = 1
 _FORMAT = f"kvcache-nvme {VERSION}\n"
@@ -102,22 +102,33 @@ class Directory:
         return data if got == len(data) else data[:got]
 
     def write(self, name: str, parts: Iterable[bytes]) -> None:
-        """A whole file, under its name only once it is on the medium."""
+        """A whole file, under its name only once it is on the medium, and there for good when this returns."""
+        self.create(name, parts).close()
+        self.sync()
+
+    def create(self, name: str, parts: Iterable[bytes]) -> File:
+        """A whole file, under its name only once it is on the medium. OSError: it does not have the name. The name is
+        there for good after `sync`."""
         temporary = self.join(name + ".tmp")
+        file = None
         try:
             file = self.disk.open(temporary, create=True)
-            try:
-                file.truncate(0)
-                at = 0
-                for part in parts:
-                    file.write(at, [memoryview(part)])
-                    at += len(part)
-                file.sync()
-            finally:
-                file.close()
+            file.truncate(0)
+            at = 0
+            for part in parts:
+                file.write(at, [memoryview(part)])
+                at += len(part)
+            file.sync()
+            self.disk.rename(temporary, self.join(name))
         except OSError:
             with suppress(OSError):
+                if file is not None:
+                    file.close()
                 self.disk.remove(temporary)
             raise
-        self.disk.rename(temporary, self.join(name))
+        return file
+
+    def sync(self) -> None:
+        """Return when every name in the directory is on the medium. A system that cannot write names stops writing
+        altogether, so that, unlike with a file's bytes, a second sync does not say yes to what the first one lost."""
         self.disk.sync_directory(self.path)

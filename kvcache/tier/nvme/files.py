@@ -97,10 +97,6 @@ class Files:
         if unused:
             segment.close()
 
-    def sync(self) -> None:
-        """Return when the names of all files are on the medium."""
-        self._disk.sync_directory(self._directory.path)
-
     def free_bytes(self, *, fresh: bool = True) -> int:
         """What the disk has left for segments; negative for a while after it said that it is full."""
         now = self._clock.now()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 
@@ -144,10 +145,15 @@ class Journal:
             except OSError:
                 self.in_doubt = True
         number = self.number + 1
-        self._create(number, self.sequence)
-        file = self._open(number)
-        self.close()
-        self._file, self.number, self._end = file, number, file.size()
+        header = FileHeader(JOURNAL, number, self.sequence).pack()
+        file = self.directory.create(f"journal-{number}", [header])
+        self.close()  # the new one has its name: from here on it is the journal, whatever happens
+        self._file, self.number, self._end = file, number, len(header)
+        try:
+            self.directory.sync()
+        except OSError:
+            self.in_doubt = True
+            raise
         return FileHeader(CHECKPOINT, number, self.sequence)
 
     def checkpoint(self, header: FileHeader, state: Iterator[bytes], count: int) -> None:
@@ -156,7 +162,8 @@ class Journal:
         self.directory.write(f"checkpoint-{header.number}", chain([header.pack()], _frames(state, header.number)))
         self._base = header.sequence
         self.in_doubt = False
-        self._remove_before(header.number)
+        with suppress(OSError):  # the next time does it
+            self._remove_before(header.number)
 
     def close(self) -> None:
         if self._file is not None:

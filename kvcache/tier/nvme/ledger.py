@@ -44,7 +44,8 @@ class Ledger:
         self.files = Files(port.disk, port.clock, directory, space, self.memory, floor_bytes, counters)
         self.index = Index(space)
         self._dirty: set[Segment] = set()  # with records that no sync has covered
-        self._new: list[Segment] = []  # with names that no sync has covered
+        self._doubted = False  # records were withdrawn, and no `sync` has said so
+        self._new_names = False  # there are segments with names that no sync has covered
         self.dirty_bytes = 0
         self.dirty_since = 0.0
         self._compact_at = 0
@@ -202,7 +203,7 @@ class Ledger:
                 return None
             with self.memory:
                 self.space.add(segment)
-                self._new.append(segment)
+                self._new_names = True
                 return self._take(record_bytes, count)
 
     def _take(self, record_bytes: int, count: int) -> tuple[Segment, list[int]] | None:
@@ -281,7 +282,15 @@ class Ledger:
     # durability
 
     def sync(self) -> bool:
-        """Whether everything that was published before is on the medium. What cannot be brought there is withdrawn."""
+        """Whether everything that was published before is on the medium, and nothing was withdrawn since the last time
+        because it could not be brought there."""
+        with self._syncing:
+            safe = self._sync()
+            doubted, self._doubted = self._doubted, False
+            return safe and not doubted
+
+    def flush(self) -> bool:
+        """Bring everything that was published before onto the medium; False where some could not be brought there."""
         with self._syncing:
             return self._sync()
 
@@ -295,7 +304,7 @@ class Ledger:
         sequence = self.journal.sequence
         with self.memory:
             dirty, self._dirty = [s for s in self._dirty if not s.retired], set()
-            new, self._new = self._new, []
+            new, self._new_names = self._new_names, False
             self.dirty_bytes = 0
             covered = {}
             for segment in dirty:
@@ -303,12 +312,13 @@ class Ledger:
         unsafe = [segment for segment in dirty if not self.sync_payloads(segment, covered[segment])]
         try:
             if new:
-                self._sync_names(new)
+                self.directory.sync()
             if self.journal.in_doubt:
                 self._write_checkpoint()
             self.journal.sync()
         except OSError as error:
             self._failed(error)
+            self._new_names |= new
             return False
         if not unsafe:
             self._synced = sequence
@@ -339,15 +349,8 @@ class Ledger:
                 entries = [entry for slot in slots if (entry := segment.row(slot)).kind == PUT]
                 leaving = {self.index.address(entry).name: entry for entry in entries} if not segment.retired else {}
             self._drop(leaving, quarantine=False, insist=True)
+        self._doubted = self._doubted or bool(leaving)
         self.counters.add("unsafe_records", len(leaving))
-
-    def _sync_names(self, new: Sequence[Segment]) -> None:
-        try:
-            self.files.sync()
-        except OSError:
-            for segment in new:
-                self.lose(segment)
-            raise
 
     def _failed(self, error: OSError) -> None:
         self.counters.add("sync_errors")

@@ -93,10 +93,14 @@ class Segment:
 
     def open(self, disk: Disk, path: str) -> File:
         """The file, for a user counted in `users`."""
-        with self._opening:
-            if self._file is None:
-                self._file = disk.open(path, direct=True)
-            return self._file
+        file = self._file
+        if file is None:
+            opened = disk.open(path, direct=True)
+            with self._opening:
+                file = self._file = self._file or opened
+            if file is not opened:  # another user was quicker
+                opened.close()
+        return file
 
     def close(self) -> None:
         with self._opening:

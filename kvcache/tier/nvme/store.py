@@ -275,7 +275,11 @@ class Store:
 
     def sync(self) -> bool:
         """Whether every write that said DONE is as durable as it should be."""
-        if self.durability == "none" or self.ledger.sync():
+        return self.durability == "none" or self.ledger.sync()
+
+    def flush(self) -> bool:
+        """Make what was written durable; False where that failed, which counts as an error of a write."""
+        if self.ledger.flush():
             return True
         self._failed(_UNSAFE)
         return False

@@ -201,7 +201,7 @@ class NvmeTier(Waits):
                 self._tending = True
                 self._writing[self] = self._port.clock.now()
             try:
-                if self._flush_due() and not self._store.sync():
+                if self._flush_due() and not self._store.flush():
                     self._flush_after = self._port.clock.now() + _FLUSH_PAUSE_S
                 if self._store.ledger.overdue:
                     self._store.ledger.compact()

@@ -1,0 +1,334 @@
+"""One life of an NVMe tier under a seed, held against a plain dict: stores, loads, evictions, restarts, a crash.
+
+    Life(17).live()
+
+Every choice comes from the seed, so a failure is replayed by the same line. Many calls are under way at a time. What
+the model knows of a block: it is there, it is not, or either (a call is under way, or a fault may have taken it).
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcache.block.address import Address
+from kvcache.errors import StoreError
+from kvcache.port import Port
+from kvcache.tier.nvme import NvmeTier
+from kvcache.tier.tier import AHEAD, BACKGROUND, WAITING, Op, Outcome, Ticket
+from tests.fault.disk import Crash, SimDisk
+from tests.fault.schedule import Scheduler
+from tests.tier.blocks import buffer, chain, holds, record
+
+KIB = 1 << 10
+CAPACITY = 1024 * KIB
+SEGMENT = 64 * KIB
+SIZES = [1, 5_000, 12_000, 40_000]
+DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
+BLOCKS = [*chain(14), *chain(8, seed=1), *chain(6, of=1), *chain(4, group=1)]
+ERRORS = [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT]
+FAULTS = ["none", "none", "read errors", "write errors", "sync errors", "flips", "short reads", "lies", "full"]
+DURABILITIES = ["batch", "block", "none"]
+
+
+def size_of(address: Address) -> int:
+    return SIZES[address.key[0] % len(SIZES)]
+
+
+@dataclass(eq=False)
+class Call:
+    """What was asked for, and what was known of each block then."""
+
+    op: Op
+    addresses: Sequence[Address]
+    segments: list[list[memoryview]]
+    before: list[tuple[bool | None, int]]  # there or not, and how often that may have changed
+
+
+class Life:
+    def __init__(self, seed: int, *, durability: str | None = None, fault: str | None = None, ops: int = 200) -> None:
+        self.seed, self.ops = seed, ops
+        self.chance = random.Random(seed)
+        self.durability = durability or self.chance.choice(DURABILITIES)
+        self.fault = fault or self.chance.choice(FAULTS)
+        self.power_cut = self.chance.random() < 0.6
+        self.capacity_bytes = 700 * KIB if self.fault == "full" else 4 * CAPACITY
+        self.disk = SimDisk(seed, capacity_bytes=self.capacity_bytes)
+        self.disk.lies = self.fault == "lies"
+        self.there: dict[Address, bool | None] = dict.fromkeys(BLOCKS, False)
+        self.turns: Counter[Address] = Counter()  # how often a block may have come or gone
+        self.safe: set[Address] = set()  # promised to be there after a power cut
+        self.calls: dict[Ticket, Call] = {}
+        self.troubled = False  # a fault was injected since the last restart: blocks may be gone
+        self.open()
+
+    # the tier
+
+    def open(self) -> None:
+        self.scheduler = Scheduler(self.chance.randrange(1 << 30), pauses=self.chance.choice([0.0, 0.3, 0.8]))
+        self.disk.pause = self.scheduler.pause
+        port: Port = self.scheduler.port(self.disk)
+        for last in (False, True):
+            try:
+                self.tier = NvmeTier(
+                    "store",
+                    capacity_bytes=CAPACITY,
+                    segment_bytes=SEGMENT,
+                    durability=self.durability,  # type: ignore[arg-type]
+                    threads=self.chance.choice([1, 2, 4]),
+                    queue_bytes=self.chance.choice([60_000, 1 << 20]),
+                    free_floor_bytes=0,
+                    port=port,
+                )
+                return
+            except StoreError as error:
+                if self.disk.lies and self.troubled:  # refused, never misread; the operator begins with nothing
+                    self.disk.wipe()
+                    continue
+                assert not last and (self.troubled or self.fault == "full"), f"{self}: {error}"
+                self.heal()
+
+    def heal(self) -> None:
+        self.disk.fails, self.disk.short, self.disk.capacity_bytes = {}, 0.0, 4 * CAPACITY
+
+    def live(self) -> None:
+        """All of it: half of the calls, a crash, the other half, an end in order, and a look at what is left."""
+        self.disk.crash_at = self.disk.steps + self.chance.randint(1, 3 * self.ops)
+        done = self.some(self.ops // 2)
+        self.crash()
+        self.some(self.ops - done)
+        self.settle()
+        self.end()
+
+    def some(self, ops: int) -> int:
+        """Call the tier so often, or until it dies; how often it was called."""
+        for i in range(ops):
+            try:
+                self.call()
+                for _ in range(self.chance.choice([0, 1, 5, 30])):
+                    if self.scheduler.busy:
+                        self.scheduler.step()
+                self.collect()
+            except Crash:
+                return i + 1
+        return ops
+
+    def call(self) -> None:
+        chance = self.chance
+        what = chance.choices(
+            ["write", "read", "remove", "evict", "sync", "compact", "restart", "fault", "contains"],
+            [10, 8, 2, 1, 1, 0.4, 0.2, 0.6, 1],
+        )[0]
+        first = chance.randrange(len(BLOCKS))
+        some = BLOCKS[first : first + chance.choice([1, 1, 2, 5, 9])]
+        if what == "evict":
+            self.submit("remove", self.tier.siblings(some[0]))
+        elif what == "sync":
+            self.sync()
+        elif what == "compact":
+            self.tier._store.ledger.compact(due=False)
+        elif what == "restart":
+            self.settle()
+            self.tier.close()
+            self.open()
+        elif what == "fault":
+            self.trouble()
+        else:
+            self.submit(what, some)
+
+    def trouble(self) -> None:
+        """Let the fault of this life begin or end."""
+        kind, _, rest = self.fault.partition(" ")
+        if rest == "errors":
+            self.troubled = True
+            self.disk.fails = {} if self.disk.fails else {kind: (self.chance.choice([0.1, 1.0]), self.chance.choice(ERRORS))}
+        elif self.fault == "short reads":
+            self.troubled = True
+            self.disk.short = 0.0 if self.disk.short else 0.2
+        elif self.fault == "flips":
+            self.troubled = True
+            for _ in range(self.chance.choice([1, 10])):
+                self.disk.flip("segment")
+        elif self.fault == "full":
+            self.disk.capacity_bytes = self.chance.choice([500 * KIB, 700 * KIB, CAPACITY])
+
+    # calls
+
+    def submit(self, op: Op, addresses: Sequence[Address]) -> None:
+        changes = op in {"write", "remove"}
+        addresses = [a for a in addresses if not changes or not any(a in call.addresses for call in self.changing())]
+        before = [(self.there[a], self.turns[a]) for a in addresses]
+        segments = []
+        if op == "write":
+            segments = [record(a, size_of(a)) for a in addresses]
+        elif op == "read":
+            segments = [buffer(size_of(a)) for a in addresses]
+        call = Call(op, addresses, segments, before)
+        for address in addresses if changes else ():
+            self.turns[address] += 1
+            self.there[address] = None if op == "remove" or not self.there[address] else True
+            if op == "remove":
+                self.safe.discard(address)
+        late = self.chance.random() < 0.1
+        ticket = self.tier.submit(
+            op,
+            addresses,
+            segments,
+            priority=self.chance.choice([WAITING, AHEAD, BACKGROUND]),
+            deadline=self.scheduler.seconds + self.chance.random() * 0.2 if late else None,
+        )
+        self.calls[ticket] = call
+        if self.chance.random() < 0.05:
+            ticket.cancel()
+
+    def changing(self) -> list[Call]:
+        return [call for call in self.calls.values() if call.op in {"write", "remove"}]
+
+    def collect(self) -> None:
+        """Hold what has ended against the model."""
+        for ticket in [ticket for ticket in self.calls if ticket.done]:
+            call = self.calls.pop(ticket)
+            for i, (address, outcome) in enumerate(zip(call.addresses, ticket.outcomes, strict=True)):
+                getattr(self, f"saw_{call.op}")(address, outcome, call, i)
+
+    def saw_read(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
+        there, turn = call.before[i]
+        unchanged = turn == self.turns[address]
+        if outcome is DONE:
+            assert holds(call.segments[i], address, size_of(address)), f"{self}: a wrong byte"
+            assert there is not False or not unchanged, f"{self}: read what is not there"
+        elif outcome in {ABSENT, Outcome.DAMAGED}:
+            assert outcome is ABSENT or self.troubled or self.durability == "none", f"{self}: damaged"
+            if there and unchanged:
+                self.gone(address)
+        else:
+            assert outcome in {Outcome.LATE, Outcome.CANCELLED} or self.troubled, f"{self}: {outcome}"
+
+    def saw_contains(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
+        there, turn = call.before[i]
+        if turn == self.turns[address] and there is not None and outcome is not Outcome.LATE:
+            assert there or outcome is ABSENT, f"{self}: knows what is not there"
+            if there and outcome is ABSENT:
+                self.gone(address)
+
+    def saw_write(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
+        there = call.before[i][0]
+        self.turns[address] += 1
+        if outcome is DONE:
+            self.there[address] = True
+            if self.durability == "block" and not self.disk.lies:
+                self.safe.add(address)
+        elif there is not True:  # what was not DONE is not there
+            self.there[address] = there
+        allowed = {DONE, Outcome.NO_ROOM, Outcome.DROPPED, Outcome.LATE, Outcome.CANCELLED}
+        assert outcome in allowed or self.troubled or self.fault == "full", f"{self}: {outcome}"
+
+    def saw_remove(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
+        there = call.before[i][0]
+        self.turns[address] += 1
+        if outcome in {DONE, ABSENT}:
+            self.there[address] = False
+            assert outcome is DONE or not there or self.troubled, f"{self}: removed what is there, found nothing"
+            assert outcome is ABSENT or there is not False, f"{self}: removed what is not there"
+        else:
+            self.there[address] = there
+
+    def gone(self, address: Address) -> None:
+        """A block is not there any more, and nobody removed it."""
+        assert self.troubled, f"{self}: a block is gone"
+        assert address not in self.safe or self.fault in {"flips", "short reads"}, f"{self}: a promised block is gone"
+        self.there[address] = None
+        self.safe.discard(address)
+
+    def sync(self) -> None:
+        turns = {address: self.turns[address] for address, there in self.there.items() if there}
+        if not self.tier.sync():  # what no earlier one covered may be gone
+            assert self.troubled, f"{self}: a sync fails"
+            self.there.update({address: None for address, there in self.there.items() if there and address not in self.safe})
+        elif self.durability != "none" and not self.disk.lies:
+            self.safe |= {address for address, turn in turns.items() if turn == self.turns[address]}
+
+    def settle(self) -> None:
+        """Let everything that is under way end."""
+        self.scheduler.wait(lambda: all(ticket.done for ticket in self.calls))
+        self.collect()
+        self.scheduler.run()
+
+    # ends
+
+    def crash(self) -> None:
+        """The process ends here, or the machine does. Whatever was promised is there, and nothing that is not whole."""
+        self.disk.dead = True
+        self.scheduler.kill()
+        for call in self.calls.values():
+            if call.op in {"write", "remove"}:
+                self.there.update(dict.fromkeys(call.addresses))
+        self.calls.clear()
+        self.disk.restart(power_cut=self.power_cut)
+        self.heal()
+        self.troubled = self.troubled or self.power_cut
+        if self.disk.lies and self.power_cut:
+            self.safe.clear()
+        self.open()
+        expected = self.safe if self.power_cut else {a for a, there in self.there.items() if there}
+        if self.fault in {"flips", "short reads"} or (self.troubled and not self.power_cut):
+            expected = self.safe if self.fault.endswith("errors") else set()
+        found = self.look()
+        assert expected <= found, f"{self}: {len(expected - found)} promised blocks are lost"
+        never = {a for a, there in self.there.items() if there is False} & found
+        assert not never or self.power_cut, f"{self}: {len(never)} blocks came back"
+        self.there = {address: address in found for address in BLOCKS}
+        self.safe &= found
+        self.sound()
+        self.troubled = False
+        if self.fault == "full":
+            self.disk.capacity_bytes = self.capacity_bytes
+
+    def look(self) -> set[Address]:
+        """Read everything: what is there, and right."""
+        found = set()
+        for address in BLOCKS:
+            into = buffer(size_of(address))
+            (outcome,) = self.tier.read([address], [into])
+            if outcome is DONE:
+                assert holds(into, address, size_of(address)), f"{self}: a wrong byte"
+                found.add(address)
+            else:
+                assert outcome is ABSENT or self.troubled, f"{self}: {outcome}"
+        return found
+
+    def sound(self) -> None:
+        """Nothing leaked, nothing is unsound."""
+        self.scheduler.run()
+        assert self.tier.check() == [], f"{self}"
+        queue, space = self.tier._queue, self.tier._store.ledger.space
+        assert (len(queue), queue.write_bytes, queue._writers, self.tier._running) == (0, 0, 0, 0), f"{self}: a leak"
+        assert not [s for s in space.segments.values() if s.users], f"{self}: a segment stays in use"
+        taken = sum(s.slots - len(s.free) - s.live - s.quarantined for s in space.segments.values())
+        assert not taken, f"{self}: {taken} slots leaked"
+        assert self.disk.used_bytes() <= CAPACITY, f"{self}: more bytes than the capacity"
+
+    def end(self) -> None:
+        """Close in order, open again: the same blocks, and room for more once some have left."""
+        self.heal()
+        self.scheduler.seconds += 100.0
+        found = self.look()
+        if not self.troubled:
+            there = {address for address, there in self.there.items() if there}
+            assert found == there | {a for a in found if self.there[a] is None}, f"{self}: the model knows better"
+        self.sound()
+        self.tier.close()
+        self.open()
+        assert self.look() == found, f"{self}: an orderly end lost blocks"
+        self.tier.remove(BLOCKS)
+        (new,) = chain(1, seed=9)
+        assert self.tier.write([new], [record(new, 1)]) == (DONE,), f"{self}: no room in an empty tier"
+        self.sound()
+        self.tier.close()
+
+    def __str__(self) -> str:
+        power = "power cut" if self.power_cut else "kill"
+        return f"Life({self.seed}, ops={self.ops}).live() [{self.durability}, {self.fault}, {power}]"
