@@ -10,7 +10,7 @@ from typing import Any
 
 from kvcache.machine import memory
 
-_PACKAGES = ("kvcache-tiers", "numpy", "torch", "transformers")
+_PACKAGES = ("kvcache-tiers", "cupy-cuda12x", "cupy-cuda13x", "numpy", "torch", "transformers")
 
 
 def facts() -> dict[str, Any]:
@@ -19,6 +19,7 @@ def facts() -> dict[str, Any]:
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": memory().allowed_bytes,
+        "gpu": _gpu(),
         "load_1m": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -34,6 +35,15 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def _gpu() -> str:
+    """The first one's name, as its driver tells; empty where there is none."""
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        for line in path.read_text().splitlines():
+            if line.startswith("Model:"):
+                return line.partition(":")[2].strip()
+    return ""
 
 
 def _version(package: str) -> str:

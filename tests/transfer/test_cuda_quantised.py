@@ -166,6 +166,22 @@ def test_more_than_one_launch(form: Format, dtype: str) -> None:
     assert e.payload(0) == bytes(decoded)
 
 
+@pytest.mark.parametrize(("shift", "offset", "count"), [(0, 0, "wide"), (8, 16, "wide"), (4, 0, "one"), (0, 8, "one")])
+def test_elements_go_together_where_both_sides_are_aligned(shift: int, offset: int, count: str) -> None:
+    layout = KVLayout.mha(layers=2, kv_heads=1, head_dim=8)
+    e = engine(layout, 0, layout.whole[0], 2, axes=("layer", "kv", "page", "token", "head"), offset=offset)
+    e = replace(e, pages=replace(e.pages, device="cuda:0"))
+    e.memory[:] = 0x3F
+    device = HostDevice()
+    c = CudaCopier(device, crossover=Crossover(NEVER, NEVER), way="mapped")
+    whole, buffers = buffers_for([Quantised("fp8", e.pages).payload_bytes], shift)
+    c.pinned.add(memoryview(whole))
+    c.gather(e.pages, [1], buffers, quantised="fp8")
+    c.scatter(e.pages, [0], buffers, quantised="fp8")
+    assert device.launches == [f"quantise.cu:{verb}_fp8_bf16_{count}" for verb in ("quantise", "restore")]
+    assert bytes(buffers[0]) == bytes(codec("fp8").encode(memoryview(e.payload(1)), layout, 0, layout.whole[0]))
+
+
 @formats
 @pytest.mark.parametrize(
     "group", [Group(layers=1, head_dim=8, dtype="fp8_e4m3"), Group(layers=1, kind="opaque", opaque_bytes=64)]
