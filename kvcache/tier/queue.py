@@ -29,11 +29,12 @@ class Batch:
 
     op: Op
     addresses: Sequence[Address]
-    segments: Sequence[Segments]  # none to remove
+    segments: Sequence[Segments]  # none to look or remove
     ticket: Ticket
     first: int
     end: int
     share: int = 1  # how many of them one thread takes at most
+    deadline: float | None = None
 
     @property
     def blocks(self) -> range:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from kvcache.tier.tier import Tier
-from tests.contract.tiers import TIERS, Bench, make
+from tests.contract.tiers import KINDS, Bench, make
 
 
-@pytest.fixture(params=TIERS)
+@pytest.fixture(params=KINDS)
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     bench = make(request.param, tmp_path)
     yield bench

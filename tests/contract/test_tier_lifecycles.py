@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvcache.block.address import Address
 from kvcache.tier.tier import Outcome
-from tests.contract.tiers import ABSENT, CAPACITY, DONE, TIERS, Bench, make, write
+from tests.contract.tiers import ABSENT, DONE, KINDS, Bench, make, write
 from tests.tier.blocks import buffer, chain, payload
 
 
@@ -75,8 +75,9 @@ class AgainstDict(RuleBasedStateMachine):
     @invariant()
     def knows_what_it_holds(self) -> None:
         assert set(self.bench.tier.scan()) == set(self.held)
-        assert self.bench.tier.usage().records == len(self.held)
-        assert self.bench.tier.usage().used_bytes <= CAPACITY
+        usage = self.bench.tier.usage()
+        assert usage.records == len(self.held)
+        assert usage.used_bytes <= usage.capacity_bytes
         present = self.bench.tier.contains(self.blocks)
         assert present == tuple(DONE if address in self.held else ABSENT for address in self.blocks)
 
@@ -87,7 +88,7 @@ class AgainstDict(RuleBasedStateMachine):
             self.bench.tier.close()
 
 
-@pytest.mark.parametrize("kind", TIERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_against_a_dict(kind: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> None:
     long = request.config.getoption("--long")
     begin = staticmethod(lambda: make(kind, tmp_path_factory.mktemp(kind)))

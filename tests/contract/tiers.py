@@ -8,12 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvcache.block.address import Address
 from kvcache.port import Port, SystemClock
 from kvcache.tier.host import HostTier
 from kvcache.tier.memory import MemoryTier
 from kvcache.tier.nvme import NvmeTier
+from kvcache.tier.redis import RedisTier
 from kvcache.tier.tier import Outcome, Tier
+from tests.peer.server import MISSING, empty
 from tests.tier.blocks import PAYLOAD_BYTES, buffer, holds, record
 
 DONE, ABSENT, LATE = Outcome.DONE, Outcome.ABSENT, Outcome.LATE
@@ -34,6 +38,10 @@ def nvme(path: Path, capacity_bytes: int, port: Port, durability: Any = "batch")
     )
 
 
+def redis(path: Path, capacity_bytes: int, port: Port) -> Tier:
+    return RedisTier(empty(path).unix, port=port)
+
+
 TIERS: dict[str, Factory] = {
     "host": lambda path, capacity, port: HostTier(capacity_bytes=capacity, extent_bytes=MIB // 4, port=port),
     "host-verified": lambda path, capacity, port: HostTier(
@@ -43,7 +51,14 @@ TIERS: dict[str, Factory] = {
     "nvme-batch": nvme,
     "nvme-block": partial(nvme, durability="block"),
     "nvme-none": partial(nvme, durability="none"),
+    "redis": redis,
 }
+SHARED = {"redis"}
+"""Tiers whose room is not their own: how much fits is not theirs to say."""
+
+_NEEDS = {"redis": pytest.mark.skipif(bool(MISSING), reason=MISSING)}
+KINDS = [pytest.param(kind, marks=_NEEDS.get(kind, ())) for kind in TIERS]
+OWN = [kind for kind in TIERS if kind not in SHARED]
 
 
 class Clock(SystemClock):

@@ -1,0 +1,114 @@
+"""Under which keys records lie in a server, and what the first bytes of a value tell. See `docs/spec/redis.md`.
+
+PREFIX:k1r1:NAMESPACE:KEY:GROUP:SHARD                 a record, or the first part of a long one
+PREFIX:k1r1:NAMESPACE:KEY:GROUP:SHARD:WRITE:NUMBER    a further part of the record that this write made
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from struct import Struct
+
+from kvcache.block.address import Address
+from kvcache.block.layout import Shard
+from kvcache.block.record import FIXED_BYTES, MAGIC, PARENT, VERSION
+from kvcache.errors import ConfigError, LayoutError
+
+KEY_VERSION = 1
+FORM = f"k{KEY_VERSION}r{VERSION}"
+HEAD_BYTES = FIXED_BYTES + 6 + 32
+"""The fixed part of a header and its first field, which is the parent where it is known."""
+
+_START = Struct("<4sHH8s")
+_SIZES = Struct("<QQQ")  # stored, decoded, write id
+_FIELD = Struct("<HI")
+_PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
+class Names:
+    def __init__(self, prefix: str) -> None:
+        if not _PREFIX.fullmatch(prefix):
+            raise ConfigError(f"redis.prefix = {prefix!r}: expected 1 to 64 letters, digits or characters of ._:-")
+        self._start = f"{prefix}:{FORM}:"
+        self.pattern = f"{self._start}*".encode()
+
+    def record(self, address: Address) -> bytes:
+        s = address.shard
+        return (
+            f"{self._start}{address.namespace[:16].hex()}:{address.key.hex()}:{address.group}:"
+            f"{s.first_layer}-{s.end_layer}-{s.first_head}-{s.end_head}"
+        ).encode()
+
+    def is_record(self, name: bytes) -> bool:
+        """Whether this is the key of a record, not of a further part of one."""
+        start = self._start.encode()
+        return name.startswith(start) and name.count(b":", len(start)) == 3
+
+
+def part(record: bytes, write_id: int, number: int) -> bytes:
+    """The key of part `number` of a long record; part 0 lies under the record's own key."""
+    return b"%b:%016x:%d" % (record, write_id, number)
+
+
+# what the first HEAD_BYTES of a value tell
+
+
+def plausible(head: bytes) -> bool:
+    """Whether a record of any version may begin so."""
+    return len(head) >= FIXED_BYTES and head.startswith(MAGIC)
+
+
+def is_head_of(head: bytes, address: Address) -> bool:
+    """Whether a record of this address begins so; parents count where both are known."""
+    return (
+        head[24:88] == address.namespace + address.signature
+        and head[:16] == _START.pack(MAGIC, VERSION, address.group, address.shard.pack())
+        and (not address.parent or parent_of(head) in (b"", address.parent))
+    )
+
+
+def parent_of(head: bytes) -> bytes:
+    has = head[FIXED_BYTES : FIXED_BYTES + 6] == _FIELD.pack(PARENT, 32)
+    return head[FIXED_BYTES + 6 : HEAD_BYTES] if has else b""
+
+
+def address_of(head: bytes) -> Address | None:
+    """Whose record begins so; None where that cannot be told."""
+    if not plausible(head):
+        return None
+    _, version, group, shard = _START.unpack_from(head)
+    if version != VERSION:
+        return None
+    try:
+        return Address(head[24:56], head[56:88], parent_of(head), group, Shard.unpack(shard))
+    except LayoutError:
+        return None
+
+
+def stored_bytes_of(head: bytes) -> int:
+    return int(_SIZES.unpack_from(head, 88)[0])
+
+
+def write_id_of(head: bytes) -> int:
+    return int(_SIZES.unpack_from(head, 88)[2])
+
+
+def header_bytes_of(head: bytes) -> int:
+    """The used length of the header that begins so."""
+    return FIXED_BYTES + int.from_bytes(head[120:124], "little")
+
+
+def in_order(addresses: Sequence[Address]) -> list[Address]:
+    """Each behind its parent, where both are here."""
+    here = {address.signature for address in addresses}
+    children: dict[bytes, list[Address]] = {}
+    ordered = []
+    for address in addresses:
+        if address.parent in here:
+            children.setdefault(address.parent, []).append(address)
+        else:
+            ordered.append(address)
+    for address in ordered:  # grows while it is walked
+        ordered += children.pop(address.signature, ())
+    return ordered

@@ -1,0 +1,151 @@
+"""The connections to one server, and whether to try it at all.
+
+A server that does not answer, or answers that it cannot serve now, opens the breaker: from then on nothing waits for it
+until a probe finds it well. A connection that proves dead before anything came back is replaced once, so a restart of
+the server costs a caller nothing but the time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvcache.observe.request import logger
+from kvcache.port import Clock
+from kvcache.tier.breaker import Breaker
+from kvcache.tier.counters import Counters
+from kvcache.tier.redis.endpoint import Endpoint, RefusedError
+from kvcache.tier.redis.wire import Wire
+
+T = TypeVar("T")
+
+UNFIT = {"ASK", "BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "NOAUTH", "NOPERM", "TRYAGAIN", "WRONGPASS"}
+"""Refusals of a server that would refuse the next call as well."""
+
+_FAIR_S = 0.02  # a call given less than this says nothing of the server by being late
+_QUIET_S = 5.0
+
+log = logger("kvcache.tier.redis")
+
+
+class Pool:
+    def __init__(self, endpoint: Endpoint, clock: Clock, counters: Counters, *, timeout_s: float) -> None:
+        self._endpoint, self._clock, self._timeout_s = endpoint, clock, timeout_s
+        self._counters = counters
+        self.breaker = Breaker(clock, pause_s=0.25, most_s=10.0)
+        self._idle: list[Wire] = []
+        self._busy: set[Wire] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._said = float("-inf")
+        self._unsaid = 0
+
+    def run(self, work: Callable[[Wire], T], deadline: float | None) -> T:
+        """What `work` returns. OSError where there was no server to do it: TimeoutError for time, RefusedError with a
+        reason, or what the system said."""
+        if not self.breaker.allows():
+            raise RefusedError("breaker")
+        began = self._clock.now()
+        limit = began + self._timeout_s if deadline is None else min(deadline, began + self._timeout_s)
+        fresh = False
+        while True:
+            wire = None
+            try:
+                wire = self._take(limit, fresh=fresh)
+                wire.allow(limit - self._clock.now())
+                wire.wrong = ""
+                received = wire.received
+                result = work(wire)
+            except OSError as error:
+                self._drop(wire)
+                untouched = wire is not None and received and wire.received == received
+                if untouched and not fresh and not isinstance(error, TimeoutError) and not self._closed:
+                    fresh = True
+                    continue
+                if not (isinstance(error, TimeoutError) and limit - began < _FAIR_S):
+                    self._failed(reason(error))
+                raise
+            except BaseException:
+                self._drop(wire)
+                raise
+            if wire.wrong in UNFIT:
+                self._failed(wire.wrong)
+            else:
+                self.breaker.passed()
+            self._give(wire)
+            return result
+
+    def _take(self, limit: float, *, fresh: bool) -> Wire:
+        with self._lock:
+            if self._closed:
+                raise RefusedError("closed")
+            if fresh:  # the others are as old as the one that proved dead
+                old, self._idle = self._idle, []
+            else:
+                old = []
+            wire = self._idle.pop() if self._idle else None
+            if wire is not None:
+                self._busy.add(wire)
+        for each in old:
+            each.close()
+        if wire is not None:
+            return wire
+        left = limit - self._clock.now()
+        if left <= 0:
+            raise TimeoutError("connect")
+        wire = Wire(*self._endpoint.connect(left), self._clock)
+        self._counters.add("connects")
+        with self._lock:
+            self._busy.add(wire)
+        return wire
+
+    def _give(self, wire: Wire) -> None:
+        with self._lock:
+            self._busy.discard(wire)
+            keep = not self._closed
+            if keep:
+                self._idle.append(wire)
+        if not keep:
+            wire.close()
+
+    def _drop(self, wire: Wire | None) -> None:
+        if wire is not None:
+            with self._lock:
+                self._busy.discard(wire)
+            wire.close()
+
+    def _failed(self, why: str) -> None:
+        self._counters.add("faults")
+        self._counters.add(f"faults_{why}")
+        if self.breaker.failed():
+            self._counters.add("breaker_opened")
+        self.say(why)
+
+    def say(self, why: str) -> None:
+        """One line at most every few seconds, whatever happens meanwhile."""
+        now = self._clock.now()
+        with self._lock:
+            self._unsaid += 1
+            if now - self._said < _QUIET_S:
+                return
+            times, self._unsaid, self._said = self._unsaid, 0, now
+        log.warning("redis %s: %s; %d faults since the last line", self._endpoint.name, why, times)
+
+    def close(self) -> None:
+        """Close what is idle and wake whoever waits for an answer; their wires close as they come back."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            busy = list(self._busy)
+        for wire in idle:
+            wire.close()
+        for wire in busy:
+            wire.abort()
+
+
+def reason(error: OSError) -> str:
+    """A word for counters, outcomes and the log."""
+    if isinstance(error, RefusedError):
+        return error.reason
+    return "timeout" if isinstance(error, TimeoutError) else type(error).__name__

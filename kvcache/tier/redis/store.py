@@ -1,0 +1,410 @@
+"""What one call does to a batch of records, over one wire. An OSError leaves what was not settled to the caller.
+
+A read takes each value off the socket, compares the whole identity and every checksum, and settles block by block. A
+write looks at what stands under its keys first, so that a record that is there costs no payload, and sets only where
+nothing is. Long records go in parts, the one with the header last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvcache.block.address import Address
+from kvcache.block.record import CHUNK_BYTES, FIXED_BYTES, Header, RecordError, read_header, verify
+from kvcache.tier.breaker import Breaker
+from kvcache.tier.counters import Counters
+from kvcache.tier.queue import Batch
+from kvcache.tier.redis.name import (
+    HEAD_BYTES,
+    Names,
+    header_bytes_of,
+    is_head_of,
+    part,
+    plausible,
+    stored_bytes_of,
+    write_id_of,
+)
+from kvcache.tier.redis.wire import MOST_TAKEN, Piece, Wire, Wrong, command, store
+from kvcache.tier.tier import Outcome, Segments, same_record
+
+Settle = Callable[[int, Outcome, str], None]
+Result = tuple[Outcome, str]
+Head = bytes | Wrong
+
+IN_FLIGHT_BYTES = 16 << 20
+FULL = {"OOM"}
+SHUT = {"OOM", "READONLY", "MISCONF", "NOREPLICAS"}
+"""Refusals that only writes meet."""
+
+REMOVE_SAME = b"""local v = redis.call('GETRANGE', KEYS[1], 0, math.max(#ARGV[1] - 1, 0))
+if v == ARGV[1] then return redis.call('UNLINK', KEYS[1]) end
+return 0"""
+"""Removes a value that still begins as the one that was judged, its write id included."""
+
+
+@dataclass(slots=True, eq=False)
+class Long:
+    """A record whose first part was read."""
+
+    i: int
+    name: bytes
+    header: Header
+    pieces: list[memoryview]  # of the whole payload
+    first_bytes: int  # of the payload, in the first part
+    head: bytes
+
+    def parts(self) -> list[tuple[bytes, list[memoryview]]]:
+        """The other parts: key, and where its bytes go or come from."""
+        steps = range(self.first_bytes, self.header.stored_bytes, self.first_bytes)
+        return [
+            (part(self.name, self.header.write_id, number), cut(self.pieces, start, self.first_bytes))
+            for number, start in enumerate(steps, 1)
+        ]
+
+
+class Store:
+    def __init__(
+        self, names: Names, counters: Counters, shut: Breaker, *, part_bytes: int, expire_ms: int, part_expire_ms: int
+    ) -> None:
+        self._names, self._counters, self._shut = names, counters, shut
+        self._part_bytes, self._expire_ms, self._part_expire_ms = part_bytes, expire_ms, part_expire_ms
+
+    # asking
+
+    def heads(self, wire: Wire, names: Sequence[bytes]) -> list[Head]:
+        """How the values under these keys begin; empty where there is none."""
+        end = b"$%d\r\n%d\r\n" % (len(b"%d" % (HEAD_BYTES - 1)), HEAD_BYTES - 1)
+        middle = b"\r\n$1\r\n0\r\n" + end
+        wire.send([b"".join([b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b%b" % (len(n), n, middle) for n in names])])
+        return wire.heads(len(names), HEAD_BYTES)
+
+    def contains(self, wire: Wire, batch: Batch, settle: Settle) -> None:
+        wanted = batch.wanted
+        heads = self.heads(wire, [self._names.record(address) for address in wanted])
+        for i, address, head in zip(batch.blocks, wanted, heads, strict=True):
+            settle(i, *self._present(head, address))
+
+    def _present(self, head: Head, address: Address) -> Result:
+        if isinstance(head, Wrong):
+            return self._refused(head)
+        return (Outcome.DONE if is_head_of(head, address) else Outcome.ABSENT), ""
+
+    def leading(self, wire: Wire, addresses: Sequence[Address]) -> int:
+        """How many of a chain are here, from its head, by probes: a tail is not stored without its head. Sixteen in a
+        round, so four rounds for 65,536 blocks. A hole between probes shows when the blocks are read."""
+        here, missing = 0, len(addresses)  # the blocks before `here` are here; that at `missing` is not
+        while here < missing:
+            step = -(-(missing - here) // 16)
+            probes = sorted({here, *range(here + step - 1, missing, step)})
+            heads = self.heads(wire, [self._names.record(addresses[at]) for at in probes])
+            for at, head in zip(probes, heads, strict=True):
+                if isinstance(head, Wrong) or not is_head_of(head, addresses[at]):
+                    missing = at
+                    break
+                here = at + 1
+        return here
+
+    # reading
+
+    def read(self, wire: Wire, batch: Batch, settle: Settle) -> None:
+        names = [self._names.record(address) for address in batch.wanted]
+        wire.send([b"".join([command(b"GET", name) for name in names])])
+        bad: list[tuple[int, bytes, bytes, str]] = []  # block, key, head, check
+        long: list[Long] = []
+        for i, name in zip(batch.blocks, names, strict=True):
+            size = wire.bulk()
+            if size is None:
+                settle(i, Outcome.ABSENT, "")
+            elif isinstance(size, Wrong):
+                settle(i, *self._refused(size))
+            else:
+                self._receive(wire, size, batch, i, name, settle, bad, long)
+        for record in long:
+            self._read_parts(wire, record, batch.addresses[record.i], batch.segments[record.i][0], settle, bad)
+        for i, name, head, check in bad:
+            settle(i, *self._distrust(wire, name, head, check))
+
+    def _receive(
+        self,
+        wire: Wire,
+        size: int,
+        batch: Batch,
+        i: int,
+        name: bytes,
+        settle: Settle,
+        bad: list[tuple[int, bytes, bytes, str]],
+        long: list[Long],
+    ) -> None:
+        """Take one value off the wire, all of it, and judge it."""
+        address, segments = batch.addresses[i], batch.segments[i]
+        left = size
+        head = wire.take(min(left, FIXED_BYTES))
+        left -= len(head)
+        result: Result | None = None
+        if len(head) == FIXED_BYTES and (fields := header_bytes_of(head) - FIXED_BYTES) <= min(left, MOST_TAKEN):
+            head += wire.take(fields)
+            left -= fields
+        try:
+            header = read_header(head)
+        except RecordError as error:
+            result = (Outcome.FOREIGN, error.check) if error.foreign else (Outcome.DAMAGED, error.check)
+        else:
+            pieces = flat(segments[1:], header.stored_bytes)
+            whole = left == header.stored_bytes
+            if not same_record(header.address, address) or header.address.name != address.name:
+                result = Outcome.ABSENT, "signature"
+            elif not whole and (left > header.stored_bytes or left == 0 or left % CHUNK_BYTES):
+                result = Outcome.DAMAGED, "length"
+            elif len(segments[0]) < len(head) or sum(map(len, pieces)) < header.stored_bytes:
+                result = Outcome.FAILED, "length"
+        if result is not None:
+            wire.skip(left)
+            wire.end()
+            if result[0] is Outcome.DAMAGED:
+                bad.append((i, name, head[:HEAD_BYTES], result[1]))
+            else:
+                settle(i, *result)
+            return
+        area = segments[0].cast("B")
+        area[: len(head)] = head
+        area[len(head) :] = bytes(len(area) - len(head))
+        for piece in cut(pieces, 0, left):
+            wire.fill(piece)
+        wire.end()
+        if whole:
+            self._judge(i, name, address, head, area, pieces, settle, bad)
+        else:
+            long.append(Long(i, name, header, pieces, left, head))
+
+    def _read_parts(
+        self,
+        wire: Wire,
+        record: Long,
+        address: Address,
+        area: memoryview,
+        settle: Settle,
+        bad: list[tuple[int, bytes, bytes, str]],
+    ) -> None:
+        fault = ""
+        for group in _groups(record.parts()):
+            wire.send([b"".join([command(b"GET", name) for name, _ in group])])
+            for _, pieces in group:
+                size = wire.bulk()
+                if not isinstance(size, int):
+                    fault = fault or (size or "part")
+                    continue
+                if size != sum(map(len, pieces)) or fault:
+                    fault = fault or "length"
+                    wire.skip(size)
+                else:
+                    for piece in pieces:
+                        wire.fill(piece)
+                wire.end()
+            if fault:
+                break
+        if fault:  # a part that went before the rest: without its header the place is free again
+            self._counters.add("broken")
+            wire.ask(b"EVAL", REMOVE_SAME, b"1", record.name, record.head[:HEAD_BYTES])
+            settle(record.i, Outcome.ABSENT, fault)
+        else:
+            self._judge(record.i, record.name, address, record.head, area, record.pieces, settle, bad)
+
+    def _judge(
+        self,
+        i: int,
+        name: bytes,
+        address: Address,
+        head: bytes,
+        area: memoryview,
+        pieces: Sequence[memoryview],
+        settle: Settle,
+        bad: list[tuple[int, bytes, bytes, str]],
+    ) -> None:
+        try:
+            verify(area, pieces, address)
+        except RecordError as error:
+            bad.append((i, name, head[:HEAD_BYTES], error.check))
+        else:
+            settle(i, Outcome.DONE, "")
+
+    def _distrust(self, wire: Wire, name: bytes, head: bytes, check: str) -> Result:
+        """Out with a damaged record, unless it is no longer the write that was read."""
+        self._counters.add("damaged")
+        self._counters.add(f"damaged_{check}")
+        wire.ask(b"EVAL", REMOVE_SAME, b"1", name, head)
+        return Outcome.DAMAGED, check
+
+    # writing
+
+    def write(self, wire: Wire, batch: Batch, settle: Settle) -> None:
+        new: list[Long] = []
+        for i in batch.blocks:
+            try:
+                new.append(self._sealed(i, batch.addresses[i], batch.segments[i]))
+            except RecordError as error:
+                settle(i, Outcome.FAILED, error.check)
+        new = self._standing(wire, new, batch, settle)
+        if new and not self._shut.allows():
+            for record in new:
+                settle(record.i, Outcome.FAILED, "breaker")
+            return
+        short = [record for record in new if record.first_bytes == record.header.stored_bytes]
+        raced: list[Long] = []
+        for group in _groups([(record.name, [memoryview(record.head), *record.pieces]) for record in short]):
+            wire.send([piece for name, value in group for piece in self._set(name, value, self._expire_ms)])
+            for _ in group:
+                self._stored(wire.reply(), short[0], settle, raced)
+                del short[0]
+        for record in new:
+            if record.first_bytes != record.header.stored_bytes:
+                self._write_parts(wire, record, settle, raced)
+        if raced:
+            left = self._standing(wire, raced, batch, settle)
+            for record in left:  # it came and went
+                settle(record.i, Outcome.FAILED, "raced")
+
+    def _set(self, name: bytes, value: Sequence[Piece], expire_ms: int) -> list[Piece]:
+        return store(name, value, expire_ms=expire_ms, only_new=True)
+
+    def _sealed(self, i: int, address: Address, segments: Segments) -> Long:
+        """The record of a block as it goes out; RecordError where it is not that of the address."""
+        header = read_header(segments[0])
+        if header.address.name != address.name or not same_record(header.address, address):
+            raise RecordError("address", "the header names another record than the call")
+        pieces = flat(segments[1:], header.stored_bytes)
+        if sum(map(len, pieces)) < header.stored_bytes:
+            raise RecordError("length", f"{header.stored_bytes} stored bytes: fewer are there")
+        first = min(header.stored_bytes, self._part_bytes)
+        head = bytes(segments[0][: header.header_bytes])
+        return Long(i, self._names.record(address), header, pieces, first, head)
+
+    def _standing(self, wire: Wire, records: Sequence[Long], batch: Batch, settle: Settle) -> list[Long]:
+        """Settle what is there already; the rest. What no reader could use makes room."""
+        left = []
+        heads = self.heads(wire, [record.name for record in records])
+        for record, head in zip(records, heads, strict=True):
+            if isinstance(head, Wrong):
+                settle(record.i, *self._refused(head))
+            elif head and is_head_of(head, batch.addresses[record.i]):
+                settle(record.i, Outcome.DONE, "")
+            elif plausible(head):
+                settle(record.i, Outcome.FAILED, "key")
+            else:
+                if head:
+                    wire.ask(b"EVAL", REMOVE_SAME, b"1", record.name, head)
+                left.append(record)
+        return left
+
+    def _stored(self, reply: object, record: Long, settle: Settle, raced: list[Long]) -> None:
+        if isinstance(reply, Wrong):
+            settle(record.i, *self._refused(reply))
+        elif reply is None:
+            raced.append(record)
+        else:
+            self._shut.passed()
+            settle(record.i, Outcome.DONE, "")
+
+    def _write_parts(self, wire: Wire, record: Long, settle: Settle, raced: list[Long]) -> None:
+        """The header goes last, and leaves no later than what it needs."""
+        names = []
+        for group in _groups(record.parts()):
+            wire.send([piece for name, value in group for piece in self._part(name, value)])
+            replies = [wire.reply() for _ in group]
+            names += [name for name, _ in group]
+            wrong = next((reply for reply in replies if isinstance(reply, Wrong)), None)
+            if wrong is not None:
+                wire.ask(b"UNLINK", *names)
+                settle(record.i, *self._refused(wrong))
+                return
+        value = [memoryview(record.head), *cut(record.pieces, 0, record.first_bytes)]
+        expire_ms = min(self._expire_ms or self._part_expire_ms, self._part_expire_ms * 9 // 10)
+        wire.send(self._set(record.name, value, expire_ms))
+        reply = wire.reply()
+        if not isinstance(reply, Wrong) and reply is not None:
+            self._stored(reply, record, settle, raced)
+            return
+        (head,) = self.heads(wire, [record.name])
+        if isinstance(head, Wrong) or not plausible(head) or write_id_of(head) != record.header.write_id:
+            wire.ask(b"UNLINK", *names)  # else they are the parts of the same write, made by another hand
+        self._stored(reply, record, settle, raced)
+
+    def _part(self, name: bytes, value: Sequence[Piece]) -> list[Piece]:
+        return store(name, value, expire_ms=self._part_expire_ms, only_new=False)
+
+    # removing
+
+    def remove(self, wire: Wire, batch: Batch, settle: Settle) -> None:
+        names = [self._names.record(address) for address in batch.wanted]
+        heads = self.heads(wire, names)
+        there = []
+        for i, address, name, head in zip(batch.blocks, batch.wanted, names, heads, strict=True):
+            outcome, check = self._present(head, address)
+            if outcome is Outcome.DONE and not isinstance(head, Wrong):
+                there.append((i, name, head))
+            else:
+                settle(i, outcome, check)
+        ask = [command(b"STRLEN", n) + command(b"EVAL", REMOVE_SAME, b"1", n, head) for _, n, head in there]
+        wire.send(ask)
+        others: list[bytes] = []
+        for i, name, head in there:
+            size, removed = wire.reply(), wire.reply()
+            if isinstance(removed, Wrong):
+                settle(i, *self._refused(removed))
+                continue
+            if removed and isinstance(size, int):
+                others += _other_parts(name, head, size)
+            settle(i, Outcome.DONE if removed else Outcome.ABSENT, "")
+        for at in range(0, len(others), 1000):
+            wire.ask(b"UNLINK", *others[at : at + 1000])
+
+    def _refused(self, wrong: Wrong) -> Result:
+        """What a refusal of the server means for a block."""
+        self._counters.add("refused")
+        self._counters.add(f"refused_{wrong}")
+        if wrong == "WRONGTYPE":
+            return Outcome.FOREIGN, "type"
+        if wrong in SHUT and self._shut.failed():
+            self._counters.add("writes_stopped")
+        return (Outcome.NO_ROOM if wrong in FULL else Outcome.FAILED), str(wrong)
+
+
+def _other_parts(name: bytes, head: bytes, size: int) -> list[bytes]:
+    """The keys of a record's further parts, from the first one's head and length."""
+    first, stored = size - header_bytes_of(head), stored_bytes_of(head)
+    if not 0 < first < stored or first % CHUNK_BYTES:
+        return []
+    return [part(name, write_id_of(head), number) for number in range(1, -(-stored // first))]
+
+
+def flat(segments: Segments, size: int) -> list[memoryview]:
+    """The first `size` bytes, as plain bytes."""
+    return cut([segment.cast("B") for segment in segments], 0, size)
+
+
+def cut(pieces: Sequence[memoryview], start: int, size: int) -> list[memoryview]:
+    """Bytes `start` to `start + size` of pieces that follow each other, or as many as are there."""
+    found = []
+    for piece in pieces:
+        if start < len(piece) and size > 0:
+            found.append(piece[start : start + size])
+            size -= len(found[-1])
+        start = max(0, start - len(piece))
+    return found
+
+
+def _groups(
+    values: Sequence[tuple[bytes, list[memoryview]]],
+) -> Iterator[list[tuple[bytes, list[memoryview]]]]:
+    """As many in a row as may be in flight together."""
+    group: list[tuple[bytes, list[memoryview]]] = []
+    size = 0
+    for value in values:
+        more = sum(map(len, value[1]))
+        if group and size + more > IN_FLIGHT_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(value)
+        size += more
+    if group:
+        yield group

@@ -1,0 +1,101 @@
+"""Looking at a server as a whole: what is there, how full it is, whether it is sound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from kvcache.block.address import Address
+from kvcache.block.record import CHUNK_BYTES
+from kvcache.tier.redis.name import Names, address_of, header_bytes_of, in_order, is_head_of, stored_bytes_of
+from kvcache.tier.redis.store import Store
+from kvcache.tier.redis.wire import Wire, Wrong, command
+from kvcache.tier.tier import Usage
+
+_KEYS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    records: int
+    used_bytes: int
+    most_bytes: int
+    limited: bool  # `maxmemory` is set, and the server refuses writes rather than evict
+
+    def room(self, record_bytes: int) -> int:
+        free = self.most_bytes - (self.used_bytes if self.limited else 0)
+        return max(0, free // record_bytes)
+
+    def usage(self) -> Usage:
+        return Usage(self.records, self.used_bytes, self.most_bytes)
+
+
+class Survey:
+    def __init__(self, names: Names, store: Store) -> None:
+        self._names, self._store = names, store
+
+    def memory(self, wire: Wire) -> Memory | None:
+        info, keys = wire.ask(b"INFO", b"memory"), wire.ask(b"DBSIZE")
+        if not isinstance(info, bytes) or not isinstance(keys, int):
+            return None
+        facts = dict(line.split(":", 1) for line in info.decode().splitlines() if ":" in line)
+        limit = int(facts.get("maxmemory", 0))
+        return Memory(
+            records=keys,
+            used_bytes=int(facts.get("used_memory", 0)),
+            most_bytes=limit or int(facts.get("total_system_memory", 0)),
+            limited=bool(limit) and facts.get("maxmemory_policy") == "noeviction",
+        )
+
+    def find(self, wire: Wire, address: Address) -> list[Address]:
+        (head,) = self._store.heads(wire, [self._names.record(address)])
+        if isinstance(head, Wrong) or not is_head_of(head, address):
+            return []
+        found = address_of(head)
+        return [found] if found else []
+
+    def scan(self, wire: Wire) -> list[Address]:
+        found = (address_of(head) for _, head in self._heads(wire) if not isinstance(head, Wrong))
+        return in_order([address for address in found if address is not None])
+
+    def check(self, wire: Wire) -> list[str]:
+        faults = []
+        for name, head in self._heads(wire):
+            if not head:
+                continue  # it went meanwhile
+            address = None if isinstance(head, Wrong) else address_of(head)
+            if address is None or isinstance(head, Wrong):
+                faults.append(f"redis: {name.decode()} holds no record")
+            elif self._names.record(address) != name:
+                faults.append(f"redis: {name.decode()} holds the record of another address")
+            else:
+                payload = wire.ask(b"STRLEN", name) - header_bytes_of(head)
+                stored = stored_bytes_of(head)
+                if payload >= 0 and payload != stored and (not 0 < payload < stored or payload % CHUNK_BYTES):
+                    faults.append(f"redis: {name.decode()} holds {payload} bytes of payload, {stored} were stored")
+        return faults
+
+    def _heads(self, wire: Wire) -> Iterator[tuple[bytes, bytes | Wrong]]:
+        names = self._keys(wire)
+        while some := list(islice(names, _KEYS)):
+            wire.renew()
+            yield from zip(some, self._store.heads(wire, some), strict=True)
+
+    def _keys(self, wire: Wire) -> Iterator[bytes]:
+        """The keys of records, each once; SCAN may tell of one twice."""
+        seen: set[bytes] = set()
+        cursor = b"0"
+        while True:
+            wire.renew()
+            wire.send([command(b"SCAN", cursor, b"MATCH", self._names.pattern, b"COUNT", b"1000")])
+            reply = wire.reply()
+            if not isinstance(reply, list):
+                return
+            cursor, names = reply
+            for name in names:
+                if self._names.is_record(name) and name not in seen:
+                    seen.add(name)
+                    yield name
+            if cursor == b"0":
+                return

