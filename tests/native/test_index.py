@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from hashlib import sha256
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -150,6 +151,37 @@ class Twins(RuleBasedStateMachine):
 
 TestTwins = Twins.TestCase
 TestTwins.settings = settings(max_examples=2 * settings.default.max_examples, stateful_step_count=50)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_long_lives(seed: int) -> None:
+    """The same, but many of one class wait in bins here and there, and what leaves is a few of them: what short lives
+    that are made to shrink seldom come to."""
+    random, twins = Random(seed), Twins()
+    twins.begin(random.choice([0.0, 0.5, 2.0]))
+    for _ in range(60):
+        chain, place, tier = random.randrange(4), random.randrange(3), random.randrange(3)
+        ends, some = sorted(random.choices(range(10), k=2)), random.random() < 0.5
+        match random.randrange(10):
+            case 0:
+                twins.tick(random.choice([1, 3, 30, 400]))
+            case 1 | 2:
+                twins.insert(chain, ends, place, tier, some)
+            case 3:
+                twins.insert_loners(random.randrange(200), random.choices([0, 1, 2, 5, 20], k=12), tier)
+            case 4:
+                twins.discard(chain, random.randrange(9), place, tier, some)
+            case 5:
+                twins.touch(chain, ends, place, random.randrange(4))
+            case 6:
+                twins.hold(chain, ends, place, random.choices(range(10), k=3))
+            case 7:
+                twins.match(chain, ends[1], random.randrange(1, 5))
+            case _:
+                back = random.choice([None, None, 0, 1, 5, 100])
+                twins.evict(tier, random.randrange(len(TABLES)), random.choice([1, 4, 16]), back, some)
+        twins.agree()
+    twins.teardown()
 
 
 def new(tiers: int = 2, ghosts: float = 0.0) -> Any:
