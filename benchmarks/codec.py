@@ -36,7 +36,7 @@ from kvcache.engine.model import Model, load_model
 from kvcache.engine.tokenizer import Tokenizer
 
 DTYPES = ("bf16", "fp32")
-SIZES, QUICK_SIZES = (1024, 1024, 4), (512, 192, 1)  # tokens of the prefix, of the rest; passages
+SIZES, QUICK_SIZES = (1024, 1024, 4), (384, 128, 1)  # tokens of the prefix, of the rest; passages
 Blocks = NDArray[np.float32]  # (blocks, layers, 2, block_tokens, heads, dim)
 
 
