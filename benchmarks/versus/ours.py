@@ -8,31 +8,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from versus.work import BLOCK_TOKENS, LEAST, Pages, Shape, prompt
-from versus.worker import serve
 
 import kvcache
 from kvcache.block.record import record_bytes
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.request import BoundCache
 from kvcache.transfer.cpu import CpuCopier
+from versus.work import BLOCK_TOKENS, KEPT_ON_DISK, LEAST, Pages, Shape, own_bytes, prompt
+from versus.worker import serve
 
 MARGIN = 1.1  # of the arena over what it is meant to hold: extents are whole
 DEADLINE_S = 60.0  # a slow drive is measured here, not turned into a miss
-KEPT_ON_DISK = 16  # prompts
 
 
 class Ours:
-    def hello(self, threads: int) -> str:
-        self._threads = threads
-        torch.set_num_threads(threads)
+    def name(self) -> str:
         return f"kvcache {kvcache.__version__}"
 
     def open(
-        self, shape: Shape, tokens: int, room_tokens: int, directory: str | None = None, direct: bool = True
+        self,
+        shape: Shape,
+        tokens: int,
+        room_tokens: int,
+        directory: str | None = None,
+        direct: bool = True,
+        patience_s: float = 0,
     ) -> None:
         """Room for `room_tokens` in host memory, prompts of `tokens`. With a directory also on the drive, always
-        around the page cache."""
+        around the page cache, and waited for by `flush`."""
         layers, heads, dim = shape
         self._tokens, self._pages = tokens, Pages(shape, tokens)
         group = kvcache.Group(layers=layers, kv_heads=heads, head_dim=dim, dtype="bf16")
@@ -45,8 +48,9 @@ class Ours:
             nvme = {"path": directory, "capacity_bytes": kept, "free_floor_bytes": 0}
         cache = kvcache.open(host={"capacity_bytes": host}, nvme=nvme, control={"enabled": False})
         assert isinstance(cache, Cache)
-        cache._copier = CpuCopier(self._threads)  # no setting: nobody but a comparison wants fewer
-        self._cache, self._directory, self._taken = cache, directory, []
+        cache._copier = CpuCopier(torch.get_num_threads())  # noqa: SLF001  no setting: only a comparison wants one
+        self._cache, self._directory = cache, directory
+        self._taken: list[Any] = []
         self._bound = self._namespace("")
         axes = ("kv", "page", "token", "head", "dim")
         self._source = [kvcache.GroupPages.from_tensors(self._layout, self._pages.source, axes=axes)]
@@ -67,7 +71,8 @@ class Ours:
         return {"stored_s": stored, "durable_s": time.perf_counter() - begun}
 
     def retrieve(self, seed: int, salt: str = "") -> dict[str, Any]:
-        """Seconds, and of the tokens how many are said to be hits, and how many of these are not what was stored."""
+        """Seconds; of the tokens those that are said to be hits, those of them that came out of memory, and those that
+        are not what was stored."""
         bound = self._namespace(salt)
         ids, page_ids = prompt(seed, self._tokens), self._pages.order(seed + 1).tolist()
         self._pages.forget()
@@ -79,7 +84,8 @@ class Ours:
             t.wait()
         seconds = time.perf_counter() - begun
         said = torch.arange(self._tokens) < t.blocks * BLOCK_TOKENS
-        return {"seconds": seconds, "hits": int(said.sum()), "wrong": self._pages.wrong(seed, said)}
+        near = hit.by_tier.get("host", 0) * BLOCK_TOKENS
+        return {"seconds": seconds, "hits": int(said.sum()), "near": near, "wrong": self._pages.wrong(seed, said)}
 
     def match(self, seed: int, kind: str, runs: int) -> list[float]:
         """Seconds of each look-up of a prompt that is all there: a torch tensor of int64, or a list."""
@@ -119,16 +125,16 @@ class Ours:
             self._taken += slots
         return times
 
-    def structures(self, tokens: int) -> dict[str, float]:
-        """Bytes a cached token of everything that is kept beside keys and values, by structure."""
+    def structure(self, name: str, records: int) -> float:
+        """Bytes a cached token of all that is kept beside keys and values, whatever the peer's structure. Once a
+        process: memory that was freed before would not count."""
+        tokens = records * BLOCK_TOKENS
         self.open(LEAST, tokens, tokens)
         gc.collect()
-        before = _own_bytes()
+        before = own_bytes()
         self.store(0)
         gc.collect()
-        grown = _own_bytes() - before
-        self.close()
-        return {"host": grown / tokens}
+        return (own_bytes() - before) / tokens
 
     def files(self) -> list[str]:
         """Where the bytes of blocks lie."""
@@ -136,12 +142,6 @@ class Ours:
 
     def close(self) -> None:
         self._cache.close()
-
-
-def _own_bytes() -> int:
-    """Private memory that is resident; the arena is a shared mapping, and does not count."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["RssAnon"].split()[0]) * 1024
 
 
 if __name__ == "__main__":

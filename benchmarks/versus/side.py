@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,15 +16,19 @@ HERE = Path(__file__).parents[1]
 CLOSING_S = 10.0
 
 
-class Lost(Exception):
-    """The process ended or did not answer in time."""
+class LostError(Exception):
+    """The process ended or did not answer in time: `what` says which."""
+
+    def __init__(self, what: str, last_words: str) -> None:
+        super().__init__(f"{what}; its last words: {last_words}")
+        self.what = what
 
 
 class Side:
     """`command` starts a program that calls `serve`; what it prints goes to `log`. Starting does not wait for it."""
 
     def __init__(self, command: Sequence[str], log: Path, *, threads: int, timeout_s: float = 180.0) -> None:
-        self._log = log
+        self._log, self._lost = log, False
         mine, its = socket.socketpair()
         with its, log.open("ab") as out:
             self._process = subprocess.Popen(
@@ -38,27 +43,31 @@ class Side:
         self._line, self._answers = mine, mine.makefile("rw")
 
     def ask(self, verb: str, **arguments: Any) -> Any:
-        """The answer. RuntimeError where the library raised; Lost where it is gone."""
+        """The answer. RuntimeError where the library raised; LostError where it is gone."""
+        what = "the process ended"
         try:
             self._answers.write(json.dumps([verb, arguments]) + "\n")
             self._answers.flush()
             line = self._answers.readline()
-        except OSError as error:  # a timeout is one
-            line, why = "", str(error)
-        else:
-            why = "it ended"
+        except TimeoutError:
+            what, line = f"no answer in {self._line.gettimeout():g} s", ""
+        except OSError:  # a broken pipe
+            line = ""
         if not line:
-            raise Lost(f"{verb}: no answer: {why}; its last words: {self._last_words()}")
+            self._lost = True
+            raise LostError(what, self._last_words())
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(f"{verb}: {answer['error']}")
         return answer["value"]
 
     def close(self) -> None:
+        """Ends the process: by itself, or, where it does not answer any more, at once."""
         self._line.close()
-        self._answers.close()
+        with suppress(OSError):  # what could not be sent
+            self._answers.close()
         try:
-            self._process.wait(CLOSING_S)
+            self._process.wait(0 if self._lost else CLOSING_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -76,13 +85,15 @@ class Side:
 
 
 def _environ(threads: int) -> dict[str, str]:
-    """The same for both: as many threads, nothing sent anywhere, none of the user's settings."""
+    """The same for both: as many threads, nothing sent anywhere, none of the user's settings. OpenMP's threads wait
+    asleep: where others are at work too, spinning makes LMCache's copies ten times slower."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("KVCACHE_", "LMCACHE_"))}
     return {
         **kept,
         "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
         "LMCACHE_TRACK_USAGE": "false",
         "LMCACHE_LOG_LEVEL": "ERROR",

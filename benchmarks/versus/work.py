@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ SMALL: Shape = (4, 4, 64)  # for what is looked at, not timed
 LEAST: Shape = (1, 1, 8)  # where keys matter and bytes do not
 
 VOCABULARY = 128_000
+KEPT_ON_DISK = 16  # prompts: what a side is given room for there
 
 
 def token_bytes(shape: Shape) -> int:
@@ -62,3 +64,9 @@ class Pages:
             stored, got = source[:, self.order(seed)], target[:, self.order(seed + 1)]
             differs |= (stored.view(torch.int16) != got.view(torch.int16)).any(-1).any(-1).any(0)
         return int((differs.flatten() & torch.as_tensor(hit)).sum())
+
+
+def own_bytes() -> int:
+    """Private memory of this process that is resident. Our arena is a shared mapping, and does not count."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].split()[0]) * 1024

@@ -1,0 +1,120 @@
+"""The same work done by LMCache and by this library, in turns, on the same number of threads.
+
+`scripts/vs-lmcache` makes LMCache's environment and runs this. Each side is a process of its own; each figure is the
+median of rounds in which either side goes first as often. The value is ours, the peer LMCache's:
+
+    match/tensor, match/list     the longest prefix of 131,072 tokens, all there, from a tensor of int64, from a list;
+                                 ours in blocks of 16 tokens, LMCache's in its chunks of 256
+    match/hold                   the same of a list, and kept from leaving: admit and close, pin and unpin
+    evict, evict/256_tokens      one record out of a full host tier; as many as make room for 256 tokens
+    host/store, host/retrieve    Llama-3-8B's keys and values between scattered pages and a full host tier
+    disk/store/direct            until it is durable; LMCache's O_DIRECT path, until it can be found: it never syncs
+    disk/store/direct/synced     the same, LMCache's files synced by us
+    disk/retrieve/direct         a prompt that has left memory, checksums included; LMCache has none
+    disk/*/buffered              ours as it is; LMCache's path through the page cache, which is emptied before reads
+    bytes_a_token/*              beside keys and values; LMCache's in-process engine, and its multiprocess server
+
+--truth does the same faults to both instead, and tells who answers wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import datetime, timezone
+from pathlib import Path
+
+from form import Row, options, publish
+from form.machine import facts
+from rich.console import Console
+from rich.table import Table
+from versus.figures import STRUCTURES, Sizes, Turns, beside, matching, through_disk, through_host
+from versus.side import Side
+from versus.truth import Fault, Start, faults
+
+from kvcache.machine import cache_directory
+
+PEER = Path(__file__).parents[1] / ".venv-lmcache" / "bin" / "python"
+QUICK = Sizes(tokens=1024, rounds=5, records=1 << 13)
+
+
+def main() -> None:
+    parser = options(__doc__)
+    parser.add_argument("--truth", action="store_true", help="the same faults to both, instead of figures")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each side; default: all")
+    parser.add_argument("--peer", metavar="COMMAND", help="what starts the other side")
+    arguments = parser.parse_args()
+    if not arguments.peer and not PEER.exists():
+        raise SystemExit(f"no LMCache at {PEER}: scripts/vs-lmcache installs it and runs this")
+    commands = {
+        "ours": [sys.executable, "-m", "versus.ours"],
+        "theirs": shlex.split(arguments.peer or f"{shlex.quote(str(PEER))} -m versus.theirs"),
+    }
+    before = load()
+    cache_directory().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="versus-", dir=cache_directory()) as made:
+        place = Path(made)
+
+        def start(name: str, words: Sequence[str] = ()) -> Side:
+            command, timeout_s = [*words, *commands[name]], 30.0 if arguments.truth else 180.0
+            return Side(command, place / f"{name}.log", threads=arguments.threads, timeout_s=timeout_s)
+
+        if arguments.truth:
+            show(list(faults(start, place)), arguments.json)
+        else:
+            rows, notes = measure(start, place, QUICK if arguments.quick else Sizes())
+            notes.append(f"{arguments.threads} threads a side, load average {before} before and {load()} after")
+            publish("vs_lmcache", rows, arguments.json, notes=notes)
+
+
+def load() -> str:
+    return f"{os.getloadavg()[0]:.1f}"
+
+
+def measure(start: Start, place: Path, sizes: Sizes) -> tuple[list[Row], list[str]]:
+    """The rows, and what a reader must know beside them."""
+    with ExitStack() as stack:
+
+        def fresh(name: str) -> Side:
+            return stack.enter_context(start(name, ()))
+
+        turns = Turns(fresh("ours"), fresh("theirs"))
+        notes = [
+            f"{' and '.join(turns.ask('name'))}: medians of {sizes.rounds} rounds, prompts of {sizes.tokens} tokens"
+        ]
+        figures = [
+            *matching(turns, sizes),
+            *through_host(turns, sizes),
+            *through_disk(turns, sizes, place),
+            *beside(fresh("ours"), {name: fresh("theirs") for name in STRUCTURES}, sizes),
+        ]
+    rows = [figure.row for figure in figures]
+    behind = [row.id for row in rows if (row.vs_peer or 0) < 1]
+    notes.append(f"LMCache is ahead in {', '.join(behind)}" if behind else "LMCache is ahead in no row")
+    notes.append("of the best rounds: " + ", ".join(f"{f.id} {f.best.vs_peer:.3g}" for f in figures))
+    return rows, notes
+
+
+def show(found: Sequence[Fault], path: Path | None) -> None:
+    table = Table("fault", "wanted", "ours", "LMCache", "", box=None, pad_edge=False, title_justify="left")
+    for fault in found:
+        table.add_row(fault.name, fault.wanted, str(fault.ours), str(fault.theirs), fault.note)
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    if path is not None:
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        document = {
+            "benchmark": "vs_lmcache --truth",
+            "date": date,
+            "machine": facts(),
+            "faults": [f.plain() for f in found],
+        }
+        path.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""A side is a process that is asked: it answers, says what went wrong, or is lost, and never holds up who asks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from versus.side import LostError, Side
+
+STUB = [sys.executable, str(Path(__file__).with_name("stub.py"))]
+
+
+@pytest.fixture
+def side(tmp_path: Path) -> Iterator[Side]:
+    with Side(STUB, tmp_path / "log", threads=3, timeout_s=60) as made:
+        yield made
+
+
+def test_answers_are_not_mixed_with_what_libraries_print(side: Side, tmp_path: Path) -> None:
+    assert side.ask("name") == "stub"
+    assert side.ask("double", number=1.5) == 3.0
+    side.close()
+    assert "libraries print what they like" in (tmp_path / "log").read_text()
+
+
+def test_an_error_is_told_and_the_next_question_answered(side: Side) -> None:
+    with pytest.raises(RuntimeError, match="fail: ValueError: no such thing"):
+        side.ask("fail")
+    assert side.ask("double", number=2) == 4
+
+
+def test_a_process_that_ends_is_lost(side: Side) -> None:
+    with pytest.raises(LostError) as raised:
+        side.ask("leave")
+    assert raised.value.what == "the process ended"
+    with pytest.raises(LostError):
+        side.ask("name")
+
+
+def test_a_process_that_does_not_answer_is_lost_and_ended(tmp_path: Path) -> None:
+    side = Side(STUB, tmp_path / "log", threads=1, timeout_s=60)
+    assert side.ask("name") == "stub"
+    side._line.settimeout(0.1)
+    with pytest.raises(LostError) as raised:
+        side.ask("dawdle")
+    assert raised.value.what == "no answer in 0.1 s"
+    side.close()
+    assert side._process.returncode is not None
+
+
+def test_a_side_sees_no_settings_of_ours_and_the_threads_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCACHE_HOST__CAPACITY_BYTES", "1GiB")
+    monkeypatch.setenv("LMCACHE_CHUNK_SIZE", "16")
+    with Side(STUB, tmp_path / "log", threads=3, timeout_s=60) as side:
+        environ = side.ask("environ")
+    assert not {"KVCACHE_HOST__CAPACITY_BYTES", "LMCACHE_CHUNK_SIZE"} & set(environ)
+    assert (environ["OMP_NUM_THREADS"], environ["LMCACHE_TRACK_USAGE"]) == ("3", "false")

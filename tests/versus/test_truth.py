@@ -1,0 +1,78 @@
+"""The faults of `vs_lmcache --truth`: what a liar is called, and that we are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from versus import truth
+from versus.ours import Ours
+from versus.side import LostError
+from versus.truth import TOKENS, Answer, faults
+
+
+class InProcess:
+    def __init__(self) -> None:
+        self._ours = Ours()
+
+    def ask(self, verb: str, **arguments: Any) -> Any:
+        return getattr(self._ours, verb)(**arguments)
+
+    def close(self) -> None:
+        self._ours.close()
+
+
+class Liar:
+    """Says that all is a hit, and gives bytes of its own; never comes back from a full disk."""
+
+    def __init__(self, full: bool) -> None:
+        self._full = full
+
+    def ask(self, verb: str, **arguments: Any) -> Any:
+        if verb == "files":
+            return []
+        if verb == "retrieve" and self._full:
+            raise LostError("no answer in 1 s", "")
+        return {"hits": TOKENS, "wrong": TOKENS} if verb == "retrieve" else None
+
+    def close(self) -> None:
+        pass
+
+
+def test_we_answer_right_or_not_at_all_and_a_liar_is_called_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(truth, "_may_mount", lambda: True)
+
+    def start(name: str, words: Any) -> Any:
+        return InProcess() if name == "ours" else Liar(full=bool(words))
+
+    found = {fault.name: fault for fault in faults(start, tmp_path)}
+    cut, flipped, restarted, full, salted = found.values()
+    assert all(fault.ours.wrong == 0 and not fault.ours.failed for fault in found.values())
+    assert cut.ours.hits < TOKENS
+    assert flipped.ours.hits < TOKENS
+    assert restarted.ours == Answer(TOKENS, TOKENS)
+    assert salted.ours.hits == 0
+    assert all(str(fault.theirs).startswith("WRONG in 1,024") for fault in (cut, flipped, restarted, salted))
+    assert str(full.theirs) == "no answer in 1 s"
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (Answer(1024, 1024), "all 1,024 right"),
+        (Answer(1024, 512), "512 of 1,024 right, the rest a miss"),
+        (Answer(1024), "a miss"),
+        (Answer(1024, 1024, 7), "WRONG in 7 of 1,024 hits"),
+        (Answer(1024, failed="raises KeyError"), "raises KeyError"),
+    ],
+)
+def test_an_answer_in_words(answer: Answer, said: str) -> None:
+    assert str(answer) == said
+
+
+def test_what_cannot_be_tried_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(truth, "_may_mount", lambda: False)
+    assert truth._full(lambda *words: None, tmp_path).failed.startswith("not tried")
