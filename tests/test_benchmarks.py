@@ -53,10 +53,12 @@ def test_a_figure_that_makes_no_sense_is_refused(form, value: float, unit: str) 
 
 def test_rows_are_written_in_the_one_form(form, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "rows.json"
-    form.publish("some", [form.Row("x/1", 1234.5, "us", peer=2469.0), form.Row("x/2", 2.0, "GB/s")], target)
+    form.publish(
+        "some", [form.Row("x/1", 1234.5, "us", peer=2469.0), form.Row("x/2", 2.0, "GB/s")], target, notes=["of some"]
+    )
     document = json.loads(target.read_text())
-    assert list(document) == ["benchmark", "date", "machine", "rows"]
-    assert document["benchmark"] == "some"
+    assert list(document) == ["benchmark", "date", "machine", "notes", "rows"]
+    assert (document["benchmark"], document["notes"]) == ("some", ["of some"])
     assert document["machine"]["cores"] >= 1
     assert [(row["id"], row["value"], row["vs_peer"]) for row in document["rows"]] == [
         ("x/1", 1234.5, 2.0),

@@ -4,10 +4,10 @@
     rows = [Row("copy/2MiB", 41.0, "us", floor=38.5, peer=60.2)]
     publish("copy", rows, arguments.json)
 
-Writes `{"benchmark", "date", "machine", "rows": [{"id", "value", "unit", "floor", "peer", "ratio", "vs_peer"}]}`. Row
-ids are stable: what is compared over time is found by them. A floor or a peer was measured in the same run, in the
-same unit as the value; `ratio` is the part of the floor reached (1 = the floor) and `vs_peer` how many times better
-than the peer, whichever way the unit runs. What does not apply is null.
+Writes `{"benchmark", "date", "machine", "notes", "rows"}`, a row as `{"id", "value", "unit", "floor", "peer", "ratio",
+"vs_peer"}`. Row ids are stable: what is compared over time is found by them. A floor or a peer was measured in the same
+run, in the same unit as the value; `ratio` is the part of the floor reached (1 = the floor) and `vs_peer` how many
+times better than the peer, whichever way the unit runs. What does not apply is null.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def publish(benchmark: str, rows: Sequence[Row], path: Path | None, *, notes: Se
     for note in notes:
         console.print(f"  {note}", markup=False, highlight=False, soft_wrap=True)
     if path is not None:
-        path.write_text(json.dumps(_document(benchmark, rows), indent=1) + "\n")
+        path.write_text(json.dumps(_document(benchmark, rows, notes), indent=1) + "\n")
 
 
-def _document(benchmark: str, rows: Sequence[Row]) -> dict[str, Any]:
+def _document(benchmark: str, rows: Sequence[Row], notes: Sequence[str]) -> dict[str, Any]:
     ids = [row.id for row in rows]
     twice = {name for name in ids if ids.count(name) > 1}
     if twice:
@@ -104,6 +104,7 @@ def _document(benchmark: str, rows: Sequence[Row]) -> dict[str, Any]:
         "benchmark": benchmark,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": facts(),
+        "notes": list(notes),
         "rows": [row.plain() for row in rows],
     }
 
