@@ -20,6 +20,7 @@ RECORD = json.loads((make.HERE / "record.json").read_text())
 def test_the_stored_vectors_are_those_of_the_second_implementation():
     assert (make.HERE / "key.json").read_text() == make.text(make.key_vectors())
     assert (make.HERE / "record.json").read_text() == make.text(make.record_vectors())
+    assert (make.HERE / "redis.json").read_text() == make.text(make.redis_vectors())
 
 
 @pytest.mark.parametrize("row", KEY["encodings"], ids=lambda row: row["bytes"][:20])

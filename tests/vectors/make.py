@@ -1,4 +1,4 @@
-"""Writes key.json and record.json beside this file, from the second implementation: `python -m tests.vectors.make`.
+"""Writes the vectors beside this file, from the second implementation: `python -m tests.vectors.make`.
 
 Values that JSON does not have stand as objects of one entry: {"int": decimal}, {"float": hex of 8 bytes}, {"bytes":
 hex}, {"map": {...}}. Bytes elsewhere are hexadecimal; `write_id` is decimal in a string. A payload of `length` and
@@ -281,6 +281,17 @@ def record_vectors():
     }
 
 
+def redis_vectors():
+    """Where the sound records lie in a server: each value is a part of the payload, the first behind the header."""
+    rows = []
+    for name, address, _, _, write_id, _, payload in SOUND:
+        place = {n: value for n, value in (ADDRESS | address).items() if n != "parent"}
+        body = pattern(*payload)
+        values = page.redis_values("kvcache", body, **place, write_id=write_id, part_bytes=262_144)
+        rows.append({"record": name, "part_bytes": 262_144, "values": values})
+    return rows
+
+
 def text(vectors):
     return json.dumps(vectors, indent=1, ensure_ascii=True) + "\n"
 
@@ -288,3 +299,4 @@ def text(vectors):
 if __name__ == "__main__":
     (HERE / "key.json").write_text(text(key_vectors()))
     (HERE / "record.json").write_text(text(record_vectors()))
+    (HERE / "redis.json").write_text(text(redis_vectors()))

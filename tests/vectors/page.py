@@ -142,3 +142,17 @@ def header(
 
 def padded(head, payload, decoded):
     return head.ljust(header_area(decoded), b"\0") + payload.ljust(up(len(payload), 4096), b"\0")
+
+
+# docs/spec/redis.md
+
+
+def redis_values(prefix, payload, *, namespace, signature, group, shard, write_id, part_bytes):
+    """Key to (whether the header stands there, first byte of the payload, end)."""
+    layers, heads = f"{shard[0]}-{shard[1]}", f"{shard[2]}-{shard[3]}"
+    name = f"{prefix}:k1r1:{namespace.hex()[:32]}:{signature.hex()[:32]}:{group}:{layers}-{heads}"
+    values = {name: (True, 0, min(part_bytes, len(payload)))}
+    for number in range(1, -(-len(payload) // part_bytes)):
+        start = number * part_bytes
+        values[f"{name}:{write_id:016x}:{number}"] = (False, start, min(start + part_bytes, len(payload)))
+    return values

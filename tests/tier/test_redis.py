@@ -1,0 +1,304 @@
+"""What the Redis tier promises beyond the contract of a tier, against a real server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvcache.block.address import Address
+from kvcache.block.layout import Shard
+from kvcache.block.record import read_header
+from kvcache.errors import ConfigError
+from kvcache.tier.redis import RedisTier
+from kvcache.tier.redis.name import Names, part
+from kvcache.tier.tier import Outcome
+from tests.peer.server import MISSING, Server, empty
+from tests.tier.blocks import PAYLOAD_BYTES, buffer, chain, holds, record
+from tests.vectors import make
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
+KIB = 1 << 10
+LONG = 2000 * KIB
+NAMES = Names("kvcache")
+VECTORS = json.loads((make.HERE / "redis.json").read_text())
+RECORDS = {row["name"]: row for row in json.loads((make.HERE / "record.json").read_text())["sound"]}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
+    return empty(tmp_path_factory.mktemp("redis"))
+
+
+@pytest.fixture
+def client(server: Server) -> Any:
+    server.client.flushall()
+    return server.client
+
+
+@pytest.fixture(params=["tcp", "unix"])
+def tier(request: pytest.FixtureRequest, server: Server, client: Any) -> Iterator[RedisTier]:
+    tier = RedisTier(getattr(server, request.param), part_bytes=512 * KIB)
+    yield tier
+    tier.close()
+
+
+def read(tier: RedisTier, address: Address, size: int = PAYLOAD_BYTES) -> Outcome:
+    into = buffer(size)
+    (outcome,) = tier.read([address], [into])
+    assert outcome is not DONE or holds(into, address, size)
+    return outcome
+
+
+def key(address: Address) -> bytes:
+    return NAMES.record(address)
+
+
+# what lies in the server
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: str(vector["record"]))
+def test_vectors(vector: dict[str, Any], server: Server, client: Any) -> None:
+    """What another release wrote is read, and what is written lies where the page says."""
+    row = RECORDS[vector["record"]]
+    body, head = make.pattern(**row["payload"]), bytes.fromhex(row["header"])
+    values = {n.encode(): head * first + body[a:b] for n, (first, a, b) in vector["values"].items()}
+    given = row["address"]
+    identity = (bytes.fromhex(given[name]) for name in ("namespace", "signature", "parent"))
+    address = Address(*identity, given["group"], Shard(*given["shard"]))
+    client.mset(values)
+    tier = RedisTier(server.unix, part_bytes=vector["part_bytes"])
+    into = buffer(row["decoded_bytes"])
+    assert tier.read([address], [into]) == (DONE,)
+    assert bytes(into[1][: len(body)]) == body
+    client.flushall()
+    assert tier.write([address], [into]) == (DONE,)
+    assert {name: client.get(name) for name in client.keys("*")} == values
+    tier.close()
+
+
+def test_a_long_record_goes_in_parts_that_all_expire(tier: RedisTier, client: Any) -> None:
+    (address,) = chain(1)
+    segments = record(address, LONG)
+    assert tier.write([address], [segments]) == (DONE,)
+    write_id = read_header(segments[0]).write_id
+    assert set(client.keys()) == {key(address), *(part(key(address), write_id, n) for n in (1, 2, 3))}
+    lives = {name: client.ttl(name) for name in client.keys("*")}
+    assert all(0 < lives[key(address)] < life for name, life in lives.items() if name != key(address))
+    assert read(tier, address, LONG) is DONE
+    assert list(tier.scan()) == [address]
+    assert tier.remove([address]) == (DONE,)
+    assert client.keys() == []
+
+
+def test_a_short_record_stays_unless_told_otherwise(server: Server, client: Any) -> None:
+    one, other = chain(2)
+    tier = RedisTier(server.unix)
+    tier.write([one], [record(one)])
+    tier.close()
+    tier = RedisTier(server.unix, expire_s=500)
+    tier.write([other], [record(other)])
+    tier.close()
+    assert client.ttl(key(one)) == -1
+    assert 0 < client.ttl(key(other)) <= 500
+
+
+def test_what_is_there_is_not_sent_again(tier: RedisTier, client: Any) -> None:
+    blocks = chain(8)
+    tier.write(blocks, [record(address) for address in blocks])
+    before = client.info("commandstats")["cmdstat_set"]["calls"]
+    assert tier.write(blocks, [record(address) for address in blocks]) == (DONE,) * 8
+    assert client.info("commandstats")["cmdstat_set"]["calls"] == before
+
+
+def test_two_writers_of_one_long_record_never_mix(tier: RedisTier, client: Any) -> None:
+    """The second one's parts have names of their own and go when the place turns out to be taken."""
+    (address,) = chain(1)
+    tickets = [tier.submit("write", [address], [record(address, LONG)]) for _ in range(6)]
+    assert all(ticket.wait(20) for ticket in tickets)
+    assert {ticket.outcomes for ticket in tickets} == {(DONE,)}
+    assert len(client.keys()) == 4
+    assert read(tier, address, LONG) is DONE
+
+
+# holes and damage
+
+
+def test_a_part_that_was_evicted_is_a_miss_and_frees_the_place(tier: RedisTier, client: Any) -> None:
+    (address,) = chain(1)
+    segments = record(address, LONG)
+    for number in (1, 3):
+        tier.write([address], [segments])
+        client.delete(part(key(address), read_header(segments[0]).write_id, number))
+        assert read(tier, address, LONG) is ABSENT
+        assert tier.contains([address]) == (ABSENT,)
+    assert tier.write([address], [segments]) == (DONE,)
+    assert read(tier, address, LONG) is DONE
+
+
+def test_a_hole_never_shifts_what_comes_behind(tier: RedisTier, client: Any) -> None:
+    blocks = chain(12)
+    tier.write(blocks, [record(address) for address in blocks])
+    client.delete(key(blocks[3]), key(blocks[7]))
+    into = [buffer() for _ in blocks]
+    outcomes = tier.read(blocks, into)
+    assert outcomes == tuple(ABSENT if i in {3, 7} else DONE for i in range(12))
+    assert all(holds(into[i], blocks[i]) for i in range(12) if i not in {3, 7})
+
+
+def test_an_absent_key_answers_at_once_and_the_next_read_works(tier: RedisTier) -> None:
+    here, other = chain(1), chain(30, seed=1)
+    tier.write(here, [record(here[0])])
+    assert tier.read(other, [buffer() for _ in other]) == (ABSENT,) * 30
+    assert read(tier, here[0]) is DONE
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 136, 173, 4096, 12_000])
+@pytest.mark.parametrize("what", ["cut", "zeros", "letters"])
+def test_a_value_that_somebody_changed_is_a_miss_and_makes_room(
+    tier: RedisTier, client: Any, size: int, what: str
+) -> None:
+    blocks = chain(3)
+    tier.write(blocks, [record(address) for address in blocks])
+    value = {"cut": client.get(key(blocks[1]))[:size], "zeros": bytes(size), "letters": b"a" * size}[what]
+    client.set(key(blocks[1]), value)
+    assert [read(tier, address) for address in blocks] == [DONE, Outcome.DAMAGED, DONE]
+    assert tier.counters["damaged"] == 1
+    assert tier.write([blocks[1]], [record(blocks[1])]) == (DONE,)
+    assert read(tier, blocks[1]) is DONE
+
+
+def test_a_value_that_became_longer(tier: RedisTier, client: Any) -> None:
+    blocks = chain(2)
+    tier.write(blocks, [record(address) for address in blocks])
+    client.append(key(blocks[0]), b"more")
+    assert [read(tier, address) for address in blocks] == [Outcome.DAMAGED, DONE]
+
+
+@pytest.mark.parametrize("at", [0, 30, 60, 100, 140, 175, 9_000])
+def test_a_bit_that_turned(tier: RedisTier, client: Any, at: int) -> None:
+    blocks = chain(2)
+    tier.write(blocks, [record(address) for address in blocks])
+    client.setrange(key(blocks[0]), at, bytes([client.getrange(key(blocks[0]), at, at)[0] ^ 4]))
+    assert read(tier, blocks[0]) in {ABSENT, Outcome.DAMAGED}
+    assert read(tier, blocks[1]) is DONE
+
+
+def test_a_bit_that_turned_in_a_part(tier: RedisTier, client: Any) -> None:
+    (address,) = chain(1)
+    segments = record(address, LONG)
+    tier.write([address], [segments])
+    client.setrange(part(key(address), read_header(segments[0]).write_id, 2), 99, b"\0\0\0\0")
+    assert read(tier, address, LONG) is Outcome.DAMAGED
+    assert tier.contains([address]) == (ABSENT,)
+
+
+def test_another_version_is_left_alone(tier: RedisTier, client: Any) -> None:
+    (address,) = chain(1)
+    tier.write([address], [record(address)])
+    client.setrange(key(address), 4, b"\2\0")
+    value = client.get(key(address))
+    assert read(tier, address) is Outcome.FOREIGN
+    assert tier.contains([address]) == (ABSENT,)
+    assert tier.write([address], [record(address)]) == (Outcome.FAILED,)
+    assert client.get(key(address)) == value
+
+
+def test_a_value_of_another_type_is_left_alone(tier: RedisTier, client: Any) -> None:
+    blocks = chain(3)
+    tier.write(blocks[:1], [record(blocks[0])])
+    client.lpush(key(blocks[1]), "a list")
+    assert [read(tier, address) for address in blocks] == [DONE, Outcome.FOREIGN, ABSENT]
+    assert tier.write([blocks[1]], [record(blocks[1])]) == (Outcome.FOREIGN,)
+    assert client.lrange(key(blocks[1]), 0, -1) == [b"a list"]
+    assert tier.counters["refused_WRONGTYPE"] > 0
+    assert tier.breaker == "closed"
+    assert tier.check() == [f"redis: {key(blocks[1]).decode()} holds no record"]
+
+
+def test_check_finds_what_lies_wrong(tier: RedisTier, client: Any) -> None:
+    one, other = chain(2)
+    tier.write([one], [record(one)])
+    assert tier.check() == []
+    client.copy(key(one), key(other))
+    client.append(key(one), b"!")
+    assert len(tier.check()) == 2
+
+
+# many at once
+
+
+@pytest.mark.parametrize("held", [0, 1, 2, 15, 16, 17, 99, 1000, 1999, 2000])
+def test_leading_finds_the_end_of_a_chain_in_few_questions(tier: RedisTier, client: Any, held: int) -> None:
+    blocks = chain(2000)
+    tier.write(blocks[:held], [record(address, 1) for address in blocks[:held]])
+    before = client.info("commandstats")["cmdstat_getrange"]["calls"] if held else 0
+    assert tier.leading(blocks).result(10) == held
+    after = client.info("commandstats")["cmdstat_getrange"]["calls"]
+    assert after - before <= 64 or not held
+
+
+def test_leading_stops_at_a_hole_that_it_sees(tier: RedisTier) -> None:
+    blocks = chain(40)
+    tier.write(blocks[1:], [record(address, 1) for address in blocks[1:]])
+    assert tier.leading(blocks).result(10) == 0
+    assert tier.leading([]).result(10) == 0
+
+
+def test_thousands_of_questions(tier: RedisTier) -> None:
+    blocks = chain(5000)
+    tier.write(blocks[::7], [record(address, 1) for address in blocks[::7]])
+    assert tier.contains(blocks) == tuple(DONE if i % 7 == 0 else ABSENT for i in range(5000))
+
+
+def test_cycles_leave_nothing_behind(tier: RedisTier, client: Any) -> None:
+    blocks = chain(4)
+    for _ in range(50):
+        tier.write(blocks, [record(address) for address in blocks])
+        assert [read(tier, address) for address in blocks] == [DONE] * 4
+        tier.remove(blocks)
+    assert client.keys() == []
+    assert tier.counters["connects"] <= 4
+
+
+# settings
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"url": "http://here"}, "redis.url"),
+        ({"url": "redis://:secret@here:port"}, "redis.url"),
+        ({"part_bytes": 5}, "redis.part_bytes"),
+        ({"part_bytes": 32 << 20}, "redis.part_bytes"),
+        ({"prefix": "a*"}, "redis.prefix"),
+        ({"threads": 0}, "redis.threads"),
+        ({"timeout_s": 0}, "redis.timeout_s"),
+    ],
+)
+def test_settings_that_make_no_sense(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        RedisTier(**{"url": "redis://localhost", **given})
+    assert "secret" not in str(caught.value)
+
+
+def test_prefixes_stand_apart(server: Server, client: Any) -> None:
+    (address,) = chain(1)
+    one, other = RedisTier(server.unix, prefix="one"), RedisTier(server.unix, prefix="other")
+    one.write([address], [record(address)])
+    assert one.contains([address]) + other.contains([address]) == (DONE, ABSENT)
+    assert list(other.scan()) == []
+    one.close()
+    other.close()
+
+
+def test_two_shards_of_a_block_have_two_keys() -> None:
+    (address,) = chain(1)
+    shards = [Shard(0, 1, 0, 4), Shard(0, 2, 0, 40), Shard(0, 2, 0, 4)]
+    others = [replace(address, group=1), *(replace(address, group=11, shard=shard) for shard in shards)]
+    assert len({key(other) for other in [address, *others]}) == 5
