@@ -70,7 +70,8 @@ class Queue:
             batch.end = self._admit(batch)
         taken = batch.end - batch.first
         if taken > 0:
-            batch.share = min(PIECE_BLOCKS, -(-taken // self._threads))
+            shared = -(-taken // self._threads)
+            batch.share = PIECE_BLOCKS if batch.op == "contains" else min(PIECE_BLOCKS, shared)
             self._waiting += taken
             self._lines.setdefault((priority, _RANK[batch.op]), deque()).append(batch)
             if deadline is not None:

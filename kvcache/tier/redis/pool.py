@@ -77,20 +77,10 @@ class Pool:
             return result
 
     def _take(self, limit: float, *, fresh: bool) -> Wire:
-        with self._lock:
-            if self._closed:
-                raise RefusedError("closed")
-            if fresh:  # the others are as old as the one that proved dead
-                old, self._idle = self._idle, []
-            else:
-                old = []
-            wire = self._idle.pop() if self._idle else None
-            if wire is not None:
-                self._busy.add(wire)
-        for each in old:
-            each.close()
-        if wire is not None:
-            return wire
+        while (wire := self._pop()) is not None:
+            if not (fresh or wire.stale()):  # the others are as old as the one that proved dead
+                return wire
+            self._drop(wire)
         left = limit - self._clock.now()
         if left <= 0:
             raise TimeoutError("connect")
@@ -99,6 +89,15 @@ class Pool:
         with self._lock:
             self._busy.add(wire)
         return wire
+
+    def _pop(self) -> Wire | None:
+        with self._lock:
+            if self._closed:
+                raise RefusedError("closed")
+            wire = self._idle.pop() if self._idle else None
+            if wire is not None:
+                self._busy.add(wire)
+            return wire
 
     def _give(self, wire: Wire) -> None:
         with self._lock:

@@ -8,6 +8,7 @@ of a reply is still to come. TimeoutError is the one for a deadline that passed.
 from __future__ import annotations
 
 import contextlib
+import select
 import ssl
 from collections.abc import Sequence
 from typing import Any
@@ -204,6 +205,14 @@ class Wire:
     def ask(self, *words: bytes) -> Any:
         self.send([command(*words)])
         return self.reply()
+
+    def stale(self) -> bool:
+        """Whether something has come that nobody asked for: an answer too many, or the end."""
+        if self._at < self._end:
+            return True
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(0))
 
     def abort(self) -> None:
         """Wake the thread that waits for this wire, from another one; its caller closes it."""

@@ -1,0 +1,402 @@
+"""A server that is away, slow, hung, full, read-only or lying: always a miss, a count, a line, and back by itself."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.port import Port
+from kvcache.tier.redis import RedisTier, pool
+from kvcache.tier.redis import tier as module
+from kvcache.tier.redis.endpoint import PASSWORD
+from kvcache.tier.tier import Outcome
+from tests.contract.tiers import Clock
+from tests.peer.proxy import Proxy
+from tests.peer.server import MISSING, Server
+from tests.tier.blocks import buffer, chain, holds, record
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+DONE, ABSENT, LATE, FAILED = Outcome.DONE, Outcome.ABSENT, Outcome.LATE, Outcome.FAILED
+SECRET = "not to be seen"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def tier(server: Server, clock: Clock) -> Iterator[RedisTier]:
+    server.client.flushall()
+    tier = RedisTier(server.tcp, timeout_s=0.2, port=Port(clock=clock))
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def proxy(server: Server) -> Iterator[Proxy]:
+    server.client.flushall()
+    proxy = Proxy(server.port)
+    yield proxy
+    proxy.end()
+
+
+@pytest.fixture
+def behind(proxy: Proxy, clock: Clock) -> Iterator[RedisTier]:
+    tier = RedisTier(proxy.url, timeout_s=0.2, threads=1, port=Port(clock=clock))
+    yield tier
+    tier.close()
+
+
+def read(tier: RedisTier, address: Any, size: int = 12_000) -> Outcome:
+    into = buffer(size)
+    (outcome,) = tier.read([address], [into])
+    assert outcome is not DONE or holds(into, address, size)
+    return outcome
+
+
+def until_open(tier: RedisTier, address: Any) -> set[Outcome]:
+    """What reads end as, until the breaker is open."""
+    outcomes = set()
+    for _ in range(3):
+        assert tier.breaker == "closed"
+        outcomes.add(read(tier, address))
+    assert tier.breaker == "open"
+    return outcomes
+
+
+def test_hung(server: Server, tier: RedisTier, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Each call ends by its deadline; then none is tried; one probe brings it back."""
+    blocks = chain(2)
+    tier.write(blocks, [record(address) for address in blocks])
+    server.pause()
+    try:
+        ticket = tier.submit("contains", blocks, deadline=clock.now() + 0.05)
+        assert ticket.wait(20)
+        assert ticket.outcomes == (LATE, LATE)
+        assert tier.leading(blocks, deadline=clock.now() + 0.05).result(20) == 0
+        assert tier.write(chain(1, seed=1), [record(chain(1, seed=1)[0])]) == (LATE,)
+        assert tier.breaker == "open"
+        assert [read(tier, address) for address in blocks * 50] == [FAILED] * 100
+        assert (tier.usage().records, tier.room(1), list(tier.scan())) == (0, 0, [])
+        assert len(tier.check()) == 1
+    finally:
+        server.go_on()
+    assert read(tier, blocks[0]) is FAILED
+    clock.seconds += 1
+    assert read(tier, blocks[0]) is DONE
+    assert tier.breaker == "closed"
+    assert tier.counters["faults_timeout"] == 3
+    assert tier.counters["breaker_opened"] == 1
+    assert [r.levelno for r in caplog.records] == [logging.WARNING]
+
+
+def test_a_tiny_deadline_says_nothing_of_the_server(tier: RedisTier, clock: Clock) -> None:
+    (address,) = chain(1)
+    for _ in range(20):
+        ticket = tier.submit("read", [address], [buffer()], deadline=clock.now() + 1e-9)
+        assert ticket.wait(20)
+        assert ticket.outcomes[0] in {LATE, ABSENT}
+    assert tier.breaker == "closed"
+
+
+def test_closing_does_not_wait_for_a_hung_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CLOSE_S", 0.05)
+    tier = RedisTier(server.tcp, timeout_s=200, threads=2)
+    blocks = chain(600)
+    assert set(tier.contains(blocks)) == {ABSENT}
+    server.pause()
+    try:
+        ticket = tier.submit("contains", blocks)
+        tier.close()
+        assert ticket.done
+        assert set(ticket.outcomes) == {FAILED}
+    finally:
+        server.go_on()
+
+
+def test_restarted(server: Server, tier: RedisTier) -> None:
+    """Old connections are found dead and replaced within the call: no call fails."""
+    blocks = chain(4)
+    for _ in range(3):
+        assert tier.write(blocks, [record(address) for address in blocks]) == (DONE,) * 4
+        assert tier.contains(blocks) == (DONE,) * 4
+        server.stop()
+        server.start()
+        assert [read(tier, address) for address in blocks] == [ABSENT] * 4
+    assert tier.breaker == "closed"
+
+
+def test_away_and_back(server: Server, tier: RedisTier, clock: Clock) -> None:
+    (address,) = chain(1)
+    tier.write([address], [record(address)])
+    server.stop()
+    try:
+        assert until_open(tier, address) == {FAILED}
+        clock.seconds += 1
+        assert read(tier, address) is FAILED
+    finally:
+        server.start()
+    clock.seconds += 10
+    assert read(tier, address) is ABSENT
+    assert tier.breaker == "closed"
+    assert tier.counters["faults_ConnectionRefusedError"] == 4
+
+
+def test_full(clock: Clock) -> None:
+    """Writes find no room, are counted, stop for a while; reads go on; room lets them in again."""
+    server = Server("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
+    tier = RedisTier(server.tcp, threads=1, port=Port(clock=clock))
+    try:
+        blocks = chain(40)
+        outcomes = [tier.write([address], [record(address, 300_000)])[0] for address in blocks]
+        written = outcomes.count(DONE)
+        assert 0 < written < 40
+        assert set(outcomes[:written]) == {DONE}
+        assert outcomes[written : written + 4] == [Outcome.NO_ROOM] * 3 + [FAILED]
+        assert tier.counters["refused_OOM"] == 3
+        assert tier.counters["write_no_room"] == 3
+        assert tier.breaker == "closed"
+        assert read(tier, blocks[0], 300_000) is DONE
+        assert tier.room(300_000) < 8
+        server.client.flushall()
+        clock.seconds += 1
+        assert tier.write(blocks[:3], [record(address, 300_000) for address in blocks[:3]]) == (DONE,) * 3
+    finally:
+        tier.close()
+        server.end()
+
+
+def test_a_long_record_that_does_not_fit_leaves_nothing(clock: Clock) -> None:
+    server = Server("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
+    tier = RedisTier(server.tcp, part_bytes=256 << 10, port=Port(clock=clock))
+    try:
+        (address,) = chain(1)
+        assert tier.write([address], [record(address, 8 << 20)]) == (Outcome.NO_ROOM,)
+        assert server.client.keys() == []
+    finally:
+        tier.close()
+        server.end()
+
+
+def test_the_server_evicts_as_it_likes() -> None:
+    server = Server("--maxmemory", "6mb", "--maxmemory-policy", "allkeys-random")
+    tier = RedisTier(server.unix, part_bytes=256 << 10)
+    try:
+        blocks = chain(30)
+        for address in blocks:
+            assert tier.write([address], [record(address, 700_000)]) == (DONE,)
+            outcomes = {read(tier, other, 700_000) for other in blocks}
+            assert outcomes <= {DONE, ABSENT}
+        assert outcomes == {DONE, ABSENT}
+        assert tier.check() == []
+        assert tier.room(700_000) > 0
+    finally:
+        tier.close()
+        server.end()
+
+
+def test_read_only(server: Server, tier: RedisTier, clock: Clock) -> None:
+    here, new = chain(1), chain(5, seed=1)
+    tier.write(here, [record(here[0])])
+    server.client.replicaof("127.0.0.1", "1")
+    try:
+        assert [tier.write([a], [record(a)])[0] for a in new] == [FAILED] * 5
+        assert tier.counters["refused_READONLY"] == 3
+        assert tier.counters["writes_stopped"] == 1
+        assert read(tier, here[0]) is DONE
+        assert tier.remove(here) == (FAILED,)
+        assert tier.breaker == "closed"
+    finally:
+        server.client.replicaof("NO", "ONE")
+    clock.seconds += 1
+    assert tier.write(new, [record(a) for a in new]) == (DONE,) * 5
+
+
+def test_a_replica_that_lost_its_master(server: Server, tier: RedisTier, clock: Clock) -> None:
+    (address,) = chain(1)
+    tier.write([address], [record(address)])
+    server.client.config_set("replica-serve-stale-data", "no")
+    server.client.replicaof("127.0.0.1", "1")
+    try:
+        assert until_open(tier, address) == {FAILED}
+        assert tier.counters["faults_MASTERDOWN"] == 3
+    finally:
+        server.client.replicaof("NO", "ONE")
+        server.client.config_set("replica-serve-stale-data", "yes")
+    clock.seconds += 1
+    assert read(tier, address) is DONE
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        (b"-LOADING the data set is being loaded\r\n", "LOADING"),
+        (b"-MOVED 3999 127.0.0.1:6381\r\n", "MOVED"),
+        (b"-ASK 3999 127.0.0.1:6381\r\n", "ASK"),
+        (b"-CLUSTERDOWN the cluster is down\r\n", "CLUSTERDOWN"),
+        (b"-BUSY a script runs\r\n", "BUSY"),
+        (b"-NOPERM not allowed\r\n", "NOPERM"),
+    ],
+)
+def test_a_server_that_refuses(proxy: Proxy, behind: RedisTier, clock: Clock, reply: bytes, code: str) -> None:
+    (address,) = chain(1)
+    assert behind.write([address], [record(address)]) == (DONE,)
+    proxy.answer = reply
+    assert until_open(behind, address) == {FAILED}
+    assert behind.counters[f"refused_{code}"] == 3
+    assert behind.counters[f"faults_{code}"] == 3
+    proxy.well()
+    clock.seconds += 1
+    assert read(behind, address) is DONE
+    assert behind.breaker == "closed"
+    assert proxy.connections == 1
+
+
+@pytest.mark.parametrize(
+    "reply", [b"nonsense\r\n", b"$x\r\n", b":5\r\n", b"*1\r\n$1\r\na\r\n", b"$3\r\nabcde", b"$-1\r\n$-1\r\n", b"\r\n"]
+)
+def test_a_peer_that_speaks_something_else(proxy: Proxy, behind: RedisTier, clock: Clock, reply: bytes) -> None:
+    """Whatever it says, nothing is DONE, and a connection that is out of step is not used again."""
+    (address,) = chain(1)
+    behind.write([address], [record(address)])
+    proxy.answer = reply
+    for _ in range(4):
+        assert read(behind, address) is not DONE
+    proxy.well()
+    clock.seconds += 10
+    outcomes = [read(behind, address) for _ in range(3)]
+    assert outcomes[-1] is DONE
+    assert behind.contains([address]) == (DONE,)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 9, 100, 150, 5_000, 12_100])
+def test_hung_up_in_the_middle_of_a_reply(proxy: Proxy, behind: RedisTier, cut: int) -> None:
+    (address,) = chain(1)
+    behind.write([address], [record(address)])
+    proxy.cut = cut
+    assert read(behind, address) is FAILED
+    proxy.well()
+    assert read(behind, address) is DONE
+
+
+def test_hung_up_in_the_middle_of_a_batch(proxy: Proxy, behind: RedisTier) -> None:
+    """What came before is there, what comes behind is a miss, nothing is in the wrong place."""
+    blocks = chain(10)
+    behind.write(blocks, [record(address) for address in blocks])
+    proxy.cut = 50_000
+    into = [buffer() for _ in blocks]
+    outcomes = behind.read(blocks, into)
+    there = outcomes.count(DONE)
+    assert 0 < there < 10
+    assert outcomes == (DONE,) * there + (FAILED,) * (10 - there)
+    assert all(holds(into[i], blocks[i]) for i in range(there))
+
+
+def test_hung_while_replying(proxy: Proxy, behind: RedisTier) -> None:
+    (address,) = chain(1)
+    behind.write([address], [record(address)])
+    proxy.hang = True
+    assert read(behind, address) is LATE
+    proxy.well()
+    assert read(behind, address) is DONE
+
+
+def test_hangs_up_at_once(proxy: Proxy, behind: RedisTier, clock: Clock) -> None:
+    (address,) = chain(1)
+    behind.write([address], [record(address)])
+    proxy.drop = True
+    assert until_open(behind, address) == {FAILED}
+    proxy.well()
+    clock.seconds += 1
+    assert read(behind, address) is DONE
+
+
+def test_not_tls(server: Server, clock: Clock) -> None:
+    tier = RedisTier(server.tcp.replace("redis:", "rediss:"), timeout_s=0.2, port=Port(clock=clock))
+    assert until_open(tier, chain(1)[0]) <= {FAILED, LATE}
+    tier.close()
+
+
+def test_one_line_every_few_seconds(tier: RedisTier, server: Server, clock: Clock, caplog: Any) -> None:
+    server.stop()
+    try:
+        for _ in range(20):
+            clock.seconds += 1
+            read(tier, chain(1)[0])
+        assert 2 <= len(caplog.records) <= 5
+        assert "ConnectionRefusedError" in caplog.text
+    finally:
+        server.start()
+
+
+# credentials
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Server]:
+    server = Server(password=SECRET)
+    yield server
+    server.end()
+
+
+@pytest.mark.parametrize("way", ["url", "file", "environment"])
+def test_a_password_is_taken_and_never_shown(
+    guarded: Server, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    url, options = guarded.tcp, {}
+    if way == "url":
+        url = url.replace("//", f"//:{SECRET.replace(' ', '%20')}@")
+    elif way == "file":
+        (tmp_path / "password").write_text(f"{SECRET}\n")
+        options = {"password_file": str(tmp_path / "password")}
+    else:
+        monkeypatch.setenv(PASSWORD, SECRET)
+    tier = RedisTier(url, **options)  # type: ignore[arg-type]
+    (address,) = chain(1)
+    assert tier.write([address], [record(address)]) == (DONE,)
+    assert tier.remove([address]) == (DONE,)
+    said = f"{tier!r} {tier._endpoint!r} {caplog.text} {tier.counters}"
+    assert SECRET not in said
+    assert "%20" not in said
+    tier.close()
+
+
+@pytest.mark.parametrize("password", ["", "wrong-and-secret"])
+def test_refused_to_come_in(guarded: Server, password: str, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    url = guarded.tcp.replace("//", f"//:{password}@") if password else guarded.tcp
+    tier = RedisTier(url, timeout_s=0.5, port=Port(clock=clock))
+    assert until_open(tier, chain(1)[0]) == {FAILED}
+    assert caplog.records
+    assert "secret" not in caplog.text + repr(tier) + str(tier.counters)
+    tier.close()
+
+
+def test_a_password_file_that_is_not_there(guarded: Server, tmp_path: Path, clock: Clock) -> None:
+    """A miss, until it is there: it is read for each connection, so a password can be changed."""
+    where = tmp_path / "password"
+    tier = RedisTier(guarded.tcp, password_file=str(where), port=Port(clock=clock))
+    assert read(tier, chain(1)[0]) is FAILED
+    where.write_text(SECRET)
+    assert read(tier, chain(1)[0]) is ABSENT
+    tier.close()
+
+
+def test_a_defect_is_an_outcome(tier: RedisTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool.Pool, "run", lambda *_: 1 / 0)
+    assert read(tier, chain(1)[0]) is FAILED
+    assert tier.counters["defects"] == 1
