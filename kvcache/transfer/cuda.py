@@ -24,6 +24,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -164,7 +165,7 @@ class CudaCopier:
                 f"{len(sources)} pages to {len(targets)}: expected each target once, and no source as one"
             )
         lane, payloads = self._lanes["within"], np.asarray(targets, np.int64) * pages.page_stride
-        with lane.lock:
+        with lane.in_order():
             self._follow(lane, after)
             self._launch(launches(plan_within(pages), "gather", sources, payloads, self._device_blocks), lane)
             return CudaCopy(self.device, [pages.shard.layers], [self.device.record(lane.stream)], [], (pages,))
@@ -172,8 +173,8 @@ class CudaCopier:
     def close(self) -> None:
         """Wait for what is under way, and unpin."""
         for lane in self._lanes.values():
-            with lane.lock:
-                self.device.record(lane.stream).synchronize()
+            with lane.in_order():
+                lane.drain()
                 lane.staging = None
         self.pinned.close()
 
@@ -197,7 +198,7 @@ class CudaCopier:
         here = np.array([address_of(buffer) for buffer in buffers], np.int64)
         mapped = self._mapped(here, size)
         lane = self._lanes[direction]
-        with lane.lock:
+        with lane.in_order():
             self._follow(lane, after)
             for part in parts(pages, form, len(buffers), self._run_bytes if direction == "scatter" else None):
                 way = self._way(direction, part, mapped)
@@ -277,11 +278,24 @@ class CudaCopier:
 
 
 class _Lane:
-    """A stream for one kind of copy, and the device's memory by which staged ones go. Used under its lock, so that
-    what one copy puts on the stream stays together."""
+    """A stream for one kind of copy, and the device's memory by which staged ones go."""
 
     def __init__(self, device: Device) -> None:
+        self._device, self._lock = device, threading.Lock()
         self.stream = device.stream()
-        self.lock = threading.Lock()
         self.staging: Memory | None = None
         self.staging_bytes = 0
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """What one copy puts on the stream stays together. Where that fails half way, what is already there has ended
+        before the caller hears of it, who then takes pages and buffers for its own again."""
+        with self._lock:
+            try:
+                yield
+            except BaseException:
+                self.drain()
+                raise
+
+    def drain(self) -> None:
+        self._device.record(self.stream).synchronize()

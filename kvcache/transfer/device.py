@@ -20,7 +20,7 @@ from kvcache.transfer.kernels import OPTIONS, THREADS, Launch, source
 
 Addresses = NDArray[np.uint64]
 
-_PORTABLE_AND_MAPPED = 3  # cudaHostRegister's flags: for every context, and within reach of kernels
+_PORTABLE_AND_MAPPED, _READ_ONLY = 3, 8  # cudaHostRegister's flags: for every context, and within reach of kernels
 
 
 class Event(Protocol):
@@ -63,7 +63,7 @@ class Device(Protocol):
     def host_memory(self, size_bytes: int) -> Memory:
         """Of the host, pinned."""
 
-    def register(self, address: int, size_bytes: int) -> int:
+    def register(self, address: int, size_bytes: int, *, read_only: bool = False) -> int:
         """Pin host memory: the address by which kernels reach it. OSError where it cannot be."""
 
     def unregister(self, address: int) -> None: ...
@@ -141,10 +141,11 @@ class CupyDevice:
             made = self._cupy.cuda.alloc_pinned_memory(size_bytes)
         return Memory(int(made.ptr), made)
 
-    def register(self, address: int, size_bytes: int) -> int:
+    def register(self, address: int, size_bytes: int, *, read_only: bool = False) -> int:
         with self._device:
+            flags = _PORTABLE_AND_MAPPED | (_READ_ONLY if read_only else 0)
             try:
-                self._runtime.hostRegister(address, size_bytes, _PORTABLE_AND_MAPPED)
+                self._runtime.hostRegister(address, size_bytes, flags)
             except self._runtime.CUDARuntimeError as error:
                 raise OSError(str(error)) from error
             return int(self._runtime.pointerGetAttributes(address).devicePointer)

@@ -40,11 +40,11 @@ class PinnedRegions:
         self._lock = threading.Lock()
 
     def add(self, memory: memoryview) -> None:
-        """Pin a region. StoreError where the system does not allow it: copies then work by way of the driver's own
-        buffers, at a part of the speed."""
+        """Pin a region; a read-only one serves loads. StoreError where the system does not allow it: copies then work
+        by way of the driver's own buffers, at a part of the speed."""
         address, size = address_of(memory), memory.nbytes
         try:
-            device_address = self._device.register(address, size)
+            device_address = self._device.register(address, size, read_only=memory.readonly)
         except OSError as error:
             raise StoreError(
                 f"{show_bytes(size)} of host memory cannot be pinned for {self._device.name}: {error}; {_limit(size)}"

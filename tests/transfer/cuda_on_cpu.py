@@ -109,7 +109,7 @@ class HostDevice:
     def host_memory(self, size_bytes: int) -> Memory:
         return self.memory(size_bytes, 0)
 
-    def register(self, address: int, size_bytes: int) -> int:
+    def register(self, address: int, size_bytes: int, *, read_only: bool = False) -> int:
         if not self.pinning:
             raise OSError("cudaErrorMemoryAllocation")
         return address

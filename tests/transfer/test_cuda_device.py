@@ -85,6 +85,14 @@ def test_copies(cupy: FakeCupy) -> None:
     assert cupy.device_stack == []
 
 
+def test_a_region_that_is_only_read(cupy: FakeCupy) -> None:
+    """As the extents of a daemon's arena are to its clients."""
+    copier = CudaCopier(1)
+    copier.pinned.add(memoryview(bytes(4096)))
+    copier.pinned.add(memoryview(bytearray(4096)))
+    assert cupy.flags == [3 | 8, 3]
+
+
 def test_time_is_in_seconds(cupy: FakeCupy) -> None:
     device = CupyDevice(1)
     work: list[Any] = []
