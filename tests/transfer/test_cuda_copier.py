@@ -77,12 +77,11 @@ def test_any_pages(way: Way, data: st.DataObject, e: Engine, shift: int) -> None
 
 
 @ways
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("axes", [NHD, HND, WHOLE_PAGE], ids=["nhd", "hnd", "whole_page"])
+@pytest.mark.parametrize("axes", [HND, WHOLE_PAGE], ids=["hnd", "whole_page"])
 @pytest.mark.parametrize("apart", [(), ("layer",), ("layer", "kv")], ids=["one", "layers_apart", "all_apart"])
-def test_more_than_one_launch(way: Way, dtype: str, axes: tuple[str, ...], apart: tuple[str, ...]) -> None:
+def test_more_than_one_launch(way: Way, axes: tuple[str, ...], apart: tuple[str, ...]) -> None:
     """More roots and more blocks than a job holds."""
-    layout = KVLayout.mha(layers=70, kv_heads=2, head_dim=8, dtype=dtype, block_tokens=2)
+    layout = KVLayout.mha(layers=70, kv_heads=2, head_dim=8, block_tokens=2)
     e = on_gpu(engine(layout, 0, layout.whole[0], 140, axes=axes, apart=apart))
     ids = list(np.random.default_rng(1).permutation(140))[:135]
     check_gather(copier(way=way, staging_bytes=1 << 16), e, ids, 0)
@@ -169,7 +168,7 @@ class TestTheWay:
 
 
 @ways
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 class TestOrder:
     """On a device that does everything as late as it may."""
 
