@@ -14,7 +14,8 @@ median of rounds in which either side goes first as often. The value is ours, th
     disk/*/buffered              ours as it is; LMCache's path through the page cache, which is emptied before reads
     bytes_a_token/*              beside keys and values; LMCache's in-process engine, and its multiprocess server
 
---truth does the same faults to both instead, and tells who answers wrong.
+LMCache copies by what it brings for processors, which says nothing of its CUDA kernels. --truth does the same faults to
+both instead, and tells who answers wrong.
 """
 
 from __future__ import annotations

@@ -1,0 +1,21 @@
+"""docs/performance.md is what the results say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_page_is_written_from_the_results() -> None:
+    command = [sys.executable, ROOT / "benchmarks" / "report"]
+    written = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.decode()
+    assert written == (ROOT / "docs" / "performance.md").read_text(), "benchmarks/report > docs/performance.md"
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        for row in json.loads(path.read_text()).get("rows", ()):
+            lines = [line for line in written.splitlines() if line.startswith(f"| `{row['id']}` |")]
+            lost = row["vs_peer"] is not None and row["vs_peer"] < 1
+            assert len(lines) == (2 if lost else 1), "a row we lose stands among those where we lose as well"
