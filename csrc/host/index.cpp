@@ -88,10 +88,21 @@ void Index::attach(std::uint32_t i, std::uint32_t parent) {
         count_reuse(use.uses, age(use.stamp));
         node.uses = std::min<std::uint64_t>(use.uses + 1, Node::MOST_USES) & Node::MOST_USES;
     }
-    node.parent = parent;
-    node.depth = node.has_parent() ? std::min<std::uint32_t>(nodes_[parent].depth + 1u, Node::MOST_DEPTH) : 0;
+    node.parent = descends(parent, i) ? Node::UNKNOWN : parent;
+    node.depth = node.has_parent() ? std::min<std::uint32_t>(nodes_[node.parent].depth + 1u, Node::MOST_DEPTH) : 0;
     ++blocks_;
     count_waiting(node, 1);
+}
+
+// A chain that bites its own tail could never leave. Only a node that has children already can be an ancestor.
+bool Index::descends(std::uint32_t i, std::uint32_t ancestor) const {
+    const Node& node = nodes_[ancestor];
+    bool may = i == ancestor;
+    for (unsigned t = 0; t < tiers_; ++t) may = may || node.children(t);
+    for (; may && i < Node::NEVER; i = nodes_[i].parent) {
+        if (i == ancestor) return true;
+    }
+    return false;
 }
 
 void Index::settle(std::uint32_t i, unsigned tier) {

@@ -130,6 +130,7 @@ class Index {
 
     std::uint32_t create(std::uint32_t place, const std::uint8_t* signature);
     void attach(std::uint32_t node, std::uint32_t parent);
+    bool descends(std::uint32_t node, std::uint32_t ancestor) const;
     void settle(std::uint32_t node, unsigned tier);
     void drop(std::uint32_t node, unsigned tier);
     void forget(std::uint32_t node);

@@ -23,39 +23,13 @@ from numpy.typing import NDArray
 
 from kvcache.block.key import SIGNATURE_BYTES, digest_chain
 from kvcache.hierarchy.ages import Ages
+from kvcache.hierarchy.node import UNKNOWN, Name, Node, Standing
 from kvcache.hierarchy.prefix import usable
 from kvcache.hierarchy.run import Packed
 
-Name = tuple[bytes, bytes]  # place, signature
-Standing = tuple[int, int, bytes, bytes]  # stamp, -depth, signature, place
 Victim = tuple[bytes, bytes, bytes, bool]  # place, signature, parent, whether another tier still has it
 
 MOST_TIERS, MOST_USES = 4, 0xFF
-UNKNOWN = b""
-
-
-class Node:
-    __slots__ = ("children", "depth", "holds", "known", "listed", "name", "parent", "stamp", "tiers", "uses")
-
-    def __init__(self, name: Name, tiers: int, stamp: int) -> None:
-        self.name = name
-        self.parent = UNKNOWN  # signature of the block before, the namespace for the first one; while some tier has it
-        self.known = False  # some tier has, or had it
-        self.tiers = 0
-        self.children = [0] * tiers  # how many of its children each tier has
-        self.listed: list[tuple[int, int, int] | None] = [None] * tiers  # the order in which it stands
-        self.depth = self.uses = self.holds = 0
-        self.stamp = stamp
-
-    @property
-    def parent_name(self) -> Name | None:
-        place, _ = self.name
-        return (place, self.parent) if self.tiers and self.parent not in (UNKNOWN, place[:SIGNATURE_BYTES]) else None
-
-    @property
-    def standing(self) -> Standing:
-        place, signature = self.name
-        return self.stamp, -self.depth, signature, place
 
 
 class Ghost(NamedTuple):
@@ -150,7 +124,7 @@ class PlainIndex:
         first of its chain, empty where it is unknown."""
         with self._lock:
             for name in _names(place, signatures):
-                node = self._nodes.get(name) or self._new(name)
+                node = self._get(name)
                 if not node.tiers:
                     self._attach(node, parent)
                 if not node.tiers >> tier & 1:
@@ -236,9 +210,9 @@ class PlainIndex:
 
     # within
 
-    def _new(self, name: Name) -> Node:
-        node = self._nodes[name] = Node(name, self._tiers, self.clock)
-        return node
+    def _get(self, name: Name) -> Node:
+        """Its node, made where there is none."""
+        return self._nodes.get(name) or self._nodes.setdefault(name, Node(name, self._tiers, self.clock))
 
     def _attach(self, node: Node, parent: bytes) -> None:
         """Some tier will have the node now."""
@@ -250,9 +224,21 @@ class PlainIndex:
             node.uses = min(ghost.uses + 1, MOST_USES)
         node.parent, node.known, node.depth = parent, True, 0
         if parent not in (UNKNOWN, place[:SIGNATURE_BYTES]):
-            node.depth = (self._nodes.get((place, parent)) or self._new((place, parent))).depth + 1
+            before = self._get((place, parent))
+            if self._descends(before, node):
+                node.parent = UNKNOWN
+            else:
+                node.depth = before.depth + 1
         self._blocks += 1
         self._ages.add(self._class(node.uses), node.stamp, 1)
+
+    def _descends(self, node: Node, ancestor: Node) -> bool:
+        """A chain that bites its own tail could never leave."""
+        while node is not ancestor:
+            if node.parent_name is None:
+                return False
+            node = self._nodes[node.parent_name]
+        return True
 
     def _drop(self, node: Node, tier: int) -> None:
         parent = node.parent_name
@@ -362,13 +348,11 @@ class PlainIndex:
         faults = []
         with self._lock:
             children: dict[Name, list[int]] = {}
-            resident = [0] * self._tiers
             for node in self._nodes.values():
-                for t in range(self._tiers):
-                    if node.tiers >> t & 1:
-                        resident[t] += 1
-                        if node.parent_name:
-                            children.setdefault(node.parent_name, [0] * self._tiers)[t] += 1
+                if node.parent_name:
+                    counts = children.setdefault(node.parent_name, [0] * self._tiers)
+                    for t in range(self._tiers):
+                        counts[t] += node.tiers >> t & 1
             for node in self._nodes.values():
                 label = f"index: {node.name[1][:8].hex()}"
                 if node.children != children.get(node.name, [0] * self._tiers):
@@ -380,6 +364,7 @@ class PlainIndex:
                         faults.append(f"{label} {'is missing in' if place is None else 'stands in'} an order")
                     if place is not None and node.standing not in self._orders[place]:
                         faults.append(f"{label} stands in the wrong order")
+            resident = [sum(node.tiers >> t & 1 for node in self._nodes.values()) for t in range(self._tiers)]
             if resident != self._resident:
                 faults.append(f"index: counts {self._resident} residents, {resident} are there")
             listed = sum(place is not None for node in self._nodes.values() for place in node.listed)

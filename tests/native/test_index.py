@@ -45,6 +45,8 @@ def branch(number: int, length: int) -> bytes:
 
 
 CHAINS = [branch(number, 9) for number in range(4)]
+ODD = [sha256(b"odd %d" % i).digest() for i in range(5)]
+gaps = st.lists(st.sampled_from([0, 1, 2, 5, 20]), min_size=1, max_size=12)
 chains = st.integers(0, len(CHAINS) - 1)
 places = st.integers(0, len(PLACES) - 1)
 tiers = st.integers(0, 2)
@@ -75,9 +77,16 @@ class Twins(RuleBasedStateMachine):
         run = CHAINS[chain][32 * first : 32 * end]
         self.both(lambda twin: twin.insert(PLACES[place], run, parent if known else b"", tier))
 
-    @rule(
-        first=st.integers(0, 40), gaps=st.lists(st.sampled_from([0, 1, 2, 5, 20]), min_size=1, max_size=12), tier=tiers
-    )
+    @rule(i=st.integers(0, 4), parent=st.integers(0, 4), place=places, tier=tiers)
+    def insert_odd(self, i: int, parent: int, place: int, tier: int) -> None:
+        """Of a few blocks any may claim to follow any, as no chain of ours would, itself among them."""
+        self.both(lambda twin: twin.insert(PLACES[place], ODD[i], ODD[parent], tier))
+
+    @rule(i=st.integers(0, 4), place=places, tier=tiers)
+    def discard_odd(self, i: int, place: int, tier: int) -> None:
+        self.both(lambda twin: twin.discard(PLACES[place], ODD[i], tier, False))
+
+    @rule(first=st.integers(0, 40), gaps=gaps, tier=tiers)
     def insert_loners(self, first: int, gaps: list[int], tier: int) -> None:
         """Chains of one block, so that many of one class wait in bins here and there."""
         for i, gap in enumerate(gaps):
@@ -162,7 +171,7 @@ def test_long_lives(seed: int) -> None:
     for _ in range(60):
         chain, place, tier = random.randrange(4), random.randrange(3), random.randrange(3)
         ends, some = sorted(random.choices(range(10), k=2)), random.random() < 0.5
-        match random.randrange(10):
+        match random.randrange(12):
             case 0:
                 twins.tick(random.choice([1, 3, 30, 400]))
             case 1 | 2:
@@ -177,6 +186,10 @@ def test_long_lives(seed: int) -> None:
                 twins.hold(chain, ends, place, random.choices(range(10), k=3))
             case 7:
                 twins.match(chain, ends[1], random.randrange(1, 5))
+            case 8:
+                twins.insert_odd(random.randrange(5), random.randrange(5), place, tier)
+            case 9:
+                twins.discard_odd(random.randrange(5), place, tier)
             case _:
                 back = random.choice([None, None, 0, 1, 5, 100])
                 twins.evict(tier, random.randrange(len(TABLES)), random.choice([1, 4, 16]), back, some)

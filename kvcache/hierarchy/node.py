@@ -1,0 +1,35 @@
+"""What the plain index knows of one block at one place."""
+
+from __future__ import annotations
+
+from kvcache.block.key import SIGNATURE_BYTES
+
+Name = tuple[bytes, bytes]  # place, signature
+Standing = tuple[int, int, bytes, bytes]  # stamp, -depth, signature, place
+
+UNKNOWN = b""
+"""As a parent: it was not told."""
+
+
+class Node:
+    __slots__ = ("children", "depth", "holds", "known", "listed", "name", "parent", "stamp", "tiers", "uses")
+
+    def __init__(self, name: Name, tiers: int, stamp: int) -> None:
+        self.name = name
+        self.parent = UNKNOWN  # signature of the block before, the namespace for the first one; while some tier has it
+        self.known = False  # some tier has, or had it
+        self.tiers = 0
+        self.children = [0] * tiers  # how many of its children each tier has
+        self.listed: list[tuple[int, int, int] | None] = [None] * tiers  # the order in which it stands
+        self.depth = self.uses = self.holds = 0
+        self.stamp = stamp
+
+    @property
+    def parent_name(self) -> Name | None:
+        place, _ = self.name
+        return (place, self.parent) if self.tiers and self.parent not in (UNKNOWN, place[:SIGNATURE_BYTES]) else None
+
+    @property
+    def standing(self) -> Standing:
+        place, signature = self.name
+        return self.stamp, -self.depth, signature, place
