@@ -54,7 +54,7 @@ class Server:
             unix_socket_path=self.socket,
             password=password or None,
             protocol=2,
-            retry=Retry(ConstantBackoff(0.02), 500),
+            retry=Retry(ConstantBackoff(0.01), 3),
             retry_on_error=[redis.ConnectionError, redis.BusyLoadingError],
         )
         self.start()
@@ -65,7 +65,14 @@ class Server:
         options += ["--dir", self._directory.name, "--appendonly", "no", "--daemonize", "no", *self._arguments]
         options += ["--requirepass", self._password] if self._password else []
         self._process = subprocess.Popen([BINARY, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.client.ping()  # tries until it answers
+        while not self._answers():
+            assert self._process.poll() is None, f"{BINARY} ended with status {self._process.returncode}"
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.client.ping())
+        except redis.ConnectionError:  # the client has waited a little
+            return False
 
     def pause(self) -> None:
         """It keeps its connections and answers nothing."""
