@@ -20,6 +20,8 @@ from kvcache.tier.tier import Op, Segments, Ticket
 MOST_JOBS = 1 << 17
 PIECE_BYTES = 4 << 20
 PIECE_BLOCKS = 256
+QUESTIONS = 4096
+"""Lookups in a piece: cheap enough that dividing them costs more than it saves."""
 _RANK: dict[Op, int] = {"contains": 0, "read": 1, "remove": 2, "write": 3}
 
 
@@ -71,7 +73,7 @@ class Queue:
         taken = batch.end - batch.first
         if taken > 0:
             shared = -(-taken // self._threads)
-            batch.share = PIECE_BLOCKS if batch.op == "contains" else min(PIECE_BLOCKS, shared)
+            batch.share = QUESTIONS if batch.op == "contains" else min(PIECE_BLOCKS, shared)
             self._waiting += taken
             self._lines.setdefault((priority, _RANK[batch.op]), deque()).append(batch)
             if deadline is not None:

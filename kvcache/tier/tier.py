@@ -96,7 +96,8 @@ class Ticket:
             self._on_outcome(i, outcome)
         with self._changed:
             self._left -= 1
-            self._changed.notify_all()
+            if not self._left:
+                self._changed.notify_all()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until every block is settled; False if time ran out first."""
