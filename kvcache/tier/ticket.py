@@ -39,6 +39,7 @@ class TimedTicket(Ticket):
     def wait(self, timeout_s: float | None = None) -> bool:
         if self._deadline is None:
             return super().wait(timeout_s)
+        self._look()
         first = max(0.0, self._deadline - self._clock.now())
         if timeout_s is not None and timeout_s <= first:
             return super().wait(timeout_s)

@@ -12,23 +12,29 @@ import errno
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcache.block.address import Address
+from kvcache.block.record import seal
 from kvcache.errors import StoreError
 from kvcache.port import Port
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import AHEAD, BACKGROUND, WAITING, Op, Outcome, Ticket
 from tests.fault.disk import Crash, SimDisk
 from tests.fault.schedule import Scheduler
-from tests.tier.blocks import buffer, chain, holds, record
+from tests.tier.blocks import buffer, chain, holds, payload, record
 
 KIB = 1 << 10
-CAPACITY = 1024 * KIB
+CAPACITY = 768 * KIB
 SEGMENT = 64 * KIB
 SIZES = [1, 5_000, 12_000, 40_000]
 DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
 BLOCKS = [*chain(14), *chain(8, seed=1), *chain(6, of=1), *chain(4, group=1)]
+TWINS = {a: replace(a, signature=a.key + bytes(16)) for a in BLOCKS[:3]}
+"""Other blocks under the same key, as an attacker may make them: whoever comes first has the key."""
+BLOCKS += TWINS.values()
+TWINS |= {twin: address for address, twin in TWINS.items()}
+NOISE = b"\xee" * (64 * KIB)
 ERRORS = [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT]
 FAULTS = ["none", "none", "read errors", "write errors", "sync errors", "flips", "short reads", "lies", "full"]
 DURABILITIES = ["batch", "block", "none"]
@@ -46,11 +52,20 @@ class Call:
     addresses: Sequence[Address]
     segments: list[list[memoryview]]
     before: list[tuple[bool | None, int]]  # there or not, and how often that may have changed
+    doubted: bool = False  # a sync has failed since
 
 
 class Life:
-    def __init__(self, seed: int, *, durability: str | None = None, fault: str | None = None, ops: int = 200) -> None:
-        self.seed, self.ops = seed, ops
+    def __init__(
+        self,
+        seed: int,
+        *,
+        durability: str | None = None,
+        fault: str | None = None,
+        errors: Sequence[int] = ERRORS,
+        ops: int = 200,
+    ) -> None:
+        self.seed, self.ops, self.errors = seed, ops, errors
         self.chance = random.Random(seed)
         self.durability = durability or self.chance.choice(DURABILITIES)
         self.fault = fault or self.chance.choice(FAULTS)
@@ -62,6 +77,8 @@ class Life:
         self.turns: Counter[Address] = Counter()  # how often a block may have come or gone
         self.safe: set[Address] = set()  # promised to be there after a power cut
         self.calls: dict[Ticket, Call] = {}
+        self.pool: dict[int, list[list[memoryview]]] = {size: [] for size in SIZES}
+        self.scrambled = False  # a journal is damaged: a removal may be forgotten, and what was removed be there again
         self.troubled = False  # a fault was injected since the last restart: blocks may be gone
         self.open()
 
@@ -85,10 +102,15 @@ class Life:
                 )
                 return
             except StoreError as error:
-                if self.disk.lies and self.troubled:  # refused, never misread; the operator begins with nothing
+                if (
+                    self.fault in {"lies", "flips"} and self.troubled
+                ):  # refused, never misread; the operator begins with nothing
                     self.disk.wipe()
+                    self.safe.clear()
+                    self.there = dict.fromkeys(BLOCKS)
                     continue
-                assert not last and (self.troubled or self.fault == "full"), f"{self}: {error}"
+                assert not last, f"{self}: {error}"
+                assert self.troubled or self.fault == "full", f"{self}: {error}"
                 self.heal()
 
     def heal(self) -> None:
@@ -132,6 +154,7 @@ class Life:
             self.tier._store.ledger.compact(due=False)
         elif what == "restart":
             self.settle()
+            self.sync()
             self.tier.close()
             self.open()
         elif what == "fault":
@@ -144,7 +167,11 @@ class Life:
         kind, _, rest = self.fault.partition(" ")
         if rest == "errors":
             self.troubled = True
-            self.disk.fails = {} if self.disk.fails else {kind: (self.chance.choice([0.1, 1.0]), self.chance.choice(ERRORS))}
+            self.disk.fails = (
+                {}
+                if self.disk.fails
+                else {kind: (self.chance.choice([0.1, 0.5, 1.0]), self.chance.choice(self.errors))}
+            )
         elif self.fault == "short reads":
             self.troubled = True
             self.disk.short = 0.0 if self.disk.short else 0.2
@@ -152,6 +179,9 @@ class Life:
             self.troubled = True
             for _ in range(self.chance.choice([1, 10])):
                 self.disk.flip("segment")
+            if self.chance.random() < 0.2:
+                self.scrambled = True
+                self.disk.flip(self.chance.choice(["journal", "checkpoint"]))
         elif self.fault == "full":
             self.disk.capacity_bytes = self.chance.choice([500 * KIB, 700 * KIB, CAPACITY])
 
@@ -163,9 +193,9 @@ class Life:
         before = [(self.there[a], self.turns[a]) for a in addresses]
         segments = []
         if op == "write":
-            segments = [record(a, size_of(a)) for a in addresses]
+            segments = [self.record(a) for a in addresses]
         elif op == "read":
-            segments = [buffer(size_of(a)) for a in addresses]
+            segments = [self.buffer(size_of(a)) for a in addresses]
         call = Call(op, addresses, segments, before)
         for address in addresses if changes else ():
             self.turns[address] += 1
@@ -184,6 +214,23 @@ class Life:
         if self.chance.random() < 0.05:
             ticket.cancel()
 
+    def buffer(self, size_bytes: int) -> list[memoryview]:
+        """Memory to read into, full of what must not survive."""
+        pool = self.pool[size_bytes]
+        if not pool:
+            return buffer(size_bytes)
+        segments = pool.pop()
+        segments[1][:] = NOISE[: len(segments[1])]
+        return segments
+
+    def record(self, address: Address) -> list[memoryview]:
+        size = size_of(address)
+        pool = self.pool[size]
+        segments = pool.pop() if pool else buffer(size)
+        segments[1][:size] = payload(address, size)
+        seal(segments[0], segments[1], address, stored_bytes=size)
+        return segments
+
     def changing(self) -> list[Call]:
         return [call for call in self.calls.values() if call.op in {"write", "remove"}]
 
@@ -193,13 +240,15 @@ class Life:
             call = self.calls.pop(ticket)
             for i, (address, outcome) in enumerate(zip(call.addresses, ticket.outcomes, strict=True)):
                 getattr(self, f"saw_{call.op}")(address, outcome, call, i)
+                if call.segments:
+                    self.pool[size_of(address)].append(call.segments[i])
 
     def saw_read(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
         there, turn = call.before[i]
         unchanged = turn == self.turns[address]
         if outcome is DONE:
             assert holds(call.segments[i], address, size_of(address)), f"{self}: a wrong byte"
-            assert there is not False or not unchanged, f"{self}: read what is not there"
+            assert there is not False or not unchanged or self.scrambled, f"{self}: read what is not there"
         elif outcome in {ABSENT, Outcome.DAMAGED}:
             assert outcome is ABSENT or self.troubled or self.durability == "none", f"{self}: damaged"
             if there and unchanged:
@@ -210,7 +259,7 @@ class Life:
     def saw_contains(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
         there, turn = call.before[i]
         if turn == self.turns[address] and there is not None and outcome is not Outcome.LATE:
-            assert there or outcome is ABSENT, f"{self}: knows what is not there"
+            assert there or self.scrambled or outcome is ABSENT, f"{self}: knows what is not there"
             if there and outcome is ABSENT:
                 self.gone(address)
 
@@ -218,13 +267,14 @@ class Life:
         there = call.before[i][0]
         self.turns[address] += 1
         if outcome is DONE:
-            self.there[address] = True
+            self.there[address] = None if call.doubted else True
             if self.durability == "block" and not self.disk.lies:
                 self.safe.add(address)
         elif there is not True:  # what was not DONE is not there
             self.there[address] = there
         allowed = {DONE, Outcome.NO_ROOM, Outcome.DROPPED, Outcome.LATE, Outcome.CANCELLED}
-        assert outcome in allowed or self.troubled or self.fault == "full", f"{self}: {outcome}"
+        fails = self.troubled or self.fault == "full" or address in TWINS
+        assert outcome in allowed or fails, f"{self}: {outcome}"
 
     def saw_remove(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
         there = call.before[i][0]
@@ -232,7 +282,7 @@ class Life:
         if outcome in {DONE, ABSENT}:
             self.there[address] = False
             assert outcome is DONE or not there or self.troubled, f"{self}: removed what is there, found nothing"
-            assert outcome is ABSENT or there is not False, f"{self}: removed what is not there"
+            assert outcome is ABSENT or there is not False or self.scrambled, f"{self}: removed what is not there"
         else:
             self.there[address] = there
 
@@ -247,7 +297,10 @@ class Life:
         turns = {address: self.turns[address] for address, there in self.there.items() if there}
         if not self.tier.sync():  # what no earlier one covered may be gone
             assert self.troubled, f"{self}: a sync fails"
-            self.there.update({address: None for address, there in self.there.items() if there and address not in self.safe})
+            doubtful = {address for address, there in self.there.items() if there} - self.safe
+            self.there.update(dict.fromkeys(doubtful))
+            for call in self.calls.values():
+                call.doubted = True
         elif self.durability != "none" and not self.disk.lies:
             self.safe |= {address for address, turn in turns.items() if turn == self.turns[address]}
 
@@ -279,7 +332,7 @@ class Life:
         found = self.look()
         assert expected <= found, f"{self}: {len(expected - found)} promised blocks are lost"
         never = {a for a, there in self.there.items() if there is False} & found
-        assert not never or self.power_cut, f"{self}: {len(never)} blocks came back"
+        assert not never or self.power_cut or self.scrambled, f"{self}: {len(never)} blocks came back"
         self.there = {address: address in found for address in BLOCKS}
         self.safe &= found
         self.sound()
@@ -291,18 +344,21 @@ class Life:
         """Read everything: what is there, and right."""
         found = set()
         for address in BLOCKS:
-            into = buffer(size_of(address))
+            into = self.buffer(size_of(address))
             (outcome,) = self.tier.read([address], [into])
             if outcome is DONE:
                 assert holds(into, address, size_of(address)), f"{self}: a wrong byte"
                 found.add(address)
             else:
                 assert outcome is ABSENT or self.troubled, f"{self}: {outcome}"
+            self.pool[size_of(address)].append(into)
         return found
 
     def sound(self) -> None:
         """Nothing leaked, nothing is unsound."""
         self.scheduler.run()
+        if self.fault == "flips":  # what it says is right; what stands in its files need not be
+            self.tier._store.ledger.compact(due=False)
         assert self.tier.check() == [], f"{self}"
         queue, space = self.tier._queue, self.tier._store.ledger.space
         assert (len(queue), queue.write_bytes, queue._writers, self.tier._running) == (0, 0, 0, 0), f"{self}: a leak"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -85,10 +86,8 @@ class Scheduler:
         """End every task where it stands; the disk is dead by then, so nothing that they clean up reaches it."""
         while self._tasks:
             task, _ = self._tasks.popitem()
-            try:
+            with suppress(BaseException):  # a dead process reports nothing
                 task.throw(Killed)
-            except BaseException:  # noqa: BLE001, S110  a dead process reports nothing
-                pass
 
 
 class Killed(BaseException):
@@ -152,7 +151,8 @@ class Condition:
             self._scheduler.pause()
             if self._owner is not None and not blocking:
                 return False
-            self._scheduler.wait(lambda: self._owner is None)
+            if self._owner is not None:
+                self._scheduler.wait(lambda: self._owner is None)
             self._owner = me
         self._depth += 1
         return True

@@ -92,14 +92,16 @@ class Directory:
         return [name for name in self.disk.list(self.path) if name.endswith(".tmp")]
 
     def read(self, name: str) -> bytearray:
-        """All of a file."""
+        """All of a file. OSError where less can be read than there is: that is no end that a writer left."""
         file = self.disk.open(self.join(name))
         try:
             data = bytearray(file.size())
             got = file.read(0, [memoryview(data)]) if data else 0
         finally:
             file.close()
-        return data if got == len(data) else data[:got]
+        if got != len(data):
+            raise OSError(errno.EIO, f"{name} has {len(data)} bytes, {got} could be read")
+        return data
 
     def write(self, name: str, parts: Iterable[bytes]) -> None:
         """A whole file, under its name only once it is on the medium, and there for good when this returns."""

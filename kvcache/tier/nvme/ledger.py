@@ -43,7 +43,7 @@ class Ledger:
         self.memory = threading.Lock()
         self.files = Files(port.disk, port.clock, directory, space, self.memory, floor_bytes, counters)
         self.index = Index(space)
-        self._dirty: set[Segment] = set()  # with records that no sync has covered
+        self._dirty: dict[Segment, None] = {}  # with records that no sync has covered; in order, so that runs repeat
         self._doubted = False  # records were withdrawn, and no `sync` has said so
         self._new_names = False  # there are segments with names that no sync has covered
         self.dirty_bytes = 0
@@ -134,7 +134,7 @@ class Ledger:
                     self.dirty_bytes += place.record_bytes
                     if not synced:
                         place.segment.unsynced.add(place.slot)
-                        self._dirty.add(place.segment)
+                        self._dirty[place.segment] = None
         return good
 
     def withdraw(
@@ -162,8 +162,9 @@ class Ledger:
             quarantine = True
             self._append_later(entry._replace(kind=QUARANTINE) for entry in leaving.values())
         with self.memory:
-            touched = {self.index.delete(name, quarantine=quarantine) for name in leaving}
-            surplus = [s for size in {s.slot_bytes for s in touched if s.empty} for s in self.space.surplus(size)]
+            touched = [self.index.delete(name, quarantine=quarantine) for name in leaving]
+            emptied = dict.fromkeys(segment.slot_bytes for segment in touched if segment.empty)
+            surplus = [segment for size in emptied for segment in self.space.surplus(size)]
             for segment in surplus:
                 self.space.retire(segment)
         self._retired(surplus)
@@ -303,7 +304,7 @@ class Ledger:
     def _sync(self) -> bool:
         sequence = self.journal.sequence
         with self.memory:
-            dirty, self._dirty = [s for s in self._dirty if not s.retired], set()
+            dirty, self._dirty = [s for s in self._dirty if not s.retired], {}
             new, self._new_names = self._new_names, False
             self.dirty_bytes = 0
             covered = {}

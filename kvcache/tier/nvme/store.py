@@ -214,7 +214,8 @@ class Store:
                 self._give_up(stretch, error, settle)
         if self.durability != "block":
             return written
-        unsafe = {s for s in {place.segment for place in written} if not self.ledger.sync_payloads(s)}
+        segments = dict.fromkeys(place.segment for place in written)
+        unsafe = [segment for segment in segments if not self.ledger.sync_payloads(segment)]
         self._give_up([place for place in written if place.segment in unsafe], _UNSAFE, settle)
         return [place for place in written if place.segment not in unsafe]
 

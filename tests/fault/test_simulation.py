@@ -1,0 +1,221 @@
+"""The NVMe tier on a disk that lies, everything by a seed, against a plain dict; and tiers that are wrong, all found.
+
+A failing seed prints the line that plays it again: `Life(17, ops=200).live()`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kvcache.block.address import Address
+from kvcache.block.record import Header, RecordError, read_header, verify
+from kvcache.tier.nvme import frame, store
+from kvcache.tier.nvme.directory import Directory
+from kvcache.tier.nvme.entry import Entry
+from kvcache.tier.nvme.files import Files
+from kvcache.tier.nvme.index import Index
+from kvcache.tier.nvme.journal import Journal
+from kvcache.tier.nvme.ledger import Ledger
+from kvcache.tier.nvme.segment import Segment
+from kvcache.tier.nvme.store import Store
+from kvcache.tier.queue import Batch, Queue
+from tests.fault.disk import SimFile
+from tests.fault.life import Life
+
+PARTS = 20
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_life(part: int, request: pytest.FixtureRequest) -> None:
+    for seed in range(part, 2000 if request.config.getoption("--long") else 200, PARTS):
+        Life(seed).live()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_seed_plays_the_same_again(seed: int) -> None:
+    def trace() -> tuple[int, list[int], dict[str, int]]:
+        life = Life(seed)
+        life.live()
+        return life.disk.steps, life.chance.choices(range(1000), k=3), life.tier.counters
+
+    assert trace() == trace()
+
+
+# tiers that are wrong
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+MUTANTS: dict[str, tuple[Patch, dict[str, str]]] = {}
+"""By what is wrong: how to break the tier, and the lives in which it shows soonest."""
+
+
+def mutant(**lives: str) -> Callable[[Patch], Patch]:
+    def add(patch: Patch) -> Patch:
+        MUTANTS[patch.__name__] = patch, lives
+        return patch
+
+    return add
+
+
+def wrap(patch: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """`around` gets the original as its first argument."""
+    original = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **keywords: around(original, *args, **keywords))
+
+
+@mutant(fault="flips")
+def no_checksum(patch: pytest.MonkeyPatch) -> None:
+    def check(header: memoryview, payload: Any, address: Address) -> Header:
+        try:
+            return verify(header, payload, address)
+        except RecordError as error:
+            if error.check == "payload_sum":
+                return read_header(header)
+            raise
+
+    patch.setattr(store, "verify", check)
+
+
+@mutant(fault="none")
+def no_signature_check(patch: pytest.MonkeyPatch) -> None:
+    def check(header: memoryview, payload: Any, address: Address) -> Header:
+        return verify(header, payload, read_header(header).address)
+
+    patch.setattr(store, "verify", check)
+    patch.setattr(Index, "holds", lambda self, entry, address: True)
+
+
+@mutant(durability="batch", fault="none")
+def journal_before_payload(patch: pytest.MonkeyPatch) -> None:
+    put, publish = Store._put, Store._publish
+    patch.setattr(Store, "_put", lambda self, places, settle: places)
+
+    def late(self: Store, places: Sequence[Any], settle: Any) -> None:
+        publish(self, places, settle)
+        put(self, places, settle)
+
+    patch.setattr(Store, "_publish", late)
+
+
+@mutant(durability="batch", fault="none")
+def payload_never_synced(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "sync_payloads", lambda self, segment, slots=(): True)
+
+
+@mutant(durability="block", fault="none")
+def journal_never_synced(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Journal, "sync", lambda self: None)
+
+
+@mutant(durability="batch", fault="sync errors")
+def failed_sync_tried_again(patch: pytest.MonkeyPatch) -> None:
+    def doubt(self: Ledger, segment: Segment, slots: set[int]) -> None:
+        with self.memory:
+            segment.unsynced |= set(slots)
+            self._dirty[segment] = None
+
+    patch.setattr(Ledger, "_doubt", doubt)
+
+
+@mutant(durability="block", fault="sync errors")
+def neighbours_failed_sync_forgotten(patch: pytest.MonkeyPatch) -> None:
+    wrap(patch, Segment, "__init__", lambda init, self, *args: (init(self, *args), None)[1])
+    patch.setattr(Segment, "failures", property(lambda self: 0, lambda self, value: None), raising=False)
+
+
+@mutant(durability="batch", fault="sync errors")
+def failed_journal_sync_tried_again(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Journal, "in_doubt", property(lambda self: False, lambda self, value: None), raising=False)
+
+
+@mutant(fault="none")
+def removal_journaled_later(patch: pytest.MonkeyPatch) -> None:
+    def drop(original: Any, self: Ledger, leaving: dict[bytes, Entry], **how: bool) -> None:
+        append = self._append
+        self._append = self._append_later  # type: ignore[method-assign]
+        try:
+            original(self, leaving, **how)
+        finally:
+            self._append = append  # type: ignore[method-assign]
+
+    wrap(patch, Ledger, "_drop", drop)
+
+
+@mutant(fault="flips")
+def frames_unchecked(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(frame, "_frame_sum", lambda head, entries, number: 0)
+
+
+@mutant(fault="none")
+def checkpoint_named_before_it_is_safe(patch: pytest.MonkeyPatch) -> None:
+    def create(original: Any, self: Directory, name: str, parts: Any) -> Any:
+        sync = SimFile.sync
+        SimFile.sync = lambda file: None  # type: ignore[method-assign]
+        try:
+            return original(self, name, parts)
+        finally:
+            SimFile.sync = sync  # type: ignore[method-assign]
+
+    wrap(patch, Directory, "create", create)
+
+
+@mutant(fault="none")
+def old_journal_removed_first(patch: pytest.MonkeyPatch) -> None:
+    def checkpoint(original: Any, self: Journal, header: Any, state: Any, count: int) -> None:
+        self._remove_before(header.number)
+        original(self, header, state, count)
+
+    wrap(patch, Journal, "checkpoint", checkpoint)
+
+
+@mutant(fault="none")
+def state_taken_before_the_turn(patch: pytest.MonkeyPatch) -> None:
+    def write_checkpoint(self: Ledger) -> None:
+        with self.memory:
+            pieces, count = self.index.state()
+        with self.journaling:
+            header = self.journal.turn()
+        self.journal.checkpoint(header, iter(pieces), count)
+
+    patch.setattr(Ledger, "_write_checkpoint", write_checkpoint)
+
+
+@mutant(fault="write errors")
+def slots_of_failed_writes_leak(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "give_back", lambda self, place: None)
+
+
+@mutant(fault="none")
+def late_calls_still_run(patch: pytest.MonkeyPatch) -> None:
+    def expired(self: Queue, now: float) -> Iterator[Batch]:
+        return (b for until, _, b in self._deadlines if until < now and b.first < b.end)
+
+    patch.setattr(Queue, "expired", expired)
+
+
+@mutant(fault="none")
+def retired_file_closed_under_a_reader(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Files, "leave", lambda self, segment, users=1: segment.close())
+
+
+@contextmanager
+def broken(name: str) -> Iterator[dict[str, str]]:
+    patch, lives = MUTANTS[name]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        patch(monkeypatch)
+        yield lives
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_wrong_tier_is_found(name: str) -> None:
+    with broken(name) as lives:
+        for seed in range(60):
+            try:
+                Life(random.Random(seed).randrange(1 << 30), **lives).live()
+            except Exception:  # noqa: BLE001  a wrong byte, a loss, a leak, or a fault in the broken code itself
+                return
+    pytest.fail(f"no life shows that {name.replace('_', ' ')}")
