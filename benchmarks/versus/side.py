@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 HERE = Path(__file__).parents[1]
-CLOSING_S = 10.0
+STARTING_S, CLOSING_S = 300.0, 10.0
 
 
 class LostError(Exception):
@@ -25,7 +25,8 @@ class LostError(Exception):
 
 
 class Side:
-    """`command` starts a program that calls `serve`; what it prints goes to `log`. Starting does not wait for it."""
+    """`command` starts a program that calls `serve`; what it prints goes to `log`. Starting does not wait for it, and
+    the first answer may take as long as a start does."""
 
     def __init__(self, command: Sequence[str], log: Path, *, threads: int, timeout_s: float = 180.0) -> None:
         self._log, self._lost = log, False
@@ -39,7 +40,8 @@ class Side:
                 env=_environ(threads),
                 pass_fds=[its.fileno()],
             )
-        mine.settimeout(timeout_s)
+        mine.settimeout(max(timeout_s, STARTING_S))
+        self._timeout_s = timeout_s
         self._line, self._answers = mine, mine.makefile("rw")
 
     def ask(self, verb: str, **arguments: Any) -> Any:
@@ -56,6 +58,7 @@ class Side:
         if not line:
             self._lost = True
             raise LostError(what, self._last_words())
+        self._line.settimeout(self._timeout_s)
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(f"{verb}: {answer['error']}")

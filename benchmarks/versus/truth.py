@@ -61,10 +61,19 @@ Begin = Callable[..., Side]
 def faults(start: Start, directory: Path) -> Iterator[Fault]:
     for what, wanted, happen, note in FAULTS:
         ours, theirs = (
-            happen(lambda *words, name=side: start(name, words), directory / f"{happen.__name__}-{side}")
+            _answer(happen, lambda *words, name=side: start(name, words), directory / f"{happen.__name__}-{side}")
             for side in ("ours", "theirs")
         )
         yield Fault(what, wanted, ours, theirs, note)
+
+
+def _answer(happen: Callable[[Begin, Path], Answer], begin: Begin, place: Path) -> Answer:
+    try:
+        return happen(begin, place)
+    except RuntimeError as error:
+        return Answer(0, failed=f"raises {error}")
+    except LostError as error:
+        return Answer(0, failed=error.what)
 
 
 def _truncated(begin: Begin, place: Path) -> Answer:
@@ -145,12 +154,7 @@ def _open(side: Side, place: Path) -> None:
 def _retrieve(side: Side, seeds: Sequence[int]) -> Answer:
     hits = wrong = 0
     for seed in seeds:
-        try:
-            answer = side.ask("retrieve", seed=seed)
-        except RuntimeError as error:
-            return Answer(TOKENS * len(seeds), failed=f"raises {error}")
-        except LostError as error:
-            return Answer(TOKENS * len(seeds), failed=error.what)
+        answer = side.ask("retrieve", seed=seed)
         hits, wrong = hits + answer["hits"], wrong + answer["wrong"]
     return Answer(TOKENS * len(seeds), hits, wrong)
 
