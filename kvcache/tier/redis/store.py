@@ -7,7 +7,7 @@ nothing is. Long records go in parts, the one with the header last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcache.block.address import Address
@@ -25,6 +25,7 @@ from kvcache.tier.redis.name import (
     stored_bytes_of,
     write_id_of,
 )
+from kvcache.tier.redis.piece import cut, flat, groups
 from kvcache.tier.redis.wire import MOST_TAKEN, Piece, Wire, Wrong, command, store
 from kvcache.tier.tier import Outcome, Segments, same_record
 
@@ -32,7 +33,6 @@ Settle = Callable[[int, Outcome, str], None]
 Result = tuple[Outcome, str]
 Head = bytes | Wrong
 
-IN_FLIGHT_BYTES = 16 << 20
 FULL = {"OOM"}
 SHUT = {"OOM", "READONLY", "MISCONF", "NOREPLICAS"}
 """Refusals that only writes meet."""
@@ -187,7 +187,7 @@ class Store:
         bad: list[tuple[int, bytes, bytes, str]],
     ) -> None:
         fault = ""
-        for group in _groups(record.parts()):
+        for group in groups(record.parts()):
             wire.send([b"".join([command(b"GET", name) for name, _ in group])])
             for _, pieces in group:
                 size = wire.bulk()
@@ -251,7 +251,7 @@ class Store:
             return
         short = [record for record in new if record.first_bytes == record.header.stored_bytes]
         raced: list[Long] = []
-        for group in _groups([(record.name, [memoryview(record.head), *record.pieces]) for record in short]):
+        for group in groups([(record.name, [memoryview(record.head), *record.pieces]) for record in short]):
             wire.send([piece for name, value in group for piece in self._set(name, value, self._expire_ms)])
             for _ in group:
                 self._stored(wire.reply(), short[0], settle, raced)
@@ -308,7 +308,7 @@ class Store:
     def _write_parts(self, wire: Wire, record: Long, settle: Settle, raced: list[Long]) -> None:
         """The header goes last, and leaves no later than what it needs."""
         names = []
-        for group in _groups(record.parts()):
+        for group in groups(record.parts()):
             wire.send([piece for name, value in group for piece in self._part(name, value)])
             replies = [wire.reply() for _ in group]
             names += [name for name, _ in group]
@@ -375,36 +375,3 @@ def _other_parts(name: bytes, head: bytes, size: int) -> list[bytes]:
     if not 0 < first < stored or first % CHUNK_BYTES:
         return []
     return [part(name, write_id_of(head), number) for number in range(1, -(-stored // first))]
-
-
-def flat(segments: Segments, size: int) -> list[memoryview]:
-    """The first `size` bytes, as plain bytes."""
-    return cut([segment.cast("B") for segment in segments], 0, size)
-
-
-def cut(pieces: Sequence[memoryview], start: int, size: int) -> list[memoryview]:
-    """Bytes `start` to `start + size` of pieces that follow each other, or as many as are there."""
-    found = []
-    for piece in pieces:
-        if start < len(piece) and size > 0:
-            found.append(piece[start : start + size])
-            size -= len(found[-1])
-        start = max(0, start - len(piece))
-    return found
-
-
-def _groups(
-    values: Sequence[tuple[bytes, list[memoryview]]],
-) -> Iterator[list[tuple[bytes, list[memoryview]]]]:
-    """As many in a row as may be in flight together."""
-    group: list[tuple[bytes, list[memoryview]]] = []
-    size = 0
-    for value in values:
-        more = sum(map(len, value[1]))
-        if group and size + more > IN_FLIGHT_BYTES:
-            yield group
-            group, size = [], 0
-        group.append(value)
-        size += more
-    if group:
-        yield group

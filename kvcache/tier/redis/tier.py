@@ -21,8 +21,9 @@ from kvcache.tier.counters import Counters
 from kvcache.tier.queue import Batch, Queue
 from kvcache.tier.redis.endpoint import Endpoint
 from kvcache.tier.redis.name import Names
+from kvcache.tier.redis.piece import IN_FLIGHT_BYTES
 from kvcache.tier.redis.pool import Pool, log, reason
-from kvcache.tier.redis.store import IN_FLIGHT_BYTES, Store
+from kvcache.tier.redis.store import Store
 from kvcache.tier.redis.survey import Survey
 from kvcache.tier.redis.wire import Wire
 from kvcache.tier.ticket import TimedTicket
