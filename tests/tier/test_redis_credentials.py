@@ -1,0 +1,79 @@
+"""Passwords of the Redis tier: taken from where they are, refused in words, never shown."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcache.port import Port
+from kvcache.tier.redis import RedisTier
+from kvcache.tier.redis.endpoint import PASSWORD
+from kvcache.tier.tier import Outcome
+from tests.contract.tiers import Clock
+from tests.peer.server import MISSING, Server
+from tests.tier.blocks import chain, record
+from tests.tier.test_redis_faults import read, until_open
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+ABSENT, DONE, FAILED = Outcome.ABSENT, Outcome.DONE, Outcome.FAILED
+SECRET = "not to be seen"
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Server]:
+    server = Server(password=SECRET)
+    yield server
+    server.end()
+
+
+@pytest.mark.parametrize("way", ["url", "file", "environment"])
+def test_a_password_is_taken_and_never_shown(
+    guarded: Server, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    url, options = guarded.tcp, {}
+    if way == "url":
+        url = url.replace("//", f"//:{SECRET.replace(' ', '%20')}@")
+    elif way == "file":
+        (tmp_path / "password").write_text(f"{SECRET}\n")
+        options = {"password_file": str(tmp_path / "password")}
+    else:
+        monkeypatch.setenv(PASSWORD, SECRET)
+    tier = RedisTier(url, **options)  # type: ignore[arg-type]
+    (address,) = chain(1)
+    assert tier.write([address], [record(address)]) == (DONE,)
+    assert tier.remove([address]) == (DONE,)
+    said = f"{tier!r} {tier._endpoint!r} {caplog.text} {tier.counters}"
+    assert SECRET not in said
+    assert "%20" not in said
+    tier.close()
+
+
+@pytest.mark.parametrize("password", ["", "wrong-and-secret"])
+def test_refused_to_come_in(guarded: Server, password: str, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    url = guarded.tcp.replace("//", f"//:{password}@") if password else guarded.tcp
+    tier = RedisTier(url, timeout_s=0.5, port=Port(clock=clock))
+    assert until_open(tier, chain(1)[0]) == {FAILED}
+    assert caplog.records
+    assert "secret" not in caplog.text + repr(tier) + str(tier.counters)
+    tier.close()
+
+
+def test_a_password_file_that_is_not_there(guarded: Server, tmp_path: Path, clock: Clock) -> None:
+    """A miss, until it is there: it is read for each connection, so a password can be changed."""
+    where = tmp_path / "password"
+    tier = RedisTier(guarded.tcp, password_file=str(where), port=Port(clock=clock))
+    assert read(tier, chain(1)[0]) is FAILED
+    where.write_text(SECRET)
+    assert read(tier, chain(1)[0]) is ABSENT
+    tier.close()
