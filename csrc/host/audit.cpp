@@ -65,6 +65,10 @@ std::vector<std::string> Index::check() const {
                 for (; at != NIL; at = nodes_[at].in(t).before) path.push_back(at);
                 at = path.back(), path.pop_back();
                 in_order.push_back(at);
+                for (const std::uint32_t below : {nodes_[at].in(t).before, nodes_[at].in(t).after}) {
+                    const bool sound = below == NIL || order(t).weight(at) >= order(t).weight(below);
+                    if (!sound) faults.push_back(label(nodes_[at]) + " stands too high in its order");
+                }
                 at = nodes_[at].in(t).after;
             }
             standing += in_order.size();

@@ -64,17 +64,18 @@ class Order {
         return found;
     }
 
-  private:
-    std::uint32_t* side(std::uint32_t node, bool after) const {
-        Standing& standing = nodes_[node].in(tier_);
-        return after ? &standing.after : &standing.before;
-    }
-
+    // Who has more stands nearer to the root; as good as random, so that no order of coming makes a deep tree.
     std::uint32_t weight(std::uint32_t node) const {
         std::uint32_t mixed = node ^ secret_;
         mixed = (mixed ^ mixed >> 16) * 0x85ebca6b;
         mixed = (mixed ^ mixed >> 13) * 0xc2b2ae35;
         return mixed ^ mixed >> 16;
+    }
+
+  private:
+    std::uint32_t* side(std::uint32_t node, bool after) const {
+        Standing& standing = nodes_[node].in(tier_);
+        return after ? &standing.after : &standing.before;
     }
 
     const Nodes& nodes_;

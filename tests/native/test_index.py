@@ -235,6 +235,18 @@ def test_what_a_block_and_a_ghost_take() -> None:
     assert index.bytes() / count < 96
 
 
+def test_a_place_without_blocks_takes_nothing() -> None:
+    """Each user with a salt has a namespace, and so a place."""
+    index, sizes = new(), []
+    for user in range(20_000):
+        place = place_of(sha256(b"%d" % user).digest(), 0, Shard(0, 1, 0, 1))
+        index.insert(place, place[:32], b"", 0)
+        if user >= 100:
+            assert index.evict(0, TABLES[0][:1].copy(), 1, None, False)
+        sizes.append(index.bytes())
+    assert max(sizes[200:]) == sizes[200]
+
+
 def test_ask_is_digest_and_match() -> None:
     tokens = np.arange(16 * 100, dtype=np.uint32)
     expected = plain_digest_chain(SPACES[0], tokens, 16, None)
