@@ -139,27 +139,39 @@ class Lane:
             # the tier counts what it has written, not the records of this batch that are still to come
             while self.tier.room(size) <= i:
                 victims = self._index.evict(self.tier.name, before=self._index.stamp(held.address))
-                if not victims:
+                if not victims or not self._leave(victims[0][0], size):
                     reason = f"{self.tier.name} full"
                     self._counters.add("drops", len(records) - i, reason=reason)
                     self._say("dropped", held.address, reason, len(records) - i)
                     return i
-                self._leave(victims[0][0], size)
         return len(records)
 
-    def _leave(self, victim: Address, size: int) -> None:
-        """The index let go of it; the tier lets go of it too, and of all its siblings where their size is another."""
-        rest = [victim]
+    def _leave(self, victim: Address, size: int) -> bool:
+        """The index let go of it; the tier lets go of it too, and of all its siblings where their size is another.
+
+        Whether that made room. A tier that cannot write may not be able to forget either: what it keeps is found as
+        before, and nobody asks it for more.
+        """
         room = self.tier.room(size)
-        siblings = self.tier.siblings(victim)
-        self.tier.remove(rest)
+        siblings = [a for a in self.tier.siblings(victim) if a.name != victim.name]
+        if not self._remove([victim]):
+            return False
         if self.tier.room(size) == room:
-            rest = [a for a in siblings if self._index.discard(a, self.tier.name, unless_held=True)]
-            self.tier.remove(rest)
-        for address in {a.name: a for a in (victim, *rest)}.values():
-            kept = "yes" if self._index.contains(address) else "no"
-            self._counters.add("evicted_blocks", tier=self.tier.name, kept=kept)
-            self._say("evicted", address, f"kept: {kept}")
+            self._remove([a for a in siblings if self._index.discard(a, self.tier.name, unless_held=True)])
+        return self.tier.room(size) > room
+
+    def _remove(self, victims: Sequence[Address]) -> bool:
+        """Take these, which the index let go of, out of the tier; True if all went."""
+        gone = True
+        for address, outcome in zip(victims, self.tier.remove(victims), strict=True):
+            if outcome in (Outcome.DONE, Outcome.ABSENT):
+                kept = "yes" if self._index.contains(address) else "no"
+                self._counters.add("evicted_blocks", tier=self.tier.name, kept=kept)
+                self._say("evicted", address, f"kept: {kept}")
+            else:
+                self._index.insert(address, self.tier.name)
+                gone = False
+        return gone
 
     def _say(self, kind: Kind, address: Address, reason: str, blocks: int = 1) -> None:
         self._events.add(kind, tier=self.tier.name, namespace=address.namespace, blocks=blocks, reason=reason)

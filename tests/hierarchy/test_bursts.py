@@ -146,6 +146,58 @@ class Stuck(MemoryTier):
         return super().submit(op, addresses, segments, priority=priority, deadline=deadline, on_outcome=on_outcome)
 
 
+class Full(MemoryTier):
+    """A drive that is full for its journal too: it can write nothing, so it can forget nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity_bytes=1 << 30)
+        self.name = "nvme"
+        self.full = False
+
+    def room(self, record_bytes: int) -> int:
+        return 0 if self.full else super().room(record_bytes)
+
+    def submit(
+        self,
+        op: Op,
+        addresses: Sequence[Address],
+        segments: Sequence[Segments] = (),
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        on_outcome: Callable[[int, Outcome], None] | None = None,
+    ) -> Ticket:
+        if self.full and op in {"write", "remove"}:
+            ticket = Ticket(len(addresses), on_outcome)
+            for i in range(len(addresses)):
+                ticket.settle(i, Outcome.FAILED)
+            return ticket
+        return super().submit(op, addresses, segments, priority=priority, deadline=deadline, on_outcome=on_outcome)
+
+
+def test_a_drive_that_can_write_nothing_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = Full()
+    monkeypatch.setattr("kvcache.hierarchy.cache._tiers_below", lambda settings, port: [drive])
+    cache = open_host(16)
+    kept = list(range(4 * 8))
+    put(cache, kept)
+    assert cache.flush(30)
+    drive.full = True
+    for i in range(1, 6):
+        put(cache, [1000 * i + t for t in range(4 * 8)])
+        assert cache.flush(30)
+    assert found(cache, kept) == 8
+    assert cache.counters.get("evicted_blocks", tier="nvme") == 0
+    assert cache.counters.get("drops", reason="nvme full") == 40
+    assert cache.check() == []
+    drive.full = False
+    new = [9000 + t for t in range(4 * 8)]
+    put(cache, new)
+    assert cache.flush(30)
+    assert cache.index.resident("nvme") == 16, "it comes back by itself"
+    cache.close()
+
+
 def test_a_burst_over_a_drive_that_hangs_neither_blocks_nor_errs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
