@@ -165,8 +165,7 @@ class SimDisk:
             for inode in {id(inode): inode for inode in [*self._safe.values(), *self._now.values()]}.values():
                 inode.cut(self.chance)
             self._now = dict(self._safe)
-        self._safe = dict(self._now)
-        self._changes.clear()
+            self._changes.clear()
 
     def wipe(self) -> None:
         """An operator deletes everything."""

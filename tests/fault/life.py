@@ -52,7 +52,6 @@ class Call:
     addresses: Sequence[Address]
     segments: list[list[memoryview]]
     before: list[tuple[bool | None, int]]  # there or not, and how often that may have changed
-    doubted: bool = False  # a sync has failed since
 
 
 class Life:
@@ -117,13 +116,24 @@ class Life:
         self.disk.fails, self.disk.short, self.disk.capacity_bytes = {}, 0.0, 4 * CAPACITY
 
     def live(self) -> None:
-        """All of it: half of the calls, a crash, the other half, an end in order, and a look at what is left."""
+        """All of it: half of the calls, a crash, the other half, an end in order, and a look at what is left. Between
+        them, for some, a sync that the power fails after."""
         self.disk.crash_at = self.disk.steps + self.chance.randint(1, 3 * self.ops)
         done = self.some(self.ops // 2)
         self.crash()
+        if self.chance.random() < 0.5:
+            self.power_fails()
         self.some(self.ops - done)
+        if self.chance.random() < 0.3:
+            self.power_fails()
         self.settle()
         self.end()
+
+    def power_fails(self) -> None:
+        self.heal()
+        self.sync()
+        self.power_cut = True
+        self.crash()
 
     def some(self, ops: int) -> int:
         """Call the tier so often, or until it dies; how often it was called."""
@@ -151,7 +161,7 @@ class Life:
         elif what == "sync":
             self.sync()
         elif what == "compact":
-            self.tier._store.ledger.compact(due=False)
+            self.scheduler.spawn(lambda: self.tier._store.barrier.compact(due=False))
         elif what == "restart":
             self.settle()
             self.sync()
@@ -179,7 +189,7 @@ class Life:
             self.troubled = True
             for _ in range(self.chance.choice([1, 10])):
                 self.disk.flip("segment")
-            if self.chance.random() < 0.2:
+            if self.chance.random() < 0.5:
                 self.scrambled = True
                 self.disk.flip(self.chance.choice(["journal", "checkpoint"]))
         elif self.fault == "full":
@@ -267,11 +277,11 @@ class Life:
         there = call.before[i][0]
         self.turns[address] += 1
         if outcome is DONE:
-            self.there[address] = None if call.doubted else True
+            self.there[address] = True
             if self.durability == "block" and not self.disk.lies:
                 self.safe.add(address)
-        elif there is not True:  # what was not DONE is not there
-            self.there[address] = there
+        elif there is not True:  # what was not DONE is not there; with a failing journal it may be after a restart
+            self.there[address] = None if outcome is Outcome.FAILED and self.troubled else there
         allowed = {DONE, Outcome.NO_ROOM, Outcome.DROPPED, Outcome.LATE, Outcome.CANCELLED}
         fails = self.troubled or self.fault == "full" or address in TWINS
         assert outcome in allowed or fails, f"{self}: {outcome}"
@@ -295,12 +305,11 @@ class Life:
 
     def sync(self) -> None:
         turns = {address: self.turns[address] for address, there in self.there.items() if there}
-        if not self.tier.sync():  # what no earlier one covered may be gone
+        said: list[bool] = []
+        self.scheduler.spawn(lambda: said.append(self.tier.sync()))
+        self.scheduler.wait(lambda: bool(said))
+        if not said[0]:
             assert self.troubled, f"{self}: a sync fails"
-            doubtful = {address for address, there in self.there.items() if there} - self.safe
-            self.there.update(dict.fromkeys(doubtful))
-            for call in self.calls.values():
-                call.doubted = True
         elif self.durability != "none" and not self.disk.lies:
             self.safe |= {address for address, turn in turns.items() if turn == self.turns[address]}
 
@@ -358,7 +367,7 @@ class Life:
         """Nothing leaked, nothing is unsound."""
         self.scheduler.run()
         if self.fault == "flips":  # what it says is right; what stands in its files need not be
-            self.tier._store.ledger.compact(due=False)
+            self.tier._store.barrier.compact(due=False)
         assert self.tier.check() == [], f"{self}"
         queue, space = self.tier._queue, self.tier._store.ledger.space
         assert (len(queue), queue.write_bytes, queue._writers, self.tier._running) == (0, 0, 0, 0), f"{self}: a leak"

@@ -84,7 +84,7 @@ def test_a_crash_at_every_step(power_cut: bool) -> None:
             for part in (BLOCKS[2:6], BLOCKS[:8]):
                 gone |= set(part)
                 tier.remove(part)
-                tier._store.ledger.compact(due=False)
+                tier._store.barrier.compact(due=False)
                 write(tier, part[1])
             tier.close()
             break
@@ -102,7 +102,8 @@ def test_a_compaction_that_failed_costs_nothing_durable() -> None:
     """The disk is full when the checkpoint is due; the store goes on, is synced, and the power goes."""
     for seed in range(20):
         disk = SimDisk(seed)
-        tier = simulated(disk, "none")
+        tier = simulated(disk, "batch")
+        tier._flush_after = 1e9  # nothing in the background
         create = tier._store.directory.create
 
         def fail(name: str, parts: Iterable[bytes], create: Callable[..., File] = create) -> File:
@@ -112,9 +113,9 @@ def test_a_compaction_that_failed_costs_nothing_durable() -> None:
 
         write(tier, BLOCKS[0])
         tier._store.directory.create = fail  # type: ignore[method-assign]
-        assert not tier._store.ledger.compact(due=False)
+        assert not tier._store.barrier.compact(due=False)
         write(tier, BLOCKS[1])
-        assert tier._store.ledger.sync()
+        assert tier._store.barrier.sync()
         disk.restart(power_cut=True)
         tier = simulated(disk)
         assert [read(tier, address) for address in BLOCKS[:2]] == [DONE, DONE]
@@ -122,19 +123,40 @@ def test_a_compaction_that_failed_costs_nothing_durable() -> None:
         tier.close()
 
 
-def test_what_a_failed_sync_should_have_covered_is_withdrawn_and_said() -> None:
+def test_what_a_failed_sync_should_have_covered_is_written_again() -> None:
+    """The disk forgets what it could not sync, and says yes the next time."""
+    for seed in range(10):
+        disk = SimDisk(seed)
+        tier = simulated(disk, "batch")
+        tier._flush_after = 1e9  # nothing in the background
+        write(tier, *BLOCKS[:3])
+        disk.fails = {"sync": (1.0, errno.EIO)}
+        assert not tier.sync()
+        assert tier.contains(BLOCKS[:3]) == (DONE,) * 3
+        disk.fails = {}
+        assert tier.sync()
+        disk.restart(power_cut=True)
+        tier = simulated(disk, "batch")
+        assert [read(tier, address) for address in BLOCKS[:3]] == [DONE] * 3
+        assert tier.check() == []
+        tier.close()
+
+
+def test_what_cannot_be_read_back_is_not_promised() -> None:
     disk = SimDisk(0)
-    tier = simulated(disk, "none")
+    tier = simulated(disk, "batch")
+    tier._flush_after = 1e9
     write(tier, *BLOCKS[:2])
-    assert tier._store.ledger.sync()
-    write(tier, *BLOCKS[2:4])
     disk.fails = {"sync": (1.0, errno.EIO)}
-    assert not tier._store.ledger.flush()  # in the background: nobody hears it
+    assert not tier.sync()
+    disk.fails = {"read": (1.0, errno.EIO)}
+    assert not tier.sync()
+    segment, slot, _ = tier._store.ledger.find(BLOCKS[0]) or pytest.fail("not there")
     disk.fails = {}
-    assert not tier._store.ledger.sync()  # so this one says it
-    assert tier.contains(BLOCKS[:4]) == (DONE, DONE, ABSENT, ABSENT)
-    assert tier.counters["unsafe_records"] == 2
-    assert tier._store.ledger.sync()
+    disk.data(f"store/segment-{segment.number:06d}")[slot * segment.slot_bytes + 4096] ^= 1
+    assert tier.sync()
+    assert tier.contains(BLOCKS[:2]) == (ABSENT, DONE)
+    assert tier.counters["unsafe_records"] == 1
     tier.close()
 
 

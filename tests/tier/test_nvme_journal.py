@@ -23,6 +23,7 @@ from kvcache.tier.nvme.entry import (
     REMOVE,
     RETIRE,
     SEGMENT,
+    SYNCED,
     Entry,
 )
 from kvcache.tier.nvme.frame import (
@@ -71,6 +72,7 @@ STATE = b"".join(
 LATER = [
     entry(REMOVE, **RECORD),
     entry(QUARANTINE, segment=1, slot=0) + entry(RETIRE, segment=1),
+    entry(SYNCED, write_id=12),
 ]
 
 
@@ -79,7 +81,9 @@ LATER = [
 
 def test_the_vectors_of_the_page() -> None:
     assert FileHeader(CHECKPOINT, 2, 9, 3).pack() + pack_frame(STATE, 0, 2) == vector("checkpoint-2")
-    journal = FileHeader(JOURNAL, 2, 9).pack() + pack_frame(LATER[0], 9, 2) + pack_frame(LATER[1], 10, 2)
+    journal = FileHeader(JOURNAL, 2, 9).pack()
+    for entries, sequence in zip(LATER, (9, 10, 12), strict=True):
+        journal += pack_frame(entries, sequence, 2)
     assert journal == vector("journal-2")
 
 
@@ -100,7 +104,8 @@ def test_a_reader_written_from_the_page() -> None:
             segment, slot = struct.unpack_from("<II", body, 104 * i + 80)
             found.append((kind, segment, slot))
         at += 24 + len(body)
-    assert found == [(2, 1, 3), (3, 1, 0), (5, 1, 0)]
+    assert found == [(2, 1, 3), (3, 1, 0), (5, 1, 0), (7, 0, 0)]
+    assert struct.unpack_from("<Q", data, len(data) - 8) == (12,)
 
 
 def test_numpy_sees_the_same_entry() -> None:
@@ -323,6 +328,37 @@ def test_the_last_word_on_each_slot_holds() -> None:
     assert index.space.next_number == 3
 
 
+def test_a_mark_tells_what_is_safe(directory: Directory) -> None:
+    """In a checkpoint by its own numbers, in a journal by sequence numbers; the last one counts."""
+
+    def put(slot: int) -> bytes:
+        return entry(PUT, **{**RECORD, "slot": slot, "signature": bytes([slot]) * 32})
+
+    journal = Journal(directory)
+    journal.append(put(0))
+    assert journal.read().safe == 0
+    state = entry(SEGMENT, segment=1, slot=8, record_bytes=16384) + entry(NAMESPACE, signature=b"\x11" * 32)
+    header = journal.turn()
+    journal.append(put(2))
+    journal.checkpoint(header, iter([state + put(0) + entry(SYNCED, write_id=3) + put(1)]), 5)
+    assert journal.read().safe == 3
+    journal.append(put(3))
+    journal.append(entry(SYNCED, write_id=journal.sequence - 1))
+    journal.append(put(4))
+    found = journal.read()
+    assert found.safe == 6
+    index = Index(Space(1 << 30, 1 << 20))
+    index.load(found.entries, found.safe)
+    (segment,) = index.space.segments.values()
+    assert (segment.live, segment.again, segment.never_synced) == (5, {3, 4}, False)
+    pieces, count = index.state(synced=True)
+    data = bytearray(b"".join(pieces))
+    kinds = [Entry.unpack(data, i).kind for i in range(count)]
+    assert kinds == [SEGMENT, NAMESPACE, PUT, PUT, PUT, SYNCED, PUT, PUT]
+    assert Entry.unpack(data, 5).write_id == 5
+    journal.close()
+
+
 def test_two_slots_under_one_name_leave_one() -> None:
     index = Index(Space(1 << 30, 1 << 20))
     index.load(STATE + entry(PUT, **{**RECORD, "slot": 1}))
@@ -335,6 +371,6 @@ def test_two_slots_under_one_name_leave_one() -> None:
 def test_a_state_is_what_it_was_made_of() -> None:
     index = Index(Space(1 << 30, 1 << 20))
     index.load(STATE + entry(NAMESPACE, namespace=4, signature=b"\x44" * 32))
-    pieces, count = index.state()
+    pieces, count = index.state(synced=False)
     assert b"".join(pieces) == STATE  # the namespace without a record is forgotten
     assert count == 3

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvcache.block.address import KEY_BYTES
 
-PUT, REMOVE, QUARANTINE, SEGMENT, RETIRE, NAMESPACE = range(1, 7)
+PUT, REMOVE, QUARANTINE, SEGMENT, RETIRE, NAMESPACE, SYNCED = range(1, 8)
 FREE = 0
 """Of a row in memory, never in a file: the slot holds nothing."""
 

@@ -24,6 +24,7 @@ from kvcache.tier.nvme.entry import (
     REMOVE,
     RETIRE,
     SEGMENT,
+    SYNCED,
     UNKNOWN,
     Entry,
     names,
@@ -31,6 +32,9 @@ from kvcache.tier.nvme.entry import (
 from kvcache.tier.nvme.segment import Segment
 from kvcache.tier.nvme.space import Space
 from kvcache.tier.nvme.stretch import Place
+
+AGAIN_BYTES = 512 << 20
+"""More than this no process leaves without a sync, unless nobody asked for durability."""
 
 
 class Index:
@@ -109,8 +113,8 @@ class Index:
 
     # whole states
 
-    def load(self, data: bytes) -> None:
-        """Rebuild everything from the journal's entries, in order. Segments are taken on as the journal says."""
+    def load(self, data: bytes, safe: int = 0) -> None:
+        """Rebuild everything from the journal's entries, in order, of which a sync has covered the first `safe`."""
         entries = np.frombuffer(data, COLUMNS)
         kinds = entries["kind"]
         for row in entries[kinds == NAMESPACE]:
@@ -125,7 +129,7 @@ class Index:
                 segments[number] = Segment(number, int(row["record_bytes"]), int(row["slot"]))
         if retired:
             self.space.next_number = max(self.space.next_number, max(retired) + 1)
-        puts = self._load_records(entries[(kinds == PUT) | (kinds == REMOVE) | (kinds == QUARANTINE)], segments)
+        puts = self._load_records(entries, safe, segments)
         for segment in segments.values():
             self.space.claim(segment)
             self.space.add(segment)
@@ -134,18 +138,24 @@ class Index:
         if len(self.places) != len(puts):
             self._drop_doubles(puts)
 
-    def _load_records(self, entries: NDArray[np.void], segments: dict[int, Segment]) -> NDArray[np.void]:
+    def _load_records(self, entries: NDArray[np.void], safe: int, segments: dict[int, Segment]) -> NDArray[np.void]:
         """Fill the rows of the segments; the put entries that hold."""
-        place = entries["segment"].astype(np.uint64) << np.uint64(32) | entries["slot"]
+        kinds = entries["kind"]
+        at = np.flatnonzero((kinds == PUT) | (kinds == REMOVE) | (kinds == QUARANTINE))
+        place = entries["segment"][at].astype(np.uint64) << np.uint64(32) | entries["slot"][at]
         _, from_end = np.unique(place[::-1], return_index=True)
-        last = entries[len(entries) - 1 - from_end]  # what was said last of each place, by segment and slot
+        at = at[len(at) - 1 - from_end]  # what was said last of each place, by segment and slot
+        last = entries[at]
         named = np.isin(last["namespace"], list(self.namespaces))
-        last = last[(last["kind"] == QUARANTINE) | ((last["kind"] == PUT) & named)]
+        there = (last["kind"] == QUARANTINE) | ((last["kind"] == PUT) & named)
+        last, synced = last[there], (at < safe)[there]
         segment, parts = np.ascontiguousarray(last["segment"]), []
+        unsynced_bytes = int(last["record_bytes"][~synced & (last["kind"] == PUT)].sum())
         for s in segments.values():
-            rows = last[slice(*np.searchsorted(segment, [s.number, s.number + 1]))]
-            parts.append(rows[rows["slot"] < s.slots])
-            s.load(parts[-1])
+            mine = slice(*np.searchsorted(segment, [s.number, s.number + 1]))
+            fits = last["slot"][mine] < s.slots
+            parts.append(last[mine][fits])
+            s.load(parts[-1], synced[mine][fits], again=unsynced_bytes <= AGAIN_BYTES)
         last = np.concatenate(parts) if parts else last[:0]
         puts: NDArray[np.void] = last[last["kind"] == PUT]
         return puts
@@ -166,23 +176,27 @@ class Index:
         self.space.retire(segment)
         return len(gone)
 
-    def state(self) -> tuple[list[bytes], int]:
+    def state(self, *, synced: bool) -> tuple[list[bytes], int]:
         """Everything as entries, in pieces, and their number: what a checkpoint holds. Forgets namespaces that have no
-        record any more."""
-        slots = [s.state() for s in self.space.segments.values()]
-        used = {number for rows in slots for number in np.unique(np.frombuffer(rows, COLUMNS)["namespace"]).tolist()}
+        record any more. `synced`: it is known which records a sync has covered."""
+        rows = [s.state() for s in self.space.segments.values()]
+        covered, others = [row[0] for row in rows], [row[1] for row in rows]
+        used = {n for part in covered + others for n in np.unique(np.frombuffer(part, COLUMNS)["namespace"]).tolist()}
         self.namespaces = {number: namespace for number, namespace in self.namespaces.items() if number in used}
         self._numbers = {namespace: number for number, namespace in self.namespaces.items()}
         pieces = [s.entry.pack() for s in self.space.segments.values()]
         pieces += [
             Entry(NAMESPACE, namespace=n, signature=namespace).pack() for n, namespace in self.namespaces.items()
         ]
-        pieces = [b"".join(pieces), *slots]
+        pieces = [b"".join(pieces), *covered]
+        if synced:
+            pieces.append(Entry(SYNCED, write_id=sum(map(len, pieces)) // ENTRY_BYTES).pack())
+        pieces += others
         return pieces, sum(map(len, pieces)) // ENTRY_BYTES
 
     def scan(self) -> Iterator[Address]:
         """All records, each behind its parent where both are here."""
-        rows = [s.state() for s in self.space.segments.values()]
+        rows = [part for s in self.space.segments.values() for part in s.state()]
         namespaces = dict(self.namespaces)
         return _in_order(np.frombuffer(b"".join(rows), COLUMNS), namespaces)
 

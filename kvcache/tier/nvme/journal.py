@@ -12,13 +12,15 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
+
+import numpy as np
 
 from kvcache.errors import StoreError
 from kvcache.port import File
 from kvcache.tier.nvme.directory import Directory
-from kvcache.tier.nvme.entry import ENTRY_BYTES
+from kvcache.tier.nvme.entry import COLUMNS, ENTRY_BYTES, SYNCED
 from kvcache.tier.nvme.frame import CHECKPOINT, JOURNAL, FileHeader, Frames, HeaderError, pack_frame, read_frames
 
 _FRAME_BYTES = 8192 * ENTRY_BYTES
@@ -26,12 +28,14 @@ _FRAME_BYTES = 8192 * ENTRY_BYTES
 
 @dataclass(slots=True)
 class Found:
-    """What a store's files say. `torn`: bytes cut from the end. `damaged`: the name of the file in which trust ends."""
+    """What a store's files say. `safe`: how many of the entries, from the first, a sync has covered, and all that they
+    say. `journals`: those that were read, and how far each is sound. `torn`: bytes cut from the end of the last.
+    `damaged`: the name of the file in which trust ends."""
 
     entries: bytes = b""
+    safe: int = 0
     checkpoint: int = 0  # 0: none
-    last: int = 0
-    end_bytes: int = 0
+    journals: dict[int, int] = field(default_factory=dict)
     sequence: int = 0  # of the entry to come
     base: int = 0  # of the first entry behind the checkpoint
     torn: int = 0
@@ -47,10 +51,13 @@ class Journal:
         if max(directory.numbered("journal"), default=0) < max(directory.numbered("checkpoint"), default=1):
             self._begin()
         self.found = found = self.read()
-        self.sequence, self._base, self._end = found.sequence, found.base, found.end_bytes
+        self.sequence, self._base = found.sequence, found.base
         self.number = max(directory.numbered("journal") + directory.numbered("checkpoint"))
+        self._end = found.journals.get(self.number, 0)
         self.in_doubt = bool(found.damaged)
         """A sync failed, or trust ended before the last entry: only a checkpoint makes what is known durable again."""
+        self._inherited = dict(found.journals)
+        """Of another process, whose last sync may have failed, so that a sync of ours alone would say nothing."""
         self._file: File | None = None
         if not found.damaged:  # else the file stays as it is until a checkpoint replaces it
             self._file = self._open(self.number)
@@ -100,6 +107,8 @@ class Journal:
             if number >= found.checkpoint:
                 self._follow(number, found, parts)
         found.entries = b"".join(parts)
+        in_checkpoint = len(found.entries) // ENTRY_BYTES - (found.sequence - found.base)
+        found.safe = _safe(found.entries, in_checkpoint, found.base)
         return found
 
     def _follow(self, number: int, found: Found, parts: list[memoryview]) -> None:
@@ -109,11 +118,11 @@ class Journal:
         if found.damaged.startswith("journal"):
             return
         if header.sequence != found.sequence:
-            found.damaged = f"journal-{found.last or number}"
+            found.damaged = f"journal-{max(found.journals, default=number)}"
             return
         frames: Frames = read_frames(data, header.sequence, number)
         parts += frames.entries
-        found.last, found.end_bytes, found.sequence = number, frames.end_bytes, frames.sequence
+        found.journals[number], found.sequence = frames.end_bytes, frames.sequence
         found.torn = len(data) - frames.end_bytes
         if frames.end == "damaged":
             found.damaged = f"journal-{number}"
@@ -132,15 +141,31 @@ class Journal:
         if self.in_doubt or self._file is None:
             raise OSError(errno.EIO, "an earlier sync of the journal failed and no checkpoint was written since")
         try:
+            self._write_again()
             self._file.sync()
         except OSError:
             self.in_doubt = True  # a second sync may say yes without having written anything
             raise
 
+    def _write_again(self) -> None:
+        """Write the same bytes over what an earlier process wrote: then the system has something to sync."""
+        for number, end in list(self._inherited.items()):
+            file = self._open(number)
+            try:
+                data = memoryview(bytearray(end))
+                if file.read(0, [data]) != end:
+                    raise OSError(errno.EIO, f"journal-{number} could not be read to its end")
+                file.write(0, [data])
+                file.sync()
+            finally:
+                file.close()
+            del self._inherited[number]
+
     def turn(self) -> FileHeader:
         """Begin the next journal; what is to be told to `checkpoint`, beside the state of this very moment."""
         if self._file is not None:
             try:
+                self._write_again()
                 self._file.sync()  # what is appended from now on must not become durable before what stands here
             except OSError:
                 self.in_doubt = True
@@ -162,6 +187,7 @@ class Journal:
         self.directory.write(f"checkpoint-{header.number}", chain([header.pack()], _frames(state, header.number)))
         self._base = header.sequence
         self.in_doubt = False
+        self._inherited.clear()
         with suppress(OSError):  # the next time does it
             self._remove_before(header.number)
 
@@ -190,6 +216,15 @@ class Journal:
             for old in self.directory.numbered(noun):
                 if old < number:
                     self.directory.disk.remove(self.directory.join(f"{noun}-{old}"))
+
+
+def _safe(entries: bytes, in_checkpoint: int, base: int) -> int:
+    """How many entries of a checkpoint, and of the journals from sequence number `base` on, the last mark covers."""
+    rows = np.frombuffer(entries, COLUMNS)
+    marks = np.flatnonzero(rows["kind"] == SYNCED)
+    safe = [int(rows["write_id"][i]) for i in marks[marks < in_checkpoint][-1:]]
+    safe += [in_checkpoint + int(rows["write_id"][i]) - base for i in marks[marks >= in_checkpoint][-1:]]
+    return max(safe, default=0)
 
 
 def _frames(state: Iterator[bytes], number: int) -> Iterator[bytes]:

@@ -29,8 +29,10 @@ class Segment:
         self.quarantined = 0
         self.users = 0
         self.retired = False
-        self.unsynced: set[int] = set()  # slots with records that no sync has covered
-        self.failures = 0  # syncs that failed: what was written before one is lost, whatever a later one says
+        self.unsynced: set[int] = set()  # slots with records written since the last sync
+        self.again: set[int] = set()  # those to be written again before one, since an earlier one failed or may have
+        self.never_synced = False  # no sync has covered any, nor was one tried
+        self.failures = 0  # syncs that failed
         self._file: File | None = None
         self._opening = threading.Lock()
 
@@ -66,23 +68,36 @@ class Segment:
         self.rows[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES] = left
         self.live -= 1
         self.unsynced.discard(slot)
+        self.again.discard(slot)
         if quarantine:
             self.quarantined += 1
         else:
             insort(self.free, slot)
 
-    def load(self, rows: NDArray[np.void]) -> None:
-        """After a restart: the put and quarantine entries of this segment, at most one a slot."""
+    def load(self, rows: NDArray[np.void], synced: NDArray[np.bool_], *, again: bool) -> None:
+        """After a restart: the put and quarantine entries of this segment, at most one a slot, and which of them a sync
+        has covered. `again`: the others are to be written again before they are synced."""
         self.columns()[rows["slot"]] = rows
         kinds = self.columns()["kind"]
         self.free = np.flatnonzero(kinds == FREE).tolist()
         self.live = int(np.count_nonzero(kinds == PUT))
         self.quarantined = int(np.count_nonzero(kinds == QUARANTINE))
+        unsynced = rows["slot"][~synced & (rows["kind"] == PUT)]
+        if again:
+            self.again = set(unsynced.tolist())
+        else:
+            self.never_synced = bool(len(unsynced))
 
-    def state(self) -> bytes:
-        """The entries of the slots that are not free, as a checkpoint holds them."""
+    def state(self) -> tuple[bytes, bytes]:
+        """The entries of the slots that are not free, as a checkpoint holds them: those that a sync has covered, and
+        the others."""
         columns = self.columns()
-        return bytes(columns[columns["kind"] != FREE].data)
+        held = columns["kind"] != FREE
+        later = np.zeros_like(held)
+        later[[*self.unsynced, *self.again]] = True
+        if self.never_synced:
+            later = held
+        return bytes(columns[held & ~later].data), bytes(columns[held & later].data)
 
     # the file
 

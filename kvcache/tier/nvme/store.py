@@ -16,6 +16,7 @@ from kvcache.block.record import RecordError, read_header, verify
 from kvcache.port import File, Port
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
+from kvcache.tier.nvme.barrier import Barrier
 from kvcache.tier.nvme.directory import Directory, refusal
 from kvcache.tier.nvme.entry import PUT, Entry
 from kvcache.tier.nvme.files import FULL
@@ -48,13 +49,21 @@ class Store:
         self._breaker = Breaker(port.clock)
         self.directory = Directory(port.disk, path)
         try:
-            self.ledger = Ledger(port, self.directory, space, floor_bytes, self.counters)
+            self.ledger = Ledger(
+                port,
+                self.directory,
+                space,
+                self.counters,
+                floor_bytes=floor_bytes,
+                promises=durability != "none",
+            )
         except OSError as error:
             self.directory.release()
             raise refusal(path, error) from error
         except BaseException:
             self.directory.release()
             raise
+        self.barrier = Barrier(self.ledger, port)
 
     def contains(self, addresses: Sequence[Address], settle: Settle) -> None:
         for i, found in enumerate(self.ledger.find_all(addresses)):
@@ -166,7 +175,7 @@ class Store:
         """The answer to a write where its name is taken already."""
         if not same:
             return Outcome.FAILED, "key"
-        if self.durability == "block" and not self.ledger.commit():
+        if self.durability == "block" and not self.barrier.commit():
             return Outcome.FAILED, "sync"
         return Outcome.DONE, ""
 
@@ -174,7 +183,7 @@ class Store:
         """Why nothing is written now."""
         if not self._breaker.allows():
             return Outcome.FAILED, "breaker"
-        if self.ledger.stuck and not self.ledger.compact():
+        if self.barrier.stuck and not self.barrier.compact():
             return Outcome.NO_ROOM, "journal"
         return None
 
@@ -215,7 +224,7 @@ class Store:
         if self.durability != "block":
             return written
         segments = dict.fromkeys(place.segment for place in written)
-        unsafe = [segment for segment in segments if not self.ledger.sync_payloads(segment)]
+        unsafe = [segment for segment in segments if not self.barrier.sync_payloads(segment)]
         self._give_up([place for place in written if place.segment in unsafe], _UNSAFE, settle)
         return [place for place in written if place.segment not in unsafe]
 
@@ -233,7 +242,7 @@ class Store:
             (same,) = self.ledger.standing([place.address])
             settle(place.i, *((Outcome.FAILED, "segment") if same is None else self._held(same)))
         published = [place for place, taken in zip(written, good, strict=True) if taken]
-        if synced and published and not self.ledger.commit():  # a write that cannot keep its promise was not there
+        if synced and published and not self.barrier.commit():  # a write that cannot keep its promise was not there
             self.ledger.withdraw([(place.address, place.entry) for place in published], insist=True)
             result = self._failed(_UNSAFE)
             for place in published:
@@ -276,11 +285,11 @@ class Store:
 
     def sync(self) -> bool:
         """Whether every write that said DONE is as durable as it should be."""
-        return self.durability == "none" or self.ledger.sync()
+        return self.durability == "none" or self.barrier.sync()
 
     def flush(self) -> bool:
         """Make what was written durable; False where that failed, which counts as an error of a write."""
-        if self.ledger.flush():
+        if self.barrier.sync():
             return True
         self._failed(_UNSAFE)
         return False

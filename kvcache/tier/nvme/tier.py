@@ -194,7 +194,7 @@ class NvmeTier(Waits):
 
     def _tend(self) -> None:
         """Flush and compact where it is time, on one thread at most, which counts as a writer."""
-        while self._flush_due() or self._store.ledger.overdue:
+        while self._flush_due() or self._store.barrier.overdue:
             with self._lock:
                 if self._tending or not self._queue.write_too():
                     return  # who tends or writes comes here next
@@ -203,8 +203,8 @@ class NvmeTier(Waits):
             try:
                 if self._flush_due() and not self._store.flush():
                     self._flush_after = self._port.clock.now() + _FLUSH_PAUSE_S
-                if self._store.ledger.overdue:
-                    self._store.ledger.compact()
+                if self._store.barrier.overdue:
+                    self._store.barrier.compact()
             finally:
                 with self._lock:
                     self._tending = False
