@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[1]
 def test_the_page_is_written_from_the_results() -> None:
     command = [sys.executable, ROOT / "benchmarks" / "report"]
     written = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.decode()
-    assert written == (ROOT / "docs" / "performance.md").read_text(), "out of date: python benchmarks/report > docs/performance.md"
+    page = (ROOT / "docs" / "performance.md").read_text()
+    assert written == page, "out of date: python benchmarks/report > docs/performance.md"
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         for row in json.loads(path.read_text()).get("rows", ()):
             lines = [line for line in written.splitlines() if line.startswith(f"| `{row['id']}` |")]
