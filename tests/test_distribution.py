@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -90,13 +91,14 @@ def test_without_a_compiler_the_same_bytes_come_back(plain: Path, tmp_path: Path
     """Installed into a folder of its own; what it depends on is this environment's."""
     place = tmp_path / "installed"
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", place, plain, cwd=tmp_path)
-    environ = {"PYTHONPATH": str(place)}
+    # without the .pth files of this environment, one of which may lead to the tree and its compiled core
+    environ = {"PYTHONPATH": os.pathsep.join([str(place), sysconfig.get_path("purelib")])}
     told = "import kvcache, kvcache.native; print(kvcache.__file__, kvcache.native.built)"
-    assert run(sys.executable, "-c", told, cwd=tmp_path, environ=environ).split() == [
+    assert run(sys.executable, "-S", "-c", told, cwd=tmp_path, environ=environ).split() == [
         str(place / "kvcache" / "__init__.py"),
         "False",
     ]
-    assert "the same bytes" in run(sys.executable, ROOT / "examples/restart.py", cwd=tmp_path, environ=environ)
+    assert "the same bytes" in run(sys.executable, "-S", ROOT / "examples/restart.py", cwd=tmp_path, environ=environ)
 
 
 def clean(place: Path) -> Path:

@@ -59,9 +59,10 @@ class Barrier:
         self._synced = sequence
         if sequence > self._marked:
             with ledger.journaling:
+                alone = journal.sequence == sequence  # else what came meanwhile waits for the next mark
                 ledger.append_later([Entry(SYNCED, write_id=sequence)])
                 ledger.say()
-                self._marked = journal.sequence
+                self._marked = journal.sequence if alone else sequence
         return True
 
     def sync_payloads(self, segment: Segment) -> bool:
