@@ -51,8 +51,9 @@ class Batch:
 
 
 class Queue:
-    def __init__(self, threads: int, most_write_bytes: int) -> None:
+    def __init__(self, threads: int, most_write_bytes: int, *, piece_bytes: int = PIECE_BYTES) -> None:
         self._threads, self._most_writers, self._most_write_bytes = threads, max(1, threads - 1), most_write_bytes
+        self._piece_bytes = piece_bytes
         self._lines: dict[tuple[int, int], deque[Batch]] = {}
         self._deadlines: list[tuple[float, int, Batch]] = []
         self._order = count()
@@ -105,7 +106,7 @@ class Queue:
         batch = line[0]
         most = min(batch.end, batch.first + batch.share)
         end, size = batch.first + 1, batch.size_bytes(batch.first)
-        while end < most and size + (more := batch.size_bytes(end)) <= PIECE_BYTES:
+        while end < most and size + (more := batch.size_bytes(end)) <= self._piece_bytes:
             end, size = end + 1, size + more
         piece = replace(batch, end=end)
         batch.first = end

@@ -17,6 +17,7 @@ from kvcache.tier.nvme.audit import audit
 from kvcache.tier.nvme.ledger import log
 from kvcache.tier.nvme.space import Space
 from kvcache.tier.nvme.store import Durability, Settle, Store
+from kvcache.tier.nvme.stretch import MOST_BYTES
 from kvcache.tier.queue import Batch, Queue
 from kvcache.tier.ticket import TimedTicket
 from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments
@@ -72,7 +73,7 @@ class NvmeTier(Waits):
             port=port,
         )
         self._threads = threads
-        self._queue = Queue(threads, queue_bytes)
+        self._queue = Queue(threads, queue_bytes, piece_bytes=MOST_BYTES)
         self._lock = threading.Lock()  # of the queue
         self._running = 0  # threads at work or asked for
         self._writing: dict[object, float] = {}  # since when
