@@ -133,10 +133,11 @@ class Arena:
             region = Region(size)
         except OSError:  # it will be tried again when it is needed
             return
-        region.touch()
         with self._lock:
-            if self._spare is None and size <= self.capacity_bytes - self.mapped_bytes:
-                self._spare = region
+            if self._spare is not None or size > self.capacity_bytes - self.mapped_bytes:
+                return
+            self._spare = region
+        region.touch()  # from its front, where slots are given out first: it may be in use already
 
     def room(self, slot_bytes: int) -> int:
         """How many more slots of this size can be given out, for the tenant that has most of them free."""
