@@ -1,6 +1,6 @@
 """The NVMe tier beside fio on the same file: whole batches of sealed records, written until durable, read and verified.
 
-    read/364KiB             payload and header, of a block of SmolLM2 in float32; floor: fio, same sizes and depth
+    read/364KiB             payload and header, of a block of SmolLM2 in bfloat16; floor: fio, same sizes and depth
     write/364KiB            over slots written before, synced every 64 MiB and at the end; floor: the same by fio
     read/364KiB/cpu         processor time a GB, checksums included; peer: fio's
     read/364KiB/unchecked   the same without the checksums
