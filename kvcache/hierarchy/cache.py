@@ -16,6 +16,7 @@ from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.request import BoundCache
+from kvcache.hierarchy.run import Run, place_of
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.port import Port
@@ -50,8 +51,7 @@ class Cache:
         )
         self.index = Index([self.host.name, *(tier.name for tier in self.below)], _policy(settings.evict.policy))
         for tier in self.below:
-            for address in tier.scan():
-                self.index.insert(address, tier.name)
+            _take_in(self.index, tier)
         self.flow = Flow(
             index=self.index,
             host=self.host,
@@ -176,6 +176,16 @@ class Cache:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _take_in(index: Index, tier: Tier) -> None:
+    """What the tier has already; by runs where it tells them, since there may be millions of records."""
+    if isinstance(tier, NvmeTier):
+        for head, signatures in tier.runs():
+            index.insert_run(Run(place_of(head.namespace, head.group, head.shard), signatures), head.parent, tier.name)
+        return
+    for address in tier.scan():
+        index.insert(address, tier.name)
 
 
 def _policy(name: str) -> Policy:

@@ -8,7 +8,7 @@ Not thread-safe: `Ledger` calls it under its lock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -150,9 +150,11 @@ class Index:
         there = (last["kind"] == QUARANTINE) | ((last["kind"] == PUT) & named)
         last, synced = last[there], (at < safe)[there]
         segment, parts = np.ascontiguousarray(last["segment"]), []
+        numbers = np.array(list(segments), np.uint32)
+        bounds = zip(np.searchsorted(segment, numbers), np.searchsorted(segment, numbers, "right"), strict=True)
         unsynced_bytes = int(last["record_bytes"][~synced & (last["kind"] == PUT)].sum())
-        for s in segments.values():
-            mine = slice(*np.searchsorted(segment, [s.number, s.number + 1]))
+        for s, (begin, end) in zip(segments.values(), bounds, strict=True):
+            mine = slice(begin, end)
             fits = last["slot"][mine] < s.slots
             parts.append(last[mine][fits])
             s.load(parts[-1], synced[mine][fits], again=unsynced_bytes <= AGAIN_BYTES)
@@ -194,36 +196,8 @@ class Index:
         pieces += others
         return pieces, sum(map(len, pieces)) // ENTRY_BYTES
 
-    def scan(self) -> Iterator[Address]:
-        """All records, each behind its parent where both are here."""
-        rows = [part for s in self.space.segments.values() for part in s.state()]
-        namespaces = dict(self.namespaces)
-        return _in_order(np.frombuffer(b"".join(rows), COLUMNS), namespaces)
-
-
-def _in_order(entries: NDArray[np.void], namespaces: dict[int, bytes]) -> Iterator[Address]:
-    entries = entries[entries["kind"] == PUT]
-    shards: dict[bytes, Shard] = {}
-    for i in np.argsort(_depths(entries), kind="stable").tolist():
-        e = Entry.unpack(entries[i : i + 1].tobytes())
-        shard = shards.get(e.shard) or shards.setdefault(e.shard, Shard.unpack(e.shard))
-        yield Address(namespaces[e.namespace], e.signature, b"" if e.parent == UNKNOWN else e.parent, e.group, shard)
-
-
-def _depths(entries: NDArray[np.void]) -> NDArray[np.int64]:
-    """How many ancestors of each record are here. By the first eight bytes of each signature: order needs no more."""
-    own = np.ascontiguousarray(entries["signature"][:, :8]).view(np.uint64).ravel()
-    parent = np.ascontiguousarray(entries["parent"][:, :8]).view(np.uint64).ravel()
-    if not len(own):
-        return np.zeros(0, np.int64)
-    order = np.argsort(own, kind="stable")
-    at = np.minimum(np.searchsorted(own[order], parent), len(own) - 1)
-    above = np.where(own[order][at] == parent, order[at], -1)
-    depths = (above >= 0).astype(np.int64)
-    for _ in range(40):  # doubles the reach each time; a circle, which only damage can make, ends here
-        reached = above >= 0
-        if not reached.any():
-            break
-        depths = np.where(reached, depths + depths[above], depths)
-        above = np.where(reached, above[above], -1)
-    return depths
+    def puts(self) -> tuple[NDArray[np.void], dict[int, bytes]]:
+        """A copy of the put entries of all records, and what their namespaces are."""
+        rows = [s.columns() for s in self.space.segments.values()]
+        found = [columns[columns["kind"] == PUT] for columns in rows] or [np.zeros(0, COLUMNS)]
+        return np.concatenate(found), dict(self.namespaces)

@@ -11,9 +11,11 @@ from dataclasses import replace
 from typing import get_args
 
 from kvcache.block.address import Address
+from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.errors import ClosedError, ConfigError
 from kvcache.port import Port
 from kvcache.tier.nvme.audit import audit
+from kvcache.tier.nvme.chains import runs
 from kvcache.tier.nvme.ledger import log
 from kvcache.tier.nvme.space import Space
 from kvcache.tier.nvme.store import Durability, Settle, Store
@@ -234,10 +236,20 @@ class NvmeTier(Waits):
         """The records of the same segment, this one included."""
         return self._store.addresses_beside(address)
 
+    def runs(self) -> Iterator[tuple[Address, bytes]]:
+        """All records in few steps: the address of a run's first record, and the signatures of it and of those that
+        follow it in the same namespace, group and shard, one behind the other. Heads before tails."""
+        with self._store.ledger.memory:
+            entries, namespaces = self._store.ledger.index.puts()
+        return runs(entries, namespaces)
+
     def scan(self) -> Iterator[Address]:
         """All records, each behind its parent where that is here too."""
-        with self._store.ledger.memory:
-            return self._store.ledger.index.scan()
+        for head, signatures in self.runs():
+            yield head
+            for at in range(SIGNATURE_BYTES, len(signatures), SIGNATURE_BYTES):
+                signature, parent = signatures[at : at + SIGNATURE_BYTES], signatures[at - SIGNATURE_BYTES : at]
+                yield Address(head.namespace, signature, parent, head.group, head.shard)
 
     def sync(self) -> bool:
         return self._store.sync()

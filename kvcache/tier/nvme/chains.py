@@ -1,0 +1,94 @@
+"""The records of a store as runs: each record's parent is the one before it, in the same namespace, group and shard.
+
+So a million records are told in as many steps as there are chains. Everything is done to all entries at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.block.address import Address
+from kvcache.block.layout import Shard
+from kvcache.tier.nvme.entry import UNKNOWN
+
+_MOST_DOUBLINGS = 40  # a circle, which only damage can make, ends here
+
+Numbers = NDArray[np.int64]
+
+
+def runs(entries: NDArray[np.void], namespaces: Mapping[int, bytes]) -> Iterator[tuple[Address, bytes]]:
+    """The put entries as runs, each behind the run that its first record's parent is in: the address of the first, and
+    the signatures of all, one behind the other."""
+    if not len(entries):
+        return
+    above = _parents(entries)
+    first, position = _runs(above)
+    order = np.lexsort((position, first, _depths(above)[first]))
+    signatures = entries["signature"][order]
+    starts = np.flatnonzero(position[order] == 0).tolist()
+    heads = entries[order[starts]]
+    shards: dict[bytes, Shard] = {}
+    for row, start, end in zip(heads, starts, [*starts[1:], len(order)], strict=True):
+        packed = row["shard"].tobytes()
+        shard = shards.get(packed) or shards.setdefault(packed, Shard.unpack(packed))
+        parent = row["parent"].tobytes()
+        yield (
+            Address(
+                namespaces[int(row["namespace"])],
+                row["signature"].tobytes(),
+                b"" if parent == UNKNOWN else parent,
+                int(row["group"]),
+                shard,
+            ),
+            signatures[start:end].tobytes(),
+        )
+
+
+def _parents(entries: NDArray[np.void]) -> Numbers:
+    """Where each record's parent stands among the entries; -1 where it is not here."""
+    signature, parent = _words(entries["signature"]), _words(entries["parent"])
+    places = [entries["namespace"].astype(np.uint64), entries["group"].astype(np.uint64)]
+    places.append(_words(entries["shard"])[:, 0])
+    mixed = places[0] * np.uint64(0x9E3779B97F4A7C15) ^ places[1] * np.uint64(0xC2B2AE3D27D4EB4F) ^ places[2]
+    own = signature[:, 0] ^ mixed
+    order = np.argsort(own, kind="stable")
+    found = order[np.minimum(np.searchsorted(own[order], parent[:, 0] ^ mixed), len(own) - 1)]
+    same = (signature[found] == parent).all(axis=1)
+    for place in places:
+        same &= place[found] == place
+    return np.where(same, found, -1)
+
+
+def _words(column: NDArray[np.uint8]) -> NDArray[np.uint64]:
+    return np.ascontiguousarray(column).view(np.uint64)
+
+
+def _depths(above: Numbers) -> Numbers:
+    """How many ancestors of each are here."""
+    depths = (above >= 0).astype(np.int64)
+    for _ in range(_MOST_DOUBLINGS):
+        reached = above >= 0
+        if not reached.any():
+            break
+        depths = np.where(reached, depths + depths[above], depths)
+        above = np.where(reached, above[above], -1)
+    return depths
+
+
+def _runs(above: Numbers) -> tuple[Numbers, Numbers]:
+    """The first record of each one's run, and how far behind it this one is. Of a parent's children one goes on with
+    its run."""
+    here = np.arange(len(above))
+    child = np.full(len(above), -1)
+    child[above[above >= 0]] = here[above >= 0]
+    above = np.where((above >= 0) & (child[above] == here), above, -1)
+    first = np.where(above >= 0, above, here)
+    for _ in range(_MOST_DOUBLINGS):
+        further = first[first]
+        if (further == first).all():
+            break
+        first = further
+    return first, _depths(above)
