@@ -78,19 +78,25 @@ class Chain:
 
     @classmethod
     def from_digests(cls, namespace_id: bytes, digests: Sequence[bytes], block_tokens: int) -> Chain:
-        """Bind an engine's own digests, one a full block, to the namespace; such a chain cannot be extended.
+        """Bind an engine's own digests, one a full block, to the namespace; no token ids can follow them.
 
         Each digest must be at least 16 bytes of a cryptographic hash over the whole prefix, and the namespace's
         `facts` must name where it comes from: an engine's digest and our token ids must never share a namespace.
         """
         chain = cls(namespace_id, block_tokens)
+        chain._from_digests = True
+        chain.extend_digests(digests)
+        return chain
+
+    def extend_digests(self, digests: Sequence[bytes]) -> None:
+        """More of an engine's digests behind those of `from_digests`. TokenError leaves the chain as it was."""
+        if not self._from_digests:
+            raise TokenError("a chain of token ids cannot be extended by digests; extend it by token ids")
         for i, digest in enumerate(digests):
             if not isinstance(digest, bytes) or len(digest) < MIN_DIGEST_BYTES:
                 found = f"{len(digest)} bytes" if isinstance(digest, bytes) else f"a {type(digest).__name__}"
                 raise TokenError(f"digest {i} is {found}: expected at least {MIN_DIGEST_BYTES} raw bytes")
-        chain.packed = b"".join(sha256(chain.namespace_id + digest).digest() for digest in digests)
-        chain._from_digests = True
-        return chain
+        self.packed += b"".join(sha256(self.namespace_id + digest).digest() for digest in digests)
 
     @property
     def signatures(self) -> Sequence[bytes]:
@@ -116,7 +122,7 @@ class Chain:
         the order of the calls.
         """
         if self._from_digests:
-            raise TokenError("a chain of digests cannot be extended by token ids; make a new one from all digests")
+            raise TokenError("a chain of digests cannot be extended by token ids; extend it by digests")
         ids = _integers(token_ids)
         if ids.dtype != np.int64 or not ids.flags.c_contiguous or len(self._tail):
             ids = _narrow(ids)  # else they are hashed from where they lie

@@ -89,8 +89,11 @@ class Request(Protocol):
 
         Called again without arguments it looks again, hashing nothing."""
 
-    def extend(self, token_ids: Any, *, extras: Extras | None = None) -> None:
-        """More tokens behind those of `match`: hashes the blocks that become full."""
+    def extend(
+        self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
+    ) -> None:
+        """More tokens behind those of `match`: hashes the blocks that become full. Or, where `match` was given digests,
+        those of more blocks."""
 
     def admit(self) -> None:
         """The engine will use this prefix: count the use once, hold the blocks, begin to bring them near."""

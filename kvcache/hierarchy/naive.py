@@ -126,8 +126,13 @@ class NaiveRequest:
             reason="" if found == count else "cold",
         )
 
-    def extend(self, token_ids: Any, *, extras: Extras | None = None) -> None:
-        self._chain.extend(token_ids, extras)
+    def extend(
+        self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
+    ) -> None:
+        if digests is not None:
+            self._chain.extend_digests(digests)
+        else:
+            self._chain.extend(token_ids, extras)
 
     def admit(self) -> None:
         pass

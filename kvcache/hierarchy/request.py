@@ -107,8 +107,13 @@ class CacheRequest:
         tokens = self._found * layout.block_tokens
         return Hit(tokens=tokens, blocks=self._found, by_tier=dict(self._by_tier), reason=self._reason)
 
-    def extend(self, token_ids: Any, *, extras: Extras | None = None) -> None:
-        self._chain.extend(token_ids, extras)
+    def extend(
+        self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
+    ) -> None:
+        if digests is not None:
+            self._chain.extend_digests(digests)
+        else:
+            self._chain.extend(token_ids, extras)
 
     def admit(self) -> None:
         if self._admitted:

@@ -176,6 +176,17 @@ def test_a_chain_of_digests_is_not_extended_by_tokens():
         Chain.from_digests(NAMESPACE, [b"x" * 32], 16).extend([1])
 
 
+def test_a_chain_of_digests_grows_by_digests_and_by_nothing_else():
+    digests = [bytes([i]) * 32 for i in range(5)]
+    chain = Chain.from_digests(NAMESPACE, digests[:2], 16)
+    with pytest.raises(TokenError, match="digest 1 is 3 bytes"):
+        chain.extend_digests([digests[2], b"abc"])
+    chain.extend_digests(digests[2:])
+    assert chain.signatures == Chain.from_digests(NAMESPACE, digests, 16).signatures
+    with pytest.raises(TokenError, match="extend it by token ids"):
+        Chain(NAMESPACE, 16).extend_digests(digests)
+
+
 # tokens
 
 

@@ -198,6 +198,9 @@ def test_extras_and_digests_are_part_of_identity(cache: Any) -> None:
         assert r.store(engine.described, engine.ids([0, 1, 2])).wait(30)
         assert r.match(digests=digests).blocks == 3
         assert r.match(digests=[*digests[:2], b"\xff" * 32]).blocks == 2
+        assert r.match(digests=digests[:1]).blocks == 1
+        r.extend(digests=digests[1:])
+        assert r.match().blocks == 3
 
 
 @pytest.mark.parametrize(
