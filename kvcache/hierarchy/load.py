@@ -10,18 +10,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from kvcache.block.address import Address
-from kvcache.block.record import header_area
-from kvcache.hierarchy.face import PageIds
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import SHARE, Holds
+from kvcache.hierarchy.mover import Mover
 from kvcache.hierarchy.promote import Arrival
 from kvcache.hierarchy.run import Chained
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import logger, working_for
 from kvcache.tier.host import Held
 from kvcache.tier.tier import WAITING, Outcome
-from kvcache.transfer.copier import Copier
-from kvcache.transfer.pages import Pages
 
 WINDOW_BYTES = 64 << 20
 
@@ -35,9 +32,7 @@ class Load:
     flow: Flow
     request_id: str
     namespace: bytes
-    copier: Copier
-    pages: Pages
-    page_ids: PageIds
+    mover: Mover
     chains: Sequence[Chained]  # by group
     needs: Sequence[range]  # by group, the blocks that the prefix needs
     blocks: range  # those to bring; what follows counts from the first of them
@@ -168,14 +163,8 @@ class Load:
         self, whole: list[tuple[int, int, Held]], ready: list[tuple[int, int, Held]]
     ) -> list[tuple[int, int, Held]]:
         """Scatter these, which make up whole blocks, settle them and give them back; what of `ready` is left."""
-        for group, there in enumerate(self.pages):
-            mine = [(i, held) for i, g, held in whole if g == group]
-            if mine:
-                payloads = []
-                for _, held in mine:
-                    area = header_area(held.payload_bytes)
-                    payloads.append(held.slot.view[area : area + held.payload_bytes])
-                self.copier.scatter(there, [self.page_ids[group][i] for i, _ in mine], payloads).wait()
+        if whole:
+            self.mover.scatter([(i, group, held.slot) for i, group, held in whole])
         self._count()
         for _, _, held in whole:
             self.flow.host.arena.release(held.slot)

@@ -20,6 +20,7 @@ from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.load import Load
+from kvcache.hierarchy.mover import PagesMover
 from kvcache.hierarchy.prefix import needs, wanted
 from kvcache.hierarchy.run import Chained, Run, place_of
 from kvcache.hierarchy.store import Store
@@ -147,9 +148,7 @@ class CacheRequest:
             flow=self._flow,
             request_id=self.id,
             namespace=self._bound.id,
-            copier=self._bound.copier,
-            pages=pages,
-            page_ids=page_ids,
+            mover=PagesMover(self._bound.copier, pages, page_ids),
             chains=self._chains(),
             needs=wanted(self._bound.layout, blocks),
             blocks=range(first_block, blocks),
@@ -175,9 +174,7 @@ class CacheRequest:
             flow=self._flow,
             request_id=self.id,
             namespace=self._bound.id,
-            copier=self._bound.copier,
-            pages=pages,
-            page_ids=page_ids,
+            mover=PagesMover(self._bound.copier, pages, page_ids),
             chains=self._chains(),
             rules=[group.rule for group in self._bound.layout.groups],
             first_block=first_block,

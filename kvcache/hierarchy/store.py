@@ -9,17 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcache.block.address import Address
-from kvcache.block.record import header_area
 from kvcache.hierarchy.bypass import BYPASS
-from kvcache.hierarchy.face import PageIds
 from kvcache.hierarchy.flow import Flow
+from kvcache.hierarchy.mover import Mover
 from kvcache.hierarchy.run import Chained
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import logger, working_for
 from kvcache.tier.arena import Slot
 from kvcache.tier.tier import Outcome
-from kvcache.transfer.copier import Copier
-from kvcache.transfer.pages import Pages
 
 WINDOW_BYTES = 64 << 20
 
@@ -33,9 +30,7 @@ class Store:
     flow: Flow
     request_id: str
     namespace: bytes
-    copier: Copier
-    pages: Pages
-    page_ids: PageIds
+    mover: Mover
     chains: Sequence[Chained]  # by group
     rules: Sequence[str]
     first_block: int
@@ -92,13 +87,8 @@ class Store:
             filled += mine
         published = 0
         try:
-            for group, there in enumerate(self.pages):
-                ours = [(i, slot) for i, g, _, slot in filled if g == group]
-                if ours:
-                    size = self.chains[group].payload_bytes
-                    area = header_area(size)
-                    payloads = [slot.view[area : area + size] for _, slot in ours]
-                    self.copier.gather(there, [self.page_ids[group][i] for i, _ in ours], payloads).wait()
+            if filled:
+                self.mover.gather([(i, group, slot) for i, group, _, slot in filled])
             for _, group, address, slot in filled:
                 if self.flow.host.publish(address, slot, self.chains[group].payload_bytes):
                     self.flow.index.insert(address, self.flow.host.name)
