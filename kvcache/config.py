@@ -27,6 +27,7 @@ else:
 
 __all__ = ["Settings", "load"]
 
+_SECRETS = {"KVCACHE_REDIS_PASSWORD"}  # read where they are used, and shown nowhere
 _DIRECTORY = "KVCACHE_DIR"  # where all caches of this user go, models too: no setting, but it moves nvme.path
 
 FOREIGN: Mapping[str, tuple[str, str]] = {
@@ -88,7 +89,7 @@ def _file(path: str | os.PathLike[str] | None) -> Iterator[tuple[str, Any, str]]
 
 def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
     for variable, value in environ.items():
-        if variable.startswith(PREFIX) and variable != _DIRECTORY and value:
+        if variable.startswith(PREFIX) and variable != _DIRECTORY and variable not in _SECRETS and value:
             name = variable[len(PREFIX) :].lower().replace("__", ".")
             yield _known(name, value, variable), value, variable
 

@@ -160,6 +160,45 @@ class Nvme(_Section):
         return self
 
 
+class Redis(_Section):
+    """A Redis or Valkey server that a fleet shares. One that is away is a miss until it is there."""
+
+    enabled: bool = Field(default=False, description="Whether there is this tier.")
+    url: str = Field(
+        default="redis://127.0.0.1:6379/0",
+        description="`redis://HOST:PORT/DB`, `rediss://...` (TLS) or `unix:///PATH?db=0`. Its password comes from "
+        "`redis.password_file` or the variable KVCACHE_REDIS_PASSWORD, never from here.",
+    )
+    username: str = Field(default="", description="The user (ACL) to come in as; nothing for the default one.")
+    password_file: str = Field(
+        default="", description="A file that holds the password; read for each connection, so that it can be changed."
+    )
+    prefix: str = Field(default="kvcache", description="Begins every key: what has another one stands apart.")
+    part_bytes: Annotated[int, BeforeValidator(_size), Field(ge=256 * KiB, le=16 * MiB, multiple_of=256 * KiB)] = Field(
+        default=4 * MiB, description="A longer payload is split into parts of this size. A multiple of 256 KiB."
+    )
+    expire_s: Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)] = Field(
+        default=0, description="After so long a record goes; 0: when the server evicts it."
+    )
+    part_expire_s: Annotated[float, BeforeValidator(_number), Field(ge=1, allow_inf_nan=False)] = Field(
+        default=86_400, description="After so long the parts of a long record go in any case."
+    )
+    connections: Count = Field(default=4, description="Connections to each server, with a thread for each.")
+    queue_bytes: Bytes = Field(
+        default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."
+    )
+    timeout_s: Seconds = Field(default=5.0, description="What any call to the server may take at most.")
+
+    @model_validator(mode="after")
+    def _keeps_secrets(self) -> Redis:
+        if "@" in self.url:
+            raise ConfigError(
+                "redis.url: holds a user or a password; give redis.username, and the password in "
+                "redis.password_file or the variable KVCACHE_REDIS_PASSWORD"
+            )
+        return self
+
+
 class Evict(_Section):
     """Who leaves a full tier."""
 
@@ -176,6 +215,12 @@ class Flow(_Section):
     threads: Count = Field(default=2, description="Threads that move blocks between tiers.")
     deadline_s: Seconds = Field(
         default=2.0, description="After so long a block that has not come is a miss, unless the request says otherwise."
+    )
+    ask_deadline_s: Seconds = Field(
+        default=0.5, description="After so long a shared tier that has not said what it has of a prompt has nothing."
+    )
+    known_blocks: Count = Field(
+        default=1 << 18, description="Blocks of a shared tier to remember, at about 100 bytes of memory each."
     )
 
 
@@ -204,6 +249,7 @@ class Settings(_Section):
     )
     host: Host = Field(default_factory=Host)
     nvme: Nvme = Field(default_factory=Nvme)
+    redis: Redis = Field(default_factory=Redis)
     evict: Evict = Field(default_factory=Evict)
     flow: Flow = Field(default_factory=Flow)
     control: Control = Field(default_factory=Control)

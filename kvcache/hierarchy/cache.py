@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
 from kvcache.errors import ClosedError, ConfigError, LayoutError
 from kvcache.evict.lru import LRU
 from kvcache.evict.policy import Policy
+from kvcache.hierarchy.ask import Ask, SharedTier
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.index import Index
@@ -23,7 +24,7 @@ from kvcache.port import Port
 from kvcache.settings import Settings
 from kvcache.tier.host import HostTier
 from kvcache.tier.nvme.tier import NvmeTier
-from kvcache.tier.tier import Tier
+from kvcache.tier.tier import Tier, Usage
 from kvcache.transfer.cpu import CpuCopier
 
 POLICIES: Mapping[str, type[Policy]] = {"lru": LRU}
@@ -51,7 +52,8 @@ class Cache:
         )
         self.index = Index([self.host.name, *(tier.name for tier in self.below)], _policy(settings.evict.policy))
         for tier in self.below:
-            _take_in(self.index, tier)
+            if not tier.shared:
+                _take_in(self.index, tier)
         self.flow = Flow(
             index=self.index,
             host=self.host,
@@ -60,6 +62,13 @@ class Cache:
             counters=self.counters,
             events=self.events,
             port=port,
+            ask=Ask(
+                [cast(SharedTier, tier) for tier in self.below if tier.shared],
+                index=self.index,
+                port=port,
+                most_known=settings.flow.known_blocks,
+                deadline_s=settings.flow.ask_deadline_s,
+            ),
             queue_blocks=settings.flow.queue_blocks,
             threads=settings.flow.threads,
         )
@@ -72,9 +81,7 @@ class Cache:
         _log.info(
             "host %d bytes%s",
             settings.host.capacity_bytes,
-            "".join(
-                f", {t.name} {u.capacity_bytes} bytes with {u.records} records" for t in self.below for u in [t.usage()]
-            ),
+            "".join(f", {tier.name} {_size(tier)}" for tier in self.below),
         )
 
     def namespace(
@@ -121,7 +128,8 @@ class Cache:
         held = self.flow.holds.held_bytes()
         tiers = {}
         for tier in (self.host, *self.below):
-            usage = tier.usage()
+            # of a shared tier what is known of it: to ask a server takes time, and what it says is the server's own
+            usage = Usage(self.index.resident(tier.name), 0, 0) if tier.shared else tier.usage()
             tiers[tier.name] = {
                 "records": usage.records,
                 "used_bytes": usage.used_bytes,
@@ -133,8 +141,9 @@ class Cache:
         return {"tiers": tiers, "queued_blocks": queued, "bypass": bypass, "counters": self.counters.tree()}
 
     def check(self) -> list[str]:
+        """A shared tier is left out: what is known of it need not be true, and it belongs to others as well."""
         faults = self.index.check()
-        tiers = (self.host, *self.below)
+        tiers = [tier for tier in (self.host, *self.below) if not tier.shared]
         differ = [self._differ(tier) for tier in tiers]
         for _ in range(_LOOKS):  # what is on its way at this moment arrives, and differs no more
             if not any(map(any, differ)):
@@ -194,19 +203,31 @@ def _policy(name: str) -> Policy:
     return POLICIES[name]()
 
 
+def _size(tier: Tier) -> str:
+    if tier.shared:
+        return repr(tier)
+    usage = tier.usage()
+    return f"{usage.capacity_bytes} bytes with {usage.records} records"
+
+
 def _tiers_below(settings: Settings, port: Port) -> list[Tier]:
-    nvme = settings.nvme
-    if not nvme.enabled:
-        return []
-    return [
-        NvmeTier(
-            str(nvme.path),
-            capacity_bytes=nvme.capacity_bytes,
-            segment_bytes=nvme.segment_bytes,
-            durability=nvme.durability,
-            threads=nvme.threads,
-            queue_bytes=nvme.queue_bytes,
-            free_floor_bytes=nvme.free_floor_bytes,
-            port=port,
+    tiers: list[Tier] = []
+    nvme, redis = settings.nvme, settings.redis
+    if nvme.enabled:
+        tiers.append(
+            NvmeTier(
+                str(nvme.path),
+                capacity_bytes=nvme.capacity_bytes,
+                segment_bytes=nvme.segment_bytes,
+                durability=nvme.durability,
+                threads=nvme.threads,
+                queue_bytes=nvme.queue_bytes,
+                free_floor_bytes=nvme.free_floor_bytes,
+                port=port,
+            )
         )
-    ]
+    if redis.enabled:
+        from kvcache.tier.redis import RedisTier
+
+        tiers.append(RedisTier(**redis.model_dump(exclude={"enabled", "write"}), port=port))
+    return tiers

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvcache.block.address import Address
 from kvcache.block.record import record_bytes
+from kvcache.hierarchy.ask import Ask
 from kvcache.hierarchy.bypass import Bypass
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.holds import Holds
@@ -35,11 +36,12 @@ class Flow:
         counters: Counters,
         events: Events,
         port: Port,
+        ask: Ask,
         queue_blocks: int,
         threads: int,
     ) -> None:
         self.index, self.host, self.below, self.port = index, host, below, port
-        self.counters, self.events, self.bypass = counters, events, Bypass()
+        self.counters, self.events, self.bypass, self.ask = counters, events, Bypass(), ask
         self.lanes = [
             Lane(
                 tier,
@@ -50,6 +52,7 @@ class Flow:
                 events=events,
                 port=port,
                 queue_blocks=queue_blocks,
+                ask=ask,
             )
             for tier in below
         ]
@@ -148,6 +151,7 @@ class Flow:
     def close(self) -> bool:
         """End the threads; what is queued is written first. As `flush`, whether everything is where it should be."""
         self.executor.close()
+        self.ask.close()
         self.promoter.wait_idle()
         for lane in self.lanes:
             lane.close()

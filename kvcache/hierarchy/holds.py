@@ -1,4 +1,7 @@
-"""What requests keep from leaving: all together at most a quarter of each tier."""
+"""What requests keep from leaving: all together at most a quarter of each tier.
+
+Of a tier that others share only what is known of it is held: what its server evicts is not ours to keep.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import threading
 from collections.abc import Sequence
 
 from kvcache.block.record import record_bytes
-from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.index import UNLIMITED, Index
 from kvcache.hierarchy.run import Run
 from kvcache.tier.tier import Tier
 
@@ -31,7 +34,7 @@ class Holds:
             for run, payload_bytes in wanted:
                 size = record_bytes(payload_bytes)
                 room = [
-                    max(0, tier.usage().capacity_bytes // SHARE - held) // size
+                    UNLIMITED if tier.shared else max(0, tier.usage().capacity_bytes // SHARE - held) // size
                     for tier, held in zip(self._tiers, self._held_bytes, strict=True)
                 ]
                 held = self._index.hold(run, room)

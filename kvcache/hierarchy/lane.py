@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from kvcache.block.address import Address
 from kvcache.block.record import record_bytes
+from kvcache.hierarchy.ask import Ask
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.run import Run
@@ -35,8 +36,9 @@ class Lane:
         events: Events,
         port: Port,
         queue_blocks: int,
+        ask: Ask,
     ) -> None:
-        self.tier, self.queue_blocks = tier, queue_blocks
+        self.tier, self.queue_blocks, self._ask = tier, queue_blocks, ask
         self._index, self._host, self._coder = index, host, coder
         self._counters, self._events = counters, events
         self._queue: deque[Address] = deque()
@@ -109,7 +111,7 @@ class Lane:
                     continue
                 records.append(held)
                 forms.append(self._form(held))
-            fit = self._with_room(records, forms)
+            fit = len(records) if self.tier.shared else self._with_room(records, forms)
             addresses = [held.address for held in records[:fit]]
             ticket = self.tier.submit("write", addresses, forms[:fit], priority=BACKGROUND)
             ticket.wait()
@@ -120,6 +122,8 @@ class Lane:
                 else:
                     self._counters.add("write_failures", tier=self.tier.name, outcome=outcome.value)
                     self._say("dropped", held.address, outcome.value)
+            if self.tier.shared:
+                self._ask.bound(self.tier)
         finally:
             for held in records:
                 self._host.arena.release(held.slot)

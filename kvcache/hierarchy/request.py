@@ -14,6 +14,7 @@ from kvcache.block.key import Chain
 from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
 from kvcache.errors import ClosedError
+from kvcache.hierarchy.ask import Question
 from kvcache.hierarchy.bypass import BYPASS
 from kvcache.hierarchy.edge import check_transfer
 from kvcache.hierarchy.face import Extras, Hit, PageIds
@@ -81,6 +82,7 @@ class CacheRequest:
         self._stamp = 0  # the time at which this request was admitted or stored first; 0: not yet
         self._admitted = False
         self._claim: Holds.Claim = []
+        self._question: Question | None = None  # to the tiers that others share, about these tokens
 
     @property
     def signatures(self) -> Sequence[bytes]:
@@ -97,16 +99,28 @@ class CacheRequest:
             chain = Chain(bound.id, layout.block_tokens)
             chain.extend(token_ids, extras, digest=lookup)
             self._chain = chain
+        anew = digests is not None or token_ids is not None
+        if anew:
+            self._question = None
         self._by_tier = {}
         if self._flow.bypass.loads:
             self._found, self._reason = 0, BYPASS
             return Hit(tokens=0, blocks=0, reason=BYPASS)
+        pending = self._question is not None and self._question.pending  # before the index is: an answer is there then
         if token_ids is None:
             lookup.match(self._chain.packed)
         self._found, self._by_tier = lookup.blocks, lookup.by_tier
+        if anew and self._found < len(self.signatures):
+            deadline = self._flow.port.clock.now() + min(self._deadline_s, self._flow.ask.deadline_s)
+            self._question = self._flow.ask.begin(self._chains(), bound.needs, self._found, deadline)
+            pending = self._question is not None and self._question.pending
+            if self._question is not None and not pending:  # answered at once, by an executor that runs it here
+                lookup.match(self._chain.packed)
+                self._found, self._by_tier = lookup.blocks, lookup.by_tier
         self._reason = "" if self._found == len(self.signatures) else "cold"
         tokens = self._found * layout.block_tokens
-        return Hit(tokens=tokens, blocks=self._found, by_tier=dict(self._by_tier), reason=self._reason)
+        by_tier = dict(self._by_tier)
+        return Hit(tokens=tokens, blocks=self._found, by_tier=by_tier, reason=self._reason, pending=pending)
 
     def extend(
         self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
@@ -130,6 +144,8 @@ class CacheRequest:
         counters.add("asked_tokens", len(self.signatures) * layout.block_tokens)
         for tier, blocks in self._by_tier.items():
             counters.add("hit_tokens", blocks * layout.block_tokens, tier=tier)
+        if self._question is not None:
+            counters.add("lookups", answer=self._question.answer)
         if self._found < len(self.signatures):
             counters.add("misses", reason=self._reason or "cold")
         if not flow.bypass.loads:

@@ -22,6 +22,12 @@ REASONS: Mapping[tuple[str, str], Mapping[str, str]] = {
         "cold": "the next block is in no tier: it was never stored, was dropped, or was evicted",
         "bypass": _BYPASS,
     },
+    ("lookups", "answer"): {
+        "found": "it has blocks that were not known here",
+        "nothing": "it has no more than is known here, or said that it cannot serve",
+        "late": "no answer came within `flow.ask_deadline_s`",
+        "dropped": "too many lookups were under way: the prompt was matched with what is known",
+    },
     ("drops", "reason"): {
         "no room": "host had no free slot and no victim: what is there is held, or belongs to the same request",
         "orphan": "its parent is in no tier, so that it could not be found",

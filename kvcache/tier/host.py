@@ -34,7 +34,7 @@ def segments(held: Held) -> tuple[memoryview, memoryview]:
 
 class HostTier(Waits):
     name = "host"
-    durable = False
+    durable = shared = False
 
     def __init__(
         self,

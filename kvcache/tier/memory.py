@@ -14,7 +14,7 @@ from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Wai
 
 class MemoryTier(Waits):
     name = "memory"
-    durable = False
+    durable = shared = False
 
     def __init__(self, *, capacity_bytes: int, port: Port | None = None) -> None:
         self._capacity_bytes = capacity_bytes

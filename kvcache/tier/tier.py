@@ -119,6 +119,7 @@ class Usage:
 class Tier(Protocol):
     name: str
     durable: bool  # what was written and synced is there after a restart
+    shared: bool  # others read and write there too: what is in it, and its room, are not this process's to say
 
     def submit(
         self,

@@ -16,6 +16,7 @@ from kvcache.block.layout import Group, KVLayout
 from kvcache.hierarchy.naive import NaiveCache
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
+from tests.peer.server import MISSING, empty
 
 MiB = 1 << 20
 FULL = KVLayout.mha(layers=2, kv_heads=2, head_dim=8, dtype="fp32", block_tokens=4)
@@ -65,7 +66,14 @@ class Engine:
         return [ids] * len(self.layout.groups)
 
 
-@pytest.fixture(params=["naive", "host", "host+nvme"])
+@pytest.fixture(
+    params=[
+        "naive",
+        "host",
+        "host+nvme",
+        pytest.param("host+redis", marks=pytest.mark.skipif(bool(MISSING), reason=MISSING)),
+    ]
+)
 def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     if request.param == "naive":
         made: Any = NaiveCache()
@@ -78,6 +86,7 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
                 "capacity_bytes": 64 * MiB,
                 "free_floor_bytes": 0,
             },
+            redis={"enabled": True, "url": empty(tmp_path).unix} if request.param == "host+redis" else {},
         )
     yield made
     assert made.flush(30)

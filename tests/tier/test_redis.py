@@ -277,7 +277,7 @@ def test_cycles_leave_nothing_behind(tier: RedisTier, client: Any) -> None:
         ({"part_bytes": 5}, "redis.part_bytes"),
         ({"part_bytes": 32 << 20}, "redis.part_bytes"),
         ({"prefix": "a*"}, "redis.prefix"),
-        ({"threads": 0}, "redis.threads"),
+        ({"connections": 0}, "redis.connections"),
         ({"timeout_s": 0}, "redis.timeout_s"),
     ],
 )

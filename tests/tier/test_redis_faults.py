@@ -52,7 +52,7 @@ def proxy(server: Server) -> Iterator[Proxy]:
 
 @pytest.fixture
 def behind(proxy: Proxy, clock: Clock) -> Iterator[RedisTier]:
-    tier = RedisTier(proxy.url, timeout_s=0.2, threads=1, port=Port(clock=clock))
+    tier = RedisTier(proxy.url, timeout_s=0.2, connections=1, port=Port(clock=clock))
     yield tier
     tier.close()
 
@@ -111,7 +111,7 @@ def test_a_tiny_deadline_says_nothing_of_the_server(tier: RedisTier, clock: Cloc
 
 def test_closing_does_not_wait_for_a_hung_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CLOSE_S", 0.05)
-    tier = RedisTier(server.tcp, timeout_s=200, threads=2)
+    tier = RedisTier(server.tcp, timeout_s=200, connections=2)
     blocks = chain(600)
     assert set(tier.contains(blocks)) == {ABSENT}
     server.pause()
@@ -155,7 +155,7 @@ def test_away_and_back(server: Server, tier: RedisTier, clock: Clock) -> None:
 def test_full(clock: Clock) -> None:
     """Writes find no room, are counted, stop for a while; reads go on; room lets them in again."""
     server = Server("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
-    tier = RedisTier(server.tcp, threads=1, port=Port(clock=clock))
+    tier = RedisTier(server.tcp, connections=1, port=Port(clock=clock))
     try:
         blocks = chain(40)
         outcomes = [tier.write([address], [record(address, 300_000)])[0] for address in blocks]

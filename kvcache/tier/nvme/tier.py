@@ -45,6 +45,7 @@ class NvmeTier(Waits):
 
     name = "nvme"
     durable = True
+    shared = False
 
     def __init__(
         self,

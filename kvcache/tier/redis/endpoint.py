@@ -32,7 +32,7 @@ class Endpoint:
     `unix:///path?db=0`, as redis-py reads them. The password comes from the URL, from a file, read anew for each
     connection so that it can be changed, or from the environment variable KVCACHE_REDIS_PASSWORD."""
 
-    def __init__(self, url: str, *, username: str | None = None, password_file: str | None = None) -> None:
+    def __init__(self, url: str, *, username: str = "", password_file: str = "") -> None:
         try:
             options: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
             self.name = _shown(url)

@@ -44,19 +44,19 @@ class RedisTier(Waits):
     """
 
     name = "redis"
-    durable = True
+    durable = shared = True
 
     def __init__(
         self,
         url: str,
         *,
-        username: str | None = None,
-        password_file: str | None = None,
+        username: str = "",
+        password_file: str = "",
         prefix: str = "kvcache",
         part_bytes: int = 4 << 20,
         expire_s: float = 0,
         part_expire_s: float = 86_400,
-        threads: int = 4,
+        connections: int = 4,
         queue_bytes: int = 256 << 20,
         timeout_s: float = 5.0,
         port: Port | None = None,
@@ -64,7 +64,7 @@ class RedisTier(Waits):
         if part_bytes % CHUNK_BYTES or not 0 < part_bytes <= IN_FLIGHT_BYTES:
             raise ConfigError(f"redis.part_bytes = {part_bytes}: expected a multiple of 256 KiB, 16 MiB at most")
         for setting, value, least in (
-            ("threads", threads, 1),
+            ("connections", connections, 1),
             ("queue_bytes", queue_bytes, 1),
             ("timeout_s", timeout_s, 0.001),
             ("expire_s", expire_s, 0),
@@ -87,13 +87,13 @@ class RedisTier(Waits):
             part_expire_ms=int(part_expire_s * 1000),
         )
         self._survey = Survey(names, self._store)
-        self._threads = threads
-        self._queue = Queue(threads, queue_bytes)
+        self._threads = connections
+        self._queue = Queue(connections, queue_bytes)
         self._lock = threading.Lock()  # of the queue
         self._running = 0
         self._lookups = 0
         self._idle = self._port.condition()
-        self._executor = self._port.executor(threads, self.name)
+        self._executor = self._port.executor(connections, self.name)
         self._asking = self._port.executor(1, f"{self.name}-lookup")
         self._closed = False
 

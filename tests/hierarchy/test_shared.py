@@ -1,0 +1,254 @@
+"""Caches that share a server: what one stored the other finds, by asking in the background; a server that is away is a
+miss and nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.hierarchy.ask import MOST_QUESTIONS
+from kvcache.tier.redis import RedisTier
+from kvcache.tier.redis.name import Names
+from kvcache.tier.tier import Outcome
+from tests.contract.test_cache import FULL, HYBRID, Engine, bind, store
+from tests.peer.proxy import Proxy
+from tests.peer.server import MISSING, Server, empty
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+MiB = 1 << 20
+TOKENS = list(range(40))  # ten blocks
+Open = Callable[..., Any]
+
+
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
+    return empty(tmp_path_factory.mktemp("shared"))
+
+
+@pytest.fixture
+def opened(server: Server) -> Iterator[Open]:
+    """Opens caches on the shared server; each is flushed, audited and closed at the end."""
+    caches: list[Any] = []
+
+    def open_cache(url: str = "", flow: Any = None, **redis: Any) -> Any:
+        caches.append(
+            kvcache.open(
+                host={"capacity_bytes": 8 * MiB},
+                nvme={"enabled": False},
+                redis={"enabled": True, "url": url or server.unix, **redis},
+                flow={"ask_deadline_s": 20, "deadline_s": 20, **(flow or {})},
+                control={"enabled": False},
+            )
+        )
+        return caches[-1]
+
+    yield open_cache
+    for cache in caches:
+        assert cache.flush(30)
+        assert cache.check() == []
+        cache.close()
+
+
+def settled(r: Any, tokens: Any = TOKENS) -> Any:
+    """The hit that stands once nobody is asked any more: as an engine polls, its step in between."""
+    hit = r.match(tokens)
+    while hit.pending:
+        threading.Event().wait(0.001)
+        hit = r.match()
+    return hit
+
+
+def load(bound: Any, engine: Engine, blocks: int, tokens: Any = TOKENS) -> tuple[int, list[bytes]]:
+    """What a load brings, and the bytes of it."""
+    engine.poison()
+    with bound.request() as r:
+        assert settled(r, tokens).blocks == blocks
+        r.admit()
+        transfer = r.load(blocks, engine.described, engine.ids(list(range(blocks))))
+        assert transfer.wait(30)
+        return transfer.blocks, [engine.block(page) for page in range(transfer.blocks)]
+
+
+def test_what_one_process_stored_the_other_finds_and_keeps_near(opened: Open) -> None:
+    one, other = opened(), opened()
+    engine = Engine(FULL)
+    engine.fill(1, list(range(10)))
+    expected = [engine.block(page) for page in range(10)]
+    store(bind(one), engine, TOKENS, list(range(10)))
+    assert one.flush(30)
+    bound = bind(other)
+    with bound.request() as r:
+        first = r.match(TOKENS)
+        assert first.pending or first.blocks == 10
+        assert settled(r).by_tier == {"redis": 10}
+        r.admit()
+    assert load(bound, Engine(FULL), 10) == (10, expected)
+    assert other.counters.get("promoted_blocks", tier="redis") == 10
+    assert other.counters.get("lookups", answer="found") == 1
+    with bound.request() as r:
+        hit = r.match(TOKENS)
+        assert (hit.pending, hit.by_tier) == (False, {"host": 10})
+
+
+def test_a_longer_prompt_asks_for_the_rest_only(opened: Open, server: Server) -> None:
+    one, other = opened(), opened()
+    engine = Engine(FULL)
+    engine.fill(2, list(range(10)))
+    store(bind(other), engine, TOKENS[:20], list(range(5)))
+    store(bind(one), engine, TOKENS, list(range(10)))
+    assert one.flush(30)
+    assert other.flush(30)
+    with bind(other).request() as r:
+        assert settled(r, TOKENS + [7] * 20).by_tier == {"host": 5, "redis": 5}
+
+
+def test_groups_of_every_rule(opened: Open) -> None:
+    one, other = opened(), opened()
+    engine = Engine(HYBRID)
+    ids = list(range(10))
+    engine.fill(3, ids)
+    expected = [[engine.block(page, group) for page in ids] for group in range(3)]
+    store(bind(one, HYBRID), engine, TOKENS, ids)
+    assert one.flush(30)
+    reader = Engine(HYBRID)
+    reader.poison()
+    with bind(other, HYBRID).request() as r:
+        assert settled(r).blocks == 10
+        r.admit()
+        transfer = r.load(10, reader.described, reader.ids(ids))
+        assert transfer.wait(30)
+        assert transfer.blocks == 10
+    assert [reader.block(page) for page in ids] == expected[0]
+    assert [reader.block(page, 1) for page in ids[-2:]] == expected[1][-2:]
+    assert reader.block(9, 2) == expected[2][9]
+
+
+@pytest.mark.parametrize("gone", [0, 3, 9])
+def test_what_left_the_server_is_a_shorter_prefix(opened: Open, server: Server, gone: int) -> None:
+    """Knowledge of it is never trusted: the load brings what is there, and the next match knows."""
+    one, other = opened(), opened()
+    engine = Engine(FULL)
+    engine.fill(4, list(range(10)))
+    expected = [engine.block(page) for page in range(10)]
+    store(bind(one), engine, TOKENS, list(range(10)))
+    assert one.flush(30)
+    bound = bind(other)
+    with bound.request() as r:
+        assert settled(r).blocks == 10
+        place = Names("kvcache")
+        chain = r._chains()[0]
+        assert server.client.delete(place.record(chain[gone])) == 1
+    assert load(bound, Engine(FULL), 10) == (gone, expected[:gone])
+    with bound.request() as r:
+        assert settled(r).blocks == gone
+
+
+def test_knowledge_is_bounded(opened: Open) -> None:
+    one = opened()
+    other = opened(flow={"known_blocks": 64})
+    engine = Engine(FULL, pages=50)
+    for seed in range(8):
+        store(bind(one), engine, [seed, *range(199)], list(range(50)))
+    assert one.flush(30)
+    for seed in range(8):
+        with bind(other).request() as r:
+            assert settled(r, [seed, *range(199)]).blocks in range(1, 51)
+        assert other.index.resident("redis") <= 64
+
+
+def test_two_that_compute_the_same_at_once_store_one_copy(opened: Open, server: Server) -> None:
+    caches = [opened() for _ in range(3)]
+    engine = Engine(FULL)
+    engine.fill(5, list(range(10)))
+    threads = [threading.Thread(target=store, args=(bind(cache), engine, TOKENS, list(range(10)))) for cache in caches]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(cache.flush(30) for cache in caches)
+    assert [cache.counters.get("write_failures") for cache in caches] == [0, 0, 0]
+    assert server.client.dbsize() == 10
+
+
+# a server that is away
+
+
+def test_a_server_that_is_not_there_is_a_miss(opened: Open) -> None:
+    cache = opened("unix:///nowhere/at-all?db=0")
+    bound, engine = bind(cache), Engine(FULL)
+    for _ in range(20):
+        with bound.request() as r:
+            assert settled(r).blocks == 0
+    assert store(bound, engine, TOKENS, list(range(10))).blocks == 10
+    assert cache.flush(30)
+    assert cache.counters.get("write_failures", tier="redis") == 10
+    with bound.request() as r:
+        assert r.match(TOKENS).by_tier == {"host": 10}
+
+
+def test_a_server_that_hangs_delays_nobody_beyond_the_deadline(opened: Open, server: Server) -> None:
+    proxy = Proxy(server.port)
+    try:
+        cache = opened(proxy.url, flow={"ask_deadline_s": 0.05}, timeout_s=0.05)
+        bound, engine = bind(cache), Engine(FULL)
+        proxy.hang = True
+        with bound.request() as r:
+            assert r.match(TOKENS).pending
+            assert settled(r).blocks == 0
+        assert store(bound, engine, TOKENS, list(range(10))).blocks == 10
+        assert cache.flush(30)
+    finally:
+        proxy.end()
+
+
+def test_a_server_that_went_while_it_was_read(opened: Open, server: Server) -> None:
+    one = opened()
+    engine = Engine(FULL)
+    engine.fill(6, list(range(10)))
+    store(bind(one), engine, TOKENS, list(range(10)))
+    assert one.flush(30)
+    proxy = Proxy(server.port)
+    try:
+        other = opened(proxy.url)
+        bound = bind(other)
+        with bound.request() as r:
+            assert settled(r).blocks == 10
+            proxy.drop = True
+            r.admit()
+            transfer = r.load(10, engine.described, engine.ids(list(range(10))))
+            assert transfer.wait(30)
+            assert Outcome.DONE not in transfer.outcomes
+    finally:
+        proxy.end()
+
+
+def test_more_questions_than_may_be_asked_are_matched_with_what_is_known(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = opened()
+    gate = threading.Event()
+    lead = RedisTier.leading
+
+    def slow(tier: RedisTier, *arguments: Any, **keywords: Any) -> Any:
+        gate.wait(30)
+        return lead(tier, *arguments, **keywords)
+
+    monkeypatch.setattr(RedisTier, "leading", slow)
+    bound = bind(cache)
+    requests = [bound.request() for _ in range(MOST_QUESTIONS + 3)]
+    try:
+        pending = [r.match([i, *range(30)]).pending for i, r in enumerate(requests)]
+        assert pending == [True] * MOST_QUESTIONS + [False] * 3
+    finally:
+        gate.set()
+    for r in requests:
+        while r.match().pending:
+            threading.Event().wait(0.001)
+        r.admit()
+        r.close()
+    assert cache.counters.get("lookups", answer="dropped") == 3
