@@ -23,6 +23,10 @@ class TokenError(KVCacheError, ValueError):
     """Token ids that are not unsigned 32-bit integers, or extras that do not fit them."""
 
 
+class RequestError(KVCacheError):
+    """A request that was to be joined is not open, or several are of its id."""
+
+
 class ModelError(KVCacheError):
     """A model's directory or file is not there, is of another kind, or is damaged."""
 

@@ -29,6 +29,7 @@ NAMES = [
     "NamespaceError",
     "Outcome",
     "Request",
+    "RequestError",
     "Settings",
     "Shard",
     "StoreError",

@@ -98,6 +98,20 @@ class Chain:
                 raise TokenError(f"digest {i} is {found}: expected at least {MIN_DIGEST_BYTES} raw bytes")
         self.packed += b"".join(sha256(self.namespace_id + digest).digest() for digest in digests)
 
+    @classmethod
+    def from_signatures(cls, namespace_id: bytes, packed: bytes, block_tokens: int) -> Chain:
+        """A chain that another process hashed. It grows by `append`: its tokens are not known here."""
+        chain = cls(namespace_id, block_tokens)
+        chain._from_digests = True
+        chain.append(packed)
+        return chain
+
+    def append(self, packed: bytes) -> None:
+        """More signatures behind those that are there, of blocks that were hashed elsewhere."""
+        if len(packed) % SIGNATURE_BYTES:
+            raise TokenError(f"signatures of {len(packed)} bytes: expected a multiple of {SIGNATURE_BYTES}")
+        self.packed += packed
+
     @property
     def signatures(self) -> Sequence[bytes]:
         """One for each full block, so far."""

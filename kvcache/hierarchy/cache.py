@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
 
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
-from kvcache.errors import ClosedError, ConfigError, LayoutError
+from kvcache.errors import ClosedError, ConfigError
 from kvcache.evict.lru import LRU
 from kvcache.evict.policy import Policy
 from kvcache.hierarchy.ask import Ask, SharedTier
 from kvcache.hierarchy.coder import Coder
+from kvcache.hierarchy.edge import check_shards
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.request import BoundCache
+from kvcache.hierarchy.register import Register
+from kvcache.hierarchy.request import BoundCache, CacheRequest
 from kvcache.hierarchy.run import Run, place_of
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
@@ -73,7 +75,8 @@ class Cache:
             threads=settings.flow.threads,
         )
         self._copier = CpuCopier()
-        self._bound: dict[tuple[bytes, tuple[Shard, ...]], BoundCache] = {}
+        self._bound: dict[Hashable, BoundCache] = {}
+        self._register: Register[CacheRequest] = Register()
         self.at_close: list[Callable[[], object]] = []
         """Called when closing begins: what reaches this cache from outside lets go of it."""
         self._closed = False
@@ -95,12 +98,11 @@ class Cache:
         cache_salt: str = "",
         facts: Mapping[str, Any] | None = None,
         shards: Sequence[Shard] | None = None,
+        ranks: Sequence[Sequence[Shard]] | None = None,
     ) -> BoundCache:
         if self._closed:
             raise ClosedError("this cache was closed; open another one")
-        held = tuple(shards or layout.whole)
-        if len(held) != len(layout.groups):
-            raise LayoutError(f"{len(held)} shards: expected one for each of the layout's {len(layout.groups)} groups")
+        held, everywhere = check_shards(layout, shards, ranks)
         namespace = Namespace(
             layout,
             model=model,
@@ -111,9 +113,11 @@ class Cache:
             facts={**(facts or {}), **self._coder.facts},
         )
         self._coder.bind(namespace)
-        key = (namespace.id, held)
+        key = (namespace.id, held, everywhere)
         if key not in self._bound:
-            self._bound[key] = BoundCache(self.flow, self._copier, namespace, held, self.settings.flow.deadline_s)
+            self._bound[key] = BoundCache(
+                self.flow, self._copier, self._register, namespace, held, everywhere, self.settings.flow.deadline_s
+            )
         return self._bound[key]
 
     @property

@@ -127,7 +127,13 @@ class Bound(Protocol):
         session: str | None = None,
         ttl_s: float | None = None,
         deadline_s: float | None = None,
-    ) -> Request: ...
+    ) -> Request:
+        """`id` names it to the engine's ranks and in what is said of it; one is made up where none is given."""
+
+    def join(self, id: str) -> Request:
+        """The open request of this id in this namespace, as a rank uses it: its blocks are those that the scheduler's
+        request knows at each call, `load` and `store` move this process's shards, and uses are counted only once.
+        RequestError where none is open, or several are. What it holds is its own; close it like any other."""
 
 
 class KVCache(Protocol):
@@ -142,8 +148,15 @@ class KVCache(Protocol):
         cache_salt: str = "",
         facts: Mapping[str, Any] | None = None,
         shards: Sequence[Shard] | None = None,
+        ranks: Sequence[Sequence[Shard]] | None = None,
     ) -> Bound:
-        """Bind to a namespace. `shards`: what this process holds, one a group; all of it where not given."""
+        """Bind to a namespace. `shards`: what this process holds, one a group; all of it where not given.
+
+        `ranks`: what each rank of the engine holds, one list of shards a rank, the same in every process of it. Then a
+        match counts a block only where the shards of all of them are there. A scheduler, which has no pages, gives
+        only `ranks`; a rank gives both, or only `shards` where it only joins requests. The same shard in several lists
+        (a latent that every rank has) is kept once, written by the first.
+        """
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Return True when everything stored before is in every tier it is meant for, as durable as that tier is."""

@@ -12,9 +12,10 @@ from kvcache.block.key import Chain
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
 from kvcache.errors import ClosedError
-from kvcache.hierarchy.edge import check_transfer
+from kvcache.hierarchy.edge import check_origin, check_shards, check_transfer
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.prefix import needs, usable, wanted
+from kvcache.hierarchy.register import Register
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.cpu import PlainCopier
@@ -26,6 +27,7 @@ Name = tuple[bytes, int, Shard]
 class NaiveCache:
     def __init__(self) -> None:
         self.blocks: dict[Name, bytes] = {}
+        self.register: Register[NaiveRequest] = Register()
         self.closed = False
 
     def namespace(
@@ -39,6 +41,7 @@ class NaiveCache:
         cache_salt: str = "",
         facts: Mapping[str, Any] | None = None,
         shards: Sequence[Shard] | None = None,
+        ranks: Sequence[Sequence[Shard]] | None = None,
     ) -> NaiveBound:
         if self.closed:
             raise ClosedError("this cache was closed; open another one")
@@ -51,7 +54,7 @@ class NaiveCache:
             cache_salt=cache_salt,
             facts=facts or {},
         )
-        return NaiveBound(self, namespace, tuple(shards or layout.whole))
+        return NaiveBound(self, namespace, *check_shards(layout, shards, ranks))
 
     def flush(self, timeout_s: float | None = None) -> bool:
         return True
@@ -78,8 +81,11 @@ class NaiveCache:
 class NaiveBound:
     _ids = itertools.count()
 
-    def __init__(self, cache: NaiveCache, namespace: Namespace, shards: tuple[Shard, ...]) -> None:
+    def __init__(
+        self, cache: NaiveCache, namespace: Namespace, shards: tuple[Shard, ...], everywhere: Sequence[Sequence[Shard]]
+    ) -> None:
         self.cache, self.id, self.layout, self.shards = cache, namespace.id, namespace.layout, shards
+        self.everywhere = everywhere
 
     def request(
         self,
@@ -90,34 +96,48 @@ class NaiveBound:
         ttl_s: float | None = None,
         deadline_s: float | None = None,
     ) -> NaiveRequest:
-        return NaiveRequest(self, id or str(next(self._ids)))
+        request = NaiveRequest(self, id or str(next(self._ids)))
+        self.cache.register.add((self.id, request.id), request)
+        return request
+
+    def join(self, id: str) -> NaiveRequest:
+        return NaiveRequest(self, id, self.cache.register.find((self.id, id)))
 
 
 class NaiveRequest:
-    def __init__(self, bound: NaiveBound, id: str) -> None:
-        self.id, self._bound, self._copier = id, bound, PlainCopier()
-        self._chain = Chain(bound.id, bound.layout.block_tokens)
+    def __init__(self, bound: NaiveBound, id: str, origin: NaiveRequest | None = None) -> None:
+        self.id, self._bound, self._copier, self._origin = id, bound, PlainCopier(), origin
+        self._own = Chain(bound.id, bound.layout.block_tokens)
+
+    @property
+    def chain(self) -> Chain:
+        """Of the request that was joined, where this one is."""
+        return self._origin.chain if self._origin is not None else self._own
 
     @property
     def signatures(self) -> Sequence[bytes]:
-        return self._chain.signatures
+        return self.chain.signatures
 
-    def _name(self, block: int, group: int) -> Name:
-        return self.signatures[block][:KEY_BYTES], group, self._bound.shards[group]
+    def _name(self, block: int, group: int, shard: Shard | None = None) -> Name:
+        return self.signatures[block][:KEY_BYTES], group, shard or self._bound.shards[group]
+
+    def _everywhere(self, block: int, group: int) -> bool:
+        here = self._bound.cache.blocks
+        return all(self._name(block, group, shard) in here for shard in self._bound.everywhere[group])
 
     def match(
         self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
     ) -> Hit:
         layout = self._bound.layout
+        check_origin(self._origin, token_ids, digests)
         if digests is not None:
-            self._chain = Chain.from_digests(self._bound.id, digests, layout.block_tokens)
+            self._own = Chain.from_digests(self._bound.id, digests, layout.block_tokens)
         elif token_ids is not None:
-            self._chain = Chain(self._bound.id, layout.block_tokens)
-            self._chain.extend(token_ids, extras)
-        here = self._bound.cache.blocks
+            self._own = Chain(self._bound.id, layout.block_tokens)
+            self._own.extend(token_ids, extras)
         count = len(self.signatures)
         found = usable(
-            needs(layout), [[self._name(i, g) in here for i in range(count)] for g in range(len(layout.groups))]
+            needs(layout), [[self._everywhere(i, g) for i in range(count)] for g in range(len(layout.groups))]
         )
         return Hit(
             tokens=found * layout.block_tokens,
@@ -129,16 +149,19 @@ class NaiveRequest:
     def extend(
         self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
     ) -> None:
+        check_origin(self._origin, token_ids, digests)
         if digests is not None:
-            self._chain.extend_digests(digests)
+            self.chain.extend_digests(digests)
         else:
-            self._chain.extend(token_ids, extras)
+            self.chain.extend(token_ids, extras)
 
     def admit(self) -> None:
         pass
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
-        check_transfer(self._bound.layout, pages, page_ids, first_block, blocks, len(self.signatures))
+        check_transfer(
+            self._bound.layout, self._bound.shards, pages, page_ids, first_block, blocks, len(self.signatures)
+        )
         transfer = BlockTransfer(blocks - first_block)
         parts = wanted(self._bound.layout, blocks)
         for i in range(first_block, blocks):
@@ -154,7 +177,15 @@ class NaiveRequest:
 
     def store(self, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         count = len(page_ids[0]) if page_ids else 0
-        check_transfer(self._bound.layout, pages, page_ids, first_block, first_block + count, len(self.signatures))
+        check_transfer(
+            self._bound.layout,
+            self._bound.shards,
+            pages,
+            page_ids,
+            first_block,
+            first_block + count,
+            len(self.signatures),
+        )
         transfer = BlockTransfer(count)
         for i in range(count):
             for group, there in enumerate(pages):
@@ -164,8 +195,12 @@ class NaiveRequest:
             transfer.settle(i, Outcome.DONE)
         return transfer
 
+    def _check(self, pages: Pages, page_ids: PageIds, first: int, end: int) -> None:
+        bound = self._bound
+        check_transfer(bound.layout, bound.shards, pages, page_ids, first, end, len(self.signatures))
+
     def close(self) -> None:
-        pass
+        self._bound.cache.register.remove((self._bound.id, self.id), self)
 
     def __enter__(self) -> NaiveRequest:
         return self

@@ -16,13 +16,14 @@ from kvcache.block.namespace import Namespace
 from kvcache.errors import ClosedError
 from kvcache.hierarchy.ask import Question
 from kvcache.hierarchy.bypass import BYPASS
-from kvcache.hierarchy.edge import check_transfer
+from kvcache.hierarchy.edge import check_origin, check_transfer
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.load import Load
 from kvcache.hierarchy.mover import PagesMover
 from kvcache.hierarchy.prefix import needs, wanted
+from kvcache.hierarchy.register import Register
 from kvcache.hierarchy.run import Chained, Run, place_of
 from kvcache.hierarchy.store import Store
 from kvcache.hierarchy.transfer import BlockTransfer
@@ -34,7 +35,7 @@ from kvcache.transfer.pages import Pages
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """What this process holds of one group: its shard, its payload size, and what the index knows it by."""
+    """One shard of one group: its payload size, and what the index knows it by."""
 
     group: int
     shard: Shard
@@ -46,18 +47,28 @@ class BoundCache:
     _ids = itertools.count(1)
 
     def __init__(
-        self, flow: Flow, copier: Copier, namespace: Namespace, shards: Sequence[Shard], deadline_s: float
+        self,
+        flow: Flow,
+        copier: Copier,
+        register: Register[CacheRequest],
+        namespace: Namespace,
+        shards: Sequence[Shard],
+        everywhere: Sequence[Sequence[Shard]],
+        deadline_s: float,
     ) -> None:
         self.flow, self.copier, self.namespace, self.deadline_s = flow, copier, namespace, deadline_s
+        self.shards, self.register = shards, register
         self.id, self.layout, self.tenant = namespace.id, namespace.layout, namespace.tenant
         self.open = True
-        layout = namespace.layout
-        self.places = [
-            Place(g, shard, layout.block_bytes(shard, group=g), place_of(self.id, g, shard))
-            for g, shard in enumerate(shards)
-        ]
-        self.names = [place.name for place in self.places]
-        self.needs = needs(layout)
+        self.places = [self._place(g, shard) for g, shard in enumerate(shards)]
+        self.everywhere = [self._place(g, shard) for g, of_group in enumerate(everywhere) for shard in of_group]
+        """What all ranks hold: a block counts where all of these have their part of it."""
+        self.names = [place.name for place in self.everywhere]
+        of_groups = needs(namespace.layout)
+        self.needs = [of_groups[place.group] for place in self.everywhere]
+
+    def _place(self, group: int, shard: Shard) -> Place:
+        return Place(group, shard, self.layout.block_bytes(shard, group=group), place_of(self.id, group, shard))
 
     def request(
         self,
@@ -68,14 +79,21 @@ class BoundCache:
         ttl_s: float | None = None,
         deadline_s: float | None = None,
     ) -> CacheRequest:
-        return CacheRequest(self, id or f"r{next(self._ids)}", self.deadline_s if deadline_s is None else deadline_s)
+        made = CacheRequest(self, id or f"r{next(self._ids)}", self.deadline_s if deadline_s is None else deadline_s)
+        self.register.add((self.id, made.id), made)
+        return made
+
+    def join(self, id: str) -> CacheRequest:
+        return CacheRequest(self, id, self.deadline_s, self.register.find((self.id, id)))
 
 
 class CacheRequest:
-    def __init__(self, bound: BoundCache, id: str, deadline_s: float) -> None:
+    """`origin`: the request that this one joined, whose blocks and whose time are its own as well."""
+
+    def __init__(self, bound: BoundCache, id: str, deadline_s: float, origin: CacheRequest | None = None) -> None:
         self.id = id
-        self._bound, self._flow, self._deadline_s = bound, bound.flow, deadline_s
-        self._chain = Chain(bound.id, bound.layout.block_tokens)
+        self._bound, self._flow, self._deadline_s, self._origin = bound, bound.flow, deadline_s, origin
+        self._own = Chain(bound.id, bound.layout.block_tokens)
         self._found = 0
         self._reason = "cold"
         self._by_tier: dict[str, int] = {}
@@ -85,20 +103,26 @@ class CacheRequest:
         self._question: Question | None = None  # to the tiers that others share, about these tokens
 
     @property
+    def chain(self) -> Chain:
+        """Of the request that was joined, where this one is."""
+        return self._own if self._origin is None else self._origin.chain
+
+    @property
     def signatures(self) -> Sequence[bytes]:
-        return self._chain.signatures
+        return self.chain.signatures
 
     def match(
         self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
     ) -> Hit:
         bound, layout = self._bound, self._bound.layout
+        check_origin(self._origin, token_ids, digests)
         lookup = self._flow.index.lookup(bound.names, bound.needs)
         if digests is not None:
-            self._chain = Chain.from_digests(bound.id, digests, layout.block_tokens)
+            self._own = Chain.from_digests(bound.id, digests, layout.block_tokens)
         elif token_ids is not None:
             chain = Chain(bound.id, layout.block_tokens)
             chain.extend(token_ids, extras, digest=lookup)
-            self._chain = chain
+            self._own = chain
         anew = digests is not None or token_ids is not None
         if anew:
             self._question = None
@@ -108,14 +132,16 @@ class CacheRequest:
             return Hit(tokens=0, blocks=0, reason=BYPASS)
         pending = self._question is not None and self._question.pending  # before the index is: an answer is there then
         if token_ids is None:
-            lookup.match(self._chain.packed)
+            lookup.match(self.chain.packed)
         self._found, self._by_tier = lookup.blocks, lookup.by_tier
         if anew and self._found < len(self.signatures):
             deadline = self._flow.port.clock.now() + min(self._deadline_s, self._flow.ask.deadline_s)
-            self._question = self._flow.ask.begin(self._chains(), bound.needs, self._found, deadline)
+            self._question = self._flow.ask.begin(
+                [self._chained(p) for p in bound.everywhere], bound.needs, self._found, deadline
+            )
             pending = self._question is not None and self._question.pending
             if self._question is not None and not pending:  # answered at once, by an executor that runs it here
-                lookup.match(self._chain.packed)
+                lookup.match(self.chain.packed)
                 self._found, self._by_tier = lookup.blocks, lookup.by_tier
         self._reason = "" if self._found == len(self.signatures) else "cold"
         tokens = self._found * layout.block_tokens
@@ -125,18 +151,19 @@ class CacheRequest:
     def extend(
         self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
     ) -> None:
+        check_origin(self._origin, token_ids, digests)
         if digests is not None:
-            self._chain.extend_digests(digests)
+            self.chain.extend_digests(digests)
         else:
-            self._chain.extend(token_ids, extras)
+            self.chain.extend(token_ids, extras)
 
     def admit(self) -> None:
-        if self._admitted:
+        if self._admitted or self._origin is not None:
             return
         self._admitted = True
         flow, counters, layout = self._flow, self._flow.counters, self._bound.layout
-        stamp = self._begin()
-        runs = self._runs(0, self._found)
+        stamp = self.begin()
+        runs = self._runs(self._bound.everywhere, 0, self._found)
         for run, _ in runs:
             flow.index.touch(run, stamp)
         self._claim = flow.holds.take(runs)
@@ -159,7 +186,7 @@ class CacheRequest:
             self._flow.counters.add("load_failures", blocks - first_block, outcome=BYPASS)
             transfer.settle_rest(0, Outcome.ABSENT)
             return transfer
-        claim = self._flow.holds.take(self._runs(first_block, blocks))
+        claim = self._flow.holds.take(self._runs(self._bound.places, first_block, blocks))
         job = Load(
             flow=self._flow,
             request_id=self.id,
@@ -169,7 +196,7 @@ class CacheRequest:
             needs=wanted(self._bound.layout, blocks),
             blocks=range(first_block, blocks),
             tenant=self._bound.tenant,
-            before=self._begin(),
+            before=self.begin(),
             deadline=self._flow.port.clock.now() + self._deadline_s,
             claim=claim,
             transfer=transfer,
@@ -195,7 +222,7 @@ class CacheRequest:
             rules=[group.rule for group in self._bound.layout.groups],
             first_block=first_block,
             tenant=self._bound.tenant,
-            before=self._begin(),
+            before=self.begin(),
             transfer=transfer,
         )
         self._flow.begin_store()
@@ -204,6 +231,8 @@ class CacheRequest:
 
     def close(self) -> None:
         self._flow.holds.give_back(self._claim)
+        if self._origin is None:
+            self._bound.register.remove((self._bound.id, self.id), self)
 
     def __enter__(self) -> CacheRequest:
         return self
@@ -215,18 +244,23 @@ class CacheRequest:
 
     def _chains(self) -> list[Chained]:
         """By group, the records of this request's blocks."""
-        packed = self._chain.packed
-        return [Chained(self._bound.id, packed, p.group, p.shard, p.payload_bytes) for p in self._bound.places]
+        return [self._chained(place) for place in self._bound.places]
 
-    def _runs(self, first: int, end: int) -> list[tuple[Run, int]]:
-        """By group, those of blocks `first` to `end` that a prefix up to there needs, and the payload bytes of each."""
+    def _chained(self, place: Place) -> Chained:
+        return Chained(self._bound.id, self.chain.packed, place.group, place.shard, place.payload_bytes)
+
+    def _runs(self, places: Sequence[Place], first: int, end: int) -> list[tuple[Run, int]]:
+        """By place, those of blocks `first` to `end` that a prefix up to there needs, and the payload bytes of each."""
+        need = wanted(self._bound.layout, end)
         return [
-            (Run(place.name, self._chain.packed).part(max(first, need.start), end), place.payload_bytes)
-            for place, need in zip(self._bound.places, wanted(self._bound.layout, end), strict=True)
+            (Run(place.name, self.chain.packed).part(max(first, need[place.group].start), end), place.payload_bytes)
+            for place in places
         ]
 
-    def _begin(self) -> int:
+    def begin(self) -> int:
         """The request's time: one tick of the clock, at its first use."""
+        if self._origin is not None:
+            return self._origin.begin()
         if not self._stamp:
             self._stamp = self._flow.index.tick()
         return self._stamp
@@ -234,16 +268,16 @@ class CacheRequest:
     def _check(self, pages: Pages, page_ids: PageIds, first: int, end: int) -> None:
         if not self._bound.open:
             raise ClosedError("this cache was closed; open another one")
-        check_transfer(self._bound.layout, pages, page_ids, first, end, len(self.signatures))
+        check_transfer(self._bound.layout, self._bound.shards, pages, page_ids, first, end, len(self.signatures))
 
     def _bring(self, stamp: int) -> None:
         """Begin to read the first of what lies below host, as much as a load would have under way."""
         flow, room = self._flow, Load.window_bytes(self._flow)
         ahead = []
-        chains = self._chains()
-        for group, need in enumerate(wanted(self._bound.layout, self._found)):
-            chain = chains[group]
-            run = Run(self._bound.names[group], self._chain.packed).part(need.start, need.stop)
+        needs = wanted(self._bound.layout, self._found)
+        for place in self._bound.everywhere:
+            chain, need = self._chained(place), needs[place.group]
+            run = Run(place.name, self.chain.packed).part(need.start, need.stop)
             masks = np.frombuffer(flow.index.where(run), np.uint8)
             for i in np.flatnonzero((masks != 0) & (masks & 1 == 0)):
                 room -= chain.payload_bytes
