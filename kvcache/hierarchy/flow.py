@@ -67,41 +67,65 @@ class Flow:
     # host memory
 
     def slot(self, payload_bytes: int, tenant: str, *, before: int) -> Slot | None:
-        """A host slot: a free one, else a victim's that a tier below has too, else one whose record is handed down
-        or, where the queue has no room, dropped. Never one used at `before` or later. None where there is none."""
-        size = record_bytes(payload_bytes)
-        slot = self.host.allocate(size, tenant)
+        """As `slots`, one."""
+        slots = self.slots(1, payload_bytes, tenant, before=before)
+        return slots[0] if slots else None
+
+    def slots(self, count: int, payload_bytes: int, tenant: str, *, before: int) -> list[Slot]:
+        """Host slots, at most `count`: free ones, then those of victims that a tier below has too, then of others.
+        Never of one used at `before` or later. Fewer where there is no more room.
+
+        Victims leave by their value, whatever their size and tenant. What leaves from extents of another kind is of use
+        only once a whole extent is empty: by moving what is left of it together or, where an extent's worth of
+        victims did not get that far, by letting go of what is in the emptiest one.
+        """
+        size, arena = record_bytes(payload_bytes), self.host.arena
+        slots = arena.take(size, tenant, count)
         for stored_below in (True, False) if self.lanes else (False,):
-            for _ in range(VICTIMS_A_SLOT):
-                if slot is not None:
-                    return slot
-                victims = self.index.evict(self.host.name, before=before, stored_below=stored_below)
+            in_vain = 0  # bytes of victims since the last slot
+            while len(slots) < count and in_vain <= arena.extent_bytes:
+                victims = self.index.evict(self.host.name, count - len(slots), before=before, stored_below=stored_below)
                 if not victims:
                     break
-                self._leave_host(*victims[0], size, tenant)
-                slot = self.host.allocate(size, tenant)
-        return slot
+                in_vain += self._leave_host(victims)
+                found = len(slots)
+                slots += arena.take(size, tenant, count - found)
+                while len(slots) < count and self.host.make_way(size, tenant):
+                    slots += arena.take(size, tenant, count - len(slots))
+                if len(slots) > found:
+                    in_vain = 0
+                elif in_vain > arena.extent_bytes and self._clear(size, tenant):
+                    slots += arena.take(size, tenant, count - len(slots))
+                    in_vain = 0
+        return slots
 
-    def _leave_host(self, victim: Address, kept: bool, size: int, tenant: str) -> None:
-        held = self.host.borrow(victim)
-        if held is None:
-            return
-        extent = held.slot.extent
-        others = []
-        if (extent.slot_bytes, extent.tenant) != (size, tenant):
-            # its slot is of no use: the whole extent goes, so that it can be cut anew
-            others = [a for a in self.host.siblings(victim) if a.name != victim.name]
-        self.host.arena.release(held.slot)
-        self._withdraw(victim, kept, extent.slot_bytes)
-        for address in others:
-            if self.index.discard(address, self.host.name, unless_held=True):
-                self._withdraw(address, self.index.contains(address), extent.slot_bytes)
+    def _leave_host(self, victims: Sequence[tuple[Address, bool]]) -> int:
+        """The index let go of these; so does the tier. Their bytes."""
+        fates: dict[tuple[bytes, bool], tuple[int, int]] = {}  # by namespace and whether it is kept: records, bytes
+        size = 0
+        for held, (address, kept) in zip(self.host.withdraw_all([a for a, _ in victims]), victims, strict=True):
+            if held is not None:
+                records, its_bytes = fates.get((address.namespace, kept), (0, 0))
+                fates[address.namespace, kept] = records + 1, its_bytes + held.slot.extent.slot_bytes
+                size += held.slot.extent.slot_bytes
+        name = self.host.name
+        for (namespace, kept), (records, its_bytes) in fates.items():
+            said = "yes" if kept else "no"
+            self.counters.add("evicted_blocks", records, tier=name, kept=said)
+            self.events.add(
+                "evicted", tier=name, namespace=namespace, blocks=records, bytes=its_bytes, reason=f"kept: {said}"
+            )
+        return size
 
-    def _withdraw(self, address: Address, kept: bool, size: int) -> None:
-        self.host.withdraw(address)
-        said = "yes" if kept else "no"
-        self.counters.add("evicted_blocks", tier=self.host.name, kept=said)
-        self.events.add("evicted", tier=self.host.name, namespace=address.namespace, bytes=size, reason=f"kept: {said}")
+    def _clear(self, slot_bytes: int, tenant: str) -> bool:
+        """Let go of all in the extent of another kind that has the least in it. True where that emptied it."""
+        extent = self.host.arena.emptiest(slot_bytes, tenant)
+        if extent is None:
+            return False
+        there = self.host.within(extent)
+        gone = [a for a in there if self.index.discard(a, self.host.name, unless_held=True)]
+        self._leave_host([(a, self.index.contains(a)) for a in gone])
+        return not extent.slots
 
     # down
 

@@ -1,8 +1,10 @@
 """The host tier's memory: extents of one slot size and one tenant each, slots with generations.
 
 An extent is made when it is first needed and given back when its last slot comes back, so that no model and no tenant
-holds memory that it does not use. A slot is given out once at a time; its generation changes when it is given out
-again, so that a reader which looked before and after its copy knows whether it read what it meant to.
+holds memory that it does not use. Where the free slots of one kind (slot size and tenant) are as many as one of its
+extents has in use, that extent can be emptied by moving (`movable`), and serves another kind. A slot is given out once
+at a time; its generation changes when it is given out again, so that a reader which looked before and after its copy
+knows whether it read what it meant to.
 
 The first touch of fresh memory costs the system a fault a page, two seconds a GiB on a virtual machine where a copy
 takes a tenth of that. So one region is kept ahead, touched in the background, and an emptied one is kept to be cut
@@ -21,6 +23,9 @@ from kvcache.port import Executor
 PAGE = 4096
 POPULATE = 23  # MADV_POPULATE_WRITE of Linux 5.14, newer than Python's names for it
 STEP_BYTES = 1 << 20
+
+Kind = tuple[int, str]
+"""Slot size and tenant."""
 
 
 class Region:
@@ -55,6 +60,11 @@ class Extent:
         self.free = list(range(count - 1, -1, -1))
         self.generations = [0] * count
         self.slots: dict[int, Slot] = {}  # given out
+        self.closing = False  # no slot of it is given out
+
+    @property
+    def kind(self) -> Kind:
+        return self.slot_bytes, self.tenant
 
 
 class Slot:
@@ -64,13 +74,14 @@ class Slot:
     last one is released the slot goes back to its extent.
     """
 
-    __slots__ = ("extent", "generation", "i", "references", "sealed")
+    __slots__ = ("extent", "generation", "i", "name", "references", "sealed")
 
     def __init__(self, extent: Extent, i: int) -> None:
         self.extent, self.i = extent, i
         self.generation = extent.generations[i]
         self.references = 1
         self.sealed = False  # the header is written and the checksums are taken
+        self.name = b""  # of the record that is published in it
 
     @property
     def view(self) -> memoryview:
@@ -88,25 +99,40 @@ class Arena:
         self._spare: Region | None = None  # ahead of need; its bytes are within the capacity
         self._executor = executor
         self.used_bytes = 0
-        self._extents: dict[tuple[int, str], list[Extent]] = {}
+        self._extents: dict[Kind, list[Extent]] = {}
         self._lock = threading.Lock()
 
     def allocate(self, slot_bytes: int, tenant: str) -> Slot | None:
         """A slot with one reference, or None where there is no room."""
+        taken = self.take(slot_bytes, tenant, 1)
+        return taken[0] if taken else None
+
+    def take(self, slot_bytes: int, tenant: str, count: int) -> list[Slot]:
+        """As many slots as there is room for, at most `count`, each with one reference."""
+        taken: list[Slot] = []
+        fresh = False
         with self._lock:
-            extents = self._extents.setdefault((slot_bytes, tenant), [])
-            # the fullest last: new slots fill it, so that the emptier ones can empty
-            extent = next((e for e in reversed(extents) if e.free), None)
-            fresh = extent is None
-            extent = extent or self._map(slot_bytes, tenant)
-            if extent is None:
-                return None
-            i = extent.free.pop()
-            slot = extent.slots[i] = Slot(extent, i)
-            self.used_bytes += slot_bytes
+            # the last ones first: new slots fill those, so that the others can empty
+            for extent in reversed(self._extents.get((slot_bytes, tenant), ())):
+                self._give_out(extent, taken, count)
+                if len(taken) == count:
+                    break
+            while len(taken) < count and (mapped := self._map(slot_bytes, tenant)) is not None:
+                fresh = True
+                self._give_out(mapped, taken, count)
+            self.used_bytes += len(taken) * slot_bytes
         if fresh:
             self._executor.submit(self.prepare)
-        return slot
+        return taken
+
+    def _give_out(self, extent: Extent, taken: list[Slot], count: int) -> None:
+        if extent.closing:
+            return
+        free = extent.free
+        for _ in range(min(len(free), count - len(taken))):
+            i = free.pop()
+            slot = extent.slots[i] = Slot(extent, i)
+            taken.append(slot)
 
     def _map(self, slot_bytes: int, tenant: str) -> Extent | None:
         size = min(max(self.extent_bytes, slot_bytes), self.capacity_bytes - self.mapped_bytes)
@@ -120,7 +146,7 @@ class Arena:
                 return None
         extent = Extent(region, slot_bytes, tenant)
         self.mapped_bytes += region.bytes
-        self._extents[slot_bytes, tenant].append(extent)
+        self._extents.setdefault(extent.kind, []).append(extent)
         return extent
 
     def prepare(self) -> None:
@@ -152,25 +178,55 @@ class Arena:
             )
             return free + (self.capacity_bytes - self.mapped_bytes) // slot_bytes
 
-    def acquire(self, slot: Slot) -> None:
+    def acquire(self, *slots: Slot) -> None:
         with self._lock:
-            slot.references += 1
+            for slot in slots:
+                slot.references += 1
 
-    def release(self, slot: Slot) -> None:
+    def release(self, *slots: Slot) -> None:
         with self._lock:
-            slot.references -= 1
-            if slot.references:
-                return
-            extent = slot.extent
-            extent.generations[slot.i] += 1
-            extent.free.append(slot.i)
-            del extent.slots[slot.i]
-            self.used_bytes -= extent.slot_bytes
-            if not extent.slots:
-                self._extents[extent.slot_bytes, extent.tenant].remove(extent)
-                self.mapped_bytes -= extent.region.bytes
-                if extent.region.bytes == self.extent_bytes:
-                    self._spare = extent.region
+            for slot in slots:
+                slot.references -= 1
+                if not slot.references:
+                    self._come_back(slot)
+
+    def _come_back(self, slot: Slot) -> None:
+        extent = slot.extent
+        extent.generations[slot.i] += 1
+        extent.free.append(slot.i)
+        del extent.slots[slot.i]
+        self.used_bytes -= extent.slot_bytes
+        if extent.slots:
+            return
+        extents = self._extents[extent.kind]
+        extents.remove(extent)
+        if not extents:
+            del self._extents[extent.kind]
+        self.mapped_bytes -= extent.region.bytes
+        if extent.region.bytes == self.extent_bytes:
+            self._spare = extent.region
+
+    # another kind's extents
+
+    def movable(self, slot_bytes: int, tenant: str) -> Extent | None:
+        """Of the extents of other kinds one whose slots fit into the free ones of its kind's other extents and are
+        read by nobody: the one with the least to move."""
+        with self._lock:
+            found: list[Extent] = []
+            for kind, extents in self._extents.items():
+                if kind == (slot_bytes, tenant) or len(extents) < 2:
+                    continue
+                free = sum(len(e.free) for e in extents if not e.closing)
+                fitting = (e for e in extents if len(e.slots) <= free - len(e.free) and not e.closing)
+                found += [e for e in fitting if all(s.references == 1 and s.name for s in e.slots.values())]
+            return min(found, key=lambda e: len(e.slots) * e.slot_bytes, default=None)
+
+    def emptiest(self, slot_bytes: int, tenant: str) -> Extent | None:
+        """Of the extents of other kinds that one of these slots fits into, the one with the fewest bytes in use."""
+        with self._lock:
+            others = (e for kind, extents in self._extents.items() if kind != (slot_bytes, tenant) for e in extents)
+            fitting = (e for e in others if e.region.bytes >= slot_bytes)
+            return min(fitting, key=lambda e: len(e.slots) * e.slot_bytes, default=None)
 
     def extents(self) -> Iterator[Extent]:
         for extents in list(self._extents.values()):

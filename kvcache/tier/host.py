@@ -13,7 +13,7 @@ from kvcache.block.address import Address
 from kvcache.block.record import RecordError, header_area, read_header, record_bytes, seal, verify
 from kvcache.errors import ClosedError
 from kvcache.port import Port
-from kvcache.tier.arena import Arena, Slot
+from kvcache.tier.arena import Arena, Extent, Slot
 from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments, same_record
 
 
@@ -62,30 +62,82 @@ class HostTier(Waits):
     def publish(self, address: Address, slot: Slot, payload_bytes: int) -> bool:
         """Make a filled slot visible; the tier takes over the caller's reference. False where the same record is here
         already: then the caller keeps its reference."""
+        return self.publish_all([address], [slot], payload_bytes)[0]
+
+    def publish_all(self, addresses: Sequence[Address], slots: Sequence[Slot], payload_bytes: int) -> list[bool]:
+        """As `publish`, of each."""
+        made = []
         with self._lock:
-            if address.name in self._records:
-                return False
-            self._records[address.name] = Held(address, slot, payload_bytes)
-            return True
+            for address, slot in zip(addresses, slots, strict=True):
+                name = address.name
+                new = name not in self._records
+                if new:
+                    slot.name = name
+                    self._records[name] = Held(address, slot, payload_bytes)
+                made.append(new)
+        return made
 
     def borrow(self, address: Address) -> Held | None:
         """The record, with a reference for the caller to release, or None where another or none is there."""
+        return self.borrow_all([address])[0]
+
+    def borrow_all(self, addresses: Sequence[Address]) -> list[Held | None]:
+        """As `borrow`, of each."""
         with self._lock:
-            held = self._records.get(address.name)
-            if held is None or not same_record(held.address, address):
-                return None
-            self.arena.acquire(held.slot)
-            return held
+            here = self._find(addresses)
+            self.arena.acquire(*[held.slot for held in here if held is not None])
+        return here
 
     def withdraw(self, address: Address) -> bool:
         """Make a record invisible; its slot comes back when the last borrower is done. False where it is not here."""
+        return self.withdraw_all([address])[0] is not None
+
+    def withdraw_all(self, addresses: Sequence[Address]) -> list[Held | None]:
+        """As `withdraw`, of each; what was here."""
         with self._lock:
-            held = self._records.get(address.name)
-            if held is None or not same_record(held.address, address):
-                return False
-            del self._records[address.name]
-        self.arena.release(held.slot)
-        return True
+            here = self._find(addresses)
+            for held in here:
+                if held is not None:
+                    del self._records[held.slot.name]
+        self.arena.release(*[held.slot for held in here if held is not None])
+        return here
+
+    def _find(self, addresses: Sequence[Address]) -> list[Held | None]:
+        found = (self._records.get(address.name) for address in addresses)
+        return [
+            held if held is not None and same_record(held.address, address) else None
+            for held, address in zip(found, addresses, strict=True)
+        ]
+
+    def make_way(self, slot_bytes: int, tenant: str) -> bool:
+        """Empty an extent of another kind by moving its records together with others of that kind, where they fit and
+        nobody reads them. True where one was emptied."""
+        extent = self.arena.movable(slot_bytes, tenant)
+        if extent is None:
+            return False
+        extent.closing = True
+        try:
+            for slot in list(extent.slots.values()):
+                target = self.arena.allocate(*extent.kind)
+                if target is None or not self._move(slot, target):
+                    return not extent.slots
+        finally:
+            extent.closing = False
+        return not extent.slots
+
+    def _move(self, slot: Slot, target: Slot) -> bool:
+        """The record in a slot into another one; False, and the other one given back, where somebody reads it."""
+        with self._lock:  # nobody borrows it meanwhile, so nobody writes its header
+            held = self._records.get(slot.name)
+            if held is None or held.slot is not slot or slot.references != 1:
+                gone, moved = target, held is None or held.slot is not slot
+            else:
+                target.view[:] = slot.view
+                target.name, target.sealed = slot.name, slot.sealed
+                self._records[slot.name] = Held(held.address, target, held.payload_bytes)
+                gone, moved = slot, True
+        self.arena.release(gone)
+        return moved
 
     def seal(self, held: Held) -> None:
         """Write the header and take the checksums, where that was not done yet. By background threads, before a
@@ -192,10 +244,13 @@ class HostTier(Waits):
     def siblings(self, address: Address) -> list[Address]:
         with self._lock:
             held = self._records.get(address.name)
-            if held is None:
-                return []
-            extent = held.slot.extent
-            return [h.address for h in self._records.values() if h.slot.extent is extent]
+        return [] if held is None else self.within(held.slot.extent)
+
+    def within(self, extent: Extent) -> list[Address]:
+        """The records that are in an extent."""
+        with self._lock:
+            found = (self._records.get(slot.name) for slot in list(extent.slots.values()))
+            return [held.address for held in found if held is not None and held.slot.extent is extent]
 
     def scan(self) -> Iterator[Address]:
         with self._lock:
@@ -233,5 +288,4 @@ class HostTier(Waits):
         self._executor.close()
         with self._lock:
             records, self._records = list(self._records.values()), {}
-        for held in records:
-            self.arena.release(held.slot)
+        self.arena.release(*[held.slot for held in records])
