@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,5 +53,35 @@ class Chained:
 
     def __getitem__(self, block: int) -> Address:
         at = block * SIGNATURE_BYTES
-        parent = self.packed[at - SIGNATURE_BYTES : at] if block else self.namespace
-        return Address(self.namespace, self.packed[at : at + SIGNATURE_BYTES], parent, self.group, self.shard)
+        return Address(
+            self.namespace, self.packed[at : at + SIGNATURE_BYTES], self.parent(block), self.group, self.shard
+        )
+
+    def addresses(self, blocks: Sequence[int]) -> list[Address]:
+        """Those of these blocks, in ascending order; a signature that is also a parent is kept once."""
+        made: list[Address] = []
+        last, signature = -1, self.namespace
+        for block in blocks:
+            parent = signature if block == last + 1 else self.parent(block)
+            last, at = block, block * SIGNATURE_BYTES
+            signature = self.packed[at : at + SIGNATURE_BYTES]
+            made.append(Address(self.namespace, signature, parent, self.group, self.shard))
+        return made
+
+    def parent(self, block: int) -> bytes:
+        """The signature before it, or the namespace."""
+        at = block * SIGNATURE_BYTES
+        return self.packed[at - SIGNATURE_BYTES : at] if block else self.namespace
+
+    def run(self, first: int, end: int) -> Run:
+        """Blocks `first` to `end` (excluded), as the index is asked about them."""
+        return Run(place_of(self.namespace, self.group, self.shard), self.packed).part(first, end)
+
+
+def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending numbers as (first, end excluded) of each stretch without a gap."""
+    first = 0
+    for i in range(1, len(blocks) + 1):
+        if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:
+            yield blocks[first], blocks[i - 1] + 1
+            first = i

@@ -5,14 +5,14 @@ Never waits for room. The first block that finds none ends the store: what follo
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvcache.block.address import Address
 from kvcache.hierarchy.bypass import BYPASS
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.mover import Mover
-from kvcache.hierarchy.run import Chained
+from kvcache.hierarchy.run import Chained, runs
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import logger, working_for
 from kvcache.tier.arena import Slot
@@ -20,7 +20,7 @@ from kvcache.tier.tier import Outcome
 
 WINDOW_BYTES = 64 << 20
 
-Filled = tuple[int, int, Address, Slot]  # block counted from the first stored, group, address, slot
+Filled = tuple[list[int], list[Slot]]  # of a group: blocks counted from the first stored, and a slot for each
 
 _log = logger("kvcache.store")
 
@@ -54,19 +54,23 @@ class Store:
         if count and not self._head_is_there():
             self._drop(0, "orphan")
             return
-        a_window = max(1, WINDOW_BYTES // sum(chain.payload_bytes for chain in self.chains))
-        for first in range(0, count, a_window):
+        step = max(1, WINDOW_BYTES // sum(chain.payload_bytes for chain in self.chains))
+        first = 0
+        while first < count:
             if self.transfer.cancelled:
                 self.transfer.settle_rest(first, Outcome.CANCELLED)
                 return
             if self.flow.bypass.stores:
                 self._drop(first, BYPASS)
                 return
-            end = min(count, first + a_window)
+            end = min(count, first + step)
             reached = self._window(first, end)
             if reached < end:
-                self._drop(reached, "no room")
-                return
+                if step == 1 or len(self.chains) == 1:
+                    self._drop(reached, "no room")
+                    return
+                step = max(1, (end - first) // 2)  # one group may have taken what all of them need
+            first = reached
 
     def _head_is_there(self) -> bool:
         """A block whose parent nobody has could never be found: keeping it would be waste."""
@@ -77,54 +81,59 @@ class Store:
 
     def _window(self, first: int, end: int) -> int:
         """Store these blocks; the first one that found no room."""
-        filled: list[Filled] = []
-        reached = end
-        for i in range(first, end):
-            mine = self._slots(i)
-            if mine is None:
-                reached = i
-                break
-            filled += mine
-        published = 0
+        filled, reached = self._slots(first, end)
+        size = records = 0
         try:
-            if filled:
-                self.mover.gather([(i, group, slot) for i, group, _, slot in filled])
-            for _, group, address, slot in filled:
-                if self.flow.host.publish(address, slot, self.chains[group].payload_bytes):
-                    self.flow.index.insert(address, self.flow.host.name)
-                else:  # another request stored the same block meanwhile
-                    self.flow.host.arena.release(slot)
-                published += 1
+            moved = [
+                (i, group, slot)
+                for group, (blocks, slots) in enumerate(filled)
+                for i, slot in zip(blocks, slots, strict=True)
+            ]
+            if moved:
+                self.mover.gather(moved)
+            for (blocks, slots), chain in zip(filled, self.chains, strict=True):
+                records, size = records + len(blocks), size + len(blocks) * chain.payload_bytes
+                self._publish(chain, blocks, slots)
         finally:
-            for _, _, _, slot in filled[published:]:
-                self.flow.host.arena.release(slot)
+            self.flow.host.arena.release(*[slot for _, slots in filled for slot in slots])
         if reached > first:
             for chain in self.chains:
                 self.flow.write_through(chain, self.first_block + first, self.first_block + reached)
-        size = sum(self.chains[g].payload_bytes for _, g, _, _ in filled)
-        self.flow.counters.add("stored_blocks", len(filled))
+        self.flow.counters.add("stored_blocks", records)
         self.flow.counters.add("stored_bytes", size)
-        self.flow.events.add(
-            "stored", tier=self.flow.host.name, namespace=self.namespace, blocks=len(filled), bytes=size
-        )
-        for i in range(first, reached):
-            self.transfer.settle(i, Outcome.DONE)
+        self.flow.events.add("stored", tier=self.flow.host.name, namespace=self.namespace, blocks=records, bytes=size)
+        self.transfer.settle_run(first, reached, Outcome.DONE)
         return reached
 
-    def _slots(self, i: int) -> list[Filled] | None:
-        """A slot for each part of a block that host lacks, or None where there is no room for all of them."""
-        mine: list[Filled] = []
-        for group, chain in enumerate(self.chains):
-            address = chain[self.first_block + i]
-            if self.flow.index.contains(address, self.flow.host.name):
-                continue
-            slot = self.flow.slot(chain.payload_bytes, self.tenant, before=self.before)
-            if slot is None:
-                for _, _, _, taken in mine:
-                    self.flow.host.arena.release(taken)
-                return None
-            mine.append((i, group, address, slot))
-        return mine
+    def _slots(self, first: int, end: int) -> tuple[list[Filled], int]:
+        """By group, the blocks that host lacks and a slot for each; and the first block for which there is not one for
+        every group that needs one: from there on there are none."""
+        filled: list[Filled] = []
+        reached = end
+        try:
+            for chain in self.chains:
+                masks = self.flow.index.where(chain.run(self.first_block + first, self.first_block + reached))
+                lacking = [first + i for i, mask in enumerate(masks) if not mask & 1]
+                slots = self.flow.slots(len(lacking), chain.payload_bytes, self.tenant, before=self.before)
+                filled.append((lacking, slots))
+                if len(slots) < len(lacking):
+                    reached = lacking[len(slots)]
+            for blocks, slots in filled:
+                kept = bisect_left(blocks, reached)
+                self.flow.host.arena.release(*slots[kept:])
+                del blocks[kept:], slots[kept:]
+        except BaseException:
+            self.flow.host.arena.release(*[slot for _, slots in filled for slot in slots])
+            raise
+        return filled, reached
+
+    def _publish(self, chain: Chained, blocks: list[int], slots: list[Slot]) -> None:
+        """Make these visible. What stays in `slots` is not needed: another request stored the same block meanwhile."""
+        numbers = [self.first_block + i for i in blocks]
+        made = self.flow.host.publish_all(chain.addresses(numbers), slots, chain.payload_bytes)
+        slots[:] = [slot for slot, new in zip(slots, made, strict=True) if not new]
+        for first, end in runs([number for number, new in zip(numbers, made, strict=True) if new]):
+            self.flow.index.insert_run(chain.run(first, end), chain.parent(first), self.flow.host.name)
 
     def _drop(self, first: int, reason: str) -> None:
         self.flow.drop(len(self.transfer.outcomes) - first, reason, self.namespace, tier=self.flow.host.name)

@@ -17,7 +17,16 @@ class BlockTransfer(Ticket):
         """On a CPU blocks arrive whole: a layer is there when all of them are."""
         return self.wait(timeout_s)
 
+    def settle_run(self, first: int, end: int, outcome: Outcome) -> None:
+        """Give every block of these that has no outcome yet this one."""
+        with self._changed:
+            for i in range(first, end):
+                if not self._outcomes[i].settled:
+                    self._outcomes[i] = outcome
+                    self._left -= 1
+            if not self._left:
+                self._changed.notify_all()
+
     def settle_rest(self, first: int, outcome: Outcome) -> None:
-        """Give every block from `first` on that has no outcome yet this one."""
-        for i in range(first, len(self._outcomes)):
-            self.settle(i, outcome)
+        """The same of all from `first` on."""
+        self.settle_run(first, len(self._outcomes), outcome)
