@@ -132,11 +132,7 @@ class Flow:
     def write_through(self, chain: Chained, first: int, end: int) -> None:
         """Offer the chain's blocks `first` to `end` to every lane, and what of those before it a lane lacks."""
         for lane in self.lanes:
-            head = first
-            while head and not lane.has(chain[head - 1]):
-                head -= 1
-            offered = [address for address in map(chain.__getitem__, range(head, end)) if not lane.has(address)]
-            dropped = lane.offer(offered)
+            dropped = lane.offer(chain, first, end)
             self.drop(dropped, f"{lane.tier.name} queue", chain.namespace, tier=lane.tier.name)
 
     def drop(self, blocks: int, reason: str, namespace: bytes, *, tier: str) -> None:

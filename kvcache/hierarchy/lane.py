@@ -8,20 +8,28 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import groupby
 
 from kvcache.block.address import Address
-from kvcache.block.record import record_bytes
 from kvcache.hierarchy.ask import Ask
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.run import Run
+from kvcache.hierarchy.run import Chained, chained, joined, place_of_address
 from kvcache.observe.events import Events, Kind
 from kvcache.observe.metrics import Counters
+from kvcache.observe.request import logger
 from kvcache.port import Port
 from kvcache.tier.host import Held, HostTier, segments
 from kvcache.tier.tier import BACKGROUND, Outcome, Segments, Tier
 
 BATCH_BYTES = 32 << 20
+MOST_RECORDS = 256
+"""In a batch, however small they are."""
+MOST_VICTIMS = 32
+"""Taken at a time: how many may leave for nothing where the tier turns out to let go of none."""
+
+
+_log = logger("kvcache.lane")
 
 
 class Lane:
@@ -45,6 +53,8 @@ class Lane:
         self._names: set[bytes] = set()  # queued or being written
         self._changed = port.condition()
         self._draining = False
+        self._a_batch = 1  # records; as many as `BATCH_BYTES` hold of those that were written last
+        self._number = index.tiers.index(tier.name)
         self._executor = port.executor(1, f"{tier.name}-writer")
 
     def __len__(self) -> int:
@@ -54,15 +64,22 @@ class Lane:
         """The tier has it, or will."""
         return address.name in self._names or self._index.contains(address, self.tier.name)
 
-    def offer(self, chain: Sequence[Address]) -> int:
-        """Queue these, heads first; how many the queue could not take (the last ones)."""
+    def offer(self, chain: Chained, first: int, end: int) -> int:
+        """Queue what of the chain's blocks `first` to `end` (excluded) the tier lacks, and what it lacks before them,
+        heads first; how many the queue could not take (the last ones)."""
+        while first and not self.has(chain[first - 1]):
+            first -= 1
+        masks = self._index.where(chain.run(first, end))
+        lacking = [first + i for i, mask in enumerate(masks) if not mask >> self._number & 1]
         with self._changed:
-            new = [a for a in chain if a.name not in self._names]
+            new = [address for address in chain.addresses(lacking) if address.name not in self._names]
             taken = new[: max(0, self.queue_blocks - len(self._names))]
-            for address in taken:
-                if any(self._index.hold(Run.of(address))):
-                    self._names.add(address.name)
-                    self._queue.append(address)
+            at = 0
+            while at < len(taken):  # what no tier has any more is left out
+                held = sum(self._index.hold(joined(taken[at:])))
+                self._names.update(address.name for address in taken[at : at + held])
+                self._queue += taken[at : at + held]
+                at += held + 1
             start = bool(self._queue) and not self._draining
             if start:
                 self._draining = True
@@ -80,53 +97,45 @@ class Lane:
                 if not self._queue:
                     self._draining = False
                     return
-                batch, size = [], 0
-                while self._queue and size < BATCH_BYTES:
-                    batch.append(self._queue.popleft())
-                    held = self._host.borrow(batch[-1])
-                    if held is None:
-                        self._end(batch.pop())
-                        continue
-                    self._host.arena.release(held.slot)
-                    size += record_bytes(held.payload_bytes)
+                batch = [self._queue.popleft() for _ in range(min(len(self._queue), self._a_batch))]
             try:
                 self._write(batch)
+            except Exception:  # noqa: BLE001  the next batch may fare better
+                self._counters.add("write_failures", len(batch), tier=self.tier.name, outcome=Outcome.FAILED.value)
+                _log.exception("writing to %s failed; %d blocks are not kept there", self.tier.name, len(batch))
             finally:
                 with self._changed:
-                    for address in batch:
-                        self._end(address)
-
-    def _end(self, address: Address) -> None:
-        self._names.discard(address.name)
-        self._index.release(Run.of(address))
-        self._changed.notify_all()
+                    self._names.difference_update(address.name for address in batch)
+                    for _, addresses in groupby(batch, key=place_of_address):
+                        self._index.release(joined(list(addresses)))
+                    self._changed.notify_all()
 
     def _write(self, batch: Sequence[Address]) -> None:
-        records: list[Held] = []
-        forms: list[Segments] = []  # of each record, as the tier keeps it
+        # what was cleared while it was queued is not there any more
+        records = [held for held in self._host.borrow_all(batch) if held is not None]
         try:
-            for address in batch:
-                held = self._host.borrow(address)
-                if held is None:  # cleared while it was queued
-                    continue
-                records.append(held)
-                forms.append(self._form(held))
+            forms = [self._form(held) for held in records]
             fit = len(records) if self.tier.shared else self._with_room(records, forms)
             addresses = [held.address for held in records[:fit]]
             ticket = self.tier.submit("write", addresses, forms[:fit], priority=BACKGROUND)
             ticket.wait()
-            for held, outcome in zip(records[:fit], ticket.outcomes, strict=True):
-                if outcome is Outcome.DONE:
-                    self._index.insert(held.address, self.tier.name)
-                    self._counters.add("written_blocks", tier=self.tier.name)
-                else:
-                    self._counters.add("write_failures", tier=self.tier.name, outcome=outcome.value)
-                    self._say("dropped", held.address, outcome.value)
+            self._settle(addresses, ticket.outcomes)
             if self.tier.shared:
                 self._ask.bound(self.tier)
+            if records:
+                self._a_batch = max(1, min(MOST_RECORDS, BATCH_BYTES // max(sum(map(len, form)) for form in forms)))
         finally:
-            for held in records:
-                self._host.arena.release(held.slot)
+            self._host.arena.release(*[held.slot for held in records])
+
+    def _settle(self, addresses: Sequence[Address], outcomes: Sequence[Outcome]) -> None:
+        written = [a for a, outcome in zip(addresses, outcomes, strict=True) if outcome is Outcome.DONE]
+        for run, parent in chained(written):
+            self._index.insert_run(run, parent, self.tier.name)
+        self._counters.add("written_blocks", len(written), tier=self.tier.name)
+        for address, outcome in zip(addresses, outcomes, strict=True):
+            if outcome is not Outcome.DONE:
+                self._counters.add("write_failures", tier=self.tier.name, outcome=outcome.value)
+                self._say("dropped", address, outcome.value)
 
     def _form(self, held: Held) -> Segments:
         """The record as it goes: as its slot has it, but for a codec."""
@@ -138,28 +147,35 @@ class Lane:
 
     def _with_room(self, records: Sequence[Held], forms: Sequence[Segments]) -> int:
         """Evict from the tier until these fit; how many, from the front, do."""
-        for i, (held, form) in enumerate(zip(records, forms, strict=True)):
-            size = sum(map(len, form))
-            # the tier counts what it has written, not the records of this batch that are still to come
-            while self.tier.room(size) <= i:
-                victims = self._index.evict(self.tier.name, before=self._index.stamp(held.address))
-                if not victims or not self._leave(victims[0][0], size):
+        sizes = [sum(map(len, form)) for form in forms]
+        room: dict[int, int] = {}  # by size, as the tier counts it: without the records of this batch
+        for i, size in enumerate(sizes):
+            if size not in room:
+                room[size] = self.tier.room(size)
+            while room[size] <= i:
+                stamp = self._index.stamp(records[i].address)
+                lacking = sum(1 for other in sizes[i:] if other == size)
+                victims = self._index.evict(self.tier.name, min(lacking, MOST_VICTIMS), before=stamp)
+                if not victims or not self._leave([address for address, _ in victims], size):
                     reason = f"{self.tier.name} full"
                     self._counters.add("drops", len(records) - i, reason=reason)
-                    self._say("dropped", held.address, reason, len(records) - i)
+                    self._say("dropped", records[i].address, reason, len(records) - i)
                     return i
+                room = {size: self.tier.room(size)}
         return len(records)
 
-    def _leave(self, victim: Address, size: int) -> bool:
-        """The index let go of it; the tier lets go of it too, and of all its siblings where their size is another.
+    def _leave(self, victims: Sequence[Address], size: int) -> bool:
+        """The index let go of them; the tier lets go of them too, and of all siblings of the first where their size is
+        another.
 
         Whether that made room. A tier that cannot write may not be able to forget either: what it keeps is found as
         before, and nobody asks it for more.
         """
         room = self.tier.room(size)
-        siblings = [a for a in self.tier.siblings(victim) if a.name != victim.name]
-        if not self._remove([victim]):
-            return False
+        names = {address.name for address in victims}
+        siblings = [a for a in self.tier.siblings(victims[0]) if a.name not in names]
+        if not self._remove(victims):
+            return self.tier.room(size) > room
         if self.tier.room(size) == room:
             self._remove([a for a in siblings if self._index.discard(a, self.tier.name, unless_held=True)])
         return self.tier.room(size) > room

@@ -26,7 +26,7 @@ class Run(NamedTuple):
     @classmethod
     def of(cls, address: Address) -> Run:
         """The run of one block."""
-        return cls(place_of(address.namespace, address.group, address.shard), address.signature)
+        return cls(place_of_address(address), address.signature)
 
     @property
     def blocks(self) -> int:
@@ -35,6 +35,29 @@ class Run(NamedTuple):
     def part(self, first: int, end: int) -> Run:
         """Blocks `first` to `end` (excluded)."""
         return Run(self.place, memoryview(self.signatures)[first * SIGNATURE_BYTES : end * SIGNATURE_BYTES])
+
+
+def place_of_address(address: Address) -> bytes:
+    return place_of(address.namespace, address.group, address.shard)
+
+
+def joined(addresses: Sequence[Address]) -> Run:
+    """As one run, for calls that look at each block alone; all at one place."""
+    return Run(place_of_address(addresses[0]), b"".join(address.signature for address in addresses))
+
+
+def chained(addresses: Sequence[Address]) -> Iterator[tuple[Run, bytes]]:
+    """As runs of blocks of which each is the parent of the next, and the parent of the first of each."""
+    first = 0
+    for i in range(1, len(addresses) + 1):
+        before = addresses[i - 1]
+        if (
+            i == len(addresses)
+            or addresses[i].parent != before.signature
+            or (place_of_address(addresses[i]) != place_of_address(before))
+        ):
+            yield joined(addresses[first:i]), addresses[first].parent
+            first = i
 
 
 @dataclass(frozen=True, slots=True)
