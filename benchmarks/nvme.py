@@ -15,7 +15,6 @@ as the tier. Needs fio (apt-get install fio) and a drive, not memory: --director
 from __future__ import annotations
 
 import json
-import mmap
 import resource
 import shutil
 import subprocess
@@ -34,6 +33,7 @@ from kvcache.block.address import Address
 from kvcache.block.layout import Shard
 from kvcache.block.record import header_area, record_bytes, seal, verify
 from kvcache.port import LocalDisk
+from kvcache.tier.arena import Region
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import Outcome
 
@@ -87,12 +87,12 @@ def blocks(count: int) -> list[Address]:
 
 
 def sealed(addresses: Sequence[Address], payload_bytes: int) -> list[Segments]:
-    """A record each, on page boundaries, no two alike."""
+    """A record each, no two alike, in slots of memory as the arena has it."""
     size, area = record_bytes(payload_bytes), header_area(payload_bytes)
     noise = sha256(b"noise").digest() * (payload_bytes // 32)
-    records = []
+    region, records = Region(size * len(addresses)), []
     for i, address in enumerate(addresses):
-        memory = memoryview(mmap.mmap(-1, size))
+        memory = region.view[i * size : (i + 1) * size]
         header, payload = memory[:area], memory[area:]
         payload[:payload_bytes] = noise[:payload_bytes]
         payload[:8] = i.to_bytes(8, "little")
