@@ -215,17 +215,19 @@ def chunk_sums(payload: Payload, stored_bytes: int) -> bytes:
     there = sum(map(len, pieces))
     if there < stored_bytes:
         raise RecordError("length", f"{stored_bytes} stored bytes: {there} are there")
-    sums, left = [], CHUNK_BYTES
-    state = xxh3_64()
+    sums: list[int] = []
+    at, state = 0, xxh3_64()
     for part in _parts(pieces, stored_bytes):
-        state.update(part)
-        left -= len(part)
-        if not left:
-            sums.append(state.intdigest())
-            state.reset()
-            left = CHUNK_BYTES
-    if left < CHUNK_BYTES:
-        sums.append(state.intdigest())
+        end = at + len(part)
+        whole = end % CHUNK_BYTES == 0 or end == stored_bytes
+        if whole and at % CHUNK_BYTES == 0:  # most of them: a chunk in one piece needs no state
+            sums.append(xxh3_64_intdigest(part))
+        else:
+            state.update(part)
+            if whole:
+                sums.append(state.intdigest())
+                state.reset()
+        at = end
     return b"".join(map(_SUM.pack, sums))
 
 
