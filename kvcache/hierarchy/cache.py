@@ -39,7 +39,8 @@ _log = logging.getLogger("kvcache")
 class Cache:
     """Implements `kvcache.hierarchy.face.KVCache`; made by `kvcache.open`."""
 
-    def __init__(self, settings: Settings, port: Port | None = None) -> None:
+    def __init__(self, settings: Settings, port: Port | None = None, *, shared: bool = False) -> None:
+        """`shared`: in host memory that other processes may map."""
         self.settings = settings
         port = port or Port()
         self.counters = Counters()
@@ -50,6 +51,7 @@ class Cache:
             capacity_bytes=settings.host.capacity_bytes,
             extent_bytes=settings.host.extent_bytes,
             verify_arena=settings.host.verify_arena,
+            shared=shared,
             port=port,
         )
         self.index = Index([self.host.name, *(tier.name for tier in self.below)], _policy(settings.evict.policy))

@@ -13,54 +13,31 @@ anew.
 
 from __future__ import annotations
 
-import mmap
+import itertools
 import threading
 from collections.abc import Iterator
 
-from kvcache import native
 from kvcache.port import Executor
-
-PAGE = 4096
-POPULATE = 23  # MADV_POPULATE_WRITE of Linux 5.14, newer than Python's names for it
-STEP_BYTES = 1 << 20
+from kvcache.tier.region import PAGE, Region
 
 Kind = tuple[int, str]
 """Slot size and tenant."""
 
 
-class Region:
-    """Page-aligned memory of this process."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.bytes = size_bytes
-        # Python's default, shared memory, never gets huge pages, with which a drive moves twice as many bytes a second
-        self._memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a child's copy would be all of it, at its first write
-            if hasattr(mmap, advice):
-                self._memory.madvise(getattr(mmap, advice))
-        self.view = memoryview(self._memory)
-
-    def touch(self) -> None:
-        """Have the system find the memory now. Changes nothing in it; where the system cannot, nothing happens."""
-        if native.available():
-            native.core.populate(self.view)
-            return
-        try:
-            for at in range(0, self.bytes, STEP_BYTES):  # in steps: the interpreter lock is held meanwhile
-                self._memory.madvise(POPULATE, at, min(STEP_BYTES, self.bytes - at))
-        except (AttributeError, OSError):
-            return
-
-
 class Extent:
-    """A piece of the arena: `count` slots of `slot_bytes` in one region."""
+    """A piece of the arena: `count` slots of `slot_bytes` in one region. Its number is never another one's."""
+
+    _numbers = itertools.count(1)
 
     def __init__(self, region: Region, slot_bytes: int, tenant: str) -> None:
         self.region, self.slot_bytes, self.tenant = region, slot_bytes, tenant
+        self.number = next(self._numbers)
         self.count = count = region.bytes // slot_bytes
         self.view = region.view
         self.free = list(range(count - 1, -1, -1))
-        self.generations = [0] * count
+        self.generations = region.generations
+        for i in range(count):
+            self.generations[i] += 1
         self.slots: dict[int, Slot] = {}  # given out
         self.closing = False  # no slot of it is given out
 
@@ -95,7 +72,9 @@ class Slot:
 class Arena:
     """Gives out slots within `capacity_bytes`. Thread-safe."""
 
-    def __init__(self, capacity_bytes: int, extent_bytes: int, executor: Executor) -> None:
+    def __init__(self, capacity_bytes: int, extent_bytes: int, executor: Executor, *, shared: bool = False) -> None:
+        """`shared`: of memory that other processes may map."""
+        self.shared = shared
         self.capacity_bytes, self.extent_bytes = capacity_bytes, min(extent_bytes, capacity_bytes)
         self.mapped_bytes = 0  # of extents
         self._spare: Region | None = None  # ahead of need; its bytes are within the capacity
@@ -143,7 +122,7 @@ class Arena:
         region, self._spare = self._spare, None
         if region is None or region.bytes != size:
             try:
-                region = Region(size)
+                region = Region(size, shared=self.shared)
             except OSError:  # the machine has less than the setting says: no room, which the caller counts
                 return None
         extent = Extent(region, slot_bytes, tenant)
@@ -158,7 +137,7 @@ class Arena:
             if self._spare is not None or size < PAGE:
                 return
         try:
-            region = Region(size)
+            region = Region(size, shared=self.shared)
         except OSError:  # it will be tried again when it is needed
             return
         with self._lock:
@@ -205,7 +184,9 @@ class Arena:
         if not extents:
             del self._extents[extent.kind]
         self.mapped_bytes -= extent.region.bytes
-        if extent.region.bytes == self.extent_bytes:
+        if extent.region.exported:
+            extent.region.punch()
+        elif extent.region.bytes == self.extent_bytes:
             self._spare = extent.region
 
     # another kind's extents

@@ -42,11 +42,12 @@ class HostTier(Waits):
         capacity_bytes: int,
         extent_bytes: int = 256 << 20,
         verify_arena: bool = False,
+        shared: bool = False,
         port: Port | None = None,
     ) -> None:
         self._port = port or Port()
         self._executor = self._port.executor(1, "host")
-        self.arena = Arena(capacity_bytes, extent_bytes, self._executor)
+        self.arena = Arena(capacity_bytes, extent_bytes, self._executor, shared=shared)
         self._executor.submit(self.arena.prepare)
         self._verify = verify_arena
         self._closed = False

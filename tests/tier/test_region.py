@@ -1,0 +1,91 @@
+"""Memory that other processes map: what they may do with it, and what they see of it when it is gone."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+
+import pytest
+
+from kvcache.port import InlineExecutor
+from kvcache.tier.arena import Arena
+from kvcache.tier.region import PAGE, Region
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files in memory are Linux's")
+
+
+def mapped(region: Region, *, writable: bool) -> mmap.mmap:
+    descriptor = region.export(writable=writable)
+    try:
+        return mmap.mmap(descriptor, 0, prot=mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+    finally:
+        os.close(descriptor)
+
+
+def test_another_mapping_sees_bytes_and_generations_and_cannot_write_unless_it_may() -> None:
+    region = Region(8 * PAGE, shared=True)
+    reader, writer = mapped(region, writable=False), mapped(region, writable=True)
+    region.view[PAGE : PAGE + 4] = b"abcd"
+    region.generations[3] = 7
+    assert reader[PAGE : PAGE + 4] == b"abcd"
+    assert int.from_bytes(reader[8 * PAGE + 24 : 8 * PAGE + 32], "little") == 7
+    writer[0:1] = b"x"
+    assert region.view[0] == ord("x")
+    descriptor = region.export(writable=False)
+    with pytest.raises(PermissionError):
+        mmap.mmap(descriptor, 0)
+    os.close(descriptor)
+
+
+def test_it_can_be_neither_cut_short_nor_grown() -> None:
+    region = Region(8 * PAGE, shared=True)
+    descriptor = region.export(writable=True)
+    for size in (0, 100 * PAGE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+    os.close(descriptor)
+
+
+def test_what_is_punched_reads_zero_and_takes_no_memory() -> None:
+    region = Region(64 * PAGE, shared=True)
+    reader = mapped(region, writable=False)
+    region.view[:] = b"s" * len(region.view)
+    assert region.descriptor is not None
+    region.punch()
+    assert os.fstat(region.descriptor).st_blocks == 0
+    assert not any(reader[:])
+
+
+def test_a_word_for_each_slot_that_there_can_be() -> None:
+    for shared in (False, True):
+        for pages in (1, 8, 1024, 4096):
+            assert len(Region(pages * PAGE, shared=shared).generations) >= pages
+
+
+def test_an_exported_region_serves_no_other_tenant() -> None:
+    arena = Arena(8 * PAGE, 8 * PAGE, InlineExecutor(), shared=True)
+    slot = arena.allocate(PAGE, "one")
+    assert slot is not None
+    slot.view[:] = b"1" * PAGE
+    reader = mapped(slot.extent.region, writable=False)
+    arena.release(slot)
+    other = arena.allocate(PAGE, "two")
+    assert other is not None
+    assert other.extent.region is not slot.extent.region
+    other.view[:] = b"2" * PAGE
+    assert not any(reader[:]), "what the first tenant maps shows the second one's bytes, or keeps memory"
+    assert arena.check() == []
+
+
+def test_a_region_that_nobody_else_maps_is_cut_anew() -> None:
+    arena = Arena(8 * PAGE, 8 * PAGE, InlineExecutor(), shared=True)
+    slot = arena.allocate(PAGE, "one")
+    assert slot is not None
+    generation = slot.generation
+    arena.release(slot)
+    again = arena.allocate(2 * PAGE, "two")
+    assert again is not None
+    assert again.extent.region is slot.extent.region
+    assert again.generation != generation or again.i != slot.i
+    assert again.extent.number != slot.extent.number
