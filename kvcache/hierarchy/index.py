@@ -18,7 +18,7 @@ from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Policy
 from kvcache.hierarchy.plain_index import MOST_USES, PlainIndex
-from kvcache.hierarchy.run import Packed, Run
+from kvcache.hierarchy.run import Packed, Run, joined, place_of_address
 
 UNLIMITED = (1 << 63) - 1
 
@@ -92,6 +92,17 @@ class Index:
 
     def mask(self, address: Address) -> int:
         return self.where(Run.of(address))[0]
+
+    def masks(self, addresses: Sequence[Address]) -> list[int]:
+        """As `where`, of any records."""
+        masks = [0] * len(addresses)
+        places: dict[bytes, list[int]] = {}
+        for i, address in enumerate(addresses):
+            places.setdefault(place_of_address(address), []).append(i)
+        for numbers in places.values():
+            for i, mask in zip(numbers, self.where(joined([addresses[i] for i in numbers])), strict=True):
+                masks[i] = mask
+        return masks
 
     def contains(self, address: Address, tier: str | None = None) -> bool:
         mask = self.mask(address)

@@ -7,7 +7,10 @@ first block that does not come ends the prefix: the rest is a miss, and the engi
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import itemgetter
 
 from kvcache.block.address import Address
 from kvcache.hierarchy.flow import Flow
@@ -63,10 +66,15 @@ class Load:
         windows = self._windows()
         current = self._start(next(windows, range(0)))
         while current:
-            following = self._start(next(windows, range(0)))
-            failed = self._finish(current)
+            with ExitStack() as undo:
+                undo.callback(self._release, current)
+                following = self._start(next(windows, range(0)))
+                undo.pop_all()
+                undo.callback(self._release, following)
+                failed = self._finish(current)
+                if failed is None:
+                    undo.pop_all()
             if failed is not None:
-                self._release(following)
                 block, outcome = failed
                 self.flow.counters.add("load_failures", len(self.blocks) - block, outcome=outcome.value)
                 self.transfer.settle(block, outcome)
@@ -79,7 +87,8 @@ class Load:
         """Runs of blocks, each within the window's bytes or one block long."""
         limit, first, size = self.window_bytes(self.flow), 0, 0
         for i in range(len(self.blocks)):
-            of_block = sum(chain.payload_bytes for _, chain in self._needed(i))
+            block = self.blocks[i]
+            of_block = sum(c.payload_bytes for c, need in zip(self.chains, self.needs, strict=True) if block in need)
             size += of_block
             if size > limit and i > first:
                 yield range(first, i)
@@ -87,28 +96,32 @@ class Load:
         if first < len(self.blocks):
             yield range(first, len(self.blocks))
 
-    def _needed(self, i: int) -> list[tuple[int, Chained]]:
-        """The groups that need this block."""
-        return [(g, chain) for g, chain in enumerate(self.chains) if self.blocks[i] in self.needs[g]]
-
     def _start(self, blocks: range) -> list[Entry]:
         """Borrow what is in host; begin to read the rest."""
+        parts: list[tuple[int, int, Address, Held | None]] = []
+        for group, (chain, need) in enumerate(zip(self.chains, self.needs, strict=True)):
+            mine = [i for i in blocks if self.blocks[i] in need]
+            addresses = chain.addresses([self.blocks[i] for i in mine])
+            parts += zip(mine, repeat(group), addresses, self.flow.host.borrow_all(addresses))
+        if len(self.chains) > 1:
+            parts.sort(key=itemgetter(0, 1))
         entries: list[Entry] = []
         below: list[tuple[int, Address, int]] = []  # position in entries, address, bytes
-        for i in blocks:
-            for group, chain in self._needed(i):
-                address = chain[self.blocks[i]]
-                held = self.flow.host.borrow(address)
-                if held is None:
-                    below.append((len(entries), address, chain.payload_bytes))
-                entries.append((i, group, held if held is not None else Outcome.PENDING))
+        for i, group, address, held in parts:
+            if held is None:
+                below.append((len(entries), address, self.chains[group].payload_bytes))
+            entries.append((i, group, held if held is not None else Outcome.PENDING))
         if below:
-            answers = self.flow.promoter.begin(
-                [(address, payload_bytes) for _, address, payload_bytes in below],
-                lambda size: self.flow.slot(size, self.tenant, before=self.before),
-                priority=WAITING,
-                deadline=self.deadline,
-            )
+            try:
+                answers = self.flow.promoter.begin(
+                    [(address, payload_bytes) for _, address, payload_bytes in below],
+                    lambda count, size: self.flow.slots(count, size, self.tenant, before=self.before),
+                    priority=WAITING,
+                    deadline=self.deadline,
+                )
+            except BaseException:
+                self._release(entries)
+                raise
             for (at, _, _), answer in zip(below, answers, strict=True):
                 entries[at] = (*entries[at][:2], answer)
         return entries
@@ -116,19 +129,20 @@ class Load:
     def _finish(self, entries: Sequence[Entry]) -> tuple[int, Outcome] | None:
         """Copy a window's blocks as they come; the first block that did not, and why. Gives back what was borrowed."""
         ready: list[tuple[int, int, Held]] = []
+        taken = 0  # of the entries: what they had is in `ready`, or given back
         try:
-            for at, (i, group, where) in enumerate(entries):
+            for i, group, where in entries:
+                taken += 1
                 held, outcome = self._arrived(i, group, where, ready)
                 if held is None:
-                    ready = self._copy([r for r in ready if r[0] < i], ready)
-                    self._release(entries[at + 1 :])
+                    ready = self._copy(ready, i)
                     return i, outcome
                 ready.append((i, group, held))
-            ready = self._copy(ready, ready)
+            ready = self._copy(ready, len(self.blocks))
             return None
         finally:
-            for _, _, held in ready:
-                self.flow.host.arena.release(held.slot)
+            self._release(entries[taken:])
+            self.flow.host.arena.release(*[held.slot for _, _, held in ready])
 
     def _arrived(
         self, i: int, group: int, where: Held | Arrival | Outcome, ready: list[tuple[int, int, Held]]
@@ -150,8 +164,7 @@ class Load:
         if isinstance(where, Outcome):
             return None, where
         if not where.outcome.settled:  # use the wait: copy what is here
-            done = [r for r in ready if r[0] < i]
-            ready[:] = self._copy(done, ready)
+            ready[:] = self._copy(ready, i)
         outcome = self.flow.promoter.wait(where, self.deadline - self.flow.port.clock.now())
         if outcome is not Outcome.DONE:
             return None, outcome
@@ -159,19 +172,16 @@ class Load:
         held = self.flow.host.borrow(where.address)
         return held, Outcome.DONE if held is not None else Outcome.ABSENT
 
-    def _copy(
-        self, whole: list[tuple[int, int, Held]], ready: list[tuple[int, int, Held]]
-    ) -> list[tuple[int, int, Held]]:
-        """Scatter these, which make up whole blocks, settle them and give them back; what of `ready` is left."""
+    def _copy(self, ready: list[tuple[int, int, Held]], end: int) -> list[tuple[int, int, Held]]:
+        """Scatter what is of blocks before `end`, all of which are whole, settle them and give them back; the rest."""
+        whole = ready if end == len(self.blocks) else [r for r in ready if r[0] < end]
         if whole:
             self.mover.scatter([(i, group, held.slot) for i, group, held in whole])
         self._count()
-        for _, _, held in whole:
-            self.flow.host.arena.release(held.slot)
+        self.flow.host.arena.release(*[held.slot for _, _, held in whole])
         if whole:
-            for i in range(whole[0][0], whole[-1][0] + 1):
-                self.transfer.settle(i, Outcome.DONE)
-        return [r for r in ready if r not in whole]
+            self.transfer.settle_run(whole[0][0], whole[-1][0] + 1, Outcome.DONE)
+        return ready[len(whole) :]
 
     def _bring(self, tier: str, size: int) -> None:
         records, before = self._brought.get(tier, (0, 0))
@@ -186,6 +196,4 @@ class Load:
         self._brought.clear()
 
     def _release(self, entries: Sequence[Entry]) -> None:
-        for _, _, where in entries:
-            if isinstance(where, Held):
-                self.flow.host.arena.release(where.slot)
+        self.flow.host.arena.release(*[where.slot for _, _, where in entries if isinstance(where, Held)])

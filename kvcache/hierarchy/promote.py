@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +17,8 @@ from kvcache.tier.arena import Slot
 from kvcache.tier.host import HostTier
 from kvcache.tier.tier import BACKGROUND, Outcome, Tier
 
-Room = Callable[[int], "Slot | None"]
-"""A host slot for a payload of so many bytes, or None."""
+Room = Callable[[int, int], "list[Slot]"]
+"""So many host slots for payloads of so many bytes each, or as many as there is room for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,15 +66,21 @@ class Promoter:
     ) -> list[Arrival | Outcome]:
         """Start bringing these (address, payload bytes) into host, or join who does: an arrival each, or the outcome
         where there is nothing to start: ABSENT, NO_ROOM."""
-        masks = [self._index.mask(address) for address, _ in wanted]
+        masks = self._index.masks([address for address, _ in wanted])
         answers: list[Arrival | Outcome] = []
         started: list[Arrival] = []
         with self._changed:
+            fresh = [
+                mask > 1 and address.name not in self._arrivals
+                for (address, _), mask in zip(wanted, masks, strict=True)
+            ]
+            sizes = Counter(size for (_, size), new in zip(wanted, fresh, strict=True) if new)
+            slots = {size: iter(room(count, size)) for size, count in sizes.items()}
             for (address, payload_bytes), mask in zip(wanted, masks, strict=True):
                 arrival = self._arrivals.get(address.name)
                 if arrival is None:
                     tiers = [tier for t, tier in enumerate(self._below, 1) if mask >> t & 1]
-                    slot = room(payload_bytes) if tiers else None
+                    slot = next(slots[payload_bytes], None) if tiers else None
                     if slot is None:
                         answers.append(Outcome.NO_ROOM if tiers else Outcome.ABSENT)
                         continue
@@ -81,6 +88,7 @@ class Promoter:
                     self._arrivals[address.name] = arrival
                     started.append(arrival)
                 answers.append(arrival)
+            self._host.arena.release(*[slot for left in slots.values() for slot in left])  # asked for twice in one call
         for tier in self._below:
             self._ask(tier, [arrival for arrival in started if arrival.tiers[0] is tier])
         return answers

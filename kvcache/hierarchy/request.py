@@ -288,7 +288,7 @@ class CacheRequest:
             tenant = self._bound.tenant
             flow.promoter.begin(
                 ahead,
-                lambda size: flow.slot(size, tenant, before=stamp),
+                lambda count, size: flow.slots(count, size, tenant, before=stamp),
                 priority=AHEAD,
                 deadline=flow.port.clock.now() + self._deadline_s,
             )

@@ -95,9 +95,10 @@ class Arena:
         with self._lock:
             # the last ones first: new slots fill those, so that the others can empty
             for extent in reversed(self._extents.get((slot_bytes, tenant), ())):
-                self._give_out(extent, taken, count)
                 if len(taken) == count:
                     break
+                if extent.free and not extent.closing:
+                    self._give_out(extent, taken, count)
             while len(taken) < count and (mapped := self._map(slot_bytes, tenant)) is not None:
                 fresh = True
                 self._give_out(mapped, taken, count)
@@ -107,8 +108,6 @@ class Arena:
         return taken
 
     def _give_out(self, extent: Extent, taken: list[Slot], count: int) -> None:
-        if extent.closing:
-            return
         free = extent.free
         for _ in range(min(len(free), count - len(taken))):
             i = free.pop()
