@@ -32,6 +32,7 @@ class Arrival:
     priority: int
     deadline: float | None
     outcome: Outcome = Outcome.PENDING
+    refused: Outcome = Outcome.PENDING  # why it did not come from a tier before
     source: str = ""
 
 
@@ -69,9 +70,10 @@ class Promoter:
         masks = self._index.masks([address for address, _ in wanted])
         answers: list[Arrival | Outcome] = []
         started: list[Arrival] = []
+        shared = [tier for tier in self._below if tier.shared]
         with self._changed:
             fresh = [
-                mask > 1 and address.name not in self._arrivals
+                (mask > 1 or shared) and address.name not in self._arrivals
                 for (address, _), mask in zip(wanted, masks, strict=True)
             ]
             sizes = Counter(size for (_, size), new in zip(wanted, fresh, strict=True) if new)
@@ -79,7 +81,9 @@ class Promoter:
             for (address, payload_bytes), mask in zip(wanted, masks, strict=True):
                 arrival = self._arrivals.get(address.name)
                 if arrival is None:
+                    # others write to a shared tier: it is asked last for what is not known to be there, too
                     tiers = [tier for t, tier in enumerate(self._below, 1) if mask >> t & 1]
+                    tiers += [tier for tier in shared if tier not in tiers]
                     slot = next(slots[payload_bytes], None) if tiers else None
                     if slot is None:
                         answers.append(Outcome.NO_ROOM if tiers else Outcome.ABSENT)
@@ -109,6 +113,20 @@ class Promoter:
         if not arrivals:
             return
         views = []
+        failed: list[Arrival] = []  # here; the next tier is asked for them together
+        left = len(arrivals)
+
+        def arrived(i: int, outcome: Outcome) -> None:
+            nonlocal left
+            elsewhere = self._arrived(tier, arrivals[i], outcome)
+            with self._changed:
+                failed.extend([arrivals[i]] if elsewhere else [])
+                left -= 1
+                if left:
+                    return
+            for other in self._below:
+                self._ask(other, [arrival for arrival in failed if arrival.tiers[0] is other])
+
         for arrival in arrivals:
             view, area = arrival.slot.view, header_area(arrival.payload_bytes)
             views.append([view[:area], view[area:]])
@@ -118,10 +136,11 @@ class Promoter:
             views,
             priority=arrivals[0].priority,
             deadline=arrivals[0].deadline,
-            on_outcome=lambda i, outcome: self._arrived(tier, arrivals[i], outcome),
+            on_outcome=arrived,
         )
 
-    def _arrived(self, tier: Tier, arrival: Arrival, outcome: Outcome) -> None:
+    def _arrived(self, tier: Tier, arrival: Arrival, outcome: Outcome) -> bool:
+        """Whether another tier is to be asked for it."""
         address = arrival.address
         if outcome is Outcome.DONE:
             outcome = self._coder.decode(address, arrival.slot, arrival.payload_bytes)
@@ -135,19 +154,22 @@ class Promoter:
             arrival.source = tier.name
             self._counters.add("promoted_blocks", tier=tier.name)
             self._end(arrival, outcome)
-            return
+            return False
         if outcome in (Outcome.ABSENT, Outcome.DAMAGED, Outcome.FOREIGN):
-            self._index.discard(address, tier.name)
+            known = self._index.discard(address, tier.name)
             if outcome is Outcome.FOREIGN:
                 self.foreign.add(address.name)
-            self._counters.add("refused_records", tier=tier.name, check=outcome.value)
-            self._events.add("refused", tier=tier.name, namespace=address.namespace, reason=outcome.value)
+            if known or outcome is not Outcome.ABSENT:
+                self._counters.add("refused_records", tier=tier.name, check=outcome.value)
+                self._events.add("refused", tier=tier.name, namespace=address.namespace, reason=outcome.value)
+        if outcome is not Outcome.ABSENT or not arrival.refused.settled:
+            arrival.refused = outcome
         arrival.tiers.remove(tier)
         if arrival.tiers:
-            self._ask(arrival.tiers[0], [arrival])
-        else:
-            self._host.arena.release(arrival.slot)
-            self._end(arrival, outcome)
+            return True
+        self._host.arena.release(arrival.slot)
+        self._end(arrival, arrival.refused)
+        return False
 
     def _end(self, arrival: Arrival, outcome: Outcome) -> None:
         with self._changed:
