@@ -39,7 +39,7 @@ FOREIGN: Mapping[str, tuple[str, str]] = {
     "page_size": ("SGLang's", "block_tokens"),
     "hicache_ratio": ("SGLang's", "host.capacity_bytes"),
     "hicache_size": ("SGLang's", "host.capacity_bytes"),
-    "hicache_write_policy": ("SGLang's", "flow.write"),
+    "hicache_write_policy": ("SGLang's", "nvme.write"),
     "radix_eviction_policy": ("SGLang's", "evict.policy"),
     "chunk_size": ("LMCache's", "block_tokens"),
     "local_cpu": ("LMCache's", "host.capacity_bytes"),

@@ -57,6 +57,9 @@ def _no_larger(name: str, value: int, limit_name: str, limit: int) -> None:
         )
 
 
+Write = Literal["write_through", "write_back", "on_second_use", "off"]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -64,6 +67,14 @@ class _Section(BaseModel):
 def _host_capacity() -> int:
     now = memory()
     return max(16 * MiB, min(now.allowed_bytes // 4, now.free_bytes // 2) // MiB * MiB)
+
+
+def _write() -> Any:
+    return Field(
+        default="write_through",
+        description="When a block goes there: `write_through`, soon after it is stored; `write_back`, when it leaves "
+        "host memory; `on_second_use`, when it is used again; `off`, never: what is there is read.",
+    )
 
 
 def _piece(data: dict[str, Any]) -> int:
@@ -139,6 +150,7 @@ class Nvme(_Section):
         description="How records are kept: `raw`, as they are; `zstd`, smaller and exact (`kvcache-tiers[zstd]`); "
         "`fp8`, `int8`, half or a quarter of the size, with the loss that docs/codecs.md bounds.",
     )
+    write: Write = _write()
     threads: Count = Field(default=4, description="Threads that read and write.")
     queue_bytes: Bytes = Field(
         default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."
@@ -183,6 +195,7 @@ class Redis(_Section):
     part_expire_s: Annotated[float, BeforeValidator(_number), Field(ge=1, allow_inf_nan=False)] = Field(
         default=86_400, description="After so long the parts of a long record go in any case."
     )
+    write: Write = _write()
     connections: Count = Field(default=4, description="Connections to each server, with a thread for each.")
     queue_bytes: Bytes = Field(
         default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."
@@ -208,9 +221,6 @@ class Evict(_Section):
 class Flow(_Section):
     """What moves between tiers, and when."""
 
-    write: Literal["write_through"] = Field(
-        default="write_through", description="`write_through`: what is stored goes to the tiers below at once, unseen."
-    )
     queue_blocks: Count = Field(default=4096, description="Blocks on their way down, beyond which more are dropped.")
     threads: Count = Field(default=2, description="Threads that move blocks between tiers.")
     deadline_s: Seconds = Field(

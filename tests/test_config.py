@@ -43,7 +43,7 @@ def test_later_sources_weigh_more(tmp_path: Path) -> None:
     assert settings.origin("host.capacity_bytes") == "keyword"
     assert settings.origin("nvme.threads") == "KVCACHE_NVME__THREADS"
     assert settings.origin("block_tokens") == str(file)
-    assert settings.origin("flow.write") == "default"
+    assert settings.origin("nvme.write") == "default"
     assert settings.origin("host.extent_bytes").startswith("default: 256 MiB")
 
 

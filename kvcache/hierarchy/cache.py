@@ -73,6 +73,7 @@ class Cache:
                 most_known=settings.flow.known_blocks,
                 deadline_s=settings.flow.ask_deadline_s,
             ),
+            write={NvmeTier.name: settings.nvme.write, "redis": settings.redis.write},
             queue_blocks=settings.flow.queue_blocks,
             threads=settings.flow.threads,
         )

@@ -56,6 +56,10 @@ class Coder:
                 raise ConfigError(f"{tier}.{error}") from None
         self._layouts[namespace.id] = namespace.layout
 
+    def needs_heads(self, address: Address) -> bool:
+        """Whether a block of this group is of use only with all blocks before it."""
+        return self._layouts[address.namespace].groups[address.group].rule == "all"
+
     def encoded(self, held: Held, tier: str) -> Segments | None:
         """The record as the tier keeps it, sealed, in memory of its own. None: as it stands in its slot, since the
         codec is `raw`, leaves this payload alone, or saves nothing. The caller has a reference."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvcache.block.address import Address
 from kvcache.block.record import record_bytes
@@ -11,7 +11,7 @@ from kvcache.hierarchy.bypass import Bypass
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.lane import Lane
+from kvcache.hierarchy.lane import Lane, WriteMode
 from kvcache.hierarchy.promote import Promoter
 from kvcache.hierarchy.run import Chained
 from kvcache.observe.events import Events
@@ -37,9 +37,11 @@ class Flow:
         events: Events,
         port: Port,
         ask: Ask,
+        write: Mapping[str, WriteMode],
         queue_blocks: int,
         threads: int,
     ) -> None:
+        """`write`: by tier, when records go there."""
         self.index, self.host, self.below, self.port = index, host, below, port
         self.counters, self.events, self.bypass, self.ask = counters, events, Bypass(), ask
         self.lanes = [
@@ -52,6 +54,7 @@ class Flow:
                 events=events,
                 port=port,
                 queue_blocks=queue_blocks,
+                mode=write[tier.name],
                 ask=ask,
             )
             for tier in below
@@ -103,6 +106,8 @@ class Flow:
         """The index let go of these; so does the tier. Their bytes."""
         fates: dict[tuple[bytes, bool], tuple[int, int]] = {}  # by namespace and whether it is kept: records, bytes
         size = 0
+        handed = self._hand_down([address for address, _ in victims])
+        victims = [(address, kept or address.name in handed) for address, kept in victims]
         for held, (address, kept) in zip(self.host.withdraw_all([a for a, _ in victims]), victims, strict=True):
             if held is not None:
                 records, its_bytes = fates.get((address.namespace, kept), (0, 0))
@@ -130,10 +135,46 @@ class Flow:
     # down
 
     def write_through(self, chain: Chained, first: int, end: int) -> None:
-        """Offer the chain's blocks `first` to `end` to every lane, and what of those before it a lane lacks."""
+        """What was stored, the chain's blocks `first` to `end`: to the tiers that take it at once."""
         for lane in self.lanes:
-            dropped = lane.offer(chain, first, end)
-            self.drop(dropped, f"{lane.tier.name} queue", chain.namespace, tier=lane.tier.name)
+            if lane.mode == "write_through":
+                self._offer(lane, chain, first, end)
+
+    def write_used(self, chains: Sequence[Chained], blocks: int) -> None:
+        """What is used again, the first blocks of these chains: to the tiers that wait for that. Returns at once."""
+        lanes = [lane for lane in self.lanes if lane.mode == "on_second_use"]
+
+        def offer() -> None:
+            for lane in lanes:
+                for chain in chains:
+                    self._offer(lane, chain, 0, blocks)
+            self.end_store()
+
+        if lanes and blocks:
+            self.begin_store()  # what `flush` waits for
+            self.executor.submit(offer)
+
+    def _offer(self, lane: Lane, chain: Chained, first: int, end: int) -> None:
+        dropped = lane.offer(chain, first, end)
+        self.drop(dropped, f"{lane.tier.name} queue", chain.namespace, tier=lane.tier.name)
+
+    def _hand_down(self, victims: Sequence[Address]) -> set[bytes]:
+        """Records that are about to leave host: to the tiers that take them then. The names of those that one will
+        have."""
+        taken: set[bytes] = set()
+        for lane in self.lanes:
+            if lane.mode != "write_back":
+                continue
+            for victim in victims:
+                held = None if lane.wrote(victim) else self.host.borrow(victim)
+                if held is None:
+                    continue
+                if lane.demote(held):
+                    taken.add(victim.name)
+                else:
+                    self.drop(1, f"{lane.tier.name} queue", victim.namespace, tier=lane.tier.name)
+                self.host.arena.release(held.slot)
+        return taken
 
     def drop(self, blocks: int, reason: str, namespace: bytes, *, tier: str) -> None:
         """Say that these were offered to a tier and not kept."""

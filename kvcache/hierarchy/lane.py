@@ -1,7 +1,8 @@
 """The way down into one tier: a bounded queue of host records to write there, emptied in the background.
 
-Heads go before tails: a record is queued only where its parent is in the tier or in the queue. While a record is
-queued the index holds it, so that it does not leave host before it was written.
+Heads go before tails: a record is written only where its parent is in the tier. While a record is queued the index
+holds it, so that it does not leave host before it was written. One that leaves host is queued as a copy, and its heads
+stand before it unheld: should one leave as well, its place in the queue takes a copy too.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Literal
 
 from kvcache.block.address import Address
 from kvcache.hierarchy.ask import Ask
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.leaving import Leaving
 from kvcache.hierarchy.run import Chained, chained, joined, place_of_address
 from kvcache.observe.events import Events, Kind
 from kvcache.observe.metrics import Counters
@@ -28,6 +31,9 @@ MOST_RECORDS = 256
 MOST_VICTIMS = 32
 """Taken at a time: how many may leave for nothing where the tier turns out to let go of none."""
 
+
+WriteMode = Literal["write_through", "write_back", "on_second_use", "off"]
+"""When a record goes down: when it is stored, when it leaves host, when it is used again, never."""
 
 _log = logger("kvcache.lane")
 
@@ -44,13 +50,16 @@ class Lane:
         events: Events,
         port: Port,
         queue_blocks: int,
+        mode: WriteMode,
         ask: Ask,
     ) -> None:
-        self.tier, self.queue_blocks, self._ask = tier, queue_blocks, ask
+        self.tier, self.queue_blocks, self.mode, self._ask = tier, queue_blocks, mode, ask
         self._index, self._host, self._coder = index, host, coder
         self._counters, self._events = counters, events
         self._queue: deque[Address] = deque()
         self._names: set[bytes] = set()  # queued or being written
+        self._held: set[bytes] = set()  # of these, what the index holds for it
+        self._leaving = Leaving()
         self._changed = port.condition()
         self._draining = False
         self._a_batch = 1  # records; as many as `BATCH_BYTES` hold of those that were written last
@@ -62,7 +71,11 @@ class Lane:
 
     def has(self, address: Address) -> bool:
         """The tier has it, or will."""
-        return address.name in self._names or self._index.contains(address, self.tier.name)
+        return address.name in self._names or self.wrote(address)
+
+    def wrote(self, address: Address) -> bool:
+        """The tier has it."""
+        return self._index.contains(address, self.tier.name)
 
     def offer(self, chain: Chained, first: int, end: int) -> int:
         """Queue what of the chain's blocks `first` to `end` (excluded) the tier lacks, and what it lacks before them,
@@ -77,15 +90,53 @@ class Lane:
             at = 0
             while at < len(taken):  # what no tier has any more is left out
                 held = sum(self._index.hold(joined(taken[at:])))
-                self._names.update(address.name for address in taken[at : at + held])
+                names = [address.name for address in taken[at : at + held]]
+                self._names.update(names)
+                self._held.update(names)
                 self._queue += taken[at : at + held]
                 at += held + 1
+        self._start()
+        return len(new) - len(taken)
+
+    def demote(self, held: Held) -> bool:
+        """Queue a copy of a record that is about to leave host, behind those of its heads that the tier lacks; the
+        caller has a reference. False where there is no room for it, or a head is nowhere."""
+        address = held.address
+        heads = self._heads(address)
+        with self._changed:
+            new = [a for a in (*(heads or ()), address) if a.name not in self._names]
+            if heads is None or len(self._names) + len(new) > self.queue_blocks or not self._leaving.take(held):
+                return False
+            self._names.update(a.name for a in new)
+            self._queue += new
+        self._start()
+        return True
+
+    def _heads(self, address: Address) -> list[Address] | None:
+        """The blocks before this one that the tier lacks, from the first; None where one of them is not in host."""
+        heads: list[Address] = []
+        while (parent := self._head(address)) is not None and not self.has(parent):
+            held = self._host.borrow(parent)
+            if held is None:
+                return None
+            self._host.arena.release(held.slot)
+            address = held.address
+            heads.append(address)
+        return heads[::-1]
+
+    def _head(self, address: Address) -> Address | None:
+        """The block before, without which this one is of no use."""
+        if address.parent in (b"", address.namespace) or not self._coder.needs_heads(address):
+            return None
+        return Address(address.namespace, address.parent, b"", address.group, address.shard)
+
+    def _start(self) -> None:
+        with self._changed:
             start = bool(self._queue) and not self._draining
             if start:
                 self._draining = True
         if start:
             self._executor.submit(self._drain)
-        return len(new) - len(taken)
 
     def wait_empty(self, timeout_s: float | None = None) -> bool:
         with self._changed:
@@ -105,15 +156,25 @@ class Lane:
                 _log.exception("writing to %s failed; %d blocks are not kept there", self.tier.name, len(batch))
             finally:
                 with self._changed:
-                    self._names.difference_update(address.name for address in batch)
-                    for _, addresses in groupby(batch, key=place_of_address):
-                        self._index.release(joined(list(addresses)))
+                    self._end(batch)
                     self._changed.notify_all()
 
+    def _end(self, batch: Sequence[Address]) -> None:
+        self._leaving.give_back(batch)
+        held = [address for address in batch if address.name in self._held]
+        for _, addresses in groupby(held, key=place_of_address):
+            self._index.release(joined(list(addresses)))
+        for names in (self._names, self._held):
+            names.difference_update(address.name for address in batch)
+
     def _write(self, batch: Sequence[Address]) -> None:
-        # what was cleared while it was queued is not there any more
-        records = [held for held in self._host.borrow_all(batch) if held is not None]
+        # what was cleared while it was queued is not there any more, unless a copy was taken
+        here = zip(batch, self._host.borrow_all(batch), strict=True)
+        borrowed = [held for _, held in here if held is not None]
         try:
+            there = {held.address.name: held for held in borrowed}
+            found = [there.get(a.name) or self._leaving.find(a) for a in batch]
+            records = self._with_heads([held for held in found if held is not None])
             forms = [self._form(held) for held in records]
             fit = len(records) if self.tier.shared else self._with_room(records, forms)
             addresses = [held.address for held in records[:fit]]
@@ -125,10 +186,26 @@ class Lane:
             if records:
                 self._a_batch = max(1, min(MOST_RECORDS, BATCH_BYTES // max(sum(map(len, form)) for form in forms)))
         finally:
-            self._host.arena.release(*[held.slot for held in records])
+            self._host.arena.release(*[held.slot for held in borrowed])
+
+    def _with_heads(self, records: Sequence[Held]) -> list[Held]:
+        """Those whose head is in the tier, or goes there before them."""
+        going: set[bytes] = set()
+        fit = []
+        for held in records:
+            head = self._head(held.address)
+            if head is None or head.name in going or self.wrote(head):
+                going.add(held.address.name)
+                fit.append(held)
+            else:
+                self._counters.add("drops", reason="orphan")
+                self._say("dropped", held.address, "orphan")
+        return fit
 
     def _settle(self, addresses: Sequence[Address], outcomes: Sequence[Outcome]) -> None:
         written = [a for a, outcome in zip(addresses, outcomes, strict=True) if outcome is Outcome.DONE]
+        if len(written) < len(addresses) and not self.tier.shared:
+            written = self._without_tails(written)
         for run, parent in chained(written):
             self._index.insert_run(run, parent, self.tier.name)
         self._counters.add("written_blocks", len(written), tier=self.tier.name)
@@ -136,6 +213,20 @@ class Lane:
             if outcome is not Outcome.DONE:
                 self._counters.add("write_failures", tier=self.tier.name, outcome=outcome.value)
                 self._say("dropped", address, outcome.value)
+
+    def _without_tails(self, written: Sequence[Address]) -> list[Address]:
+        """What was written, less what lost its head in the same batch, which is taken out again."""
+        going: set[bytes] = set()
+        headless = []
+        for address in written:
+            head = self._head(address)
+            if head is None or head.name in going or self.wrote(head):
+                going.add(address.name)
+            else:
+                headless.append(address)
+        self.tier.remove(headless)
+        self._counters.add("drops", len(headless), reason="orphan")
+        return [address for address in written if address.name in going]
 
     def _form(self, held: Held) -> Segments:
         """The record as it goes: as its slot has it, but for a codec."""

@@ -167,6 +167,7 @@ class CacheRequest:
         for run, _ in runs:
             flow.index.touch(run, stamp)
         self._claim = flow.holds.take(runs)
+        flow.write_used(self._chains(), self._found)
         counters.add("requests")
         counters.add("asked_tokens", len(self.signatures) * layout.block_tokens)
         for tier, blocks in self._by_tier.items():

@@ -30,7 +30,7 @@ REASONS: Mapping[tuple[str, str], Mapping[str, str]] = {
     },
     ("drops", "reason"): {
         "no room": "host had no free slot and no victim: what is there is held, or belongs to the same request",
-        "orphan": "its parent is in no tier, so that it could not be found",
+        "orphan": "its parent is not in the tier that it was offered to, so that it could not be found",
         "bypass": _BYPASS,
         "{tier} queue": "more was waiting to be written to the tier than `flow.queue_blocks`; it stays in host for now",
         "{tier} full": "the tier had no victim that is older; it stays in host for now",

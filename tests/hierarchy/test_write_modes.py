@@ -1,0 +1,161 @@
+"""When records go down: at once, on leaving host, on second use, never; a head is never missing where its tail is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.tier.tier import Outcome, Ticket
+from tests.contract.test_cache import FULL, HYBRID, Engine, bind, store
+from tests.peer.server import MISSING, empty
+
+KiB = 1 << 10
+SHORT = list(range(40))  # ten blocks
+
+
+def open_cache(path: Path, mode: str, tier: str = "nvme", host_bytes: int = 512 * KiB, **flow: Any) -> Any:
+    nvme = {"path": path / "nvme", "capacity_bytes": 64 << 20, "free_floor_bytes": 0, "write": mode}
+    redis = {"enabled": True, "url": empty(path).unix, "write": mode} if tier == "redis" else {}
+    return kvcache.open(
+        host={"capacity_bytes": host_bytes},
+        nvme=nvme if tier == "nvme" else {"enabled": False},
+        redis=redis,
+        flow=flow,
+        control={"enabled": False},
+    )
+
+
+TIERS = ["nvme", pytest.param("redis", marks=pytest.mark.skipif(bool(MISSING), reason=MISSING))]
+
+
+@pytest.fixture(params=TIERS)
+def tier(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def written(cache: Any, tier: str) -> int:
+    assert cache.flush(30)
+    return int(cache.counters.get("written_blocks", tier=tier))
+
+
+def use(bound: Any, tokens: list[int]) -> None:
+    with bound.request() as r:
+        r.match(tokens)
+        r.admit()
+
+
+@pytest.mark.parametrize(
+    ("mode", "stored", "used"), [("write_through", 10, 10), ("on_second_use", 0, 10), ("off", 0, 0)]
+)
+def test_when_what_is_stored_and_used_goes_down(tmp_path: Path, tier: str, mode: str, stored: int, used: int) -> None:
+    with open_cache(tmp_path, mode, tier) as cache:
+        bound = bind(cache)
+        store(bound, Engine(FULL), SHORT, list(range(10)))
+        assert written(cache, tier) == stored
+        use(bound, [1000 + t for t in SHORT])
+        assert written(cache, tier) == stored
+        use(bound, SHORT)
+        assert written(cache, tier) == used
+        use(bound, SHORT)
+        assert written(cache, tier) == used
+        assert cache.check() == []
+
+
+def headless(cache: Any, tier: str, bound: Any, prompts: list[list[int]]) -> list[str]:
+    """Blocks whose parent the tier has not, by prompt."""
+    faults = []
+    for prompt in prompts:
+        with bound.request() as r:
+            r.match(prompt)
+            (chain,) = r._chains()
+            there = [cache.index.contains(chain[i], tier) for i in range(len(chain))]
+        if True in there and there != sorted(there, reverse=True):
+            faults.append(f"{prompt[0]}: {there}")
+    return faults
+
+
+def test_what_leaves_host_is_written_then_with_its_heads(tmp_path: Path, tier: str) -> None:
+    """Sixty prompts through a host that holds ten: what left comes back, byte for byte."""
+    with open_cache(tmp_path, "write_back", tier) as cache:
+        bound, engine = bind(cache), Engine(FULL)
+        prompts = [[seed, *range(39)] for seed in range(60)]
+        expected = []
+        for seed, prompt in enumerate(prompts):
+            engine.fill(seed, list(range(10)))
+            expected.append([engine.block(page) for page in range(10)])
+            assert store(bound, engine, prompt, list(range(10))).blocks == 10
+            if seed == 0:
+                assert written(cache, tier) == 0
+        assert cache.flush(30)
+        assert cache.counters.get("evicted_blocks", tier="host", kept="yes") > 200
+        assert headless(cache, tier, bound, prompts) == []
+        found = 0
+        for prompt, blocks in zip(prompts, expected, strict=True):
+            engine.poison()
+            with bound.request() as r:
+                hit = r.match(prompt)
+                r.admit()
+                transfer = r.load(hit.blocks, engine.described, engine.ids(list(range(hit.blocks))))
+                assert transfer.wait(30)
+                assert [engine.block(page) for page in range(transfer.blocks)] == blocks[: transfer.blocks]
+                found += transfer.blocks
+        assert found > 400
+        assert cache.check() == []
+
+
+def test_what_leaves_faster_than_it_can_be_written_is_dropped_and_counted(tmp_path: Path) -> None:
+    with open_cache(tmp_path, "write_back", queue_blocks=4) as cache:
+        bound, engine = bind(cache), Engine(FULL)
+        prompts = [[seed, *range(39)] for seed in range(60)]
+        for prompt in prompts:
+            assert store(bound, engine, prompt, list(range(10))).blocks == 10
+        assert cache.flush(30)
+        assert cache.counters.get("drops", reason="nvme queue") > 0
+        assert headless(cache, "nvme", bound, prompts) == []
+        assert cache.check() == []
+
+
+def test_a_tail_is_not_kept_where_its_head_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_cache(tmp_path, "write_through") as cache:
+        bound, engine = bind(cache), Engine(FULL)
+        (nvme,) = cache.below
+        submit = nvme.submit
+        refuse: set[bytes] = set()
+
+        def some(op: str, addresses: Any, segments: Any = (), **keywords: Any) -> Any:
+            if op != "write" or not refuse:
+                return submit(op, addresses, segments, **keywords)
+            kept = [i for i, address in enumerate(addresses) if address.signature not in refuse]
+            ticket = submit(op, [addresses[i] for i in kept], [segments[i] for i in kept], **keywords)
+            ticket.wait()
+            whole = Ticket(len(addresses))
+            for i in range(len(addresses)):
+                whole.settle(i, ticket.outcomes[kept.index(i)] if i in kept else Outcome.NO_ROOM)
+            return whole
+
+        monkeypatch.setattr(nvme, "submit", some)
+        with bound.request() as r:
+            r.match(SHORT)
+            refuse.add(r.signatures[4])
+        store(bound, engine, SHORT, list(range(10)))
+        assert written(cache, "nvme") == 4
+        assert headless(cache, "nvme", bound, [SHORT]) == []
+        refuse.clear()
+        store(bound, engine, [*SHORT, 1, 2, 3, 4], [10], first_block=10)
+        assert written(cache, "nvme") == 11
+        assert cache.check() == []
+
+
+def test_groups_that_need_no_heads_go_down_without_them(tmp_path: Path) -> None:
+    with open_cache(tmp_path, "write_back", host_bytes=512 * KiB) as cache:
+        bound, engine = bind(cache, HYBRID), Engine(HYBRID)
+        prompts = [[seed, *range(39)] for seed in range(40)]
+        for prompt in prompts:
+            store(bound, engine, prompt, list(range(10)))
+        assert written(cache, "nvme") > 0
+        assert cache.check() == []
