@@ -234,6 +234,16 @@ class Flow(_Section):
     )
 
 
+class Explain(_Section):
+    """What is remembered of the prompts that were asked for, so that a person can ask why one was not found."""
+
+    memory_bytes: Bytes = Field(
+        default=32 * MiB,
+        description="Memory for their token ids and signatures, the newest of them. 0: none are kept, and it cannot be "
+        "said where two prompts part.",
+    )
+
+
 class Control(_Section):
     """The socket by which `kvcache ps`, `stats`, `check` and `bypass` reach this cache; for its own user only."""
 
@@ -262,6 +272,7 @@ class Settings(_Section):
     redis: Redis = Field(default_factory=Redis)
     evict: Evict = Field(default_factory=Evict)
     flow: Flow = Field(default_factory=Flow)
+    explain: Explain = Field(default_factory=Explain)
     control: Control = Field(default_factory=Control)
     log: Log = Field(default_factory=Log)
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

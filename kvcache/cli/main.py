@@ -17,7 +17,20 @@ import typer
 import kvcache
 from kvcache.errors import ClosedError, KVCacheError, UnreachableError
 
-SUBCOMMANDS = ("bypass", "check", "config", "demo", "doctor", "events", "metrics", "ps", "serve", "size", "stats")
+SUBCOMMANDS = (
+    "bypass",
+    "check",
+    "config",
+    "demo",
+    "doctor",
+    "events",
+    "explain",
+    "metrics",
+    "ps",
+    "serve",
+    "size",
+    "stats",
+)
 
 EXTRAS: Mapping[str, str] = {
     "cupy": "cuda12",

@@ -20,6 +20,7 @@ from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.register import Register
 from kvcache.hierarchy.request import BoundCache, CacheRequest
 from kvcache.hierarchy.run import Run, place_of
+from kvcache.hierarchy.why import Why
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.port import Port
@@ -55,6 +56,10 @@ class Cache:
             port=port,
         )
         self.index = Index([self.host.name, *(tier.name for tier in self.below)], _policy(settings.evict.policy))
+        self.why = Why(
+            self.index, port.clock, settings.explain.memory_bytes, [tier.name for tier in self.below if tier.shared]
+        )
+        self.index.departed = self.why.departed
         for tier in self.below:
             if not tier.shared:
                 _take_in(self.index, tier)
@@ -65,6 +70,7 @@ class Cache:
             coder=self._coder,
             counters=self.counters,
             events=self.events,
+            why=self.why,
             port=port,
             ask=Ask(
                 [cast(SharedTier, tier) for tier in self.below if tier.shared],
@@ -122,6 +128,10 @@ class Cache:
                 self.flow, self._copier, self._register, namespace, held, everywhere, self.settings.flow.deadline_s
             )
         return self._bound[key]
+
+    @property
+    def bounds(self) -> list[BoundCache]:
+        return list(self._bound.values())
 
     @property
     def namespaces(self) -> list[Namespace]:

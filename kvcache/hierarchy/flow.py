@@ -14,6 +14,7 @@ from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.lane import Lane, WriteMode
 from kvcache.hierarchy.promote import Promoter
 from kvcache.hierarchy.run import Chained
+from kvcache.hierarchy.why import Why
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.port import Port
@@ -38,12 +39,13 @@ class Flow:
         port: Port,
         ask: Ask,
         write: Mapping[str, WriteMode],
+        why: Why,
         queue_blocks: int,
         threads: int,
     ) -> None:
         """`write`: by tier, when records go there."""
         self.index, self.host, self.below, self.port = index, host, below, port
-        self.counters, self.events, self.bypass, self.ask = counters, events, Bypass(), ask
+        self.counters, self.events, self.bypass, self.ask, self.why = counters, events, Bypass(), ask, why
         self.lanes = [
             Lane(
                 tier,
@@ -52,6 +54,7 @@ class Flow:
                 coder=coder,
                 counters=counters,
                 events=events,
+                why=why,
                 port=port,
                 queue_blocks=queue_blocks,
                 mode=write[tier.name],
@@ -60,7 +63,7 @@ class Flow:
             for tier in below
         ]
         self.promoter = Promoter(
-            index=index, host=host, below=below, coder=coder, counters=counters, events=events, port=port
+            index=index, host=host, below=below, coder=coder, counters=counters, events=events, why=why, port=port
         )
         self.holds = Holds(index, [host, *below])
         self.executor = port.executor(threads, "copy")

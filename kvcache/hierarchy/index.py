@@ -6,7 +6,7 @@ tiers have names, records have addresses, and the policy is asked for its table.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,10 +32,12 @@ class Lookup:
     def __init__(self, index: Index, core: Any, places: Sequence[bytes], needs: Sequence[int]) -> None:
         self._tiers, self._core, self._places, self._needs = index.tiers, core, places, needs
         self.blocks = 0
+        self.ids: NDArray[Any] | None = None  # those that were hashed: the caller's memory, as a rule
         self._by_tier: tuple[int, ...] = ()
 
     def __call__(self, parent: bytes, ids: NDArray[Any], block_tokens: int, extras: list[bytes] | None) -> bytes:
         signatures: bytes
+        self.ids = ids
         signatures, self.blocks, self._by_tier = self._core.ask(
             parent, ids, block_tokens, extras, self._places, self._needs
         )
@@ -66,6 +68,8 @@ class Index:
         self._core: Any = core(len(tiers), policy.bounds, AGE_EDGES, policy.ghosts)
         self._table: tuple[int, NDArray[np.float64]] | None = None
         self._shards: dict[bytes, Shard] = {}
+        self.departed: Callable[[str, list[bytes]], None] = lambda tier, signatures: None
+        """Told of what made room in the last tier that had it."""
 
     def __len__(self) -> int:
         return len(self._core)
@@ -127,7 +131,10 @@ class Index:
 
     def discard(self, address: Address, tier: str, *, unless_held: bool = False) -> bool:
         """The tier has it no more. True where it had it."""
-        return bool(self._core.discard(*Run.of(address), self._number[tier], unless_held))
+        had = bool(self._core.discard(*Run.of(address), self._number[tier], unless_held))
+        if had and unless_held and not self.mask(address):
+            self.departed(tier, [address.signature])
+        return had
 
     def touch(self, run: Run, stamp: int) -> None:
         """Count a use of each at this time."""
@@ -152,6 +159,9 @@ class Index:
         only those that a tier below has too.
         """
         victims = self._core.evict(self._number[tier], self._values(), count, before, stored_below)
+        gone = [signature for _, signature, _, kept in victims if not kept]
+        if gone:
+            self.departed(tier, gone)
         return [(self._address(place, signature, parent), kept) for place, signature, parent, kept in victims]
 
     # audits

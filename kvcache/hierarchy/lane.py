@@ -18,6 +18,7 @@ from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.leaving import Leaving
 from kvcache.hierarchy.run import Chained, chained, joined, place_of_address
+from kvcache.hierarchy.why import Why
 from kvcache.observe.events import Events, Kind
 from kvcache.observe.metrics import Counters
 from kvcache.observe.request import logger
@@ -48,6 +49,7 @@ class Lane:
         coder: Coder,
         counters: Counters,
         events: Events,
+        why: Why,
         port: Port,
         queue_blocks: int,
         mode: WriteMode,
@@ -55,7 +57,7 @@ class Lane:
     ) -> None:
         self.tier, self.queue_blocks, self.mode, self._ask = tier, queue_blocks, mode, ask
         self._index, self._host, self._coder = index, host, coder
-        self._counters, self._events = counters, events
+        self._counters, self._events, self._why = counters, events, why
         self._queue: deque[Address] = deque()
         self._names: set[bytes] = set()  # queued or being written
         self._held: set[bytes] = set()  # of these, what the index holds for it
@@ -96,6 +98,9 @@ class Lane:
                 self._queue += taken[at : at + held]
                 at += held + 1
         self._start()
+        if len(taken) < len(new):
+            left = [address.signature for address in new[len(taken) :]]
+            self._why.dropped(self.tier.name, left, f"{self.tier.name} queue")
         return len(new) - len(taken)
 
     def demote(self, held: Held) -> bool:
@@ -153,6 +158,7 @@ class Lane:
                 self._write(batch)
             except Exception:  # noqa: BLE001  the next batch may fare better
                 self._counters.add("write_failures", len(batch), tier=self.tier.name, outcome=Outcome.FAILED.value)
+                self._why.dropped(self.tier.name, [a.signature for a in batch], Outcome.FAILED.value, failed=True)
                 _log.exception("writing to %s failed; %d blocks are not kept there", self.tier.name, len(batch))
             finally:
                 with self._changed:
@@ -213,6 +219,7 @@ class Lane:
             if outcome is not Outcome.DONE:
                 self._counters.add("write_failures", tier=self.tier.name, outcome=outcome.value)
                 self._say("dropped", address, outcome.value)
+                self._why.dropped(self.tier.name, [address.signature], outcome.value, failed=True)
 
     def _without_tails(self, written: Sequence[Address]) -> list[Address]:
         """What was written, less what lost its head in the same batch, which is taken out again."""
@@ -251,6 +258,7 @@ class Lane:
                     reason = f"{self.tier.name} full"
                     self._counters.add("drops", len(records) - i, reason=reason)
                     self._say("dropped", records[i].address, reason, len(records) - i)
+                    self._why.dropped(self.tier.name, [left.address.signature for left in records[i:]], reason)
                     return i
                 room = {size: self.tier.room(size)}
         return len(records)

@@ -160,6 +160,7 @@ class Load:
             check = Outcome.DAMAGED.value
             self.flow.counters.add("refused_records", tier=self.flow.host.name, check=check)
             self.flow.events.add("refused", tier=self.flow.host.name, namespace=self.namespace, reason=check)
+            self.flow.why.refused(self.flow.host.name, where.address.signature, check)
             return None, Outcome.DAMAGED
         if isinstance(where, Outcome):
             return None, where

@@ -10,6 +10,7 @@ from kvcache.block.address import Address
 from kvcache.block.record import header_area
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.why import Why
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.port import Port
@@ -46,10 +47,11 @@ class Promoter:
         coder: Coder,
         counters: Counters,
         events: Events,
+        why: Why,
         port: Port,
     ) -> None:
         self._index, self._host, self._below, self._coder = index, host, below, coder
-        self._counters, self._events = counters, events
+        self._counters, self._events, self._why = counters, events, why
         self._arrivals: dict[bytes, Arrival] = {}
         self.foreign: set[bytes] = set()  # names of records that were left where they are, since they cannot be read
         self._changed = port.condition()
@@ -162,6 +164,7 @@ class Promoter:
             if known or outcome is not Outcome.ABSENT:
                 self._counters.add("refused_records", tier=tier.name, check=outcome.value)
                 self._events.add("refused", tier=tier.name, namespace=address.namespace, reason=outcome.value)
+                self._why.refused(tier.name, address.signature, outcome.value)
         if outcome is not Outcome.ABSENT or not arrival.refused.settled:
             arrival.refused = outcome
         arrival.tiers.remove(tier)

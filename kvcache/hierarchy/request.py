@@ -21,6 +21,7 @@ from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.load import Load
+from kvcache.hierarchy.miss import Miss
 from kvcache.hierarchy.mover import PagesMover
 from kvcache.hierarchy.prefix import needs, wanted
 from kvcache.hierarchy.register import Register
@@ -95,7 +96,18 @@ class CacheRequest:
         self._bound, self._flow, self._deadline_s, self._origin = bound, bound.flow, deadline_s, origin
         self._own = Chain(bound.id, bound.layout.block_tokens)
         self._found = 0
-        self._reason = "cold"
+        self.miss: Miss = (
+            origin.miss
+            if origin is not None
+            else Miss(
+                self._flow.why,
+                self._flow.counters,
+                request=id,
+                namespace=bound.id,
+                places=bound.names,
+                block_tokens=bound.layout.block_tokens,
+            )
+        )
         self._by_tier: dict[str, int] = {}
         self._stamp = 0  # the time at which this request was admitted or stored first; 0: not yet
         self._admitted = False
@@ -128,7 +140,8 @@ class CacheRequest:
             self._question = None
         self._by_tier = {}
         if self._flow.bypass.loads:
-            self._found, self._reason = 0, BYPASS
+            self._found = 0
+            self.miss.look(self.chain.packed, 0, lookup.ids, reason=BYPASS)
             return Hit(tokens=0, blocks=0, reason=BYPASS)
         pending = self._question is not None and self._question.pending  # before the index is: an answer is there then
         if token_ids is None:
@@ -143,10 +156,10 @@ class CacheRequest:
             if self._question is not None and not pending:  # answered at once, by an executor that runs it here
                 lookup.match(self.chain.packed)
                 self._found, self._by_tier = lookup.blocks, lookup.by_tier
-        self._reason = "" if self._found == len(self.signatures) else "cold"
+        reason = self.miss.look(self.chain.packed, self._found, lookup.ids)
         tokens = self._found * layout.block_tokens
         by_tier = dict(self._by_tier)
-        return Hit(tokens=tokens, blocks=self._found, by_tier=by_tier, reason=self._reason, pending=pending)
+        return Hit(tokens=tokens, blocks=self._found, by_tier=by_tier, reason=reason, pending=pending)
 
     def extend(
         self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
@@ -155,7 +168,8 @@ class CacheRequest:
         if digests is not None:
             self.chain.extend_digests(digests)
         else:
-            self.chain.extend(token_ids, extras)
+            self.chain.extend(token_ids, extras, digest=self.miss.digest)
+        self.miss.extended(self.chain.packed)
 
     def admit(self) -> None:
         if self._admitted or self._origin is not None:
@@ -174,8 +188,7 @@ class CacheRequest:
             counters.add("hit_tokens", blocks * layout.block_tokens, tier=tier)
         if self._question is not None:
             counters.add("lookups", answer=self._question.answer)
-        if self._found < len(self.signatures):
-            counters.add("misses", reason=self._reason or "cold")
+        self.miss.admit(stamp, flow.port.clock.wall())
         if not flow.bypass.loads:
             with working_for(self.id):
                 self._bring(stamp)
@@ -202,12 +215,14 @@ class CacheRequest:
             claim=claim,
             transfer=transfer,
         )
+        self.miss.loading(first_block, transfer)
         self._flow.executor.submit(job.run)
         return transfer
 
     def store(self, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         count = len(page_ids[0]) if page_ids else 0
         self._check(pages, page_ids, first_block, first_block + count)
+        self.miss.count()
         transfer = BlockTransfer(count)
         if self._flow.bypass.stores:
             with working_for(self.id):
@@ -231,6 +246,7 @@ class CacheRequest:
         return transfer
 
     def close(self) -> None:
+        self.miss.count()
         self._flow.holds.give_back(self._claim)
         if self._origin is None:
             self._bound.register.remove((self._bound.id, self.id), self)

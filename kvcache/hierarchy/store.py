@@ -136,5 +136,8 @@ class Store:
             self.flow.index.insert_run(chain.run(first, end), chain.parent(first), self.flow.host.name)
 
     def _drop(self, first: int, reason: str) -> None:
-        self.flow.drop(len(self.transfer.outcomes) - first, reason, self.namespace, tier=self.flow.host.name)
+        host = self.flow.host.name
+        self.flow.drop(len(self.transfer.outcomes) - first, reason, self.namespace, tier=host)
+        if self.chains:
+            self.flow.why.dropped(host, [self.chains[0][self.first_block + first].signature], reason)
         self.transfer.settle_rest(first, Outcome.DROPPED)

@@ -13,6 +13,15 @@ class BlockTransfer(Ticket):
         outcomes = self.outcomes
         return next((i for i, outcome in enumerate(outcomes) if outcome is not Outcome.DONE), len(outcomes))
 
+    @property
+    def failure(self) -> tuple[int, Outcome] | None:
+        """The first block that will not come, and why not."""
+        outcomes = self.outcomes
+        if outcomes.count(Outcome.DONE) == len(outcomes):
+            return None
+        ended = ((i, o) for i, o in enumerate(outcomes) if o.settled and o is not Outcome.DONE)
+        return next(ended, None)
+
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
         """On a CPU blocks arrive whole: a layer is there when all of them are."""
         return self.wait(timeout_s)

@@ -33,6 +33,7 @@ METRICS: dict[str, Metric] = {
         Metric("stored_bytes", "counter", (), "bytes taken from pages"),
         Metric("misses", "counter", ("reason",), "requests whose prefix ended before its last full block, by reason"),
         Metric("lookups", "counter", ("answer",), "prompts that a shared tier was asked about, by what came of it"),
+        Metric("missed_tokens", "counter", ("reason",), "tokens of full blocks behind that end, left to compute"),
         Metric("load_failures", "counter", ("outcome",), "blocks promised and not delivered, by outcome: recomputed"),
         Metric("drops", "counter", ("reason",), "blocks that were offered and not kept, by reason"),
         Metric("written_blocks", "counter", ("tier",), "blocks written to a tier below host"),

@@ -17,17 +17,30 @@ _OUTCOMES = {
 
 _BYPASS = "an operator has taken the cache out of this path: `kvcache bypass off` puts it back"
 
+_MISSES = {
+    "cold": "the next block was never stored, as far as is remembered",
+    "evicted": "the next block was there and made room for others",
+    "diverged": "an earlier prompt shares all that was found, and goes on with other tokens",
+    "apart": "the same tokens are there under another namespace: another model, adapter, tenant, salt...",
+    "store_dropped": "the next block was offered and not kept",
+    "store_failed": "the next block was not written, or its store ended by an error",
+    "refused": "the next block was found and did not pass a check, or was there no more",
+    "late": "the next block was found and did not come in time",
+    "no_room": "the next block was found below host, where there was no room to bring it to",
+    "failed": "the next block was found, and the device or the peer failed, or an error of ours, which the log has",
+    "below_plan": "the rest was found and would have come later than the engine computes it",
+    "bypass": _BYPASS,
+}
+
 REASONS: Mapping[tuple[str, str], Mapping[str, str]] = {
-    ("misses", "reason"): {
-        "cold": "the next block is in no tier: it was never stored, was dropped, or was evicted",
-        "bypass": _BYPASS,
-    },
     ("lookups", "answer"): {
         "found": "it has blocks that were not known here",
         "nothing": "it has no more than is known here, or said that it cannot serve",
         "late": "no answer came within `flow.ask_deadline_s`",
         "dropped": "too many lookups were under way: the prompt was matched with what is known",
     },
+    ("misses", "reason"): _MISSES,
+    ("missed_tokens", "reason"): _MISSES,
     ("drops", "reason"): {
         "no room": "host had no free slot and no victim: what is there is held, or belongs to the same request",
         "orphan": "its parent is not in the tier that it was offered to, so that it could not be found",

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgpack
 
-REQUEST_BYTES = 64 << 10
+REQUEST_BYTES = 1 << 20
 ANSWER_BYTES = 16 << 20
 _HEAD_BYTES = 4
 

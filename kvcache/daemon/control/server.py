@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvcache.daemon.control.explain import explain
 from kvcache.daemon.control.frame import ANSWER_BYTES, REQUEST_BYTES, FrameError, receive, send
 from kvcache.daemon.control.place import listening, prepare
 from kvcache.errors import ConfigError, KVCacheError
@@ -123,6 +124,7 @@ class Control:
             "info": self._info,
             "stats": lambda cache, _: cache.stats(),
             "events": _events,
+            "explain": explain,
             "check": self._check,
             "bypass": _bypass,
         }

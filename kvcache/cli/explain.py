@@ -1,0 +1,209 @@
+"""`kvcache explain`: why a prompt was not found, in words."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.cli.running import Address, the_one
+from kvcache.errors import ConfigError
+
+Story = Mapping[str, Any]
+Decode = Callable[[Sequence[int]], str]
+
+COLUMNS = ("time", "request", "model", "tokens", "found", "why", "at")
+
+ADVICE: Mapping[str, str] = {
+    "cold": "nothing to do where prompts are new. Where they are not: does the engine store, and into this cache?",
+    "evicted": "more memory keeps more: raise host.capacity_bytes or nvme.capacity_bytes.",
+    "diverged": "reuse ends at the first token that differs: put what changes from request to request behind what "
+    "stays.",
+    "apart": "make the two say the same in that field, if they may share blocks.",
+    "store_dropped": "the store found no room or no time: see `drops` in `kvcache stats`.",
+    "store_failed": "the write failed: see the cache's log, and `kvcache doctor`.",
+    "refused": "its bytes are not those that were stored: `kvcache check` reads all the others.",
+    "late": "the tier is slow or busy: `kvcache doctor` measures it; flow.deadline_s is how long is waited.",
+    "no_room": "host is too small for the requests that run at a time: raise host.capacity_bytes.",
+    "failed": "see the cache's log, which has this request's id.",
+    "below_plan": "nothing, but a faster tier: what was not loaded is computed sooner.",
+    "bypass": "`kvcache bypass off` puts the cache back.",
+}
+
+
+def explain(
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            help="A request's id, a prompt, a JSON list of token ids, or @FILE with either; none: the last."
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Whose tokenizer: a directory, a name, `smollm2`.")
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="First digits of its id, to look for a prompt in no other.")] = "",
+    count: Annotated[int, typer.Option("--tail", "-n", min=1, help="How many of the last misses.")] = 10,
+    address: Address = None,
+    output: Output = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Say why a request, or a prompt, finds no more than it does: where it parts from an earlier one, when its blocks
+    left and who made them, under which other namespace they are."""
+    stories = list(_stories(the_one(address), what, model, namespace, count))
+    if as_json or output is Format.json:
+        print_json(stories)
+    elif what is None:
+        print_table(COLUMNS, [_row(story) for story in stories])
+    else:
+        for story in stories:
+            print("\n".join(words(story, _decode(story, model))))
+
+
+def _stories(path: Path, what: str | None, model: str | None, namespace: str, count: int) -> Iterator[Story]:
+    from kvcache.daemon.control.client import ask
+
+    if what is None:
+        yield from ask(path, "explain", count=count)["stories"]
+        return
+    text = Path(what[1:]).read_text(encoding="utf-8") if what.startswith("@") else what
+    stories = ask(path, "explain", request=text)["stories"] if len(text) < 256 else []
+    if not stories:
+        stories = ask(path, "explain", ids=_ids(text, model), namespace=namespace)["stories"]
+    yield from stories
+
+
+def _ids(text: str, model: str | None) -> bytes:
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if isinstance(given, list):
+        try:
+            return array("I", given).tobytes()
+        except (TypeError, OverflowError):
+            raise ConfigError("a JSON list, but not of token ids: expected integers from 0 to 4294967295") from None
+    if model is None:
+        raise ConfigError(
+            f"{text[:40]!r}: no request of that id is remembered; for a prompt, name its tokenizer with --model, or "
+            "give its token ids as a JSON list"
+        )
+    from kvcache.cli.vocabulary import tokenizer_of
+
+    return array("I", tokenizer_of(model).encode(text)).tobytes()
+
+
+def _decode(story: Story, model: str | None) -> Decode | None:
+    """To text, where a tokenizer is known: the one that was named, or that of the namespace's model."""
+    from kvcache.cli.vocabulary import known_tokenizer, tokenizer_of
+
+    if model is not None:
+        return tokenizer_of(model).decode
+    known = known_tokenizer(str(story["namespace"].get("model") or ""))
+    return None if known is None else known.decode
+
+
+def _row(story: Story) -> tuple[str, ...]:
+    tokens = story["block_tokens"]
+    return (
+        datetime.fromtimestamp(story["time"]).astimezone().time().isoformat("seconds"),
+        story["request"],
+        story["namespace"].get("model", story["namespace"]["id"][:8]),
+        f"{story['blocks'] * tokens:,}",
+        f"{story['found_blocks'] * tokens:,}",
+        story["reason"],
+        f"token {story['token']:,}" if "token" in story else "",
+    )
+
+
+def words(story: Story, decode: Decode | None) -> Iterator[str]:
+    """A story in sentences; with the text of the tokens where they can be decoded."""
+    from kvcache.observe.reasons import meaning
+
+    tokens, space = story["block_tokens"], story["namespace"]
+    who = f"Request {story['request']}, {_ago(story['ago_s'])}" if story["request"] else "This prompt, asked for now"
+    yield f"{who}, model {space.get('model', '?')} (namespace {space['id'][:8]})."
+    found = story["found_blocks"] * tokens
+    yield f"{story['blocks'] * tokens:,} tokens in full blocks of {tokens}; the first {found:,} of them were found."
+    reason = story["reason"]
+    if not reason:
+        yield "Nothing is missing."
+        return
+    yield f"Why no more: {reason}. That is, {meaning('misses', 'reason', reason)}."
+    yield from _evidence(story, decode)
+    yield f"What to do: {ADVICE[reason]}"
+
+
+def _evidence(story: Story, decode: Decode | None) -> Iterator[str]:
+    if "lost_ago_s" in story:
+        verb = {"evicted": "left", "refused": "was refused by"}.get(story["reason"], "did not get into")
+        yield f"The block {verb} {story['tier']} {_ago(story['lost_ago_s'])} ({story['why']})."
+    if "age_requests" in story:
+        yield f"It had not been used for {story['age_requests']:,} requests, {_span(story['age_s'])}."
+    if "outcome" in story:
+        yield f"The load ended as {story['outcome']}."
+    if "plan" in story:
+        plan = story["plan"]
+        yield f"Loading the rest was expected to take {_span(plan['load_s'])}, computing it {_span(plan['compute_s'])}."
+    other = story.get("other")
+    if other is None:
+        return
+    name = f"request {other['request']}, {_ago(other['ago_s'])}"
+    if story["reason"] == "apart":
+        yield f"They are those of {name}, in namespace {other['namespace']['id'][:8]}."
+        for field, (ours, theirs) in story.get("differs", {}).items():
+            yield f"  {field}: here {ours}, there {theirs}"
+    elif story["reason"] == "diverged":
+        yield from _parting(story, name, decode)
+    else:
+        yield f"It was asked for before, by {name}, and is not stored: not yet, or that engine does not store."
+
+
+def _parting(story: Story, other: str, decode: Decode | None) -> Iterator[str]:
+    if "token" not in story:
+        yield f"It parts from {other} within block {story['block']:,}; the tokens are not remembered."
+        return
+    at, meet = story["token"], story.get("meet")
+    yield f"It parts from {other} at token {at:,}, in block {story['block']:,}."
+    if decode is None:
+        yield f"  here  {story['ours'][:8]}...\n  there {story['theirs'][:8]}..."
+        yield "  (token ids; --model names a tokenizer)"
+    else:
+        yield from _text(story, decode)
+    if meet is not None:
+        yield (
+            f"{meet['ours']} tokens on ({meet['theirs']} there) both go on alike, for {meet['tokens']:,} tokens that "
+            "could be found if what differs came behind them."
+        )
+
+
+def _text(story: Story, decode: Decode) -> Iterator[str]:
+    from kvcache.observe.culprit import culprit, parting
+
+    ours, theirs = (decode([*story["before"], *story[side]]) for side in ("ours", "theirs"))
+    at = parting(ours, theirs)
+    for side, text in (("here ", ours), ("there", theirs)):
+        yield f"  {side} ...{text[max(0, at - 40) : at]!r} then {text[at : at + 40]!r}..."
+    found = culprit(ours, theirs, at)
+    if found is not None:
+        yield f"That is {found.name}: {found.ours!r} here, {found.theirs!r} there."
+
+
+def _ago(seconds: float) -> str:
+    return f"{_span(seconds)} ago"
+
+
+def _span(seconds: float) -> str:
+    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.1f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
+
+
+def register(app: typer.Typer) -> None:
+    app.command("explain")(explain)

@@ -1,0 +1,105 @@
+"""What a request knows of the part of its prompt that was not found: one reason, counted once.
+
+Counted when the request stores or is left, since until then a load may still bring less than was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.block.key import digest_chain
+from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.hierarchy.why import OUTCOMES, Why
+from kvcache.observe.asked import Asked
+from kvcache.observe.metrics import Counters
+from kvcache.tier.tier import Outcome
+
+
+class Miss:
+    def __init__(
+        self,
+        why: Why,
+        counters: Counters,
+        *,
+        request: str,
+        namespace: bytes,
+        places: Sequence[bytes],
+        block_tokens: int,
+    ) -> None:
+        self._why, self._counters = why, counters
+        self._asked = Asked(request, namespace, places, block_tokens, b"", 0, 0.0)
+        self._prompt_blocks = 0
+        self._behind: list[NDArray[np.uint32]] = []
+        self._loads: list[tuple[int, BlockTransfer]] = []
+        self._admitted = self._counted = False
+
+    def look(self, packed: bytes, found: int, ids: NDArray[Any] | None = None, *, reason: str | None = None) -> str:
+        """So many blocks of this chain were found; why no more, as the asker may know it. `ids`: of its full blocks,
+        where the chain is new. `reason`: where it is known, and is not that the next block is not there."""
+        asked = self._asked
+        if packed is not asked.packed:
+            if asked.kept:  # another prompt in the same request
+                self._asked = asked = Asked(
+                    asked.request, asked.namespace, asked.places, asked.block_tokens, b"", asked.clock, asked.time
+                )
+            asked.packed, asked.ids, asked.known_from = packed, [], 0
+        asked.found, asked.detail = found, {}
+        if found == asked.blocks:
+            if not asked.ids:
+                asked.known_from = found * asked.block_tokens
+            asked.reason = reason or ""
+            return asked.reason
+        if ids is not None and self._why.ring.most_bytes:
+            asked.ids = [np.array(ids, np.uint32)]  # the caller may use his buffer again
+        asked.reason = self._why.reason(asked) if reason is None else reason
+        # nobody learns from an answer what another tenant has stored
+        return "cold" if asked.reason == "apart" else asked.reason
+
+    def digest(self, parent: bytes, ids: NDArray[Any], block_tokens: int, extras: list[bytes] | None) -> bytes:
+        """Hashes what comes behind the prompt, and keeps its ids for `extended`."""
+        if self._why.ring.most_bytes:
+            self._behind.append(np.array(ids, np.uint32))
+        return digest_chain(parent, ids, block_tokens, extras)
+
+    def extended(self, packed: bytes) -> None:
+        """The chain has more blocks now."""
+        behind, self._behind = self._behind, []
+        if packed is not self._asked.packed:
+            self._why.ring.grow(self._asked, behind, packed)
+
+    def admit(self, clock: int, time: float) -> None:
+        self._admitted = True
+        asked = self._asked
+        asked.clock, asked.time = clock, time
+        self._prompt_blocks = asked.blocks
+        self._why.ring.add(asked)
+
+    def loading(self, first_block: int, transfer: BlockTransfer) -> None:
+        self._loads.append((first_block, transfer))
+
+    def count(self) -> None:
+        """Once, and only what was admitted."""
+        if not self._admitted or self._counted:
+            return
+        self._counted = True
+        asked = self._asked
+        for first_block, transfer in self._loads:
+            if transfer.failure is not None and first_block + transfer.failure[0] < asked.found:
+                asked.found = first_block + transfer.failure[0]
+                asked.reason, asked.detail = self._failed(asked, transfer.failure[1])
+        missed = self._prompt_blocks - asked.found
+        if asked.reason and missed > 0:
+            self._counters.add("misses", reason=asked.reason)
+            self._counters.add("missed_tokens", missed * asked.block_tokens, reason=asked.reason)
+
+    def _failed(self, asked: Asked, outcome: Outcome) -> tuple[str, dict[str, Any]]:
+        """Why a block that was found did not come."""
+        reason = OUTCOMES.get(outcome.value)
+        if reason is None:  # it left between the question and the load; or the tier found that it has it no more
+            fate = self._why.lost.find(asked.signature(asked.found))
+            return ("refused", {"outcome": outcome.value}) if fate is None else (fate.reason, {})
+        return reason, {"outcome": outcome.value}

@@ -1,0 +1,245 @@
+"""Why a prefix ended where it did: one reason a request, found from what the index, the ring of prompts and the memory
+of lost blocks say of the first block that is not there.
+
+`reason` is asked on every match that misses: a few lookups by name, and a few comparisons of 32 bytes with prompts that
+begin in the same way. `story` is asked by a person, and works out the rest: where two prompts part, where they meet
+again, what differs between two namespaces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.namespace import Namespace
+from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.run import Run
+from kvcache.observe.asked import Asked, Ids, Ring, shared_blocks, shared_tokens
+from kvcache.observe.lost import Fate, Lost
+from kvcache.port import Clock
+
+HALF = 2
+"""A prompt of which no block was found parts from another one where they share at least 1/HALF of the first block."""
+AROUND = 24
+"""Tokens told of each side of the place where two prompts part."""
+_GRAM, _WINDOW = 8, 512
+"""Two prompts meet again where so many tokens in a row agree, within so many behind the place where they part."""
+
+OUTCOMES: Mapping[str, str] = {
+    "damaged": "refused",
+    "foreign": "refused",
+    "late": "late",
+    "cancelled": "late",  # the engine has its own patience
+    "no_room": "no_room",
+    "failed": "failed",
+}
+"""The reason for which a block that was found did not come, by the outcome of its load."""
+
+
+class Why:
+    """`shared`: tiers of which only a part is known here, so that what is forgotten of them is not lost."""
+
+    def __init__(self, index: Index, clock: Clock, most_bytes: int, shared: Collection[str] = ()) -> None:
+        self._index, self._clock, self._shared = index, clock, shared
+        self.lost, self.ring = Lost(clock), Ring(most_bytes)
+
+    def departed(self, tier: str, signatures: Iterable[bytes]) -> None:
+        """These left the last tier that had them."""
+        if tier not in self._shared:
+            policy, clock = self._index.policy.name, self._index.clock
+            self.lost.add(signatures, "evicted", tier=tier, why=policy, clock=clock)
+
+    def dropped(self, tier: str, signatures: Iterable[bytes], why: str, *, failed: bool = False) -> None:
+        """These were offered to a tier and are not there."""
+        reason = "store_failed" if failed else "store_dropped"
+        self.lost.add(signatures, reason, tier=tier, why=why, clock=self._index.clock)
+
+    def refused(self, tier: str, signature: bytes, check: str) -> None:
+        """A tier had this, and it did not pass a check."""
+        self.lost.add([signature], "refused", tier=tier, why=check, clock=self._index.clock)
+
+    def reason(self, asked: Asked) -> str:
+        """For the first block of `asked` that was not found; "" where all were."""
+        if asked.found == asked.blocks:
+            return ""
+        fate = self.lost.find(asked.signature(asked.found))
+        if fate is not None:
+            return fate.reason
+        if self._apart(asked) is not None:
+            return "apart"
+        return "cold" if self._parted(asked) is None else "diverged"
+
+    def _parted(self, asked: Asked) -> Asked | None:
+        """The newest prompt that shares all that was found, and goes on in another way."""
+        if asked.found:
+            for other, shared in self._related(asked):
+                if shared == asked.found < other.blocks:
+                    return other
+            return None
+        ours = asked.tokens(0, asked.block_tokens)
+        for other in _before(asked, self.ring.same_start(ours) if len(ours) else ()):
+            shared = shared_tokens(ours, other.tokens(0, asked.block_tokens))
+            if other.namespace == asked.namespace and asked.block_tokens // HALF <= shared < asked.block_tokens:
+                return other
+        return None
+
+    def _related(self, asked: Asked) -> Iterator[tuple[Asked, int]]:
+        """Earlier prompts with the same first block, the newest first, and how many blocks they share."""
+        for other in _before(asked, self.ring.same_head(asked.namespace, asked.signature(0))):
+            yield other, shared_blocks(asked.packed, other.packed)
+
+    def _apart(self, asked: Asked) -> Asked | None:
+        """The newest prompt with the same tokens up to the end of the first block that was not found, whose blocks are
+        there under another namespace."""
+        end = (asked.found + 1) * asked.block_tokens
+        ours = asked.tokens(0, end)
+        for other in self.ring.same_start(ours) if len(ours) else ():
+            if other.namespace != asked.namespace and np.array_equal(ours, other.tokens(0, end)):
+                block = -(-end // other.block_tokens) - 1
+                if block < other.blocks and any(
+                    self._index.where(Run(place, other.signature(block)))[0] for place in other.places
+                ):
+                    return other
+        return None
+
+    # told in full
+
+    def story(self, asked: Asked, namespaces: Iterable[Namespace] = ()) -> dict[str, Any]:
+        """All that is known, in types that any message can carry. Ids stand for text: who asks may have a tokenizer."""
+        now, first = self._clock.wall(), asked.found * asked.block_tokens
+        named = {namespace.id: namespace for namespace in namespaces}
+        told: dict[str, Any] = {
+            "request": asked.request,
+            "time": asked.time,
+            "ago_s": now - asked.time,
+            "namespace": _described(named.get(asked.namespace), asked.namespace),
+            "block_tokens": asked.block_tokens,
+            "blocks": asked.blocks,
+            "found_blocks": asked.found,
+            "reason": asked.reason,
+            "ids": asked.tokens(first, first + AROUND).tolist(),
+            **asked.detail,
+        }
+        if asked.reason in {"evicted", "store_dropped", "store_failed", "refused"}:
+            told |= self._fate(asked, now)
+        elif asked.reason == "diverged":
+            other = self._parted(asked)
+            told |= _parting(asked, other, now) if other is not None else {}
+        elif asked.reason == "apart":
+            other = self._apart(asked)
+            if other is not None:
+                told["other"] = _named(other, now)
+                told["other"]["namespace"] = _described(named.get(other.namespace), other.namespace)
+                told["differs"] = _differing(named.get(asked.namespace), named.get(other.namespace))
+        elif asked.reason == "cold":
+            told |= self._asked_before(asked, now)
+        return told
+
+    def _fate(self, asked: Asked, now: float) -> dict[str, Any]:
+        signature = asked.signature(asked.found)
+        fate = self.lost.find(signature)
+        if fate is None:
+            return {}
+        told = {"tier": fate.tier, "why": fate.why, "lost_time": fate.time, "lost_ago_s": now - fate.time}
+        used = self._last_use(asked, fate)
+        if used is not None:
+            told |= {"age_requests": fate.clock - used.clock, "age_s": fate.time - used.time}
+        return told
+
+    def _last_use(self, asked: Asked, fate: Fate) -> Asked | None:
+        """The newest request with this block in its prompt before it was lost."""
+        found = (other for other, shared in self._related(asked) if shared > asked.found)
+        return next((other for other in found if other.clock <= fate.clock), None)
+
+    def _asked_before(self, asked: Asked, now: float) -> dict[str, Any]:
+        """A block that was asked for once and is neither there nor known to be lost."""
+        found = next((other for other, shared in self._related(asked) if shared > asked.found), None)
+        return {} if found is None else {"other": _named(found, now)}
+
+
+def _before(asked: Asked, others: Iterable[Asked]) -> Iterator[Asked]:
+    return (other for other in others if other is not asked and not (asked.kept and other.clock > asked.clock))
+
+
+def _named(asked: Asked, now: float) -> dict[str, Any]:
+    return {"request": asked.request, "time": asked.time, "ago_s": now - asked.time}
+
+
+def _described(namespace: Namespace | None, id: bytes) -> dict[str, Any]:
+    if namespace is None:
+        return {"id": id.hex()}
+    fields = namespace.describe()
+    return {name: fields[name] for name in ("id", "model", "revision", "adapter", "tenant", "cache_salt")}
+
+
+def _differing(one: Namespace | None, other: Namespace | None) -> dict[str, list[str]]:
+    """By field, what each says; a salt is a secret, of which only that it differs is told."""
+    if one is None or other is None:
+        return {}
+    ours, theirs = _flat(one), _flat(other)
+    found = {
+        name: [str(ours.get(name)), str(theirs.get(name))]
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
+    }
+    if one.cache_salt != other.cache_salt:
+        found["cache_salt"] = ["set" if each.cache_salt else "none" for each in (one, other)]
+    return found
+
+
+def _flat(namespace: Namespace) -> dict[str, Any]:
+    fields = namespace.describe()
+    for name in ("facts", "layout"):
+        inner = fields.pop(name)
+        fields |= {f"{name}.{key}": value for key, value in inner.items()} if isinstance(inner, Mapping) else {}
+    return {name: value for name, value in fields.items() if name not in {"id", "cache_salt"}}
+
+
+def _parting(asked: Asked, other: Asked, now: float) -> dict[str, Any]:
+    """Where the two part, what stands there in each, and where they meet again."""
+    first = asked.found * asked.block_tokens
+    ours, theirs = asked.tokens(first, first + _WINDOW), other.tokens(first, first + _WINDOW)
+    told: dict[str, Any] = {"other": _named(other, now), "block": asked.found}
+    if not len(ours) or not len(theirs):
+        return told
+    at = first + shared_tokens(ours, theirs)
+    told |= {
+        "token": at,
+        "before": asked.tokens(max(0, at - AROUND), at).tolist(),
+        "ours": asked.tokens(at, at + AROUND).tolist(),
+        "theirs": other.tokens(at, at + AROUND).tolist(),
+    }
+    end = max(asked.blocks * asked.block_tokens, other.blocks * other.block_tokens)
+    meet = meeting(asked.tokens(at, end), other.tokens(at, end))
+    if meet is not None:
+        told["meet"] = dict(zip(("ours", "theirs", "tokens"), meet, strict=True))
+    return told
+
+
+def meeting(ours: Ids, theirs: Ids) -> tuple[int, int, int] | None:
+    """Where two sequences that part at their first token agree again: tokens skipped of each, and how many follow that
+    are the same. None where they do not, soon."""
+    grams: dict[bytes, int] = {}
+    for i in range(min(_WINDOW, len(theirs) - _GRAM + 1)):
+        grams.setdefault(theirs[i : i + _GRAM].tobytes(), i)
+    best: tuple[int, int] | None = None
+    for i in range(min(_WINDOW, len(ours) - _GRAM + 1)):
+        if best is not None and i >= sum(best):
+            break
+        j = grams.get(ours[i : i + _GRAM].tobytes())
+        if j is not None and (best is None or i + j < sum(best)):
+            best = i, j
+    if best is None:
+        return None
+    return (*best, shared_tokens(ours[best[0] :], theirs[best[1] :]))
+
+
+def asked_of(
+    packed: bytes, ids: Ids | None, *, namespace: bytes, places: list[bytes], block_tokens: int, clock: int, time: float
+) -> Asked:
+    """A prompt that nobody has asked for yet, as `Why` is asked about it."""
+    known = [ids[: len(packed) // SIGNATURE_BYTES * block_tokens]] if ids is not None else []
+    return Asked("", namespace, places, block_tokens, packed, clock, time, known)

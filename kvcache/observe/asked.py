@@ -1,0 +1,160 @@
+"""The prompts that were asked for last, so that a miss can be held against what came before it.
+
+A bounded ring of requests: the signatures of each (which its request has anyway, so that keeping them copies nothing),
+and its token ids where not all of it was found: those cost a copy, which is nothing beside the prefill that follows.
+Ids never leave the process but through `kvcache explain`, asked by the same user.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.block.key import SIGNATURE_BYTES
+
+REQUESTS = 1024
+LOOKS = 64
+"""How many earlier prompts with the same beginning one is compared with, the newest first."""
+_START = 4  # tokens that file a prompt of whose blocks none was found
+
+Ids = NDArray[np.uint32]
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """One request. `reason` and what stands below it are of the first block that was not found, and change until the
+    request has begun to compute."""
+
+    request: str
+    namespace: bytes
+    places: Sequence[bytes]  # what the index knows its groups by
+    block_tokens: int
+    packed: bytes
+    clock: int  # in requests
+    time: float  # seconds since 1970
+    ids: list[Ids] = field(default_factory=list)  # of full blocks, from `known_from` on
+    known_from: int = 0
+    found: int = 0
+    reason: str = ""
+    detail: dict[str, Any] = field(default_factory=dict)
+    kept: bool = False  # in the ring
+
+    @property
+    def blocks(self) -> int:
+        return len(self.packed) // SIGNATURE_BYTES
+
+    def signature(self, block: int) -> bytes:
+        return self.packed[block * SIGNATURE_BYTES : (block + 1) * SIGNATURE_BYTES]
+
+    def tokens(self, first: int, end: int) -> Ids:
+        """Those that are known of tokens `first` to `end` (excluded); nothing where the first of them is not."""
+        ids = list(self.ids)
+        if first < self.known_from or not ids:
+            return np.empty(0, np.uint32)
+        first, end = first - self.known_from, end - self.known_from
+        return (ids[0] if end <= len(ids[0]) else np.concatenate(ids))[first:end]
+
+    @property
+    def start(self) -> bytes:
+        return self.tokens(0, _START).tobytes()
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.packed) + sum(ids.nbytes for ids in self.ids)
+
+
+def shared_blocks(one: bytes, other: bytes) -> int:
+    """How many blocks two chains of packed signatures share: each signature stands for all before it."""
+    low, high = 0, min(len(one), len(other)) // SIGNATURE_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        at = slice((middle - 1) * SIGNATURE_BYTES, middle * SIGNATURE_BYTES)
+        low, high = (middle, high) if one[at] == other[at] else (low, middle - 1)
+    return low
+
+
+def shared_tokens(one: Ids, other: Ids) -> int:
+    """How many tokens two sequences share from the first on."""
+    length = min(len(one), len(other))
+    differ = one[:length] != other[:length]
+    return int(differ.argmax()) if differ.any() else length
+
+
+class Ring:
+    """Thread-safe. The oldest leave when there are `requests` of them, or more than `most_bytes`."""
+
+    def __init__(self, most_bytes: int, requests: int = REQUESTS) -> None:
+        self.most_bytes, self._requests = most_bytes, requests
+        self._ring: deque[Asked] = deque()
+        self._heads: dict[tuple[bytes, bytes], deque[Asked]] = {}  # by namespace and first signature
+        self._starts: dict[bytes, deque[Asked]] = {}  # by the first token ids
+        self._size_bytes = 0
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._ring)
+
+    def add(self, asked: Asked) -> None:
+        """One that is too large by itself is not kept."""
+        if not asked.blocks or asked.size_bytes > self.most_bytes:
+            return
+        with self._lock:
+            self._ring.append(asked)
+            asked.kept = True
+            self._size_bytes += asked.size_bytes
+            self._heads.setdefault((asked.namespace, asked.signature(0)), deque()).append(asked)
+            if asked.start:
+                self._starts.setdefault(asked.start, deque()).append(asked)
+            self._trim()
+
+    def grow(self, asked: Asked, ids: Sequence[Ids], packed: bytes) -> None:
+        """The request went on: its answer became blocks."""
+        with self._lock:
+            before = asked.size_bytes
+            asked.ids += ids
+            asked.packed = packed
+            if asked.kept:
+                self._size_bytes += asked.size_bytes - before
+                self._trim()
+
+    def _trim(self) -> None:
+        while len(self._ring) > self._requests or self._size_bytes > self.most_bytes:
+            oldest = self._ring.popleft()
+            oldest.kept = False
+            self._size_bytes -= oldest.size_bytes
+            self._leave(self._heads, (oldest.namespace, oldest.signature(0)), oldest)
+            if oldest.start:
+                self._leave(self._starts, oldest.start, oldest)
+
+    @staticmethod
+    def _leave(filed: dict[Any, deque[Asked]], key: Any, asked: Asked) -> None:
+        filed[key].remove(asked)  # the first of them, as a rule
+        if not filed[key]:
+            del filed[key]
+
+    def last(self) -> list[Asked]:
+        """The newest first."""
+        with self._lock:
+            return list(reversed(self._ring))
+
+    def find(self, request: str) -> Asked | None:
+        """The newest request of that id."""
+        return next((asked for asked in self.last() if asked.request == request), None)
+
+    def same_head(self, namespace: bytes, signature: bytes) -> list[Asked]:
+        """Those that begin with this block, the newest first."""
+        with self._lock:
+            return list(islice(reversed(self._heads.get((namespace, signature), ())), LOOKS))
+
+    def same_start(self, ids: Ids) -> Iterator[Asked]:
+        """Those that begin with these tokens, whatever their namespace, the newest first."""
+        with self._lock:
+            filed = list(islice(reversed(self._starts.get(ids[:_START].tobytes(), ())), LOOKS))
+        return iter(filed)
