@@ -119,7 +119,7 @@ def engine_facts(config: Any) -> dict[str, Any]:
         found = text.get(name, outer.get(name))
         if found is not None:
             facts[name] = found
-    if _rope_types(facts) & _LENGTH_DEPENDENT and "max_position_embeddings" in text:
+    if rope_types(facts) & _LENGTH_DEPENDENT and "max_position_embeddings" in text:
         facts["max_position_embeddings"] = text["max_position_embeddings"]
     return facts
 
@@ -170,12 +170,12 @@ def _sliding(text: Mapping[str, Any], family: Family, layers: int) -> tuple[int,
     return window, sliding
 
 
-def _rope_types(value: Any) -> set[str]:
+def rope_types(value: Any) -> set[str]:
     """Every rope type named anywhere in these settings; transformers nests them by kind of layer, or does not."""
     if not isinstance(value, Mapping):
         return set()
     found = {value[name] for name in ("rope_type", "type") if isinstance(value.get(name), str)}
-    return found.union(*map(_rope_types, value.values()))
+    return found.union(*map(rope_types, value.values()))
 
 
 def _count(config: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1) -> int:

@@ -1,0 +1,10 @@
+"""Suites for authors: subclass one in a test file of yours, tell it what to make, and pytest runs the promises.
+
+Needs pytest, which nothing else in the package does.
+"""
+
+from __future__ import annotations
+
+from kvcache.testing.connector import ConnectorContract, Served
+
+__all__ = ["ConnectorContract", "Served"]

@@ -1,0 +1,107 @@
+"""A cache that lets its callers down in one chosen way, each of which the face allows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from kvcache.block.layout import KVLayout, Shard
+from kvcache.block.namespace import Namespace
+from kvcache.hierarchy.face import Extras, Hit, PageIds
+from kvcache.hierarchy.naive import NaiveBound, NaiveCache, NaiveRequest
+from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.tier.tier import Outcome
+from kvcache.transfer.cpu import PlainCopier
+from kvcache.transfer.pages import Pages
+
+Fault = Literal["none", "asking", "gone", "damaged", "hung", "full"]
+"""Never answers a lookup; has nothing of what it promised; brings half and leaves anything in the other pages; begins
+loads that never end unless cancelled; drops whatever is stored."""
+
+FAULTS: tuple[Fault, ...] = ("asking", "gone", "damaged", "hung", "full")
+
+
+class FaultyCache(NaiveCache):
+    """`fault` may change while it is in use."""
+
+    def __init__(self, fault: Fault = "none") -> None:
+        super().__init__()
+        self.fault: Fault = fault
+
+    def namespace(
+        self,
+        layout: KVLayout,
+        *,
+        model: str,
+        revision: str,
+        adapter: str | None = None,
+        tenant: str = "default",
+        cache_salt: str = "",
+        facts: Mapping[str, Any] | None = None,
+        shards: Sequence[Shard] | None = None,
+    ) -> FaultyBound:
+        namespace = Namespace(
+            layout,
+            model=model,
+            revision=revision,
+            adapter=adapter,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            facts=facts or {},
+        )
+        return FaultyBound(self, namespace, tuple(shards or layout.whole))
+
+
+class FaultyBound(NaiveBound):
+    cache: FaultyCache
+
+    def request(
+        self,
+        id: str | None = None,
+        *,
+        agent: str | None = None,
+        session: str | None = None,
+        ttl_s: float | None = None,
+        deadline_s: float | None = None,
+    ) -> FaultyRequest:
+        return FaultyRequest(self, id or str(next(self._ids)))
+
+
+class FaultyRequest(NaiveRequest):
+    def __init__(self, bound: FaultyBound, id: str) -> None:
+        super().__init__(bound, id)
+        self._cache = bound.cache
+
+    def match(
+        self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
+    ) -> Hit:
+        hit = super().match(token_ids, extras=extras, digests=digests)
+        return Hit(tokens=0, blocks=0, pending=True) if self._cache.fault == "asking" else hit
+
+    def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
+        fault, count = self._cache.fault, blocks - first_block
+        if fault not in {"gone", "damaged", "hung"} or not count:
+            return super().load(blocks, pages, page_ids, first_block=first_block)
+        transfer, good = _Unending(count), count // 2 if fault == "damaged" else 0
+        whole = super().load(blocks, pages, page_ids, first_block=first_block)
+        for i in range(good):
+            transfer.settle(i, whole.outcomes[i])
+        for there, ids in zip(pages, page_ids, strict=True):
+            anything = memoryview(b"\xff" * there.block_bytes)
+            PlainCopier().scatter(there, ids[good:], [anything] * (count - good))
+        if fault != "hung":
+            transfer.settle_rest(good, Outcome.DAMAGED if fault == "damaged" else Outcome.ABSENT)
+        return transfer
+
+    def store(self, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
+        if self._cache.fault != "full":
+            return super().store(pages, page_ids, first_block=first_block)
+        transfer = BlockTransfer(len(page_ids[0]))
+        transfer.settle_rest(0, Outcome.DROPPED)
+        return transfer
+
+
+class _Unending(BlockTransfer):
+    def cancel(self) -> None:
+        super().cancel()
+        self.settle_rest(0, Outcome.CANCELLED)
