@@ -60,8 +60,9 @@ class Signatures(Sequence[bytes]):
 class Chain:
     """The signatures of a growing sequence of tokens. Hashes a block once, when it is full; keeps the tail's tokens.
 
-    `parents` and signatures are raw bytes, 32 long; `packed` has all signatures one behind the other. Not for use by
-    several threads at once; what `packed` was stays as it was.
+    `parents` and signatures are raw bytes, 32 long; `packed` has all signatures one behind the other. `head` is the
+    parent of the first: the namespace id, but for a chain that begins within a prefix. Not for use by several threads
+    at once; what `packed` was stays as it was.
     """
 
     def __init__(self, namespace_id: bytes, block_tokens: int) -> None:
@@ -71,20 +72,27 @@ class Chain:
             raise TokenError(f"block_tokens = {block_tokens}: expected at least 1")
         self.namespace_id = bytes(namespace_id)
         self.block_tokens = block_tokens
+        self.head = self.namespace_id
         self.packed = b""
         self._tail = np.empty(0, np.uint32)
         self._tail_extras = b""
         self._from_digests = False
 
     @classmethod
-    def from_digests(cls, namespace_id: bytes, digests: Sequence[bytes], block_tokens: int) -> Chain:
+    def from_digests(
+        cls, namespace_id: bytes, digests: Sequence[bytes], block_tokens: int, *, after: bytes | None = None
+    ) -> Chain:
         """Bind an engine's own digests, one a full block, to the namespace; no token ids can follow them.
 
-        Each digest must be at least 16 bytes of a cryptographic hash over the whole prefix, and the namespace's
-        `facts` must name where it comes from: an engine's digest and our token ids must never share a namespace.
+        `after`: the digest of the block before the first of these where they begin within a prefix, empty where that
+        is not known. Each digest must be at least 16 bytes of a cryptographic hash over the whole prefix, and the
+        namespace's `facts` must name where it comes from: an engine's digest and our token ids must never share a
+        namespace.
         """
         chain = cls(namespace_id, block_tokens)
         chain._from_digests = True
+        chain.extend_digests([after] if after else [])
+        chain.head, chain.packed = chain.packed if after is not None else chain.head, b""
         chain.extend_digests(digests)
         return chain
 
@@ -99,10 +107,14 @@ class Chain:
         self.packed += b"".join(sha256(self.namespace_id + digest).digest() for digest in digests)
 
     @classmethod
-    def from_signatures(cls, namespace_id: bytes, packed: bytes, block_tokens: int) -> Chain:
-        """A chain that another process hashed. It grows by `append`: its tokens are not known here."""
+    def from_signatures(
+        cls, namespace_id: bytes, packed: bytes, block_tokens: int, *, head: bytes | None = None
+    ) -> Chain:
+        """A chain that another process hashed, with its `head` where that is not the namespace id. It grows by
+        `append`: its tokens are not known here."""
         chain = cls(namespace_id, block_tokens)
         chain._from_digests = True
+        chain.head = chain.head if head is None else head
         chain.append(packed)
         return chain
 
@@ -123,8 +135,8 @@ class Chain:
         return len(self.packed) // SIGNATURE_BYTES * self.block_tokens + len(self._tail)
 
     def parents(self, block: int) -> bytes:
-        """The signature of the block before; for block 0 the namespace id."""
-        return Signatures(self.packed)[block - 1] if block else self.namespace_id
+        """The signature of the block before; for block 0 the head."""
+        return Signatures(self.packed)[block - 1] if block else self.head
 
     def extend(
         self, token_ids: Any, extras: Sequence[BlockExtras] | None = None, *, digest: Digest | None = None

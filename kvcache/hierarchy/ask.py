@@ -12,10 +12,9 @@ from concurrent.futures import Future
 from typing import Protocol, overload
 
 from kvcache.block.address import Address
-from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.prefix import ALL
-from kvcache.hierarchy.run import Chained, Run, place_of
+from kvcache.hierarchy.run import Chained
 from kvcache.observe.request import logger
 from kvcache.port import Port
 from kvcache.tier.tier import Outcome, Tier
@@ -134,9 +133,7 @@ class Ask:
         return reach - first
 
     def know(self, tier: Tier, chain: Chained, first: int, end: int) -> None:
-        run = Run(place_of(chain.namespace, chain.group, chain.shard), chain.packed).part(first, end)
-        parent = chain.packed[(first - 1) * SIGNATURE_BYTES : first * SIGNATURE_BYTES] if first else chain.namespace
-        self._index.insert_run(run, parent, tier.name)
+        self._index.insert_run(chain.run(first, end), chain.parent(first), tier.name)
 
     def bound(self, tier: Tier) -> None:
         """Forget what is known of the tier beyond the bound, and a little more, so that this is seldom."""

@@ -83,9 +83,18 @@ class Request(Protocol):
         """32 bytes a full block of the tokens known so far."""
 
     def match(
-        self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
+        self,
+        token_ids: Any = None,
+        *,
+        extras: Extras | None = None,
+        digests: Sequence[bytes] | None = None,
+        after: bytes | None = None,
     ) -> Hit:
         """The longest usable prefix of these tokens (any integer buffer or sequence), or of an engine's own digests.
+
+        `after`: the digest of the block before the first of `digests` where those begin within a prefix, empty where
+        it is not known. Blocks are counted from the first of them, as far as they are there; whoever asks has those
+        before. A store behind a known block that nobody has is dropped.
 
         Called again without arguments it looks again, hashing nothing."""
 

@@ -126,12 +126,17 @@ class NaiveRequest:
         return all(self._name(block, group, shard) in here for shard in self._bound.everywhere[group])
 
     def match(
-        self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
+        self,
+        token_ids: Any = None,
+        *,
+        extras: Extras | None = None,
+        digests: Sequence[bytes] | None = None,
+        after: bytes | None = None,
     ) -> Hit:
         layout = self._bound.layout
         check_origin(self._origin, token_ids, digests)
         if digests is not None:
-            self._own = Chain.from_digests(self._bound.id, digests, layout.block_tokens)
+            self._own = Chain.from_digests(self._bound.id, digests, layout.block_tokens, after=after)
         elif token_ids is not None:
             self._own = Chain(self._bound.id, layout.block_tokens)
             self._own.extend(token_ids, extras)

@@ -124,13 +124,18 @@ class CacheRequest:
         return self.chain.signatures
 
     def match(
-        self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
+        self,
+        token_ids: Any = None,
+        *,
+        extras: Extras | None = None,
+        digests: Sequence[bytes] | None = None,
+        after: bytes | None = None,
     ) -> Hit:
         bound, layout = self._bound, self._bound.layout
         check_origin(self._origin, token_ids, digests)
         lookup = self._flow.index.lookup(bound.names, bound.needs)
         if digests is not None:
-            self._own = Chain.from_digests(bound.id, digests, layout.block_tokens)
+            self._own = Chain.from_digests(bound.id, digests, layout.block_tokens, after=after)
         elif token_ids is not None:
             chain = Chain(bound.id, layout.block_tokens)
             chain.extend(token_ids, extras, digest=lookup)
@@ -264,7 +269,8 @@ class CacheRequest:
         return [self._chained(place) for place in self._bound.places]
 
     def _chained(self, place: Place) -> Chained:
-        return Chained(self._bound.id, self.chain.packed, place.group, place.shard, place.payload_bytes)
+        chain = self.chain
+        return Chained(self._bound.id, chain.packed, place.group, place.shard, place.payload_bytes, chain.head)
 
     def _runs(self, places: Sequence[Place], first: int, end: int) -> list[tuple[Run, int]]:
         """By place, those of blocks `first` to `end` that a prefix up to there needs, and the payload bytes of each."""

@@ -70,6 +70,7 @@ class Chained:
     group: int
     shard: Shard
     payload_bytes: int
+    head: bytes  # parent of the first: the namespace, a signature, or empty where that is not known
 
     def __len__(self) -> int:
         return len(self.packed) // SIGNATURE_BYTES
@@ -83,7 +84,7 @@ class Chained:
     def addresses(self, blocks: Sequence[int]) -> list[Address]:
         """Those of these blocks, in ascending order; a signature that is also a parent is kept once."""
         made: list[Address] = []
-        last, signature = -1, self.namespace
+        last, signature = -1, self.head
         for block in blocks:
             parent = signature if block == last + 1 else self.parent(block)
             last, at = block, block * SIGNATURE_BYTES
@@ -92,9 +93,9 @@ class Chained:
         return made
 
     def parent(self, block: int) -> bytes:
-        """The signature before it, or the namespace."""
+        """The signature before it, or the head."""
         at = block * SIGNATURE_BYTES
-        return self.packed[at - SIGNATURE_BYTES : at] if block else self.namespace
+        return self.packed[at - SIGNATURE_BYTES : at] if block else self.head
 
     def run(self, first: int, end: int) -> Run:
         """Blocks `first` to `end` (excluded), as the index is asked about them."""

@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvcache.block.address import Address
 from kvcache.hierarchy.bypass import BYPASS
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.mover import Mover
@@ -74,10 +75,14 @@ class Store:
 
     def _head_is_there(self) -> bool:
         """A block whose parent nobody has could never be found: keeping it would be waste."""
-        return self.first_block == 0 or all(
-            rule != "all" or self.flow.index.contains(chain[self.first_block - 1])
+        return all(
+            rule != "all" or chain.parent(self.first_block) in (b"", self.namespace) or self._holds_head(chain)
             for chain, rule in zip(self.chains, self.rules, strict=True)
         )
+
+    def _holds_head(self, chain: Chained) -> bool:
+        head = Address(self.namespace, chain.parent(self.first_block), b"", chain.group, chain.shard)
+        return self.flow.index.contains(head)
 
     def _window(self, first: int, end: int) -> int:
         """Store these blocks; the first one that found no room."""

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
+from kvcache.hierarchy.edge import check_shards
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.naive import NaiveBound, NaiveCache, NaiveRequest
 from kvcache.hierarchy.transfer import BlockTransfer
@@ -39,6 +40,7 @@ class FaultyCache(NaiveCache):
         cache_salt: str = "",
         facts: Mapping[str, Any] | None = None,
         shards: Sequence[Shard] | None = None,
+        ranks: Sequence[Sequence[Shard]] | None = None,
     ) -> FaultyBound:
         namespace = Namespace(
             layout,
@@ -49,7 +51,7 @@ class FaultyCache(NaiveCache):
             cache_salt=cache_salt,
             facts=facts or {},
         )
-        return FaultyBound(self, namespace, tuple(shards or layout.whole))
+        return FaultyBound(self, namespace, *check_shards(layout, shards, ranks))
 
 
 class FaultyBound(NaiveBound):
@@ -64,7 +66,9 @@ class FaultyBound(NaiveBound):
         ttl_s: float | None = None,
         deadline_s: float | None = None,
     ) -> FaultyRequest:
-        return FaultyRequest(self, id or str(next(self._ids)))
+        request = FaultyRequest(self, id or str(next(self._ids)))
+        self.cache.register.add((self.id, request.id), request)
+        return request
 
 
 class FaultyRequest(NaiveRequest):
@@ -73,9 +77,14 @@ class FaultyRequest(NaiveRequest):
         self._cache = bound.cache
 
     def match(
-        self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
+        self,
+        token_ids: Any = None,
+        *,
+        extras: Extras | None = None,
+        digests: Sequence[bytes] | None = None,
+        after: bytes | None = None,
     ) -> Hit:
-        hit = super().match(token_ids, extras=extras, digests=digests)
+        hit = super().match(token_ids, extras=extras, digests=digests, after=after)
         return Hit(tokens=0, blocks=0, pending=True) if self._cache.fault == "asking" else hit
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:

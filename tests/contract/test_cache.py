@@ -121,6 +121,36 @@ def test_extras_and_digests_are_part_of_identity(cache: Any) -> None:
         assert r.match().blocks == 3
 
 
+def test_digests_may_begin_within_a_prefix(cache: Any) -> None:
+    bound, engine = bind(cache, facts={"identity": "test digests"}), Engine(FULL)
+    digests = [bytes([i]) * 32 for i in range(6)]
+    engine.fill(5, list(range(6)))
+    expected = [engine.block(p) for p in range(6)]
+
+    def keep(first: int, end: int, after: bytes | None) -> int:
+        with bound.request() as r:
+            r.match(digests=digests[first:end], after=after)
+            transfer = r.store(engine.described, engine.ids(list(range(first, end))))
+            assert transfer.wait(30)
+        return int(transfer.blocks)
+
+    assert keep(2, 4, b"") == 2, "what is before is the engine's to know"
+    assert keep(4, 6, digests[3]) == 2
+    with bound.request() as r:
+        assert r.match(digests=digests).blocks == 0
+        assert r.match(digests=digests[2:], after=digests[1]).blocks == 4
+        assert r.match(digests=digests[3:5], after=b"").blocks == 2
+    assert keep(0, 2, None) == 2
+    engine.poison()
+    with bound.request() as r:
+        assert r.match(digests=digests).blocks == 6
+        r.admit()
+        transfer = r.load(6, engine.described, engine.ids(list(range(10, 16))))
+        assert transfer.wait(30)
+        assert transfer.blocks == 6
+    assert [engine.block(p) for p in range(10, 16)] == expected
+
+
 @pytest.mark.parametrize(
     "fields",
     [
