@@ -33,6 +33,18 @@ def _directory(value: Any) -> Any:
     return Path(value).expanduser().absolute()
 
 
+def _directories(value: Any) -> Any:
+    """A list of them, or one text with colons between, as variables and PATH have it."""
+    if isinstance(value, str):
+        value = [part for part in value.split(":") if part]
+    if not isinstance(value, (list, tuple)):
+        raise ValueError("expected a list of directories")
+    found = tuple(_directory(one) for one in value)
+    if len(set(found)) != len(found):
+        raise ValueError("expected directories, each once")
+    return found
+
+
 def _number(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("expected a number")
@@ -115,9 +127,10 @@ def _nvme_path() -> Path:
 def _nvme_capacity(data: dict[str, Any]) -> int:
     if not data.get("enabled", True) or "path" not in data:
         return 0
-    held = disk_held_bytes(data["path"])
-    fifth = (disk_free_bytes(data["path"]) + held) // 5
-    return max(256 * MiB, held, fifth) // MiB * MiB
+    directories = data.get("paths") or (data["path"],)
+    held = [disk_held_bytes(path) for path in directories]
+    fifths = [(disk_free_bytes(path) + bytes_) // 5 for path, bytes_ in zip(directories, held, strict=True)]
+    return len(directories) * (max(256 * MiB, *held, min(fifths)) // MiB * MiB)
 
 
 class Nvme(_Section):
@@ -128,6 +141,11 @@ class Nvme(_Section):
         default_factory=_nvme_path,
         description="Directory of the tier, for this process alone. Made where it is missing.",
         json_schema_extra=_made("`nvme` in $KVCACHE_DIR, else `kvcache/nvme` in the user's cache directory"),
+    )
+    paths: Annotated[tuple[Path, ...], BeforeValidator(_directories)] = Field(
+        default=(),
+        description="Directories on several drives, one on each, instead of `path`: blocks are spread by key, "
+        "and each takes an equal part of the capacity. A list, or one text with colons between.",
     )
     capacity_bytes: Bytes = Field(
         default_factory=_nvme_capacity,
@@ -163,13 +181,18 @@ class Nvme(_Section):
     def _fits(self) -> Nvme:
         if not self.enabled:
             return self
-        if "capacity_bytes" not in self.model_fields_set and in_memory(self.path):
+        memory = [path for path in self.directories if in_memory(path)]
+        if "capacity_bytes" not in self.model_fields_set and memory:
             raise ConfigError(
-                f"nvme.path = {str(self.path)!r}: lies in memory (tmpfs), not on a disk; give another path, "
+                f"nvme.path = {str(memory[0])!r}: lies in memory (tmpfs), not on a disk; give another path, "
                 "or nvme.capacity_bytes as well if that is what you want, or nvme.enabled = false"
             )
         _no_larger("nvme.segment_bytes", self.segment_bytes, "nvme.capacity_bytes", self.capacity_bytes)
         return self
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        return self.paths or (self.path,)
 
 
 class Redis(_Section):

@@ -55,7 +55,7 @@ def _sections() -> Iterator[str]:
 
 
 def _row(row: Setting) -> str:
-    default = row.made or (f"`{_default(row)}`" if row.field.default != "" else "none")
+    default = row.made or (f"`{_default(row)}`" if row.field.default not in ("", ()) else "none")
     return f"| `{row.name}` | {_kind(row)} | {default} | {row.field.description} |"
 
 
@@ -72,5 +72,12 @@ def _kind(row: Setting) -> str:
         return "size"
     if get_origin(kind) is Literal:
         return " or ".join(f"`{word}`" for word in get_args(kind))
-    names = {"Path": "directory", "bool": "`true` or `false`", "int": "number", "float": "seconds", "str": "text"}
+    names = {
+        "Path": "directory",
+        "bool": "`true` or `false`",
+        "int": "number",
+        "float": "seconds",
+        "str": "text",
+        "tuple": "list",
+    }
     return names[getattr(kind, "__name__", "")]

@@ -26,7 +26,7 @@ from kvcache.observe.metrics import Counters
 from kvcache.port import Port
 from kvcache.settings import Settings
 from kvcache.tier.host import HostTier
-from kvcache.tier.nvme.tier import NvmeTier
+from kvcache.tier.nvme import NvmeTier, open_drives
 from kvcache.tier.tier import Tier, Usage
 from kvcache.transfer.cpu import CpuCopier
 
@@ -147,11 +147,14 @@ class Cache:
         for tier in (self.host, *self.below):
             # of a shared tier what is known of it: to ask a server takes time, and what it says is the server's own
             usage = Usage(self.index.resident(tier.name), 0, 0) if tier.shared else tier.usage()
+            troubles = tier.troubles()
             tiers[tier.name] = {
                 "records": usage.records,
                 "used_bytes": usage.used_bytes,
                 "capacity_bytes": usage.capacity_bytes,
                 "held_bytes": held[tier.name],
+                "troubles": troubles,
+                "in_trouble": len(troubles),
             }
         queued = sum(len(lane) for lane in self.flow.lanes)
         bypass = {"loads": self.flow.bypass.loads, "stores": self.flow.bypass.stores}
@@ -183,17 +186,18 @@ class Cache:
             unheld = self.index.names(tier.name) - here.keys()
         return unheld, unlisted - self.flow.promoter.foreign
 
-    def close(self) -> None:
+    def close(self) -> bool:
         if self._closed:
-            return
+            return self._flushed
         self._closed = True
         for bound in self._bound.values():
             bound.open = False
         for call in self.at_close:
             call()
         self._flushed = self.flow.close()
-        for tier in (self.host, *self.below):
-            tier.close()
+        closed = [tier.close() for tier in (self.host, *self.below)]  # each, also where one failed
+        self._flushed = self._flushed and all(closed)
+        return self._flushed
 
     def __enter__(self) -> Cache:
         return self
@@ -205,13 +209,9 @@ class Cache:
 
 
 def _take_in(index: Index, tier: Tier) -> None:
-    """What the tier has already; by runs where it tells them, since there may be millions of records."""
-    if isinstance(tier, NvmeTier):
-        for head, signatures in tier.runs():
-            index.insert_run(Run(place_of(head.namespace, head.group, head.shard), signatures), head.parent, tier.name)
-        return
-    for address in tier.scan():
-        index.insert(address, tier.name)
+    """What the tier has already."""
+    for head, signatures in tier.runs():
+        index.insert_run(Run(place_of(head.namespace, head.group, head.shard), signatures), head.parent, tier.name)
 
 
 def _policy(name: str) -> Policy:
@@ -232,8 +232,8 @@ def _tiers_below(settings: Settings, port: Port) -> list[Tier]:
     nvme, redis = settings.nvme, settings.redis
     if nvme.enabled:
         tiers.append(
-            NvmeTier(
-                str(nvme.path),
+            open_drives(
+                [str(path) for path in nvme.directories],
                 capacity_bytes=nvme.capacity_bytes,
                 segment_bytes=nvme.segment_bytes,
                 durability=nvme.durability,

@@ -174,8 +174,8 @@ class KVCache(Protocol):
     def check(self) -> list[str]:
         """A full audit; one line a fault, none when sound."""
 
-    def close(self) -> None:
-        """Flush, end threads, give back memory. Idempotent."""
+    def close(self) -> bool:
+        """Flush, end threads, give back memory; what `flush` would have said. Idempotent, with the same answer."""
 
     def __enter__(self) -> KVCache: ...
     def __exit__(

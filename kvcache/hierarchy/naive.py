@@ -65,9 +65,10 @@ class NaiveCache:
     def check(self) -> list[str]:
         return []
 
-    def close(self) -> None:
+    def close(self) -> bool:
         self.blocks.clear()
         self.closed = True
+        return True
 
     def __enter__(self) -> NaiveCache:
         return self

@@ -48,6 +48,13 @@ METRICS: dict[str, Metric] = {
         Metric("tier_records", "gauge", ("tier",), "records in a tier", "tiers.*.records"),
         Metric("tier_used_bytes", "gauge", ("tier",), "bytes of records in a tier", "tiers.*.used_bytes"),
         Metric("tier_capacity_bytes", "gauge", ("tier",), "bytes a tier may hold", "tiers.*.capacity_bytes"),
+        Metric(
+            "tier_in_trouble",
+            "gauge",
+            ("tier",),
+            "drives or servers that take no new records now",
+            "tiers.*.in_trouble",
+        ),
         Metric("held_bytes", "gauge", ("tier",), "bytes that requests keep from leaving a tier", "tiers.*.held_bytes"),
         Metric("queued_blocks", "gauge", (), "blocks waiting to be written to a tier below host", "queued_blocks"),
         Metric("bypass", "gauge", ("path",), "1 while an operator keeps the cache out of this path", "bypass.*"),

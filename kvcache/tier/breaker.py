@@ -23,6 +23,10 @@ class Breaker:
     def is_open(self) -> bool:
         return self._failures >= self._errors
 
+    def ready(self) -> bool:
+        """Whether a call may be tried; asking changes nothing."""
+        return not self.is_open() or self._clock.now() >= self._until
+
     def allows(self) -> bool:
         """Whether to try; while it is open, yes to one caller each time the pause is over."""
         with self._lock:

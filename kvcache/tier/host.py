@@ -282,11 +282,12 @@ class HostTier(Waits):
                     faults.append(f"host: {held.address.name.hex()}: {error}")
         return faults
 
-    def close(self) -> None:
+    def close(self) -> bool:
         if self._closed:
-            return
+            return True
         self._closed = True
         self._executor.close()
         with self._lock:
             records, self._records = list(self._records.values()), {}
         self.arena.release(*[held.slot for held in records])
+        return True

@@ -140,8 +140,9 @@ class MemoryTier(Waits):
                 faults.append(f"memory: {name.hex()} holds the record of another address")
         return faults
 
-    def close(self) -> None:
+    def close(self) -> bool:
         with self._lock:
             self._closed = True
             self._records.clear()
             self._used_bytes = 0
+        return True

@@ -149,6 +149,13 @@ class Tier(Protocol):
     def scan(self) -> Iterator[Address]:
         """What is here, heads before tails where the tier can tell; for a tier that outlives the process."""
 
+    def runs(self) -> Iterator[tuple[Address, bytes]]:
+        """The same in fewer steps where the tier can: the address of a run's first record, and the signatures of it
+        and of those that follow it in the same namespace, group and shard, one behind the other."""
+
+    def troubles(self) -> list[str]:
+        """Why a part of it takes no new records for now: a line a device or server, none when well. Asks nobody."""
+
     def sync(self) -> bool:
         """Return when every write that said DONE is as durable as the tier makes it; False where that failed."""
 
@@ -157,13 +164,23 @@ class Tier(Protocol):
     def check(self) -> list[str]:
         """A full audit; one line a fault, none when sound."""
 
-    def close(self) -> None: ...
+    def close(self) -> bool:
+        """Run what was submitted, make it durable, let go of everything; False where not all became as durable as the
+        tier makes it. Idempotent, with the same answer."""
 
 
 class Waits:
-    """The four waiting verbs over `submit`, for implementations to inherit."""
+    """The four waiting verbs over `submit`, runs over `scan`, and no troubles: for implementations to inherit."""
 
     submit: Callable[..., Ticket]
+    scan: Callable[[], Iterator[Address]]
+
+    def runs(self) -> Iterator[tuple[Address, bytes]]:
+        for address in self.scan():
+            yield address, address.signature
+
+    def troubles(self) -> list[str]:
+        return []
 
     def _wait(self, op: Op, addresses: Sequence[Address], segments: Sequence[Segments] = ()) -> tuple[Outcome, ...]:
         ticket = self.submit(op, addresses, segments)

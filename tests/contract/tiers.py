@@ -15,6 +15,7 @@ from kvcache.port import Port, SystemClock
 from kvcache.tier.host import HostTier
 from kvcache.tier.memory import MemoryTier
 from kvcache.tier.nvme import NvmeTier
+from kvcache.tier.nvme.drives import open_drives
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.tier import Outcome, Tier
 from tests.peer.server import MISSING, empty
@@ -38,6 +39,16 @@ def nvme(path: Path, capacity_bytes: int, port: Port, durability: Any = "batch")
     )
 
 
+def drives(path: Path, capacity_bytes: int, port: Port) -> Tier:
+    return open_drives(
+        [str(path / "one"), str(path / "two")],
+        capacity_bytes=capacity_bytes,
+        segment_bytes=MIB // 4,
+        free_floor_bytes=0,
+        port=port,
+    )
+
+
 def redis(path: Path, capacity_bytes: int, port: Port) -> Tier:
     return RedisTier(empty(path).unix, port=port)
 
@@ -51,6 +62,7 @@ TIERS: dict[str, Factory] = {
     "nvme-batch": nvme,
     "nvme-block": partial(nvme, durability="block"),
     "nvme-none": partial(nvme, durability="none"),
+    "nvme-drives": drives,
     "redis": redis,
 }
 SHARED = {"redis"}

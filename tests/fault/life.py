@@ -101,9 +101,7 @@ class Life:
                 )
                 return
             except StoreError as error:
-                if (
-                    self.fault in {"lies", "flips"} and self.troubled
-                ):  # refused, never misread; the operator begins with nothing
+                if self.fault in {"lies", "flips"} and self.troubled:  # refused, never misread: begin with nothing
                     self.disk.wipe()
                     self.safe.clear()
                     self.there = dict.fromkeys(BLOCKS)
@@ -361,6 +359,9 @@ class Life:
             else:
                 assert outcome is ABSENT or self.troubled, f"{self}: {outcome}"
             self.pool[size_of(address)].append(into)
+        if self.tier.troubles() and self.fault == "flips":  # so many damaged records, and the drive gets no new ones
+            self.tier.scrub()
+            assert not self.tier.troubles(), f"{self}: nothing brings it back"
         return found
 
     def sound(self) -> None:

@@ -5,11 +5,10 @@ Reads every record. Writes go on meanwhile: what changes while it is looked at i
 
 from __future__ import annotations
 
-from kvcache.block.record import RecordError, header_area, read_header, verify
-from kvcache.tier.nvme import bounce
 from kvcache.tier.nvme.entry import PUT
 from kvcache.tier.nvme.index import Index
 from kvcache.tier.nvme.ledger import Ledger
+from kvcache.tier.nvme.scrub import look
 from kvcache.tier.nvme.space import Space
 
 
@@ -70,24 +69,7 @@ def _files(ledger: Ledger) -> list[str]:
 
 
 def _record(ledger: Ledger, name: bytes) -> list[str]:
-    with ledger.memory:
-        found = ledger.index.find(name)
-        if found is None:
-            return []
-        segment, slot, entry = found
-        segment.users += 1
-        address = ledger.index.address(entry)
-    data = bounce.buffer(entry.record_bytes)
-    try:
-        with ledger.files.using(segment) as file:
-            got = segment.read(file, slot, [data])
-        if got < entry.record_bytes:
-            raise RecordError("short", f"{got} bytes of {entry.record_bytes}")
-        payload = data[header_area(read_header(data).decoded_bytes) :]
-        verify(data, payload, address)  # an earlier write of the same record will do: it has the same bytes
-        fault = ""
-    except (OSError, RecordError) as error:
-        fault = str(error)
-    with ledger.memory:
-        unchanged = ledger.index.find(name) == found
-    return [f"nvme: {name.hex()} in segment {segment.number} slot {slot}: {fault}"] if fault and unchanged else []
+    seen = look(ledger, name)
+    if seen is None or seen.fault is None:
+        return []
+    return [f"nvme: {name.hex()} in segment {seen.entry.segment} slot {seen.entry.slot}: {seen.fault}"]

@@ -5,12 +5,13 @@ So a million records are told in as many steps as there are chains. Everything i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block.address import Address
+from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.tier.nvme.entry import UNKNOWN
 
@@ -45,6 +46,15 @@ def runs(entries: NDArray[np.void], namespaces: Mapping[int, bytes]) -> Iterator
             ),
             signatures[start:end].tobytes(),
         )
+
+
+def scan(found: Iterable[tuple[Address, bytes]]) -> Iterator[Address]:
+    """The records of runs one by one."""
+    for head, signatures in found:
+        yield head
+        for at in range(SIGNATURE_BYTES, len(signatures), SIGNATURE_BYTES):
+            signature, parent = signatures[at : at + SIGNATURE_BYTES], signatures[at - SIGNATURE_BYTES : at]
+            yield Address(head.namespace, signature, parent, head.group, head.shard)
 
 
 def _parents(entries: NDArray[np.void]) -> Numbers:

@@ -35,7 +35,7 @@ Result = tuple[Outcome, str]
 Fault = OSError | RecordError | None
 
 SUSPECT_AFTER = 16
-"""So many damaged records since the start, and the drive is not what it should be."""
+"""So many damaged records since the start or a scrub, and the drive gets no new ones."""
 
 _IDENTITY = {"namespace", "address", "signature", "parent"}
 """Checks that a sound record of another address fails: the slot is well, only the entry was stale."""
@@ -49,6 +49,7 @@ class Store:
         self.durability = durability
         self.counters = Counters()
         self._breaker = Breaker(port.clock)
+        self._bad = 0  # records found damaged since the start or a scrub
         self._checking = threading.Lock()
         """One thread checks at a time: it does so faster than a drive reads, and threads that want the interpreter at
         the same time cost each other twice the processor time and a quarter of the drive's rate."""
@@ -69,6 +70,24 @@ class Store:
             self.directory.release()
             raise
         self.barrier = Barrier(self.ledger, port)
+
+    @property
+    def suspect(self) -> bool:
+        return self._bad >= SUSPECT_AFTER
+
+    def trust(self) -> None:
+        """Every record that is left was read and is sound: the drive is no longer suspect."""
+        self._bad = 0
+
+    def troubles(self) -> list[str]:
+        """Why no new records are taken now."""
+        if self.suspect:
+            why = f"{self._bad} records were damaged; no new ones until a scrub or a restart, look at the drive"
+        elif not self._breaker.ready():
+            why = "writes failed; the next one is tried by itself"
+        else:
+            return []
+        return [f"nvme directory {self.directory.path}: {why}"]
 
     def contains(self, addresses: Sequence[Address], settle: Settle) -> None:
         for i, found in enumerate(self.ledger.find_all(addresses)):
@@ -143,13 +162,12 @@ class Store:
             return Outcome.ABSENT, ""
         self.counters.add("damaged")
         self.counters.add(f"damaged_{error.check}")
-        if bad and self.counters.add("bad_slots") == SUSPECT_AFTER:
-            self.counters.add("suspect")
-            log.warning(
-                "nvme directory %s: %d records were damaged since the start; look at the drive",
-                self.directory.path,
-                SUSPECT_AFTER,
-            )
+        if bad:
+            self._bad += 1
+            self.counters.add("bad_slots")
+            if self._bad == SUSPECT_AFTER:
+                self.counters.add("suspect")
+                log.warning("%s", *self.troubles())
         return Outcome.DAMAGED, error.check
 
     # writing
@@ -185,6 +203,8 @@ class Store:
 
     def _refusal(self) -> Result | None:
         """Why nothing is written now."""
+        if self.suspect:
+            return Outcome.FAILED, "suspect"
         if not self._breaker.allows():
             return Outcome.FAILED, "breaker"
         if self.barrier.stuck and not self.barrier.compact():

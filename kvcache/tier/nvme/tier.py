@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import get_args
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvcache.block.address import Address
-from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.errors import ClosedError, ConfigError
 from kvcache.port import Port
 from kvcache.tier.nvme.audit import audit
-from kvcache.tier.nvme.chains import runs
+from kvcache.tier.nvme.chains import runs, scan
 from kvcache.tier.nvme.ledger import log
+from kvcache.tier.nvme.scrub import Scrubbed, scrub
 from kvcache.tier.nvme.space import Space
 from kvcache.tier.nvme.store import Durability, Settle, Store
 from kvcache.tier.nvme.stretch import MOST_BYTES
@@ -67,7 +70,7 @@ class NvmeTier(Waits):
             if value < 1:
                 raise ConfigError(f"nvme.{setting} = {value}: expected at least 1")
         port = port or Port()
-        self._port = port
+        self._port, self.path = port, path
         self._store = Store(
             path,
             space=Space(capacity_bytes, segment_bytes),
@@ -85,6 +88,7 @@ class NvmeTier(Waits):
         self._executor = port.executor(threads, self.name)
         self._flush_after = 0.0
         self._closed = False
+        self._safe = False  # what `close` said
 
     def submit(
         self,
@@ -230,6 +234,24 @@ class NvmeTier(Waits):
         """What happened since the tier was opened, by name."""
         return self._store.counters.snapshot()
 
+    def twins(self, other: NvmeTier) -> list[Address]:
+        """The records under whose names another tier holds one too."""
+        mine, theirs = self._store.ledger.index, other._store.ledger.index
+        found = [mine.find(name) for name in mine.places.keys() & theirs.places.keys()]
+        return [mine.address(record[2]) for record in found if record is not None]
+
+    def troubles(self) -> list[str]:
+        if self._hangs():
+            return [f"nvme directory {self.path}: a write has been under way for {_HANG_S:.0f} s"]
+        return self._store.troubles()
+
+    def scrub(self, told: Callable[[int], object] = lambda size_bytes: None) -> Scrubbed:
+        """Read and check every record, and let the damaged ones go; then the drive is no longer suspect. `told` hears
+        of each record's bytes."""
+        found = scrub(self._store.ledger, told)
+        self._store.trust()
+        return found
+
     def room(self, record_bytes: int) -> int:
         return self._store.ledger.room(record_bytes)
 
@@ -240,17 +262,20 @@ class NvmeTier(Waits):
     def runs(self) -> Iterator[tuple[Address, bytes]]:
         """All records in few steps: the address of a run's first record, and the signatures of it and of those that
         follow it in the same namespace, group and shard, one behind the other. Heads before tails."""
-        with self._store.ledger.memory:
-            entries, namespaces = self._store.ledger.index.puts()
-        return runs(entries, namespaces)
+        return runs(*self.puts())
 
     def scan(self) -> Iterator[Address]:
         """All records, each behind its parent where that is here too."""
-        for head, signatures in self.runs():
-            yield head
-            for at in range(SIGNATURE_BYTES, len(signatures), SIGNATURE_BYTES):
-                signature, parent = signatures[at : at + SIGNATURE_BYTES], signatures[at - SIGNATURE_BYTES : at]
-                yield Address(head.namespace, signature, parent, head.group, head.shard)
+        return scan(self.runs())
+
+    def puts(self) -> tuple[NDArray[np.void], dict[int, bytes]]:
+        """What the journal says of all records, and what their namespaces are."""
+        with self._store.ledger.memory:
+            return self._store.ledger.index.puts()
+
+    def knows(self, addresses: Sequence[Address]) -> list[bool]:
+        """Whether something stands under the name of each, from memory."""
+        return [found is not None for found in self._store.ledger.standing(addresses)]
 
     def sync(self) -> bool:
         return self._store.sync()
@@ -263,22 +288,23 @@ class NvmeTier(Waits):
     def check(self) -> list[str]:
         return audit(self._store.ledger)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Run what was submitted, make it durable, let go of the directory. Idempotent. Where the drive does not
         answer for long, what waits fails, and directory and threads stay behind: a write under way cannot be called
         back."""
         with self._lock:
             if self._closed:
-                return
+                return self._safe
             self._closed = True
         with self._idle:
             idle = self._idle.wait_for(lambda: not self._running, _CLOSE_S)
         if idle:
             self._executor.close()
-            self._store.close()
-            return
+            self._safe = self._store.close()
+            return self._safe
         log.warning("nvme directory %s: the drive does not answer; left as it is", self._store.directory.path)
         with self._lock:
             left = list(self._queue.clear())
         for batch in left:
             self._end(batch, Outcome.FAILED, "hung")
+        return False

@@ -258,11 +258,15 @@ class RedisTier(Waits):
         faults = self._ask(self._survey.check)
         return [f"redis {self._endpoint.name}: it does not answer"] if faults is None else faults
 
-    def close(self) -> None:
+    def troubles(self) -> list[str]:
+        ready = self._closed or self._pool.breaker.ready()
+        return [] if ready else [f"redis {self._endpoint.name}: it does not answer; it is tried again by itself"]
+
+    def close(self) -> bool:
         """Run what was submitted, for a moment; what the server leaves unanswered then fails. Idempotent."""
         with self._lock:
             if self._closed:
-                return
+                return True
             self._closed = True
         with self._idle:
             idle = self._idle.wait_for(lambda: not self._running, _CLOSE_S)
@@ -274,3 +278,4 @@ class RedisTier(Waits):
         self._pool.close()
         self._executor.close()
         self._asking.close()
+        return True

@@ -1,0 +1,215 @@
+"""Several drives as one tier: a directory on each, an engine for each, blocks spread over them by key.
+
+A block's drive is the first in an order that its key gives (rendezvous hashing), so that a drive that comes or goes
+moves no block of the others. Where that one has no room or takes no new records, the next one does; a block is found
+wherever it is, since each engine knows in memory what it holds. So a faulty drive loses its own blocks and no more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from kvcache.block.address import Address
+from kvcache.errors import ClosedError, ConfigError, StoreError
+from kvcache.port import Port
+from kvcache.tier.nvme.chains import runs, scan
+from kvcache.tier.nvme.tier import NvmeTier
+from kvcache.tier.ticket import TimedTicket
+from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments
+
+_log = logging.getLogger("kvcache.tier.nvme")
+
+
+def open_drives(
+    paths: Sequence[str],
+    *,
+    capacity_bytes: int,
+    queue_bytes: int = 256 << 20,
+    port: Port | None = None,
+    **settings: Any,
+) -> NvmeTier | Drives:
+    """The tier over these directories, which take capacity and queue in equal parts; the rest as `NvmeTier` has it.
+
+    A drive that does not answer is left out and counted among the troubles until the next start, as long as there is
+    another. StoreError where no directory can be used, or one is in use or holds something else.
+    """
+    if len(set(paths)) != len(paths) or not paths:
+        raise ConfigError(f"nvme.paths = {', '.join(paths)!r}: expected directories, each once")
+    settings |= {"capacity_bytes": capacity_bytes // len(paths), "queue_bytes": max(1, queue_bytes // len(paths))}
+    tiers: list[NvmeTier] = []
+    troubles: list[str] = []
+    try:
+        for path in paths:
+            try:
+                tiers.append(NvmeTier(path, port=port, **settings))
+            except StoreError as error:
+                alone = path == paths[-1] and not tiers
+                if alone or not isinstance(error.__cause__, OSError):
+                    raise
+                _log.warning("%s; the other drives are used", error)
+                troubles.append(str(error))
+    except BaseException:
+        for tier in tiers:
+            tier.close()
+        raise
+    return tiers[0] if len(paths) == 1 else Drives(tiers, troubles, port or Port())
+
+
+class Drives(Waits):
+    name = "nvme"
+    durable = True
+    shared = False
+
+    def __init__(self, tiers: Sequence[NvmeTier], troubles: Sequence[str], port: Port) -> None:
+        """Takes the engines over. `troubles`: of drives that are not among them."""
+        self.tiers = list(tiers)
+        self._troubles, self._port = list(troubles), port
+        self._seeds = [xxh3_64_intdigest(tier.path.encode()) for tier in tiers]
+        self._closed = False
+        self._drop_twins()
+
+    def _drop_twins(self) -> None:
+        """Blocks that two drives hold, since one was not there for a while, stay on one."""
+        for i, tier in enumerate(self.tiers):
+            for other in self.tiers[:i]:
+                tier.remove(tier.twins(other))
+
+    def submit(
+        self,
+        op: Op,
+        addresses: Sequence[Address],
+        segments: Sequence[Segments] = (),
+        *,
+        priority: int = WAITING,
+        deadline: float | None = None,
+        on_outcome: Callable[[int, Outcome], None] | None = None,
+    ) -> Ticket:
+        if self._closed:
+            raise ClosedError("nvme tier: it was closed")
+        check_segments(op, addresses, segments)
+        ticket = _Spread(len(addresses), on_outcome, deadline, self._expire, self._port)
+        parts: dict[int, list[int]] = {}
+        for i, drive in enumerate(self._drives(op, addresses, segments)):
+            parts.setdefault(drive, []).append(i)
+        for drive, blocks in parts.items():
+            part = self.tiers[drive].submit(
+                op,
+                [addresses[i] for i in blocks],
+                [segments[i] for i in blocks] if segments else (),
+                priority=priority,
+                deadline=deadline,
+                on_outcome=partial(ticket.settle_part, blocks),
+            )
+            ticket.parts.append((blocks, part))
+        return ticket
+
+    def _drives(self, op: Op, addresses: Sequence[Address], segments: Sequence[Segments]) -> Iterator[int]:
+        """The number of each block's drive: the one that has it, else the one that should."""
+        held = [tier.knows(addresses) for tier in self.tiers]
+        room: dict[tuple[int, int], int] = {}
+        refusing = [bool(tier.troubles()) for tier in self.tiers] if op == "write" else []
+        for i, address in enumerate(addresses):
+            there = next((drive for drive, has in enumerate(held) if has[i]), None)
+            order = self._order(address.key)
+            if there is None and op == "write":
+                size = sum(map(len, segments[i]))
+                there = next((d for d in order if not refusing[d] and self._has_room(d, size, room)), None)
+            yield order[0] if there is None else there
+
+    def _order(self, key: bytes) -> list[int]:
+        """All drives, the one where this key belongs first."""
+        weights = [xxh3_64_intdigest(key, seed) for seed in self._seeds]
+        return sorted(range(len(weights)), key=weights.__getitem__, reverse=True)
+
+    def _has_room(self, drive: int, size: int, room: dict[tuple[int, int], int]) -> bool:
+        """Take room for a record out of what a drive has left for this size."""
+        left = room[drive, size] = room.get((drive, size), self.tiers[drive].room(size)) - 1
+        return left >= 0
+
+    def _expire(self) -> None:
+        for tier in self.tiers:
+            tier.expire()
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What happened since the tier was opened, by name, on all drives."""
+        return dict(sum((Counter(tier.counters) for tier in self.tiers), Counter()))
+
+    def troubles(self) -> list[str]:
+        return self._troubles + [line for tier in self.tiers for line in tier.troubles()]
+
+    def room(self, record_bytes: int) -> int:
+        return sum(tier.room(record_bytes) for tier in self.tiers if not tier.troubles())
+
+    def siblings(self, address: Address) -> list[Address]:
+        return [sibling for tier in self.tiers for sibling in tier.siblings(address)]
+
+    def runs(self) -> Iterator[tuple[Address, bytes]]:
+        """All records in few steps, as `NvmeTier.runs`: a chain is one run, wherever its blocks are."""
+        numbers: dict[bytes, int] = {}
+        parts = []
+        for tier in self.tiers:
+            entries, namespaces = tier.puts()
+            renumbered = np.zeros(max(namespaces, default=-1) + 1, np.uint32)
+            for number, namespace in namespaces.items():
+                renumbered[number] = numbers.setdefault(namespace, len(numbers))
+            entries["namespace"] = renumbered[entries["namespace"]] if len(entries) else 0
+            parts.append(entries)
+        return runs(np.concatenate(parts), {number: namespace for namespace, number in numbers.items()})
+
+    def scan(self) -> Iterator[Address]:
+        return scan(self.runs())
+
+    def sync(self) -> bool:
+        synced = [tier.sync() for tier in self.tiers]  # each, also where one failed
+        return all(synced)
+
+    def usage(self) -> Usage:
+        each = [tier.usage() for tier in self.tiers]
+        return Usage(
+            sum(usage.records for usage in each),
+            sum(usage.used_bytes for usage in each),
+            sum(usage.capacity_bytes for usage in each),
+        )
+
+    def check(self) -> list[str]:
+        return [fault for tier in self.tiers for fault in tier.check()]
+
+    def close(self) -> bool:
+        self._closed = True
+        closed = [tier.close() for tier in self.tiers]
+        return all(closed)
+
+
+class _Spread(TimedTicket):
+    """A ticket whose blocks are settled by other tickets."""
+
+    def __init__(
+        self,
+        count: int,
+        on_outcome: Callable[[int, Outcome], None] | None,
+        deadline: float | None,
+        expire: Callable[[], None],
+        port: Port,
+    ) -> None:
+        super().__init__(count, on_outcome, deadline, expire, port)
+        self.parts: list[tuple[list[int], Ticket]] = []  # which blocks each of them settles
+
+    def settle_part(self, blocks: Sequence[int], i: int, outcome: Outcome) -> None:
+        self.settle(blocks[i], outcome)
+
+    @property
+    def checks(self) -> dict[int, str]:
+        return {blocks[i]: check for blocks, part in self.parts for i, check in part.checks.items()}
+
+    def cancel(self) -> None:
+        super().cancel()
+        for _, part in self.parts:
+            part.cancel()
