@@ -1,10 +1,12 @@
-"""What a victim costs: taken out of an index of 10^3 to 10^7 blocks, in batches, each with a table of its own.
+"""What room costs: a victim out of an index of 10^3 to 10^7 blocks, and a block stored where the host tier is full.
 
 Blocks came in chains of 100 and were used once to eight times since, so that a policy has every class to choose from.
 As many come as leave, in batches of 256, and the clock goes on: nothing is prepared.
 
     evict/lru/1e6          a victim, all told: counts, table, choice, unlinking, its address; a mean over batches
     evict/lru/1e6/single   one at a time, as a store that needs one slot takes it
+    store/full/1e6         a block of the smallest size, of 256 that are stored at once: all that a store does but for
+                           moving many bytes; needs 12 GiB of free memory, and is left out where there is less
 """
 
 from __future__ import annotations
@@ -14,17 +16,23 @@ import time
 import numpy as np
 from form import Row, options, publish
 
+import kvcache
 from kvcache import native
 from kvcache.block.key import SIGNATURE_BYTES
-from kvcache.block.layout import Shard
+from kvcache.block.layout import KVLayout, Shard
+from kvcache.block.record import record_bytes
 from kvcache.evict.policy import Policy
 from kvcache.hierarchy.cache import POLICIES
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.run import Run, place_of
+from kvcache.machine import memory
+from kvcache.transfer.pages import GroupPages
 
 SPACE = bytes(32)
 PLACE = place_of(SPACE, 0, Shard(0, 32, 0, 8))
 CHAIN_BLOCKS, BATCH, MOST_USES = 100, 256, 8
+SMALLEST = KVLayout.mha(layers=1, kv_heads=1, head_dim=64, dtype="fp16")
+FREE_BYTES = 12 << 30
 
 
 class Filled:
@@ -53,6 +61,28 @@ class Filled:
         return 1e6 * float(np.mean(sorted(times)[: max(1, batches // 2)]))
 
 
+def stored_us(blocks: int, stores: int) -> float:
+    """A block of a store of `BATCH`, in a host tier that `blocks` fill: the mean of the faster half."""
+    size = record_bytes(SMALLEST.block_bytes())
+    tensor = np.zeros((2, BATCH, SMALLEST.block_tokens, 1, 64), np.float16)
+    pages = [GroupPages.from_tensors(SMALLEST, [tensor], axes=("kv", "page", "token", "head", "dim"))]
+    page_ids, tokens = [list(range(BATCH))], BATCH * SMALLEST.block_tokens
+    times = []
+    with kvcache.open(
+        host={"capacity_bytes": blocks * size}, nvme={"enabled": False}, control={"enabled": False}
+    ) as cache:
+        bound = cache.namespace(SMALLEST, model="m", revision="r")
+        for i in range(blocks // BATCH + 1 + stores):
+            with bound.request() as r:
+                r.match(np.arange(i * tokens, (i + 1) * tokens, dtype=np.uint32))
+                begun = time.perf_counter()
+                stored = r.store(pages, page_ids)
+                stored.wait()
+                times.append((time.perf_counter() - begun) / BATCH)
+            assert stored.blocks == BATCH
+    return 1e6 * float(np.mean(sorted(times[-stores:])[: stores // 2]))
+
+
 def main() -> None:
     arguments = options(__doc__).parse_args()
     sizes = ["1e3", "1e4", "1e5", "1e6", *([] if arguments.quick else ["1e7"])]
@@ -65,6 +95,8 @@ def main() -> None:
             rows.append(Row(f"evict/{name}/{size}", filled.victim_us(BATCH, 200), "us"))
             if size == "1e6":
                 rows.append(Row(f"evict/{name}/{size}/single", filled.victim_us(1, 2000), "us"))
+    full = ["1e3", "1e4", *([] if arguments.quick or memory().free_bytes < FREE_BYTES else ["1e6"])]
+    rows += [Row(f"store/full/{size}", stored_us(int(float(size)), 200), "us") for size in full]
     publish("evict", rows, arguments.json)
 
 

@@ -31,6 +31,8 @@ MOST_RECORDS = 256
 """In a batch, however small they are."""
 MOST_VICTIMS = 32
 """Taken at a time: how many may leave for nothing where the tier turns out to let go of none."""
+IN_VAIN_SHARE = 8
+"""So much of a tier may leave without making room, as pieces of another size do until they are enough."""
 
 
 WriteMode = Literal["write_through", "write_back", "on_second_use", "off"]
@@ -250,34 +252,36 @@ class Lane:
         for i, size in enumerate(sizes):
             if size not in room:
                 room[size] = self.tier.room(size)
+            in_vain = 0  # bytes that left since there was more room
             while room[size] <= i:
                 stamp = self._index.stamp(records[i].address)
                 lacking = sum(1 for other in sizes[i:] if other == size)
                 victims = self._index.evict(self.tier.name, min(lacking, MOST_VICTIMS), before=stamp)
-                if not victims or not self._leave([address for address, _ in victims], size):
+                freed = self._leave([address for address, _ in victims], size) if victims else 0
+                found = self.tier.room(size)
+                in_vain = 0 if found > room[size] else in_vain + freed
+                room = {size: found}
+                if not freed or in_vain > self.tier.usage().capacity_bytes // IN_VAIN_SHARE:
                     reason = f"{self.tier.name} full"
                     self._counters.add("drops", len(records) - i, reason=reason)
                     self._say("dropped", records[i].address, reason, len(records) - i)
                     self._why.dropped(self.tier.name, [left.address.signature for left in records[i:]], reason)
                     return i
-                room = {size: self.tier.room(size)}
         return len(records)
 
-    def _leave(self, victims: Sequence[Address], size: int) -> bool:
+    def _leave(self, victims: Sequence[Address], size: int) -> int:
         """The index let go of them; the tier lets go of them too, and of all siblings of the first where their size is
-        another.
+        another. How many bytes left.
 
-        Whether that made room. A tier that cannot write may not be able to forget either: what it keeps is found as
-        before, and nobody asks it for more.
+        A tier that cannot write may not be able to forget either: what it keeps is found as before, and nobody asks it
+        for more.
         """
-        room = self.tier.room(size)
+        room, used = self.tier.room(size), self.tier.usage().used_bytes
         names = {address.name for address in victims}
         siblings = [a for a in self.tier.siblings(victims[0]) if a.name not in names]
-        if not self._remove(victims):
-            return self.tier.room(size) > room
-        if self.tier.room(size) == room:
+        if self._remove(victims) and self.tier.room(size) == room:
             self._remove([a for a in siblings if self._index.discard(a, self.tier.name, unless_held=True)])
-        return self.tier.room(size) > room
+        return used - self.tier.usage().used_bytes
 
     def _remove(self, victims: Sequence[Address]) -> bool:
         """Take these, which the index let go of, out of the tier; True if all went."""

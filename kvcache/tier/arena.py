@@ -81,6 +81,7 @@ class Arena:
         self._executor = executor
         self.used_bytes = 0
         self._extents: dict[Kind, list[Extent]] = {}
+        self._open: dict[Kind, dict[Extent, None]] = {}  # those with a free slot; the last one is filled first
         self._lock = threading.Lock()
 
     def allocate(self, slot_bytes: int, tenant: str) -> Slot | None:
@@ -93,19 +94,20 @@ class Arena:
         taken: list[Slot] = []
         fresh = False
         with self._lock:
-            # the last ones first: new slots fill those, so that the others can empty
-            for extent in reversed(self._extents.get((slot_bytes, tenant), ())):
-                if len(taken) == count:
-                    break
-                if extent.free and not extent.closing:
-                    self._give_out(extent, taken, count)
-            while len(taken) < count and (mapped := self._map(slot_bytes, tenant)) is not None:
-                fresh = True
-                self._give_out(mapped, taken, count)
+            while len(taken) < count:
+                extent = self._next((slot_bytes, tenant))
+                if extent is None:
+                    extent, fresh = self._map(slot_bytes, tenant), True
+                    if extent is None:
+                        break
+                self._give_out(extent, taken, count)
             self.used_bytes += len(taken) * slot_bytes
         if fresh:
             self._executor.submit(self.prepare)
         return taken
+
+    def _next(self, kind: Kind) -> Extent | None:
+        return next((e for e in reversed(self._open.get(kind, {})) if not e.closing), None)
 
     def _give_out(self, extent: Extent, taken: list[Slot], count: int) -> None:
         free = extent.free
@@ -113,6 +115,8 @@ class Arena:
             i = free.pop()
             slot = extent.slots[i] = Slot(extent, i)
             taken.append(slot)
+        if not free:
+            self._open[extent.kind].pop(extent)
 
     def _map(self, slot_bytes: int, tenant: str) -> Extent | None:
         size = min(max(self.extent_bytes, slot_bytes), self.capacity_bytes - self.mapped_bytes)
@@ -127,6 +131,7 @@ class Arena:
         extent = Extent(region, slot_bytes, tenant)
         self.mapped_bytes += region.bytes
         self._extents.setdefault(extent.kind, []).append(extent)
+        self._open.setdefault(extent.kind, {})[extent] = None
         return extent
 
     def prepare(self) -> None:
@@ -177,11 +182,13 @@ class Arena:
         del extent.slots[slot.i]
         self.used_bytes -= extent.slot_bytes
         if extent.slots:
+            self._open[extent.kind][extent] = None
             return
         extents = self._extents[extent.kind]
         extents.remove(extent)
+        self._open[extent.kind].pop(extent, None)
         if not extents:
-            del self._extents[extent.kind]
+            del self._extents[extent.kind], self._open[extent.kind]
         self.mapped_bytes -= extent.region.bytes
         if extent.region.exported:
             extent.region.punch()
@@ -221,6 +228,8 @@ class Arena:
             for (size, tenant), extents in self._extents.items():
                 for e in extents:
                     mapped, used = mapped + e.region.bytes, used + len(e.slots) * size
+                    if bool(e.free) != (e in self._open[size, tenant]):
+                        faults.append(f"arena: an extent of {tenant!r} with {len(e.free)} free slots is misplaced")
                     if sorted([*e.free, *e.slots]) != list(range(e.count)):
                         faults.append(f"arena: an extent of {tenant!r} lost or doubled slots of {size} bytes")
                     faults += [f"arena: slot {i} has no reference" for i, s in e.slots.items() if s.references < 1]

@@ -1,0 +1,241 @@
+"""Room in a full host tier: what it costs, and that no mix of sizes and tenants can use it up."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcache
+from kvcache.block.layout import Group, KVLayout
+from kvcache.block.record import record_bytes
+from kvcache.config import load
+from kvcache.hierarchy.cache import Cache
+from kvcache.port import InlineExecutor, Port
+from kvcache.tier.tier import Outcome
+from kvcache.transfer.pages import GroupPages
+
+KiB = 1 << 10
+EXTENT = 96 * KiB
+INLINE = Port(executor=lambda threads, name: InlineExecutor())
+
+
+def layout(head_dim: int, **more: Any) -> KVLayout:
+    return KVLayout.mha(layers=1, kv_heads=1, head_dim=head_dim, dtype="fp32", block_tokens=4, **more)
+
+
+SMALL, MIDDLE, LARGE = layout(64), layout(256), layout(1024)  # records of 8, 12 and 36 KiB
+
+
+def opened(extents: int, place: Path | None = None, port: Port = INLINE) -> Cache:
+    nvme: dict[str, Any] = {"enabled": False}
+    if place is not None:
+        nvme = {
+            "path": place,
+            "capacity_bytes": "2MiB",
+            "segment_bytes": "192KiB",
+            "free_floor_bytes": 0,
+            "durability": "none",
+        }
+    return Cache(load(environ={}, host={"capacity_bytes": extents * EXTENT, "extent_bytes": EXTENT}, nvme=nvme), port)
+
+
+def pages(of: KVLayout, count: int, value: float = 0) -> list[GroupPages]:
+    made = []
+    for number, group in enumerate(of.groups):
+        tensor = np.full((2, count, of.block_tokens, group.kv_heads, group.head_dim), value, np.float32)
+        axes = ("kv", "page", "token", "head", "dim")
+        made.append(GroupPages.from_tensors(of, [tensor], axes=axes, group=number))
+    return made
+
+
+def chain(number: int, blocks: int) -> np.ndarray[Any, Any]:
+    return np.arange(4 * blocks, dtype=np.uint32) + 1_000_000 * number
+
+
+def put(cache: Cache, of: KVLayout, number: int, blocks: int, tenant: str = "a") -> int:
+    with cache.namespace(of, model="m", revision="r", tenant=tenant).request() as r:
+        r.match(chain(number, blocks))
+        stored = r.store(pages(of, blocks, number), [list(range(blocks))] * len(of.groups))
+        assert stored.wait(60)
+        assert set(stored.outcomes) <= {Outcome.DONE, Outcome.DROPPED}
+        return stored.blocks
+
+
+def found(cache: Cache, of: KVLayout, number: int, blocks: int, tenant: str = "a") -> int:
+    """How many come back, each with what was stored."""
+    into = pages(of, blocks, -1)
+    with cache.namespace(of, model="m", revision="r", tenant=tenant).request() as r:
+        hit = r.match(chain(number, blocks))
+        r.admit()
+        loaded = r.load(hit.blocks, into, [list(range(hit.blocks))] * len(of.groups))
+        assert loaded.wait(60)
+    for part in into:
+        assert (part.owner[0][:, : loaded.blocks] == number).all()
+    return loaded.blocks
+
+
+def calls(work: Callable[[], object]) -> Counter[str]:
+    """How often each function was called, Python's and C's: what work costs, whatever the machine."""
+    counts: Counter[str] = Counter()
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            counts[frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name] += 1
+        elif event == "c_call":
+            counts[argument.__qualname__] += 1
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return counts
+
+
+def test_a_store_into_a_full_tier_costs_the_same_whatever_the_tier_holds() -> None:
+    blocks, costs = 32, {}
+    for extents in (8, 256):
+        with closing(opened(extents)) as cache:
+            full = extents * EXTENT // record_bytes(SMALL.block_bytes())
+            for number in range(full // blocks + 2):
+                put(cache, SMALL, number, blocks)
+            assert cache.host.usage().records == full
+            before = cache.counters.get("evicted_blocks")
+            costs[extents] = calls(lambda cache=cache: put(cache, SMALL, 1_000, blocks))  # type: ignore[misc]
+            assert cache.counters.get("evicted_blocks") - before == blocks
+    few, many = (sum(cost.values()) for cost in costs.values())
+    assert abs(many - few) <= 0.02 * few, costs[256] - costs[8]
+    assert max(costs[256]["Index.evict"], costs[256]["Flow.slots"]) <= 2, "victims and slots come by the window"
+
+
+@pytest.mark.parametrize("drive", [False, True], ids=["host", "host+nvme"])
+def test_sizes_and_tenants_in_turns_for_long(drive: bool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Whatever came before, whoever stores next finds room: the newest chain is always there, whole."""
+    turns = 4000 if request.config.getoption("--long") else 400
+    rng = random.Random(drive)
+    with closing(opened(6, tmp_path / "nvme" if drive else None)) as cache:
+        for turn in range(turns):
+            of, tenant = rng.choice([SMALL, MIDDLE, LARGE]), rng.choice("abcde")
+            blocks = rng.randrange(1, 1 + (2 * EXTENT) // record_bytes(of.block_bytes()))
+            assert put(cache, of, turn, blocks, tenant) == blocks, f"turn {turn}: no room for {blocks} of {of.groups}"
+            assert found(cache, of, turn, blocks, tenant) == blocks
+            if turn % 20 == 0:
+                assert cache.flush(60)
+                assert cache.check() == []
+        if drive:
+            assert cache.flush(60)
+            assert cache.counters.get("written_blocks", tier="nvme") > 0
+            assert cache.counters.get("drops") == 0
+        assert cache.check() == []
+
+
+def test_a_burst_of_one_size_does_not_take_what_another_model_uses() -> None:
+    """Victims leave by value, not because their extent was at hand."""
+    with closing(opened(8)) as cache:
+        put(cache, MIDDLE, 0, 8)
+        for number in range(1, 200):
+            put(cache, SMALL, number, 6)
+            assert found(cache, MIDDLE, 0, 8) == 8, f"after {number} chains of the other size"
+        assert cache.check() == []
+
+
+def test_an_idle_model_gives_back_all_it_had() -> None:
+    with closing(opened(8)) as cache:
+        for number in range(8):
+            put(cache, LARGE, number, 2)
+        kinds = {extent.slot_bytes for extent in cache.host.arena.extents()}
+        assert kinds == {record_bytes(LARGE.block_bytes())}
+        for number in range(100, 300):
+            assert put(cache, SMALL, number, 6) == 6
+        assert {extent.slot_bytes for extent in cache.host.arena.extents()} == {record_bytes(SMALL.block_bytes())}
+        assert cache.index.resident("host") == 8 * EXTENT // record_bytes(SMALL.block_bytes())
+
+
+def test_an_extent_empties_by_moving_and_loses_nothing() -> None:
+    """Every second record of one size is old. Room for the other size takes those, and the rest moves together."""
+    with closing(opened(4)) as cache:
+        for number in range(48):
+            put(cache, SMALL, number, 1)
+        for number in range(0, 48, 2):
+            assert found(cache, SMALL, number, 1) == 1
+        moved: list[bytes] = []
+        within = cache.host._move
+
+        def spy(slot: Any, target: Any) -> bool:
+            moved.append(slot.name)
+            return within(slot, target)
+
+        cache.host._move = spy  # type: ignore[method-assign]
+        assert put(cache, MIDDLE, 100, 8) == 8
+        assert moved, "there was nothing to move"
+        assert [found(cache, SMALL, number, 1) for number in range(0, 48, 2)] == [1] * 24
+        gone = cache.counters.get("evicted_blocks", tier="host")
+        assert 12 <= gone <= 16, "an extent's worth of twelve, taken by eights"
+        assert cache.check() == []
+
+
+def test_a_record_that_is_read_stays_where_it_is() -> None:
+    with closing(opened(4)) as cache:
+        for number in range(48):
+            put(cache, SMALL, number, 1)
+        borrowed = [cache.host.borrow(address) for address in list(cache.host.scan())[::12]]  # one in each extent
+        assert len({held.slot.extent for held in borrowed if held}) == 4
+        assert put(cache, MIDDLE, 100, 8) == 0, "no extent can be emptied while each is read"
+        for held in borrowed:
+            assert held is not None
+            assert held.slot.extent.slots[held.slot.i] is held.slot
+            cache.host.arena.release(held.slot)
+        assert put(cache, MIDDLE, 101, 8) == 8, "and it comes back by itself"
+        assert cache.check() == []
+
+
+def test_groups_of_unlike_sizes_share_what_room_there_is() -> None:
+    """A chain of a hybrid model that is longer than the tier keeps its head, and all groups of it."""
+    hybrid = KVLayout(
+        (
+            Group(layers=1, kv_heads=1, head_dim=64, dtype="fp32"),
+            Group(layers=1, kv_heads=1, head_dim=256, dtype="fp32", name="wide"),
+        ),
+        block_tokens=4,
+    )
+    with closing(opened(6)) as cache:
+        kept = put(cache, hybrid, 1, 200)
+        assert kept >= 6 * EXTENT // (20 * KiB) - EXTENT // (8 * KiB), "up to an extent may be of the wrong kind"
+        assert found(cache, hybrid, 1, 200) == kept
+        assert cache.check() == []
+
+
+def test_tenants_that_left_leave_nothing_behind() -> None:
+    with closing(opened(4)) as cache:
+        for number in range(50):
+            put(cache, SMALL, number, 4, tenant=f"t{number}")
+        assert len(cache.host.arena._extents) <= 4
+        assert len(cache.host.arena._open) <= 4
+
+
+def test_what_a_failing_copy_had_borrowed_comes_back() -> None:
+    """Several windows are under way when the device fails."""
+
+    class Broken:
+        def scatter(self, *_: Any) -> Any:
+            raise OSError("the device is gone")
+
+    with closing(opened(6)) as cache:
+        put(cache, LARGE, 1, 8)
+        bound = cache.namespace(LARGE, model="m", revision="r", tenant="a")
+        bound.copier = Broken()  # type: ignore[assignment]
+        with bound.request() as r:
+            assert r.match(chain(1, 8)).blocks == 8
+            assert set(r.load(8, pages(LARGE, 8), [list(range(8))]).outcomes) == {kvcache.Outcome.FAILED}
+        slots = [slot for extent in cache.host.arena.extents() for slot in extent.slots.values()]
+        assert {slot.references for slot in slots} == {1}
+        assert cache.index.held() == 0
