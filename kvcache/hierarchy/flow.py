@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvcache.block.address import Address
+from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.block.record import record_bytes
 from kvcache.hierarchy.ask import Ask
 from kvcache.hierarchy.bypass import Bypass
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.holds import Holds
-from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.index import Index, Victim
 from kvcache.hierarchy.lane import Lane, WriteMode
 from kvcache.hierarchy.promote import Promoter
-from kvcache.hierarchy.run import Chained
+from kvcache.hierarchy.run import Chained, place_of_address
 from kvcache.hierarchy.why import Why
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
@@ -105,25 +105,24 @@ class Flow:
                     in_vain = 0
         return slots
 
-    def _leave_host(self, victims: Sequence[tuple[Address, bool]]) -> int:
+    def _leave_host(self, victims: Sequence[Victim]) -> int:
         """The index let go of these; so does the tier. Their bytes."""
-        fates: dict[tuple[bytes, bool], tuple[int, int]] = {}  # by namespace and whether it is kept: records, bytes
-        size = 0
-        handed = self._hand_down([address for address, _ in victims])
-        victims = [(address, kept or address.name in handed) for address, kept in victims]
-        for held, (address, kept) in zip(self.host.withdraw_all([a for a, _ in victims]), victims, strict=True):
+        handed = self._hand_down(victims)
+        gone = self.host.withdraw_named([(victim.name, victim.signature) for victim in victims])
+        fates: dict[tuple[bytes, bool], list[int]] = {}  # by place and whether it is kept: the bytes of each
+        for held, victim in zip(gone, victims, strict=True):
             if held is not None:
-                records, its_bytes = fates.get((address.namespace, kept), (0, 0))
-                fates[address.namespace, kept] = records + 1, its_bytes + held.slot.extent.slot_bytes
-                size += held.slot.extent.slot_bytes
+                fates.setdefault((victim.place, victim.kept or victim.name in handed), []).append(
+                    held.slot.extent.slot_bytes
+                )
         name = self.host.name
-        for (namespace, kept), (records, its_bytes) in fates.items():
-            said = "yes" if kept else "no"
-            self.counters.add("evicted_blocks", records, tier=name, kept=said)
+        for (place, kept), sizes in fates.items():
+            said, space = "yes" if kept else "no", place[:SIGNATURE_BYTES]
+            self.counters.add("evicted_blocks", len(sizes), tier=name, kept=said)
             self.events.add(
-                "evicted", tier=name, namespace=namespace, blocks=records, bytes=its_bytes, reason=f"kept: {said}"
+                "evicted", tier=name, namespace=space, blocks=len(sizes), bytes=sum(sizes), reason=f"kept: {said}"
             )
-        return size
+        return sum(map(sum, fates.values()))
 
     def _clear(self, slot_bytes: int, tenant: str) -> bool:
         """Let go of all in the extent of another kind that has the least in it. True where that emptied it."""
@@ -132,7 +131,7 @@ class Flow:
             return False
         there = self.host.within(extent)
         gone = [a for a in there if self.index.discard(a, self.host.name, unless_held=True)]
-        self._leave_host([(a, self.index.contains(a)) for a in gone])
+        self._leave_host([Victim(place_of_address(a), a.signature, a.parent, self.index.contains(a)) for a in gone])
         return not extent.slots
 
     # down
@@ -161,7 +160,7 @@ class Flow:
         dropped = lane.offer(chain, first, end)
         self.drop(dropped, f"{lane.tier.name} queue", chain.namespace, tier=lane.tier.name)
 
-    def _hand_down(self, victims: Sequence[Address]) -> set[bytes]:
+    def _hand_down(self, victims: Sequence[Victim]) -> set[bytes]:
         """Records that are about to leave host: to the tiers that take them then. The names of those that one will
         have."""
         taken: set[bytes] = set()
@@ -169,7 +168,7 @@ class Flow:
             if lane.mode != "write_back":
                 continue
             for victim in victims:
-                held = None if lane.wrote(victim) else self.host.borrow(victim)
+                held = None if lane.wrote(victim.address) else self.host.borrow(victim.address)
                 if held is None:
                     continue
                 if lane.demote(held):

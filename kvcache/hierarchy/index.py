@@ -7,7 +7,8 @@ tiers have names, records have addresses, and the policy is asked for its table.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +54,35 @@ class Lookup:
         return {tier: count for tier, count in zip(self._tiers, self._by_tier, strict=False) if count}
 
 
+class Victim(NamedTuple):
+    """A record that the index let go of. Its address is made only where it is asked for: many leave at a time."""
+
+    place: bytes
+    signature: bytes
+    parent: bytes
+    kept: bool  # another tier still has it
+
+    @property
+    def name(self) -> bytes:
+        """As tiers name it."""
+        return self.signature[:KEY_BYTES] + self.place[SIGNATURE_BYTES:]
+
+    @property
+    def namespace(self) -> bytes:
+        return self.place[:SIGNATURE_BYTES]
+
+    @property
+    def address(self) -> Address:
+        group = int.from_bytes(self.place[SIGNATURE_BYTES : SIGNATURE_BYTES + 2], "little")
+        shard = _shard(self.place[SIGNATURE_BYTES + 2 :])
+        return Address(self.namespace, self.signature, self.parent, group, shard)
+
+
+@lru_cache(maxsize=1 << 12)
+def _shard(packed: bytes) -> Shard:
+    return Shard.unpack(packed)
+
+
 class Index:
     """Thread-safe; no call does I/O. `plain` takes the twin even where the compiled index is there."""
 
@@ -67,7 +97,6 @@ class Index:
         core = PlainIndex if plain or not native.available() else native.core.Index
         self._core: Any = core(len(tiers), policy.bounds, AGE_EDGES, policy.ghosts)
         self._table: tuple[int, NDArray[np.float64]] | None = None
-        self._shards: dict[bytes, Shard] = {}
         self.departed: Callable[[str, list[bytes]], None] = lambda tier, signatures: None
         """Told of what made room in the last tier that had it."""
 
@@ -151,9 +180,8 @@ class Index:
 
     def evict(
         self, tier: str, count: int = 1, *, before: int | None = None, stored_below: bool = False
-    ) -> list[tuple[Address, bool]]:
-        """Take the least valuable records out of a tier, at most `count`: each one's address, and whether another tier
-        still has it.
+    ) -> list[Victim]:
+        """Take the least valuable records out of a tier, at most `count`.
 
         `before`: only those last used earlier than this time (a request never evicts its own chain). `stored_below`:
         only those that a tier below has too.
@@ -162,7 +190,7 @@ class Index:
         gone = [signature for _, signature, _, kept in victims if not kept]
         if gone:
             self.departed(tier, gone)
-        return [(self._address(place, signature, parent), kept) for place, signature, parent, kept in victims]
+        return list(map(Victim._make, victims))
 
     # audits
 
@@ -207,11 +235,3 @@ class Index:
                 raise ValueError(f"policy {self.policy.name!r} values blocks as NaN")
             self._table = table = clock, values
         return table[1]
-
-    def _address(self, place: bytes, signature: bytes, parent: bytes) -> Address:
-        packed = place[SIGNATURE_BYTES + 2 :]
-        shard = self._shards.get(packed)
-        if shard is None:
-            shard = self._shards[packed] = Shard.unpack(packed)
-        group = int.from_bytes(place[SIGNATURE_BYTES : SIGNATURE_BYTES + 2], "little")
-        return Address(place[:SIGNATURE_BYTES], signature, parent, group, shard)

@@ -257,7 +257,7 @@ class Lane:
                 stamp = self._index.stamp(records[i].address)
                 lacking = sum(1 for other in sizes[i:] if other == size)
                 victims = self._index.evict(self.tier.name, min(lacking, MOST_VICTIMS), before=stamp)
-                freed = self._leave([address for address, _ in victims], size) if victims else 0
+                freed = self._leave([victim.address for victim in victims], size) if victims else 0
                 found = self.tier.room(size)
                 in_vain = 0 if found > room[size] else in_vain + freed
                 room = {size: found}

@@ -91,17 +91,27 @@ class HostTier(Waits):
 
     def withdraw(self, address: Address) -> bool:
         """Make a record invisible; its slot comes back when the last borrower is done. False where it is not here."""
-        return self.withdraw_all([address])[0] is not None
-
-    def withdraw_all(self, addresses: Sequence[Address]) -> list[Held | None]:
-        """As `withdraw`, of each; what was here."""
         with self._lock:
-            here = self._find(addresses)
-            for held in here:
-                if held is not None:
-                    del self._records[held.slot.name]
-        self.arena.release(*[held.slot for held in here if held is not None])
-        return here
+            (held,) = self._find([address])
+            if held is None:
+                return False
+            del self._records[held.slot.name]
+        self.arena.release(held.slot)
+        return True
+
+    def withdraw_named(self, records: Sequence[tuple[bytes, bytes]]) -> list[Held | None]:
+        """As `withdraw`, of each of these (name, signature); what was here."""
+        gone: list[Held | None] = []
+        with self._lock:
+            for name, signature in records:
+                held = self._records.get(name)
+                if held is not None and held.address.signature == signature:
+                    del self._records[name]
+                    gone.append(held)
+                else:
+                    gone.append(None)
+        self.arena.release(*[held.slot for held in gone if held is not None])
+        return gone
 
     def _find(self, addresses: Sequence[Address]) -> list[Held | None]:
         found = (self._records.get(address.name) for address in addresses)

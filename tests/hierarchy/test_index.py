@@ -172,7 +172,7 @@ class IndexMachine(RuleBasedStateMachine):
             if not candidates:
                 assert len(victims) == i
                 break
-            address, kept = victims[i]
+            address, kept = victims[i].address, victims[i].kept
             assert address.name == min(candidates)[4]
             assert address == self.known[address.name].address
             self.resident[tier].discard(address.name)
@@ -232,5 +232,5 @@ def test_tails_leave_before_heads_and_the_oldest_chain_first(plain: bool) -> Non
         for address in addresses:
             index.insert(address, "host")
         index.touch(run(addresses), stamp)
-    order = [address for address, _ in index.evict("host", 100)]
+    order = [victim.address for victim in index.evict("host", 100)]
     assert order == [address for addresses in chains for address in reversed(addresses)]
