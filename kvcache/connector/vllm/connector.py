@@ -1,0 +1,205 @@
+"""`KVCacheConnector`: what vLLM calls, handed to the side that this object is.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector":"KVCacheConnector",
+        "kv_connector_module_path":"kvcache.connector.vllm","kv_role":"kv_both","kv_load_failure_policy":"recompute"}'
+
+Every hook runs on the engine's own thread, and none raises for a fault of the cache: it is off then, or finds nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from kvcache.connector.vllm.message import Described, Heard, Message
+from kvcache.connector.vllm.options import read
+from kvcache.connector.vllm.process import share
+from kvcache.connector.vllm.refuse import declines, refuse
+from kvcache.connector.vllm.scheduler import Scheduling
+from kvcache.connector.vllm.shape import describe
+from kvcache.connector.vllm.version import KVConnectorTransferResults
+from kvcache.connector.vllm.worker import Working
+from kvcache.errors import LayoutError
+
+_log = logging.getLogger("kvcache.connector.vllm")
+
+
+class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        refuse(vllm_config)
+        self._options = read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._kv_config = kv_cache_config
+        self._share = share(vllm_config, self._options)
+        self._described: Described | None = None
+        self._spoken = False
+        off = declines(vllm_config)
+        if role == KVConnectorRole.SCHEDULER:
+            self._recompute(vllm_config.kv_transfer_config)
+            self._scheduling = Scheduling(vllm_config, kv_cache_config, self._options, self._share.cache, off=off)
+            if off:
+                _log.warning("nothing is cached: %s", off)
+        else:
+            self._off = off
+            self._working = Working(
+                self._options,
+                self._share.cache,
+                _rank(vllm_config),
+                groups=len(kv_cache_config.kv_cache_groups),
+                blocks=kv_cache_config.num_blocks,
+            )
+
+    @staticmethod
+    def _recompute(config: Any) -> None:
+        """A block that does not come is computed: a request never fails for it."""
+        if config.kv_load_failure_policy != "recompute":
+            config.kv_load_failure_policy = "recompute"
+            _log.info("kv_load_failure_policy is set to recompute: a block that does not come is computed again")
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False
+
+    # worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        packing = _packing(self._vllm_config)
+        try:
+            shapes = describe(kv_caches, self._kv_config.kv_cache_groups, self._kv_config.num_blocks, packing=packing)
+        except LayoutError as error:
+            _log.error("this rank's pages are not cached: %s", error)
+            self._described = Described(refusal=str(error))
+            return
+        replicas = getattr(self._kv_config, "kv_tp_replicas", 1)
+        self._working.register(kv_caches, shapes)
+        self._described = Described(shapes, replicas)
+
+    def get_handshake_metadata(self) -> Described | None:
+        self._spoken = self._described is not None
+        return self._described
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if isinstance(kv_connector_metadata, Message):
+            self._working.begin(kv_connector_metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        message = self._message()
+        if message.loads:
+            self._working.load(message, wait=message.wait, by_layer=message.by_layer)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._working.reach(layer_name)
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are stored whole, after the step."""
+
+    def wait_for_save(self) -> None:
+        message = self._message()
+        self._working.arrive()
+        self._working.store(message)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        results = self._working.results(idle=self._message().idle)
+        return None, results.arrived or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = self._working.results(idle=self._message().idle)
+        return KVConnectorTransferResults(
+            finished_sending=set(), finished_recving=results.arrived, failed_recving=results.failed
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._working.invalid()
+
+    def build_connector_worker_meta(self) -> Heard | None:
+        if self._spoken or self._described is None:
+            return None
+        self._spoken = True
+        return Heard({_rank(self._vllm_config): self._described})
+
+    def _message(self) -> Message:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, Message)
+        return metadata
+
+    # scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        self._scheduling.learn({rank: told for rank, told in metadata.items() if isinstance(told, Described)})
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): told for rank, told in metadata.items()})
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduling.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._scheduling.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Message:
+        return self._scheduling.message(scheduler_output)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        heard = getattr(connector_output, "kv_connector_worker_meta", None)
+        if isinstance(heard, Heard):
+            self._scheduling.learn(heard.ranks)
+        self._scheduling.learned(
+            set(connector_output.invalid_block_ids or ()),
+            list(getattr(connector_output, "failed_recving", None) or ()),
+            list(connector_output.finished_recving or ()),
+        )
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self._scheduling.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, [])
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def reset_cache(self) -> bool | None:
+        return self._scheduling.reset()
+
+    # both
+
+    def shutdown(self) -> None:
+        if self.role == KVConnectorRole.SCHEDULER:
+            self._scheduling.close()
+        else:
+            self._working.close()
+        self._share.close()
+
+
+def _rank(config: Any) -> tuple[int, int]:
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    try:
+        return get_pp_group().rank_in_group, get_tp_group().rank_in_group
+    except AssertionError:  # no groups of processes: a single rank
+        return 0, 0
+
+
+def _packing(config: Any) -> str:
+    """What packs blocks on a processor."""
+    try:
+        from vllm.v1.attention.backends import cpu_attn
+
+        model = config.model_config
+        isa = cpu_attn._get_attn_isa(model.dtype, config.cache_config.block_size, model.get_head_size())  # noqa: SLF001  nothing else tells it
+    except Exception:  # noqa: BLE001  another version, another platform: the machine's name is the least that is known
+        import platform
+
+        isa = f"unknown {platform.processor() or platform.machine()}"
+    return f"cpu_attn {isa}"

@@ -1,0 +1,67 @@
+"""What the scheduler's side tells the ranks each step, and what a rank tells once about its pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from kvcache.connector.vllm.identity import Who
+from kvcache.connector.vllm.model import Model, Rank
+from kvcache.connector.vllm.shape import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Blocks `first` to `first + count` of one request, to be loaded into pages or stored from them."""
+
+    request_id: str
+    who: Who
+    known: int  # digests that the ranks were told before
+    digests: tuple[bytes, ...]  # those of the blocks that follow, at least to the last one moved
+    first: int
+    pages: tuple[tuple[int, ...], ...]  # one tuple a group of the layout
+    ttl_s: float | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.pages[0])
+
+
+@dataclass
+class Message(KVConnectorMetadata):
+    model: Model | None = None  # told until a rank could have heard it
+    loads: list[Move] = field(default_factory=list)
+    stores: list[Move] = field(default_factory=list)
+    given: set[int] = field(default_factory=set)
+    """Pages that this step gives to somebody: what is still being read from them must be over before."""
+    ended: set[str] = field(default_factory=set)
+    healed: set[str] = field(default_factory=set)
+    """Requests whose failed load the scheduler knows of: from now on they compute what did not come."""
+    idle: bool = False  # nothing is computed in this step
+    wait: bool = False  # the loads are over before anything is computed
+    by_layer: bool = False  # or before the layer is reached
+
+
+@dataclass
+class Described(KVConnectorHandshakeMetadata):
+    """A rank's pages, before any request."""
+
+    shapes: tuple[Shape, ...] = ()
+    replicas: int = 1  # tensor ranks that hold the same heads
+    refusal: str = ""  # why these pages cannot be cached
+
+
+@dataclass
+class Heard(KVConnectorWorkerMetadata):
+    """What a rank tells within a step: its pages, where nobody asked for them at start (a child of MultiConnector)."""
+
+    ranks: dict[Rank, Described] = field(default_factory=dict)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, Heard)
+        return Heard({**self.ranks, **other.ranks})

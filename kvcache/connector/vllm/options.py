@@ -1,0 +1,58 @@
+"""What a user writes into `kv_connector_extra_config`, checked at start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvcache.errors import ConfigError
+
+
+class Options(BaseModel):
+    """All optional: with none of them the connector caches in host memory and on the drive, as `kvcache.open` does."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    config: Path | None = Field(default=None, description="A settings file for the cache, `kvcache.toml`.")
+    settings: dict[str, Any] = Field(
+        default_factory=dict,
+        description='Settings that weigh more than the file: `{"host": {"capacity_bytes": "8GiB"}}`.',
+    )
+    address: str | None = Field(
+        default=None, description="A daemon that engines of this host share, `unix:/...`; it has its own settings."
+    )
+    mode: Literal["cache", "observe"] = Field(
+        default="cache", description="`observe` stores and loads nothing, and counts what would have been found."
+    )
+    load: Literal["async", "sync", "layers"] = Field(
+        default="async",
+        description="`async`: a request waits for its blocks while others compute; `sync`: the step waits; "
+        "`layers`: each layer waits for its own.",
+    )
+    lookup_s: float = Field(default=0.1, gt=0, description="How long a request may wait for shared tiers to answer.")
+    load_s: float = Field(default=5.0, gt=0, description="After so long a block that has not come is computed.")
+    share_across_engines: bool = Field(
+        default=False, description="Name blocks by the page chain that SGLang uses too, so that both find them."
+    )
+    tenant: str = Field(default="default", min_length=1, description="Who pays, unless a request names another.")
+    model: str | None = Field(default=None, description="The model's name in the namespace, instead of the engine's.")
+    revision: str | None = Field(
+        default=None, description="Which weights these are, instead of the hub's commit or a sample of the files."
+    )
+
+
+def read(extra: dict[str, Any]) -> Options:
+    """ConfigError names the setting, what was given and what would do."""
+    try:
+        return Options(**extra)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"])) or "kv_connector_extra_config"
+        if first["type"] == "extra_forbidden":
+            known = ", ".join(Options.model_fields)
+            raise ConfigError(f"kv_connector_extra_config has {name!r}: no such setting; there are {known}") from None
+        raise ConfigError(
+            f"kv_connector_extra_config: {name} = {cast('Any', first['input'])!r}: {first['msg'].lower()}"
+        ) from None

@@ -1,0 +1,60 @@
+"""The cache of an engine: one for both roles where they share a process, else a daemon between them."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import kvcache
+from kvcache.connector.vllm.options import Options
+from kvcache.errors import ConfigError
+from kvcache.hierarchy.face import KVCache
+
+_lock = threading.Lock()
+_open: dict[str, tuple[KVCache, int]] = {}  # by engine: its cache, and how many roles use it
+
+
+class Share:
+    """One role's claim on the cache of its engine, which is closed when the last role lets go."""
+
+    def __init__(self, engine_id: str, cache: KVCache) -> None:
+        self.cache, self._engine_id, self._held = cache, engine_id, True
+
+    def close(self) -> None:
+        with _lock:
+            if not self._held:
+                return
+            self._held = False
+            cache, users = _open.pop(self._engine_id)
+            if users > 1:
+                _open[self._engine_id] = (cache, users - 1)
+                return
+        cache.close()
+
+
+def share(config: Any, options: Options) -> Share:
+    """The cache of this engine, opened by whichever role comes first."""
+    engine_id = str(config.kv_transfer_config.engine_id)
+    with _lock:
+        cache, users = _open.get(engine_id, (None, 0))
+        if cache is None:
+            cache = _find(config, options)
+        _open[engine_id] = (cache, users + 1)
+    return Share(engine_id, cache)
+
+
+def one_process(config: Any) -> bool:
+    """Whether the scheduler and the only worker live together."""
+    parallel = config.parallel_config
+    return bool(parallel.world_size == 1 and parallel.distributed_executor_backend == "uni")
+
+
+def _find(config: Any, options: Options) -> KVCache:
+    if options.address is not None:
+        return kvcache.open(options.address)
+    if not one_process(config):
+        raise ConfigError(
+            "this engine's scheduler and workers are separate processes, which share a cache by a daemon only: "
+            'give "address": "unix:..." in kv_connector_extra_config'
+        )
+    return kvcache.open(options.config, **options.settings)

@@ -1,0 +1,179 @@
+"""From the tensors that vLLM registers to what our layout says of them: by shapes and strides, never by the version.
+
+vLLM has given a layer's cache as
+
+    [B, H, N, C]      blocks, heads, tokens, K then V of a token (or one latent, with H = 1), in any physical order
+    [2, B, N, H, D]   K apart from V; or [B, 2, N, H, D]; H and N the other way round
+    [B, N, C]         a latent
+
+On a processor the bytes of one block and head are packed for the instruction set: such a block is opaque, taken whole,
+and what packed it stands in the namespace. So is one that is dense and fits none of the above.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from kvcache.block.layout import Kind, KVLayout, Rule, Shard
+from kvcache.errors import LayoutError
+from kvcache.transfer.pages import GroupPages
+
+_DTYPES = {
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.float32": "fp32",
+    "torch.float8_e4m3fn": "fp8_e4m3",
+    "torch.float8_e5m2": "fp8_e5m2",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """One layer's cache on this rank; steps in bytes."""
+
+    kind: Kind
+    kv_heads: int
+    head_dim: int = 0
+    dtype: str = "bf16"
+    order: tuple[str, ...] = ()
+    opaque_bytes: int = 0  # of one block
+    packing: str = "plain"
+    page_step: int
+    token_step: int = 0
+    head_step: int = 0
+    kv_step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Layers of one of vLLM's groups that look alike: one group of ours, as this rank holds it."""
+
+    of: int  # which of vLLM's groups
+    layers: tuple[str, ...]
+    rule: Rule
+    window_tokens: int
+    block_tokens: int
+    look: Look
+
+
+def describe(caches: Mapping[str, Any], groups: Sequence[Any], blocks: int, *, packing: str) -> tuple[Shape, ...]:
+    """The shapes of a rank; LayoutError says what cannot be cached.
+
+    `groups` are vLLM's, `blocks` is how many there are, `packing` names what packs blocks on a processor.
+    """
+    shapes = []
+    for g, group in enumerate(groups):
+        names = [name for name in group.layer_names if name in caches]
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {})
+        alike = []
+        for name in names:
+            spec = specs.get(name, group.kv_cache_spec)
+            alike.append(((*_rule(spec), spec.block_size, _look(caches[name], spec, blocks, packing)), name))
+        for (rule, window, block_tokens, look), members in groupby(alike, key=lambda pair: pair[0]):
+            shapes.append(Shape(g, tuple(name for _, name in members), rule, window, block_tokens, look))
+    if not shapes:
+        raise LayoutError("no layer has keys and values to be cached")
+    sizes = {shape.block_tokens for shape in shapes}
+    if len(sizes) > 1:
+        raise LayoutError(f"groups with blocks of {sorted(sizes)} tokens: expected one size")
+    return tuple(shapes)
+
+
+def pages_of(
+    shape: Shape, caches: Mapping[str, Any], blocks: int, layout: KVLayout, group: int, shard: Shard
+) -> GroupPages:
+    """Where this rank has the blocks of a shape, which is group `group` of the layout."""
+    tensors = [caches[name] for name in shape.layers]
+    parts = (0, shape.look.kv_step) if shape.look.kind == "mha" else (0,)
+    return GroupPages(
+        layout=layout,
+        group=group,
+        shard=shard,
+        bases=np.array([[t.data_ptr() + part for part in parts] for t in tensors], np.uint64),
+        pages=blocks,
+        page_stride=shape.look.page_step,
+        token_stride=shape.look.token_step,
+        head_stride=shape.look.head_step,
+        device=str(tensors[0].device),
+        owner=tuple(tensors),
+    )
+
+
+def _rule(spec: Any) -> tuple[Rule, int]:
+    """Which blocks of a prefix a group needs; LayoutError for one that cannot be restored from blocks."""
+    name = type(spec).__name__
+    for part in ("Mamba", "ChunkedLocal", "CrossAttention", "HiSparse", "CircularBuffer", "RSWA", "HiddenState"):
+        if part in name:
+            raise LayoutError(f"layers of kind {name} are not cached: their state is not a matter of whole blocks")
+    if not getattr(spec, "prefix_cacheable", True) or getattr(spec, "tokens_per_state", 1) != 1:
+        raise LayoutError(f"layers of kind {name} are not kept by prefix")
+    if getattr(getattr(spec, "kv_quant_mode", None), "is_per_token_head", False):
+        raise LayoutError(f"layers of kind {name}: scales by token and head would not travel with the blocks")
+    if "SlidingWindow" in name:  # the next token sees itself, and so one less of what came before
+        return "window", max(1, spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0))
+    return "all", 0
+
+
+def _look(tensor: Any, spec: Any, blocks: int, packing: str) -> Look:
+    item = tensor.element_size()
+    dtype = _DTYPES.get(str(tensor.dtype), "")
+    latent = "MLA" in type(spec).__name__
+    steps = [step * item for step in tensor.stride()]
+    dims, size = tensor.dim(), tuple(tensor.shape)
+    of_block = size[0] == blocks and steps[-1] == item and bool(dtype)
+    if latent and of_block and (dims == 3 or (dims == 4 and size[1] == 1)):
+        return Look(kind="mla", kv_heads=1, head_dim=size[-1], dtype=dtype, page_step=steps[0], token_step=steps[-2])
+    if tensor.device.type != "cpu" and not latent:
+        heads, tokens, dim = spec.num_kv_heads, spec.block_size, spec.head_size
+        if dims == 4 and of_block and size[1:] == (heads, tokens, 2 * dim):
+            return _plain(heads, dim, dtype, steps[0], steps[2], steps[1], dim * item)
+        if dims == 5 and bool(dtype) and steps[-1] == item and {size[0], size[1]} == {2, blocks} and size[4] == dim:
+            page, kv = (0, 1) if size[1] == 2 else (1, 0)
+            if size[2:4] in {(tokens, heads), (heads, tokens)} and heads != tokens:
+                token, head = (2, 3) if size[2] == tokens else (3, 2)
+                return _plain(heads, dim, dtype, steps[page], steps[token], steps[head], steps[kv])
+    return _opaque(tensor, spec, blocks, packing)
+
+
+def _plain(heads: int, dim: int, dtype: str, page: int, token: int, head: int, kv: int) -> Look:
+    """The payload's axes stand as they lie in the page, so that the copy is a plain one."""
+    apart = sorted((("token", token), ("head", head), ("kv", kv)), key=lambda axis: -axis[1])
+    return Look(
+        kind="mha",
+        kv_heads=heads,
+        head_dim=dim,
+        dtype=dtype,
+        order=("layer", *(name for name, _ in apart), "dim"),
+        page_step=page,
+        token_step=token,
+        head_step=head,
+        kv_step=kv,
+    )
+
+
+def _opaque(tensor: Any, spec: Any, blocks: int, packing: str) -> Look:
+    """A block taken whole; LayoutError where its bytes do not lie together."""
+    item, size, steps = tensor.element_size(), tuple(tensor.shape), tensor.stride()
+    elements = prod(size[1:])
+    pieces = size[0] // blocks if size[0] % blocks == 0 else 0  # vLLM may cut a block into several for its kernels
+    reach = 1 + sum((n - 1) * step for n, step in zip(size[1:], steps[1:], strict=True))
+    if not pieces or reach != elements or (pieces > 1 and steps[0] != elements):
+        raise LayoutError(
+            f"a cache of shape {size} and strides {tuple(steps)} in {blocks} blocks: the bytes of a block do not lie "
+            "together, and nothing says which are keys; this layer cannot be cached"
+        )
+    split = pieces == 1 and len(size) == 4 and size[1] == getattr(spec, "num_kv_heads", 0)
+    return Look(
+        kind="opaque",
+        kv_heads=size[1] if split and steps[1] == prod(size[2:]) else 1,
+        dtype=_DTYPES.get(str(tensor.dtype), "bf16"),
+        opaque_bytes=elements * pieces * item,
+        packing=f"{packing} {tensor.dtype} {size[1:]}" + (f" x {pieces}" if pieces > 1 else ""),
+        page_step=steps[0] * item * pieces,
+    )

@@ -1,0 +1,58 @@
+"""What differs between versions of vLLM, and nothing else (0.28 to 0.33)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+from vllm.v1.core import kv_cache_utils
+
+try:  # from 0.31 on
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:
+    CacheHitSource = None
+
+
+try:  # from 0.30 on: the only way to say that a load of several groups failed
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+except ImportError:
+    KVConnectorTransferResults = None
+
+__all__ = [
+    "FIXED_ROOT",
+    "VERSION",
+    "CacheHitSource",
+    "KVConnectorTransferResults",
+    "block_table",
+    "hash_origin",
+    "hash_tokens",
+]
+
+VERSION: str = vllm.__version__
+FIXED_ROOT = "vllm-none-hash"
+"""What the chain of block hashes begins with where nobody sets PYTHONHASHSEED, from 0.30 on; random before."""
+
+
+def block_table(out: Any, request_id: str) -> tuple[list[int], ...] | None:
+    """All pages of a request by group, as of this step; None where this version does not tell (before 0.29)."""
+    state = getattr(out, "kv_connector_block_state", None)
+    return None if state is None else state.get_block_ids(request_id)
+
+
+def hash_tokens(cache_config: Any, kv_cache_config: Any) -> int:
+    """Tokens to one block hash: a group's blocks may be larger."""
+    found = getattr(kv_cache_config, "hash_block_size", None) or getattr(cache_config, "hash_block_size", None)
+    return int(found or cache_config.block_size)
+
+
+def hash_origin(algorithm: str) -> str | None:
+    """What vLLM's block hashes are made by, where every process makes the same ones; None where it does not, or where
+    the hash is not a cryptographic one. Asked when the first request is there: the root is chosen late."""
+    if algorithm not in {"sha256", "sha256_cbor"}:
+        return None
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    root = getattr(kv_cache_utils, "NONE_HASH", None)
+    if root is None or bytes(root) != bytes(get_hash_fn_by_name(algorithm)(FIXED_ROOT)):
+        return None
+    return f"vllm {algorithm} {FIXED_ROOT}"
