@@ -33,4 +33,10 @@ def declines(config: Any) -> str:
         )
     if getattr(config.cache_config, "calculate_kv_scales", False):
         return "calculate_kv_scales: the scales are chosen while running and would not travel with the blocks"
+    model, device = config.model_config, getattr(config.device_config, "device_type", "")
+    if device == "cpu" and getattr(model, "use_mla", False) and not config.scheduler_config.enable_chunked_prefill:
+        return (
+            "this processor's attention over latents computes a prompt from its first token only, without what is "
+            "cached: vLLM has taken its own prefix cache away as well"
+        )
     return ""
