@@ -38,7 +38,9 @@ APART = {
 }
 """Parts of a room that know nothing of each other."""
 
-TOGETHER: dict[tuple[str, str], str] = {}
+TOGETHER: dict[tuple[str, str], str] = {
+    ("kvcache.connector.vllm.process", "kvcache"): "an engine loads a connector by name: nobody above opens its cache",
+}
 """(importing module, imported room) that may be all the same, with the reason."""
 
 LINES = 400
