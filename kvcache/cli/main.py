@@ -26,6 +26,7 @@ SUBCOMMANDS = (
     "events",
     "explain",
     "metrics",
+    "nvme",
     "ps",
     "serve",
     "size",

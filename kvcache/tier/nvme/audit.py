@@ -5,6 +5,8 @@ Reads every record. Writes go on meanwhile: what changes while it is looked at i
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvcache.tier.nvme.entry import PUT
 from kvcache.tier.nvme.index import Index
 from kvcache.tier.nvme.ledger import Ledger
@@ -12,8 +14,8 @@ from kvcache.tier.nvme.scrub import look
 from kvcache.tier.nvme.space import Space
 
 
-def audit(ledger: Ledger) -> list[str]:
-    """One line a fault."""
+def audit(ledger: Ledger, told: Callable[[], object]) -> list[str]:
+    """One line a fault. `told` is called once a record."""
     with ledger.journaling:  # nothing but free slots changes meanwhile
         ledger.say()
         with ledger.memory:
@@ -22,6 +24,7 @@ def audit(ledger: Ledger) -> list[str]:
         places = list(ledger.index.places)
     for name in places:
         faults += _record(ledger, name)
+        told()
     return faults
 
 

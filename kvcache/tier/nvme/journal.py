@@ -64,6 +64,13 @@ class Journal:
             self._file.truncate(self._end)
             self._remove_before(found.checkpoint)
 
+    @classmethod
+    def look(cls, directory: Directory) -> Found:
+        """What a directory's files say, at least one journal or checkpoint among them; changes nothing."""
+        journal = cls.__new__(cls)
+        journal.directory = directory
+        return journal.read()
+
     @property
     def behind(self) -> int:
         """Entries since the last checkpoint."""
@@ -78,7 +85,7 @@ class Journal:
         elif self.directory.numbered("segment"):
             raise StoreError(
                 f"nvme directory {self.directory.path}: segments, but no journal that says what is in them; put the "
-                "journal back, or delete the directory to begin with nothing"
+                "journal back, run `kvcache nvme rebuild`, or delete the directory to begin with nothing"
             )
         else:
             self._create(1, 0)
@@ -101,7 +108,7 @@ class Journal:
         elif self._header(self.directory.read(f"journal-{numbers[0]}"), "journal", numbers[0]).sequence:
             raise StoreError(
                 f"nvme directory {self.directory.path}: journal-{numbers[0]} needs checkpoint-{numbers[0]}, which is "
-                "not there; put it back, or delete the directory to begin with nothing"
+                "not there; put it back, run `kvcache nvme rebuild`, or delete the directory to begin with nothing"
             )
         for number in numbers:
             if number >= found.checkpoint:
@@ -184,7 +191,7 @@ class Journal:
     def checkpoint(self, header: FileHeader, state: Iterator[bytes], count: int) -> None:
         """Write the state, then forget the files that it replaces. May run beside `append`."""
         header = FileHeader(CHECKPOINT, header.number, header.sequence, count)
-        self.directory.write(f"checkpoint-{header.number}", chain([header.pack()], _frames(state, header.number)))
+        self.directory.write(f"checkpoint-{header.number}", chain([header.pack()], frames(state, header.number)))
         self._base = header.sequence
         self.in_doubt = False
         self._inherited.clear()
@@ -208,7 +215,8 @@ class Journal:
         except HeaderError as error:
             raise StoreError(
                 f"nvme directory {self.directory.path}: {noun}-{number} has {error}; nothing was changed: put back a "
-                "good copy, open it with the version that wrote it, or delete the directory to begin with nothing"
+                "good copy, open it with the version that wrote it, run `kvcache nvme rebuild` to keep what its "
+                "records prove, or delete the directory to begin with nothing"
             ) from None
 
     def _remove_before(self, number: int) -> None:
@@ -227,7 +235,7 @@ def _safe(entries: bytes, in_checkpoint: int, base: int) -> int:
     return max(safe, default=0)
 
 
-def _frames(state: Iterator[bytes], number: int) -> Iterator[bytes]:
+def frames(state: Iterator[bytes], number: int) -> Iterator[bytes]:
     """Entries, given in pieces of any number, as frames of a bounded size."""
     sequence = 0
     for piece in state:

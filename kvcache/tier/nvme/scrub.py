@@ -70,7 +70,7 @@ def every(ledger: Ledger) -> Iterator[Seen]:
             yield seen
 
 
-def scrub(ledger: Ledger, told: Callable[[int], object] = lambda size_bytes: None) -> Scrubbed:
+def scrub(ledger: Ledger, told: Callable[[int], object], *, dry_run: bool) -> Scrubbed:
     """Read and check every record; what is damaged leaves, its slot is not used again. `told` hears of each record's
     bytes. Reads and writes go on meanwhile."""
     found = Scrubbed()
@@ -82,6 +82,6 @@ def scrub(ledger: Ledger, told: Callable[[int], object] = lambda size_bytes: Non
         elif seen.fault is not None and seen.fault.foreign:
             found.foreign += 1
         elif seen.fault is not None:
-            found.damaged += any(ledger.withdraw([(seen.address, seen.entry)], quarantine=True, insist=True))
+            found.damaged += dry_run or any(ledger.withdraw([(seen.address, seen.entry)], quarantine=True, insist=True))
         told(seen.entry.record_bytes)
     return found

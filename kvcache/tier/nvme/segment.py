@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvcache.port import Disk, File
 from kvcache.tier.nvme import bounce
 from kvcache.tier.nvme.entry import COLUMNS, ENTRY_BYTES, FREE, PUT, QUARANTINE, SEGMENT, Entry
+from kvcache.tier.nvme.label import LABEL_BYTES, Label
 
 
 class Segment:
@@ -37,8 +38,12 @@ class Segment:
         self._opening = threading.Lock()
 
     @property
-    def size_bytes(self) -> int:
+    def slots_bytes(self) -> int:
         return self.slots * self.slot_bytes
+
+    @property
+    def file_bytes(self) -> int:
+        return self.slots_bytes + LABEL_BYTES
 
     @property
     def empty(self) -> bool:
@@ -102,9 +107,13 @@ class Segment:
     # the file
 
     def create(self, disk: Disk, path: str) -> None:
-        """Make the file, with room for all slots. OSError where there is none; the file may be there all the same."""
+        """Make the file, with room for all slots, and label it. OSError where there is none; the file may be there all
+        the same."""
         self._file = disk.open(path, create=True, direct=True)
-        self._file.allocate(self.size_bytes)
+        self._file.allocate(self.file_bytes)
+        page = bounce.buffer(LABEL_BYTES)
+        page[:] = Label(self.slots, self.number, self.slot_bytes).pack()
+        self._file.write(self.slots_bytes, [page])
 
     def open(self, disk: Disk, path: str) -> File:
         """The file, for a user counted in `users`."""

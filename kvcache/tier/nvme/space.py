@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvcache.tier.nvme.entry import FREE, PUT
+from kvcache.tier.nvme.label import LABEL_BYTES
 from kvcache.tier.nvme.segment import Segment
 
 FIXED_BYTES = 128 << 10
@@ -115,8 +116,8 @@ class Space:
 
     def plan(self, record_bytes: int, disk_bytes: int) -> Segment | None:
         """A segment to make for records of this size, or None where capacity or disk have no room for one slot."""
-        most = max(1, self.segment_bytes // record_bytes)
-        slots = min(most, self.left() // (record_bytes + JOURNAL_BYTES), disk_bytes // record_bytes)
+        left, disk_bytes = self.left() - LABEL_BYTES, disk_bytes - LABEL_BYTES
+        slots = min(self._most(record_bytes), left // (record_bytes + JOURNAL_BYTES), disk_bytes // record_bytes)
         if slots < 1:
             return None
         segment = Segment(self.next_number, record_bytes, slots)
@@ -125,7 +126,7 @@ class Space:
 
     def claim(self, segment: Segment) -> None:
         """Its file is about to be there, or is there. Its bytes count until `forget`."""
-        self.files_bytes += segment.size_bytes
+        self.files_bytes += segment.file_bytes
         self.slots += segment.slots
 
     def add(self, segment: Segment) -> None:
@@ -149,7 +150,7 @@ class Space:
 
     def forget(self, segment: Segment) -> None:
         """The file of a retired segment is gone: its bytes are free."""
-        self.files_bytes -= segment.size_bytes
+        self.files_bytes -= segment.file_bytes
         self.slots -= segment.slots
 
     def surplus(self, slot_bytes: int) -> list[Segment]:
@@ -171,10 +172,17 @@ class Space:
         """How many more records of this size fit, where the disk has so many bytes left to take."""
         free = sum(shelf.free for shelf in self._fitting(record_bytes))
         empties = self.empties(record_bytes)
-        files_bytes = sum(s.size_bytes for s in empties)
+        files_bytes = sum(s.file_bytes for s in empties)
         left = self.left() + files_bytes + sum(s.slots for s in empties) * JOURNAL_BYTES
-        new = min(left // (record_bytes + JOURNAL_BYTES), (disk_bytes + files_bytes) // record_bytes)
-        return free + max(0, new)
+        most = self._most(record_bytes)
+        new = min(
+            _slots(left, record_bytes + JOURNAL_BYTES, most), _slots(disk_bytes + files_bytes, record_bytes, most)
+        )
+        return free + new
+
+    def _most(self, record_bytes: int) -> int:
+        """Slots of a segment for records of this size."""
+        return max(1, self.segment_bytes // record_bytes)
 
     def used_bytes(self) -> int:
         return sum(s.live * s.slot_bytes for s in self.segments.values())
@@ -207,6 +215,12 @@ class Space:
         if self.left() < 0:
             faults.append(f"nvme: {-self.left()} bytes more are claimed than the capacity of {self.capacity_bytes}")
         return faults
+
+
+def _slots(left: int, each: int, most: int) -> int:
+    """How many slots fit in so many bytes, in segments of at most `most` slots with a label each."""
+    segments, rest = divmod(max(0, left), most * each + LABEL_BYTES)
+    return segments * most + max(0, rest - LABEL_BYTES) // each
 
 
 def fits(record_bytes: int, slot_bytes: int) -> bool:

@@ -18,7 +18,7 @@ from kvcache.errors import ClosedError, ConfigError
 from kvcache.port import Port
 from kvcache.tier.nvme.audit import audit
 from kvcache.tier.nvme.chains import runs, scan
-from kvcache.tier.nvme.ledger import log
+from kvcache.tier.nvme.ledger import Ledger, log
 from kvcache.tier.nvme.scrub import Scrubbed, scrub
 from kvcache.tier.nvme.space import Space
 from kvcache.tier.nvme.store import Durability, Settle, Store
@@ -245,12 +245,22 @@ class NvmeTier(Waits):
             return [f"nvme directory {self.path}: a write has been under way for {_HANG_S:.0f} s"]
         return self._store.troubles()
 
-    def scrub(self, told: Callable[[int], object] = lambda size_bytes: None) -> Scrubbed:
+    def scrub(self, told: Callable[[int], object] = lambda size_bytes: None, *, dry_run: bool = False) -> Scrubbed:
         """Read and check every record, and let the damaged ones go; then the drive is no longer suspect. `told` hears
-        of each record's bytes."""
-        found = scrub(self._store.ledger, told)
-        self._store.trust()
+        of each record's bytes. `dry_run`: count them only."""
+        found = scrub(self.ledger, told, dry_run=dry_run)
+        if not dry_run:
+            self._store.trust()
         return found
+
+    def compact(self) -> bool:
+        """Write the journal anew, as short as can be; False where the drive did not let it."""
+        return self._store.barrier.compact(due=False)
+
+    @property
+    def ledger(self) -> Ledger:
+        """For the tools of this folder."""
+        return self._store.ledger
 
     def room(self, record_bytes: int) -> int:
         return self._store.ledger.room(record_bytes)
@@ -285,8 +295,9 @@ class NvmeTier(Waits):
         with ledger.memory:
             return Usage(len(ledger.index.places), ledger.space.used_bytes(), ledger.space.capacity_bytes)
 
-    def check(self) -> list[str]:
-        return audit(self._store.ledger)
+    def check(self, told: Callable[[], object] = lambda: None) -> list[str]:
+        """`told` is called once a record."""
+        return audit(self.ledger, told)
 
     def close(self) -> bool:
         """Run what was submitted, make it durable, let go of the directory. Idempotent. Where the drive does not

@@ -1,0 +1,221 @@
+"""`kvcache nvme`: a directory of records that no cache has open: what is in it, is it sound, carry it elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.errors import ConfigError
+from kvcache.units import show_bytes
+
+if TYPE_CHECKING:
+    from kvcache.tier.nvme import NvmeTier
+
+Directory = Annotated[
+    Path | None, typer.Option("--path", "-p", help="The directory; the one of the settings that hold here, if one.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Tell what it would do, and do nothing.")]
+Told = Callable[[int], object]
+
+
+def inspect(path: Directory = None, output: Output = Format.table, as_json: Json = False) -> None:
+    """Count what is in a store: by namespace, by size of slot, and the journal. Reads no record."""
+    from kvcache.tier.nvme.survey import survey
+
+    with _opened(path) as tier:
+        found = survey(tier.ledger)
+    if as_json or output is Format.json:
+        print_json(found)
+        return
+    print(
+        f"{found['path']}: {found['records']:,} records, {show_bytes(found['record_bytes'])}, in "
+        f"{found['segment_files']:,} segments, {show_bytes(found['segment_bytes'])}; "
+        f"journal-{found['journal']['number']} with {found['journal']['entries']:,} entries"
+    )
+    rows = [(n["id"], f"{n['records']:,}", show_bytes(n["record_bytes"])) for n in found["namespaces"]]
+    print_table(("namespace", "records", "bytes"), rows)
+    names = ("segments", "slots", "records", "free", "quarantined")
+    print_table(
+        ("slot", *names), [(show_bytes(s["slot_bytes"]), *(f"{s[name]:,}" for name in names)) for s in found["slots"]]
+    )
+
+
+def check(path: Directory = None, output: Output = Format.table, as_json: Json = False) -> None:
+    """Audit a store, every record read and verified; change nothing; exit 1 where there is a fault."""
+    with _opened(path) as tier, _progress("reading", tier.usage().records, of_bytes=False) as told:
+        faults = tier.check(lambda: told(1))
+    if as_json or output is Format.json:
+        print_json({"faults": faults})
+    elif faults:
+        print_table(("fault",), [(fault,) for fault in faults])
+    else:
+        print("sound")
+    if faults:
+        raise typer.Exit(1)
+
+
+def scrub(
+    path: Directory = None, dry_run: DryRun = False, output: Output = Format.table, as_json: Json = False
+) -> None:
+    """Read and verify every record, and let the damaged ones go; their slots are not used again."""
+    with _opened(path) as tier, _progress("reading", _record_bytes(tier)) as told:
+        found = tier.scrub(told, dry_run=dry_run)
+    _print(asdict(found), output, as_json, dry_run)
+
+
+def compact(
+    path: Directory = None, dry_run: DryRun = False, output: Output = Format.table, as_json: Json = False
+) -> None:
+    """Write the journal anew: one entry a record, and no more."""
+    with _opened(path) as tier:
+        found = {"entries": tier.ledger.journal.behind, "records": tier.usage().records}
+        if not dry_run and not tier.compact():
+            print("kvcache: the drive did not let it: the log says why", file=sys.stderr)
+            raise typer.Exit(1)
+    _print(found, output, as_json, dry_run)
+
+
+def export(
+    file: Annotated[Path, typer.Argument(help="The archive to write; one that is there is replaced once it is whole.")],
+    namespace: Annotated[
+        str | None, typer.Option(help="The records of this namespace: its id, or how it begins. Without it, all.")
+    ] = None,
+    path: Directory = None,
+    output: Output = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Write the records of a namespace, or all, to one file, each verified. Damaged ones are left out and counted."""
+    import asyncio
+
+    from kvcache.tier.nvme import archive
+    from kvcache.tier.nvme.survey import survey
+
+    with _opened(path) as tier:
+        wanted, total = None, _record_bytes(tier)
+        if namespace is not None:
+            found = [n for n in survey(tier.ledger)["namespaces"] if n["id"].startswith(namespace.lower())]
+            if len(found) != 1:
+                raise ConfigError(
+                    f"--namespace {namespace}: {len(found)} namespaces here begin so, expected one: see `nvme inspect`"
+                )
+            wanted, total = bytes.fromhex(found[0]["id"]), found[0]["record_bytes"]
+        with _progress("writing", total) as told:
+            carried = asyncio.run(archive.export(tier, str(file), wanted, told))
+    _print({name: asdict(carried)[name] for name in ("records", "size_bytes", "left_out")}, output, as_json)
+
+
+def import_(
+    file: Annotated[Path, typer.Argument(help="The archive to read.")],
+    path: Directory = None,
+    dry_run: DryRun = False,
+    output: Output = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Take an archive's records into a store, each once it was verified; exit 1 where some did not find room."""
+    import asyncio
+
+    from kvcache.tier.nvme import archive
+
+    with _progress("reading", file.stat().st_size) as told:
+        if dry_run:
+            carried = asyncio.run(archive.take_in(None, str(file), told))
+        else:
+            with _opened(path, to_fill=True) as tier:
+                carried = asyncio.run(archive.take_in(tier, str(file), told))
+    found = asdict(carried)
+    del found["left_out"]
+    _print(found, output, as_json, dry_run)
+    if carried.no_room or carried.refused:
+        raise typer.Exit(1)
+
+
+def rebuild(
+    path: Directory = None, dry_run: DryRun = False, output: Output = Format.table, as_json: Json = False
+) -> None:
+    """Make a journal for a store that has lost it, of the records that are sound."""
+    from kvcache.tier.nvme.rebuild import rebuild as made
+
+    directory = _directory(path)
+    total = sum(file.stat().st_size for file in directory.glob("segment-*"))
+    with _progress("reading", total) as told:
+        found = made(str(directory), dry_run=dry_run, told=told)
+    _print(asdict(found), output, as_json, dry_run)
+
+
+def _directory(path: Path | None) -> Path:
+    if path is None:
+        from kvcache.config import load
+
+        directories = load().nvme.directories
+        if len(directories) != 1:
+            raise ConfigError(f"nvme.paths names {len(directories)} directories: pick one with --path")
+        path = directories[0]
+    if not (path / "FORMAT").exists():
+        raise ConfigError(f"{path}: no FORMAT file, so it is no store; give its directory with --path")
+    return path
+
+
+@contextmanager
+def _opened(path: Path | None, *, to_fill: bool = False) -> Iterator[NvmeTier]:
+    """The store, for this process alone: StoreError, which names the other one, where it is in use. `to_fill`: within
+    the capacity of the settings, and made where it is not there; else as large as it is."""
+    from kvcache.config import load
+    from kvcache.tier.nvme import NvmeTier
+
+    if to_fill:
+        nvme = (load() if path is None else load(nvme__path=str(path), nvme__paths=())).nvme
+        if len(nvme.directories) != 1:
+            raise ConfigError(f"nvme.paths names {len(nvme.directories)} directories: pick one with --path")
+        tier = NvmeTier(
+            str(nvme.directories[0]),
+            capacity_bytes=nvme.capacity_bytes,
+            segment_bytes=nvme.segment_bytes,
+            free_floor_bytes=nvme.free_floor_bytes,
+        )
+    else:
+        tier = NvmeTier(str(_directory(path)), capacity_bytes=1 << 60)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def _record_bytes(tier: NvmeTier) -> int:
+    return int(tier.puts()[0]["record_bytes"].sum())
+
+
+@contextmanager
+def _progress(what: str, total: int, *, of_bytes: bool = True) -> Iterator[Told]:
+    """A bar on standard error while this lasts, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    count = DownloadColumn(binary_units=True) if of_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda step: progress.advance(task, step)
+
+
+def _print(found: dict[str, Any], output: Format, as_json: bool, dry_run: bool = False) -> None:
+    if as_json or output is Format.json:
+        print_json({**found, "dry_run": dry_run})
+        return
+    cells = ((name, show_bytes(n) if name.endswith("_bytes") else f"{n:,}") for name, n in found.items())
+    print_table(("what", "would be" if dry_run else ""), [(name.replace("_", " "), value) for name, value in cells])
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(no_args_is_help=True, help="A directory of records that no cache has open.")
+    for name, command in (("import", import_), *((c.__name__, c) for c in (inspect, check, scrub, compact, export))):
+        group.command(name)(command)
+    group.command("rebuild")(rebuild)
+    app.add_typer(group, name="nvme")

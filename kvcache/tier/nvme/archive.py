@@ -1,0 +1,177 @@
+"""A namespace in one file, to be carried to another machine: written and read with aiofiles, every record verified.
+
+`KVCARCH` and a line feed, then MessagePack values one behind the other: a map (`version`, `namespace`: the id, or nil
+for all), for each record its header and its payload as stored (two binaries), parents before children, and last the
+number of records. So a file that was cut short, or to which something was added, is known by its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import aiofiles
+import msgpack
+
+from kvcache.block.address import Address
+from kvcache.block.record import Header, RecordError, header_area, read_header, record_bytes, verify
+from kvcache.errors import StoreError
+from kvcache.tier.nvme.scrub import look
+from kvcache.tier.nvme.tier import NvmeTier
+from kvcache.tier.tier import Outcome, Segments
+
+MAGIC = b"KVCARCH\n"
+VERSION = 1
+_BATCH = 32
+_READ_BYTES = 1 << 20
+_MOST_BYTES = 1 << 30  # of one record
+
+Told = Callable[[int], object]
+
+
+@dataclass(slots=True)
+class Carried:
+    """What an export or an import came to."""
+
+    records: int = 0
+    size_bytes: int = 0
+    left_out: int = 0  # export: failed a check, or could not be read
+    there: int = 0  # import: the store had them
+    no_room: int = 0
+    refused: int = 0  # import: the drive or the store said no
+
+
+async def export(tier: NvmeTier, path: str, namespace: bytes | None, told: Told = lambda size_bytes: None) -> Carried:
+    """Write the records of a namespace, or all, to a file that has its name once it is whole and on the medium."""
+    carried, temporary = Carried(), path + ".tmp"
+    try:
+        async with aiofiles.open(temporary, "wb") as file:
+            await file.write(MAGIC + msgpack.packb({"version": VERSION, "namespace": namespace}))
+            wanted = (address for address in tier.scan() if namespace in (None, address.namespace))
+            part = await asyncio.to_thread(_pack, tier, list(islice(wanted, _BATCH)), carried, told)
+            while part is not None:
+                following = asyncio.to_thread(_pack, tier, list(islice(wanted, _BATCH)), carried, told)
+                _, part = await asyncio.gather(file.write(part), following)
+            await file.write(msgpack.packb(carried.records))
+            await file.flush()
+            await asyncio.to_thread(os.fsync, file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return carried
+
+
+def _pack(tier: NvmeTier, addresses: list[Address], carried: Carried, told: Told) -> bytes | None:
+    """Some records as the file has them; None where there are none."""
+    parts = []
+    for address in addresses:
+        seen = look(tier.ledger, address.name)
+        if seen is None or seen.header is None or seen.fault is not None:
+            carried.left_out += 1
+            continue
+        head, area = seen.header, header_area(seen.header.decoded_bytes)
+        parts.append(msgpack.packb(bytes(seen.data[: head.header_bytes])))
+        parts.append(msgpack.packb(bytes(seen.data[area : area + head.stored_bytes])))
+        carried.records += 1
+        carried.size_bytes += seen.entry.record_bytes
+        told(seen.entry.record_bytes)
+    return b"".join(parts) if addresses else None
+
+
+async def take_in(tier: NvmeTier | None, path: str, told: Told = lambda size_bytes: None) -> Carried:
+    """Write a file's records to a store, each once it was verified; to none (`tier`), verify only. StoreError where
+    the file is no archive, or not whole: what came before the fault was taken in. `told` hears of bytes of the file."""
+    carried, records = Carried(), 0
+    async for batch in _batches(_values(path, told), path):
+        records += len(batch)
+        await asyncio.to_thread(_write, tier, batch, carried)
+    return carried
+
+
+def _write(tier: NvmeTier | None, batch: list[tuple[Header, Segments]], carried: Carried) -> None:
+    addresses = [header.address for header, _ in batch]
+    new = [True] * len(batch) if tier is None else [not known for known in tier.knows(addresses)]
+    carried.there += len(batch) - sum(new)
+    fresh = [pair for pair, is_new in zip(batch, new, strict=True) if is_new]
+    outcomes = (Outcome.DONE,) * len(fresh)
+    if tier is not None:
+        outcomes = tier.write([header.address for header, _ in fresh], [segments for _, segments in fresh])
+    for (_, segments), outcome in zip(fresh, outcomes, strict=True):
+        if outcome is Outcome.DONE:
+            carried.records += 1
+            carried.size_bytes += sum(map(len, segments))
+        elif outcome is Outcome.NO_ROOM:
+            carried.no_room += 1
+        else:
+            carried.refused += 1
+
+
+async def _batches(values: AsyncIterator[Any], path: str) -> AsyncIterator[list[tuple[Header, Segments]]]:
+    """The records of an archive, verified, some at a time."""
+    about = await anext(values, None)
+    if about is None:
+        raise StoreError(f"archive {path}: ends before its first record: it was cut short; export it anew")
+    version = about.get("version") if isinstance(about, dict) else None
+    if version != VERSION:
+        raise StoreError(f"archive {path}: version {version}, this one reads {VERSION}")
+    batch: list[tuple[Header, Segments]] = []
+    count = 0
+    async for value in values:
+        if isinstance(value, int):
+            rest = await anext(values, None)
+            if value != count or rest is not None:
+                raise StoreError(f"archive {path}: {count} records, where its end says {value}: export it anew")
+            if batch:
+                yield batch
+            return
+        try:
+            batch.append(_record(value, await anext(values, b"")))
+        except RecordError as error:
+            raise StoreError(f"archive {path}: record {count + 1}: {error}; export it anew") from None
+        count += 1
+        if len(batch) == _BATCH:
+            yield batch
+            batch = []
+    raise StoreError(f"archive {path}: ends after {count} records without its end: it was cut short; export it anew")
+
+
+def _record(head: Any, payload: Any) -> tuple[Header, Segments]:
+    """A record in the padded form, as a tier takes it."""
+    if not (isinstance(head, bytes) and isinstance(payload, bytes)):
+        raise RecordError("field", f"{type(head).__name__} and {type(payload).__name__}: expected two binaries")
+    header = read_header(head)
+    if len(payload) != header.stored_bytes:
+        raise RecordError("length", f"{len(payload)} bytes, where its header says {header.stored_bytes}")
+    area = header_area(header.decoded_bytes)
+    memory = memoryview(mmap.mmap(-1, area + record_bytes(len(payload)) - header_area(len(payload))))
+    memory[: len(head)] = head
+    memory[area : area + len(payload)] = payload
+    verify(memory[:area], memory[area:], header.address)
+    return header, [memory[:area], memory[area:]]
+
+
+async def _values(path: str, told: Told) -> AsyncIterator[Any]:
+    unpacker = msgpack.Unpacker(max_buffer_size=_MOST_BYTES)
+    async with aiofiles.open(path, "rb") as file:
+        if await file.read(len(MAGIC)) != MAGIC:
+            raise StoreError(f"archive {path}: does not begin with {MAGIC!r}; it is none")
+        while data := await file.read(_READ_BYTES):
+            unpacker.feed(data)
+            told(len(data))
+            for value in _unpacked(unpacker, path):
+                yield value
+
+
+def _unpacked(unpacker: msgpack.Unpacker, path: str) -> Iterator[Any]:
+    try:
+        yield from unpacker
+    except (ValueError, msgpack.UnpackException) as error:
+        raise StoreError(f"archive {path}: {error or 'not MessagePack'}; export it anew") from None

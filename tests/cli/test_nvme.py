@@ -1,0 +1,196 @@
+"""`kvcache nvme`: run over a real store, sound and damaged, and carried from one directory to another."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from kvcache.cli import main as frame
+from kvcache.tier.nvme import NvmeTier
+from kvcache.tier.tier import Outcome
+from tests.tier.blocks import PAYLOAD_BYTES, RECORD_BYTES, buffer, chain, holds, namespace, record
+
+DONE = Outcome.DONE
+MIB = 1 << 20
+BLOCKS = [*chain(20), *chain(10, of=1, seed=1)]
+
+
+def opened(path: Path, capacity_bytes: int = 4 * MIB) -> NvmeTier:
+    return NvmeTier(str(path), capacity_bytes=capacity_bytes, segment_bytes=MIB // 4, free_floor_bytes=0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    path = tmp_path / "store"
+    tier = opened(path)
+    assert set(tier.write(BLOCKS, [record(address) for address in BLOCKS])) == {DONE}
+    assert tier.close()
+    return path
+
+
+class Shell:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        self._patch, self._capsys = monkeypatch, capsys
+
+    def __call__(self, *words: object, code: int = 0) -> Any:
+        """What `kvcache nvme` says in JSON, or its complaint."""
+        self._patch.setattr(sys, "argv", ["kvcache", "nvme", *map(str, words), "--json"])
+        try:
+            frame.main()
+            left = 0
+        except SystemExit as end:
+            left = int(end.code or 0)
+        said = self._capsys.readouterr()
+        assert left == code, said.err
+        return json.loads(said.out) if said.out else said.err
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(monkeypatch, capsys)
+
+
+def damage(store: Path, record_number: int) -> None:
+    """Flip a bit in the payload of a record, counted from the front of the first segment."""
+    path = min(store.glob("segment-*"))
+    with path.open("r+b") as file:
+        at = record_number * RECORD_BYTES + 4096 + 99
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 4]))
+
+
+def found(path: Path) -> int:
+    """How many blocks a store has; each is what was written."""
+    tier = opened(path, 1 << 30)
+    into = [buffer() for _ in BLOCKS]
+    outcomes = tier.read(BLOCKS, into)
+    assert all(holds(one, address) for one, address, o in zip(into, BLOCKS, outcomes, strict=True) if o is DONE)
+    assert tier.check() == []
+    tier.close()
+    return outcomes.count(DONE)
+
+
+def test_inspect_counts_by_namespace_and_slot(store: Path, shell: Shell) -> None:
+    said = shell("inspect", "--path", store)
+    assert said["records"] == 30
+    assert {n["id"]: n["records"] for n in said["namespaces"]} == {namespace().hex(): 20, namespace(1).hex(): 10}
+    (slots,) = said["slots"]
+    assert (slots["slot_bytes"], slots["records"], slots["quarantined"]) == (RECORD_BYTES, 30, 0)
+
+
+def test_a_table_for_people(store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvcache", "nvme", "inspect", "--path", str(store)])
+    with pytest.raises(SystemExit):
+        frame.main()
+    assert namespace().hex()[:12] in capsys.readouterr().out
+
+
+def test_check_finds_a_flipped_bit_and_changes_nothing(store: Path, shell: Shell) -> None:
+    assert shell("check", "--path", store) == {"faults": []}
+    damage(store, 3)
+    (fault,) = shell("check", "--path", store, code=1)["faults"]
+    assert "slot 3" in fault
+    assert "checksum" in fault
+    assert shell("inspect", "--path", store)["records"] == 30
+
+
+def test_scrub_lets_damaged_records_go_and_a_dry_run_does_not(store: Path, shell: Shell) -> None:
+    damage(store, 3)
+    damage(store, 5)
+    assert shell("scrub", "--dry-run", "--path", store)["damaged"] == 2
+    assert shell("inspect", "--path", store)["records"] == 30
+    said = shell("scrub", "--path", store)
+    assert (said["records"], said["damaged"], said["dry_run"]) == (30, 2, False)
+    assert found(store) == 28
+    assert shell("inspect", "--path", store)["slots"][0]["quarantined"] == 2
+
+
+def test_compact_leaves_a_checkpoint_alone(store: Path, shell: Shell) -> None:
+    before = shell("inspect", "--path", store)["journal"]
+    assert before["entries"] > 30
+    assert shell("compact", "--dry-run", "--path", store)["records"] == 30
+    assert shell("inspect", "--path", store)["journal"]["number"] == before["number"]
+    shell("compact", "--path", store)
+    assert shell("inspect", "--path", store)["journal"]["entries"] <= 1
+    assert found(store) == 30
+
+
+def test_a_namespace_goes_to_another_directory(store: Path, tmp_path: Path, shell: Shell) -> None:
+    file, other = tmp_path / "some.kvcarch", tmp_path / "other"
+    assert shell("export", file, "--namespace", namespace(1).hex()[:8], "--path", store)["records"] == 10
+    assert shell("import", file, "--dry-run", "--path", other)["records"] == 10
+    assert not other.exists()
+    assert shell("import", file, "--path", other)["records"] == 10
+    assert found(other) == 10
+    said = shell("import", file, "--path", other)
+    assert (said["records"], said["there"]) == (0, 10)
+
+
+def test_a_damaged_record_is_not_exported(store: Path, tmp_path: Path, shell: Shell) -> None:
+    damage(store, 0)
+    said = shell("export", tmp_path / "all", "--path", store)
+    assert (said["records"], said["left_out"]) == (29, 1)
+    shell("import", tmp_path / "all", "--path", tmp_path / "other")
+    assert found(tmp_path / "other") == 29
+
+
+def test_an_import_refuses_every_byte_that_is_not_what_was_exported(store: Path, tmp_path: Path, shell: Shell) -> None:
+    file = tmp_path / "all"
+    shell("export", file, "--path", store)
+    whole = file.read_bytes()
+    for cut in (3, 12, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:cut])
+        assert ("it is none" if cut == 3 else "export it anew") in shell("import", file, "--dry-run", code=2)
+    for at in (0, 60, len(whole) // 2, len(whole) - 1):
+        bad = bytearray(whole)
+        bad[at] ^= 1
+        file.write_bytes(bad)
+        assert str(file) in shell("import", file, "--dry-run", code=2)
+    file.write_bytes(whole + msgpack.packb(1))
+    assert "its end says" in shell("import", file, "--dry-run", code=2)
+
+
+def test_an_import_without_room_says_so(
+    store: Path, tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVCACHE_NVME__CAPACITY_BYTES", "768KiB")
+    file, other = tmp_path / "all", tmp_path / "other"
+    shell("export", file, "--path", store)
+    said = shell("import", file, "--path", other, code=1)
+    assert said["no_room"] == 30 - said["records"] > 0
+    assert found(other) == said["records"]
+
+
+def test_a_store_in_use_is_refused_with_its_process(store: Path, shell: Shell, tmp_path: Path) -> None:
+    tier = opened(store)
+    file = tmp_path / "all"
+    for words in (["inspect"], ["check"], ["scrub"], ["compact"], ["export", file], ["rebuild"]):
+        assert f"in use by process {os.getpid()}" in shell(*words, "--path", store, code=2)
+    tier.close()
+
+
+def test_what_is_no_store_is_not_made_one(tmp_path: Path, shell: Shell) -> None:
+    assert "no store" in shell("inspect", "--path", tmp_path, code=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lost_journal_is_made_anew(store: Path, shell: Shell) -> None:
+    damage(store, 2)
+    for path in [*store.glob("journal-*"), *store.glob("checkpoint-*")]:
+        path.unlink()
+    assert "kvcache nvme rebuild" in shell("inspect", "--path", store, code=2)
+    said = shell("rebuild", "--dry-run", "--path", store)
+    assert (said["records"], said["unsound"]) == (29, 1)
+    assert "kvcache nvme rebuild" in shell("inspect", "--path", store, code=2)
+    assert shell("rebuild", "--path", store)["records"] == 29
+    assert found(store) == 29
+    assert "its journal is well" in shell("rebuild", "--path", store, code=2)
+    assert PAYLOAD_BYTES < RECORD_BYTES

@@ -1,0 +1,125 @@
+"""A store told anew by its records, after every way in which a journal can be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvcache.errors import StoreError
+from kvcache.tier.nvme.label import LABEL_BYTES, Label
+from kvcache.tier.nvme.rebuild import rebuild
+from tests.tier.blocks import chain
+from tests.tier.stores import ABSENT, DONE, Open, read, write
+from tests.tier.test_nvme_journal import vector
+
+BLOCKS, LARGE = chain(12), chain(6, seed=1)
+
+
+def _remove(store: Path) -> None:
+    for path in [*store.glob("journal-*"), *store.glob("checkpoint-*")]:
+        path.unlink()
+
+
+def _spoil_header(store: Path) -> None:
+    for path in store.glob("journal-*"):
+        path.write_bytes(b"\xff" * 48 + path.read_bytes()[48:])
+
+
+def _lose_checkpoint(store: Path) -> None:
+    for path in store.glob("checkpoint-*"):
+        path.unlink()
+
+
+def _spoil_middle(store: Path) -> None:
+    (path,) = store.glob("journal-*")
+    data = bytearray(path.read_bytes())
+    data[300] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("lose", [_remove, _spoil_header, _lose_checkpoint, _spoil_middle])
+def test_every_sound_record_comes_back(store: Open, tmp_path: Path, lose: Callable[[Path], None]) -> None:
+    tier = store()
+    assert write(tier, BLOCKS) == (DONE,) * 12
+    if lose is _lose_checkpoint:
+        assert tier.compact()
+    assert write(tier, LARGE, 40_000) == (DONE,) * 6
+    tier.close()
+    lose(tmp_path / "store")
+    told: list[int] = []
+    found = rebuild(str(tmp_path / "store"), told=told.append)
+    assert (found.records, found.unsound, found.doubles, found.unlabelled) == (18, 0, 0, 0)
+    assert sum(told) + found.segments * LABEL_BYTES == sum(
+        path.stat().st_size for path in (tmp_path / "store").glob("segment-*")
+    )
+    tier = store()
+    assert [read(tier, address) for address in BLOCKS] == [DONE] * 12
+    assert tier.contains(LARGE) == (DONE,) * 6
+    assert list(tier.scan())[:12] == BLOCKS
+    assert tier.sync()
+    assert tier.check() == []
+    assert write(tier, chain(3, seed=4)) == (DONE,) * 3
+
+
+def test_a_removed_record_may_come_back_and_is_right(store: Open, tmp_path: Path) -> None:
+    tier = store()
+    write(tier, BLOCKS)
+    tier.remove(BLOCKS[3:5])
+    tier.close()
+    _remove(tmp_path / "store")
+    assert rebuild(str(tmp_path / "store")).records == 12
+    tier = store()
+    assert read(tier, BLOCKS[3]) is DONE
+
+
+def test_a_torn_record_does_not_come_back(store: Open, tmp_path: Path) -> None:
+    tier = store()
+    write(tier, BLOCKS)
+    tier.close()
+    (path,) = (tmp_path / "store").glob("segment-*")
+    with path.open("r+b") as file:
+        file.seek(4 * 16384 + 8192)
+        file.write(bytes(4096))
+    _remove(tmp_path / "store")
+    found = rebuild(str(tmp_path / "store"))
+    assert (found.records, found.unsound) == (11, 1)
+    tier = store()
+    assert [read(tier, address) for address in BLOCKS].count(DONE) == 11
+    assert read(tier, BLOCKS[4]) is ABSENT
+
+
+def test_a_segment_without_a_label_is_told(store: Open, tmp_path: Path) -> None:
+    tier = store()
+    write(tier, BLOCKS)
+    write(tier, LARGE, 40_000)
+    tier.close()
+    path = min((tmp_path / "store").glob("segment-*"))
+    with path.open("r+b") as file:
+        file.seek(-LABEL_BYTES, 2)
+        file.write(b"\0" * 64)
+    _remove(tmp_path / "store")
+    found = rebuild(str(tmp_path / "store"))
+    assert (found.records, found.unlabelled) == (6, 1)
+
+
+def test_a_store_whose_journal_is_well_is_left_alone(store: Open, tmp_path: Path) -> None:
+    tier = store()
+    write(tier, BLOCKS)
+    tier.close()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()}
+    with pytest.raises(StoreError, match="its journal is well"):
+        rebuild(str(tmp_path / "store"))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "store").iterdir()} == before
+
+
+def test_a_label_of_any_other_bytes_is_none() -> None:
+    page = Label(4, 1, 16384).pack()
+    assert Label.unpack(page) == (4, 1, 16384)
+    assert page == vector("label").ljust(LABEL_BYTES, b"\0")
+    for at in range(40):
+        bad = bytearray(page)
+        bad[at] ^= 1
+        assert Label.unpack(bad) is None
+    assert Label.unpack(page[:4095]) is None
