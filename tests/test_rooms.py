@@ -40,6 +40,7 @@ APART = {
 
 TOGETHER: dict[tuple[str, str], str] = {
     ("kvcache.connector.vllm.process", "kvcache"): "an engine loads a connector by name: nobody above opens its cache",
+    ("kvcache.connector.sglang.opening", "kvcache"): "the same",
 }
 """(importing module, imported room) that may be all the same, with the reason."""
 

@@ -1,0 +1,20 @@
+"""SGLang: a HiCache storage backend, and a linker between its device pages and our host tier.
+
+    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "kvcache",
+      "module_path": "kvcache.connector.sglang", "class_name": "KVCacheStorage", "interface_v1": 1, "kvcache": {...}}'
+
+Each class is imported when SGLang asks for it: what describes its pools needs no SGLang.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_ROOMS = {"KVCacheStorage": "storage", "KVCacheLinker": "linker"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)

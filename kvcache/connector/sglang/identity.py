@@ -1,0 +1,65 @@
+"""What two servers must agree on to share a page. SGLang's own keys know tokens, adapter and salt, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvcache.block.hf import engine_facts
+from kvcache.block.revision import model_revision
+from kvcache.connector.sglang.wishes import Wishes
+from kvcache.errors import ModelError
+
+DIGESTS = "sglang page chain: sha256(previous digest, token ids), seeded by adapter and salt"
+"""The origin of the names, as `docs/spec/key.md` asks."""
+
+_SERVED = ("kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args", "load_format")
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    model: str
+    revision: str
+    facts: Mapping[str, Any]
+
+    def facts_of(self, pool: str, tag: str) -> dict[str, Any]:
+        """Of one pool: the name that SGLang gives it, and what format it says it has."""
+        return {**self.facts, "pool": pool, "pool_format": tag}
+
+
+def identify(served: Any, name: str | None, wishes: Wishes) -> Identity:
+    """From the server's arguments, as far as there are any. ModelError where nothing tells which weights these are."""
+    path = str(getattr(served, "model_path", None) or name or "")
+    snapshot = _snapshot(path, getattr(served, "revision", None))
+    if wishes.revision is None and snapshot is None:
+        raise ModelError(
+            f"model {path!r}: no directory and not in the hub's cache, so nothing tells which weights these are; "
+            'give "revision" under "kvcache" in the extra configuration'
+        )
+    model = wishes.model or path or "model"
+    revision = wishes.revision or model_revision(snapshot or path)
+    facts: dict[str, Any] = {"identity": DIGESTS}
+    if snapshot is not None:
+        facts["config"] = engine_facts(snapshot)
+    if not wishes.share_across_engines:
+        facts["engine"] = "sglang"
+        for field in _SERVED:
+            value = getattr(served, field, None)
+            if isinstance(value, (str, int, float)) and value not in {"", "auto", "{}"}:
+                facts[field] = value
+    return Identity(model, revision, facts)
+
+
+def _snapshot(path: str, revision: Any) -> Path | None:
+    """Where the model's files lie, if they do on this machine."""
+    if path and Path(path).is_dir():
+        return Path(path)
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(path, "config.json", revision=revision or "main")
+    except Exception:  # noqa: BLE001  no hub, or a name that is none
+        return None
+    return Path(found).parent if isinstance(found, str) else None

@@ -1,0 +1,207 @@
+"""What SGLang's pools of host memory hold: their layout in our words, and where their pages are.
+
+    layout               page of an MHA pool                order
+    layer_first          [K, V][layer] of a page's tokens   kv, layer, token, head, dim
+    page_first           [K, V] of [token][layer]           kv, token, layer, head, dim
+    page_first_direct    [K, V] of [layer][token]           kv, layer, token, head, dim
+    page_head            [K, V] of [head][token][layer]     kv, head, token, layer, dim
+
+and of an MLA pool the same without K, V and heads. A pool of another kind is told by where its pages' pieces are: they
+are opaque, and can be read by that kind of pool only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from kvcache.block.layout import CANONICAL, Group, KVLayout, Shard
+from kvcache.errors import LayoutError
+from kvcache.transfer.pages import GroupPages
+
+MHA_ORDERS: Mapping[str, tuple[str, ...]] = {
+    "layer_first": ("kv", "layer", "token", "head", "dim"),
+    "page_first": ("kv", "token", "layer", "head", "dim"),
+    "page_first_direct": ("kv", "layer", "token", "head", "dim"),
+    "page_head": ("kv", "head", "token", "layer", "dim"),
+}
+"""Axes of a page, outermost first: also those of SGLang's flat pages."""
+
+MLA_ORDERS: Mapping[str, tuple[str, ...]] = {
+    name: tuple("latent" if axis == "dim" else axis for axis in order if axis not in {"kv", "head"})
+    for name, order in MHA_ORDERS.items()
+    if name != "page_head"
+}
+_DTYPES = {
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.float32": "fp32",
+    "torch.float8_e4m3fn": "fp8_e4m3",
+    "torch.float8_e5m2": "fp8_e5m2",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Where this process stands among those that hold one model."""
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+
+    @property
+    def alone(self) -> bool:
+        return self.tp_size * self.pp_size == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A pool: the layout of what all ranks hold, this rank's part of each group, and its pages."""
+
+    layout: KVLayout
+    shards: tuple[Shard, ...]
+    pages: tuple[GroupPages, ...]
+    page_tokens: int
+    owner: Any
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(there.block_bytes for there in self.pages)
+
+    def flat(self, memory: Any, count: int) -> list[GroupPages]:
+        """`count` of SGLang's flat pages, one behind the other in `memory`; a page is the payload as it is."""
+        [there] = self.pages
+        shard, step = there.shard, self.layout.strides(there.shard)
+        first = int(memory.data_ptr())
+        layers = first + np.arange(shard.layers, dtype=np.uint64)[:, None] * np.uint64(step["layer"])
+        planes = layers + np.arange(there.bases.shape[1], dtype=np.uint64) * np.uint64(step.get("kv", 0))
+        return [
+            GroupPages(
+                layout=self.layout,
+                group=0,
+                shard=shard,
+                bases=planes.astype(np.uint64),
+                pages=count,
+                page_stride=there.block_bytes,
+                token_stride=step["token"],
+                head_stride=step.get("head", 0),
+                owner=memory,
+            )
+        ]
+
+
+def is_logical(pool: Any) -> bool:
+    """Whether it has no memory of its own: such a pool only counts what others hold."""
+    return getattr(pool, "kv_buffer", None) is None and pool.get_page_buffer_element_size() is None
+
+
+def describe(pool: Any, ranks: Ranks, *, canonical: bool = False) -> Described:
+    """The pool, in its own order or in the one that engines share. LayoutError where it cannot be told."""
+    kind = type(pool).__name__
+    if kind == "MHATokenToKVPoolHost" and pool.layout in MHA_ORDERS and str(pool.dtype) in _DTYPES:
+        return _attention(pool, ranks, "mha", MHA_ORDERS[pool.layout], canonical)
+    if kind == "MLATokenToKVPoolHost" and pool.layout in MLA_ORDERS and str(pool.dtype) in _DTYPES:
+        return _attention(pool, ranks, "mla", MLA_ORDERS[pool.layout], canonical)
+    if canonical:
+        raise LayoutError(
+            f"{kind} in {pool.layout}, {pool.dtype}: no other engine can read it; share_across_engines = false"
+        )
+    return _opaque(pool, ranks)
+
+
+def _attention(pool: Any, ranks: Ranks, kind: Any, order: tuple[str, ...], canonical: bool) -> Described:
+    mha = kind == "mha"
+    heads, dim, tokens = (
+        (pool.head_num, pool.head_dim, pool.page_size) if mha else (1, pool.kv_cache_dim, pool.page_size)
+    )
+    group = Group(
+        layers=pool.layer_num * ranks.pp_size,
+        kv_heads=heads * ranks.tp_size if mha else 1,
+        head_dim=dim,
+        dtype=_DTYPES[str(pool.dtype)],
+        kind=kind,
+        order=CANONICAL[kind] if canonical else order,
+    )
+    first_head = heads * ranks.tp_rank if mha else 0
+    first_layer = pool.layer_num * ranks.pp_rank
+    shard = Shard(first_layer, first_layer + pool.layer_num, first_head, first_head + heads)
+    layout = KVLayout((group,), tokens)
+    extent = {"kv": 2, "layer": pool.layer_num, "token": tokens, "head": heads, "dim": dim, "latent": dim}
+    item = pool.dtype.itemsize
+    axes = [axis for axis in order if axis != "kv"]  # K and V are half the pool apart
+    if pool.layout == "layer_first":
+        plane = tokens * heads * dim * item
+        step = {"layer": pool.size * heads * dim * item, "token": heads * dim * item, "head": dim * item}
+    else:
+        plane = prod(extent[axis] for axis in axes) * item
+        step = {axis: item * prod(extent[after] for after in axes[i + 1 :]) for i, axis in enumerate(axes)}
+    base = int(pool.kv_buffer.data_ptr())
+    planes = [int(pool.kv_buffer[kv].data_ptr()) for kv in range(2)] if mha else [base]
+    there = GroupPages(
+        layout=layout,
+        group=0,
+        shard=shard,
+        bases=np.array(
+            [[plane + layer * step["layer"] for plane in planes] for layer in range(pool.layer_num)], np.uint64
+        ),
+        pages=pool.page_num,
+        page_stride=plane,
+        token_stride=step["token"],
+        head_stride=step.get("head", 0) if mha else 0,
+        owner=pool.kv_buffer,
+    )
+    return Described(layout, (shard,), (there,), tokens, pool)
+
+
+def _opaque(pool: Any, ranks: Ranks) -> Described:
+    """By the pieces of its pages: those of one size, equally far from page to page, are a group of one layer each."""
+    first, second, last = (_pieces(pool, page) for page in (0, 1, pool.page_num - 1))
+    steps = [there - here for (here, _), (there, _) in zip(first, second, strict=True)]
+    told = [(here + (pool.page_num - 1) * step, size) for (here, size), step in zip(first, steps, strict=True)]
+    if told != last:
+        raise LayoutError(
+            f"{type(pool).__name__} in {pool.layout}: expected pages that are equally far from each other"
+        )
+    alike: dict[tuple[int, int], list[int]] = {}  # by size and step: where the pieces of page 0 are
+    for (here, size), step in zip(first, steps, strict=True):
+        alike.setdefault((size, step), []).append(here)
+    all_ranks, mine = ranks.tp_size * ranks.pp_size, ranks.pp_rank * ranks.tp_size + ranks.tp_rank
+    layout = KVLayout(
+        tuple(
+            Group(kind="opaque", layers=len(bases), kv_heads=all_ranks, opaque_bytes=size * all_ranks, name=f"part {g}")
+            for g, ((size, _), bases) in enumerate(alike.items())
+        ),
+        pool.page_size,
+    )
+    shards = tuple(Shard(0, len(bases), mine, mine + 1) for bases in alike.values())
+    pages = tuple(
+        GroupPages(
+            layout=layout,
+            group=g,
+            shard=shards[g],
+            bases=np.array(bases, np.uint64)[:, None],
+            pages=pool.page_num,
+            page_stride=step,
+            token_stride=0,
+            head_stride=0,
+            owner=pool,
+        )
+        for g, ((_, step), bases) in enumerate(alike.items())
+    )
+    return Described(layout, shards, pages, pool.page_size, pool)
+
+
+def _pieces(pool: Any, page: int) -> list[tuple[int, int]]:
+    """Address and size of each piece of a page."""
+    import torch
+
+    tokens = torch.arange(page * pool.page_size, (page + 1) * pool.page_size, dtype=torch.int64)
+    told = pool.get_page_buffer_meta(tokens)
+    if not told or not told[0]:
+        raise LayoutError(f"{type(pool).__name__}: it does not say where its pages are")
+    return list(zip(map(int, told[0]), map(int, told[1]), strict=True))

@@ -1,0 +1,245 @@
+"""HiCache's storage backend: pages between SGLang's pools of host memory and our tiers.
+
+A page is a block. Its name is SGLang's digest bound to a namespace of ours, one a pool; the rank stands in the shard.
+Interfaces v1 and v2 move pages straight between the pool and the tiers, v0 by way of flat tensors. A page of a model
+with several pools is there only where all of them have it.
+
+Called from two or three threads at once. Nothing here raises once attached, and no call takes longer than twice
+`deadline_s`, which keeps SGLang's own threads from hanging.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+    PoolHitPolicy,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from kvcache.connector.sglang.depot import Depot
+from kvcache.connector.sglang.identity import identify
+from kvcache.connector.sglang.opening import close_cache, open_cache
+from kvcache.connector.sglang.pool import Ranks, describe, is_logical
+from kvcache.connector.sglang.restorable import everywhere, trailing
+from kvcache.connector.sglang.wishes import Wishes
+
+_log = logging.getLogger("kvcache.sglang")
+
+
+class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is imported without its types
+    def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
+        self._config = config = storage_config
+        self._wishes = Wishes.read(config.extra_config)
+        self._ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
+        self._identity = identify(_server_args(), config.model_name, self._wishes)
+        self._depots: dict[str, Depot | None] = {}
+        self._moved: dict[str, list[tuple[int, float]]] = {"in": [], "out": []}
+        self._lock = threading.Lock()
+        self.registered_pools: dict[Any, Any] = {}
+        self.cache = open_cache(self._wishes, self._ranks)
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        super().register_mem_pool_host(mem_pool_host)
+        self._register(PoolName.KV, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._register(host_pool_name, host_pool)
+
+    def _register(self, name: Any, pool: Any) -> None:
+        """LayoutError where its pages cannot be told: SGLang then refuses to attach, and says why."""
+        if is_logical(pool):
+            self._depots[str(name)] = None
+            return
+        config, wishes = self._config, self._wishes
+        ranks = self._ranks
+        if config.is_mla_model and str(name) != PoolName.MAMBA.value:  # the same on each rank, written by the first
+            ranks = Ranks(0, 1, ranks.pp_rank, ranks.pp_size)
+        described = describe(pool, ranks, canonical=wishes.share_across_engines)
+        facts = self._identity.facts_of(str(name), str(getattr(pool, "storage_format_tag", None) or ""))
+        if config.attn_cp_size > 1 or config.dcp_size > 1:
+            facts["context_parallel"] = [config.attn_cp_size, config.attn_cp_rank, config.dcp_size, config.dcp_rank]
+        bound = self.cache.namespace(
+            described.layout,
+            model=self._identity.model,
+            revision=self._identity.revision,
+            tenant=wishes.tenant,
+            cache_salt=wishes.cache_salt,
+            facts=facts,
+            shards=described.shards,
+        )
+        self._depots[str(name)] = Depot(bound, described, wishes.deadline_s)
+
+    # --- whether it is there -------------------------------------------------------------------------------------
+
+    def exists(self, key: str) -> bool:
+        return self.batch_exists([key]) == 1
+
+    def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        depot = self._depots[PoolName.KV.value]
+        return len(keys) if depot is None else depot.leading(keys, _before(extra_info))
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        kv = self.batch_exists(keys, extra_info)
+        hits: dict[str, int] = {PoolName.KV: kv} if kv else {}
+        restorable = set(range(1, kv + 1))
+        for transfer in pool_transfers or ():
+            if not restorable:
+                break
+            if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
+                continue  # never gates; without a verdict SGLang learns nothing of it
+            depot = self._depots.get(str(transfer.name))
+            here = depot.present(keys[:kv]) if depot is not None else [True] * kv
+            if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                lengths = trailing(here, max(1, len(transfer.keys or ())))
+            else:
+                lengths = everywhere(here)
+            if lengths:
+                hits[transfer.name] = max(lengths)
+            restorable &= lengths
+        return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
+
+    # --- between SGLang's pools and the tiers --------------------------------------------------------------------
+
+    def batch_get_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        return self._move(PoolName.KV, keys, host_indices, extra_info, inward=True)
+
+    def batch_set_v1(
+        self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> list[bool]:
+        return self._move(PoolName.KV, keys, host_indices, extra_info, inward=False)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        return {t.name: self._move(t.name, t.keys or [], t.host_indices, extra_info, inward=True) for t in transfers}
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        return {t.name: self._move(t.name, t.keys or [], t.host_indices, extra_info, inward=False) for t in transfers}
+
+    def _move(
+        self,
+        name: Any,
+        keys: Sequence[str],
+        host_indices: torch.Tensor | None,
+        extra_info: HiCacheStorageExtraInfo | None,
+        *,
+        inward: bool,
+    ) -> list[bool]:
+        if str(name) not in self._depots:
+            return [False] * len(keys)
+        depot = self._depots[str(name)]
+        if depot is None or not keys:
+            return [True] * len(keys)
+        tokens = depot.described.page_tokens
+        if host_indices is None or host_indices.numel() != len(keys) * tokens:
+            found = 0 if host_indices is None else host_indices.numel()
+            _log.error("%s: %d host indices for %d pages of %d tokens; not moved", name, found, len(keys), tokens)
+            return [False] * len(keys)
+        page_ids = [index // tokens for index in host_indices[::tokens].tolist()]
+        # Only the first pool's pages are one chain: of the others any page may have been kept without the one before.
+        before = _before(extra_info) if str(name) == PoolName.KV.value else None
+        work = depot.fetch if inward else depot.keep
+        return self._timed("in" if inward else "out", depot, lambda: work(keys, page_ids, before))
+
+    # --- v0: flat tensors ----------------------------------------------------------------------------------------
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None]:
+        """The targets, filled; where none are given new tensors of the pool's type."""
+        depot = self._depots[PoolName.KV.value]
+        if depot is None or not keys:
+            return [None] * len(keys)
+        flat = torch.empty((len(keys), depot.described.page_bytes), dtype=torch.uint8)
+        pages = depot.described.flat(flat, len(keys))
+        came = self._timed("in", depot, lambda: depot.fetch(keys, range(len(keys)), None, pages))
+        made: list[torch.Tensor | None] = []
+        for i, there in enumerate(came):
+            if not there:
+                made.append(None)
+            elif target_locations is None:
+                made.append(flat[i].view(self.mem_pool_host.dtype))
+            else:
+                target_locations[i].view(torch.uint8).view(-1).copy_(flat[i])
+                made.append(target_locations[i])
+        return made
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        depot = self._depots[PoolName.KV.value]
+        if depot is None or not keys:
+            return True
+        flat = torch.stack([value.contiguous().view(torch.uint8).view(-1) for value in values])
+        pages = depot.described.flat(flat, len(keys))
+        return all(self._timed("out", depot, lambda: depot.keep(keys, range(len(keys)), None, pages)))
+
+    # --- the rest ------------------------------------------------------------------------------------------------
+
+    def _timed(self, way: str, depot: Depot, work: Callable[[], list[bool]]) -> list[bool]:
+        start = time.monotonic()
+        moved = work()
+        if self._config.enable_storage_metrics:
+            seconds = max(1e-9, time.monotonic() - start)
+            with self._lock:
+                self._moved[way].append((sum(moved), sum(moved) * depot.described.page_bytes / seconds / 1e9))
+        return moved
+
+    def get_stats(self) -> Any:
+        """What moved since the last call, in pages and GB/s; None where SGLang keeps no metrics."""
+        if not self._config.enable_storage_metrics:
+            return None
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        with self._lock:
+            moved, self._moved = self._moved, {"in": [], "out": []}
+        return StorageMetrics(
+            prefetch_pgs=[pages for pages, _ in moved["in"]],
+            prefetch_bandwidth=[rate for _, rate in moved["in"]],
+            backup_pgs=[pages for pages, _ in moved["out"]],
+            backup_bandwidth=[rate for _, rate in moved["out"]],
+        )
+
+    def close(self) -> None:
+        close_cache(self.cache)
+
+
+def _before(extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:
+    """The pages before a call's first; None where SGLang does not tell them (hicache_storage_pass_prefix_keys)."""
+    return extra_info.prefix_keys if extra_info is not None else None
+
+
+def _server_args() -> Any:
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        return get_server_args()
+    except Exception:  # noqa: BLE001  no server around: the extra configuration tells
+        return None

@@ -1,0 +1,1 @@
+from torchvision.transforms import InterpolationMode, __getattr__  # noqa: F401
