@@ -267,6 +267,25 @@ class Explain(_Section):
     )
 
 
+class Daemon(_Section):
+    """A cache that serves other processes of this host: `kvcache daemon`."""
+
+    socket: str = Field(
+        default="",
+        description="Path of the Unix socket that it listens on.",
+        json_schema_extra=_made("`kvcache.socket` in the user's runtime directory"),
+    )
+    mode: Annotated[str, Field(pattern="^0?[0-7]{3}$")] = Field(
+        default="600",
+        description="Who may connect: the socket's mode, in octal. Others than the owner need group or other.",
+    )
+    connections: Count = Field(default=512, description="Open at a time, at most; an engine's process has up to five.")
+    lease_s: Seconds = Field(
+        default=10.0, description="How long a client may take to copy what it was lent before it is let go."
+    )
+    drain_s: Seconds = Field(default=5.0, description="How long transfers under way may take to end at SIGTERM.")
+
+
 class Control(_Section):
     """The socket by which `kvcache ps`, `stats`, `check` and `bypass` reach this cache; for its own user only."""
 
@@ -296,6 +315,7 @@ class Settings(_Section):
     evict: Evict = Field(default_factory=Evict)
     flow: Flow = Field(default_factory=Flow)
     explain: Explain = Field(default_factory=Explain)
+    daemon: Daemon = Field(default_factory=Daemon)
     control: Control = Field(default_factory=Control)
     log: Log = Field(default_factory=Log)
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvcache
-from kvcache.errors import ConfigError, KVCacheError
+from kvcache.errors import ConfigError, KVCacheError, UnreachableError
 
 ROOT = Path(__file__).parents[1]
 
@@ -107,11 +107,21 @@ def test_nothing_below_the_engines_needs_an_extra() -> None:
     assert python(script) == "whole\n"
 
 
-@pytest.mark.parametrize("where", ["unix:/run/kvcache.sock", "tls://cache:7070"])
-def test_a_daemon_is_not_there_yet(where: str) -> None:
-    with pytest.raises(ConfigError, match="no daemon") as caught:
-        kvcache.open(where)
-    assert where in str(caught.value)
+def test_where_no_daemon_answers_that_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UnreachableError, match="kvcache daemon") as caught:
+        kvcache.open(f"unix:{tmp_path}/kvcache.socket")
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_daemon_elsewhere_is_not_reached_yet() -> None:
+    with pytest.raises(ConfigError, match="other hosts") as caught:
+        kvcache.open("tls://cache:7070")
+    assert "tls://cache:7070" in str(caught.value)
+
+
+def test_a_daemon_has_settings_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"host = .*settings of its own"):
+        kvcache.open(f"unix:{tmp_path}/kvcache.socket", host={"capacity_bytes": "1GiB"})
 
 
 def test_a_wrong_setting_is_refused_before_anything_is_made(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ SUBCOMMANDS = (
     "bypass",
     "check",
     "config",
+    "daemon",
     "demo",
     "doctor",
     "events",
@@ -91,3 +92,7 @@ def main() -> None:
 def _leave(code: int, text: str) -> None:
     print(f"kvcache: {' '.join(text.split())}", file=sys.stderr)
     raise SystemExit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -138,6 +138,16 @@ class Cache:
         """Those that were bound, each once."""
         return list({bound.id: bound.namespace for bound in list(self._bound.values())}.values())
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What this cache adds to every namespace's own."""
+        return self._coder.facts
+
+    @property
+    def bindings(self) -> int:
+        """How many there are of namespaces and shards, bound by whomever."""
+        return len(self._bound)
+
     def flush(self, timeout_s: float | None = None) -> bool:
         return self._flushed if self._closed else self.flow.flush(timeout_s)
 

@@ -44,8 +44,7 @@ def check_transfer(
         raise LayoutError(
             f"{len(pages)} pages, {len(page_ids)} lists of page ids: expected one for each of {groups} groups"
         )
-    if not 0 <= first <= end <= known:
-        raise LayoutError(f"blocks {first} to {end}: the request knows {known} full blocks; match or extend first")
+    check_blocks(first, end, known)
     for group, (there, ids) in enumerate(zip(pages, page_ids, strict=True)):
         if there.layout != layout or there.group != group:
             raise LayoutError(f"pages of group {there.group} where group {group} of the request's layout was expected")
@@ -54,6 +53,11 @@ def check_transfer(
         if len(ids) != end - first:
             raise LayoutError(f"{len(ids)} page ids in group {group}: expected {end - first}, one a block")
         there.check_ids(ids)
+
+
+def check_blocks(first: int, end: int, known: int) -> None:
+    if not 0 <= first <= end <= known:
+        raise LayoutError(f"blocks {first} to {end}: the request knows {known} full blocks; match or extend first")
 
 
 def check_origin(origin: object | None, *tokens: object | None) -> None:

@@ -15,7 +15,7 @@ from operator import itemgetter
 from kvcache.block.address import Address
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import SHARE, Holds
-from kvcache.hierarchy.mover import Mover
+from kvcache.hierarchy.mover import Mover, NotMovedError
 from kvcache.hierarchy.promote import Arrival
 from kvcache.hierarchy.run import Chained
 from kvcache.hierarchy.transfer import BlockTransfer
@@ -56,6 +56,8 @@ class Load:
         with working_for(self.request_id):
             try:
                 self._run()
+            except NotMovedError as error:
+                _log.debug("a load ended: %s", error)
             except Exception:  # noqa: BLE001  law: never in the way
                 _log.exception("a load failed; its blocks are a miss")
             finally:

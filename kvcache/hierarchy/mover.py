@@ -16,13 +16,27 @@ from kvcache.tier.arena import Slot
 from kvcache.transfer.copier import Copier
 from kvcache.transfer.pages import Pages
 
+
+class Place(Protocol):
+    @property
+    def view(self) -> memoryview:
+        """All of a slot."""
+
+
 Part = tuple[int, int, Slot]
 """A block, counted from the first that the transfer moves; a group; where its record stands."""
 
+PlacedPart = tuple[int, int, Place]
+"""The same, where only the slot's bytes are reached."""
+
+
+class NotMovedError(Exception):
+    """The other side of a transfer did not take part to its end: it left, or it did not want to."""
+
 
 class Mover(Protocol):
-    """Returns once the bytes are where they belong; raises where they will not be. The caller has a reference to each
-    slot until then."""
+    """Returns once the bytes are where they belong; raises where they will not be, NotMovedError where that is no
+    fault of ours. The caller has a reference to each slot until then."""
 
     def gather(self, parts: Sequence[Part]) -> None:
         """Fill the payloads of these slots."""
@@ -39,15 +53,15 @@ class PagesMover:
     pages: Pages
     page_ids: PageIds
 
-    def gather(self, parts: Sequence[Part]) -> None:
+    def gather(self, parts: Sequence[PlacedPart]) -> None:
         for group, ids, payloads in self._groups(parts):
             self.copier.gather(self.pages[group], ids, payloads).wait()
 
-    def scatter(self, parts: Sequence[Part]) -> None:
+    def scatter(self, parts: Sequence[PlacedPart]) -> None:
         for group, ids, payloads in self._groups(parts):
             self.copier.scatter(self.pages[group], ids, payloads).wait()
 
-    def _groups(self, parts: Sequence[Part]) -> list[tuple[int, list[int], list[memoryview]]]:
+    def _groups(self, parts: Sequence[PlacedPart]) -> list[tuple[int, list[int], list[memoryview]]]:
         groups = []
         for group, there in enumerate(self.pages):
             mine = [(block, slot) for block, g, slot in parts if g == group]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -16,13 +16,13 @@ from kvcache.block.namespace import Namespace
 from kvcache.errors import ClosedError
 from kvcache.hierarchy.ask import Question
 from kvcache.hierarchy.bypass import BYPASS
-from kvcache.hierarchy.edge import check_origin, check_transfer
+from kvcache.hierarchy.edge import check_blocks, check_origin, check_transfer
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.load import Load
 from kvcache.hierarchy.miss import Miss
-from kvcache.hierarchy.mover import PagesMover
+from kvcache.hierarchy.mover import Mover, PagesMover
 from kvcache.hierarchy.prefix import needs, wanted
 from kvcache.hierarchy.register import Register
 from kvcache.hierarchy.run import Chained, Run, place_of
@@ -32,6 +32,9 @@ from kvcache.observe.request import working_for
 from kvcache.tier.tier import AHEAD, Outcome
 from kvcache.transfer.copier import Copier
 from kvcache.transfer.pages import Pages
+
+Submit = Callable[[Callable[[], None]], object]
+"""Runs a call, here or elsewhere; `Executor.submit` is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +133,12 @@ class CacheRequest:
         extras: Extras | None = None,
         digests: Sequence[bytes] | None = None,
         after: bytes | None = None,
+        signatures: bytes | None = None,
+        head: bytes | None = None,
     ) -> Hit:
+        """`signatures`, packed: of blocks that another process hashed, with the chain's `head`."""
         bound, layout = self._bound, self._bound.layout
-        check_origin(self._origin, token_ids, digests)
+        check_origin(self._origin, token_ids, digests, signatures)
         lookup = self._flow.index.lookup(bound.names, bound.needs)
         if digests is not None:
             self._own = Chain.from_digests(bound.id, digests, layout.block_tokens, after=after)
@@ -140,7 +146,9 @@ class CacheRequest:
             chain = Chain(bound.id, layout.block_tokens)
             chain.extend(token_ids, extras, digest=lookup)
             self._own = chain
-        anew = digests is not None or token_ids is not None
+        if signatures is not None:
+            self._own = Chain.from_signatures(bound.id, signatures, layout.block_tokens, head=head)
+        anew = digests is not None or token_ids is not None or signatures is not None
         if anew:
             self._question = None
         self._by_tier = {}
@@ -200,54 +208,66 @@ class CacheRequest:
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         self._check(pages, page_ids, first_block, blocks)
-        transfer = BlockTransfer(blocks - first_block)
+        mover = PagesMover(self._bound.copier, pages, page_ids)
+        return self.bring(mover, first_block, blocks, self._flow.executor.submit)
+
+    def bring(self, mover: Mover, first: int, end: int, submit: Submit) -> BlockTransfer:
+        """Load blocks `first` to `end` by a mover, where `submit` runs it."""
+        check_blocks(first, end, len(self.signatures))
+        transfer = BlockTransfer(end - first)
         if self._flow.bypass.loads:
-            self._flow.counters.add("load_failures", blocks - first_block, outcome=BYPASS)
+            self._flow.counters.add("load_failures", end - first, outcome=BYPASS)
             transfer.settle_rest(0, Outcome.ABSENT)
             return transfer
-        claim = self._flow.holds.take(self._runs(self._bound.places, first_block, blocks))
+        claim = self._flow.holds.take(self._runs(self._bound.places, first, end))
         job = Load(
             flow=self._flow,
             request_id=self.id,
             namespace=self._bound.id,
-            mover=PagesMover(self._bound.copier, pages, page_ids),
+            mover=mover,
             chains=self._chains(),
-            needs=wanted(self._bound.layout, blocks),
-            blocks=range(first_block, blocks),
+            needs=wanted(self._bound.layout, end),
+            blocks=range(first, end),
             tenant=self._bound.tenant,
             before=self.begin(),
             deadline=self._flow.port.clock.now() + self._deadline_s,
             claim=claim,
             transfer=transfer,
         )
-        self.miss.loading(first_block, transfer)
-        self._flow.executor.submit(job.run)
+        self.miss.loading(first, transfer)
+        submit(job.run)
         return transfer
 
     def store(self, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         count = len(page_ids[0]) if page_ids else 0
         self._check(pages, page_ids, first_block, first_block + count)
+        mover = PagesMover(self._bound.copier, pages, page_ids)
+        return self.keep(mover, first_block, first_block + count, self._flow.executor.submit)
+
+    def keep(self, mover: Mover, first: int, end: int, submit: Submit) -> BlockTransfer:
+        """Store blocks `first` to `end` by a mover, where `submit` runs it."""
+        check_blocks(first, end, len(self.signatures))
         self.miss.count()
-        transfer = BlockTransfer(count)
+        transfer = BlockTransfer(end - first)
         if self._flow.bypass.stores:
             with working_for(self.id):
-                self._flow.drop(count, BYPASS, self._bound.id, tier=self._flow.host.name)
+                self._flow.drop(end - first, BYPASS, self._bound.id, tier=self._flow.host.name)
             transfer.settle_rest(0, Outcome.DROPPED)
             return transfer
         job = Store(
             flow=self._flow,
             request_id=self.id,
             namespace=self._bound.id,
-            mover=PagesMover(self._bound.copier, pages, page_ids),
+            mover=mover,
             chains=self._chains(),
             rules=[group.rule for group in self._bound.layout.groups],
-            first_block=first_block,
+            first_block=first,
             tenant=self._bound.tenant,
             before=self.begin(),
             transfer=transfer,
         )
         self._flow.begin_store()
-        self._flow.executor.submit(job.run)
+        submit(job.run)
         return transfer
 
     def close(self) -> None:

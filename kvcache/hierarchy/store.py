@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvcache.block.address import Address
 from kvcache.hierarchy.bypass import BYPASS
 from kvcache.hierarchy.flow import Flow
-from kvcache.hierarchy.mover import Mover
+from kvcache.hierarchy.mover import Mover, NotMovedError
 from kvcache.hierarchy.run import Chained, runs
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import logger, working_for
@@ -44,6 +44,8 @@ class Store:
         with working_for(self.request_id):
             try:
                 self._run()
+            except NotMovedError as error:
+                _log.debug("a store ended: %s", error)
             except Exception:  # noqa: BLE001  law: never in the way
                 _log.exception("a store failed; its blocks are not kept")
             finally:

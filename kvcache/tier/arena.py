@@ -40,6 +40,7 @@ class Extent:
             self.generations[i] += 1
         self.slots: dict[int, Slot] = {}  # given out
         self.closing = False  # no slot of it is given out
+        self.gone = False  # its region is another's, or nobody's
 
     @property
     def kind(self) -> Kind:
@@ -187,6 +188,7 @@ class Arena:
         extents = self._extents[extent.kind]
         extents.remove(extent)
         self._open[extent.kind].pop(extent, None)
+        extent.gone = True
         if not extents:
             del self._extents[extent.kind], self._open[extent.kind]
         self.mapped_bytes -= extent.region.bytes

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 
 SILENT = {
+    "daemon": "a server, which answers over its socket",
     "demo": "a performance to watch; --json FILE keeps its figures",
     "serve": "a server, which answers over HTTP",
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,38 @@ def tier(bench: Bench) -> Tier:
     return bench.tier
 
 
+def served(directory: Path) -> tuple[Any, Callable[[], None]]:
+    """A client of a daemon in this process, and what ends the daemon."""
+    from kvcache.config import load
+    from kvcache.daemon.address import Claim
+    from kvcache.daemon.server import Daemon, start
+    from kvcache.hierarchy.cache import Cache
+
+    own = Cache(load(None, host={"capacity_bytes": 8 * MiB}, nvme={"enabled": False}), shared=True)
+    stop = start(Daemon(own, Claim(directory / "daemon", 0o600)))
+
+    def end() -> None:
+        stop()
+        own.close()
+
+    return kvcache.open(f"unix:{directory / 'daemon'}", patience_s=30.0), end
+
+
 @pytest.fixture(
     params=[
         "naive",
         "host",
         "host+nvme",
+        pytest.param("daemon", marks=pytest.mark.skipif(sys.platform != "linux", reason="files in memory are Linux's")),
         pytest.param("host+redis", marks=pytest.mark.skipif(bool(MISSING), reason=MISSING)),
     ]
 )
 def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+    end = None
     if request.param == "naive":
         made: Any = NaiveCache()
+    elif request.param == "daemon":
+        made, end = served(tmp_path)
     else:
         made = kvcache.open(
             host={"capacity_bytes": 8 * MiB},
@@ -55,3 +77,5 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     assert made.flush(30)
     assert made.check() == []
     made.close()
+    if end is not None:
+        end()

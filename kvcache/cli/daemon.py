@@ -1,0 +1,57 @@
+"""`kvcache daemon`: a cache that outlives the engines that use it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def daemon(
+    settings: Annotated[Path | None, typer.Argument(help="A settings file (TOML); without one, defaults.")] = None,
+    socket: Annotated[str | None, typer.Option(help="The Unix socket; weighs more than daemon.socket.")] = None,
+    check_config: Annotated[
+        bool, typer.Option("--check-config", help="Say what would be served, and leave: 2 where it makes no sense.")
+    ] = False,
+    linger_s: Annotated[
+        float | None, typer.Option(min=0.1, help="End once nobody has been connected for so long.")
+    ] = None,
+) -> None:
+    """Serve a cache to the engines of this host, until SIGTERM."""
+    import kvcache
+    from kvcache.config import load
+    from kvcache.daemon.address import Claim, socket_of
+    from kvcache.daemon.control.server import listen
+    from kvcache.daemon.ground import prepare
+    from kvcache.daemon.server import Daemon
+    from kvcache.hierarchy.cache import Cache
+    from kvcache.log import apply
+    from kvcache.units import show_bytes
+
+    given: dict[str, Any] = {} if socket is None else {"daemon__socket": socket}
+    loaded = load(settings, **given)
+    apply(loaded.log)
+    prepare(loaded)
+    path = socket_of(loaded.daemon.socket)
+    nvme = f", {show_bytes(loaded.nvme.capacity_bytes)} at {loaded.nvme.path}" if loaded.nvme.enabled else ""
+    what = f"unix:{path}, {show_bytes(loaded.host.capacity_bytes)} of host memory{nvme}"
+    if check_config:
+        print(f"kvcache: would serve {what}")
+        return
+    claim = Claim(path, int(loaded.daemon.mode, 8))
+    try:
+        cache = Cache(loaded, shared=True)
+    except BaseException:
+        claim.release()
+        raise
+    with cache:
+        if loaded.control.enabled:
+            listen(cache, kvcache.__version__)
+        print(f"kvcache: serving {what}", flush=True)
+        Daemon(cache, claim, version=kvcache.__version__, linger_s=linger_s).run()
+        print("kvcache: ending; what is queued is written first", flush=True)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("daemon")(daemon)

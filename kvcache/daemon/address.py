@@ -1,0 +1,81 @@
+"""Where a daemon listens: a Unix socket that one process claims, and that is there once it answers."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from kvcache.daemon.control.place import LONGEST, prepare
+from kvcache.errors import ConfigError, StoreError
+
+NAME = "kvcache.socket"
+SCHEME = "unix:"
+_BACKLOG = 512
+
+
+def socket_of(where: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """The path that `unix:PATH` names; `unix:` alone is the user's own daemon."""
+    path = where.removeprefix(SCHEME).removeprefix("//")
+    return Path(path) if path else prepare(environ) / NAME
+
+
+class Claim:
+    """The socket and the right to it, until `release`. StoreError where another process has it."""
+
+    def __init__(self, path: Path, mode: int) -> None:
+        self.path, self._mode, self._pid = path.absolute(), mode, os.getpid()
+        new = self.path.with_name(f"{self.path.name}.new")
+        if len(os.fsencode(new)) > LONGEST:
+            raise ConfigError(
+                f"daemon.socket = {str(path)!r}: {LONGEST - 4} bytes are the most a socket's path may have"
+            )
+        try:
+            self._lock = os.open(
+                self.path.with_name(f"{self.path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            )
+        except OSError as error:
+            raise StoreError(
+                f"daemon.socket = {str(path)!r}: {error.strerror}; choose a directory that can be written"
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.pread(self._lock, 64, 0).decode(errors="replace").strip()
+            os.close(self._lock)
+            raise StoreError(
+                f"{path}: served by process {owner or 'unknown'} already; connect to unix:{path}"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(self._pid).encode(), 0)
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with suppress(FileNotFoundError):
+                new.unlink()
+            self.listener.bind(os.fspath(new))
+            new.chmod(mode)
+            self.listener.listen(_BACKLOG)
+            self.listener.setblocking(False)
+            new.rename(self.path)
+        except OSError as error:
+            self.listener.close()
+            os.close(self._lock)
+            raise StoreError(f"daemon.socket = {str(path)!r}: {error.strerror or error}") from None
+
+    def admits(self, user: int) -> bool:
+        """The socket's mode decides; that of the owner alone is checked once more, since modes can be changed."""
+        return bool(self._mode & 0o077) or user in (0, os.geteuid())
+
+    def hide(self) -> None:
+        """Nobody finds it any more. Idempotent."""
+        if self._pid == os.getpid():
+            with suppress(OSError):
+                self.path.unlink()
+
+    def release(self) -> None:
+        self.hide()
+        self.listener.close()
+        os.close(self._lock)

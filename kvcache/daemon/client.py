@@ -1,0 +1,316 @@
+"""A cache behind a daemon's socket: the face of `kvcache.hierarchy.face`, in an engine's process.
+
+Nothing that goes wrong with the daemon is the engine's to bear: while it does not answer, a match finds nothing, a
+load is a miss and a store is dropped, at once, and a thread tries to reach it again. Its end is seen by the end of the
+connection, so there is no heartbeat to miss, and nobody who is silent for a day is forgotten.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any
+
+from kvcache.block.layout import KVLayout, Shard
+from kvcache.block.namespace import Namespace
+from kvcache.daemon.mapping import Mappings
+from kvcache.daemon.protocol import VERSION, ProtocolError, answer
+from kvcache.daemon.remote import RemoteBound
+from kvcache.daemon.wire import Wire
+from kvcache.errors import ClosedError, ConfigError, KVCacheError, UnreachableError
+from kvcache.hierarchy.edge import check_shards
+from kvcache.observe.request import logger
+from kvcache.port import Port
+from kvcache.transfer.copier import Copier
+from kvcache.transfer.cpu import CpuCopier
+
+PATIENCE_S = 1.0
+"""For an answer on the connection of control, which an engine's scheduler waits for."""
+CLOSE_S = 30.0
+"""For what was stored to be where it is meant for, when an engine ends."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
+"""Between attempts to reach a daemon that is gone."""
+
+_log = logger("kvcache.daemon")
+
+
+class Link:
+    """One session with one daemon. Asked under the cache's lock."""
+
+    def __init__(self, path: str, engine: str, patience_s: float, background: Callable[[Callable[[], None]], object]):
+        self.path, self.patience_s = path, patience_s
+        self.wire = Wire.connect(path, patience_s)
+        try:
+            hello = self.ask("hello", version=VERSION, role="control", engine=engine)
+            self.session: bytes = hello["session"]
+            self.facts: dict[str, Any] = hello["facts"]
+            self.pid: int = hello["pid"]
+        except KeyError as error:
+            self.wire.close()
+            raise UnreachableError(f"{path}: a hello without {error}; is it a kvcache daemon?") from None
+        except KVCacheError:
+            self.wire.close()
+            raise
+        self.mappings = Mappings(background)
+        self.idle: list[Wire] = []  # connections that move records, of which none is in use
+        self.lock = threading.Lock()
+
+    def tell(self, op: str, **fields: Any) -> None:
+        self.wire.send({"op": op, **fields}, timeout_s=self.patience_s)
+
+    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+        """The answer; the error that it tells of is raised."""
+        self.tell(op, **fields)
+        return answer(self.wire.receive(self.patience_s)[0])
+
+    @contextmanager
+    def mover(self, timeout_s: float) -> Iterator[Wire]:
+        """A connection of the caller's own; closed where he leaves by an error, since the daemon may go on talking."""
+        with self.lock:
+            wire = self.idle.pop() if self.idle else None
+        if wire is None:
+            wire = Wire.connect(self.path, self.patience_s)
+            try:
+                wire.send(
+                    {"op": "hello", "version": VERSION, "role": "mover", "session": self.session}, timeout_s=timeout_s
+                )
+                answer(wire.receive(timeout_s)[0])
+            except BaseException:
+                wire.close()
+                raise
+        try:
+            yield wire
+        except BaseException:
+            wire.close()
+            raise
+        with self.lock:
+            self.idle.append(wire)
+
+    def close(self) -> None:
+        self.wire.close()
+        with self.lock:
+            wires, self.idle = self.idle, []
+        for wire in wires:
+            wire.close()
+
+
+class RemoteCache:
+    """Made by `kvcache.open("unix:...")`."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        engine: str = "",
+        deadline_s: float = 2.0,
+        patience_s: float = PATIENCE_S,
+        threads: int = 2,
+        port: Port | None = None,
+    ) -> None:
+        """`engine` names the engine that this process is a part of: its ranks join each other's requests by their ids,
+        and no other engine's. UnreachableError where no daemon listens at `path`."""
+        if "/" in engine or len(engine) > 256:
+            raise ConfigError(f"engine = {engine!r:.60}: expected a name of at most 256 characters without '/'")
+        self.path, self.engine, self.deadline_s, self.patience_s = path, engine, deadline_s, patience_s
+        self.port = port or Port()
+        self.copier: Copier = CpuCopier()
+        self.executor = self.port.executor(threads, "copy")
+        self._background = self.port.executor(1, "map")
+        self.prefix = uuid.uuid4().hex[:8]  # of the ids of requests that are given none
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._flushed = False  # by `close`
+        self._pid = os.getpid()
+        self._retrying = False
+        self._moving = 0
+        self._moved = threading.Condition()
+        self.link: Link | None = self._connect()
+        self.numbers = iter(range(1, 1 << 62))
+        _OPEN.add(self)
+
+    # the face
+
+    def namespace(
+        self,
+        layout: KVLayout,
+        *,
+        model: str,
+        revision: str,
+        adapter: str | None = None,
+        tenant: str = "default",
+        cache_salt: str = "",
+        facts: Mapping[str, Any] | None = None,
+        shards: Sequence[Shard] | None = None,
+        ranks: Sequence[Sequence[Shard]] | None = None,
+    ) -> RemoteBound:
+        self.check_open()
+        held, _ = check_shards(layout, shards, ranks)
+        namespace = Namespace(
+            layout,
+            model=model,
+            revision=revision,
+            adapter=adapter,
+            tenant=tenant,
+            cache_salt=cache_salt,
+            facts=facts or {},
+        )
+        bound = RemoteBound(self, namespace, held, ranks)
+        with self.asking() as link:
+            bound.number(link)
+        return bound
+
+    def flush(self, timeout_s: float | None = None) -> bool:
+        if self._closed.is_set():
+            return self._flushed
+        with self._moved:
+            if not self._moved.wait_for(lambda: self._moving == 0, timeout_s):
+                return False
+        try:
+            return bool(self._ask_apart("flush", timeout_s, {"timeout_s": timeout_s})["done"])
+        except KVCacheError as error:
+            _log.debug("not flushed: %s", error)
+            return False
+
+    def stats(self) -> dict[str, Any]:
+        """The daemon's; where it does not answer, `unreachable` says why."""
+        try:
+            with self.asking() as link:
+                return link.ask("stats")
+        except KVCacheError as error:
+            return {"tiers": {}, "unreachable": str(error)}
+
+    def check(self) -> list[str]:
+        """The daemon's audit of all of it."""
+        if self._closed.is_set():
+            return []
+        try:
+            return [str(fault) for fault in self._ask_apart("check", None, {})["faults"]]
+        except KVCacheError as error:
+            return [f"the daemon cannot be asked: {error}"]
+
+    def close(self) -> bool:
+        """Flush, and end this process's part; the daemon and what is in it stay."""
+        if self._closed.is_set():
+            return self._flushed
+        self.executor.close()
+        self._flushed = self.flush(CLOSE_S)
+        self._closed.set()
+        self._background.close()
+        with self._lock:
+            link, self.link = self.link, None
+        if link is not None:
+            link.close()
+        return self._flushed
+
+    def __enter__(self) -> RemoteCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # the daemon
+
+    @property
+    def reachable(self) -> bool:
+        return self.link is not None
+
+    def check_open(self) -> None:
+        if self._closed.is_set():
+            raise ClosedError("this cache was closed; open another one")
+
+    @contextmanager
+    def asking(self) -> Iterator[Link]:
+        """The session, for the time of a few questions. Where the daemon does not answer, UnreachableError, at once
+        until it was reached again."""
+        with self._lock:
+            link = self.link
+            if link is None:
+                raise UnreachableError(f"{self.path}: the daemon does not answer")
+            try:
+                yield link
+            except (UnreachableError, ProtocolError) as error:
+                self.lose(link, error)
+                raise
+
+    def lose(self, link: Link, error: KVCacheError) -> None:
+        """It is of no more use; try to reach the daemon again, in the background."""
+        with self._lock:
+            if self.link is not link or self._closed.is_set():
+                return
+            _log.warning(
+                "%s: the daemon is lost (%s); until it is back nothing is found and nothing kept", self.path, error
+            )
+            self.link = None
+            link.close()
+            if not self._retrying:
+                self._retrying = True
+                threading.Thread(target=self._retry, name="kvcache-reconnect", daemon=True).start()
+
+    def moves(self) -> None:
+        """A transfer begins; `flush` waits until it has `moved`."""
+        with self._moved:
+            self._moving += 1
+
+    def moved(self) -> None:
+        with self._moved:
+            self._moving -= 1
+            self._moved.notify_all()
+
+    def _connect(self) -> Link:
+        return Link(self.path, self.engine, self.patience_s, self._background.submit)
+
+    def _retry(self) -> None:
+        pause = FIRST_PAUSE_S
+        while not self._closed.wait(pause):
+            try:
+                link = self._connect()
+            except KVCacheError:
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+                continue
+            with self._lock:
+                self._retrying = False
+                if not self._closed.is_set():
+                    self.link = link
+                    _log.warning("%s: reached again", self.path)
+                    return
+            link.close()
+            return
+
+    def _ask_apart(self, op: str, timeout_s: float | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """A question that may take long, on a connection of its own."""
+        link = self.link
+        if link is None:
+            raise UnreachableError(f"{self.path}: the daemon does not answer")
+        end = None if timeout_s is None else time.monotonic() + timeout_s + self.patience_s
+        with link.mover(self.patience_s) as wire:
+            wire.send({"op": op, **fields}, timeout_s=self.patience_s)
+            return answer(wire.receive(None if end is None else max(0.0, end - time.monotonic()))[0])
+
+    def forget(self) -> None:
+        """In a forked child: the connections are the parent's, and so is what it was lent."""
+        self._closed.set()
+        self._lock = threading.RLock()
+        link, self.link = self.link, None
+        if link is not None:
+            for wire in (link.wire, *link.idle):
+                with suppress(OSError):
+                    wire.connection.close()
+
+
+_OPEN: weakref.WeakSet[RemoteCache] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for cache in list(_OPEN):
+        cache.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

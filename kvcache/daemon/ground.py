@@ -1,0 +1,42 @@
+"""What a daemon needs of the system, seen to before it begins: refusals name the number that is too small."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from kvcache.errors import ConfigError
+from kvcache.settings import Settings
+from kvcache.tier.region import Region
+from kvcache.units import show_bytes
+
+OWN_DESCRIPTORS = 64
+"""Files, sockets and threads' ends beside those that grow with the settings."""
+
+
+def descriptors(settings: Settings) -> int:
+    """How many this process may come to have open: an extent, a connection and the process behind it, a segment."""
+    host, nvme = settings.host, settings.nvme
+    segments = -(-nvme.capacity_bytes // nvme.segment_bytes) if nvme.enabled else 0
+    return -(-host.capacity_bytes // host.extent_bytes) + 2 * settings.daemon.connections + segments + OWN_DESCRIPTORS
+
+
+def prepare(settings: Settings) -> None:
+    """Raise this process's limits as far as needed and allowed; ConfigError where that is not enough."""
+    if not hasattr(os, "memfd_create"):
+        raise ConfigError("a daemon shares files in memory (memfd), which only Linux has; open the cache in the engine")
+    try:
+        Region(1 << 12, shared=True)
+    except OSError as error:
+        raise ConfigError(
+            f"no file in memory can be made ({error.strerror}): memfd_create, ftruncate and sealing must be allowed"
+        ) from None
+    needed, (soft, hard) = descriptors(settings), resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ConfigError(
+            f"{hard} descriptors (ulimit -Hn): {needed} are needed, one an extent of "
+            f"{show_bytes(settings.host.extent_bytes)}, two a connection (daemon.connections), one an NVMe segment; "
+            "raise the limit, or make extents and segments larger"
+        )
+    if soft != resource.RLIM_INFINITY and needed > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -1,0 +1,177 @@
+"""Lends slots of the arena to a client, which copies by itself; one thread a connection that moves records.
+
+What is lent for reading is held for as long as the client copies, within the lease; after that it may be given out
+again, and the slot's generation, which the client compares before and after its copy, tells it. What is lent for
+storing is not given out again before the client has hung up, however long that takes it: until then it may write there.
+A client hangs up only once its copy has ended, or because its process has.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvcache.daemon.protocol import DESCRIPTORS, LENT, ProtocolError, asked, refusal
+from kvcache.daemon.session import Session
+from kvcache.daemon.wire import Wire
+from kvcache.errors import KVCacheError, UnreachableError
+from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.mover import NotMovedError, Part
+from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.observe.request import logger
+from kvcache.tier.arena import Arena, Extent, Slot
+from kvcache.tier.tier import Outcome
+
+OUTCOMES: tuple[Outcome, ...] = tuple(Outcome)
+"""In a message an outcome is one byte, its place in this order."""
+_CODES = {outcome: code for code, outcome in enumerate(OUTCOMES)}
+
+_log = logger("kvcache.daemon")
+
+
+class Lender:
+    """A `Mover` for the client at the other end of a connection."""
+
+    def __init__(self, wire: Wire, arena: Arena, lease_s: float) -> None:
+        self._wire, self._arena, self._lease_s = wire, arena, lease_s
+        self._known: dict[int, tuple[Extent, bool]] = {}  # extents that this connection told of; whether writable
+        self._lent: list[Slot] = []  # to a client that did not answer in time
+        self.broken = False
+
+    def gather(self, parts: Sequence[Part]) -> None:
+        slots = [slot for _, _, slot in parts]
+        self._arena.acquire(*slots)
+        try:
+            self._lend(parts, writable=True)
+        except BaseException:
+            if self.broken:
+                self._lent += slots
+            else:
+                self._arena.release(*slots)
+            raise
+        self._arena.release(*slots)
+
+    def close(self) -> None:
+        """Have back what was lent."""
+        if self._lent:
+            self._wire.outlast()
+        self._arena.release(*self._lent)
+        self._lent = []
+
+    def scatter(self, parts: Sequence[Part]) -> None:
+        self._lend(parts, writable=False)
+
+    def _lend(self, parts: Sequence[Part], *, writable: bool) -> None:
+        first = 0
+        while first < len(parts):
+            new: dict[int, Extent] = {}
+            end = first
+            for _, _, slot in parts[first:]:
+                extent = slot.extent
+                told = self._known.get(extent.number)
+                if told is None or (writable and not told[1]):
+                    if len(new) == DESCRIPTORS and extent.number not in new:
+                        break
+                    new[extent.number] = extent
+                end += 1
+            blocks = max(i for i, _, _ in parts) + 1 if end == len(parts) else 0
+            self._tell(parts[first:end], list(new.values()), blocks, writable=writable)
+            first = end
+
+    def _tell(self, parts: Sequence[Part], new: Sequence[Extent], blocks: int, *, writable: bool) -> None:
+        """`blocks`: with these the client has all that it needs of so many; 0 while more is to come."""
+        lent = np.array([(i, g, 0, s.extent.number, s.i, s.generation) for i, g, s in parts], LENT)
+        descriptors: list[int] = []
+        try:
+            descriptors.extend(extent.region.export(writable=writable) for extent in new)
+            message = {
+                "lent": lent.tobytes(),
+                "blocks": blocks,
+                "extents": [[e.number, e.slot_bytes, e.region.bytes, writable] for e in new],
+                "gone": self._gone(),
+            }
+            self._wire.send(message, descriptors, timeout_s=self._lease_s)
+            self._known.update({extent.number: (extent, writable) for extent in new})
+            reply, _ = self._wire.receive(self._lease_s)
+        except OSError as error:
+            raise NotMovedError(f"no descriptor left for the client: {error}") from None
+        except (UnreachableError, ProtocolError) as error:
+            self.broken = True
+            raise NotMovedError(str(error)) from None
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        if reply.get("taken") is not True:
+            raise NotMovedError("the client did not want it")
+
+    def _gone(self) -> list[int]:
+        """Extents that the connection told of and that are no more."""
+        gone = [number for number, (extent, _) in self._known.items() if extent.gone]
+        for number in gone:
+            del self._known[number]
+        return gone
+
+
+@dataclass(eq=False)
+class Moving:
+    """A connection that moves records, as the daemon sees it."""
+
+    connection: socket.socket
+    session: Session
+    busy: bool = False
+    ending: bool = False  # it takes no more questions
+
+
+def serve(moving: Moving, cache: Cache, lease_s: float) -> None:
+    """Answer this connection until it ends, or a message makes no sense, or all of it ends."""
+    wire, session = Wire(moving.connection, takes=False), moving.session
+    lender = Lender(wire, cache.host.arena, lease_s)
+    try:
+        while not (lender.broken or session.ended or moving.ending):
+            message, _ = wire.receive()
+            op, _ = asked(message, "mover")
+            moving.busy = True
+            answer = _answered(op, message, session, cache, lender)
+            if not lender.broken:
+                wire.send(answer, timeout_s=lease_s)
+            moving.busy = False
+    except ProtocolError as error:
+        with suppress(UnreachableError):
+            wire.send(refusal(error), timeout_s=lease_s)
+    except UnreachableError as error:
+        _log.debug("a connection ended: %s", error)
+    finally:
+        moving.busy = False
+        lender.close()
+        wire.close()
+
+
+def _answered(op: str, message: Mapping[str, Any], session: Session, cache: Cache, lender: Lender) -> dict[str, Any]:
+    try:
+        return {"ok": _answer(op, message, session, cache, lender)}
+    except KVCacheError as error:
+        return refusal(error)
+    except Exception as error:  # noqa: BLE001  one client's fault is nobody else's
+        _log.exception("%s failed", op)
+        return refusal(KVCacheError(f"{op} failed: {error!r:.200}"))
+
+
+def _answer(op: str, message: Mapping[str, Any], session: Session, cache: Cache, lender: Lender) -> dict[str, Any]:
+    if op == "flush":
+        return {"done": cache.flush(message.get("timeout_s"))}
+    if op == "check":
+        return {"faults": cache.check()[:1000]}
+    request = session.request(message["request"])
+    move = request.bring if op == "load" else request.keep
+    transfer: BlockTransfer = move(lender, message["first"], message["end"], _here)
+    return {"outcomes": bytes(_CODES[outcome] for outcome in transfer.outcomes)}
+
+
+def _here(call: Callable[[], None]) -> None:
+    call()

@@ -1,0 +1,118 @@
+"""The daemon's memory as a client sees it: extents mapped, slots in them, generations compared."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.daemon.protocol import LENT, ProtocolError
+from kvcache.tier.region import POPULATE_READ, POPULATE_WRITE, table_bytes, touch
+
+MOST_BYTES = 1 << 40
+"""Of one extent: what a daemon says is checked like anything else."""
+
+
+class Mapping:
+    """One extent. Its memory is unmapped when nobody uses a view of it any more."""
+
+    def __init__(self, descriptor: int, slot_bytes: int, size_bytes: int, *, writable: bool) -> None:
+        total = size_bytes + table_bytes(size_bytes)
+        if not 0 < slot_bytes <= size_bytes <= MOST_BYTES or os.fstat(descriptor).st_size < total:
+            raise ProtocolError(f"an extent of {size_bytes} bytes in slots of {slot_bytes}: its file is another")
+        self.writable, self.slot_bytes, self.count = writable, slot_bytes, size_bytes // slot_bytes
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self._memory = mmap.mmap(descriptor, total, flags=mmap.MAP_SHARED, prot=access)
+        if hasattr(mmap, "MADV_DONTFORK"):  # a child that outlives us must not write to what was lent to us
+            self._memory.madvise(mmap.MADV_DONTFORK)
+        self.view = memoryview(self._memory)[:size_bytes]
+        self.generations: NDArray[np.uint64] = np.frombuffer(self._memory, "<u8", self.count, size_bytes)
+
+    def touch(self) -> None:
+        """Have the system map all of it: a first touch costs more than the copy of what is there."""
+        with suppress(ValueError):  # unmapped meanwhile
+            touch(self._memory, POPULATE_WRITE if self.writable else POPULATE_READ)
+
+
+@dataclass(frozen=True, slots=True)
+class LentSlot:
+    mapping: Mapping
+    i: int
+
+    @property
+    def view(self) -> memoryview:
+        size = self.mapping.slot_bytes
+        return self.mapping.view[self.i * size : (self.i + 1) * size]
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Slots that the daemon lent."""
+
+    parts: Sequence[tuple[int, int, LentSlot]]  # block, group, slot
+    generations: NDArray[np.uint64]
+
+    @property
+    def first(self) -> int:
+        return min(block for block, _, _ in self.parts)
+
+    def unchanged(self) -> NDArray[np.bool_]:
+        """By part, whether its slot is still the one that was lent."""
+        words = [slot.mapping.generations[slot.i] for _, _, slot in self.parts]
+        same: NDArray[np.bool_] = np.array(words, np.uint64) == self.generations
+        return same
+
+
+class Mappings:
+    """Of one session. Thread-safe."""
+
+    def __init__(self, background: Callable[[Callable[[], None]], object]) -> None:
+        self._background = background
+        self._there: dict[int, Mapping] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._there)
+
+    def take_in(self, extents: Sequence[Sequence[int]], descriptors: Sequence[int], gone: Sequence[int]) -> None:
+        """Map what is new, let go of what is no more. Closes the descriptors."""
+        try:
+            if len(extents) != len(descriptors):
+                raise ProtocolError(f"{len(extents)} extents with {len(descriptors)} descriptors")
+            for (number, slot_bytes, size_bytes, writable), descriptor in zip(extents, descriptors, strict=True):
+                with self._lock:
+                    there = self._there.get(number)
+                    if there is None or (writable and not there.writable):
+                        made = Mapping(descriptor, slot_bytes, size_bytes, writable=bool(writable))
+                        self._there[number] = made
+                        self._background(made.touch)
+            with self._lock:
+                for number in gone:
+                    self._there.pop(number, None)
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"extents that make no sense: {error}") from None
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def lent(self, packed: bytes, *, blocks: int, groups: int) -> Lent:
+        """What a message lends, of a transfer of so many blocks; ProtocolError where it is no part of that."""
+        if not packed or len(packed) % LENT.itemsize:
+            raise ProtocolError(f"{len(packed)} bytes of lent slots: expected a multiple of {LENT.itemsize}")
+        rows = np.frombuffer(packed, LENT)
+        if rows["block"].max() >= blocks or rows["group"].max() >= groups:
+            raise ProtocolError(f"slots are lent for blocks that were not asked for: {blocks} were")
+        parts = []
+        with self._lock:
+            for block, group, _, extent, i, _ in rows.tolist():
+                mapping = self._there.get(extent)
+                if mapping is None or i >= mapping.count:
+                    raise ProtocolError(f"slot {i} of extent {extent}: not one that was told of")
+                parts.append((block, group, LentSlot(mapping, i)))
+        return Lent(parts, rows["generation"])

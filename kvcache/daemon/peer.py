@@ -1,0 +1,154 @@
+"""One connection as the daemon's loop sees it: bytes to messages and back, within bounds, never waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from kvcache.daemon.protocol import HEAD_BYTES, ProtocolError, body_bytes, pack, refusal, unpack
+from kvcache.daemon.wire import BUFFER_BYTES
+from kvcache.observe.request import logger
+
+UNREAD_BYTES = 16 << 20
+"""Of answers that a client does not take, beyond which it is let go."""
+AT_ONCE = 32
+"""Messages of one client that are answered before others have their turn."""
+_CHUNK_BYTES = 256 << 10
+_CREDENTIALS = struct.Struct("3i")
+
+_log = logger("kvcache.daemon")
+
+
+class Peer:
+    """`on_message` is called with each message, `on_end` once when the connection is over."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        connection: socket.socket,
+        on_message: Callable[[Peer, dict[str, Any]], None],
+        on_end: Callable[[Peer], None],
+    ) -> None:
+        self.pid, self.uid, _ = credentials(connection)
+        self.connection = connection
+        self._loop, self._on_message, self._on_end = loop, on_message, on_end
+        self._read = bytearray()
+        self._unread: deque[memoryview] = deque()
+        self._unread_bytes = 0
+        self.open = True
+        connection.setblocking(False)
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            with suppress(OSError):
+                connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+        loop.add_reader(connection, self._readable)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Now, as far as the other side takes it, and the rest when it does."""
+        if not self.open:
+            return
+        try:
+            rest = memoryview(pack(message))
+        except ProtocolError as error:  # an answer too long for a frame
+            rest = memoryview(pack(refusal(error)))
+        if not self._unread:
+            rest = rest[self._put(rest) :]
+            if not rest or not self.open:
+                return
+            self._loop.add_writer(self.connection, self._writable)
+        self._unread.append(rest)
+        self._unread_bytes += len(rest)
+        if self._unread_bytes > UNREAD_BYTES:
+            _log.warning("process %d does not take its answers: let go", self.pid)
+            self.close()
+
+    def detach(self) -> socket.socket:
+        """The connection, for a thread to go on with: the loop has no more to do with it."""
+        self._loop.remove_reader(self.connection)
+        self._loop.remove_writer(self.connection)
+        self.open = False
+        self.connection.setblocking(True)
+        return self.connection
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self.open:
+            return
+        self.open = False
+        self._loop.remove_reader(self.connection)
+        self._loop.remove_writer(self.connection)
+        self.connection.close()
+        self._unread.clear()
+        self._on_end(self)
+
+    def _put(self, data: memoryview) -> int:
+        try:
+            return self.connection.send(data)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            self.close()
+            return 0
+
+    def _writable(self) -> None:
+        while self._unread and self.open:
+            done = self._put(self._unread[0])
+            self._unread_bytes -= done
+            if done < len(self._unread[0]):
+                if self.open:
+                    self._unread[0] = self._unread[0][done:]
+                return
+            self._unread.popleft()
+        if self.open:
+            self._loop.remove_writer(self.connection)
+
+    def _readable(self) -> None:
+        try:
+            piece = self.connection.recv(_CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            piece = b""
+        if not piece:
+            self.close()
+            return
+        self._read += piece
+        self._answer_some()
+
+    def _answer_some(self) -> None:
+        for _ in range(AT_ONCE):
+            if not self.open:
+                return
+            try:
+                message = self._next()
+            except ProtocolError as error:
+                self.send(refusal(error))
+                self.close()
+                return
+            if message is None:
+                return
+            self._on_message(self, message)
+        if self.open:
+            self._loop.call_soon(self._answer_some)
+
+    def _next(self) -> dict[str, Any] | None:
+        if len(self._read) < HEAD_BYTES:
+            return None
+        end = HEAD_BYTES + body_bytes(self._read[:HEAD_BYTES])
+        if len(self._read) < end:
+            return None
+        with memoryview(self._read) as view:
+            message = unpack(view[HEAD_BYTES:end])
+        del self._read[:end]
+        return message
+
+
+def credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end, as the kernel knows them."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, gid = _CREDENTIALS.unpack(found)
+    return pid, uid, gid

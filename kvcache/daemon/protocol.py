@@ -1,0 +1,184 @@
+"""What goes over a daemon's socket: frames, the table of what can be asked, errors; `docs/spec/protocol.md`.
+
+A frame is the length of its body, 4 bytes little-endian, then a msgpack map. Whoever connects says hello first, then
+asks; an answer has `ok` or `error` and `text`. Nothing here trusts what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from kvcache.block.layout import Group, KVLayout, Shard
+from kvcache.errors import (
+    ClosedError,
+    ConfigError,
+    KVCacheError,
+    LayoutError,
+    NamespaceError,
+    RequestError,
+    StoreError,
+    TokenError,
+    UnreachableError,
+)
+
+VERSION = 1
+HEAD_BYTES = 4
+FRAME_BYTES = 8 << 20
+"""Of a body, at most: the signatures of 262,144 blocks."""
+GROUPS = 256
+"""Of a layout, at most."""
+DESCRIPTORS = 64
+"""In one frame, at most."""
+
+LENT = np.dtype(
+    [("block", "<u4"), ("group", "<u2"), ("unused", "<u2"), ("extent", "<u4"), ("slot", "<u4"), ("generation", "<u8")]
+)
+"""One slot that is lent: `block` counts from the first that the transfer moves."""
+
+
+class ProtocolError(KVCacheError):
+    """What came is no message of this protocol; the connection cannot go on."""
+
+
+ERRORS: Mapping[str, type[KVCacheError]] = {
+    "protocol": ProtocolError,
+    "unreachable": UnreachableError,
+    "closed": ClosedError,
+    "config": ConfigError,
+    "layout": LayoutError,
+    "namespace": NamespaceError,
+    "request": RequestError,
+    "store": StoreError,
+    "token": TokenError,
+    "failed": KVCacheError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One thing that can be asked: on which kind of connection, and with which fields of which types."""
+
+    role: str
+    needs: Mapping[str, type | tuple[type, ...]]
+    may: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
+    answered: bool = True
+
+
+_NUMBER = (int, float)
+OPS: Mapping[str, Op] = {
+    "hello": Op("any", {"version": int, "role": str}, {"session": bytes, "engine": str}),
+    "namespace": Op(
+        "control",
+        {"layout": dict, "model": str, "revision": str, "tenant": str, "cache_salt": str, "facts": dict},
+        {"adapter": str, "shards": list, "ranks": list},
+    ),
+    "open": Op("control", {"request": int, "namespace": int, "id": str}, {"deadline_s": _NUMBER}, answered=False),
+    "match": Op("control", {"request": int}, {"signatures": bytes, "head": bytes}),
+    "extend": Op("control", {"request": int, "signatures": bytes}),
+    "join": Op("control", {"request": int, "namespace": int, "id": str}),
+    "signatures": Op("control", {"request": int}),
+    "admit": Op("control", {"request": int}),
+    "close": Op("control", {"request": int}, answered=False),
+    "stats": Op("control", {}),
+    "load": Op("mover", {"request": int, "first": int, "end": int}),
+    "store": Op("mover", {"request": int, "first": int, "end": int}),
+    "flush": Op("mover", {}, {"timeout_s": _NUMBER}),
+    "check": Op("mover", {}),
+}
+
+
+def pack(message: Mapping[str, Any]) -> bytes:
+    """A frame. ProtocolError where the message is too long for one."""
+    body: bytes = msgpack.packb(message)
+    if len(body) > FRAME_BYTES:
+        raise ProtocolError(f"a message of {len(body)} bytes: at most {FRAME_BYTES} go into one")
+    return len(body).to_bytes(HEAD_BYTES, "little") + body
+
+
+def body_bytes(head: bytes | bytearray | memoryview) -> int:
+    """What a head announces; ProtocolError where that is more than is read."""
+    size = int.from_bytes(head, "little")
+    if size > FRAME_BYTES:
+        raise ProtocolError(f"a frame of {size} bytes: at most {FRAME_BYTES} are read")
+    return size
+
+
+def unpack(body: bytes | bytearray | memoryview) -> dict[str, Any]:
+    try:
+        message = msgpack.unpackb(body)
+    except Exception as error:  # noqa: BLE001  the library raises many kinds for bytes that are no message
+        raise ProtocolError(f"{len(body)} bytes that are not msgpack: {error!r:.120}") from None
+    if not isinstance(message, dict) or not all(isinstance(name, str) for name in message):
+        raise ProtocolError(f"a message that is {type(message).__name__}: expected a map of names")
+    return message
+
+
+def asked(message: Mapping[str, Any], role: str) -> tuple[str, Op]:
+    """What a message asks, with every field that it must have and of the right type. Fields that are not known are
+    ignored, so that a newer client is served."""
+    name = message.get("op")
+    op = OPS.get(name) if isinstance(name, str) else None
+    if op is None or name is None:
+        raise ProtocolError(f"op = {name!r:.40}: this version knows {', '.join(OPS)}")
+    if op.role not in ("any", role):
+        raise ProtocolError(f"op {name!r} on a {role} connection: expected one of role {op.role!r}")
+    for field_name, kind in op.needs.items():
+        if field_name not in message:
+            raise ProtocolError(f"{name} without {field_name!r}")
+        _check(name, field_name, message[field_name], kind)
+    for field_name, kind in op.may.items():
+        if message.get(field_name) is not None:
+            _check(name, field_name, message[field_name], kind)
+    return name, op
+
+
+def _check(op: str, name: str, value: Any, kind: type | tuple[type, ...]) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ProtocolError(f"{op}: {name} is {type(value).__name__}")
+
+
+def refusal(error: KVCacheError) -> dict[str, Any]:
+    """An error as an answer."""
+    kind = next((name for name, made in ERRORS.items() if type(error) is made), "failed")
+    return {"error": kind, "text": str(error)}
+
+
+def answer(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What was answered; the error that it tells of is raised."""
+    if isinstance(message.get("ok"), dict):
+        return dict(message["ok"])
+    kind, text = message.get("error"), message.get("text")
+    if not isinstance(kind, str) or not isinstance(text, str):
+        raise ProtocolError("an answer with neither `ok` nor `error`")
+    raise ERRORS.get(kind, KVCacheError)(text)
+
+
+def describe_shards(shards: Any) -> list[list[int]]:
+    return [[s.first_layer, s.end_layer, s.first_head, s.end_head] for s in shards]
+
+
+def read_shards(found: Any) -> list[Shard]:
+    try:
+        return [Shard(*(int(number) for number in four)) for four in found]
+    except LayoutError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise LayoutError(f"shards {found!r:.80}: expected four numbers each ({error})") from None
+
+
+def read_layout(found: Mapping[str, Any]) -> KVLayout:
+    """A layout from what `KVLayout.describe` says of it."""
+    try:
+        if len(found["groups"]) > GROUPS:
+            raise LayoutError(f"{len(found['groups'])} groups: a daemon takes {GROUPS}")
+        groups = [Group(**{**group, "order": tuple(group["order"])}) for group in found["groups"]]
+        return KVLayout(tuple(groups), found["block_tokens"])
+    except LayoutError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise LayoutError(f"a layout that cannot be read: {error!r:.120}") from None

@@ -1,0 +1,233 @@
+"""A daemon's cache bound to a namespace, and one prompt on its way: tokens are hashed here, the rest is asked."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from kvcache.block.key import Chain, Signatures
+from kvcache.block.layout import Shard
+from kvcache.block.namespace import Namespace
+from kvcache.daemon.protocol import describe_shards
+from kvcache.daemon.taker import Taker
+from kvcache.errors import KVCacheError
+from kvcache.hierarchy.edge import check_origin, check_transfer
+from kvcache.hierarchy.face import Extras, Hit, PageIds
+from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.observe.request import logger
+from kvcache.transfer.pages import Pages
+
+if TYPE_CHECKING:
+    from kvcache.daemon.client import Link, RemoteCache
+
+UNREACHABLE = "unreachable"
+"""The reason of a match that nobody answered."""
+
+_log = logger("kvcache.daemon")
+
+
+class RemoteBound:
+    def __init__(
+        self,
+        cache: RemoteCache,
+        namespace: Namespace,
+        shards: Sequence[Shard],
+        ranks: Sequence[Sequence[Shard]] | None,
+    ) -> None:
+        self.cache, self.namespace, self.layout, self.shards = cache, namespace, namespace.layout, shards
+        self.id = namespace.id
+        """As the daemon has it, which adds what it does to blocks: known from its first answer on."""
+        self._ranks = ranks
+        self._number: tuple[Link, int] | None = None
+
+    def number(self, link: Link) -> int:
+        """What this session calls it."""
+        if self._number is None or self._number[0] is not link:
+            n = self.namespace
+            told = link.ask(
+                "namespace",
+                layout=n.layout.describe(),
+                model=n.model,
+                revision=n.revision,
+                adapter=n.adapter,
+                tenant=n.tenant,
+                cache_salt=n.cache_salt,
+                facts=dict(n.facts),
+                shards=describe_shards(self.shards),
+                ranks=None if self._ranks is None else [describe_shards(of_rank) for of_rank in self._ranks],
+            )
+            self.id = told["id"]
+            self._number = link, told["namespace"]
+        return self._number[1]
+
+    def request(
+        self,
+        id: str | None = None,
+        *,
+        agent: str | None = None,
+        session: str | None = None,
+        ttl_s: float | None = None,
+        deadline_s: float | None = None,
+    ) -> RemoteRequest:
+        made = RemoteRequest(self, id or f"{self.cache.prefix}-{next(self.cache.numbers)}", deadline_s)
+        made.open()
+        return made
+
+    def join(self, id: str) -> RemoteRequest:
+        joined = RemoteRequest(self, id, None, joined=True)
+        with self.cache.asking() as link:
+            joined.number(link)
+        return joined
+
+
+class RemoteRequest:
+    def __init__(self, bound: RemoteBound, id: str, deadline_s: float | None, *, joined: bool = False) -> None:
+        self.id = id
+        self._bound, self._cache = bound, bound.cache
+        self._deadline_s = bound.cache.deadline_s if deadline_s is None else deadline_s
+        self._joined = joined
+        self._known = 0  # blocks of a joined request, when it was last asked
+        self._chain = Chain(bound.id, bound.layout.block_tokens)
+        self._number = next(bound.cache.numbers)
+        self._link: weakref.ref[Link] | None = None  # the session that knows this request
+        self._closed = False
+
+    @property
+    def signatures(self) -> Sequence[bytes]:
+        if not self._joined:
+            return self._chain.signatures
+        try:
+            with self._cache.asking() as link:
+                packed = link.ask("signatures", request=self.number(link))["signatures"]
+        except KVCacheError:
+            packed = b""
+        return Signatures(packed)
+
+    def open(self) -> None:
+        """Let the daemon know of it, so that others can join; where it cannot be told now, it is later."""
+        try:
+            with self._cache.asking() as link:
+                self.number(link)
+        except KVCacheError as error:
+            _log.debug("request %s is not known to the daemon yet: %s", self.id, error)
+
+    def number(self, link: Link, *, tell: bool = True) -> int:
+        """What this session calls it; opened, or joined, where the session does not know it yet. `tell`: also its
+        signatures, where it was open in another session before."""
+        if self._link is None or self._link() is not link:
+            fields = {"request": self._number, "namespace": self._bound.number(link), "id": self.id}
+            if self._joined:
+                self._known = link.ask("join", **fields)["blocks"]
+            else:
+                link.tell("open", **fields, deadline_s=self._deadline_s)
+                if tell and self._chain.packed and self._chain.namespace_id == self._bound.id:
+                    link.ask("match", request=self._number, **self._told())
+            self._link = weakref.ref(link)
+        return self._number
+
+    def _told(self) -> dict[str, Any]:
+        """The chain as a message has it."""
+        chain = self._chain
+        return {"signatures": chain.packed, "head": None if chain.head == chain.namespace_id else chain.head}
+
+    def match(
+        self,
+        token_ids: Any = None,
+        *,
+        extras: Extras | None = None,
+        digests: Sequence[bytes] | None = None,
+        after: bytes | None = None,
+    ) -> Hit:
+        check_origin(self._joined or None, token_ids, digests)
+        bound, block_tokens = self._bound, self._bound.layout.block_tokens
+        anew = digests is not None or token_ids is not None
+        if digests is not None:
+            self._chain = Chain.from_digests(bound.id, digests, block_tokens, after=after)
+        elif token_ids is not None:
+            chain = Chain(bound.id, block_tokens)
+            chain.extend(token_ids, extras)
+            self._chain = chain
+        fields = self._told() if anew else {}
+        try:
+            with self._cache.asking() as link:
+                told = link.ask("match", request=self.number(link, tell=not anew), **fields)
+                blocks = int(told["blocks"])
+                return Hit(
+                    tokens=blocks * block_tokens,
+                    blocks=blocks,
+                    by_tier=told["by_tier"],
+                    reason=told["reason"],
+                    pending=told["pending"],
+                )
+        except KVCacheError as error:
+            _log.debug("no match: %s", error)
+            return Hit(tokens=0, blocks=0, reason=UNREACHABLE)
+
+    def extend(
+        self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
+    ) -> None:
+        check_origin(self._joined or None, token_ids, digests)
+        before = len(self._chain.packed)
+        if digests is not None:
+            self._chain.extend_digests(digests)
+        else:
+            self._chain.extend(token_ids, extras)
+        if len(self._chain.packed) == before:
+            return
+        try:
+            with self._cache.asking() as link:
+                if self._link is None or self._link() is not link:
+                    self.number(link)  # which tells all of it
+                else:
+                    link.ask("extend", request=self._number, signatures=self._chain.packed[before:])
+        except KVCacheError as error:
+            self._link = None
+            _log.debug("not extended: %s", error)
+
+    def admit(self) -> None:
+        try:
+            with self._cache.asking() as link:
+                link.ask("admit", request=self.number(link))
+        except KVCacheError as error:
+            _log.debug("not admitted: %s", error)
+
+    def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
+        return self._move("load", pages, page_ids, first_block, blocks)
+
+    def store(self, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
+        return self._move("store", pages, page_ids, first_block, first_block + (len(page_ids[0]) if page_ids else 0))
+
+    def _move(self, op: str, pages: Pages, page_ids: PageIds, first: int, end: int) -> BlockTransfer:
+        self._cache.check_open()
+        known = len(self._chain.signatures)
+        if self._joined:
+            if end > self._known:
+                self._known = len(self.signatures)
+            known = self._known
+        check_transfer(self._bound.layout, self._bound.shards, pages, page_ids, first, end, known)
+        transfer = BlockTransfer(end - first)
+        taker = Taker(self._cache, self, op, first, end, pages, page_ids, transfer, self._deadline_s)
+        self._cache.moves()
+        self._cache.executor.submit(taker.run)
+        return transfer
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            with self._cache.asking() as link:
+                if self._link is not None and self._link() is link:
+                    link.tell("close", request=self._number)
+        except KVCacheError:  # then the session is over, and so is the request
+            pass
+
+    def __enter__(self) -> RemoteRequest:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,283 @@
+"""The daemon: one process owns a cache, others on this host share it over a Unix socket.
+
+One thread runs the loop: it accepts, and answers what takes no time (a match of a long prompt is a fraction of a
+millisecond). Each connection that moves records has a thread, which waits for the client to copy; the bytes themselves
+never come here. When a client goes, however it goes, everything that it held is back at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from kvcache.daemon.address import Claim
+from kvcache.daemon.lender import Moving, serve
+from kvcache.daemon.peer import Peer
+from kvcache.daemon.protocol import VERSION, ProtocolError, asked, refusal
+from kvcache.daemon.session import Session
+from kvcache.errors import KVCacheError, UnreachableError
+from kvcache.hierarchy.cache import Cache
+from kvcache.observe.request import logger
+
+HELLO_S = 5.0
+"""For a connection to say who it is."""
+_PAUSE_S = 0.1
+
+_log = logger("kvcache.daemon")
+
+
+class Daemon:
+    """Serves a cache made with `shared=True`, which stays the caller's to close."""
+
+    def __init__(self, cache: Cache, claim: Claim, *, version: str = "", linger_s: float | None = None) -> None:
+        """`linger_s`: end by itself once nobody has been connected for so long; never, where not given."""
+        self.cache, self.claim, self._version, self._linger_s = cache, claim, version, linger_s
+        self._settings = cache.settings.daemon
+        self.boot = secrets.token_bytes(8)
+        """Another one after every start."""
+        self._loop = new_loop()
+        self._peers: set[Peer] = set()
+        self._sessions: dict[bytes, Session] = {}
+        self._of_peer: dict[Peer, Session] = {}
+        self._watched: dict[bytes, int] = {}  # by session, the descriptor of its process
+        self._moving: dict[Moving, threading.Thread] = {}
+        self._ending = False
+        self._ended = asyncio.Event()
+        self._lingering: asyncio.TimerHandle | None = None
+
+    def run(self) -> None:
+        """Serve until `stop`, SIGTERM or SIGINT; then let transfers end and hang up."""
+        try:
+            if threading.current_thread() is threading.main_thread():
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    self._loop.add_signal_handler(number, self._end)
+            self._loop.add_reader(self.claim.listener, self._accept)
+            self._linger()
+            self._loop.run_until_complete(self._ended.wait())
+            self._drain()
+        finally:
+            self.claim.release()
+            self._loop.close()
+
+    def stop(self) -> None:
+        """From any thread."""
+        with suppress(RuntimeError):  # over already
+            self._loop.call_soon_threadsafe(self._end)
+
+    @property
+    def sessions(self) -> list[Session]:
+        return list(self._sessions.values())
+
+    # connections
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self.claim.listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # no descriptors left: those who wait in the queue are accepted when there are
+            _log.warning("nobody can be accepted for now: %s", error)
+            self._loop.remove_reader(self.claim.listener)
+            self._loop.call_later(_PAUSE_S, self._accept_again)
+            return
+        if len(self._peers) + len(self._moving) >= self._settings.connections:
+            _log.warning("more than %d connections (daemon.connections): one was refused", self._settings.connections)
+            connection.close()
+            return
+        try:
+            peer = Peer(self._loop, connection, self._said, self._left)
+        except OSError:  # it hung up already
+            connection.close()
+            return
+        self._peers.add(peer)
+        if not self.claim.admits(peer.uid):
+            _log.warning("user %d (process %d) was refused: this is user %d's cache", peer.uid, peer.pid, os.geteuid())
+            peer.send(refusal(UnreachableError(f"this cache is user {os.geteuid()}'s alone: see daemon.mode")))
+            peer.close()
+            return
+        self._loop.call_later(HELLO_S, self._unless_known, peer)
+
+    def _accept_again(self) -> None:
+        if not self._ending:
+            self._loop.add_reader(self.claim.listener, self._accept)
+
+    def _unless_known(self, peer: Peer) -> None:
+        if peer.open and peer not in self._of_peer:
+            peer.close()
+
+    def _left(self, peer: Peer) -> None:
+        self._peers.discard(peer)
+        session = self._of_peer.pop(peer, None)
+        if session is not None:
+            self._end_session(session)
+
+    # messages
+
+    def _said(self, peer: Peer, message: dict[str, Any]) -> None:
+        session = self._of_peer.get(peer)
+        try:
+            op, table = asked(message, "control")
+            if (op == "hello") != (session is None):
+                raise ProtocolError(f"{op!r}: expected hello first, and only once")
+        except ProtocolError as error:
+            peer.send(refusal(error))
+            peer.close()
+            return
+        try:
+            answer = {"ok": self._hello(peer, message) if session is None else session.answer(op, message)}
+        except ProtocolError as error:
+            peer.send(refusal(error))
+            peer.close()
+            return
+        except KVCacheError as error:
+            answer = refusal(error)
+        except Exception as error:  # noqa: BLE001  one client's fault is nobody else's
+            _log.exception("%s failed", op)
+            answer = refusal(KVCacheError(f"{op} failed: {error!r:.200}"))
+        if table.answered and peer.open:
+            peer.send(answer)
+
+    def _hello(self, peer: Peer, message: dict[str, Any]) -> dict[str, Any]:
+        if message["version"] != VERSION:
+            raise UnreachableError(
+                f"this daemon speaks version {VERSION} of the protocol, the client {message['version']}: "
+                "install the same kvcache in both"
+            )
+        if message["role"] == "mover":
+            return self._begin_moving(peer, message)
+        if message["role"] != "control":
+            raise ProtocolError(f"role {message['role']!r:.40}: expected control or mover")
+        engine = message.get("engine") or ""
+        if "/" in engine or len(engine) > 256:
+            raise ProtocolError("engine: expected a name of at most 256 characters without '/'")
+        session = Session(self.cache, engine, peer.pid)
+        self._sessions[session.secret] = self._of_peer[peer] = session
+        self._watch(session)
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
+        facts = self.cache.facts
+        return {
+            "version": VERSION,
+            "server": self._version,
+            "pid": os.getpid(),
+            "boot": self.boot,
+            "session": session.secret,
+            "facts": facts,
+        }
+
+    def _begin_moving(self, peer: Peer, message: dict[str, Any]) -> dict[str, Any]:
+        session = self._sessions.get(message.get("session") or b"")
+        if session is None or session.pid != peer.pid:
+            raise UnreachableError("no session of this process has this secret; connect again")
+        peer.send({"ok": {}})
+        if not peer.open:
+            raise UnreachableError("it hung up")
+        self._peers.discard(peer)
+        moving = Moving(peer.detach(), session)
+        thread = threading.Thread(target=self._move, args=(moving,), name="kvcache-mover", daemon=True)
+        self._moving[moving] = thread
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads in this process
+            del self._moving[moving]
+            moving.connection.close()
+        return {}
+
+    def _move(self, moving: Moving) -> None:
+        try:
+            serve(moving, self.cache, self._settings.lease_s)
+        finally:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._moving.pop, moving, None)
+
+    # ends
+
+    def _end_session(self, session: Session) -> None:
+        if self._sessions.pop(session.secret, None) is not None:
+            session.end()
+            self._linger()
+
+    def _watch(self, session: Session) -> None:
+        """End the session when its process ends, whoever else has its descriptors."""
+        try:
+            descriptor = os.pidfd_open(session.pid)
+        except (OSError, AttributeError):  # of another pid namespace: its connection alone tells
+            return
+        self._watched[session.secret] = descriptor
+        self._loop.add_reader(descriptor, self._process_ended, session)
+
+    def _process_ended(self, session: Session) -> None:
+        descriptor = self._watched.pop(session.secret)
+        self._loop.remove_reader(descriptor)
+        os.close(descriptor)
+        self._end_session(session)
+        for moving in [m for m in self._moving if m.session is session]:
+            hang_up(moving.connection)
+        for peer in [p for p, of in self._of_peer.items() if of is session]:
+            peer.close()
+
+    def _linger(self) -> None:
+        if self._linger_s is not None and not self._sessions and not self._ending and self._lingering is None:
+            self._lingering = self._loop.call_later(self._linger_s, self._end)
+
+    def _end(self) -> None:
+        if not self._ending:
+            self._ending = True
+            self._loop.remove_reader(self.claim.listener)
+            self.claim.hide()
+            self._ended.set()
+
+    def _drain(self) -> None:
+        """Transfers under way end, or their time does; then every connection is closed."""
+        end = time.monotonic() + self._settings.drain_s
+        for moving, thread in self._moving.items():
+            moving.ending = True
+            if not moving.busy:
+                hang_up(moving.connection)
+            thread.join(max(0.0, end - time.monotonic()))
+            hang_up(moving.connection)
+        for peer in list(self._peers):
+            peer.close()
+        for session in self.sessions:
+            self._end_session(session)
+        for descriptor in self._watched.values():
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
+        self._watched.clear()
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """Of uvloop where that is installed."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def start(daemon: Daemon) -> Callable[[], None]:
+    """Run it on a thread of this process; the function that ends it."""
+    thread = threading.Thread(target=daemon.run, name="kvcache-daemon", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        daemon.stop()
+        thread.join()
+
+    return end
+
+
+def hang_up(connection: socket.socket) -> None:
+    """Whoever waits for it sees its end; it stays theirs to close."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,172 @@
+"""What one client process has of a daemon: namespaces and open requests.
+
+A session begins with a control connection's hello and ends with that connection, or with the process, whichever comes
+first: then every request of it is closed and what these held is back. Nothing in it ends by a timer.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.daemon.protocol import ProtocolError, read_layout, read_shards
+from kvcache.errors import ConfigError, RequestError
+from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.request import BoundCache, CacheRequest
+
+NAMESPACES, REQUESTS = 256, 8192
+"""That a session may have open at a time."""
+ALL_NAMESPACES = 8192
+SIGNATURES_BYTES = 64 << 20
+"""Of all its requests together: 32 million tokens, in blocks of 16."""
+
+LONGEST_DEADLINE_S = 3600.0
+
+
+class Session:
+    """Asked by the loop's thread; `request` also by those that move records."""
+
+    def __init__(self, cache: Cache, engine: str, pid: int) -> None:
+        self.secret = secrets.token_bytes(16)
+        self.engine, self.pid = engine, pid
+        self._cache = cache
+        self._bound: list[BoundCache] = []
+        self._requests: dict[int, CacheRequest] = {}
+        self._sizes: dict[int, int] = {}  # bytes of signatures, of those that were opened here and not joined
+        self.ended = False
+
+    # what is asked
+
+    def answer(self, op: str, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A KVCacheError is the client's to hear; it changes nothing."""
+        answers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+            "namespace": self._namespace,
+            "open": self._open,
+            "match": self._match,
+            "extend": self._extend,
+            "join": self._join,
+            "signatures": lambda m: {"signatures": self.request(m["request"]).chain.packed},
+            "admit": self._admit,
+            "close": self._close,
+            "stats": lambda _: self._cache.stats(),
+        }
+        return answers[op](message)
+
+    def request(self, number: int) -> CacheRequest:
+        found = self._requests.get(number)
+        if found is None:
+            raise RequestError(f"request {number}: none of this number is open here")
+        return found
+
+    def _namespace(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        if len(self._bound) >= NAMESPACES or self._cache.bindings >= ALL_NAMESPACES:
+            raise ConfigError(f"{NAMESPACES} namespaces a client, {ALL_NAMESPACES} in all: no more can be bound")
+        shards, ranks = message.get("shards"), message.get("ranks")
+        bound = self._cache.namespace(
+            read_layout(message["layout"]),
+            model=message["model"],
+            revision=message["revision"],
+            adapter=message.get("adapter"),
+            tenant=message["tenant"],
+            cache_salt=message["cache_salt"],
+            facts=message["facts"],
+            shards=None if shards is None else read_shards(shards),
+            ranks=None if ranks is None else [read_shards(of_rank) for of_rank in ranks],
+        )
+        self._bound.append(bound)
+        return {"namespace": len(self._bound) - 1, "id": bound.id}
+
+    def _open(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        number = message["request"]
+        if number in self._requests:
+            raise RequestError(f"request {number} is open already")
+        self._take(number, self._of(message).request(self._name(message), deadline_s=_deadline(message)))
+        self._sizes[number] = 0
+        return {}
+
+    def _match(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        number, signatures = message["request"], message.get("signatures")
+        request = self.request(number)
+        if signatures is not None:
+            self._own(number)
+            self._check_room(number, len(signatures))
+            self._sizes[number] = len(signatures)
+        head = message.get("head")
+        if head is not None and len(head) not in (0, SIGNATURE_BYTES):
+            raise ProtocolError(
+                f"a head of {len(head)} bytes: expected {SIGNATURE_BYTES}, or none where it is not known"
+            )
+        hit = request.match(signatures=signatures, head=head)
+        return {"blocks": hit.blocks, "by_tier": dict(hit.by_tier), "reason": hit.reason, "pending": hit.pending}
+
+    def _extend(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        number, signatures = message["request"], message["signatures"]
+        request = self.request(number)
+        self._own(number)
+        size = self._sizes[number] + len(signatures)
+        self._check_room(number, size)
+        request.chain.append(signatures)
+        self._sizes[number] = size
+        return {}
+
+    def _join(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        if message["request"] in self._requests:
+            raise RequestError(f"request {message['request']} is open: a joined one needs a number of its own")
+        request = self._take(message["request"], self._of(message).join(self._name(message)))
+        return {"blocks": len(request.signatures)}
+
+    def _admit(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        self.request(message["request"]).admit()
+        return {}
+
+    def _close(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        request = self._requests.pop(message["request"], None)
+        self._sizes.pop(message["request"], None)
+        if request is not None:
+            request.close()
+        return {}
+
+    def _take(self, number: int, request: CacheRequest) -> CacheRequest:
+        if len(self._requests) >= REQUESTS:
+            request.close()
+            raise RequestError(f"{REQUESTS} requests are open: no client may have more; close some")
+        self._requests[number] = request
+        return request
+
+    def _of(self, message: Mapping[str, Any]) -> BoundCache:
+        number: int = message["namespace"]
+        if not 0 <= number < len(self._bound):
+            raise ProtocolError(f"namespace {number}: {len(self._bound)} are bound")
+        return self._bound[number]
+
+    def _name(self, message: Mapping[str, Any]) -> str:
+        """Of a request among all engines': none of these can have another one's, whatever the ids."""
+        name: str = message["id"]
+        return f"{self.engine}/{name}" if self.engine or "/" in name else name
+
+    def _own(self, number: int) -> None:
+        if number not in self._sizes:
+            raise RequestError(f"request {number} was joined: its signatures are told where it was opened")
+
+    def _check_room(self, number: int, size: int) -> None:
+        if size % SIGNATURE_BYTES:
+            raise ProtocolError(f"signatures of {size} bytes: expected a multiple of {SIGNATURE_BYTES}")
+        total = sum(self._sizes.values()) - self._sizes.get(number, 0) + size if size else 0
+        if total > SIGNATURES_BYTES:
+            raise RequestError(f"signatures of {total} bytes: a client may have {SIGNATURES_BYTES}; close some")
+
+    # the end
+
+    def end(self) -> None:
+        """Close every request. Idempotent."""
+        self.ended = True
+        requests, self._requests = self._requests, {}
+        for request in requests.values():
+            request.close()
+
+
+def _deadline(message: Mapping[str, Any]) -> float | None:
+    given = message.get("deadline_s")
+    return None if given is None else min(max(0.0, float(given)), LONGEST_DEADLINE_S)

@@ -1,0 +1,125 @@
+"""The client's part of a load or a store: the daemon lends slots, this copies between them and the engine's pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvcache.daemon.lender import OUTCOMES
+from kvcache.daemon.mapping import Lent, Mappings
+from kvcache.daemon.protocol import ProtocolError, answer
+from kvcache.daemon.wire import LateError, Wire
+from kvcache.errors import KVCacheError, UnreachableError
+from kvcache.hierarchy.face import PageIds
+from kvcache.hierarchy.mover import PagesMover
+from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.observe.request import logger, working_for
+from kvcache.tier.tier import Outcome
+from kvcache.transfer.pages import Pages
+
+if TYPE_CHECKING:
+    from kvcache.daemon.client import RemoteCache
+    from kvcache.daemon.remote import RemoteRequest
+
+STORE_S = 30.0
+"""For the daemon to find room; nobody waits for a store, so this only ends what hangs."""
+
+_log = logger("kvcache.daemon")
+
+
+@dataclass(slots=True)
+class Taker:
+    cache: RemoteCache
+    request: RemoteRequest
+    op: str
+    first: int
+    end: int
+    pages: Pages
+    page_ids: PageIds
+    transfer: BlockTransfer
+    deadline_s: float
+
+    def run(self) -> None:
+        """Never raises: an engine that waits for this must not fail for a fault of a cache."""
+        outcome = Outcome.FAILED
+        with working_for(self.request.id):
+            try:
+                self._run()
+            except LateError as error:
+                outcome = Outcome.LATE
+                _log.debug("a %s was late: %s", self.op, error)
+            except KVCacheError as error:
+                _log.debug("a %s failed: %s", self.op, error)
+            except Exception:  # noqa: BLE001  law: never in the way
+                _log.exception("a %s failed", self.op)
+            finally:
+                self.transfer.settle_rest(0, outcome)
+                self.cache.moved()
+
+    def _run(self) -> None:
+        if self.transfer.cancelled:
+            self.transfer.settle_rest(0, Outcome.CANCELLED)
+            return
+        with self.cache.asking() as link:
+            number = self.request.number(link)
+        timeout_s = STORE_S if self.op == "store" else self.deadline_s + self.cache.patience_s
+        try:
+            with link.mover(self.cache.patience_s) as wire:
+                wire.send({"op": self.op, "request": number, "first": self.first, "end": self.end}, timeout_s=timeout_s)
+                self._take(wire, link.mappings, timeout_s)
+        except LateError:
+            raise
+        except (UnreachableError, ProtocolError) as error:
+            self.cache.lose(link, error)
+            raise
+
+    def _take(self, wire: Wire, mappings: Mappings, timeout_s: float) -> None:
+        mover = PagesMover(self.cache.copier, self.pages, self.page_ids)
+        while True:
+            message, descriptors = wire.receive(timeout_s)
+            if "lent" not in message:
+                codes = answer(message)["outcomes"]
+                break
+            lent = self._lent(message, descriptors, mappings)
+            taken = not self.transfer.cancelled and (
+                self._fill(mover, lent) if self.op == "store" else self._empty(mover, lent, message["blocks"])
+            )
+            wire.send({"taken": taken}, timeout_s=timeout_s)
+        if self.transfer.cancelled:
+            self.transfer.settle_rest(0, Outcome.CANCELLED)
+        if len(codes) != self.end - self.first or max(codes, default=0) >= len(OUTCOMES):
+            raise ProtocolError(f"{len(codes)} outcomes: expected {self.end - self.first}")
+        for i, code in enumerate(codes):
+            self.transfer.settle(i, OUTCOMES[code])
+
+    def _lent(self, message: dict[str, Any], descriptors: list[int], mappings: Mappings) -> Lent:
+        mappings.take_in(message.get("extents", ()), descriptors, message.get("gone", ()))
+        if not isinstance(message["lent"], bytes) or not isinstance(message.get("blocks"), int):
+            raise ProtocolError("slots that are lent in no form that is known")
+        return mappings.lent(message["lent"], blocks=self.end - self.first, groups=len(self.pages))
+
+    def _fill(self, mover: PagesMover, lent: Lent) -> bool:
+        try:
+            mover.gather(lent.parts)
+        except Exception:  # noqa: BLE001  the daemon waits for an answer, whatever happens here
+            _log.exception("pages could not be gathered")
+            return False
+        return True
+
+    def _empty(self, mover: PagesMover, lent: Lent, blocks: int) -> bool:
+        """Copy, unless a slot was given out again before or meanwhile: then what was read is another's."""
+        same = lent.unchanged()
+        if same.all():
+            try:
+                mover.scatter(lent.parts)
+            except Exception:  # noqa: BLE001  the daemon waits for an answer, whatever happens here
+                _log.exception("pages could not be filled")
+                return False
+            same = lent.unchanged()
+        if not same.all():
+            bad = min(block for (block, _, _), as_it_was in zip(lent.parts, same, strict=True) if not as_it_was)
+            self.transfer.settle_rest(bad, Outcome.ABSENT)
+            return False
+        for i in range(lent.first, blocks):
+            self.transfer.settle(i, Outcome.DONE)
+        return True

@@ -1,0 +1,116 @@
+"""Frames over a connected Unix socket, one side waiting for the other; descriptors of memory travel with them."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from kvcache.daemon.protocol import DESCRIPTORS, HEAD_BYTES, ProtocolError, body_bytes, pack, unpack
+from kvcache.errors import UnreachableError
+
+BUFFER_BYTES = 1 << 20
+_CHUNK_BYTES = 256 << 10
+_DESCRIPTOR_BYTES = array.array("i").itemsize
+
+
+class LateError(UnreachableError):
+    """The other side is there, as far as one can see, and did not answer in time."""
+
+
+class Wire:
+    """Not for use by several threads at once. After an UnreachableError or a ProtocolError it is of no use.
+
+    `takes`: descriptors that come are kept; else the system drops them."""
+
+    def __init__(self, connection: socket.socket, *, takes: bool) -> None:
+        self.connection = connection
+        self._room = socket.CMSG_SPACE(DESCRIPTORS * _DESCRIPTOR_BYTES) if takes else 0
+        self._read = bytearray()
+        self._descriptors: list[int] = []
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            with suppress(OSError):
+                connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+
+    @classmethod
+    def connect(cls, path: str, timeout_s: float) -> Wire:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(timeout_s)
+            connection.connect(path)
+        except OSError as error:
+            connection.close()
+            raise UnreachableError(f"{path}: {error.strerror or error}; is `kvcache daemon` running?") from None
+        return cls(connection, takes=True)
+
+    def send(
+        self, message: Mapping[str, Any], descriptors: Sequence[int] = (), *, timeout_s: float | None = None
+    ) -> None:
+        """UnreachableError where the other side does not take it in time."""
+        frame = memoryview(pack({**message, "descriptors": len(descriptors)} if descriptors else message))
+        try:
+            self.connection.settimeout(timeout_s)
+            if descriptors:
+                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())]
+                frame = frame[self.connection.sendmsg([frame], rights) :]
+            self.connection.sendall(frame)
+        except TimeoutError:
+            raise LateError("nobody took a message within the deadline") from None
+        except OSError as error:
+            raise UnreachableError(f"the connection ended: {error}") from None
+
+    def receive(self, timeout_s: float | None = None) -> tuple[dict[str, Any], list[int]]:
+        """The next message and the descriptors that came with it, which are the caller's to close. `timeout_s` is for
+        all of it, however it trickles in."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        self._fill(HEAD_BYTES, end)
+        size = body_bytes(self._read[:HEAD_BYTES])
+        self._fill(HEAD_BYTES + size, end)
+        with memoryview(self._read) as view:
+            message = unpack(view[HEAD_BYTES : HEAD_BYTES + size])
+        del self._read[: HEAD_BYTES + size]
+        count = message.get("descriptors", 0)
+        if not isinstance(count, int) or not 0 <= count <= len(self._descriptors):
+            raise ProtocolError(f"{count!r:.40} descriptors: {len(self._descriptors)} came")
+        descriptors, self._descriptors = self._descriptors[:count], self._descriptors[count:]
+        return message, descriptors
+
+    def _fill(self, size: int, end: float | None) -> None:
+        while len(self._read) < size:
+            left = None if end is None else end - time.monotonic()
+            if left is not None and left <= 0:
+                raise LateError("no answer within the deadline")
+            try:
+                self.connection.settimeout(left)
+                piece, rights, flags, _ = self.connection.recvmsg(_CHUNK_BYTES, self._room, socket.MSG_CMSG_CLOEXEC)
+            except TimeoutError:
+                raise LateError("no answer within the deadline") from None
+            except OSError as error:
+                raise UnreachableError(f"the connection ended: {error}") from None
+            for level, kind, data in rights:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    whole = len(data) - len(data) % _DESCRIPTOR_BYTES
+                    self._descriptors += array.array("i", data[:whole])
+            if self._room and flags & socket.MSG_CTRUNC:
+                raise UnreachableError("no descriptors left in this process for the daemon's memory; raise `ulimit -n`")
+            if not piece:
+                raise UnreachableError("the connection ended")
+            self._read += piece
+
+    def outlast(self) -> None:
+        """Say no more, and wait for the other side to hang up, whatever it still says."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            self.connection.settimeout(None)
+            while self.connection.recv(_CHUNK_BYTES):
+                pass
+
+    def close(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []
+        self.connection.close()
