@@ -15,6 +15,7 @@ from kvcache.block.record import header_area, record_bytes, seal
 from kvcache.port import Port
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.nvme import NvmeTier
+from kvcache.tier.nvme.store import SUSPECT_AFTER
 from kvcache.tier.tier import Outcome
 from tests.fault.disk import SimDisk
 from tests.tier.blocks import PAYLOAD_BYTES, RECORD_BYTES, buffer, chain, record
@@ -228,3 +229,22 @@ def test_a_compressed_record_needs_only_its_own_room(store: Open) -> None:
     into = buffer(600_000)
     assert tier.read([address], [into]) == (DONE,)
     assert into[1][:stored] == body[:stored]
+
+
+@pytest.mark.parametrize(("durability", "suspect"), [("batch", True), ("none", False)])
+def test_only_what_a_sync_covered_speaks_against_a_drive(
+    store: Open, tmp_path: Path, durability: str, suspect: bool
+) -> None:
+    """A power cut takes much of what was never synced, from the best of drives."""
+    tier = store(durability=durability)
+    blocks = chain(SUSPECT_AFTER)
+    write(tier, blocks)
+    tier.close()
+    tier = store(durability=durability)
+    for address in blocks:
+        path, offset = place(tmp_path, tier, address)
+        change(path, offset + 5000, lambda byte: byte ^ 1)
+        assert read(tier, address) is DAMAGED
+    assert bool(tier.troubles()) == suspect
+    (new,) = chain(1, seed=3)
+    assert write(tier, [new]) == ((Outcome.FAILED,) if suspect else (DONE,))

@@ -93,6 +93,10 @@ class Segment:
         else:
             self.never_synced = bool(len(unsynced))
 
+    def promised(self, slot: int) -> bool:
+        """Whether a drive that is well has what was written to a slot."""
+        return not self.never_synced and slot not in self.again
+
     def state(self) -> tuple[bytes, bytes]:
         """The entries of the slots that are not free, as a checkpoint holds them: those that a sync has covered, and
         the others."""
