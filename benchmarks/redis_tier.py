@@ -89,7 +89,7 @@ def transfers(server: Server, size_name: str, way: str, rounds: int) -> list[Row
     out = [record(address, size) for address in blocks]
     into = [buffer(size) for _ in blocks]
     names = [b"%d" % i for i in range(count)]
-    tier = RedisTier(getattr(server, way), threads=2)
+    tier = RedisTier(getattr(server, way), connections=2)
     raw = Raw(server, way)
     url = getattr(server, way)
     peer: Any = redis.from_url(url)

@@ -199,15 +199,27 @@ class Redis(_Section):
     """A Redis or Valkey server that a fleet shares. One that is away is a miss until it is there."""
 
     enabled: bool = Field(default=False, description="Whether there is this tier.")
+    mode: Literal["standalone", "sentinel", "cluster"] = Field(
+        default="standalone",
+        description="What `url` names: a server; sentinels, which know which server is the master; or some servers of "
+        "a Redis Cluster.",
+    )
     url: str = Field(
         default="redis://127.0.0.1:6379/0",
-        description="`redis://HOST:PORT/DB`, `rediss://...` (TLS) or `unix:///PATH?db=0`. Its password comes from "
-        "`redis.password_file` or the variable KVCACHE_REDIS_PASSWORD, never from here.",
+        description="`redis://HOST:PORT/DB`, `rediss://...` (TLS) or `unix:///PATH?db=0`; several hosts with commas "
+        "between them. The password comes from `redis.password_file` or the variable KVCACHE_REDIS_PASSWORD (that of "
+        "sentinels from KVCACHE_REDIS_SENTINEL_PASSWORD), never from here.",
     )
+    master: str = Field(default="mymaster", description="What sentinels call the master.")
     username: str = Field(default="", description="The user (ACL) to come in as; nothing for the default one.")
     password_file: str = Field(
         default="", description="A file that holds the password; read for each connection, so that it can be changed."
     )
+    tls_ca_file: str = Field(
+        default="", description="Whom to trust over TLS; nothing for those whom the system trusts."
+    )
+    tls_cert_file: str = Field(default="", description="Our own certificate, where the server wants one.")
+    tls_key_file: str = Field(default="", description="The key of our own certificate.")
     prefix: str = Field(default="kvcache", description="Begins every key: what has another one stands apart.")
     part_bytes: Annotated[int, BeforeValidator(_size), Field(ge=256 * KiB, le=16 * MiB, multiple_of=256 * KiB)] = Field(
         default=4 * MiB, description="A longer payload is split into parts of this size. A multiple of 256 KiB."

@@ -7,7 +7,7 @@ trusted: a block may have left meanwhile, and then its read says ABSENT and the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol, overload
 
@@ -26,6 +26,10 @@ _log = logger("kvcache.ask")
 
 
 class SharedTier(Tier, Protocol):
+    @property
+    def faults(self) -> Mapping[str, int]:
+        """What has failed since it was opened, by a word for it."""
+
     def leading(self, addresses: Sequence[Address], *, deadline: float | None = None) -> Future[int]:
         """How many of a chain are there, from its head; 0 where that cannot be told in time. Returns at once."""
 

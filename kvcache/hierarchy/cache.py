@@ -165,6 +165,7 @@ class Cache:
                 "held_bytes": held[tier.name],
                 "troubles": troubles,
                 "in_trouble": len(troubles),
+                "faults": cast(SharedTier, tier).faults if tier.shared else {},
             }
         queued = sum(len(lane) for lane in self.flow.lanes)
         bypass = {"loads": self.flow.bypass.loads, "stores": self.flow.bypass.stores}

@@ -56,6 +56,13 @@ METRICS: dict[str, Metric] = {
             "tiers.*.in_trouble",
         ),
         Metric("held_bytes", "gauge", ("tier",), "bytes that requests keep from leaving a tier", "tiers.*.held_bytes"),
+        Metric(
+            "tier_faults",
+            "gauge",
+            ("tier", "fault"),
+            "what went wrong in a tier that others share since the start, by kind",
+            "tiers.*.faults.*",
+        ),
         Metric("queued_blocks", "gauge", (), "blocks waiting to be written to a tier below host", "queued_blocks"),
         Metric("bypass", "gauge", ("path",), "1 while an operator keeps the cache out of this path", "bypass.*"),
     )

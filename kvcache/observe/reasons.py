@@ -51,6 +51,16 @@ REASONS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("load_failures", "outcome"): {**_OUTCOMES, "bypass": _BYPASS},
     ("write_failures", "outcome"): _OUTCOMES,
     ("refused_records", "check"): {check: _OUTCOMES[check] for check in ("absent", "damaged", "foreign")},
+    ("tier_faults", "fault"): {
+        "faults": "a server was away, late, hung up, or said that it cannot serve",
+        "refused": "a server refused one record: it is full, read-only, or the user has not the right",
+        "breaker_opened": "three failures in a row: the server is left alone until a probe finds it well",
+        "writes_stopped": "three refused writes in a row: reads go on, writes are tried again by and by",
+        "damaged": "a check of a record's bytes failed; it was removed",
+        "broken": "a part of a long record was gone; the rest was removed",
+        "replaced": "another server has taken the master's place",
+        "defects": "an error of ours, which the log has",
+    },
     ("evicted_blocks", "kept"): {"yes": "a tier below has it", "no": "it is gone"},
     ("bypass", "path"): {
         "loads": "a match finds nothing and a load is a miss",

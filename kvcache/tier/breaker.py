@@ -27,6 +27,10 @@ class Breaker:
         """Whether a call may be tried; asking changes nothing."""
         return not self.is_open() or self._clock.now() >= self._until
 
+    def failing(self) -> bool:
+        """What was tried last failed."""
+        return self._failures > 0
+
     def allows(self) -> bool:
         """Whether to try; while it is open, yes to one caller each time the pause is over."""
         with self._lock:

@@ -84,6 +84,9 @@ class Ticket:
     def done(self) -> bool:
         return self._left == 0
 
+    def settled(self, i: int) -> bool:
+        return self._outcomes[i].settled
+
     def settle(self, i: int, outcome: Outcome, check: str = "") -> None:
         """Called by the tier, once a block; a second call for a block changes nothing."""
         with self._changed:

@@ -64,7 +64,7 @@ def test_every_figure_of_a_cache_is_exported(tmp_path: Path) -> None:
     assert rows["kvcache_bypass", ("path", "loads")] == 0
     counted = sum(len(found) if isinstance(found, dict) else 1 for found in stats["counters"].values())
     without = sum(m.kind == "counter" and not m.labels and m.name not in stats["counters"] for m in METRICS.values())
-    tiers = sum(not isinstance(value, list) for tier in stats["tiers"].values() for value in tier.values())
+    tiers = sum(not isinstance(value, (list, dict)) for tier in stats["tiers"].values() for value in tier.values())
     assert len(rows) == counted + without + tiers + len(stats["bypass"]) + 1
 
 

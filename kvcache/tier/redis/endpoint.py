@@ -1,9 +1,10 @@
-"""Where the server is and how one gets in. The only file that knows credentials, and it shows them to nobody."""
+"""Where servers are and how one gets in. The only file that knows credentials, and it shows them to nobody."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -17,6 +18,7 @@ from redis.retry import Retry
 from kvcache.errors import ConfigError
 
 PASSWORD = "KVCACHE_REDIS_PASSWORD"  # noqa: S105  the name of a variable, not its value
+SENTINEL_PASSWORD = "KVCACHE_REDIS_SENTINEL_PASSWORD"  # noqa: S105  the same
 
 
 class RefusedError(OSError):
@@ -30,9 +32,19 @@ class RefusedError(OSError):
 class Endpoint:
     """`redis://host:port/db`, `rediss://...` (TLS; `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile` in the query) or
     `unix:///path?db=0`, as redis-py reads them. The password comes from the URL, from a file, read anew for each
-    connection so that it can be changed, or from the environment variable KVCACHE_REDIS_PASSWORD."""
+    connection so that it can be changed, or from the environment variable `variable`."""
 
-    def __init__(self, url: str, *, username: str = "", password_file: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        username: str = "",
+        password_file: str = "",
+        tls_ca_file: str = "",
+        tls_cert_file: str = "",
+        tls_key_file: str = "",
+        variable: str = PASSWORD,
+    ) -> None:
         try:
             options: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
             self.name = _shown(url)
@@ -40,26 +52,40 @@ class Endpoint:
             # The URL may hold a password, and so may the text of the error.
             raise ConfigError("redis.url: expected redis://host:port/db, rediss://... or unix:///path") from None
         self._url = url
+        self.host = str(options.get("host") or "")
         self._username = username or options.get("username")
         self._password = options.get("password")
         self._password_file = password_file
+        self._variable = variable
+        given = {"ssl_ca_certs": tls_ca_file, "ssl_certfile": tls_cert_file, "ssl_keyfile": tls_key_file}
+        self._tls = {name: file for name, file in given.items() if file}
+        if self._tls and not url.startswith("rediss://"):
+            raise ConfigError(f"redis.url = {self.name!r}: no TLS, but its files are given; expected rediss://")
+
+    def at(self, host: str, port: int) -> Endpoint:
+        """Another server that is entered in the same way."""
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        url = urlsplit(self._url)._replace(netloc=address).geturl()
+        other = Endpoint(url, username=self._username or "", password_file=self._password_file, variable=self._variable)
+        other._password, other._tls = self._password, self._tls
+        return other
 
     def __repr__(self) -> str:
         return f"Endpoint({self.name!r})"
 
-    def connect(self, timeout_s: float) -> tuple[Any, Any]:
+    def connect(self, timeout_s: float, *, protocol: int = 2) -> tuple[Any, Any]:
         """A connection of redis-py, connected, authenticated, its database selected, and its socket. RefusedError where
-        there is none."""
+        there is none. `protocol`: the version of RESP."""
         try:
             # Made with the time that is left: redis-py takes it over for each step, and gives no other chance.
             pool = ConnectionPool.from_url(
                 self._url,
-                protocol=2,
+                protocol=protocol,
                 retry=Retry(NoBackoff(), 0),
                 socket_timeout=timeout_s,
                 socket_connect_timeout=timeout_s,
             )
-            pool.connection_kwargs.update(self._credentials())
+            pool.connection_kwargs.update(self._credentials() | self._tls)
             made: Any = pool.make_connection()
             made.connect()
         except (RedisTimeout, TimeoutError):
@@ -72,11 +98,59 @@ class Endpoint:
         return made, sock
 
     def _credentials(self) -> dict[str, str]:
-        password = self._password or os.environ.get(PASSWORD)
+        password = self._password or os.environ.get(self._variable)
         if self._password_file:
             password = Path(self._password_file).read_text(encoding="utf-8").strip()
         given = {"username": self._username, "password": password}
         return {name: value for name, value in given.items() if value}
+
+
+class Sentinels:
+    """The master of that name, whichever server that is now: the sentinels are asked for each connection."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], master: str, server: Endpoint) -> None:
+        """`server` says how the master is entered."""
+        self.name = f"sentinel {master}"
+        self._endpoints, self._master, self._server = list(endpoints), master, server
+        self._told = ("", 0)  # host and port of the master, when somebody asked last
+
+    def __repr__(self) -> str:
+        return f"Sentinels({self._master!r})"
+
+    def connect(self, timeout_s: float, *, protocol: int = 2) -> tuple[Any, Any]:
+        self._told = self._find(timeout_s / 2)
+        return self._server.at(*self._told).connect(timeout_s / 2, protocol=protocol)
+
+    def moved(self, timeout_s: float) -> bool:
+        """Whether another server is the master now than was when somebody asked last. RefusedError as `connect`."""
+        before, self._told = self._told, self._find(timeout_s)
+        return before != self._told
+
+    def _find(self, timeout_s: float) -> tuple[str, int]:
+        endpoints = self._endpoints
+        for i, sentinel in enumerate(endpoints):
+            try:
+                found = self._ask(sentinel, timeout_s / len(endpoints))
+            except (OSError, RedisError, ValueError):
+                continue
+            self._endpoints = endpoints[i:] + endpoints[:i]  # who answers is asked first from now on
+            return found
+        raise RefusedError("sentinels")
+
+    def _ask(self, sentinel: Endpoint, timeout_s: float) -> tuple[str, int]:
+        made, _ = sentinel.connect(timeout_s)
+        try:
+            made.send_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._master)
+            host, port = made.read_response() or (b"", "unknown")
+            return host.decode(), int(port)
+        finally:
+            made.disconnect()
+
+
+def apart(url: str) -> list[str]:
+    """The URL of each host, of one that names several: `redis://one:6379,two:6379/0`."""
+    parts = urlsplit(url)
+    return [parts._replace(netloc=host).geturl() for host in parts.netloc.split(",")] if parts.netloc else [url]
 
 
 def _reason(error: Exception) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from struct import Struct
 
-from kvcache.block.address import Address
+from kvcache.block.address import KEY_BYTES, Address
 from kvcache.block.layout import Shard
 from kvcache.block.record import FIXED_BYTES, MAGIC, PARENT, VERSION
 from kvcache.errors import ConfigError, LayoutError
@@ -27,18 +27,24 @@ _PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
 class Names:
-    def __init__(self, prefix: str) -> None:
+    """`cluster`: what names a record stands in braces, so that a Redis Cluster keeps all its parts on one server."""
+
+    def __init__(self, prefix: str, *, cluster: bool = False) -> None:
         if not _PREFIX.fullmatch(prefix):
             raise ConfigError(f"redis.prefix = {prefix!r}: expected 1 to 64 letters, digits or characters of ._:-")
-        self._start = f"{prefix}:{FORM}:"
+        self._start = f"{prefix}:{FORM}:{'{' if cluster else ''}"
+        self._end = "}" if cluster else ""
         self.pattern = f"{self._start}*".encode()
+        self._place: tuple[bytes, int, Shard | None, str, str] = (b"", 0, None, "", "")
 
     def record(self, address: Address) -> bytes:
-        s = address.shard
-        return (
-            f"{self._start}{address.namespace[:16].hex()}:{address.key.hex()}:{address.group}:"
-            f"{s.first_layer}-{s.end_layer}-{s.first_head}-{s.end_head}"
-        ).encode()
+        namespace, group, shard, start, end = self._place  # of the last one: most are at one place
+        if namespace is not address.namespace or shard is not address.shard or group != address.group:
+            group, s = address.group, address.shard
+            start = f"{self._start}{address.namespace[:16].hex()}:"
+            end = f":{group}:{s.first_layer}-{s.end_layer}-{s.first_head}-{s.end_head}{self._end}"
+            self._place = address.namespace, group, s, start, end
+        return f"{start}{address.signature[:KEY_BYTES].hex()}{end}".encode()
 
     def is_record(self, name: bytes) -> bool:
         """Whether this is the key of a record, not of a further part of one."""

@@ -8,42 +8,62 @@ the server costs a caller nothing but the time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from kvcache.observe.request import logger
 from kvcache.port import Clock
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
-from kvcache.tier.redis.endpoint import Endpoint, RefusedError
+from kvcache.tier.redis.endpoint import Endpoint, RefusedError, Sentinels
 from kvcache.tier.redis.wire import Wire
 
 T = TypeVar("T")
 
-UNFIT = {"ASK", "BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "MOVED", "NOAUTH", "NOPERM", "TRYAGAIN", "WRONGPASS"}
+ELSEWHERE = {"ASK", "MOVED", "TRYAGAIN"}
+"""Refusals of a server that is well, but not the one for this key."""
+UNFIT = {"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "NOAUTH", "NOPERM", "WRONGPASS", *ELSEWHERE}
 """Refusals of a server that would refuse the next call as well."""
 
 _FAIR_S = 0.02  # a call given less than this says nothing of the server by being late
 _QUIET_S = 5.0
+_MASTER_S = 1.0
 
 log = logger("kvcache.tier.redis")
 
 
 class Pool:
-    def __init__(self, endpoint: Endpoint, clock: Clock, counters: Counters, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint | Sentinels,
+        clock: Clock,
+        counters: Counters,
+        *,
+        timeout_s: float,
+        unfit: Collection[str] = UNFIT,
+        replaced: Collection[str] = (),
+    ) -> None:
+        """`unfit`: refusals that count as a failure of the server. `replaced`: those by which a server tells that
+        another one has taken its place, so that connections to it are of no use."""
         self._endpoint, self._clock, self._timeout_s = endpoint, clock, timeout_s
+        self._unfit, self._replaced = unfit, replaced
+        self.name = endpoint.name
+        self.host = endpoint.host if isinstance(endpoint, Endpoint) else ""
         self._counters = counters
         self.breaker = Breaker(clock, pause_s=0.25, most_s=10.0)
         self._idle: list[Wire] = []
+        self._listening: list[Wire] = []  # idle, for lookups: the server tells on them what changes
+        self._master_asked = clock.now()
         self._busy: set[Wire] = set()
+        self._old: set[Wire] = set()  # of these, those to close when they come back
         self._lock = threading.Lock()
         self._closed = False
         self._said = float("-inf")
         self._unsaid = 0
 
-    def run(self, work: Callable[[Wire], T], deadline: float | None) -> T:
+    def run(self, work: Callable[[Wire], T], deadline: float | None, *, listening: bool = False) -> T:
         """What `work` returns. OSError where there was no server to do it: TimeoutError for time, RefusedError with a
-        reason, or what the system said."""
+        reason, or what the system said. `listening`: over a wire on which the server tells what changes."""
         if not self.breaker.allows():
             raise RefusedError("breaker")
         began = self._clock.now()
@@ -52,7 +72,8 @@ class Pool:
         while True:
             wire = None
             try:
-                wire = self._take(limit, fresh=fresh)
+                self._follow(began, limit)
+                wire = self._take(limit, listening=listening, fresh=fresh)
                 wire.allow(limit - self._clock.now())
                 wire.wrong = ""
                 received = wire.received
@@ -69,42 +90,63 @@ class Pool:
             except BaseException:
                 self._drop(wire)
                 raise
-            if wire.wrong in UNFIT:
+            if wire.wrong in self._unfit:
                 self._failed(wire.wrong)
             else:
                 self.breaker.passed()
-            self._give(wire)
+            if wire.wrong in self._replaced:
+                self._counters.add("replaced")
+                self._drop(wire)
+                self._let_go()
+            else:
+                self._give(wire, self._listening if listening else self._idle)
             return result
 
-    def _take(self, limit: float, *, fresh: bool) -> Wire:
-        while (wire := self._pop()) is not None:
-            if not (fresh or wire.stale()):  # the others are as old as the one that proved dead
+    def _follow(self, now: float, limit: float) -> None:
+        """Once in a while, whether the master is still the master: one that was replaced does not know it at once."""
+        if isinstance(self._endpoint, Sentinels) and now - self._master_asked > _MASTER_S:
+            self._master_asked = now
+            if self._endpoint.moved((limit - now) / 2):
+                self._counters.add("replaced")
+                self._let_go()
+
+    def _take(self, limit: float, *, listening: bool, fresh: bool) -> Wire:
+        while (wire := self._pop(self._listening if listening else self._idle)) is not None:
+            if not fresh and (listening or not wire.stale()):  # the others are as old as the one that proved dead
                 return wire
             self._drop(wire)
         left = limit - self._clock.now()
         if left <= 0:
             raise TimeoutError("connect")
-        wire = Wire(*self._endpoint.connect(left), self._clock)
+        wire = Wire(*self._endpoint.connect(left, protocol=3 if listening else 2), self._clock)
         self._counters.add("connects")
         with self._lock:
             self._busy.add(wire)
+        if listening:
+            try:
+                wire.allow(limit - self._clock.now())
+                wire.track()
+            except OSError:
+                self._drop(wire)
+                raise
         return wire
 
-    def _pop(self) -> Wire | None:
+    def _pop(self, idle: list[Wire]) -> Wire | None:
         with self._lock:
             if self._closed:
                 raise RefusedError("closed")
-            wire = self._idle.pop() if self._idle else None
+            wire = idle.pop() if idle else None
             if wire is not None:
                 self._busy.add(wire)
             return wire
 
-    def _give(self, wire: Wire) -> None:
+    def _give(self, wire: Wire, idle: list[Wire]) -> None:
         with self._lock:
             self._busy.discard(wire)
-            keep = not self._closed
+            keep = not self._closed and wire not in self._old
+            self._old.discard(wire)
             if keep:
-                self._idle.append(wire)
+                idle.append(wire)
         if not keep:
             wire.close()
 
@@ -112,6 +154,7 @@ class Pool:
         if wire is not None:
             with self._lock:
                 self._busy.discard(wire)
+                self._old.discard(wire)
             wire.close()
 
     def _failed(self, why: str) -> None:
@@ -135,12 +178,20 @@ class Pool:
         """Close what is idle and wake whoever waits for an answer; their wires close as they come back."""
         with self._lock:
             self._closed = True
-            idle, self._idle = self._idle, []
             busy = list(self._busy)
-        for wire in idle:
-            wire.close()
+        self._let_go()
         for wire in busy:
             wire.abort()
+
+    def _let_go(self) -> None:
+        """Close what is idle, and what is busy when it comes back."""
+        with self._lock:
+            self._old |= self._busy
+            idle = [*self._idle, *self._listening]
+            self._idle.clear()
+            self._listening.clear()
+        for wire in idle:
+            wire.close()
 
 
 def reason(error: OSError) -> str:

@@ -90,21 +90,6 @@ class Store:
             return self._refused(head)
         return (Outcome.DONE if is_head_of(head, address) else Outcome.ABSENT), ""
 
-    def leading(self, wire: Wire, addresses: Sequence[Address]) -> int:
-        """How many of a chain are here, from its head, by probes: a tail is not stored without its head. Sixteen in a
-        round, so four rounds for 65,536 blocks. A hole between probes shows when the blocks are read."""
-        here, missing = 0, len(addresses)  # the blocks before `here` are here; that at `missing` is not
-        while here < missing:
-            step = -(-(missing - here) // 16)
-            probes = sorted({here, *range(here + step - 1, missing, step)})
-            heads = self.heads(wire, [self._names.record(addresses[at]) for at in probes])
-            for at, head in zip(probes, heads, strict=True):
-                if isinstance(head, Wrong) or not is_head_of(head, addresses[at]):
-                    missing = at
-                    break
-                here = at + 1
-        return here
-
     # reading
 
     def read(self, wire: Wire, batch: Batch, settle: Settle) -> None:
@@ -346,17 +331,22 @@ class Store:
                 settle(i, outcome, check)
         ask = [command(b"STRLEN", n) + command(b"EVAL", REMOVE_SAME, b"1", n, head) for _, n, head in there]
         wire.send(ask)
-        others: list[bytes] = []
+        others: list[bytes] = []  # a command a record, since a cluster takes none for keys of several
+        gone: list[tuple[int, Outcome]] = []
         for i, name, head in there:
             size, removed = wire.reply(), wire.reply()
             if isinstance(removed, Wrong):
                 settle(i, *self._refused(removed))
                 continue
             if removed and isinstance(size, int):
-                others += _other_parts(name, head, size)
-            settle(i, Outcome.DONE if removed else Outcome.ABSENT, "")
-        for at in range(0, len(others), 1000):
-            wire.ask(b"UNLINK", *others[at : at + 1000])
+                parts = _other_parts(name, head, size)
+                others += [command(b"UNLINK", *parts)] if parts else []
+            gone.append((i, Outcome.DONE if removed else Outcome.ABSENT))
+        wire.send(others)
+        for _ in others:
+            wire.reply()
+        for i, outcome in gone:
+            settle(i, outcome, "")
 
     def _refused(self, wrong: Wrong) -> Result:
         """What a refusal of the server means for a block."""

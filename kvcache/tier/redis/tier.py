@@ -10,20 +10,23 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Literal
 
 from kvcache.block.address import Address
 from kvcache.block.record import CHUNK_BYTES
 from kvcache.errors import ClosedError, ConfigError
+from kvcache.observe.reasons import REASONS
 from kvcache.port import Port
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
 from kvcache.tier.queue import Batch, Queue
-from kvcache.tier.redis.endpoint import Endpoint
-from kvcache.tier.redis.name import Names
+from kvcache.tier.redis.entrance import Entrance
+from kvcache.tier.redis.lookup import Lookup
+from kvcache.tier.redis.name import Names, in_order
+from kvcache.tier.redis.nodes import Divided, One, ask
 from kvcache.tier.redis.piece import IN_FLIGHT_BYTES
-from kvcache.tier.redis.pool import Pool, log, reason
-from kvcache.tier.redis.store import Store
+from kvcache.tier.redis.pool import ELSEWHERE, log, reason
+from kvcache.tier.redis.store import Settle, Store
 from kvcache.tier.redis.survey import Survey
 from kvcache.tier.redis.wire import Wire
 from kvcache.tier.ticket import TimedTicket
@@ -31,6 +34,9 @@ from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Wai
 
 _CLOSE_S = 2.0  # how long closing waits for what is under way before it cuts the connections
 _MOST_LOOKUPS = 64
+_MOST_MOVES = 3  # how often a call follows keys that are moved between servers
+
+Work = Callable[[Wire, Batch, Settle], None]
 
 
 class RedisTier(Waits):
@@ -38,7 +44,8 @@ class RedisTier(Waits):
 
     `part_bytes`: a longer payload is split; a multiple of 256 KiB, 16 MiB at most. `expire_s`: after so long a record
     goes, 0 for never; the parts of a long one go after `part_expire_s` in any case. `timeout_s`: what a call without a
-    deadline of its own may take, and the most that any may.
+    deadline of its own may take, and the most that any may. `mode`: the URL names a server, sentinels that know which
+    server is `master`, or some servers of a Redis Cluster (several hosts with commas between them).
 
     Opening asks nothing of the server: one that is away is a miss until it is there.
     """
@@ -50,8 +57,13 @@ class RedisTier(Waits):
         self,
         url: str,
         *,
+        mode: Literal["standalone", "sentinel", "cluster"] = "standalone",
+        master: str = "mymaster",
         username: str = "",
         password_file: str = "",
+        tls_ca_file: str = "",
+        tls_cert_file: str = "",
+        tls_key_file: str = "",
         prefix: str = "kvcache",
         part_bytes: int = 4 << 20,
         expire_s: float = 0,
@@ -73,11 +85,19 @@ class RedisTier(Waits):
             if value < least:
                 raise ConfigError(f"redis.{setting} = {value}: expected at least {least}")
         self._port = port or Port()
-        self._endpoint = Endpoint(url, username=username, password_file=password_file)
         self._counters = Counters()
-        self._pool = Pool(self._endpoint, self._port.clock, self._counters, timeout_s=timeout_s)
+        entrance = Entrance(
+            url,
+            username=username,
+            password_file=password_file,
+            tls_ca_file=tls_ca_file,
+            tls_cert_file=tls_cert_file,
+            tls_key_file=tls_key_file,
+        )
+        self.where = entrance.name if mode != "sentinel" else f"sentinel {master}"
+        self._nodes = entrance.nodes(mode, master, self._port.clock, self._counters, timeout_s=timeout_s)
         self._shut = Breaker(self._port.clock, pause_s=0.25, most_s=10.0)
-        names = Names(prefix)
+        names = self._names = Names(prefix, cluster=mode == "cluster")
         self._store = Store(
             names,
             self._counters,
@@ -87,7 +107,8 @@ class RedisTier(Waits):
             part_expire_ms=int(part_expire_s * 1000),
         )
         self._survey = Survey(names, self._store)
-        self._threads = connections
+        self._lookup = Lookup(self._nodes, names, self._store, self._port.clock)
+        self._threads, self._timeout_s = connections, timeout_s
         self._queue = Queue(connections, queue_bytes)
         self._lock = threading.Lock()  # of the queue
         self._running = 0
@@ -98,7 +119,7 @@ class RedisTier(Waits):
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"RedisTier({self._endpoint.name!r})"
+        return f"RedisTier({self.where!r})"
 
     def submit(
         self,
@@ -168,12 +189,49 @@ class RedisTier(Waits):
             return
         work = getattr(self._store, piece.op)
         settle = self._settling(piece)
+        left = list(piece.blocks)
         try:
-            self._pool.run(lambda wire: work(wire, piece, settle), piece.deadline)
+            for _ in range(_MOST_MOVES):
+                names = [self._names.record(piece.addresses[i]) for i in left]
+                left = self._at_each(piece, work, settle, left, self._nodes.divide(names, piece.deadline))
+                if not left:
+                    return
         except TimeoutError:
             self._end(piece, Outcome.LATE, "timeout")
         except OSError as error:
             self._end(piece, Outcome.FAILED, reason(error))
+        self._end(piece, Outcome.FAILED, "moved")
+
+    def _at_each(self, piece: Batch, work: Work, settle: Settle, left: Sequence[int], divided: Divided) -> list[int]:
+        """Do the work at the servers that have these blocks; which of them turned out to be elsewhere."""
+        moved: list[int] = []
+        for pool, mine in divided:
+            part, blocks = piece, left
+            if len(divided) > 1 or len(left) < len(piece.blocks):
+                blocks = [left[k] for k in mine]
+                segments = [piece.segments[i] for i in blocks] if piece.segments else ()
+                addresses = [piece.addresses[i] for i in blocks]
+                part = replace(piece, addresses=addresses, segments=segments, first=0, end=len(blocks))
+
+            def settled(
+                i: int, outcome: Outcome, check: str, part: Batch = part, blocks: Sequence[int] = blocks
+            ) -> None:
+                if check in ELSEWHERE and not isinstance(self._nodes, One):
+                    moved.append(blocks[i - part.first])
+                else:
+                    settle(blocks[i - part.first], outcome, check)
+
+            try:
+                pool.run(lambda wire, part=part, settled=settled: work(wire, part, settled), piece.deadline)  # type: ignore[misc]
+            except OSError as error:
+                self._nodes.doubt()
+                late = isinstance(error, TimeoutError)
+                for i in blocks:
+                    if not piece.ticket.settled(i) and i not in moved:
+                        settle(i, Outcome.LATE if late else Outcome.FAILED, reason(error))
+        if moved:
+            self._nodes.doubt()
+        return moved
 
     def _settling(self, batch: Batch) -> Callable[[int, Outcome, str], None]:
         def settle(i: int, outcome: Outcome, check: str) -> None:
@@ -206,18 +264,14 @@ class RedisTier(Waits):
         return self._asking.submit(lambda: self._look(addresses, deadline))
 
     def _look(self, addresses: Sequence[Address], deadline: float | None) -> int:
+        limit = self._port.clock.now() + self._timeout_s
         try:
-            return self._ask(lambda wire: self._store.leading(wire, addresses), deadline) or 0
+            return self._lookup.leading(addresses, limit if deadline is None else min(limit, deadline))
+        except OSError:
+            return 0
         finally:
             with self._lock:
                 self._lookups -= 1
-
-    def _ask(self, work: Callable[[Wire], Any], deadline: float | None = None) -> Any:
-        """What the server says; None where it does not."""
-        try:
-            return self._pool.run(work, deadline)
-        except OSError:
-            return None
 
     @property
     def counters(self) -> dict[str, int]:
@@ -225,42 +279,61 @@ class RedisTier(Waits):
         return self._counters.snapshot()
 
     @property
+    def faults(self) -> dict[str, int]:
+        """Of the counters those that tell of something wrong."""
+        return {name: count for name, count in self.counters.items() if name in REASONS["tier_faults", "fault"]}
+
+    @property
     def breaker(self) -> str:
-        """Of the node, `open` or `closed`. While it is open, one call in a while is tried."""
-        return "open" if self._pool.breaker.is_open() else "closed"
+        """`open` where that of some server is, else `closed`. While it is open, one call in a while is tried."""
+        return "open" if any(self.breakers.values()) else "closed"
+
+    @property
+    def breakers(self) -> dict[str, bool]:
+        """By server, whether it is left alone for now."""
+        return {pool.name: pool.breaker.is_open() for pool in self._nodes.pools()}
 
     def room(self, record_bytes: int) -> int:
         """As the server's memory has it; where the server evicts by itself there is always room for what fits."""
-        facts = self._ask(self._survey.memory)
-        return facts.room(record_bytes) if facts else 0
+        facts = ask(self._nodes, self._survey.memory) or []
+        return sum(fact.room(record_bytes) for fact in facts if fact)
 
     def siblings(self, address: Address) -> list[Address]:
         """Only itself: a server gives memory back record by record."""
-        return self._ask(lambda wire: self._survey.find(wire, address)) or []
+        found = ask(self._nodes, lambda wire: self._survey.find(wire, address)) or []
+        return [address for some in found for address in some]
 
     def scan(self) -> Iterator[Address]:
         """All records of this prefix, each behind its parent where that is here too. Asks for the head of each."""
-        return iter(self._ask(self._survey.scan) or [])
+        found = ask(self._nodes, self._survey.scan) or []
+        return iter(in_order([address for some in found for address in some]))
 
     def sync(self) -> bool:
         """What was acknowledged is as safe as the server makes it."""
         return True
 
     def usage(self) -> Usage:
-        """Keys of the database, whoever wrote them; bytes of the whole server. Nothing while it does not answer."""
-        facts = self._ask(self._survey.memory)
-        return facts.usage() if facts else Usage(0, 0, 0)
+        """Keys of the database, whoever wrote them; bytes of whole servers. Nothing while one does not answer."""
+        facts = [fact.usage() for fact in ask(self._nodes, self._survey.memory) or [] if fact]
+        return Usage(
+            sum(fact.records for fact in facts),
+            sum(fact.used_bytes for fact in facts),
+            sum(fact.capacity_bytes for fact in facts),
+        )
 
     def check(self) -> list[str]:
         """Whether each record lies under its own key, whole in length. Reads no payload."""
         if self._closed:
             return []
-        faults = self._ask(self._survey.check)
-        return [f"redis {self._endpoint.name}: it does not answer"] if faults is None else faults
+        faults = ask(self._nodes, self._survey.check)
+        if faults is None:
+            return [f"redis {self.where}: it does not answer"]
+        return [fault for some in faults for fault in some]
 
     def troubles(self) -> list[str]:
-        ready = self._closed or self._pool.breaker.ready()
-        return [] if ready else [f"redis {self._endpoint.name}: it does not answer; it is tried again by itself"]
+        """A line a server that is left alone."""
+        shut = [] if self._closed else [name for name, shut in self.breakers.items() if shut]
+        return [f"redis {name}: it does not answer, or refuses; it is tried again by itself" for name in shut]
 
     def close(self) -> bool:
         """Run what was submitted, for a moment; what the server leaves unanswered then fails. Idempotent."""
@@ -275,7 +348,7 @@ class RedisTier(Waits):
                 left = list(self._queue.clear())
             for batch in left:
                 self._end(batch, Outcome.FAILED, "closed")
-        self._pool.close()
+        self._nodes.close()
         self._executor.close()
         self._asking.close()
         return True

@@ -1,4 +1,4 @@
-"""One connection to a server, speaking RESP 2 with payloads by reference.
+"""One connection to a server, speaking RESP with payloads by reference.
 
 What is sent goes out of the caller's memory, and the bytes of a value come from the socket straight into it: a client
 that makes an object of each value copies it twice. Whoever gets an OSError closes the wire, since nobody knows what
@@ -45,6 +45,8 @@ class Wire:
         self.deadline = self._allowed_s = 0.0
         self.received = 0  # bytes, since it was opened
         self.wrong = ""  # the last refusal; whoever runs a call clears it before
+        self.tracked = False  # the server tells when a key that was asked for here changes
+        self.changed: list[bytes] | None = []  # of these keys it told; None: all of them may have
 
     def allow(self, seconds: float) -> None:
         """From now on."""
@@ -94,11 +96,35 @@ class Wire:
         self.received += got
 
     def _line(self) -> bytes:
+        while (line := self._raw_line())[:1] == b">":  # nobody asked for it: it stands between two replies
+            self._told([self.reply() for _ in range(_number(line))])
+        return line
+
+    def _raw_line(self) -> bytes:
         while (end := self._bytes.find(b"\r\n", self._at, self._end)) < 0:
             self._more()
         line = bytes(self._buffer[self._at : end])
         self._at = end + 2
         return line
+
+    def track(self) -> None:
+        """Have the server tell of changes, where it can. Of a connection that speaks RESP 3."""
+        self.tracked = self.ask(b"CLIENT", b"TRACKING", b"ON") == b"OK"
+
+    def hear(self) -> None:
+        """Take in what the server has told meanwhile; waits for nothing."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        while self._at < self._end or poll.poll(0) or (self._encrypted and self._sock.pending()):
+            if self._at == self._end:
+                self._more()
+            if self._bytes[self._at : self._at + 1] != b">":
+                raise BrokenError("protocol")
+            self._told([self.reply() for _ in range(_number(self._raw_line()))])
+
+    def _told(self, said: list[Any]) -> None:
+        if said[:1] == [b"invalidate"] and self.changed is not None:
+            self.changed = None if said[1] is None else self.changed + said[1]
 
     def take(self, size: int) -> bytes:
         """The next bytes, few enough for the buffer."""
@@ -177,6 +203,8 @@ class Wire:
             return line[1:]
         if kind == b"-":
             return self._refused(line)
+        if kind == b"_":
+            return None
         number = _number(line)
         if kind == b":":
             return number

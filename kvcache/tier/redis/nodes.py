@@ -1,0 +1,141 @@
+"""Which server has which key: one that has all, or a cluster, where each has some and keys move between them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from redis.crc import key_slot
+
+from kvcache.port import Clock
+from kvcache.tier.redis.endpoint import Endpoint, RefusedError
+from kvcache.tier.redis.pool import ELSEWHERE, UNFIT, Pool
+from kvcache.tier.redis.wire import Wire
+
+SLOTS = 16_384
+_PAUSE_S = 0.2  # between two looks at a cluster: what moves meanwhile is a miss
+
+Make = Callable[[Endpoint], Pool]
+Divided = list[tuple[Pool, list[int]]]
+
+
+class Nodes(Protocol):
+    def divide(self, names: Sequence[bytes], deadline: float | None) -> Divided:
+        """By server, which of these keys are its own. OSError where that cannot be learnt in time."""
+
+    def doubt(self) -> None:
+        """A server refused what was thought to be its own, or is gone: before the next call, look anew."""
+
+    def pools(self) -> list[Pool]:
+        """Of all servers that are known."""
+
+    def close(self) -> None: ...
+
+
+class One:
+    """A server, or whichever one sentinels name."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def divide(self, names: Sequence[bytes], deadline: float | None) -> Divided:
+        return [(self._pool, list(range(len(names))))]
+
+    def doubt(self) -> None:
+        """There is no other."""
+
+    def pools(self) -> list[Pool]:
+        return [self._pool]
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class Cluster:
+    """The masters of a Redis Cluster, each with a pool and a breaker of its own."""
+
+    def __init__(self, seeds: Sequence[Endpoint], make: Make, clock: Clock) -> None:
+        self._seeds = {("seed", i): make(seed) for i, seed in enumerate(seeds)}
+        self._entrance, self._make, self._clock = seeds[0], make, clock
+        self._pools: dict[tuple[str, int], Pool] = {}
+        self._owners: list[Pool | None] = [None] * SLOTS
+        self._in_doubt = True
+        self._looked = float("-inf")
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def divide(self, names: Sequence[bytes], deadline: float | None) -> Divided:
+        if self._in_doubt:
+            self._look(deadline)
+        found: dict[Pool, list[int]] = {}
+        owners = self._owners
+        for i, name in enumerate(names):
+            owner = owners[key_slot(name)]
+            if owner is None:  # a hole in the cluster: any server says so
+                owner = next(iter(self._pools.values()), None)
+            if owner is None:
+                raise RefusedError("cluster")
+            found.setdefault(owner, []).append(i)
+        # a server that fails may take all the time there is: the others are asked before it
+        return sorted(found.items(), key=lambda item: item[0].breaker.failing())
+
+    def doubt(self) -> None:
+        self._in_doubt = True
+
+    def pools(self) -> list[Pool]:
+        return list(self._pools.values())
+
+    def _look(self, deadline: float | None) -> None:
+        with self._lock:
+            if self._closed:
+                raise RefusedError("closed")
+            now = self._clock.now()
+            if not self._in_doubt or (self._pools and now - self._looked < _PAUSE_S):
+                return
+            self._looked, error = now, RefusedError("cluster")
+            known = sorted([*self._pools.values(), *self._seeds.values()], key=lambda pool: pool.breaker.failing())
+            for pool in known:
+                try:
+                    slots = pool.run(lambda wire: wire.ask(b"CLUSTER", b"SLOTS"), deadline)
+                except OSError:
+                    continue
+                if isinstance(slots, list) and slots:
+                    self._learn(pool, slots)
+                    self._in_doubt = False
+                    return
+            if not self._pools:
+                raise error
+
+    def _learn(self, told: Pool, slots: Sequence[Any]) -> None:
+        """`slots` as CLUSTER SLOTS says them: first, last, the master's host and port, replicas."""
+        owners: list[Pool | None] = [None] * SLOTS
+        pools: dict[tuple[str, int], Pool] = {}
+        for first, last, (host, port, *_), *_ in slots:
+            where = (host.decode() if host else told.host, int(port))  # no host: the one that was asked
+            if where not in pools:
+                pools[where] = self._pools.get(where) or self._make(self._entrance.at(*where))
+            owners[first : last + 1] = [pools[where]] * (last + 1 - first)
+        gone = [pool for where, pool in self._pools.items() if where not in pools]
+        self._owners, self._pools = owners, pools
+        for pool in gone:
+            pool.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            pools = [*self._pools.values(), *self._seeds.values()]
+        for pool in pools:
+            pool.close()
+
+
+def ask(nodes: Nodes, work: Callable[[Wire], Any], deadline: float | None = None) -> list[Any] | None:
+    """What each server says; None where one does not answer, or none is known."""
+    try:
+        nodes.divide([b""], deadline)
+        return [pool.run(work, deadline) for pool in nodes.pools()]
+    except OSError:
+        return None
+
+
+CLUSTER_UNFIT = UNFIT - ELSEWHERE

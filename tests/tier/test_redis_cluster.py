@@ -1,0 +1,202 @@
+"""The Redis tier over a real cluster of three: keys move, nodes go, hang and come back; always a miss, never another
+block, and back by itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from redis.crc import key_slot
+
+from kvcache.block.record import read_header
+from kvcache.tier.redis import RedisTier
+from kvcache.tier.redis.name import Names, part
+from kvcache.tier.tier import Outcome
+from tests.peer.fleet import Cluster, until
+from tests.peer.server import MISSING
+from tests.tier.blocks import buffer, chain, holds, record
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
+MISS = {ABSENT, Outcome.FAILED, Outcome.LATE}
+NAMES = Names("kvcache", cluster=True)
+LONG = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.end()
+
+
+@pytest.fixture
+def tier(cluster: Cluster) -> Iterator[RedisTier]:
+    for node in cluster.nodes:
+        node.client.flushall()
+    tier = open_tier(cluster)
+    yield tier
+    tier.close()
+
+
+def open_tier(cluster: Cluster, **settings: Any) -> RedisTier:
+    return RedisTier(cluster.url, mode="cluster", part_bytes=256 << 10, **{"timeout_s": 0.5, **settings})
+
+
+def read(tier: RedisTier, blocks: list[Any]) -> tuple[Outcome, ...]:
+    into = [buffer() for _ in blocks]
+    outcomes = tier.read(blocks, into)
+    for segments, address, outcome in zip(into, blocks, outcomes, strict=True):
+        assert outcome is not DONE or holds(segments, address)
+    return outcomes
+
+
+def write(tier: RedisTier, blocks: list[Any]) -> tuple[Outcome, ...]:
+    return tier.write(blocks, [record(address) for address in blocks])
+
+
+def test_blocks_are_spread_and_found(cluster: Cluster, tier: RedisTier) -> None:
+    blocks = chain(90)
+    assert write(tier, blocks[:60]) == (DONE,) * 60
+    assert [node.client.dbsize() > 5 for node in cluster.nodes] == [True] * 3
+    assert read(tier, blocks) == (DONE,) * 60 + (ABSENT,) * 30
+    assert tier.contains(blocks) == (DONE,) * 60 + (ABSENT,) * 30
+    assert tier.leading(blocks).result(20) == 60
+    assert list(tier.scan()) == blocks[:60]
+    assert tier.check() == []
+    assert tier.usage().records == 60
+    assert tier.room(12_000) > 0
+    assert tier.siblings(blocks[0]) == [blocks[0]]
+    assert tier.remove(blocks) == (DONE,) * 60 + (ABSENT,) * 30
+    assert len(tier.breakers) == 3
+
+
+def test_the_parts_of_a_record_lie_together(cluster: Cluster, tier: RedisTier) -> None:
+    blocks = chain(6)
+    segments = [record(address, LONG) for address in blocks]
+    assert tier.write(blocks, segments) == (DONE,) * 6
+    for address, pieces in zip(blocks, segments, strict=True):
+        name = NAMES.record(address)
+        slots = {key_slot(name), *(key_slot(part(name, read_header(pieces[0]).write_id, n)) for n in (1, 2, 3))}
+        assert len(slots) == 1
+    into = [buffer(LONG) for _ in blocks]
+    assert tier.read(blocks, into) == (DONE,) * 6
+    assert tier.remove(blocks) == (DONE,) * 6
+    assert [node.client.dbsize() for node in cluster.nodes] == [0] * 3
+
+
+def test_slots_move_while_they_are_read_and_written(cluster: Cluster, tier: RedisTier) -> None:
+    """Whatever is under way, each answer is the right block or a miss, and in the end all are where they should be."""
+    here, new = chain(60), chain(60, seed=1)
+    write(tier, here)
+    stop = threading.Event()
+    seen: set[Outcome] = set()
+    faults: list[BaseException] = []
+
+    def work(blocks: list[Any]) -> None:
+        try:
+            while not stop.is_set():
+                seen.update(read(tier, blocks))
+                seen.update(write(tier, new[:20]))
+                tier.remove(new[:20])
+        except BaseException as error:  # noqa: BLE001  shown at the end
+            faults.append(error)
+
+    threads = [threading.Thread(target=work, args=(here[i::2],)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        slots = sorted({key_slot(NAMES.record(address)) for address in here})[:30]
+        homes = {slot: next(i for i in range(3) if slot < (i + 1) * 16_384 // 3) for slot in slots}
+        for slot, home in homes.items():
+            cluster.move(slot, cluster.nodes[home], cluster.nodes[(home + 1) % 3])
+        for slot, home in homes.items():
+            cluster.move(slot, cluster.nodes[(home + 1) % 3], cluster.nodes[home])
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert faults == []
+    assert DONE in seen
+    until(lambda: read(tier, here) == (DONE,) * 60, "all are found again")
+    assert write(tier, new) == (DONE,) * 60
+    assert tier.breaker == "closed"
+
+
+def test_a_key_on_its_way_is_a_miss(cluster: Cluster, tier: RedisTier) -> None:
+    blocks = chain(30)
+    write(tier, blocks)
+    name = NAMES.record(blocks[7])
+    source = cluster.owner(name)
+    target = next(node for node in cluster.nodes if node is not source)
+    same = [i for i, address in enumerate(blocks) if key_slot(NAMES.record(address)) == key_slot(name)]
+    cluster.move(key_slot(name), source, target, leave_open=True)
+    try:
+        outcomes = read(tier, blocks)
+        assert {outcomes[i] for i in same} <= MISS
+        assert {outcome for i, outcome in enumerate(outcomes) if i not in same} == {DONE}
+        assert tier.counters["refused_ASK"] > 0
+        assert tier.breaker == "closed"
+    finally:
+        cluster.move(key_slot(name), source, target)
+    until(lambda: read(tier, blocks) == (DONE,) * 30, "the moved one is found")
+    cluster.move(key_slot(name), target, source)
+
+
+@pytest.mark.parametrize("way", ["killed", "hung"])
+def test_a_lost_node_is_a_miss_and_the_others_serve(cluster: Cluster, way: str, caplog: Any) -> None:
+    for node in cluster.nodes:
+        node.client.flushall()
+    tier = open_tier(cluster, timeout_s=0.1)
+    blocks = chain(60)
+    write(tier, blocks)
+    lost = cluster.nodes[1]
+    gone = [i for i, address in enumerate(blocks) if cluster.owner(NAMES.record(address)) is lost]
+    rest = [i for i in range(60) if i not in gone]
+    lost.pause() if way == "hung" else lost.stop()
+    try:
+        for _ in range(5):
+            outcomes = read(tier, blocks)
+            assert {outcomes[i] for i in gone} <= MISS
+            assert {outcomes[i] for i in rest} == {DONE}
+        written = write(tier, chain(60, seed=1))
+        assert {DONE} < set(written) <= {DONE, *MISS}
+        assert tier.leading(blocks).result(20) <= 60
+        until(lambda: tier.breaker == "open", "it is left alone") if way == "killed" else None
+    finally:
+        lost.go_on() if way == "hung" else lost.start()
+    until(lambda: set(write(tier, blocks)) == {DONE}, "it takes blocks again")
+    until(lambda: read(tier, blocks) == (DONE,) * 60, "it serves again")
+    assert len(caplog.records) <= 6
+    tier.close()
+
+
+def test_a_replica_takes_over() -> None:
+    cluster = Cluster(replicas=True)
+    tier = open_tier(cluster, timeout_s=0.2)
+    try:
+        blocks = chain(60)
+        assert write(tier, blocks) == (DONE,) * 60
+        for node in cluster.masters:
+            until(lambda n=node: n.client.execute_command("WAIT", 1, 100), "the replica has what was written")
+        cluster.masters[0].stop()
+        until(lambda: read(tier, blocks).count(DONE) >= 58, "what was stored is found at the replica")
+        assert set(write(tier, chain(30, seed=2))) == {DONE}
+        assert tier.leading(blocks).result(20) >= 1
+    finally:
+        tier.close()
+        cluster.end()
+
+
+def test_nobody_is_there() -> None:
+    tier = RedisTier("redis://127.0.0.1:1,127.0.0.1:2/0", mode="cluster", timeout_s=0.2)
+    blocks = chain(3)
+    for _ in range(6):
+        assert set(read(tier, blocks)) <= MISS
+        assert tier.leading(blocks).result(10) == 0
+    assert tier.usage().records == 0
+    assert tier.check()
+    tier.close()

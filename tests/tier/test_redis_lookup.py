@@ -1,0 +1,138 @@
+"""What lookups remember: bounded, told by the server when it changes, void when the connection is another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache.port import Port
+from kvcache.tier.redis import RedisTier, lookup
+from kvcache.tier.redis.name import Names
+from tests.contract.tiers import Clock
+from tests.peer.server import MISSING, Server
+from tests.tier.blocks import chain, record
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+BLOCKS = chain(40)
+NAMES = [Names("kvcache").record(address) for address in BLOCKS]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def tier(server: Server, clock: Clock) -> Iterator[RedisTier]:
+    server.client.flushall()
+    tier = RedisTier(server.tcp, port=Port(clock=clock))
+    yield tier
+    tier.close()
+
+
+def asked(server: Server) -> int:
+    return int(server.client.info("commandstats").get("cmdstat_getrange", {}).get("calls", 0))
+
+
+def put(server: Server, first: int, end: int) -> None:
+    """By another client."""
+    for address, name in zip(BLOCKS[first:end], NAMES[first:end], strict=True):
+        head, body = record(address, 1)
+        server.client.set(name, bytes(head).rstrip(b"\0") + bytes(body[:1]))
+
+
+def leading(tier: RedisTier) -> int:
+    return tier.leading(BLOCKS).result(20)
+
+
+def test_what_is_remembered_is_not_asked_again(server: Server, tier: RedisTier) -> None:
+    put(server, 0, 25)
+    assert leading(tier) == 25
+    before = asked(server)
+    assert [leading(tier) for _ in range(10)] == [25] * 10
+    assert asked(server) == before
+
+
+def test_the_end_and_the_beginning_are_told(server: Server, tier: RedisTier) -> None:
+    put(server, 0, 10)
+    assert leading(tier) == 10
+    put(server, 10, 11)
+    assert leading(tier) == 11
+    server.client.delete(NAMES[0])
+    assert leading(tier) == 0
+    put(server, 0, 1)
+    assert leading(tier) == 11
+    server.client.flushall()
+    assert leading(tier) == 0
+
+
+def test_an_expired_key_is_told(server: Server, tier: RedisTier) -> None:
+    put(server, 0, 3)
+    assert leading(tier) == 3
+    server.client.pexpire(NAMES[2], 1)
+    while server.client.exists(NAMES[2]):
+        pass
+    assert leading(tier) == 2
+
+
+def test_another_connection_remembers_nothing(server: Server, tier: RedisTier) -> None:
+    put(server, 0, 10)
+    assert leading(tier) == 10
+    server.stop()
+    server.start()
+    assert leading(tier) == 0
+
+
+def test_without_tracking_it_is_remembered_for_a_moment(server: Server, clock: Clock) -> None:
+    server.client.flushall()
+    server.client.execute_command("ACL", "SETUSER", "plain", "on", "nopass", "~*", "+@all", "-client")
+    tier = RedisTier(server.tcp, username="plain", port=Port(clock=clock))
+    try:
+        assert leading(tier) == 0
+        put(server, 0, 10)
+        before = asked(server)
+        assert leading(tier) == 0
+        assert asked(server) == before
+        clock.seconds += 1
+        assert leading(tier) == 10
+    finally:
+        tier.close()
+        server.client.execute_command("ACL", "DELUSER", "plain")
+
+
+def test_it_is_bounded(server: Server, tier: RedisTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup.Memory.__init__, "__defaults__", (8,))
+    put(server, 0, 40)
+    assert [leading(tier) for _ in range(3)] == [40] * 3
+    assert [len(memory) <= 8 for memory in tier._lookup._memories.values()] == [True]
+
+
+@given(steps=st.lists(st.tuples(st.sampled_from(["put", "delete", "ask"]), st.integers(0, 40), st.integers(0, 40))))
+def test_whatever_changes_the_answer_is_that_of_the_server(server: Server, steps: list[tuple[str, int, int]]) -> None:
+    """Against a plain set: as long as there is no hole, the end is exact; what is remembered never shows."""
+    server.client.flushall()
+    tier: Any = TIERS.setdefault(server.port, RedisTier(server.unix))
+    held = 0
+    for what, at, _ in steps:
+        if what == "put" and at > held:
+            put(server, held, at)
+            held = at
+        elif what == "delete" and at < held:
+            server.client.delete(*NAMES[at:held])
+            held = at
+        assert leading(tier) == held
+
+
+TIERS: dict[int, RedisTier] = {}

@@ -1,0 +1,72 @@
+"""The same work against every server that can be found here: Redis 6.2, Redis 7.0, Valkey 9."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvcache.tier.redis import RedisTier
+from kvcache.tier.redis.name import Names
+from kvcache.tier.tier import Outcome
+from tests.peer.server import MISSING, Server, servers
+from tests.tier.blocks import buffer, chain, holds, record
+from tests.tier.test_redis_cluster import read, write
+
+DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
+FOUND = servers()
+LONG = 1 << 20
+
+pytestmark = pytest.mark.skipif(not FOUND, reason=MISSING)
+
+
+@pytest.fixture(params=list(FOUND), scope="module")
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    server = Server(binary=FOUND[request.param])
+    yield server
+    server.end()
+
+
+@pytest.mark.parametrize("way", ["tcp", "unix"])
+def test_everything(server: Server, way: str) -> None:
+    server.client.flushall()
+    tier = RedisTier(getattr(server, way), part_bytes=256 << 10)
+    blocks = chain(40)
+    large = chain(2, seed=1)
+    into = [buffer(LONG) for _ in large]
+    assert write(tier, blocks[:30]) == (DONE,) * 30
+    assert write(tier, blocks[:30]) == (DONE,) * 30
+    assert tier.write(large, [record(address, LONG) for address in large]) == (DONE,) * 2
+    assert read(tier, blocks) == (DONE,) * 30 + (ABSENT,) * 10
+    assert tier.read(large, into) == (DONE,) * 2
+    assert all(holds(segments, address, LONG) for segments, address in zip(into, large, strict=True))
+    assert tier.contains(blocks) == (DONE,) * 30 + (ABSENT,) * 10
+    assert tier.leading(blocks).result(10) == 30
+    assert set(tier.scan()) == {*blocks[:30], *large}
+    assert tier.check() == []
+    assert tier.usage().records == 38
+    assert tier.room(1 << 20) > 0
+    name = Names("kvcache").record(blocks[3])
+    server.client.setrange(name, 200, b"damaged")
+    assert read(tier, blocks[:5]) == (DONE, DONE, DONE, Outcome.DAMAGED, DONE)
+    assert server.client.exists(name) == 0
+    assert tier.remove([*blocks, *large]) == (DONE,) * 3 + (ABSENT,) + (DONE,) * 26 + (ABSENT,) * 10 + (DONE,) * 2
+    assert server.client.dbsize() == 0
+    tier.close()
+
+
+def test_the_server_tells_what_changed(server: Server) -> None:
+    """Client tracking, which all of them have: a hole that is filled is seen at once, though it was remembered."""
+    server.client.flushall()
+    asking, writing = RedisTier(server.unix), RedisTier(server.tcp)
+    blocks = chain(20)
+    assert asking.leading(blocks).result(10) == 0
+    write(writing, blocks[:7])
+    assert asking.leading(blocks).result(10) == 7
+    write(writing, blocks)
+    assert asking.leading(blocks).result(10) == 20
+    writing.remove(blocks[12:])
+    assert asking.leading(blocks).result(10) == 12
+    assert all(memory._wire is not None and memory._wire.tracked for memory in asking._lookup._memories.values())
+    asking.close()
+    writing.close()
