@@ -41,7 +41,7 @@ def daemon(
         return
     claim = Claim(path, int(loaded.daemon.mode, 8))
     try:
-        cache = Cache(loaded, shared=True)
+        cache = Cache(loaded, shared=True, serves=f"unix:{path}")
     except BaseException:
         claim.release()
         raise

@@ -124,6 +124,7 @@ class RemoteCache:
         self._background = self.port.executor(1, "map")
         self.prefix = uuid.uuid4().hex[:8]  # of the ids of requests that are given none
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._closed = threading.Event()
         self._flushed = False  # by `close`
         self._pid = os.getpid()
@@ -218,9 +219,10 @@ class RemoteCache:
 
     # the daemon
 
-    @property
-    def reachable(self) -> bool:
-        return self.link is not None
+    def wait_reachable(self, timeout_s: float | None = None) -> bool:
+        """Until the daemon answers; for programs that would rather wait than compute."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.link is not None, timeout_s)
 
     def check_open(self) -> None:
         if self._closed.is_set():
@@ -279,6 +281,7 @@ class RemoteCache:
                 self._retrying = False
                 if not self._closed.is_set():
                     self.link = link
+                    self._changed.notify_all()
                     _log.warning("%s: reached again", self.path)
                     return
             link.close()

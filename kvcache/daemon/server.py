@@ -29,6 +29,8 @@ from kvcache.observe.request import logger
 
 HELLO_S = 5.0
 """For a connection to say who it is."""
+FIRST_S = 60.0
+"""For the first of those for whom a daemon runs that ends by itself."""
 _PAUSE_S = 0.1
 
 _log = logger("kvcache.daemon")
@@ -60,7 +62,8 @@ class Daemon:
                 for number in (signal.SIGTERM, signal.SIGINT):
                     self._loop.add_signal_handler(number, self._end)
             self._loop.add_reader(self.claim.listener, self._accept)
-            self._linger()
+            if self._linger_s is not None:  # whoever started this may take a while to come
+                self._lingering = self._loop.call_later(max(self._linger_s, FIRST_S), self._end)
             self._loop.run_until_complete(self._ended.wait())
             self._drain()
         finally:

@@ -40,14 +40,14 @@ _log = logging.getLogger("kvcache")
 class Cache:
     """Implements `kvcache.hierarchy.face.KVCache`; made by `kvcache.open`."""
 
-    def __init__(self, settings: Settings, port: Port | None = None, *, shared: bool = False) -> None:
-        """`shared`: in host memory that other processes may map."""
+    def __init__(self, settings: Settings, port: Port | None = None, *, shared: bool = False, serves: str = "") -> None:
+        """`shared`: in host memory that other processes may map. `serves`: where they reach this cache."""
         self.settings = settings
         port = port or Port()
         self.counters = Counters()
         self.events = Events(port.clock)
         self._coder = Coder({NvmeTier.name: settings.nvme.codec} if settings.nvme.enabled else {}, self.counters)
-        self.below = _tiers_below(settings, port)
+        self.below = _tiers_below(settings, port, serves)
         self.host = HostTier(
             capacity_bytes=settings.host.capacity_bytes,
             extent_bytes=settings.host.extent_bytes,
@@ -238,7 +238,7 @@ def _size(tier: Tier) -> str:
     return f"{usage.capacity_bytes} bytes with {usage.records} records"
 
 
-def _tiers_below(settings: Settings, port: Port) -> list[Tier]:
+def _tiers_below(settings: Settings, port: Port, serves: str) -> list[Tier]:
     tiers: list[Tier] = []
     nvme, redis = settings.nvme, settings.redis
     if nvme.enabled:
@@ -251,6 +251,7 @@ def _tiers_below(settings: Settings, port: Port) -> list[Tier]:
                 threads=nvme.threads,
                 queue_bytes=nvme.queue_bytes,
                 free_floor_bytes=nvme.free_floor_bytes,
+                serves=serves,
                 port=port,
             )
         )

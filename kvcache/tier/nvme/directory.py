@@ -41,11 +41,12 @@ def refusal(path: str, error: OSError) -> StoreError:
 class Directory:
     """The directory, claimed for this process until `release`. StoreError where that cannot be."""
 
-    def __init__(self, disk: Disk, path: str) -> None:
+    def __init__(self, disk: Disk, path: str, serves: str = "") -> None:
+        """`serves`: where others reach this process's cache, to be told to whoever wants the directory too."""
         self.disk, self.path = disk, path
         try:
             disk.make_directory(path)
-            claim = disk.lock(self.join("LOCK"), f"process {os.getpid()}")
+            claim = disk.lock(self.join("LOCK"), f"process {os.getpid()}{', which serves ' * bool(serves)}{serves}")
         except OSError as error:
             raise refusal(path, error) from error
         if isinstance(claim, str):

@@ -45,7 +45,9 @@ _UNSAFE = OSError(errno.EIO, "records could not be made durable")
 
 
 class Store:
-    def __init__(self, path: str, *, space: Space, durability: Durability, floor_bytes: int, port: Port) -> None:
+    def __init__(
+        self, path: str, *, space: Space, durability: Durability, floor_bytes: int, port: Port, serves: str = ""
+    ) -> None:
         """Open or begin; StoreError where that cannot be."""
         self.durability = durability
         self.counters = Counters()
@@ -54,7 +56,7 @@ class Store:
         self._checking = threading.Lock()
         """One thread checks at a time: it does so faster than a drive reads, and threads that want the interpreter at
         the same time cost each other twice the processor time and a quarter of the drive's rate."""
-        self.directory = Directory(port.disk, path)
+        self.directory = Directory(port.disk, path, serves)
         try:
             self.ledger = Ledger(
                 port,

@@ -60,8 +60,10 @@ class NvmeTier(Waits):
         threads: int = 4,
         queue_bytes: int = 256 << 20,
         free_floor_bytes: int = 1 << 30,
+        serves: str = "",
         port: Port | None = None,
     ) -> None:
+        """`serves`: where others reach this process's cache, for whoever wants the same directory."""
         if capacity_bytes < _LEAST_BYTES:
             raise ConfigError(f"nvme.capacity_bytes = {capacity_bytes}: expected at least {_LEAST_BYTES}")
         if durability not in get_args(Durability):
@@ -76,6 +78,7 @@ class NvmeTier(Waits):
             space=Space(capacity_bytes, segment_bytes),
             durability=durability,
             floor_bytes=free_floor_bytes,
+            serves=serves,
             port=port,
         )
         self._threads = threads

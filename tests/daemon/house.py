@@ -1,0 +1,104 @@
+"""A daemon in a process of its own, that tests may kill, and a pretended engine's part of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kvcache
+from kvcache.block.layout import KVLayout
+from tests.contract.caches import Engine, bind
+
+LAYOUT = KVLayout.mha(layers=2, kv_heads=2, head_dim=64, dtype="fp32", block_tokens=4)  # 8 KiB a block
+
+
+class House:
+    """`kvcache daemon` over a directory: its socket, its drive where it has one."""
+
+    def __init__(self, directory: Path, *, nvme: bool = False, **variables: object) -> None:
+        self.directory, self.socket = directory, directory / "s"
+        settings = {
+            "HOST__CAPACITY_BYTES": "32MiB",
+            "HOST__EXTENT_BYTES": "4MiB",
+            "NVME__ENABLED": str(nvme).lower(),
+            "NVME__PATH": directory / "nvme",
+            "NVME__CAPACITY_BYTES": "64MiB",
+            "NVME__FREE_FLOOR_BYTES": 0,
+            "CONTROL__ENABLED": "false",
+            **variables,
+        }
+        self.environ = {**os.environ, **{f"KVCACHE_{name}": str(value) for name, value in settings.items()}}
+        self.process: subprocess.Popen[str] | None = None
+
+    def command(self, *words: str) -> list[str]:
+        return [sys.executable, "-m", "kvcache.cli.main", "daemon", "--socket", str(self.socket), *words]
+
+    def start(self) -> House:
+        """Running, and listening."""
+        self.process = subprocess.Popen(
+            self.command(), env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert "serving" in line, line + self.process.stdout.read()
+        return self
+
+    def run(self, *words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*words), env=self.environ, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.communicate()
+
+    def end(self) -> tuple[int, str]:
+        """By SIGTERM: what it left with, and what it said."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        said, _ = self.process.communicate(timeout=60)
+        return self.process.returncode, said
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+
+    def open(self, **more: Any) -> Any:
+        return kvcache.open(f"unix:{self.socket}", **{"patience_s": 30.0, **more})
+
+
+def bound_to(cache: Any, **fields: Any) -> Any:
+    return bind(cache, LAYOUT, **fields)
+
+
+def store(bound: Any, tokens: list[int], seed: int, engine: Engine | None = None) -> list[bytes]:
+    """Store what `seed` makes under these tokens; the blocks' bytes."""
+    engine = engine or Engine(LAYOUT)
+    ids = list(range(len(tokens) // LAYOUT.block_tokens))
+    engine.fill(seed, ids)
+    with bound.request() as r:
+        r.match(tokens)
+        assert r.store(engine.described, engine.ids(ids)).wait(60)
+    return [engine.block(i) for i in ids]
+
+
+def load(bound: Any, tokens: list[int], engine: Engine | None = None) -> list[bytes]:
+    """The bytes of the blocks that come."""
+    engine = engine or Engine(LAYOUT)
+    engine.poison()
+    with bound.request() as r:
+        hit = r.match(tokens)
+        r.admit()
+        transfer = r.load(hit.blocks, engine.described, engine.ids(list(range(hit.blocks))))
+        assert transfer.wait(60)
+        return [engine.block(i) for i in range(transfer.blocks)]
+
+
+def reached(cache: Any, timeout_s: float = 60) -> None:
+    """Wait until the client has reached a daemon again."""
+    assert cache.wait_reachable(timeout_s), "the daemon was not reached again"
