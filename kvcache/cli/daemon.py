@@ -48,8 +48,14 @@ def daemon(
     with cache:
         if loaded.control.enabled:
             listen(cache, kvcache.__version__)
-        print(f"kvcache: serving {what}", flush=True)
-        Daemon(cache, claim, version=kvcache.__version__, linger_s=linger_s).run()
+        served = Daemon(
+            cache,
+            claim,
+            version=kvcache.__version__,
+            linger_s=linger_s,
+            began=lambda: print(f"kvcache: serving {what}", flush=True),
+        )
+        served.run()
         print("kvcache: ending; what is queued is written first", flush=True)
 
 

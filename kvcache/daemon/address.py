@@ -24,7 +24,8 @@ def socket_of(where: str, environ: Mapping[str, str] = os.environ) -> Path:
 
 
 class Claim:
-    """The socket and the right to it, until `release`. StoreError where another process has it."""
+    """The right to a socket, until `release`. StoreError where another process has it. It is there after `listen`,
+    which is for when there is something to serve."""
 
     def __init__(self, path: Path, mode: int) -> None:
         self.path, self._mode, self._pid = path.absolute(), mode, os.getpid()
@@ -51,19 +52,21 @@ class Claim:
             ) from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(self._pid).encode(), 0)
+        self._new = new
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def listen(self) -> None:
+        """Be found under the path from now on."""
         try:
             with suppress(FileNotFoundError):
-                new.unlink()
-            self.listener.bind(os.fspath(new))
-            new.chmod(mode)
+                self._new.unlink()
+            self.listener.bind(os.fspath(self._new))
+            self._new.chmod(self._mode)
             self.listener.listen(_BACKLOG)
             self.listener.setblocking(False)
-            new.rename(self.path)
+            self._new.rename(self.path)
         except OSError as error:
-            self.listener.close()
-            os.close(self._lock)
-            raise StoreError(f"daemon.socket = {str(path)!r}: {error.strerror or error}") from None
+            raise StoreError(f"daemon.socket = {str(self.path)!r}: {error.strerror or error}") from None
 
     def admits(self, user: int) -> bool:
         """The socket's mode decides; that of the owner alone is checked once more, since modes can be changed."""

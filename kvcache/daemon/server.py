@@ -39,8 +39,18 @@ _log = logger("kvcache.daemon")
 class Daemon:
     """Serves a cache made with `shared=True`, which stays the caller's to close."""
 
-    def __init__(self, cache: Cache, claim: Claim, *, version: str = "", linger_s: float | None = None) -> None:
-        """`linger_s`: end by itself once nobody has been connected for so long; never, where not given."""
+    def __init__(
+        self,
+        cache: Cache,
+        claim: Claim,
+        *,
+        version: str = "",
+        linger_s: float | None = None,
+        began: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`linger_s`: end by itself once nobody has been connected for so long; never, where not given. `began` is
+        called when it listens."""
+        self.began = began
         self.cache, self.claim, self._version, self._linger_s = cache, claim, version, linger_s
         self._settings = cache.settings.daemon
         self.boot = secrets.token_bytes(8)
@@ -61,7 +71,9 @@ class Daemon:
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGTERM, signal.SIGINT):
                     self._loop.add_signal_handler(number, self._end)
+            self.claim.listen()
             self._loop.add_reader(self.claim.listener, self._accept)
+            self.began()
             if self._linger_s is not None:  # whoever started this may take a while to come
                 self._lingering = self._loop.call_later(max(self._linger_s, FIRST_S), self._end)
             self._loop.run_until_complete(self._ended.wait())
@@ -270,8 +282,18 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 def start(daemon: Daemon) -> Callable[[], None]:
     """Run it on a thread of this process; the function that ends it."""
-    thread = threading.Thread(target=daemon.run, name="kvcache-daemon", daemon=True)
+    listens = threading.Event()
+    daemon.began = listens.set
+
+    def run() -> None:
+        try:
+            daemon.run()
+        finally:
+            listens.set()  # it may have ended before it began
+
+    thread = threading.Thread(target=run, name="kvcache-daemon", daemon=True)
     thread.start()
+    listens.wait()
 
     def end() -> None:
         daemon.stop()
