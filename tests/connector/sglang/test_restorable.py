@@ -1,0 +1,15 @@
+"""Which lengths of a prefix a side pool allows."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache.connector.sglang.restorable import everywhere, trailing
+
+
+@given(st.lists(st.booleans(), max_size=30), st.integers(1, 8))
+def test_as_said(here: list[bool], last: int) -> None:
+    lengths = range(1, len(here) + 1)
+    assert everywhere(here) == {n for n in lengths if all(here[:n])}
+    assert trailing(here, last) == {n for n in lengths if all(here[max(0, n - last) : n])}

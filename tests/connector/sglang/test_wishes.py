@@ -1,0 +1,74 @@
+"""What stands under "kvcache" in the extra configuration, and which model and weights a server has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvcache.connector.sglang.identity import identify
+from kvcache.connector.sglang.opening import close_cache, open_cache
+from kvcache.connector.sglang.pool import Ranks
+from kvcache.connector.sglang.wishes import Wishes
+from kvcache.errors import ConfigError, ModelError
+from tests.engine import tiny
+
+
+def test_ours_and_settings_are_told_apart() -> None:
+    wishes = Wishes.read({"kvcache": {"revision": "r", "deadline_s": 1, "host": {"capacity_bytes": "1GiB"}}, "x": 1})
+    assert (wishes.revision, wishes.deadline_s, wishes.settings) == ("r", 1, {"host": {"capacity_bytes": "1GiB"}})
+    assert Wishes.read(None) == Wishes.read({"kvcache": {}}) == Wishes()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        {"deadline_s": 0},
+        {"deadline_s": 9},
+        {"deadline_s": "1"},
+        {"deadline_s": True},
+        {"share_across_engines": 1},
+        {"tenant": 3},
+    ],
+)
+def test_what_makes_no_sense_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="kvcache"):
+        Wishes.read({"kvcache": given or "text"})
+
+
+def test_a_setting_that_is_none_is_refused_at_start() -> None:
+    with pytest.raises(ConfigError, match="hots"):
+        open_cache(Wishes.read({"kvcache": {"hots": {"capacity_bytes": 1}}}), Ranks())
+
+
+def test_a_directory_that_is_closing_can_be_opened_again(tmp_path: Path) -> None:
+    given = {
+        "nvme": {"path": str(tmp_path), "capacity_bytes": 64 << 20, "free_floor_bytes": 0},
+        "control": {"enabled": False},
+    }
+    wishes = Wishes.read({"kvcache": given | {"host": {"capacity_bytes": 8 << 20}}})
+    for _ in range(3):
+        close_cache(open_cache(wishes, Ranks()))
+
+
+def test_weights_are_named_by_the_server_or_by_hand(tmp_path: Path) -> None:
+    places = [tiny.make(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    told = [identify(SimpleNamespace(model_path=place), "served", Wishes()) for place in places]
+    assert told[0].revision != told[1].revision, "the same served name, other weights"
+    assert told[0].facts["config"]["rope_parameters"]
+    assert identify(SimpleNamespace(model_path=places[0]), "other name", Wishes()) == told[0]
+    for field in ("kv_cache_dtype", "quantization"):
+        other = identify(SimpleNamespace(model_path=places[0], **{field: "fp8_e5m2"}), "served", Wishes())
+        assert other.facts != told[0].facts
+    with pytest.raises(ModelError, match="revision"):
+        identify(None, "nowhere/nothing", Wishes())
+    by_hand = identify(None, "nowhere/nothing", Wishes(revision="of today"))
+    assert (by_hand.model, by_hand.revision) == ("nowhere/nothing", "of today")
+
+
+def test_each_pool_is_apart() -> None:
+    identity = identify(None, "m", Wishes(revision="r"))
+    assert identity.facts_of("kv", "") != identity.facts_of("swa", "") != identity.facts_of("swa", "v2")

@@ -1,0 +1,148 @@
+"""A real SGLang server on a processor and on loopback, with a tiny model whose answers depend on all that it reads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+PAGE = 16
+READY_S = 240.0
+KEY = "test-admin"
+
+
+def hicache(**ours: Any) -> list[str]:
+    """SGLang's flags for our storage backend; `extra` among `ours` goes beside "kvcache"."""
+    extra = {
+        "backend_name": "kvcache",
+        "module_path": "kvcache.connector.sglang",
+        "class_name": "KVCacheStorage",
+        "interface_v1": 1,
+        "prefetch_threshold": 32,
+        **ours.pop("extra", {}),
+        "kvcache": ours,
+    }
+    return [
+        "--enable-hierarchical-cache",
+        *("--hicache-ratio", "2"),
+        *("--hicache-storage-backend", "dynamic"),
+        *("--hicache-storage-prefetch-policy", "wait_complete"),
+        *("--hicache-storage-backend-extra-config", json.dumps(extra)),
+    ]
+
+
+def linker(**ours: Any) -> list[str]:
+    config = {
+        "linker": "KVCacheLinker",
+        "linker_module_path": "kvcache.connector.sglang",
+        "linker_extra_config": {"kvcache": ours},
+    }
+    return [
+        "--enable-unified-cache-external-linker",
+        *("--unified-cache-external-linker-backend", "dynamic"),
+        *("--unified-cache-external-linker-config", json.dumps(config)),
+    ]
+
+
+class Server:
+    def __init__(self, model: str, place: Path, *flags: str, env: Mapping[str, str] | None = None) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        place.mkdir(parents=True, exist_ok=True)
+        self.log = place / f"server-{self.port}.log"
+        environment = {
+            **os.environ,
+            "PYTHONPATH": f"{Path(__file__).parent / 'cpu'}{os.pathsep}{ROOT}",
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            **(env or {}),
+        }
+        command = [
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", model, "--device", "cpu"),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--attention-backend", "torch_native"),
+            *("--sampling-backend", "pytorch", "--grammar-backend", "none", "--disable-cuda-graph"),
+            *("--disable-overlap-schedule", "--mem-fraction-static", "0.5", "--max-total-tokens", "8192"),
+            *("--page-size", str(PAGE), "--context-length", "2048", "--skip-server-warmup", "--enable-cache-report"),
+            *flags,
+        ]
+        with self.log.open("wb") as out:
+            self.process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+        try:
+            self._await()
+        except BaseException:
+            self.kill()
+            raise
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _await(self) -> None:
+        end = time.monotonic() + READY_S
+        while True:
+            try:
+                self.ask("GET", "/health")
+                return
+            except (OSError, urllib.error.URLError):
+                assert self.process.poll() is None, f"the server ended: {self.tail()}"
+                assert time.monotonic() < end, f"the server is not ready: {self.tail()}"
+                time.sleep(0.2)
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:]
+
+    def ask(self, method: str, path: str, body: Any = None, timeout_s: float = 120.0) -> Any:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+        )
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            said = answer.read()
+        try:
+            return json.loads(said)
+        except ValueError:
+            return said.decode()
+
+    def generate(self, prompt: Sequence[int], tokens: int = 12) -> tuple[list[int], dict[str, Any]]:
+        """Greedily; the tokens and where SGLang says that the prompt's came from."""
+        parameters = {"max_new_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
+        made = self.ask("POST", "/generate", {"input_ids": list(prompt), "sampling_params": parameters})
+        return made["output_ids"], made["meta_info"].get("cached_tokens_details") or {}
+
+    def metrics(self) -> str:
+        return str(self.ask("GET", "/metrics"))
+
+    def close(self) -> None:
+        """As an operator stops it."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(60)
+        self.kill()
+
+    def kill(self) -> None:
+        """All of its processes, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
