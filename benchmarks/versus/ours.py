@@ -13,7 +13,7 @@ import kvcache
 from kvcache.block.record import record_bytes
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.request import BoundCache
-from kvcache.transfer.cpu import CpuCopier
+from kvcache.transfer.copiers import Copiers
 from versus.work import BLOCK_TOKENS, KEPT_ON_DISK, LEAST, Pages, Shape, own_bytes, prompt
 from versus.worker import serve
 
@@ -48,7 +48,8 @@ class Ours:
             nvme = {"path": directory, "capacity_bytes": kept, "free_floor_bytes": 0}
         cache = kvcache.open(host={"capacity_bytes": host}, nvme=nvme, control={"enabled": False})
         assert isinstance(cache, Cache)
-        cache._copier = CpuCopier(torch.get_num_threads())  # noqa: SLF001  no setting: only a comparison wants one
+        threads = torch.get_num_threads()
+        cache.copiers = Copiers(lambda call: call(), threads=threads)  # no setting: only a comparison wants one
         self._cache, self._directory = cache, directory
         self._taken: list[Any] = []
         self._bound = self._namespace("")

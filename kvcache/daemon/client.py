@@ -27,8 +27,7 @@ from kvcache.errors import ClosedError, ConfigError, KVCacheError, UnreachableEr
 from kvcache.hierarchy.edge import check_shards
 from kvcache.observe.request import logger
 from kvcache.port import Port
-from kvcache.transfer.copier import Copier
-from kvcache.transfer.cpu import CpuCopier
+from kvcache.transfer.copiers import Copiers
 
 PATIENCE_S = 1.0
 """For an answer on the connection of control, which an engine's scheduler waits for."""
@@ -119,9 +118,9 @@ class RemoteCache:
             raise ConfigError(f"engine = {engine!r:.60}: expected a name of at most 256 characters without '/'")
         self.path, self.engine, self.deadline_s, self.patience_s = path, engine, deadline_s, patience_s
         self.port = port or Port()
-        self.copier: Copier = CpuCopier()
         self.executor = self.port.executor(threads, "copy")
         self._background = self.port.executor(1, "map")
+        self.copiers = Copiers(self._background.submit)
         self.prefix = uuid.uuid4().hex[:8]  # of the ids of requests that are given none
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -203,6 +202,7 @@ class RemoteCache:
         self._flushed = self.flush(CLOSE_S)
         self._closed.set()
         self._background.close()
+        self.copiers.close()
         with self._lock:
             link, self.link = self.link, None
         if link is not None:

@@ -27,6 +27,7 @@ from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import logger
 from kvcache.tier.arena import Arena, Extent, Slot
 from kvcache.tier.tier import Outcome
+from kvcache.transfer.copier import Copy
 
 OUTCOMES: tuple[Outcome, ...] = tuple(Outcome)
 """In a message an outcome is one byte, its place in this order."""
@@ -64,8 +65,9 @@ class Lender:
         self._arena.release(*self._lent)
         self._lent = []
 
-    def scatter(self, parts: Sequence[Part]) -> None:
+    def scatter(self, parts: Sequence[Part]) -> Sequence[Copy]:
         self._lend(parts, writable=False)
+        return ()
 
     def _lend(self, parts: Sequence[Part], *, writable: bool) -> None:
         first = 0

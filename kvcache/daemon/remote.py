@@ -15,6 +15,7 @@ from kvcache.daemon.taker import Taker
 from kvcache.errors import KVCacheError
 from kvcache.hierarchy.edge import check_origin, check_transfer
 from kvcache.hierarchy.face import Extras, Hit, PageIds
+from kvcache.hierarchy.mover import PagesMover
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import logger
 from kvcache.transfer.pages import Pages
@@ -208,7 +209,8 @@ class RemoteRequest:
             known = self._known
         check_transfer(self._bound.layout, self._bound.shards, pages, page_ids, first, end, known)
         transfer = BlockTransfer(end - first)
-        taker = Taker(self._cache, self, op, first, end, pages, page_ids, transfer, self._deadline_s)
+        mover = PagesMover(self._cache.copiers, pages, page_ids)
+        taker = Taker(self._cache, self, op, first, end, len(pages), mover, transfer, self._deadline_s)
         self._cache.moves()
         self._cache.executor.submit(taker.run)
         return transfer

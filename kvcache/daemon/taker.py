@@ -10,12 +10,10 @@ from kvcache.daemon.mapping import Lent, Mappings
 from kvcache.daemon.protocol import ProtocolError, answer
 from kvcache.daemon.wire import LateError, Wire
 from kvcache.errors import KVCacheError, UnreachableError
-from kvcache.hierarchy.face import PageIds
-from kvcache.hierarchy.mover import PagesMover
+from kvcache.hierarchy.mover import PagesMover, wait_all
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import logger, working_for
 from kvcache.tier.tier import Outcome
-from kvcache.transfer.pages import Pages
 
 if TYPE_CHECKING:
     from kvcache.daemon.client import RemoteCache
@@ -34,8 +32,8 @@ class Taker:
     op: str
     first: int
     end: int
-    pages: Pages
-    page_ids: PageIds
+    groups: int
+    mover: PagesMover  # made on the engine's thread
     transfer: BlockTransfer
     deadline_s: float
 
@@ -74,7 +72,6 @@ class Taker:
             raise
 
     def _take(self, wire: Wire, mappings: Mappings, timeout_s: float) -> None:
-        mover = PagesMover(self.cache.copier, self.pages, self.page_ids)
         while True:
             message, descriptors = wire.receive(timeout_s)
             if "lent" not in message:
@@ -82,7 +79,7 @@ class Taker:
                 break
             lent = self._lent(message, descriptors, mappings)
             taken = not self.transfer.cancelled and (
-                self._fill(mover, lent) if self.op == "store" else self._empty(mover, lent, message["blocks"])
+                self._fill(lent) if self.op == "store" else self._empty(lent, message["blocks"])
             )
             wire.send({"taken": taken}, timeout_s=timeout_s)
         if self.transfer.cancelled:
@@ -96,22 +93,24 @@ class Taker:
         mappings.take_in(message.get("extents", ()), descriptors, message.get("gone", ()))
         if not isinstance(message["lent"], bytes) or not isinstance(message.get("blocks"), int):
             raise ProtocolError("slots that are lent in no form that is known")
-        return mappings.lent(message["lent"], blocks=self.end - self.first, groups=len(self.pages))
+        return mappings.lent(message["lent"], blocks=self.end - self.first, groups=self.groups)
 
-    def _fill(self, mover: PagesMover, lent: Lent) -> bool:
+    def _fill(self, lent: Lent) -> bool:
         try:
-            mover.gather(lent.parts)
+            self.mover.gather(lent.parts)
         except Exception:  # noqa: BLE001  the daemon waits for an answer, whatever happens here
             _log.exception("pages could not be gathered")
             return False
         return True
 
-    def _empty(self, mover: PagesMover, lent: Lent, blocks: int) -> bool:
+    def _empty(self, lent: Lent, blocks: int) -> bool:
         """Copy, unless a slot was given out again before or meanwhile: then what was read is another's."""
         same = lent.unchanged()
         if same.all():
             try:
-                mover.scatter(lent.parts)
+                copies = self.mover.scatter(lent.parts)
+                self.transfer.begun(blocks, copies)
+                wait_all(copies)
             except Exception:  # noqa: BLE001  the daemon waits for an answer, whatever happens here
                 _log.exception("pages could not be filled")
                 return False

@@ -28,7 +28,7 @@ from kvcache.settings import Settings
 from kvcache.tier.host import HostTier
 from kvcache.tier.nvme import NvmeTier, open_drives
 from kvcache.tier.tier import Tier, Usage
-from kvcache.transfer.cpu import CpuCopier
+from kvcache.transfer.copiers import Copiers
 
 POLICIES: Mapping[str, type[Policy]] = {"lru": LRU}
 
@@ -83,7 +83,9 @@ class Cache:
             queue_blocks=settings.flow.queue_blocks,
             threads=settings.flow.threads,
         )
-        self._copier = CpuCopier()
+        self._pinner = port.executor(1, "pin")
+        self.copiers = Copiers(self._pinner.submit)
+        self.host.arena.watch(self.copiers.came, self.copiers.gone)
         self._bound: dict[Hashable, BoundCache] = {}
         self._register: Register[CacheRequest] = Register()
         self.at_close: list[Callable[[], object]] = []
@@ -125,7 +127,7 @@ class Cache:
         key = (namespace.id, held, everywhere)
         if key not in self._bound:
             self._bound[key] = BoundCache(
-                self.flow, self._copier, self._register, namespace, held, everywhere, self.settings.flow.deadline_s
+                self.flow, self.copiers, self._register, namespace, held, everywhere, self.settings.flow.deadline_s
             )
         return self._bound[key]
 
@@ -206,6 +208,9 @@ class Cache:
         for call in self.at_close:
             call()
         self._flushed = self.flow.close()
+        self.host.arena.watch()
+        self._pinner.close()
+        self.copiers.close()
         closed = [tier.close() for tier in (self.host, *self.below)]  # each, also where one failed
         self._flushed = self._flushed and all(closed)
         return self._flushed

@@ -15,7 +15,7 @@ from operator import itemgetter
 from kvcache.block.address import Address
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import SHARE, Holds
-from kvcache.hierarchy.mover import Mover, NotMovedError
+from kvcache.hierarchy.mover import Mover, NotMovedError, wait_all
 from kvcache.hierarchy.promote import Arrival
 from kvcache.hierarchy.run import Chained
 from kvcache.hierarchy.transfer import BlockTransfer
@@ -179,7 +179,9 @@ class Load:
         """Scatter what is of blocks before `end`, all of which are whole, settle them and give them back; the rest."""
         whole = ready if end == len(self.blocks) else [r for r in ready if r[0] < end]
         if whole:
-            self.mover.scatter([(i, group, held.slot) for i, group, held in whole])
+            copies = self.mover.scatter([(i, group, held.slot) for i, group, held in whole])
+            self.transfer.begun(end if end < len(self.blocks) else whole[-1][0] + 1, copies)
+            wait_all(copies)
         self._count()
         self.flow.host.arena.release(*[held.slot for _, _, held in whole])
         if whole:

@@ -7,13 +7,14 @@ this process and for one behind a socket, which maps the slots and copies by its
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from contextlib import ExitStack
+from typing import Literal, Protocol
 
 from kvcache.block.record import header_area
 from kvcache.hierarchy.face import PageIds
 from kvcache.tier.arena import Slot
-from kvcache.transfer.copier import Copier
+from kvcache.transfer.copier import Copy
+from kvcache.transfer.copiers import Copiers
 from kvcache.transfer.pages import Pages
 
 
@@ -35,38 +36,55 @@ class NotMovedError(Exception):
 
 
 class Mover(Protocol):
-    """Returns once the bytes are where they belong; raises where they will not be, NotMovedError where that is no
-    fault of ours. The caller has a reference to each slot until then."""
+    """Raises where the bytes will not be where they belong, NotMovedError where that is no fault of ours. The caller
+    has a reference to each slot until they are."""
 
     def gather(self, parts: Sequence[Part]) -> None:
-        """Fill the payloads of these slots."""
+        """Fill the payloads of these slots; returns once they are filled."""
 
-    def scatter(self, parts: Sequence[Part]) -> None:
-        """Take the payloads out of these slots."""
+    def scatter(self, parts: Sequence[Part]) -> Sequence[Copy]:
+        """Take the payloads out of these slots. What is still under way then: nothing, or copies to wait for."""
 
 
-@dataclass(frozen=True, slots=True)
 class PagesMover:
-    """To and from pages that this process reaches."""
+    """To and from pages that this process reaches. Made on the thread by which the engine gives its device work: what
+    was given before comes before any copy."""
 
-    copier: Copier
-    pages: Pages
-    page_ids: PageIds
+    def __init__(self, copiers: Copiers, pages: Pages, page_ids: PageIds) -> None:
+        self._pages, self._page_ids = pages, page_ids
+        self._copiers = [copiers.of(there.device) for there in pages]
+        self._after = [copier.mark() for copier in self._copiers]
 
     def gather(self, parts: Sequence[PlacedPart]) -> None:
-        for group, ids, payloads in self._groups(parts):
-            self.copier.gather(self.pages[group], ids, payloads).wait()
+        wait_all(self._begin("gather", parts))
 
-    def scatter(self, parts: Sequence[PlacedPart]) -> None:
-        for group, ids, payloads in self._groups(parts):
-            self.copier.scatter(self.pages[group], ids, payloads).wait()
+    def scatter(self, parts: Sequence[PlacedPart]) -> Sequence[Copy]:
+        return self._begin("scatter", parts)
+
+    def _begin(self, way: Literal["gather", "scatter"], parts: Sequence[PlacedPart]) -> list[Copy]:
+        copies: list[Copy] = []
+        try:
+            for group, ids, payloads in self._groups(parts):
+                copy = getattr(self._copiers[group], way)
+                copies.append(copy(self._pages[group], ids, payloads, after=self._after[group]))
+        except BaseException:
+            wait_all(copies)
+            raise
+        return copies
 
     def _groups(self, parts: Sequence[PlacedPart]) -> list[tuple[int, list[int], list[memoryview]]]:
         groups = []
-        for group, there in enumerate(self.pages):
+        for group, there in enumerate(self._pages):
             mine = [(block, slot) for block, g, slot in parts if g == group]
             if mine:
                 size, area = there.block_bytes, header_area(there.block_bytes)
                 payloads = [slot.view[area : area + size] for _, slot in mine]
-                groups.append((group, [self.page_ids[group][block] for block, _ in mine], payloads))
+                groups.append((group, [self._page_ids[group][block] for block, _ in mine], payloads))
         return groups
+
+
+def wait_all(copies: Sequence[Copy]) -> None:
+    """Until none is under way, whatever becomes of them; raises what the first that failed raised."""
+    with ExitStack() as others:
+        for copy in reversed(copies):
+            others.callback(copy.wait)

@@ -30,7 +30,7 @@ from kvcache.hierarchy.store import Store
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import working_for
 from kvcache.tier.tier import AHEAD, Outcome
-from kvcache.transfer.copier import Copier
+from kvcache.transfer.copiers import Copiers
 from kvcache.transfer.pages import Pages
 
 Submit = Callable[[Callable[[], None]], object]
@@ -53,14 +53,14 @@ class BoundCache:
     def __init__(
         self,
         flow: Flow,
-        copier: Copier,
+        copiers: Copiers,
         register: Register[CacheRequest],
         namespace: Namespace,
         shards: Sequence[Shard],
         everywhere: Sequence[Sequence[Shard]],
         deadline_s: float,
     ) -> None:
-        self.flow, self.copier, self.namespace, self.deadline_s = flow, copier, namespace, deadline_s
+        self.flow, self.copiers, self.namespace, self.deadline_s = flow, copiers, namespace, deadline_s
         self.shards, self.register = shards, register
         self.id, self.layout, self.tenant = namespace.id, namespace.layout, namespace.tenant
         self.open = True
@@ -208,7 +208,7 @@ class CacheRequest:
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         self._check(pages, page_ids, first_block, blocks)
-        mover = PagesMover(self._bound.copier, pages, page_ids)
+        mover = PagesMover(self._bound.copiers, pages, page_ids)
         return self.bring(mover, first_block, blocks, self._flow.executor.submit)
 
     def bring(self, mover: Mover, first: int, end: int, submit: Submit) -> BlockTransfer:
@@ -241,7 +241,7 @@ class CacheRequest:
     def store(self, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         count = len(page_ids[0]) if page_ids else 0
         self._check(pages, page_ids, first_block, first_block + count)
-        mover = PagesMover(self._bound.copier, pages, page_ids)
+        mover = PagesMover(self._bound.copiers, pages, page_ids)
         return self.keep(mover, first_block, first_block + count, self._flow.executor.submit)
 
     def keep(self, mover: Mover, first: int, end: int, submit: Submit) -> BlockTransfer:

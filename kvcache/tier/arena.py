@@ -15,13 +15,19 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvcache.port import Executor
 from kvcache.tier.region import PAGE, Region
 
 Kind = tuple[int, str]
 """Slot size and tenant."""
+
+Watcher = Callable[[memoryview], None]
+
+
+def _ignore(memory: memoryview) -> None:
+    pass
 
 
 class Extent:
@@ -83,7 +89,21 @@ class Arena:
         self.used_bytes = 0
         self._extents: dict[Kind, list[Extent]] = {}
         self._open: dict[Kind, dict[Extent, None]] = {}  # those with a free slot; the last one is filled first
+        self._came: Watcher = _ignore
+        self._gone: Watcher = _ignore
         self._lock = threading.Lock()
+
+    def watch(self, came: Watcher = _ignore, gone: Watcher = _ignore) -> None:
+        """Tell of each piece of memory that comes, those that are here too, and of each that goes. Nobody may use the
+        arena within such a call."""
+        with self._lock:
+            self._came, self._gone = came, gone
+            for region in self._regions():
+                came(region.view)
+
+    def _regions(self) -> list[Region]:
+        regions = [e.region for extents in self._extents.values() for e in extents]
+        return regions if self._spare is None else [*regions, self._spare]
 
     def allocate(self, slot_bytes: int, tenant: str) -> Slot | None:
         """A slot with one reference, or None where there is no room."""
@@ -125,10 +145,13 @@ class Arena:
             return None
         region, self._spare = self._spare, None
         if region is None or region.bytes != size:
+            if region is not None:
+                self._gone(region.view)
             try:
                 region = Region(size, shared=self.shared)
             except OSError:  # the machine has less than the setting says: no room, which the caller counts
                 return None
+            self._came(region.view)
         extent = Extent(region, slot_bytes, tenant)
         self.mapped_bytes += region.bytes
         self._extents.setdefault(extent.kind, []).append(extent)
@@ -149,6 +172,7 @@ class Arena:
             if self._spare is not None or size > self.capacity_bytes - self.mapped_bytes:
                 return
             self._spare = region
+            self._came(region.view)
         region.touch()  # from its front, where slots are given out first: it may be in use already
 
     def room(self, slot_bytes: int) -> int:
@@ -192,10 +216,13 @@ class Arena:
         if not extents:
             del self._extents[extent.kind], self._open[extent.kind]
         self.mapped_bytes -= extent.region.bytes
+        left: Region | None = extent.region
         if extent.region.exported:
             extent.region.punch()
         elif extent.region.bytes == self.extent_bytes:
-            self._spare = extent.region
+            left, self._spare = self._spare, extent.region
+        if left is not None:
+            self._gone(left.view)
 
     # another kind's extents
 

@@ -31,6 +31,16 @@ class Done:
     def wait(self, timeout_s: float | None = None) -> bool:
         return True
 
+    def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
+        return True
+
+
+class InOrder:
+    """A processor's work on its memory is done when the call that asked for it returns: nothing to come after."""
+
+    def mark(self) -> None:
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Axes:
@@ -61,23 +71,27 @@ class Axes:
         return cls(extents, item, page, (step["layer"], step["kv"], step["token"], step["head"], step["dim"]))
 
 
-class PlainCopier:
+class PlainCopier(InOrder):
     """Block by block and layer by layer, in numpy."""
 
-    def gather(self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview]) -> Done:
+    def gather(
+        self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview], *, after: None = None
+    ) -> Done:
         check_call(pages, page_ids, buffers, writable=True)
         for page, payload in _pairs(pages, page_ids, buffers):
             payload[...] = page
         return Done()
 
-    def scatter(self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview]) -> Done:
+    def scatter(
+        self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview], *, after: None = None
+    ) -> Done:
         check_call(pages, page_ids, buffers, writable=False)
         for page, payload in _pairs(pages, page_ids, buffers):
             page[...] = payload
         return Done()
 
 
-class CpuCopier:
+class CpuCopier(InOrder):
     """On as many as `threads` threads, the caller's among them, without the interpreter lock."""
 
     def __init__(self, threads: int = 2) -> None:
@@ -85,14 +99,18 @@ class CpuCopier:
             raise ConfigError(f"threads = {threads}: expected at least 1")
         self.threads = threads
 
-    def gather(self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview]) -> Done:
+    def gather(
+        self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview], *, after: None = None
+    ) -> Done:
         if not native.available():
             return PlainCopier().gather(pages, page_ids, buffers)
         check_call(pages, page_ids, buffers, writable=True)
         native.core.gather(*_described(pages), np.asarray(page_ids, np.int64), buffers, self.threads)
         return Done()
 
-    def scatter(self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview]) -> Done:
+    def scatter(
+        self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview], *, after: None = None
+    ) -> Done:
         if not native.available():
             return PlainCopier().scatter(pages, page_ids, buffers)
         check_call(pages, page_ids, buffers, writable=False)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -101,14 +101,15 @@ class CudaCopy:
 class CudaCopier:
     """Copies of whole blocks of the pages on one device. Thread-safe.
 
-    `compute_stream` is the engine's, for calls without a mark; `way` and `crossover` are for tests and measurements.
+    `compute_stream` is the engine's, or tells it, for calls without a mark; `way` and `crossover` are for tests and
+    measurements.
     """
 
     def __init__(
         self,
         device: Device | int = 0,
         *,
-        compute_stream: int = 0,
+        compute_stream: int | Callable[[], int] = 0,
         crossover: Crossover | None = None,
         way: Way | None = None,
         staging_bytes: int = STAGING_BYTES,
@@ -124,7 +125,9 @@ class CudaCopier:
 
     def mark(self, stream: int | None = None) -> Event:
         """Where the engine's stream is now: give it to the copy that must come after what was put there."""
-        return self.device.record(self.compute_stream if stream is None else stream)
+        if stream is None:
+            stream = self.compute_stream() if callable(self.compute_stream) else self.compute_stream
+        return self.device.record(stream)
 
     def gather(
         self,

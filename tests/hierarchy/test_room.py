@@ -226,13 +226,19 @@ def test_what_a_failing_copy_had_borrowed_comes_back() -> None:
     """Several windows are under way when the device fails."""
 
     class Broken:
-        def scatter(self, *_: Any) -> Any:
+        def of(self, device: str) -> Any:
+            return self
+
+        def mark(self) -> None:
+            pass
+
+        def scatter(self, *_: Any, after: Any) -> Any:
             raise OSError("the device is gone")
 
     with closing(opened(6)) as cache:
         put(cache, LARGE, 1, 8)
         bound = cache.namespace(LARGE, model="m", revision="r", tenant="a")
-        bound.copier = Broken()  # type: ignore[assignment]
+        bound.copiers = Broken()  # type: ignore[assignment]
         with bound.request() as r:
             assert r.match(chain(1, 8)).blocks == 8
             assert set(r.load(8, pages(LARGE, 8), [list(range(8))]).outcomes) == {kvcache.Outcome.FAILED}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +21,7 @@ from kvcache.observe.reasons import meaning
 from kvcache.port import Executor, InlineExecutor, Port, ThreadExecutor
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
+from tests.hierarchy.later import Later
 
 LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=256, dtype="fp32", block_tokens=4)  # 12 KiB a record
 BLOCKS = 8
@@ -111,24 +110,6 @@ def test_a_damaged_record_is_refused_and_said(tmp_path: Path) -> None:
         assert all("checksum" in fault for fault in found)
 
 
-class Later:
-    """An executor that runs its calls when it is told to."""
-
-    def __init__(self) -> None:
-        self.calls: list[Callable[[], Any]] = []
-
-    def submit(self, call: Callable[[], Any]) -> Future[Any]:
-        self.calls.append(call)
-        return Future()
-
-    def run(self) -> None:
-        while self.calls:
-            self.calls.pop(0)()
-
-    def close(self) -> None:
-        self.run()
-
-
 def with_copies_later() -> tuple[Port, Later]:
     later = Later()
 
@@ -197,9 +178,15 @@ def test_a_mode_is_two_flags(mode: Any) -> None:
 
 
 class Broken:
-    """A copier whose device is gone."""
+    """Copiers of a device that is gone."""
 
-    def gather(self, *_: Any) -> Any:
+    def of(self, device: str) -> Any:
+        return self
+
+    def mark(self) -> None:
+        pass
+
+    def gather(self, *_: Any, after: Any) -> Any:
         raise OSError("the device is gone")
 
     scatter = gather
@@ -208,7 +195,7 @@ class Broken:
 def test_a_fault_of_a_request_is_logged_with_its_id(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with closing(opened(tmp_path, Port(executor=lambda threads, name: InlineExecutor()))) as cache:
         here = bound(cache)
-        here.copier = Broken()
+        here.copiers = Broken()
         with here.request(id="r-42") as r, caplog.at_level(logging.ERROR, "kvcache"):
             r.match(range(16))
             assert r.store(pages(), ids(4)).outcomes == (Outcome.FAILED,) * 4
