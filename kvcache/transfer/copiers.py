@@ -7,17 +7,17 @@ at a part of the speed.
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvcache.errors import KVCacheError, LayoutError
-from kvcache.observe.request import logger
 from kvcache.transfer.copier import Copier
 from kvcache.transfer.cpu import CpuCopier
 
-_log = logger("kvcache.transfer")
+_log = logging.getLogger("kvcache.transfer")
 
 
 class Pins(Protocol):
