@@ -235,6 +235,11 @@ class Redis(_Section):
     queue_bytes: Bytes = Field(
         default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."
     )
+    signing_key_file: str = Field(
+        default="",
+        description="A file with a key a line, 64 or more hexadecimal digits: what is written is signed with the first "
+        "one, and what none of them signed is a miss.",
+    )
     timeout_s: Seconds = Field(default=5.0, description="What any call to the server may take at most.")
 
     @model_validator(mode="after")

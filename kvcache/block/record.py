@@ -132,6 +132,13 @@ def seal(
     return used
 
 
+def with_field(head: bytes, header: Header, tag: int, body: bytes) -> bytes:
+    """The header of the same record, of its used length, with this field."""
+    packed = _pack_fields({**header.fields, tag: body}, 1 << 20)
+    fixed = head[: _FIXED.size - 8] + len(packed).to_bytes(4, "little") + bytes(4)
+    return fixed + _SUM.pack(_header_sum(fixed, packed)) + packed
+
+
 def read_header(buf: Any) -> Header:
     """The header at the start of a bytes-like object. RecordError for anything but a whole, sound one."""
     view = memoryview(buf).cast("B")

@@ -11,7 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcache.block.address import Address
-from kvcache.block.record import CHUNK_BYTES, FIXED_BYTES, Header, RecordError, read_header, verify
+from kvcache.block.keyed import Signer
+from kvcache.block.record import (
+    CHUNK_BYTES,
+    FIXED_BYTES,
+    KEYED_DIGEST,
+    Header,
+    RecordError,
+    read_header,
+    verify,
+    with_field,
+)
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
 from kvcache.tier.queue import Batch
@@ -65,9 +75,18 @@ class Long:
 
 class Store:
     def __init__(
-        self, names: Names, counters: Counters, shut: Breaker, *, part_bytes: int, expire_ms: int, part_expire_ms: int
+        self,
+        names: Names,
+        counters: Counters,
+        shut: Breaker,
+        *,
+        part_bytes: int,
+        expire_ms: int,
+        part_expire_ms: int,
+        signer: Signer | None = None,
     ) -> None:
-        self._names, self._counters, self._shut = names, counters, shut
+        """`signer`: what is written is signed, and only what is signed is read."""
+        self._names, self._counters, self._shut, self._signer = names, counters, shut, signer
         self._part_bytes, self._expire_ms, self._part_expire_ms = part_bytes, expire_ms, part_expire_ms
 
     # asking
@@ -207,9 +226,12 @@ class Store:
         bad: list[tuple[int, bytes, bytes, str]],
     ) -> None:
         try:
-            verify(area, pieces, address)
+            header = verify(area, pieces, address)
         except RecordError as error:
             bad.append((i, name, head[:HEAD_BYTES], error.check))
+            return
+        if self._signer is not None and not self._signer.signed(head, header, pieces):
+            bad.append((i, name, head[:HEAD_BYTES], "digest"))
         else:
             settle(i, Outcome.DONE, "")
 
@@ -262,6 +284,8 @@ class Store:
             raise RecordError("length", f"{header.stored_bytes} stored bytes: fewer are there")
         first = min(header.stored_bytes, self._part_bytes)
         head = bytes(segments[0][: header.header_bytes])
+        if self._signer is not None:
+            head = with_field(head, header, KEYED_DIGEST, self._signer.sign(head, header, pieces))
         return Long(i, self._names.record(address), header, pieces, first, head)
 
     def _standing(self, wire: Wire, records: Sequence[Long], batch: Batch, settle: Settle) -> list[Long]:

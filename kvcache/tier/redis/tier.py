@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Literal
 
 from kvcache.block.address import Address
+from kvcache.block.keyed import Signer
 from kvcache.block.record import CHUNK_BYTES
 from kvcache.errors import ClosedError, ConfigError
 from kvcache.observe.reasons import REASONS
@@ -70,6 +71,7 @@ class RedisTier(Waits):
         part_expire_s: float = 86_400,
         connections: int = 4,
         queue_bytes: int = 256 << 20,
+        signing_key_file: str = "",
         timeout_s: float = 5.0,
         port: Port | None = None,
     ) -> None:
@@ -105,6 +107,7 @@ class RedisTier(Waits):
             part_bytes=part_bytes,
             expire_ms=int(expire_s * 1000),
             part_expire_ms=int(part_expire_s * 1000),
+            signer=Signer.of(signing_key_file, "redis.signing_key_file") if signing_key_file else None,
         )
         self._survey = Survey(names, self._store)
         self._lookup = Lookup(self._nodes, names, self._store, self._port.clock)

@@ -1,0 +1,248 @@
+"""What users of other caches over Redis have reported, each as a test of what should happen instead.
+
+The numbers are those of the list of reports that this project keeps: hangs, wrong bytes, no way back, slow questions.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.block.record import read_header
+from kvcache.tier.redis import RedisTier
+from kvcache.tier.redis import tier as module
+from kvcache.tier.redis.name import Names
+from kvcache.tier.redis.wire import Wire
+from kvcache.tier.tier import Outcome
+from tests.contract.test_cache import FULL, Engine, bind, store
+from tests.hierarchy.test_shared import settled
+from tests.peer.proxy import Proxy
+from tests.peer.server import MISSING, Server
+from tests.tier.blocks import buffer, chain, record
+from tests.tier.test_redis_cluster import MISS, read, write
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+ROOT = Path(__file__).parents[2]
+DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
+KEY = Names("kvcache").record
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
+    yield server
+    server.end()
+
+
+@pytest.fixture
+def tier(server: Server) -> Iterator[RedisTier]:
+    server.client.config_set("maxmemory", 64 << 20)
+    server.client.flushall()
+    tier = RedisTier(server.tcp, timeout_s=2)
+    yield tier
+    tier.close()
+
+
+def calls(server: Server) -> int:
+    return int(server.client.info("stats")["total_commands_processed"])
+
+
+def test_17_a_get_of_an_absent_key_answers_and_later_ones_work(tier: RedisTier) -> None:
+    blocks, absent = chain(8), chain(8, seed=1)
+    write(tier, blocks)
+    for _ in range(20):  # more than there are connections and threads
+        assert read(tier, absent) == (ABSENT,) * 8
+    assert read(tier, blocks) == (DONE,) * 8
+
+
+@pytest.mark.parametrize("size", [1, 4096, 8191, 8193, 100_000])
+def test_18_a_value_of_another_size_is_never_stale_memory(tier: RedisTier, server: Server, size: int) -> None:
+    """Memory that held another block before must not come back as this one."""
+    one, other = chain(1), chain(1, seed=1)
+    write(tier, one)
+    into = buffer()
+    assert tier.read(one, [into]) == (DONE,)
+    server.client.set(KEY(other[0]), (bytes(server.client.get(KEY(one[0]))) * 9)[:size])
+    (outcome,) = tier.read(other, [into])
+    assert outcome is not DONE
+
+
+def test_18_a_record_of_other_sizes_under_its_own_name(tier: RedisTier) -> None:
+    (address,) = chain(1)
+    tier.write([address], [record(address, 8192)])
+    assert tier.read([address], [buffer(2048)]) == (Outcome.FAILED,)
+    into = buffer(16_384)
+    tier.read([address], [into])
+    assert read_header(into[0]).decoded_bytes == 8192, "which the hierarchy compares with what its pages hold"
+
+
+def test_19_a_restart_of_the_server_costs_no_call(tier: RedisTier, server: Server) -> None:
+    for seed in range(3):
+        server.stop()
+        server.start()
+        blocks = chain(5, seed=seed)
+        assert write(tier, blocks) == (DONE,) * 5
+        assert read(tier, blocks) == (DONE,) * 5
+
+
+@pytest.mark.parametrize("state", ["well", "hung", "gone"])
+def test_21_closing_ends(server: Server, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_CLOSE_S", 0.05)
+    proxy = Proxy(server.port)
+    tier = RedisTier(proxy.url, timeout_s=300)
+    blocks = chain(4)
+    write(tier, blocks)
+    proxy.hang = state == "hung"
+    ticket = tier.submit("contains", blocks)
+    if state == "gone":
+        proxy.drop = True
+    closing = threading.Thread(target=tier.close)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert ticket.done
+    proxy.end()
+
+
+def test_22_one_question_for_512_keys_is_one_round_trip(tier: RedisTier, server: Server) -> None:
+    """Counted in what is sent, since time on a busy machine says little: one piece of work, one write to the socket."""
+    blocks = chain(512)
+    write(tier, blocks)
+    sent: list[int] = []
+    send = Wire.send
+
+    def counted(wire: Wire, pieces: Any) -> None:
+        sent.append(len(pieces))
+        send(wire, pieces)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Wire, "send", counted)
+        assert tier.contains(blocks) == (DONE,) * 512
+        assert sent == [1]
+        before = calls(server)
+        assert tier.leading(blocks).result(20) == 512
+        assert calls(server) - before < 60
+
+
+def test_22_a_stalled_server_is_a_miss_within_the_time_and_trips_the_breaker(server: Server) -> None:
+    tier = RedisTier(server.tcp, timeout_s=0.1)
+    blocks = chain(2)
+    write(tier, blocks)
+    server.pause()
+    try:
+        for _ in range(8):
+            assert set(tier.contains(blocks)) <= MISS
+        assert tier.breaker == "open"
+    finally:
+        server.go_on()
+        tier.close()
+
+
+def test_24_ten_thousand_cycles_leave_nothing(server: Server, request: pytest.FixtureRequest) -> None:
+    """Host slots, references, keys, connections: all as before. A tenth of them unless `--long`."""
+    cycles = 10_000 if request.config.getoption("--long") else 1_000
+    server.client.flushall()
+    settings = {"host": {"capacity_bytes": 2 << 20}, "nvme": {"enabled": False}, "control": {"enabled": False}}
+    with kvcache.open(redis={"enabled": True, "url": server.tcp}, **settings) as cache:
+        bound, engine = bind(cache), Engine(FULL)
+        for cycle in range(cycles // 10):
+            store(bound, engine, [cycle, *range(39)], list(range(10)))
+        assert cache.flush(60)
+        assert cache.check() == []
+        arena = cache.host.arena
+        held = cache.host.usage().records
+        assert sum(len(extent.slots) for extents in arena._extents.values() for extent in extents) == held
+        assert cache.index.held() == 0
+        (tier,) = cache.below
+        assert tier.counters["connects"] <= 8
+    assert server.client.info("clients")["connected_clients"] <= 2
+
+
+def test_25_another_process_with_another_hash_seed_finds_it(tier: RedisTier, server: Server) -> None:
+    program = """
+import sys, kvcache
+from tests.contract.test_cache import FULL, Engine, bind, store
+from tests.hierarchy.test_shared import settled
+with kvcache.open(host__capacity_bytes="8MiB", nvme__enabled=False, control__enabled=False,
+                  redis={"enabled": True, "url": sys.argv[1]}) as cache:
+    with bind(cache, facts={"b": 1, "a": [2, "x"]}).request() as r:
+        found = settled(r, range(40)).blocks
+    if not found:
+        store(bind(cache, facts={"a": [2, "x"], "b": 1}), Engine(FULL), range(40), list(range(10)))
+    cache.flush()
+    print(found)
+"""
+    said = []
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-c", program, server.tcp]
+        said.append(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.strip())
+    assert said == ["0", "10"]
+
+
+def test_26_a_server_that_is_full_evicts_and_goes_on(tier: RedisTier, server: Server) -> None:
+    server.client.config_set("maxmemory", 6 << 20)
+    blocks = chain(400)
+    for first in range(0, 400, 50):
+        assert write(tier, blocks[first : first + 50]) == (DONE,) * 50
+    outcomes = read(tier, blocks)
+    assert {DONE, ABSENT} == set(outcomes)
+    assert server.client.info("stats")["evicted_keys"] > 0
+
+
+def test_26b_one_failed_write_is_counted_and_is_a_miss(server: Server) -> None:
+    full = Server("--maxmemory", "3mb", "--maxmemory-policy", "noeviction")
+    tier = RedisTier(full.tcp)
+    try:
+        large = chain(2)
+        outcomes = [tier.write([address], [record(address, 900_000)])[0] for address in large]
+        failed = [address for address, outcome in zip(large, outcomes, strict=True) if outcome is not DONE]
+        assert failed
+        assert tier.counters["refused_OOM"] == len(failed)
+        assert set(tier.contains(failed)) == {ABSENT}
+    finally:
+        tier.close()
+        full.end()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_27_gets_that_fail_here_and_there_shorten_the_prefix(server: Server, seed: int) -> None:
+    """A tenth of the records is gone for one of two ranks: each loads a prefix without a hole, and ends."""
+    server.client.flushall()
+    settings = {"host": {"capacity_bytes": 8 << 20}, "nvme": {"enabled": False}, "control": {"enabled": False}}
+    redis = {"enabled": True, "url": server.tcp}
+    tokens, engine = list(range(120)), Engine(FULL)
+    engine.fill(seed, list(range(30)))
+    expected = [engine.block(page) for page in range(30)]
+    with kvcache.open(redis=redis, **settings) as writer:
+        store(bind(writer), engine, tokens, list(range(30)))
+        assert writer.flush(30)
+    with kvcache.open(redis=redis, flow={"ask_deadline_s": 20}, **settings) as reader:
+        bound = bind(reader)
+        with bound.request() as r:
+            found = settled(r, tokens).blocks
+            gone = [(7 * i + seed) % 30 for i in range(3)]
+            (blocks,) = r._chains()
+            server.client.delete(*[KEY(blocks[i]) for i in gone])
+            r.admit()
+            engine.poison()
+            transfer = r.load(found, engine.described, engine.ids(list(range(found))))
+            assert transfer.wait(30)
+            assert transfer.blocks == min(gone)
+            assert [engine.block(page) for page in range(min(gone))] == expected[: min(gone)]
+
+
+def test_a_hole_never_shifts_later_blocks_into_earlier_places(tier: RedisTier, server: Server) -> None:
+    blocks = chain(20)
+    write(tier, blocks)
+    server.client.delete(*[KEY(blocks[i]) for i in (0, 5, 6, 19)])
+    assert read(tier, blocks) == tuple(ABSENT if i in {0, 5, 6, 19} else DONE for i in range(20))
