@@ -31,25 +31,18 @@ class Claim:
         self.path, self._mode, self._pid = path.absolute(), mode, os.getpid()
         new = self.path.with_name(f"{self.path.name}.new")
         if len(os.fsencode(new)) > LONGEST:
-            raise ConfigError(
-                f"daemon.socket = {str(path)!r}: {LONGEST - 4} bytes are the most a socket's path may have"
-            )
+            raise ConfigError(f"daemon.socket = {str(path)!r}: expected a path of at most {LONGEST - 4} bytes")
+        lock = self.path.with_name(f"{self.path.name}.lock")
         try:
-            self._lock = os.open(
-                self.path.with_name(f"{self.path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-            )
+            self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise StoreError(
-                f"daemon.socket = {str(path)!r}: {error.strerror}; choose a directory that can be written"
-            ) from None
+            raise StoreError(f"daemon.socket = {str(path)!r}: {error.strerror}; choose another directory") from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = os.pread(self._lock, 64, 0).decode(errors="replace").strip()
             os.close(self._lock)
-            raise StoreError(
-                f"{path}: served by process {owner or 'unknown'} already; connect to unix:{path}"
-            ) from None
+            raise StoreError(f"{path}: process {owner or 'unknown'} serves it; connect to unix:{path}") from None
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, str(self._pid).encode(), 0)
         self._new = new

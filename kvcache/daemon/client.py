@@ -130,6 +130,7 @@ class RemoteCache:
         self._retrying = False
         self._moving = 0
         self._moved = threading.Condition()
+        self._facts: dict[str, Any] = {}  # that the daemon adds to a namespace's own
         self.link: Link | None = self._connect()
         self.numbers = iter(range(1, 1 << 62))
         _OPEN.add(self)
@@ -158,11 +159,14 @@ class RemoteCache:
             adapter=adapter,
             tenant=tenant,
             cache_salt=cache_salt,
-            facts=facts or {},
+            facts={**(facts or {}), **self._facts},
         )
         bound = RemoteBound(self, namespace, held, ranks)
-        with self.asking() as link:
-            bound.number(link)
+        try:
+            with self.asking() as link:
+                bound.number(link)
+        except UnreachableError as error:  # it is bound when the daemon is back
+            _log.debug("not bound yet: %s", error)
         return bound
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -221,6 +225,8 @@ class RemoteCache:
 
     def wait_reachable(self, timeout_s: float | None = None) -> bool:
         """Until the daemon answers; for programs that would rather wait than compute."""
+        with suppress(UnreachableError), self.asking():
+            return True
         with self._changed:
             return self._changed.wait_for(lambda: self.link is not None, timeout_s)
 
@@ -234,6 +240,11 @@ class RemoteCache:
         until it was reached again."""
         with self._lock:
             link = self.link
+            if link is not None and link.wire.ended:  # restarted since it was last asked, perhaps: then nobody notices
+                self.lose(link, UnreachableError("the connection ended"))
+                with suppress(KVCacheError):
+                    self._found(self._connect())
+                link = self.link
             if link is None:
                 raise UnreachableError(f"{self.path}: the daemon does not answer")
             try:
@@ -267,7 +278,9 @@ class RemoteCache:
             self._moved.notify_all()
 
     def _connect(self) -> Link:
-        return Link(self.path, self.engine, self.patience_s, self._background.submit)
+        link = Link(self.path, self.engine, self.patience_s, self._background.submit)
+        self._facts = link.facts
+        return link
 
     def _retry(self) -> None:
         pause = FIRST_PAUSE_S
@@ -279,13 +292,16 @@ class RemoteCache:
                 continue
             with self._lock:
                 self._retrying = False
-                if not self._closed.is_set():
-                    self.link = link
-                    self._changed.notify_all()
-                    _log.warning("%s: reached again", self.path)
+                if self.link is None and not self._closed.is_set():
+                    self._found(link)
                     return
             link.close()
             return
+
+    def _found(self, link: Link) -> None:
+        self.link = link
+        self._changed.notify_all()
+        _log.warning("%s: reached again", self.path)
 
     def _ask_apart(self, op: str, timeout_s: float | None, fields: Mapping[str, Any]) -> dict[str, Any]:
         """A question that may take long, on a connection of its own."""

@@ -101,6 +101,18 @@ class Wire:
                 raise UnreachableError("the connection ended")
             self._read += piece
 
+    @property
+    def ended(self) -> bool:
+        """Whether the other side hung up, or speaks unasked, which is as bad. Asked between two questions."""
+        try:
+            self.connection.settimeout(0)
+            self.connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return bool(self._read)
+        except OSError:
+            pass
+        return True
+
     def outlast(self) -> None:
         """Say no more, and wait for the other side to hang up, whatever it still says."""
         with suppress(OSError):

@@ -1,0 +1,279 @@
+"""A daemon as a process: how it starts and is refused, whom it serves, how it ends."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.config import load as load_settings
+from kvcache.daemon.address import Claim
+from kvcache.daemon.ground import descriptors, prepare
+from kvcache.daemon.protocol import FRAME_BYTES, HEAD_BYTES, VERSION, answer, pack
+from kvcache.daemon.wire import Wire
+from kvcache.errors import ConfigError, StoreError, UnreachableError
+from tests.daemon.house import House, bound_to, load, store
+
+Make = Callable[..., House]
+
+
+@pytest.fixture(scope="module")
+def standing() -> Iterator[House]:
+    """One that stands through all these tests: what clients do to it must not matter to the next."""
+    with TemporaryDirectory(prefix="kv-") as directory:
+        house = House(Path(directory)).start()
+        yield house
+        with house.open() as cache:
+            assert cache.check() == []
+        assert house.end()[0] == 0
+
+
+def test_what_an_engine_stored_is_there_for_the_next_and_after_a_restart(make_house: Make) -> None:
+    house, tokens = make_house(nvme=True).start(), list(range(40))
+    with house.open() as cache:
+        expected = store(bound_to(cache), tokens, 1)
+        assert cache.flush(60)
+    with house.open() as cache:
+        assert load(bound_to(cache), tokens) == expected
+        assert cache.check() == []
+    code, said = house.end()
+    assert (code, "written first" in said) == (0, True)
+    house.start()
+    with house.open() as cache:
+        with bound_to(cache).request() as r:
+            assert r.match(tokens).by_tier == {"nvme": 10}
+        assert load(bound_to(cache), tokens) == expected
+
+
+def test_what_is_queued_is_written_before_it_ends(make_house: Make) -> None:
+    house, tokens = make_house(nvme=True).start(), list(range(200))
+    cache = house.open()
+    expected = store(bound_to(cache), tokens, 2)
+    assert house.end()[0] == 0
+    house.start()
+    cache.wait_reachable(60)
+    assert load(bound_to(cache), tokens) == expected
+    cache.close()
+
+
+def test_check_config_says_what_would_be_served(make_house: Make) -> None:
+    house = make_house()
+    done = house.run("--check-config")
+    assert (done.returncode, "32 MiB of host memory" in done.stdout) == (0, True)
+    assert not house.socket.exists()
+    house.environ["KVCACHE_HOST__CAPACITY_BYTES"] = "much"
+    done = house.run("--check-config")
+    assert (done.returncode, "host.capacity_bytes" in done.stderr) == (2, True)
+
+
+def test_a_second_one_is_told_where_the_first_one_is(standing: House) -> None:
+    assert standing.process is not None
+    done = standing.run()
+    assert done.returncode == 2
+    assert f"process {standing.process.pid} serves it" in done.stderr
+
+
+def test_a_second_owner_of_a_drive_is_told_the_first_one_s_process_and_socket(make_house: Make) -> None:
+    first, second = make_house(nvme=True), make_house(nvme=True)
+    second.environ["KVCACHE_NVME__PATH"] = first.environ["KVCACHE_NVME__PATH"]
+    first.start()
+    assert first.process is not None
+    done = second.run()
+    assert done.returncode == 2
+    assert f"process {first.process.pid}, which serves unix:{first.socket}" in done.stderr
+    assert not second.socket.exists()
+
+
+def test_what_a_killed_one_left_is_taken_over(house: House) -> None:
+    house.kill()
+    assert house.socket.exists()
+    house.start()
+    with house.open() as cache:
+        assert cache.check() == []
+
+
+def test_it_says_how_many_descriptors_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = load_settings(
+        None, host={"capacity_bytes": "64GiB", "extent_bytes": "16MiB"}, nvme__enabled=False, daemon__connections=100
+    )
+    assert descriptors(settings) >= 4096 + 200
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    with pytest.raises(ConfigError, match=rf"4096 descriptors.*{descriptors(settings)} are needed"):
+        prepare(settings)
+    raised: list[Any] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1 << 20))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    prepare(settings)
+    assert raised == [(descriptors(settings), 1 << 20)]
+
+
+def test_it_says_where_no_file_in_memory_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, flags: int = 0) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(ConfigError, match="memfd_create"):
+        prepare(load_settings(None, nvme__enabled=False))
+
+
+def test_a_socket_in_a_place_that_will_not_do_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="choose another directory"):
+        Claim(tmp_path / "nowhere" / "s", 0o600)
+    with pytest.raises(ConfigError, match=r"at most \d+ bytes"):
+        Claim(Path("/tmp", "x" * 120), 0o600)
+
+
+def test_the_owner_alone_may_connect_unless_the_mode_says_more(standing: House, tmp_path: Path) -> None:
+    assert standing.socket.stat().st_mode & 0o777 == 0o600
+    for mode, others in ((0o600, False), (0o660, True)):
+        claim = Claim(tmp_path / f"{mode:o}", mode)
+        claim.listen()
+        assert claim.path.stat().st_mode & 0o777 == mode
+        assert (claim.admits(os.geteuid()), claim.admits(54321)) == (True, others)
+        claim.release()
+
+
+def hello(house: House, **more: Any) -> tuple[Wire, dict[str, Any]]:
+    wire = Wire.connect(str(house.socket), 30)
+    wire.send({"op": "hello", "version": VERSION, "role": "control", **more})
+    return wire, wire.receive(30)[0]
+
+
+def ended(connection: socket.socket) -> bool:
+    connection.settimeout(30)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def test_a_client_of_another_version_is_told_both(standing: House) -> None:
+    wire, said = hello(standing, version=99)
+    with pytest.raises(UnreachableError, match=r"speaks version 1.*client 99"):
+        answer(said)
+    wire.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\xff" * 64,
+        b"GET / HTTP/1.1\r\n\r\n",
+        (FRAME_BYTES + 1).to_bytes(HEAD_BYTES, "little"),
+        pack({"op": "stats"}),
+        pack({"op": "hello", "version": 1, "role": "king"}),
+        pack({"op": "hello", "version": 1, "role": "mover", "session": b"guess"}),
+    ],
+)
+def test_garbage_ends_its_own_connection_and_no_other(standing: House, sent: bytes) -> None:
+    with standing.open() as cache:
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.connect(str(standing.socket))
+        stranger.sendall(sent)
+        if b"guess" not in sent:  # which is a question, and answered
+            assert ended(stranger)
+        stranger.close()
+        assert load(bound_to(cache), list(range(8))) == []
+        assert "unreachable" not in cache.stats()
+
+
+def test_a_client_that_does_not_read_is_let_go(standing: House) -> None:
+    wire, _ = hello(standing)
+    wire.connection.settimeout(30)
+    question = pack({"op": "stats"}) * 100
+    for _ in range(100_000):
+        try:
+            wire.connection.sendall(question)
+        except ConnectionError:
+            break
+    else:
+        pytest.fail("ten million questions were taken, and no answer of them")
+    wire.close()
+    with standing.open() as cache:
+        assert "unreachable" not in cache.stats()
+
+
+def test_a_client_that_stops_in_the_middle_of_a_frame_keeps_nobody(standing: House) -> None:
+    wire, _ = hello(standing)
+    wire.connection.sendall(pack({"op": "stats"})[:5])
+    with standing.open() as cache:
+        assert "unreachable" not in cache.stats()
+    wire.close()
+
+
+def test_more_connections_than_allowed_are_turned_away(make_house: Make) -> None:
+    house = make_house(DAEMON__CONNECTIONS=3).start()
+    wires = [hello(house)[0] for _ in range(3)]
+    with pytest.raises(UnreachableError):
+        house.open()
+    wires.pop().close()
+    while True:  # until it has seen that one left
+        try:
+            house.open().close()
+            break
+        except UnreachableError:
+            continue
+    for wire in wires:
+        wire.close()
+
+
+def test_descriptors_run_out_and_come_back(make_house: Make) -> None:
+    house = make_house(DAEMON__CONNECTIONS=500).start()
+    assert house.process is not None
+    with house.open() as cache:
+        expected = store(bound_to(cache), list(range(8)), 3)
+        resource.prlimit(house.process.pid, resource.RLIMIT_NOFILE, (40, 40))
+        strangers = []
+        for _ in range(60):
+            stranger = socket.socket(socket.AF_UNIX)
+            stranger.connect(str(house.socket))
+            strangers.append(stranger)
+        assert load(bound_to(cache), list(range(8))) == expected, "those who are there are served"
+        for stranger in strangers:
+            stranger.close()
+        with house.open() as another:
+            assert another.stats()["tiers"]["host"]["records"] == 2
+        assert cache.check() == []
+
+
+def test_a_forked_child_does_not_speak_for_its_parent(standing: House) -> None:
+    cache = standing.open()
+    bound = bound_to(cache)
+    expected = store(bound, list(range(8)), 4)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            with bound.request() as r:
+                found = r.match(list(range(8))).blocks
+            cache.close()
+            code = 0 if found == 0 else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert load(bound, list(range(8))) == expected
+    cache.close()
+
+
+def test_two_engines_do_not_join_each_other(standing: House) -> None:
+    with (
+        standing.open(engine="a") as a,
+        standing.open(engine="a") as rank,
+        standing.open(engine="b") as b,
+        bound_to(a).request(id="7") as r,
+    ):
+        r.match(list(range(8)))
+        assert len(bound_to(rank).join("7").signatures) == 2
+        with pytest.raises(kvcache.RequestError):
+            bound_to(b).join("7")
+        with pytest.raises(kvcache.RequestError):
+            bound_to(a, tenant="other").join("7")
