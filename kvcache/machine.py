@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,16 @@ def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
         return Path(environ["KVCACHE_DIR"]).expanduser().absolute()
     base = environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "kvcache"
+
+
+def runtime_directories(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Where a process of this user may leave what lasts as long as it, the first choice first. None need be there, and
+    anybody may have put something else there."""
+    user = os.geteuid()
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    found = [Path(runtime, "kvcache")] if os.path.isabs(runtime) else []
+    found += [Path(folder, f"kvcache-{user}") for folder in (tempfile.gettempdir(), "/tmp")]  # noqa: S108  users check
+    return list(dict.fromkeys([*found, Path(f"/run/user/{user}/kvcache")]))
 
 
 def disk_free_bytes(path: Path) -> int:

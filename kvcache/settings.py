@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from kvcache.errors import ConfigError
 from kvcache.machine import cache_directory, disk_free_bytes, disk_held_bytes, in_memory, memory
+from kvcache.share import local_ranks, taken_bytes
 from kvcache.units import parse_bytes, show_bytes
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
@@ -78,7 +79,9 @@ class _Section(BaseModel):
 
 def _host_capacity() -> int:
     now = memory()
-    return max(16 * MiB, min(now.allowed_bytes // 4, now.free_bytes // 2) // MiB * MiB)
+    whole = now.allowed_bytes // 4
+    mine = min(whole // local_ranks(), whole - taken_bytes(), now.free_bytes // 2)
+    return max(16 * MiB, mine // MiB * MiB)
 
 
 def _write() -> Any:
@@ -102,7 +105,8 @@ class Host(_Section):
         default_factory=_host_capacity,
         description="Memory of the arena.",
         json_schema_extra=_made(
-            "a quarter of what the machine or cgroup allows, or half of what is free if that is less"
+            "a quarter of what the machine or cgroup allows, shared by all caches of this user and by all ranks of a "
+            "node, or half of what is free if that is less"
         ),
     )
     extent_bytes: Pages = Field(

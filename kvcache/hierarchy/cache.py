@@ -29,6 +29,7 @@ from kvcache.tier.host import HostTier
 from kvcache.tier.nvme import NvmeTier, open_drives
 from kvcache.tier.tier import Tier, Usage
 from kvcache.transfer.copiers import Copiers
+from kvcache.units import show_bytes
 
 POLICIES: Mapping[str, type[Policy]] = {"lru": LRU}
 
@@ -93,8 +94,9 @@ class Cache:
         self._closed = False
         self._flushed = False  # by `close`
         _log.info(
-            "host %d bytes%s",
-            settings.host.capacity_bytes,
+            "host %s (%s)%s",
+            show_bytes(settings.host.capacity_bytes),
+            settings.origin("host.capacity_bytes"),
             "".join(f", {tier.name} {_size(tier)}" for tier in self.below),
         )
 
@@ -129,7 +131,22 @@ class Cache:
             self._bound[key] = BoundCache(
                 self.flow, self.copiers, self._register, namespace, held, everywhere, self.settings.flow.deadline_s
             )
+            _log.info("%s: room for %s", model, self._fits(self._bound[key]))
         return self._bound[key]
+
+    def _fits(self, bound: BoundCache) -> str:
+        """How many tokens of this model fit into each tier of ours, all ranks together; what of a model does not grow
+        with the context is left out."""
+        growing = [place for place in bound.everywhere if bound.layout.groups[place.group].rule == "all"]
+        said = []
+        for tier in (self.host, *(tier for tier in self.below if not tier.shared)):
+            of_block = sum(
+                self._coder.stored_bytes(tier.name, bound.layout, place.group, place.shard)
+                for place in growing or bound.everywhere
+            )
+            tokens = tier.usage().capacity_bytes // of_block * bound.layout.block_tokens
+            said.append(f"{tokens:,} tokens in {tier.name} ({self._coder.codec_of(tier.name)})")
+        return ", ".join(said)
 
     @property
     def bounds(self) -> list[BoundCache]:
@@ -240,7 +257,7 @@ def _size(tier: Tier) -> str:
     if tier.shared:
         return repr(tier)
     usage = tier.usage()
-    return f"{usage.capacity_bytes} bytes with {usage.records} records"
+    return f"{show_bytes(usage.capacity_bytes)} with {usage.records} records"
 
 
 def _tiers_below(settings: Settings, port: Port, serves: str) -> list[Tier]:

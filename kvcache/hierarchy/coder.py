@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.block.address import Address
-from kvcache.block.layout import KVLayout
+from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
 from kvcache.block.record import ALIGNMENT, header_area, read_header, record_bytes, seal
 from kvcache.codec.codec import Codec, codec, codecs
@@ -59,6 +59,17 @@ class Coder:
     def needs_heads(self, address: Address) -> bool:
         """Whether a block of this group is of use only with all blocks before it."""
         return self._layouts[address.namespace].groups[address.group].rule == "all"
+
+    def stored_bytes(self, tier: str, layout: KVLayout, group: int, shard: Shard) -> int:
+        """What a record takes in a tier, at most: where sizes vary, as if nothing were saved."""
+        made, whole = self._of_tier.get(tier), layout.block_bytes(shard, group=group)
+        if made is None or made.name == "raw" or made.varies:
+            return record_bytes(whole)
+        stored = made.encode(memoryview(bytes(whole)), layout, group, shard)
+        return record_bytes(whole) if stored is None else slot_bytes(header_area(whole) + len(stored), made.varies)
+
+    def codec_of(self, tier: str) -> str:
+        return self._of_tier[tier].name if tier in self._of_tier else "raw"
 
     def encoded(self, held: Held, tier: str) -> Segments | None:
         """The record as the tier keeps it, sealed, in memory of its own. None: as it stands in its slot, since the

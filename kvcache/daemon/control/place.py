@@ -10,13 +10,13 @@ import os
 import socket
 import stat
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
 from kvcache.errors import StoreError
+from kvcache.machine import runtime_directories
 
 LONGEST = 107 if sys.platform == "linux" else 103
 """Bytes of a socket's path that the system takes."""
@@ -24,13 +24,8 @@ LONGEST = 107 if sys.platform == "linux" else 103
 SUFFIX, NEW = ".sock", ".new"
 
 
-def directories(environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """Where a cache of this user may have its socket, the first choice first. None of them need be there."""
-    user = os.geteuid()
-    runtime = environ.get("XDG_RUNTIME_DIR", "")
-    found = [Path(runtime, "kvcache")] if os.path.isabs(runtime) else []
-    found += [Path(folder, f"kvcache-{user}") for folder in (tempfile.gettempdir(), "/tmp")]  # noqa: S108  checked below
-    return list(dict.fromkeys([*found, Path(f"/run/user/{user}/kvcache")]))
+directories = runtime_directories
+"""Where a cache of this user may have its socket."""
 
 
 def prepare(environ: Mapping[str, str] = os.environ) -> Path:

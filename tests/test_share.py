@@ -1,0 +1,136 @@
+"""One sum of host memory for all processes of a node; what a dead one had comes back."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache import share
+from kvcache.block.layout import KVLayout
+from kvcache.config import load
+from kvcache.machine import Memory
+
+GiB, MiB = 1 << 30, 1 << 20
+CHILD = """
+import sys, kvcache
+cache = kvcache.open(host={"capacity_bytes": sys.argv[1]}, nvme={"enabled": False}, control={"enabled": False})
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A machine of 64 GiB, with nobody else on it."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(share, "runtime_directories", lambda: [tmp_path / "kvcache"])
+    monkeypatch.setattr("kvcache.settings.memory", lambda: Memory(64 * GiB, 60 * GiB, "machine"))
+    for name in share._RANKS:
+        monkeypatch.delenv(name, raising=False)
+    yield tmp_path / "kvcache"
+    assert share.taken_bytes() == 0, "a claim outlived its cache"
+
+
+def default() -> int:
+    return load(environ={}, nvme__enabled=False).host.capacity_bytes
+
+
+def opened(size: str) -> Any:
+    return kvcache.open(host={"capacity_bytes": size}, nvme={"enabled": False}, control={"enabled": False})
+
+
+def test_caches_of_one_process_share_a_quarter_of_the_machine() -> None:
+    assert default() == 16 * GiB
+    with opened("6GiB"):
+        assert default() == 10 * GiB
+        with opened("9GiB"):
+            assert default() == 1 * GiB
+            with opened("4GiB"):
+                assert default() == 16 * MiB, "the least that serves, where others have all there is"
+    assert default() == 16 * GiB
+
+
+def test_a_process_that_is_killed_gives_back_what_it_had(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", CHILD, "6GiB"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"open\n"
+    assert default() == 10 * GiB
+    assert len(list((tmp_path / "kvcache" / share.FOLDER).glob("*-*"))) == 1
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert default() == 16 * GiB
+    assert list((tmp_path / "kvcache" / share.FOLDER).glob("*-*")) == []
+
+
+def test_ranks_of_a_node_have_equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert default() == 2 * GiB
+    with opened("2GiB"):
+        assert default() == 2 * GiB, "the other ranks' parts are theirs"
+    for wrong in ("0", "", "many", "-1"):
+        assert share.local_ranks({"LOCAL_WORLD_SIZE": wrong}) == 1
+    assert share.local_ranks({"SLURM_NTASKS_PER_NODE": "4"}) == 4
+
+
+def test_a_cache_that_does_not_open_claims_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises((kvcache.KVCacheError, OSError)):
+        kvcache.open(
+            host={"capacity_bytes": "1GiB"},
+            nvme={"path": tmp_path / "file", "capacity_bytes": "1GiB"},
+            control={"enabled": False},
+        )
+    assert share.taken_bytes() == 0
+
+
+@pytest.mark.parametrize("content", ["", "nothing", "9" * 4000])
+def test_what_is_no_claim_counts_for_nothing(node: Path, content: str) -> None:
+    with opened("1GiB"):
+        (node / share.FOLDER / "1-1").write_text(content)
+        (node / share.FOLDER / "2-1").mkdir()
+        assert default() == 15 * GiB
+    (node / share.FOLDER / "2-1").rmdir()
+
+
+def test_without_a_directory_of_its_own_each_process_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "open to all").mkdir(mode=0o777)
+    (tmp_path / "open to all").chmod(0o777)
+    monkeypatch.setattr(share, "runtime_directories", lambda: [tmp_path / "no" / "where", tmp_path / "open to all"])
+    with opened("1GiB"):
+        assert default() == 16 * GiB
+    assert list((tmp_path / "open to all").iterdir()) == []
+
+
+def test_one_line_says_what_was_chosen_and_one_how_much_of_a_model_fits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = KVLayout.mha(layers=32, kv_heads=8, head_dim=128)  # 2 MiB a block of 16 tokens, and 4 KiB
+    with (
+        caplog.at_level(logging.INFO, "kvcache"),
+        kvcache.open(
+            nvme={"path": tmp_path / "nvme", "capacity_bytes": "1GiB", "codec": "int8"}, control={"enabled": False}
+        ) as cache,
+    ):
+        for _ in range(2):
+            cache.namespace(layout, model="org/model", revision="1")
+    # int8 halves bf16, and its scales take less than another 4 KiB
+    first, second = [record.getMessage() for record in caplog.records if record.name == "kvcache"]
+    assert first == "host 16 GiB (default: " + _made() + "), nvme 1 GiB with 0 records"
+    assert second == (
+        f"org/model: room for {16 * GiB // (2 * MiB + 4096) * 16:,} tokens in host (raw), "
+        f"{GiB // (MiB + 2 * 4096) * 16:,} tokens in nvme (int8)"
+    )
+
+
+def _made() -> str:
+    from kvcache.settings import TABLE
+
+    return TABLE["host.capacity_bytes"].made
