@@ -242,7 +242,8 @@ class Cache:
 
 
 def _take_in(index: Index, tier: Tier) -> None:
-    """What the tier has already."""
+    """What the tier has already, and from now on what it loses."""
+    tier.on_loss(lambda address: index.discard(address, tier.name))
     for head, signatures in tier.runs():
         index.insert_run(Run(place_of(head.namespace, head.group, head.shard), signatures), head.parent, tier.name)
 

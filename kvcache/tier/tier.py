@@ -152,6 +152,10 @@ class Tier(Protocol):
     def scan(self) -> Iterator[Address]:
         """What is here, heads before tails where the tier can tell; for a tier that outlives the process."""
 
+    def on_loss(self, tell: Callable[[Address], object]) -> None:
+        """From now on tell of each record that leaves though nobody asked for it: one that was found to be damaged
+        while it was made safe, or whose file is gone. (What a read finds is the read's outcome.)"""
+
     def runs(self) -> Iterator[tuple[Address, bytes]]:
         """The same in fewer steps where the tier can: the address of a run's first record, and the signatures of it
         and of those that follow it in the same namespace, group and shard, one behind the other."""
@@ -173,7 +177,7 @@ class Tier(Protocol):
 
 
 class Waits:
-    """The four waiting verbs over `submit`, runs over `scan`, and no troubles: for implementations to inherit."""
+    """To inherit: the four waiting verbs over `submit`, runs over `scan`, no troubles, no losses."""
 
     submit: Callable[..., Ticket]
     scan: Callable[[], Iterator[Address]]
@@ -184,6 +188,9 @@ class Waits:
 
     def troubles(self) -> list[str]:
         return []
+
+    def on_loss(self, tell: Callable[[Address], object]) -> None:
+        """Nothing leaves by itself."""
 
     def _wait(self, op: Op, addresses: Sequence[Address], segments: Sequence[Segments] = ()) -> tuple[Outcome, ...]:
         ticket = self.submit(op, addresses, segments)

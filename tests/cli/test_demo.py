@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.cli import main as frame
-from kvcache.cli.demo import play, report, script, stage, text
+from kvcache.cli.demo import breaking, play, report, script, stage, text
 from kvcache.cli.demo.play import Call, Pass
 from kvcache.cli.demo.prompts import read_prompts
 from kvcache.engine.tokenizer import Tokenizer
@@ -251,3 +251,22 @@ def test_the_whole_demo_with_recorded_prompts(model: str, tmp_path: Path) -> Non
     assert [len(this["calls"]) for this in passes.values()] == [3, 3, 3, 3]
     assert passes["restarted"]["calls"][0]["reused"]["nvme"] > len(same)
     assert list((tmp_path / "nvme").iterdir()), "a directory that was given is kept"
+
+
+def test_the_whole_of_break_with_a_tiny_model(model: str, tmp_path: Path) -> None:
+    ours = {"PYTHONPATH": str(ROOT), "KVCACHE_DIR": str(tmp_path), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+    command = [*COMMAND, "--break", "--model", model, "--json", str(tmp_path / "broken.json")]
+    done = subprocess.run(command, env={**os.environ, **ours}, stdout=subprocess.PIPE, text=True, check=True)
+    document = json.loads((tmp_path / "broken.json").read_text())
+    assert document["same_answers"]
+    trials = {trial["fault"]: trial for trial in document["trials"][1:]}
+    assert list(trials) == ["none", *breaking.FAULTS, "the drive is full"]
+    whole = (trials["none"]["prompt_tokens"] - 1) // 16 * 16
+    loaded = {fault: sum(trial["came"].values()) for fault, trial in trials.items()}
+    assert loaded["none"] == loaded["a lost file"] == 0
+    assert 0 < loaded["a truncated record"] < loaded["a flipped bit"] < whole
+    assert loaded["a killed writer"] == whole
+    assert 0 < loaded["the drive is full"] <= whole  # a drive so small that a tiny model fills it cannot be made
+    assert trials["a flipped bit"]["noticed"]["refused records (nvme, damaged)"] == 1
+    assert "token for token" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["broken.json"]

@@ -359,7 +359,7 @@ class Life:
             else:
                 assert outcome is ABSENT or self.troubled, f"{self}: {outcome}"
             self.pool[size_of(address)].append(into)
-        if self.tier.troubles() and self.fault == "flips":  # so many damaged records, and the drive gets no new ones
+        if self.tier.troubles() and self.fault in {"flips", "lies"}:  # too many damaged records: no new ones
             self.tier.scrub()
             assert not self.tier.troubles(), f"{self}: nothing brings it back"
         return found

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcache.block.address import Address
 from kvcache.block.record import header_area, record_bytes, seal
 from kvcache.port import Port
 from kvcache.tier.breaker import Breaker
@@ -248,3 +249,27 @@ def test_only_what_a_sync_covered_speaks_against_a_drive(
     assert bool(tier.troubles()) == suspect
     (new,) = chain(1, seed=3)
     assert write(tier, [new]) == ((Outcome.FAILED,) if suspect else (DONE,))
+
+
+def test_what_is_lost_while_it_is_made_safe_is_told(store: Open, tmp_path: Path) -> None:
+    """A sync failed, or a process ended before one: what it should have covered is read again, and need not be well."""
+    tier = store(durability="batch")
+    tier._flush_after = 1e9
+    blocks = chain(5)
+    write(tier, blocks)
+    tier._closed = True  # ends without a sync
+    tier._store.ledger.close()
+    tier._store.directory.release()
+    tier = store(durability="batch")
+    lost: list[Address] = []
+    tier.on_loss(lost.append)
+    path, offset = place(tmp_path, tier, blocks[2])
+    change(path, offset + 5000, lambda byte: byte ^ 1)
+    assert tier.sync()
+    assert lost == [blocks[2]]
+    assert tier.contains(blocks) == (DONE, DONE, ABSENT, DONE, DONE)
+    for segment in (tmp_path / "store").glob("segment-*"):
+        segment.unlink()
+    tier._store.ledger.space.segments[1].close()
+    assert read(tier, blocks[0]) is ABSENT
+    assert set(lost) == set(blocks)

@@ -22,6 +22,12 @@ class Dtype(str, Enum):
 
 def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Less than two minutes: short answers, fewer calls.")] = False,
+    broken: Annotated[
+        bool,
+        typer.Option(
+            "--break", help="Break the store in every way at hand instead, and ask again each time: a minute."
+        ),
+    ] = False,
     prompts: Annotated[
         Path | None, typer.Option(help="Play these instead: JSON lines, gzip or not, the prompt in `input`.")
     ] = None,
@@ -41,6 +47,8 @@ def demo(
         wish = Wish(directory=place, model=model, dtype=dtype.value, prompts=prompts, quick=quick)
         if child:
             serve_child(wish)
+        elif broken:
+            _break(wish, json)
         else:
             _play(wish, json, plot)
 
@@ -85,6 +93,26 @@ def _play(wish: Wish, json: Path | None, plot: Path | None) -> None:
         console.print(f"json: {json}", markup=False, soft_wrap=True)
     verdict, sound = report.verdict(wish.dtype, passes)
     console.print(verdict, markup=False, soft_wrap=True, style="green" if sound else "bold red")
+    if not sound:
+        raise typer.Exit(1)
+
+
+def _break(wish: Wish, json: Path | None) -> None:
+    from rich.console import Console
+
+    from kvcache.cli.demo import broken
+    from kvcache.cli.demo.breaking import Breaking
+    from kvcache.cli.demo.stage import Stage
+
+    console = Console(highlight=False)
+    with console.status(f"loading {wish.model}"):
+        stage = Stage(wish)
+    tried = broken.follow(console, Breaking(stage, wish.directory).trials())
+    said, sound = broken.verdict(tried)
+    if json is not None:
+        broken.write(json, tried)
+        console.print(f"json: {json}", markup=False, soft_wrap=True)
+    console.print(said, markup=False, soft_wrap=True, style="green" if sound else "bold red")
     if not sound:
         raise typer.Exit(1)
 

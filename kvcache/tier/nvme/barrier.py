@@ -119,6 +119,7 @@ class Barrier:
                 except RecordError:
                     ledger.drop({address.name: entry}, quarantine=True, insist=True)
                     ledger.counters.add("unsafe_records")
+                    ledger.on_loss(address)
                 except OSError as error:
                     self._failed(error)
                     return False

@@ -142,6 +142,10 @@ class Drives(Waits):
         """What happened since the tier was opened, by name, on all drives."""
         return dict(sum((Counter(tier.counters) for tier in self.tiers), Counter()))
 
+    def on_loss(self, tell: Callable[[Address], object]) -> None:
+        for tier in self.tiers:
+            tier.on_loss(tell)
+
     def troubles(self) -> list[str]:
         return self._troubles + [line for tier in self.tiers for line in tier.troubles()]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvcache.block.address import Address
 from kvcache.port import Port
@@ -55,6 +55,7 @@ class Ledger:
         self.new_names = False  # there are segments with names that no sync has covered
         self.dirty_bytes = 0
         self.dirty_since = 0.0
+        self.on_loss: Callable[[Address], object] = lambda address: None  # hears of what leaves and nobody took
         self._unsaid = b""  # entries that are true, but that the journal could not take: they go before the next ones
         self.journal = Journal(directory)
         self._take_stock()
@@ -251,9 +252,12 @@ class Ledger:
             self.append_later([Entry(RETIRE, segment=segment.number)])
             self.say()
             with self.memory:
-                lost = self.index.drop_segment(segment)
+                lost = self.index.addresses(segment)
+                self.index.drop_segment(segment)
             self.files.clear(segment)
-        self.counters.add("lost_records", lost)
+        self.counters.add("lost_records", len(lost))
+        for address in lost:
+            self.on_loss(address)
 
     def _plan(self, record_bytes: int) -> Segment | None:
         """A segment to make, at the cost of empty ones of other sizes."""

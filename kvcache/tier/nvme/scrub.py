@@ -82,6 +82,9 @@ def scrub(ledger: Ledger, told: Callable[[int], object], *, dry_run: bool) -> Sc
         elif seen.fault is not None and seen.fault.foreign:
             found.foreign += 1
         elif seen.fault is not None:
-            found.damaged += dry_run or any(ledger.withdraw([(seen.address, seen.entry)], quarantine=True, insist=True))
+            if not dry_run:
+                ledger.withdraw([(seen.address, seen.entry)], quarantine=True, insist=True)
+                ledger.on_loss(seen.address)
+            found.damaged += 1
         told(seen.entry.record_bytes)
     return found

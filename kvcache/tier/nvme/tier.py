@@ -243,6 +243,9 @@ class NvmeTier(Waits):
         found = [mine.find(name) for name in mine.places.keys() & theirs.places.keys()]
         return [mine.address(record[2]) for record in found if record is not None]
 
+    def on_loss(self, tell: Callable[[Address], object]) -> None:
+        self.ledger.on_loss = tell
+
     def troubles(self) -> list[str]:
         if self._hangs():
             return [f"nvme directory {self.path}: a write has been under way for {_HANG_S:.0f} s"]

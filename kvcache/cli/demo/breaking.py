@@ -1,0 +1,219 @@
+"""Breaking a store in every way at hand, and asking a model again each time: `kvcache demo --break`.
+
+The prompt is answered once without any cache. Then its blocks are stored, and before each further answer something
+happens to the drive or to who writes to it. What was lost is computed; what is left is loaded; the answer is the same.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import kvcache
+from kvcache.cli.demo.drive import small_drive
+from kvcache.cli.demo.stage import Stage
+from kvcache.cli.demo.text import shared
+from kvcache.tier.nvme import NvmeTier
+
+SHARED_TOKENS = 800
+_QUESTION = "\nQuestion: what is a block?\nAnswer:"
+_MIB = 1 << 20
+_WRITER = "import sys; from kvcache.cli.demo.breaking import keep_writing; keep_writing(sys.argv[1])"
+
+
+@dataclass(slots=True)
+class Trial:
+    """One answer. `came`: prompt tokens by the tier they came from. `noticed`: what the cache counted."""
+
+    fault: str
+    done: str
+    prompt_tokens: int = 0
+    came: Mapping[str, int] = field(default_factory=dict)
+    noticed: Mapping[str, int] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)  # of an audit afterwards
+    token_ids: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def loaded(self) -> int:
+        return sum(self.came.values())
+
+
+class Breaking:
+    def __init__(self, stage: Stage, place: Path) -> None:
+        self._stage, self._place, self._path = stage, place, place / "nvme"
+        text = "".join(shared(stage.tokenizer, SHARED_TOKENS).values())
+        self._prompt = stage.tokenizer.encode(text + _QUESTION)
+        layout = stage.model.layout
+        self._blocks = len(self._prompt) // layout.block_tokens
+        self._store_bytes = self._blocks * (layout.block_bytes(layout.groups[0].whole) + 8192)
+
+    def trials(self) -> Iterator[Trial]:
+        """The answer without a cache first, with which the others are to agree."""
+        yield self._ask(Trial("none", "no cache"), None)
+        with self._cache() as cache:
+            yield self._ask(Trial("none", "an empty cache, which stores"), cache)
+        for fault, breaking in FAULTS.items():
+            trial = Trial(fault, breaking(self))
+            with self._cache() as cache:
+                self._ask(trial, cache)  # and what was lost is stored again, for the next one
+            yield self._audit(trial, self._path)
+        yield self._full()
+
+    @contextmanager
+    def _cache(self, path: Path | None = None, capacity_bytes: int = 0) -> Iterator[kvcache.KVCache]:
+        """A cache that begins with what the drive has, in a process that knows nothing else."""
+        nvme = {
+            "path": str(path or self._path),
+            "capacity_bytes": capacity_bytes or 4 * self._store_bytes + 64 * _MIB,
+            "segment_bytes": 8 * _MIB,
+            "free_floor_bytes": 0,
+        }
+        cache = kvcache.open(nvme=nvme, control={"enabled": False})
+        try:
+            yield cache
+        finally:
+            cache.close()
+
+    def _ask(self, trial: Trial, cache: kvcache.KVCache | None) -> Trial:
+        engine = self._stage.engine(cache)
+        begun = time.monotonic()
+        [result] = engine.generate([self._prompt], self._stage.params)
+        trial.seconds = time.monotonic() - begun
+        trial.prompt_tokens, trial.came, trial.token_ids = result.prompt_tokens, dict(result.reused), result.token_ids
+        if cache is not None:
+            cache.flush()
+            trial.noticed = _noticed(cache.stats()["counters"])
+        return trial
+
+    def _audit(self, trial: Trial, path: Path) -> Trial:
+        """What a scrub leaves of the store is sound."""
+        tier = NvmeTier(str(path), capacity_bytes=1 << 60)
+        try:
+            damaged = tier.scrub().damaged
+            if damaged:
+                trial.noticed = {**trial.noticed, "damaged, by a scrub": damaged}
+            trial.faults = tier.check()
+        finally:
+            tier.close()
+        return trial
+
+    def _full(self) -> Trial:
+        """A drive with room for half of the blocks."""
+        with small_drive(self._place, self._store_bytes // 2 + 8 * _MIB) as (drive, how):
+            if drive is not None:
+                trial = Trial("the drive is full", f"{how} for {self._store_bytes >> 20} MiB of blocks")
+                path, capacity = drive / "nvme", 0
+            else:
+                trial = Trial("the drive is full", f"a capacity for half of the blocks ({how})")
+                path, capacity = self._place / "half", self._store_bytes // 2 + 8 * _MIB
+            with self._cache(path, capacity) as cache:  # stores what fits
+                engine = self._stage.engine(cache)
+                engine.generate([self._prompt], self._stage.params)
+                cache.flush()
+                noticed = _noticed(cache.stats()["counters"])
+            with self._cache(path, capacity) as cache:
+                self._ask(trial, cache)
+            trial.noticed = {**trial.noticed, **noticed}
+            return self._audit(trial, path)
+
+    # what is done
+
+    def flip(self) -> str:
+        path, offset, size = self._where(self._blocks // 2)
+        with path.open("r+b") as file:
+            file.seek(offset + size // 2)
+            byte = file.read(1)[0]
+            file.seek(offset + size // 2)
+            file.write(bytes([byte ^ 1]))
+        return f"one of {size * 8:,} bits of block {self._blocks // 2}"
+
+    def truncate(self) -> str:
+        path, offset, size = self._where(self._blocks // 3)
+        os.truncate(path, offset + size // 3)
+        return f"{path.name} ends within block {self._blocks // 3}"
+
+    def lose(self) -> str:
+        path, _, _ = self._where(0)
+        path.unlink()
+        return f"{path.name} is not there"
+
+    def kill(self) -> str:
+        """SIGKILL for a process that stores into this very directory as fast as it can."""
+        command = [sys.executable, "-c", _WRITER, str(self._path)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:  # noqa: S603  our own command
+            assert child.stdout is not None, "it is a pipe"
+            said = [child.stdout.readline() for _ in range(3)]
+            child.kill()
+        if not said[-1]:
+            raise ChildProcessError("the writer ended by itself: it says why above")
+        return f"SIGKILL for a writer at batch {said[-1].strip()}"
+
+    def spoil(self) -> str:
+        journal = max(self._path.glob("journal-*"), key=lambda path: int(path.name.split("-")[1]))
+        size = journal.stat().st_size
+        with journal.open("r+b") as file:
+            file.seek(size // 2)
+            file.write(b"\xff" * 64)
+        return f"64 bytes in the middle of {journal.name}"
+
+    def _where(self, block: int) -> tuple[Path, int, int]:
+        """The file of a block of the prompt, the record's offset in it, and its bytes."""
+        tier = NvmeTier(str(self._path), capacity_bytes=1 << 60)
+        try:
+            chain = [address for address in tier.scan() if address.namespace == self._namespace()]
+            found = tier.ledger.find(chain[min(block, len(chain) - 1)])
+            assert found is not None, "a scan tells what is there"
+            segment, slot, entry = found
+            name = tier.ledger.files.path(segment.number)
+            return Path(name), slot * segment.slot_bytes, entry.record_bytes
+        finally:
+            tier.close()
+
+    def _namespace(self) -> bytes:
+        model = self._stage.model
+        with self._cache(self._place / "names", 16 * _MIB) as cache:
+            name = self._stage.wish.model
+            return cache.namespace(model.layout, model=name, revision=model.revision, facts=model.facts).id
+
+
+FAULTS: Mapping[str, Callable[[Breaking], str]] = {
+    "a flipped bit": Breaking.flip,
+    "a truncated record": Breaking.truncate,
+    "a lost file": Breaking.lose,
+    "a killed writer": Breaking.kill,
+    "a damaged journal": Breaking.spoil,
+}
+
+
+def _noticed(counters: Mapping[str, Any]) -> dict[str, int]:
+    """What of the statistics tells of something that is not as it should be."""
+    found: dict[str, int] = {}
+    for name in ("refused_records", "load_failures", "write_failures", "drops"):
+        for labels, count in counters.get(name, {}).items():
+            found[f"{name.replace('_', ' ')} ({labels.replace(',', ', ')})"] = count
+    return found
+
+
+def keep_writing(path: str) -> None:
+    """Store one prompt after the other into a directory, a line a prompt, until somebody kills this process."""
+    layout = kvcache.KVLayout.mha(layers=4, kv_heads=4, head_dim=64, dtype="fp32")
+    tensors = np.random.default_rng(0).random((4, 2, 32, 16, 4, 64), np.float32)
+    pages = [kvcache.GroupPages.from_tensors(layout, list(tensors), axes=("kv", "page", "token", "head", "dim"))]
+    nvme = {"path": path, "capacity_bytes": 256 * _MIB, "segment_bytes": 8 * _MIB, "free_floor_bytes": 0}
+    cache = kvcache.open(nvme=nvme, control={"enabled": False})
+    bound = cache.namespace(layout, model="writer", revision="1")
+    for batch in range(1 << 30):
+        with bound.request() as r:
+            r.match(range(1000 * batch, 1000 * batch + 32 * 16))
+            r.store(pages, [list(range(32))]).wait()
+        print(batch, flush=True)
