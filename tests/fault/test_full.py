@@ -1,0 +1,131 @@
+"""A drive that is really full: an ext4 of a few MiB, mounted from a file where this machine lets us."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import kvcache
+from kvcache.block.address import Address
+from kvcache.cli.demo.drive import small_drive
+from kvcache.hierarchy.cache import Cache
+from kvcache.port import InlineExecutor, Port, SystemClock
+from kvcache.tier.nvme import NvmeTier
+from kvcache.tier.tier import Outcome
+from tests.tier.blocks import buffer, chain, holds, record
+from tests.tier.test_reports import load, put
+
+DONE, ABSENT, NO_ROOM = Outcome.DONE, Outcome.ABSENT, Outcome.NO_ROOM
+MIB = 1 << 20
+FULL = {NO_ROOM, Outcome.FAILED}
+
+
+class Clock(SystemClock):
+    seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Iterator[Path]:
+    with small_drive(tmp_path, 24 * MIB) as (place, how):
+        if place is None:
+            pytest.skip(f"no file system can be mounted: {how}")
+        yield place
+
+
+def fill(drive: Path) -> Path:
+    """Take every byte that is left."""
+    ballast = drive / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        for size in (MIB, 4096, 1):
+            while True:
+                try:
+                    if file.write(bytes(size)) < size:
+                        break
+                    os.fsync(file.fileno())
+                except OSError:
+                    break
+    return ballast
+
+
+def opened(drive: Path, clock: Clock) -> NvmeTier:
+    return NvmeTier(
+        str(drive / "store"),
+        capacity_bytes=1 << 30,
+        segment_bytes=2 * MIB,
+        free_floor_bytes=0,
+        port=Port(clock=clock, executor=lambda threads, name: InlineExecutor()),
+    )
+
+
+def intact(tier: NvmeTier, addresses: list[Address]) -> bool:
+    into = [buffer() for _ in addresses]
+    outcomes = tier.read(addresses, into)
+    return set(outcomes) <= {DONE} and all(map(holds, into, addresses))
+
+
+def test_a_full_file_system_costs_only_what_found_no_room(drive: Path) -> None:
+    clock = Clock()
+    tier = opened(drive, clock)
+    blocks = chain(2000)
+    outcomes = tier.write(blocks, [record(address) for address in blocks])
+    stored = [address for address, outcome in zip(blocks, outcomes, strict=True) if outcome is DONE]
+    assert set(outcomes) == {DONE, NO_ROOM}
+    assert len(stored) > 500
+    assert intact(tier, stored)
+    assert tier.check() == []
+    tier.remove(stored[:40])
+    assert set(tier.write(stored[:40], [record(address) for address in stored[:40]])) == {DONE}
+    assert tier.close()
+    tier = opened(drive, clock)
+    assert intact(tier, stored)
+    assert tier.close()
+
+
+def test_a_journal_that_cannot_grow_stops_writes_and_they_come_back(drive: Path) -> None:
+    """Others took the last byte: slots are there, the journal's next frame is not."""
+    clock = Clock()
+    tier = opened(drive, clock)
+    first = chain(20)
+    assert set(tier.write(first, [record(address) for address in first])) == {DONE}
+    ballast = fill(drive)
+    more = chain(400, seed=1)
+    outcomes = [tier.write([address], [record(address)])[0] for address in more]
+    refused = [address for address, outcome in zip(more, outcomes, strict=True) if outcome is not DONE]
+    assert set(outcomes) - {DONE} <= FULL
+    assert refused, "the file system was full"
+    assert tier.counters["write_errors"] >= 1
+    assert set(tier.contains(refused)) == {ABSENT}
+    assert intact(tier, first), "reads go on"
+    ballast.unlink()
+    clock.seconds += 200  # the breaker's pause
+    assert tier.write(refused[:1], [record(refused[0])]) == (DONE,)
+    assert set(tier.write(refused[1:60], [record(address) for address in refused[1:60]])) == {DONE}
+    assert tier.check() == []
+    assert tier.close()
+    tier = opened(drive, clock)
+    there = first + [address for address, outcome in zip(more, outcomes, strict=True) if outcome is DONE] + refused[:60]
+    assert intact(tier, there)
+    assert tier.close()
+
+
+def test_a_cache_over_a_full_drive_answers_from_memory_and_goes_on(drive: Path) -> None:
+    cache = kvcache.open(
+        host={"capacity_bytes": 16 * MIB},
+        nvme={"path": drive / "nvme", "capacity_bytes": 64 * MIB, "segment_bytes": 2 * MIB, "free_floor_bytes": 0},
+        control={"enabled": False},
+    )
+    assert isinstance(cache, Cache)
+    ballast = fill(drive)
+    tokens = list(range(240))
+    put(cache, tokens)
+    cache.flush(30)
+    assert load(cache, tokens) == 60
+    ballast.unlink()
+    assert cache.check() == []
+    cache.close()
