@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from hashlib import sha256
 from typing import Any
 
 import kvcache
 from kvcache.connector.sglang.pool import Ranks
 from kvcache.connector.sglang.wishes import Wishes
-from kvcache.errors import ConfigError
+from kvcache.daemon.private import find_or_start
 from kvcache.hierarchy.face import KVCache
 
 CLOSE_S = 5.0
@@ -18,18 +19,30 @@ _log = logging.getLogger("kvcache.sglang")
 _closing: list[threading.Thread] = []  # a directory that one of these still holds cannot be opened again
 
 
-def open_cache(wishes: Wishes, ranks: Ranks) -> KVCache:
-    """ConfigError for settings that make no sense, StoreError where a tier cannot be opened: SGLang does not start."""
+def engine_name(served: Any, ranks: Ranks, wishes: Wishes) -> str | None:
+    """What the processes of one server know each other by; None where there is only one."""
+    replicas = getattr(served, "dp_size", 1) or 1
+    if ranks.alone and replicas == 1:
+        return None
+    at = f"{getattr(served, 'host', '')}:{getattr(served, 'port', '')}"
+    told = sha256(repr((at, sorted(wishes.settings.items()))).encode()).hexdigest()
+    return f"sglang-{told[:16]}"
+
+
+def open_cache(wishes: Wishes, engine: str | None = None) -> KVCache:
+    """ConfigError for settings that make no sense, StoreError where a tier cannot be opened: SGLang does not start.
+
+    `engine`: the server's name where it is several processes. They share a daemon, of their own where none is given.
+    """
     for thread in _closing[:]:
         thread.join(CLOSE_S)
         _closing.remove(thread)
-    settings = dict(wishes.settings)
-    if not ranks.alone and wishes.where is None:
-        raise ConfigError(
-            f"{ranks.tp_size * ranks.pp_size} ranks are separate processes, which share a cache by a daemon: "
-            'give "where": "unix:..." under "kvcache" in the extra configuration'
-        )
-    return kvcache.open(wishes.where, **settings)
+    where, settings = wishes.where, dict(wishes.settings)
+    if where is None and engine is not None:
+        where, settings = find_or_start(engine, **settings), {}
+    if where is not None and where.startswith("unix:") and engine is not None:
+        settings["engine"] = engine
+    return kvcache.open(where, **settings)
 
 
 def close_cache(cache: KVCache) -> None:

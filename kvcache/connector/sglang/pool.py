@@ -36,7 +36,7 @@ MLA_ORDERS: Mapping[str, tuple[str, ...]] = {
     for name, order in MHA_ORDERS.items()
     if name != "page_head"
 }
-_DTYPES = {
+DTYPES = {
     "torch.bfloat16": "bf16",
     "torch.float16": "fp16",
     "torch.float32": "fp32",
@@ -103,9 +103,9 @@ def is_logical(pool: Any) -> bool:
 def describe(pool: Any, ranks: Ranks, *, canonical: bool = False) -> Described:
     """The pool, in its own order or in the one that engines share. LayoutError where it cannot be told."""
     kind = type(pool).__name__
-    if kind == "MHATokenToKVPoolHost" and pool.layout in MHA_ORDERS and str(pool.dtype) in _DTYPES:
+    if kind == "MHATokenToKVPoolHost" and pool.layout in MHA_ORDERS and str(pool.dtype) in DTYPES:
         return _attention(pool, ranks, "mha", MHA_ORDERS[pool.layout], canonical)
-    if kind == "MLATokenToKVPoolHost" and pool.layout in MLA_ORDERS and str(pool.dtype) in _DTYPES:
+    if kind == "MLATokenToKVPoolHost" and pool.layout in MLA_ORDERS and str(pool.dtype) in DTYPES:
         return _attention(pool, ranks, "mla", MLA_ORDERS[pool.layout], canonical)
     if canonical:
         raise LayoutError(
@@ -123,7 +123,7 @@ def _attention(pool: Any, ranks: Ranks, kind: Any, order: tuple[str, ...], canon
         layers=pool.layer_num * ranks.pp_size,
         kv_heads=heads * ranks.tp_size if mha else 1,
         head_dim=dim,
-        dtype=_DTYPES[str(pool.dtype)],
+        dtype=DTYPES[str(pool.dtype)],
         kind=kind,
         order=CANONICAL[kind] if canonical else order,
     )

@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from kvcache.connector.sglang.depot import Depot
 from kvcache.connector.sglang.identity import identify
-from kvcache.connector.sglang.opening import close_cache, open_cache
+from kvcache.connector.sglang.opening import close_cache, engine_name, open_cache
 from kvcache.connector.sglang.pool import Ranks, describe, is_logical
 from kvcache.connector.sglang.restorable import everywhere, trailing
 from kvcache.connector.sglang.wishes import Wishes
@@ -42,12 +42,13 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         self._config = config = storage_config
         self._wishes = Wishes.read(config.extra_config)
         self._ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
-        self._identity = identify(_server_args(), config.model_name, self._wishes)
+        served = _server_args()
+        self._identity = identify(served, config.model_name, self._wishes)
         self._depots: dict[str, Depot | None] = {}
         self._moved: dict[str, list[tuple[int, float]]] = {"in": [], "out": []}
         self._lock = threading.Lock()
         self.registered_pools: dict[Any, Any] = {}
-        self.cache = open_cache(self._wishes, self._ranks)
+        self.cache = open_cache(self._wishes, engine_name(served, self._ranks, self._wishes))
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvcache.connector.sglang.identity import identify
-from kvcache.connector.sglang.opening import close_cache, open_cache
+from kvcache.connector.sglang.opening import close_cache, engine_name, open_cache
 from kvcache.connector.sglang.pool import Ranks
 from kvcache.connector.sglang.wishes import Wishes
 from kvcache.errors import ConfigError, ModelError
@@ -41,7 +41,7 @@ def test_what_makes_no_sense_is_refused(given: Any) -> None:
 
 def test_a_setting_that_is_none_is_refused_at_start() -> None:
     with pytest.raises(ConfigError, match="hots"):
-        open_cache(Wishes.read({"kvcache": {"hots": {"capacity_bytes": 1}}}), Ranks())
+        open_cache(Wishes.read({"kvcache": {"hots": {"capacity_bytes": 1}}}))
 
 
 def test_a_directory_that_is_closing_can_be_opened_again(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_directory_that_is_closing_can_be_opened_again(tmp_path: Path) -> None
     }
     wishes = Wishes.read({"kvcache": given | {"host": {"capacity_bytes": 8 << 20}}})
     for _ in range(3):
-        close_cache(open_cache(wishes, Ranks()))
+        close_cache(open_cache(wishes))
 
 
 def test_weights_are_named_by_the_server_or_by_hand(tmp_path: Path) -> None:
@@ -72,3 +72,15 @@ def test_weights_are_named_by_the_server_or_by_hand(tmp_path: Path) -> None:
 def test_each_pool_is_apart() -> None:
     identity = identify(None, "m", Wishes(revision="r"))
     assert identity.facts_of("kv", "") != identity.facts_of("swa", "") != identity.facts_of("swa", "v2")
+
+
+def test_a_server_of_several_processes_has_a_name() -> None:
+    served = SimpleNamespace(host="127.0.0.1", port=30000, dp_size=1)
+    wishes = Wishes(settings={"host": {"capacity_bytes": 1}})
+    assert engine_name(served, Ranks(), wishes) is None
+    names = [engine_name(served, Ranks(rank, 2), wishes) for rank in range(2)]
+    assert names[0] == names[1] != engine_name(served, Ranks(0, 2), Wishes())
+    served.port = 30001
+    assert names[0] != engine_name(served, Ranks(0, 2), wishes)
+    served.dp_size = 2
+    assert engine_name(served, Ranks(), wishes)

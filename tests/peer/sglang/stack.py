@@ -119,8 +119,11 @@ class Stack:
         """Ask the backend for these, to the end; tokens that lie in the host pool afterwards."""
         from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
-        handle = CacheRequestHandle(rid, 0)
-        self.tree.prefetch_from_storage(handle, self.match(tokens).last_host_node, array("q", tokens), None, [])
+        handle, found = CacheRequestHandle(rid, 0), self.match(tokens)
+        node, known = found.last_host_node, found.device_prefix_len + found.host_hit_length
+        told = self.tree.get_prefix_hash_values(node) if self.tree.hicache_storage_pass_prefix_keys else None
+        last = self.tree.get_last_hash_value(node) if known else None
+        self.tree.prefetch_from_storage(handle, node, array("q", tokens[known:]), last, told)
         self.pump(lambda: self.tree.check_prefetch_progress(handle))
         return int(self.match(tokens).host_hit_length)
 

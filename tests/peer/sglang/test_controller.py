@@ -39,3 +39,128 @@ def test_what_comes_back_after_a_restart_is_what_was_computed(layout: str, io: s
     assert equal(second.bring_back(PROMPT), computed)
     assert second.backend.cache.check() == []
     second.close()
+
+
+def test_the_head_of_each_call_is_known_where_sglang_tells_it(tmp_path: Path) -> None:
+    told = {"hicache_storage_pass_prefix_keys": True}
+    first = Stack(tmp_path, extra=told)
+    computed = first.compute(PROMPT)
+    longer = [*PROMPT, *range(1000, 1000 + 8 * PAGE)]
+    first.stored(40)
+    first.compute(longer, seed=1)
+    first.stored(48)
+    first.close()
+    second = Stack(tmp_path, extra=told)
+    assert second.prefetch_of(PROMPT) == len(PROMPT)
+    assert equal(second.bring_back(PROMPT), computed)
+    second.prefetch_of(longer, "r2")
+    assert second.match(longer).host_hit_length + second.match(longer).device_prefix_len == len(longer)
+    second.close()
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective"])
+def test_write_policies(policy: str, tmp_path: Path) -> None:
+    first = Stack(tmp_path, policy=policy)
+    first.compute(PROMPT)
+    for _ in range(2):
+        first.match(PROMPT)
+        first.compute(PROMPT)
+    first.stored(40)
+    first.close()
+
+
+@pytest.mark.parametrize(
+    "other", [{"revision": "2"}, {"tenant": "other"}, {"cache_salt": "x"}], ids=lambda o: next(iter(o))
+)
+def test_the_same_tokens_under_other_weights_are_not_there(other: dict[str, Any], tmp_path: Path) -> None:
+    first = Stack(tmp_path)
+    first.compute(PROMPT)
+    first.stored(40)
+    first.close()
+    second = Stack(tmp_path, ours=other)
+    assert second.prefetch_of(PROMPT) == 0
+    second.close()
+
+
+def test_another_type_is_not_there(tmp_path: Path) -> None:
+    first = Stack(tmp_path)
+    first.compute(PROMPT)
+    first.stored(40)
+    first.close()
+    second = Stack(tmp_path, dtype=torch.float16)
+    assert second.prefetch_of(PROMPT) == 0
+    second.close()
+
+
+@pytest.mark.parametrize("layouts", [("page_first", "kernel"), ("layer_first", "direct"), ("page_head", "kernel")])
+def test_layouts_share_in_the_order_that_engines_share(layouts: tuple[str, str], tmp_path: Path) -> None:
+    layout, io = layouts
+    first = Stack(tmp_path, ours={"share_across_engines": True})
+    computed = first.compute(PROMPT)
+    first.stored(40)
+    first.close()
+    second = Stack(tmp_path, layout=layout, io=io, ours={"share_across_engines": True})
+    assert second.prefetch_of(PROMPT) == len(PROMPT)
+    assert equal(second.bring_back(PROMPT), computed)
+    second.close()
+
+
+def test_a_damaged_record_ends_the_prefix(tmp_path: Path) -> None:
+    """Wrong bytes are never noticed by SGLang itself."""
+    first = Stack(tmp_path)
+    computed = first.compute(PROMPT)
+    first.stored(40)
+    first.close()
+    [segment] = [file for file in (tmp_path / "nvme").rglob("*") if file.is_file() and file.stat().st_size > 1 << 20]
+    held = bytearray(segment.read_bytes())
+    middle = bytes(computed[2][1][17 * PAGE : 18 * PAGE].contiguous().view(torch.uint8).numpy().tobytes())
+    at = held.find(middle)
+    assert at > 0, "the page's bytes lie there as they are"
+    held[at] ^= 1
+    segment.write_bytes(held)
+    second = Stack(tmp_path)
+    assert second.prefetch_of(PROMPT) == 17 * PAGE
+    got = second.bring_back(PROMPT)
+    assert equal(got, [(keys[: 17 * PAGE], values[: 17 * PAGE]) for keys, values in computed])
+    second.close()
+
+
+@pytest.mark.parametrize("v1", [0, 1], ids=["v0", "v1"])
+def test_sglangs_own_faults(v1: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of all calls fail: whatever is there afterwards is right, and nothing is raised."""
+    monkeypatch.setenv("SGLANG_TEST_HICACHE_BACKEND_RANDOM_FAILURE", "0.5")
+    first = Stack(tmp_path, v1=v1)
+    prompts = [[seed, *PROMPT[1:]] for seed in range(1000, 1008)]
+    computed = [first.compute(prompt[: 4 * PAGE], seed) for seed, prompt in enumerate(prompts)]
+    first.pump(lambda: not first.tree.ongoing_backup)
+    first.close()
+    second = Stack(tmp_path, v1=v1)
+    for number, (prompt, whole) in enumerate(zip(prompts, computed, strict=True)):
+        came = second.prefetch_of(prompt[: 4 * PAGE], f"r{number}")
+        if came:
+            got = second.bring_back(prompt[: 4 * PAGE], f"r{number}")
+            assert equal(got, [(keys[:came], values[:came]) for keys, values in whole])
+    second.close()
+
+
+def test_many_prompts_at_once(tmp_path: Path) -> None:
+    """SGLang's two threads and ours: a backup and a prefetch under way together."""
+    from array import array
+
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+
+    first = Stack(tmp_path)
+    old = [[seed, *PROMPT[1 : 8 * PAGE]] for seed in range(2000, 2008)]
+    for seed, prompt in enumerate(old):
+        first.compute(prompt, seed)
+    first.stored(64)
+    first.close()
+    second = Stack(tmp_path)
+    handles = [CacheRequestHandle(f"r{i}", 0) for i in range(8)]
+    for seed, (handle, prompt) in enumerate(zip(handles, old, strict=True)):
+        second.tree.prefetch_from_storage(handle, second.match(prompt).last_host_node, array("q", prompt), None, [])
+        second.compute([seed + 3000, *PROMPT[1 : 8 * PAGE]], seed)
+    for handle, prompt in zip(handles, old, strict=True):
+        second.pump(lambda handle=handle: second.tree.check_prefetch_progress(handle))
+        assert second.match(prompt).host_hit_length == len(prompt)
+    second.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.peer.sglang.serving import PAGE, Server, hicache
+from tests.peer.sglang.serving import PAGE, Server, hicache, linker
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +43,30 @@ def test_the_first_request_after_a_restart_hits_storage(model: str, answers: lis
             tokens, cached = second.generate(prompt)
             assert tokens == answer
             assert cached["storage"] == 40 * PAGE, (cached, second.tail())
+
+
+def test_two_ranks_share_a_daemon_of_their_own(model: str, tmp_path: Path) -> None:
+    """Each has its heads of every page; the tokens are those of two ranks, computed and then loaded."""
+    flags = ("--tp-size", "2")
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "XDG_RUNTIME_DIR": str(tmp_path)}
+    with Server(model, tmp_path, *flags, *hicache(**ours(tmp_path)), env=env) as first:
+        computed = [first.generate(prompt) for prompt in PROMPTS]
+        assert all(not cached.get("storage") for _, cached in computed)
+    with Server(model, tmp_path, *flags, *hicache(**ours(tmp_path)), env=env) as second:
+        for prompt, (answer, _) in zip(PROMPTS, computed, strict=True):
+            tokens, cached = second.generate(prompt)
+            assert tokens == answer
+            assert cached["storage"] == 40 * PAGE, (cached, second.tail())
+
+
+def test_the_linker_across_a_restart(model: str, answers: list[list[int]], tmp_path: Path) -> None:
+    with Server(model, tmp_path, *linker(**ours(tmp_path))) as first:
+        assert [first.generate(prompt)[0] for prompt in PROMPTS] == answers
+    with Server(model, tmp_path, *linker(**ours(tmp_path))) as second:
+        reused = 0
+        for _ in range(2):  # what lies on the drive comes near at the first, and is promised at the second
+            for prompt, answer in zip(PROMPTS, answers, strict=True):
+                tokens, cached = second.generate(prompt)
+                assert tokens == answer
+                reused = max(reused, sum(count for name, count in cached.items() if name in ("host", "storage")))
+        assert reused == 40 * PAGE, second.tail()

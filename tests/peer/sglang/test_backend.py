@@ -1,0 +1,176 @@
+"""The backend as SGLang's controller calls it, where a model has pools beside the first, or none of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache.connector.sglang.pool import Ranks, describe
+from tests.connector.sglang.pools import LogicalPoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost, StatePoolHost
+
+pytestmark = pytest.mark.usefixtures("sglang_here")
+
+
+def chain(count: int) -> list[str]:
+    keys = [hashlib.sha256(b"first").hexdigest()]
+    while len(keys) < count:
+        keys.append(hashlib.sha256(bytes.fromhex(keys[-1])).hexdigest())
+    return keys
+
+
+def backend(place: Path, anchor: Any, side: dict[str, Any] | None = None, **named: Any) -> Any:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
+
+    from kvcache.connector.sglang import KVCacheStorage
+
+    ours = named.pop("ours", {})
+    nvme = {"path": str(place / "nvme"), "capacity_bytes": 64 << 20, "free_floor_bytes": 0}
+    given = {"revision": "1", "host": {"capacity_bytes": 8 << 20}, "nvme": nvme, "control": {"enabled": False}} | ours
+    config = HiCacheStorageConfig(
+        **{
+            "tp_rank": 0,
+            "tp_size": 1,
+            "pp_rank": 0,
+            "pp_size": 1,
+            "attn_cp_rank": 0,
+            "attn_cp_size": 1,
+            "is_mla_model": False,
+            "enable_storage_metrics": True,
+            "is_page_first_layout": True,
+            "model_name": "tiny",
+            "extra_config": {"kvcache": given},
+        }
+        | named
+    )
+    made = KVCacheStorage(config, {})
+    made.register_mem_pool_host(anchor)
+    for name, pool in ({"kv": anchor} | (side or {})).items():
+        made.register_mem_host_pool_v2(pool, PoolName(name))
+    made.on_host_pools_registered()
+    return made
+
+
+def at(*pages: int, tokens: int = 4) -> torch.Tensor:
+    return torch.cat([torch.arange(page * tokens, (page + 1) * tokens) for page in pages])
+
+
+def transfer(name: str, keys: list[str], places: torch.Tensor | None = None, policy: str = "all_pages") -> Any:
+    from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
+
+    return PoolTransfer(name=PoolName(name), keys=keys, host_indices=places, hit_policy=PoolHitPolicy(policy))
+
+
+def test_a_page_is_there_only_with_all_its_pools(tmp_path: Path) -> None:
+    anchor, indexer = MHATokenToKVPoolHost("page_first", pages=16), MHATokenToKVPoolHost("page_first", pages=16, dim=4)
+    anchor.fill(1)
+    indexer.fill(2)
+    store, keys = backend(tmp_path, anchor, {"indexer": indexer}), chain(8)
+    assert store.batch_set_v1(keys, at(*range(8))) == [True] * 8
+    ask = [transfer("indexer", keys)]
+    nothing = store.batch_exists_v2(keys, ask)
+    assert (nothing.kv_hit_pages, nothing.restorable_prefix_pages) == (0, [])
+    assert store.batch_exists(keys) == 8
+    assert store.batch_set_v2([transfer("indexer", keys[:5], at(*range(5)))]) == {"indexer": [True] * 5}
+    some = store.batch_exists_v2(keys, ask)
+    assert (some.kv_hit_pages, some.extra_pool_hit_pages) == (5, {"kv": 8, "indexer": 5})
+    wanted = indexer.page(3).clone()
+    assert store.batch_get_v2([transfer("indexer", keys[:6], at(*range(8, 14)))]) == {"indexer": [True] * 5 + [False]}
+    assert torch.equal(indexer.page(11), wanted)
+    store.close()
+
+
+def test_the_last_pages_of_a_window_or_a_state(tmp_path: Path) -> None:
+    """Their pages are kept where SGLang put them, with holes between."""
+    anchor, swa, mamba = (
+        MHATokenToKVPoolHost("page_first", pages=16),
+        MHATokenToKVPoolHost("page_first"),
+        StatePoolHost(16),
+    )
+    for seed, pool in enumerate((anchor, swa, mamba)):
+        pool.fill(seed)
+    store, keys = backend(tmp_path, anchor, {"swa": swa, "mamba": mamba}), chain(10)
+    assert store.batch_set_v1(keys, at(*range(10))) == [True] * 10
+    kept = [transfer("swa", keys[3:5], at(0, 1)), transfer("mamba", keys[4:5], torch.tensor([3]))]
+    assert store.batch_set_v2(kept) == {"swa": [True] * 2, "mamba": [True]}
+    assert store.batch_set_v2([transfer("swa", keys[7:9], at(2, 3))]) == {"swa": [True] * 2}
+    windows = store.batch_exists_v2(keys, [transfer("swa", keys[:2], policy="trailing_pages")])
+    assert windows.restorable_prefix_pages == [5, 9]
+    both = [transfer("swa", keys[:2], policy="trailing_pages"), transfer("mamba", keys[:1], policy="trailing_pages")]
+    found = store.batch_exists_v2(keys, both)
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (5, [5])
+    wanted = mamba.page(3)
+    assert store.batch_get_v2([transfer("mamba", keys[4:5], torch.tensor([11]))]) == {"mamba": [True]}
+    assert torch.equal(mamba.page(11), wanted)
+    wrong = store.batch_get_v2([transfer("swa", keys[:2], at(0)), transfer("draft", keys[:2], at(0, 1))])
+    assert wrong == {"swa": [False] * 2, "draft": [False] * 2}, "indices that do not fit, a pool that is not registered"
+    store.close()
+
+
+def test_an_anchor_that_only_counts(tmp_path: Path) -> None:
+    """DeepSeek-V4's first pool has no memory: its pages are there where the others have them."""
+    store, keys = backend(tmp_path, LogicalPoolHost(), {"indexer": MHATokenToKVPoolHost("page_first")}), chain(4)
+    assert store.batch_set_v1(keys, at(0, 1, 2, 3)) == [True] * 4
+    assert store.batch_exists_v2(keys, [transfer("indexer", keys)]).kv_hit_pages == 0
+    assert store.batch_set_v2([transfer("indexer", keys[:3], at(0, 1, 2))]) == {"indexer": [True] * 3}
+    assert store.batch_exists_v2(keys, [transfer("indexer", keys)]).kv_hit_pages == 3
+    store.close()
+
+
+def test_ranks_of_a_latent_share_what_the_first_wrote(tmp_path: Path) -> None:
+    """Only the first rank writes, as SGLang has it; each reads the same shard."""
+    pool, keys = MLATokenToKVPoolHost("page_first"), chain(4)
+    pool.fill(3)
+    wanted = pool.page(1).clone()
+    writer = backend(tmp_path, pool, is_mla_model=True)
+    assert writer.batch_set_v1(keys, at(0, 1, 2, 3)) == [True] * 4
+    writer.close()
+    reader = backend(tmp_path, pool, is_mla_model=True)
+    assert reader._depots["kv"].described.shards == describe(pool, Ranks(1, 2)).shards
+    assert reader.batch_get_v1(keys, at(1, 5, 2, 3)) == [True] * 4
+    assert torch.equal(pool.page(5), wanted)
+    reader.close()
+
+
+def test_flat_pages(tmp_path: Path) -> None:
+    pool, keys = MHATokenToKVPoolHost("layer_first"), chain(3)
+    pool.fill(4)
+    store = backend(tmp_path, pool)
+    assert store.batch_set(keys, [pool.flat(page) for page in range(3)])
+    assert store.exists(keys[0])
+    assert not store.exists(chain(4)[3])
+    targets = [torch.zeros_like(pool.flat(0)) for _ in range(3)]
+    assert store.batch_get(keys, targets) == targets
+    for page in range(3):
+        assert torch.equal(targets[page], pool.flat(page))
+        got = store.get(keys[page])
+        assert got is not None
+        assert torch.equal(got, pool.flat(page))
+    assert store.get("ff" * 32, targets[0]) is None
+    assert store.set(keys[0], pool.flat(0))
+    store.close()
+
+
+def test_what_moved_is_told_once(tmp_path: Path) -> None:
+    pool, keys = MHATokenToKVPoolHost("page_first"), chain(4)
+    store = backend(tmp_path, pool)
+    store.batch_set_v1(keys, at(0, 1, 2, 3))
+    store.batch_get_v1([*keys[:2], "ff" * 32], at(0, 1, 2))
+    told = store.get_stats()
+    assert (told.backup_pgs, told.prefetch_pgs) == ([4], [2])
+    assert all(rate > 0 for rate in (*told.backup_bandwidth, *told.prefetch_bandwidth))
+    assert store.get_stats().backup_pgs == []
+    store.close()
+    quiet = backend(tmp_path, pool, enable_storage_metrics=False)
+    assert quiet.get_stats() is None
+    quiet.close()
+
+
+def test_a_pool_that_no_other_engine_can_read_is_not_shared(tmp_path: Path) -> None:
+    from kvcache.errors import LayoutError
+
+    with pytest.raises(LayoutError, match="share_across_engines"):
+        backend(tmp_path, StatePoolHost(), ours={"share_across_engines": True})
