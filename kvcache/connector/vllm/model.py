@@ -38,6 +38,7 @@ class Model:
             cache_salt=who.salt,
             facts={**self.facts, "since": who.since} if who.since else self.facts,
             shards=None if rank is None else self.shards[rank],
+            ranks=[self.shards[at] for at in sorted(self.shards)],
         )
 
 

@@ -23,6 +23,9 @@ from kvcache.transfer.pages import Pages
 IDLE_S = 0.002
 """So long a step that computes nothing waits for a load, rather than going round."""
 
+BEHIND_S = 0.05
+"""So long whoever is given a page waits for the store that reads it to end, before what has not begun is given up."""
+
 PATIENCE_S = 30.0
 """A copy between pages and host memory that takes longer than this is no longer waited for; it is logged."""
 
@@ -121,7 +124,7 @@ class Working:
         """Every load that this step waits for is over, one way or the other."""
         for loading in self._waiting:
             if loading.transfer is not None and not loading.transfer.wait(max(0.0, loading.give_up_s - monotonic())):
-                self._finish(loading.transfer, loading.move)
+                self._give_up(loading.transfer, loading.move)
             self._judge(loading)
         self._waiting.clear()
 
@@ -160,8 +163,7 @@ class Working:
     def close(self) -> None:
         for loading in [*self._loading.values(), *self._waiting]:
             if loading.transfer is not None:
-                loading.transfer.cancel()
-                self._finish(loading.transfer, loading.move)
+                self._give_up(loading.transfer, loading.move)
         for transfer, _, move in self._storing:
             self._finish(transfer, move)
         for known in self._known.values():
@@ -241,9 +243,12 @@ class Working:
         self._storing = [entry for entry in self._storing if not entry[0].done]
 
     def _finish(self, transfer: Transfer, move: Move) -> None:
-        """Wait until nobody reads or writes the pages of a transfer any more."""
-        if transfer.wait(PATIENCE_S / 10):
-            return
+        """Wait until nobody reads the pages of a store any more: a copy, unless many stand before it."""
+        if not transfer.wait(BEHIND_S):
+            self._give_up(transfer, move)
+
+    def _give_up(self, transfer: Transfer, move: Move) -> None:
+        """End a transfer, so that its pages can be used."""
         transfer.cancel()
         if not transfer.wait(PATIENCE_S):
             _log.error("request %s: a copy of %d blocks has not ended", move.request_id, move.count)

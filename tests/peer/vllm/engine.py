@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -94,12 +95,68 @@ def given(prompt: dict) -> dict:
 
 
 def act(llm, what: str):
-    if what == "flush":
-        cache = connector(llm)._share.cache
-        return {"flushed": cache.flush(30), "faults": cache.check()}
-    if what == "reset":
-        return {"reset": llm.reset_prefix_cache(reset_connector=True)}
-    raise ValueError(what)
+    name, _, rest = what.partition(" ")
+    return ACTS[name](llm, *rest.split())
+
+
+def flush(llm):
+    cache = connector(llm)._share.cache
+    return {"flushed": cache.flush(30), "faults": cache.check()}
+
+
+def reset(llm):
+    return {"reset": llm.reset_prefix_cache(reset_connector=True)}
+
+
+def aborts(llm, seed: str):
+    """Requests of which half are aborted at random moments; what the others said."""
+    from vllm import SamplingParams
+
+    rng, engine = random.Random(int(seed)), llm.llm_engine
+    base = [rng.randrange(10, 900) for _ in range(300)]
+    out, doomed = {}, {}
+    for i in range(24):
+        ids = base[: rng.randrange(50, 300)] + [rng.randrange(10, 900) for _ in range(rng.randrange(1, 60))]
+        sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        engine.add_request(f"{seed}-{i}", {"prompt_token_ids": ids}, sampling)
+        out[f"{seed}-{i}"] = None
+        if rng.random() < 0.5:
+            doomed[f"{seed}-{i}"] = rng.randrange(30)
+    step = 0
+    while engine.has_unfinished_requests():
+        for request_id in [r for r, at in doomed.items() if at == step]:
+            engine.abort_request([request_id])
+            out.pop(request_id)
+        for done in engine.step():
+            if done.finished and done.request_id in out:
+                out[done.request_id] = list(done.outputs[0].token_ids)
+        step += 1
+    return {"tokens": {r: t for r, t in out.items() if r not in doomed}, "aborted": len(doomed)}
+
+
+def leaks(llm):
+    """What is still held when no request is left."""
+    core = llm.llm_engine.engine_core.engine_core
+    for _ in range(50):  # loads of aborted requests end, and their end is told
+        core.step()
+    pool = core.scheduler.kv_cache_manager.block_pool
+    worker = core.model_executor.driver_worker.worker.model_runner
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    working = get_kv_transfer_group()._working
+    scheduling = connector(llm)._scheduling
+    assert worker is not None
+    return {
+        "requests": len(core.scheduler.requests),
+        "pages": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+        "tracked": len(scheduling.requests),
+        "pending": len(scheduling._pending),
+        "loading": len(working._loading) + len(working._waiting),
+        "known": len(working._known),
+    }
+
+
+ACTS = {"flush": flush, "reset": reset, "aborts": aborts, "leaks": leaks}
 
 
 def connector(llm):

@@ -1,0 +1,56 @@
+"""Imported into a vLLM under test: each cache that is opened lets its engine down at random, by FAULTS.
+
+FAULTS="7 none none damaged hung"     seed, and what may come, each as often as it stands there
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from typing import Any
+
+import kvcache
+from kvcache.hierarchy.face import PageIds
+from kvcache.testing.faulty import FaultyBound, FaultyCache, FaultyRequest
+from kvcache.transfer.cpu import PlainCopier
+from kvcache.transfer.pages import Pages
+
+_seed, *_faults = os.environ["FAULTS"].split()
+COUNTS: Counter[str] = Counter()
+
+
+class Request(FaultyRequest):
+    """Leaves numbers in the pages of what did not come: vLLM's attention multiplies what it masks by nought, which no
+    NaN survives, and no cache that checks before it copies leaves one."""
+
+    def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> Any:
+        transfer = super().load(blocks, pages, page_ids, first_block=first_block)
+        for there, ids in zip(pages, page_ids, strict=True):
+            bad = list(ids[transfer.blocks :])
+            PlainCopier().scatter(there, bad, [memoryview(b"\x00\x00\xe0\x40" * (there.block_bytes // 4))] * len(bad))
+        return transfer
+
+
+class Random(FaultyCache):
+    def __init__(self) -> None:
+        self._random = random.Random(int(_seed))
+        super().__init__()
+
+    def namespace(self, *fields: Any, **named: Any) -> FaultyBound:
+        bound = super().namespace(*fields, **named)
+        bound.request = lambda name="", **_: Request(bound, name)  # type: ignore[method-assign]
+        return bound
+
+    @property
+    def fault(self) -> Any:
+        fault = self._random.choice(_faults)
+        COUNTS[fault] += 1
+        return fault
+
+    @fault.setter
+    def fault(self, value: str) -> None:
+        pass
+
+
+kvcache.open = lambda *where, **settings: Random()  # type: ignore[assignment]

@@ -1,0 +1,94 @@
+"""Models of every family: the answers are those without a cache, and what was found is not computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.peer.vllm.conftest import Run, cache
+from tests.peer.vllm.prompts import ask, ids
+
+A, B = ids(700, 1), ids(700, 2)
+LONGER, FULL = A + ids(150, 3), A[:640]
+ROUNDS = [ask(A, B), ask(A, B), ask(LONGER, FULL)]
+
+
+def tokens(result: dict) -> list:
+    return [r["tokens"] for r in result["rounds"] if "tokens" in r]
+
+
+@pytest.mark.parametrize("load", ["async", "sync", "layers"])
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen2", "tiny-qwen3", "tiny-gemma3"])
+def test_a_second_process_computes_less_and_answers_the_same(run: Run, tmp_path: Path, model: str, load: str) -> None:
+    plain = run(ROUNDS, model=model)
+    first = run([*ROUNDS, "flush", "leaks"], model=model, connector=cache(tmp_path / "nvme", load=load))
+    second = run([*ROUNDS, "flush"], model=model, connector=cache(tmp_path / "nvme", load=load))
+    assert tokens(first) == tokens(second) == tokens(plain)
+    # A block is 32 tokens. Full hits are whole where a request waits for its blocks and one group is loaded.
+    whole = 640 if load == "async" and model != "tiny-gemma3" else 608
+    assert [r["cached"] for r in first["rounds"][:3]] == [[0, 0], [672, 672], [672, whole]]
+    assert [r["cached"] for r in second["rounds"][:3]] == [[672, 672], [672, 672], [832, whole]]
+    asked = sum(len(p["ids"]) for prompts in ROUNDS for p in prompts)
+    counted = {name: value for name, value in second["metrics"].items() if "prompt_tokens_by_source" in name}
+    external = sum(sum(r["cached"]) for r in second["rounds"][:3])
+    assert counted["vllm:prompt_tokens_by_source,source=external_kv_transfer"] == external
+    assert counted["vllm:prompt_tokens_by_source,source=local_compute"] == asked - external
+    assert first["rounds"][3] == second["rounds"][3] == {"flushed": True, "faults": []}
+    assert set(first["rounds"][4].values()) == {0}
+
+
+def test_where_vllm_cannot_continue_a_prefix_nothing_is_loaded(run: Run, tmp_path: Path) -> None:
+    """vLLM's attention over latents on a processor without AMX computes a prompt from its first token only."""
+    plain = run(ROUNDS, model="tiny-mla", llm={"block_size": 16})
+    cached = run(ROUNDS, model="tiny-mla", llm={"block_size": 16}, connector=cache(tmp_path / "nvme"))
+    assert tokens(cached) == tokens(plain)
+    if any(sum(r["cached"]) for r in cached["rounds"]):
+        return  # a processor whose kernel can
+    assert "nothing is cached" in cached["log"]
+
+
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash"])
+def test_every_algorithm_of_vllms_hashes_is_found_again(run: Run, tmp_path: Path, algorithm: str) -> None:
+    """No PYTHONHASHSEED: hashes that differ between processes are replaced by our own."""
+    job = {"connector": cache(tmp_path / "nvme"), "llm": {"prefix_caching_hash_algo": algorithm}}
+    env = {"PYTHONHASHSEED": ""}
+    first, second = run([ask(A), "flush"], env=env, **job), run([ask(A)], env=env, **job)
+    assert second["rounds"][0]["cached"] == [672]
+    assert second["rounds"][0]["tokens"] == first["rounds"][0]["tokens"]
+
+
+def test_a_salt_and_a_tenant_keep_apart(run: Run, tmp_path: Path) -> None:
+    rounds = [
+        ask(A, salt="one"),
+        ask(A, salt="one"),
+        ask(A, salt="two"),
+        ask(A),
+        ask(A, params={"kvcache.tenant": "other"}),
+        ask(A, params={"kvcache.tenant": "other"}),
+    ]
+    result = run(rounds, connector=cache(tmp_path / "nvme"))
+    assert [r["cached"][0] for r in result["rounds"]] == [0, 672, 0, 0, 0, 672]
+    assert len({str(r["tokens"]) for r in result["rounds"]}) == 1
+
+
+def test_wishes_of_a_request(run: Run, tmp_path: Path) -> None:
+    rounds = [
+        ask(A, params={"kvcache.skip_store": True}),
+        ask(A),
+        ask(A, params={"kvcache.skip_load": True}),
+        ask(A, params={"kvcache.max_load_tokens": 100}),
+        ask(A, params={"kvcache.max_load_tokens": "many", "kvcache.unheard": 1, "else": 2}),
+    ]
+    result = run(rounds, connector=cache(tmp_path / "nvme"))
+    assert [r["cached"][0] for r in result["rounds"]] == [0, 0, 0, 96, 672]
+    assert "kvcache.max_load_tokens = 'many', kvcache.unheard = 1" in result["log"]
+
+
+def test_a_reset_forgets_for_this_engine(run: Run, tmp_path: Path) -> None:
+    result = run([ask(A), ask(A), "reset", ask(A), ask(A)], connector=cache(tmp_path / "nvme"))
+    asked = [r for r in result["rounds"] if "cached" in r]
+    assert result["rounds"][2] == {"reset": True}
+    assert [r["cached"][0] for r in asked] == [0, 672, 0, 672]
+    again = run([ask(A)], connector=cache(tmp_path / "nvme"))
+    assert again["rounds"][0]["cached"] == [672]  # the weights are the same: what was stored before is good
