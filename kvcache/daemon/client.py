@@ -12,7 +12,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
@@ -42,8 +42,8 @@ _log = logger("kvcache.daemon")
 class Link:
     """One session with one daemon. Asked under the cache's lock."""
 
-    def __init__(self, path: str, engine: str, patience_s: float, background: Callable[[Callable[[], None]], object]):
-        self.path, self.patience_s = path, patience_s
+    def __init__(self, path: str, engine: str, patience_s: float, mappings: Mappings) -> None:
+        self.path, self.patience_s, self.mappings = path, patience_s, mappings
         self.wire = Wire.connect(path, patience_s)
         try:
             hello = self.ask("hello", version=VERSION, role="control", engine=engine)
@@ -56,7 +56,6 @@ class Link:
         except KVCacheError:
             self.wire.close()
             raise
-        self.mappings = Mappings(background)
         self.idle: list[Wire] = []  # connections that move records, of which none is in use
         self.lock = threading.Lock()
 
@@ -278,7 +277,7 @@ class RemoteCache:
             self._moved.notify_all()
 
     def _connect(self) -> Link:
-        link = Link(self.path, self.engine, self.patience_s, self._background.submit)
+        link = Link(self.path, self.engine, self.patience_s, Mappings(self.copiers, self._background.submit))
         self._facts = link.facts
         return link
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,13 +15,14 @@ from numpy.typing import NDArray
 
 from kvcache.daemon.protocol import LENT, ProtocolError
 from kvcache.tier.region import POPULATE_READ, POPULATE_WRITE, table_bytes, touch
+from kvcache.transfer.copiers import Copiers
 
 MOST_BYTES = 1 << 40
 """Of one extent: what a daemon says is checked like anything else."""
 
 
 class Mapping:
-    """One extent. Its memory is unmapped when nobody uses a view of it any more."""
+    """One extent. Its memory is unmapped when nobody uses it any more: who copies has a slot of it until then."""
 
     def __init__(self, descriptor: int, slot_bytes: int, size_bytes: int, *, writable: bool) -> None:
         total = size_bytes + table_bytes(size_bytes)
@@ -72,13 +74,18 @@ class Lent:
 class Mappings:
     """Of one session. Thread-safe."""
 
-    def __init__(self, background: Callable[[Callable[[], None]], object]) -> None:
-        self._background = background
+    def __init__(self, copiers: Copiers, background: Callable[[Callable[[], None]], object]) -> None:
+        self._copiers, self._background = copiers, background
         self._there: dict[int, Mapping] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._there)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of the extents that are mapped."""
+        return list(self._there)
 
     def take_in(self, extents: Sequence[Sequence[int]], descriptors: Sequence[int], gone: Sequence[int]) -> None:
         """Map what is new, let go of what is no more. Closes the descriptors."""
@@ -92,6 +99,8 @@ class Mappings:
                         made = Mapping(descriptor, slot_bytes, size_bytes, writable=bool(writable))
                         self._there[number] = made
                         self._background(made.touch)
+                        self._copiers.came(made.view)
+                        weakref.finalize(made, self._copiers.gone, made.view).atexit = False
             with self._lock:
                 for number in gone:
                     self._there.pop(number, None)

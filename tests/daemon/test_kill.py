@@ -1,0 +1,157 @@
+"""Daemons and clients killed at any moment: who is left goes on, what was durable is there, nothing is lost."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.caches import Engine
+from tests.daemon.house import LAYOUT, House, bound_to
+from tests.daemon.within import Within, until
+
+ROOT = Path(__file__).parents[2]
+BLOCKS = 8
+
+
+class Worker:
+    """Stores prompts and loads them, and remembers what was said of each: wrong bytes are the only fault."""
+
+    def __init__(self, bound: Any, number: int, most: int | None = None) -> None:
+        """`most`: it ends by itself after so many turns."""
+        self.bound, self.number, self.most = bound, number, most
+        self.rng = random.Random(number)
+        self.turns = self.misses = self.hits = 0
+        self.faults: list[str] = []
+        self.stored: set[int] = set()
+        self.ending = threading.Event()
+        self.turned = threading.Condition()
+        self.thread = threading.Thread(target=self.run)
+
+    def tokens(self, prompt: int) -> list[int]:
+        return [self.number, prompt, *range(BLOCKS * LAYOUT.block_tokens - 2)]
+
+    def expected(self, prompt: int) -> list[bytes]:
+        engine = Engine(LAYOUT)
+        engine.fill(self.number * 1000 + prompt, list(range(BLOCKS)))
+        return [engine.block(i) for i in range(BLOCKS)]
+
+    def run(self) -> None:
+        engine, ids = Engine(LAYOUT), list(range(BLOCKS))
+        while not self.ending.is_set() and self.turns != self.most:
+            prompt = self.rng.randrange(12)
+            with self.bound.request() as r:
+                hit = r.match(self.tokens(prompt))
+                r.admit()
+                if hit.blocks < BLOCKS:
+                    self.misses += 1
+                    engine.fill(self.number * 1000 + prompt, ids)
+                    if r.store(engine.described, engine.ids(ids)).wait(60) and r.match().blocks == BLOCKS:
+                        self.stored.add(prompt)
+                else:
+                    transfer = r.load(BLOCKS, engine.described, engine.ids(ids))
+                    if not transfer.wait(60):
+                        self.faults.append("a load did not end")
+                    expected = self.expected(prompt)
+                    self.faults += [
+                        f"prompt {prompt}: block {i} is another's"
+                        for i in range(transfer.blocks)
+                        if engine.block(i) != expected[i]
+                    ]
+                    self.hits += transfer.blocks == BLOCKS
+            with self.turned:
+                self.turns += 1
+                self.turned.notify_all()
+
+    def wait_turns(self, count: int) -> None:
+        """Until it has done so many more."""
+        with self.turned:
+            end = self.turns + count
+            assert self.turned.wait_for(lambda: self.turns >= end, 120), "a worker hangs"
+
+
+def test_a_killed_daemon_costs_misses_and_what_was_durable_is_there(
+    make_house: Callable[..., House], request: pytest.FixtureRequest
+) -> None:
+    kills = 50 if request.config.getoption("--long") else 5
+    rng = random.Random(1)
+    house = make_house(nvme=True).start()
+    with house.open() as cache:
+        workers = [Worker(bound_to(cache), number) for number in (1, 2)]
+        for worker in workers:
+            worker.thread.start()
+        try:
+            for _ in range(kills):
+                for worker in workers:
+                    worker.wait_turns(rng.randrange(1, 12))
+                sure = [set(worker.stored) for worker in workers]
+                flushed = cache.flush(60)
+                for worker in workers:
+                    worker.wait_turns(rng.randrange(3))
+                house.kill()
+                for worker in workers:
+                    worker.wait_turns(3)  # with nobody there: it goes on
+                house.start()
+                assert cache.wait_reachable(60)
+                with house.open() as other:
+                    assert other.check() == []
+                    for worker, prompts in zip(workers, sure, strict=True):
+                        for prompt in prompts if flushed else ():
+                            with bound_to(other).request() as r:
+                                assert r.match(worker.tokens(prompt)).blocks == BLOCKS, "what was durable is gone"
+        finally:
+            for worker in workers:
+                worker.ending.set()
+            for worker in workers:
+                worker.thread.join()
+        assert [fault for worker in workers for fault in worker.faults] == []
+        assert all(worker.hits and worker.misses for worker in workers)
+
+
+def test_a_killed_client_leaves_nothing_behind(
+    within: Within,
+    request: pytest.FixtureRequest,
+) -> None:
+    kills = 50 if request.config.getoption("--long") else 5
+    rng = random.Random(2)
+    for first in range(0, kills, 5):
+        with ExitStack() as undo:
+            victims = []
+            for seed in range(first, first + 5):
+                words = [sys.executable, "-m", "tests.daemon.victim", str(within.path), str(seed)]
+                victims.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT))
+                undo.callback(victims[-1].communicate)
+                undo.callback(victims[-1].kill)
+            for victim in victims:
+                assert victim.stdout is not None
+                assert victim.stdout.readline() == "begins\n"
+            for victim in victims:
+                seen = within.cache.counters.tree().get("stored_blocks", 0) + rng.randrange(1, 64)
+                until(lambda seen=seen: within.cache.counters.tree().get("stored_blocks", 0) >= seen)
+                victim.kill()
+        until(lambda: within.daemon.sessions == [])
+        until(lambda: within.held == 0 and within.lost == 0)
+        assert within.cache.check() == []
+
+
+def test_64_clients_at_once_each_find_their_own(within: Within, request: pytest.FixtureRequest) -> None:
+    clients = [within.open(threads=1) for _ in range(64)]
+    assert len(within.daemon.sessions) == 64
+    turns = 200 if request.config.getoption("--long") else 3
+    workers = [Worker(bound_to(client, cache_salt=str(number)), number, turns) for number, client in enumerate(clients)]
+    for worker in workers:
+        worker.thread.start()
+    for worker in workers:
+        worker.thread.join()
+    assert [worker.turns for worker in workers] == [turns] * 64
+    assert [fault for worker in workers for fault in worker.faults] == []
+    for client in clients:
+        client.close()
+    until(lambda: within.daemon.sessions == [])

@@ -1,0 +1,155 @@
+"""What is lent: a reader that is too slow is told by the generation, a writer that is too slow harms nobody."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from kvcache.tier.tier import Outcome
+from kvcache.transfer.copier import Copier, Copy
+from kvcache.transfer.copiers import Copiers
+from tests.contract.caches import Engine
+from tests.daemon.house import LAYOUT, bound_to, load, store
+from tests.daemon.within import Within, until
+
+
+class Slow(Copiers):
+    """A client's copiers, which wait within each copy until they are let go."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda call: call())
+        self.entered, self.go = threading.Event(), threading.Event()
+
+    def of(self, device: str) -> Copier:
+        waiting, copier = self, super().of(device)
+
+        class Waiting:
+            def mark(self) -> Any:
+                return copier.mark()
+
+            def gather(self, *arguments: Any, **more: Any) -> Copy:
+                waiting.entered.set()
+                assert waiting.go.wait(60)
+                return copier.gather(*arguments, **more)
+
+            def scatter(self, *arguments: Any, **more: Any) -> Copy:
+                waiting.entered.set()
+                assert waiting.go.wait(60)
+                return copier.scatter(*arguments, **more)
+
+        return Waiting()
+
+
+def test_a_reader_that_takes_longer_than_its_lease_has_a_miss_and_never_another_block(within: Within) -> None:
+    cache, slow, engine = within.open(), Slow(), Engine(LAYOUT)
+    bound = bound_to(cache)
+    store(bound, list(range(16)), 1)
+    cache.copiers = slow
+    with bound.request() as r:
+        assert r.match(list(range(16))).blocks == 4
+        transfer = r.load(4, engine.described, engine.ids([8, 9, 10, 11]))
+        assert slow.entered.wait(60)
+        until(lambda: within.held == 0)  # the daemon has given it up
+        other = bound_to(within.open())
+        for turn in range(8):  # as much as host can have, and more: the slots that are read are given out again
+            store(other, [1000 + turn, *range(63)], turn)
+        slow.go.set()
+        assert transfer.wait(60)
+        assert Outcome.DONE not in transfer.outcomes
+        assert transfer.blocks == 0
+
+
+def test_a_writer_that_takes_longer_than_its_lease_writes_into_nobody_s_block(within: Within) -> None:
+    cache, slow, engine = within.open(), Slow(), Engine(LAYOUT)
+    bound = bound_to(cache)
+    engine.fill(9, [0, 1, 2, 3])
+    cache.copiers = slow
+    with bound.request() as r:
+        r.match(list(range(16)))
+        transfer = r.store(engine.described, engine.ids([0, 1, 2, 3]))
+        assert slow.entered.wait(60)
+        until(lambda: within.cache.flow.flush(0))  # the daemon has given it up
+        other = bound_to(within.open())
+        expected = {turn: store(other, [2000 + turn, *range(31)], turn) for turn in range(7)}
+        assert r.match().blocks == 0
+        slow.go.set()
+        assert transfer.wait(60)
+        assert Outcome.DONE not in transfer.outcomes
+    for turn, blocks in expected.items():
+        found = load(other, [2000 + turn, *range(31)])
+        assert found == blocks[: len(found)]
+    until(lambda: within.lost == 0)  # what was lent is back once the client has hung up
+
+
+def test_half_a_store_is_never_seen(within: Within) -> None:
+    cache, slow, engine = within.open(), Slow(), Engine(LAYOUT)
+    cache.copiers = slow
+    with bound_to(cache).request() as r:
+        r.match(list(range(16)))
+        transfer = r.store(engine.described, engine.ids([0, 1, 2, 3]))
+        assert slow.entered.wait(60)
+        with bound_to(within.open()).request() as other:
+            assert other.match(list(range(16))).blocks == 0
+        slow.go.set()
+        assert transfer.wait(60)
+
+
+def test_what_a_client_held_is_back_when_it_hangs_up(within: Within) -> None:
+    cache = within.open()
+    bound = bound_to(cache)
+    store(bound, list(range(40)), 1)
+    requests = [bound.request() for _ in range(3)]
+    for r in requests:
+        r.match(list(range(40)))
+        r.admit()
+    assert within.held > 0
+    cache.close()
+    until(lambda: within.held == 0)
+    assert within.daemon.sessions == []
+
+
+def test_a_lease_does_not_end_while_its_request_waits(within: Within) -> None:
+    """Many times the lease of a copy: what is held belongs to the request, which may wait as long as it likes."""
+    cache = within.open()
+    bound = bound_to(cache)
+    expected = store(bound, list(range(16)), 1)
+    with bound.request() as r:
+        r.match(list(range(16)))
+        r.admit()
+        other = bound_to(within.open())
+        for turn in range(12):
+            store(other, [3000 + turn, *range(63)], turn)
+        engine = Engine(LAYOUT)
+        transfer = r.load(4, engine.described, engine.ids([0, 1, 2, 3]))
+        assert transfer.wait(60)
+        assert [engine.block(i) for i in range(4)] == expected
+        assert transfer.blocks == 4
+
+
+def test_memory_that_is_no_more_is_unmapped_and_no_other_tenant_s(within: Within) -> None:
+    cache = within.open()
+    one, two = bound_to(cache, tenant="one"), bound_to(cache, tenant="two")
+    store(one, list(range(64)), 1)
+    assert len(cache.link.mappings) == 1
+    for turn in range(6):  # takes all of host: the first tenant's extent is emptied, and its memory given back
+        store(two, [4000 + turn, *range(63)], turn)
+    assert load(one, list(range(64))) == []
+    store(two, [5000, *range(15)], 9)
+    regions = {extent.number: extent for extent in within.cache.host.arena.extents()}
+    assert {extent.tenant for extent in regions.values()} == {"two"}
+    assert set(cache.link.mappings.numbers) <= set(regions)
+
+
+def test_a_cancelled_transfer_ends_on_both_sides(within: Within) -> None:
+    cache, slow, engine = within.open(), Slow(), Engine(LAYOUT)
+    bound = bound_to(cache)
+    store(bound, list(range(16)), 1)
+    cache.copiers = slow
+    with bound.request() as r:
+        r.match(list(range(16)))
+        first = r.load(4, engine.described, engine.ids([0, 1, 2, 3]))
+        assert slow.entered.wait(60)
+        first.cancel()
+        slow.go.set()
+        assert first.wait(60)
+    assert load(bound, list(range(16)))

@@ -1,0 +1,29 @@
+"""An engine that stores and loads for ever, until it is killed: `python -m tests.daemon.victim SOCKET SEED`."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import kvcache
+from tests.contract.caches import Engine
+from tests.daemon.house import LAYOUT, bound_to
+
+
+def main(socket: str, seed: int) -> None:
+    rng, engine = random.Random(seed), Engine(LAYOUT)
+    engine.fill(seed, list(range(32)))
+    with kvcache.open(f"unix:{socket}", patience_s=30.0) as cache:
+        bound = bound_to(cache)
+        print("begins", flush=True)
+        while True:
+            tokens = [seed, rng.randrange(8), *range(126)]
+            with bound.request() as r:
+                hit = r.match(tokens)
+                r.admit()
+                r.load(hit.blocks, engine.described, engine.ids(list(range(hit.blocks))))
+                r.store(engine.described, engine.ids(list(range(32)))).wait(rng.choice((0, 30)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,53 @@
+"""A daemon within the tests' own process, into whose cache they look."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.daemon.server import Daemon
+from kvcache.hierarchy.cache import Cache
+
+RECORD_BYTES = 12 << 10
+"""Of `LAYOUT`, in a slot."""
+
+
+@dataclass
+class Within:
+    """A daemon in this process, whose cache tests look into."""
+
+    cache: Cache
+    daemon: Daemon
+    path: Path
+    undo: ExitStack
+
+    def open(self, **more: Any) -> Any:
+        made = kvcache.open(f"unix:{self.path}", **{"patience_s": 30.0, **more})
+        self.undo.callback(made.close)
+        return made
+
+    @property
+    def held(self) -> int:
+        return self.cache.index.held()
+
+    @property
+    def lost(self) -> int:
+        """Bytes of slots that are neither a record's nor free."""
+        return self.cache.host.arena.used_bytes - RECORD_BYTES * self.cache.host.usage().records
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Look until it holds."""
+    pause = threading.Event()
+    for _ in range(6000):
+        if condition():
+            return
+        pause.wait(0.01)
+    pytest.fail("it never held")
