@@ -278,6 +278,16 @@ class Flow(_Section):
     )
 
 
+class Plan(_Section):
+    """Whether what was found is loaded, or computed again because that is sooner."""
+
+    enabled: bool = Field(
+        default=True,
+        description="Load only what comes sooner than the engine would compute it, by rates measured here. Without "
+        "effect until the engine tells what computing takes.",
+    )
+
+
 class Explain(_Section):
     """What is remembered of the prompts that were asked for, so that a person can ask why one was not found."""
 
@@ -335,6 +345,7 @@ class Settings(_Section):
     redis: Redis = Field(default_factory=Redis)
     evict: Evict = Field(default_factory=Evict)
     flow: Flow = Field(default_factory=Flow)
+    plan: Plan = Field(default_factory=Plan)
     explain: Explain = Field(default_factory=Explain)
     daemon: Daemon = Field(default_factory=Daemon)
     control: Control = Field(default_factory=Control)

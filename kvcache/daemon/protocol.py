@@ -78,6 +78,7 @@ OPS: Mapping[str, Op] = {
         {"adapter": str, "shards": list, "ranks": list},
     ),
     "open": Op("control", {"request": int, "namespace": int, "id": str}, {"deadline_s": _NUMBER}, answered=False),
+    "computed": Op("control", {"namespace": int, "tokens": int, "seconds": _NUMBER}, answered=False),
     "match": Op("control", {"request": int}, {"signatures": bytes, "head": bytes}),
     "extend": Op("control", {"request": int, "signatures": bytes}),
     "join": Op("control", {"request": int, "namespace": int, "id": str}),

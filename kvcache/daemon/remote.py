@@ -76,6 +76,13 @@ class RemoteBound:
         made.open()
         return made
 
+    def computed(self, tokens: int, seconds: float) -> None:
+        try:
+            with self.cache.asking() as link:
+                link.tell("computed", namespace=self.number(link), tokens=tokens, seconds=seconds)
+        except KVCacheError as error:
+            _log.debug("not told: %s", error)
+
     def join(self, id: str) -> RemoteRequest:
         joined = RemoteRequest(self, id, None, joined=True)
         with self.cache.asking() as link:

@@ -44,6 +44,7 @@ class Session:
         answers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "namespace": self._namespace,
             "open": self._open,
+            "computed": self._computed,
             "match": self._match,
             "extend": self._extend,
             "join": self._join,
@@ -86,6 +87,10 @@ class Session:
         self._sizes[number] = 0
         return {}
 
+    def _computed(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        self._of(message).computed(message["tokens"], message["seconds"])
+        return {}
+
     def _match(self, message: Mapping[str, Any]) -> dict[str, Any]:
         number, signatures = message["request"], message.get("signatures")
         request = self.request(number)
@@ -108,6 +113,7 @@ class Session:
         size = self._sizes[number] + len(signatures)
         self._check_room(number, size)
         request.chain.append(signatures)
+        request.miss.extended(request.chain.packed)
         self._sizes[number] = size
         return {}
 

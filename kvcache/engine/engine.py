@@ -152,11 +152,14 @@ class Engine:
             self._wait()
             return []
         batch = self._batch(plan)
+        begun = self._clock.now()
         logits = self.model.forward(batch, self._kv)
         for sequence, length in plan.items():
             sequence.computed += length
         updated = [sequence for sequence in plan if not sequence.missing]
-        for sequence, token in zip(updated, choose(logits, [s.sampler for s in updated]), strict=True):
+        tokens = choose(logits, [s.sampler for s in updated])
+        self._prefix.computed(sum(plan.values()), self._clock.now() - begun)
+        for sequence, token in zip(updated, tokens, strict=True):
             if not sequence.answer:
                 sequence.ttft_s = self._clock.now() - sequence.added_s
             sequence.tokens.append(token)

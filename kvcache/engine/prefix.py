@@ -124,6 +124,11 @@ class Prefix:
         self._pool.watch(request.store(self._pages, [pages], first_block=sequence.stored), pages)
         sequence.stored = end
 
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A step took so long. Those that only decode tell nothing of prompts."""
+        if self._bound is not None and tokens > self._block_tokens:
+            self._bound.computed(tokens, seconds)
+
     def drop(self, sequence: Sequence) -> None:
         """Take the sequence's pages back; what it published stays findable."""
         if sequence.transfer is not None:

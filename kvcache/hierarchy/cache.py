@@ -17,6 +17,7 @@ from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.edge import check_shards
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.plan import Plan
 from kvcache.hierarchy.register import Register
 from kvcache.hierarchy.request import BoundCache, CacheRequest
 from kvcache.hierarchy.run import Run, place_of
@@ -72,6 +73,7 @@ class Cache:
             counters=self.counters,
             events=self.events,
             why=self.why,
+            plan=Plan(port.clock, self.counters, enabled=settings.plan.enabled),
             port=port,
             ask=Ask(
                 [cast(SharedTier, tier) for tier in self.below if tier.shared],

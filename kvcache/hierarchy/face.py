@@ -139,6 +139,10 @@ class Bound(Protocol):
     ) -> Request:
         """`id` names it to the engine's ranks and in what is said of it; one is made up where none is given."""
 
+    def computed(self, tokens: int, seconds: float) -> None:
+        """The engine computed so many tokens of prompts in one step of so long. Told now and then, it is what loads are
+        held against: a match then finds no more than comes sooner than the engine computes it."""
+
     def join(self, id: str) -> Request:
         """The open request of this id in this namespace, as a rank uses it: its blocks are those that the scheduler's
         request knows at each call, `load` and `store` move this process's shards, and uses are counted only once.

@@ -12,6 +12,7 @@ from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.index import Index, Victim
 from kvcache.hierarchy.lane import Lane, WriteMode
+from kvcache.hierarchy.plan import Plan
 from kvcache.hierarchy.promote import Promoter
 from kvcache.hierarchy.run import Chained, place_of_address
 from kvcache.hierarchy.why import Why
@@ -40,12 +41,20 @@ class Flow:
         ask: Ask,
         write: Mapping[str, WriteMode],
         why: Why,
+        plan: Plan,
         queue_blocks: int,
         threads: int,
     ) -> None:
         """`write`: by tier, when records go there."""
         self.index, self.host, self.below, self.port = index, host, below, port
-        self.counters, self.events, self.bypass, self.ask, self.why = counters, events, Bypass(), ask, why
+        self.counters, self.events, self.bypass, self.ask, self.why, self.plan = (
+            counters,
+            events,
+            Bypass(),
+            ask,
+            why,
+            plan,
+        )
         self.lanes = [
             Lane(
                 tier,
@@ -63,7 +72,15 @@ class Flow:
             for tier in below
         ]
         self.promoter = Promoter(
-            index=index, host=host, below=below, coder=coder, counters=counters, events=events, why=why, port=port
+            index=index,
+            host=host,
+            below=below,
+            coder=coder,
+            counters=counters,
+            events=events,
+            why=why,
+            plan=plan,
+            port=port,
         )
         self.holds = Holds(index, [host, *below])
         self.executor = port.executor(threads, "copy")

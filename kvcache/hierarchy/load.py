@@ -41,9 +41,11 @@ class Load:
     blocks: range  # those to bring; what follows counts from the first of them
     tenant: str
     before: int
+    begun: float
     deadline: float
     claim: Holds.Claim
     transfer: BlockTransfer
+    _host_alone: bool = True
     _brought: dict[str, tuple[int, int]] = field(default_factory=dict)  # by tier: records, bytes; not yet counted
 
     @staticmethod
@@ -62,7 +64,18 @@ class Load:
                 _log.exception("a load failed; its blocks are a miss")
             finally:
                 self.flow.holds.give_back(self.claim)
+                self._time()
                 self.transfer.settle_rest(0, Outcome.FAILED)
+
+    def _time(self) -> None:
+        """What it took, of which a plan learns how long host alone takes."""
+        seconds = self.transfer.seconds = self.flow.port.clock.now() - self.begun
+        if self._host_alone and self.transfer.blocks == len(self.blocks):
+            sizes = (
+                chain.payload_bytes * (min(need.stop, self.blocks.stop) - max(need.start, self.blocks.start))
+                for chain, need in zip(self.chains, self.needs, strict=True)
+            )
+            self.flow.plan.copied(sum(size for size in sizes if size > 0), seconds)
 
     def _run(self) -> None:
         windows = self._windows()
@@ -114,6 +127,7 @@ class Load:
                 below.append((len(entries), address, self.chains[group].payload_bytes))
             entries.append((i, group, held if held is not None else Outcome.PENDING))
         if below:
+            self._host_alone = False
             try:
                 answers = self.flow.promoter.begin(
                     [(address, payload_bytes) for _, address, payload_bytes in below],

@@ -37,7 +37,9 @@ class Miss:
         self._loads: list[tuple[int, BlockTransfer]] = []
         self._admitted = self._counted = False
 
-    def look(self, packed: bytes, found: int, ids: NDArray[Any] | None = None, *, reason: str | None = None) -> str:
+    def look(
+        self, packed: bytes, found: int, ids: NDArray[Any] | None = None, *, reason: str | None = None, **detail: Any
+    ) -> str:
         """So many blocks of this chain were found; why no more, as the asker may know it. `ids`: of its full blocks,
         where the chain is new. `reason`: where it is known, and is not that the next block is not there."""
         asked = self._asked
@@ -47,7 +49,7 @@ class Miss:
                     asked.request, asked.namespace, asked.places, asked.block_tokens, b"", asked.clock, asked.time
                 )
             asked.packed, asked.ids, asked.known_from = packed, [], 0
-        asked.found, asked.detail = found, {}
+        asked.found, asked.detail = found, detail
         if found == asked.blocks:
             if not asked.ids:
                 asked.known_from = found * asked.block_tokens
@@ -81,10 +83,10 @@ class Miss:
     def loading(self, first_block: int, transfer: BlockTransfer) -> None:
         self._loads.append((first_block, transfer))
 
-    def count(self) -> None:
-        """Once, and only what was admitted."""
+    def count(self) -> bool:
+        """Once, and only what was admitted: whether it was counted now."""
         if not self._admitted or self._counted:
-            return
+            return False
         self._counted = True
         asked = self._asked
         for first_block, transfer in self._loads:
@@ -95,6 +97,13 @@ class Miss:
         if asked.reason and missed > 0:
             self._counters.add("misses", reason=asked.reason)
             self._counters.add("missed_tokens", missed * asked.block_tokens, reason=asked.reason)
+        return True
+
+    def loaded(self) -> tuple[int, float] | None:
+        """How many blocks were there when the loads had ended, and how long these took; None where there was none."""
+        if not self._loads:
+            return None
+        return max(first + load.blocks for first, load in self._loads), sum(load.seconds for _, load in self._loads)
 
     def _failed(self, asked: Asked, outcome: Outcome) -> tuple[str, dict[str, Any]]:
         """Why a block that was found did not come."""

@@ -101,6 +101,9 @@ class NaiveBound:
         self.cache.register.add((self.id, request.id), request)
         return request
 
+    def computed(self, tokens: int, seconds: float) -> None:
+        pass
+
     def join(self, id: str) -> NaiveRequest:
         return NaiveRequest(self, id, self.cache.register.find((self.id, id)))
 

@@ -10,6 +10,7 @@ from kvcache.block.address import Address
 from kvcache.block.record import header_area
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.plan import Plan
 from kvcache.hierarchy.why import Why
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
@@ -48,10 +49,11 @@ class Promoter:
         counters: Counters,
         events: Events,
         why: Why,
+        plan: Plan,
         port: Port,
     ) -> None:
         self._index, self._host, self._below, self._coder = index, host, below, coder
-        self._counters, self._events, self._why = counters, events, why
+        self._counters, self._events, self._why, self._plan = counters, events, why, plan
         self._arrivals: dict[bytes, Arrival] = {}
         self.foreign: set[bytes] = set()  # names of records that were left where they are, since they cannot be read
         self._changed = port.condition()
@@ -116,16 +118,19 @@ class Promoter:
             return
         views = []
         failed: list[Arrival] = []  # here; the next tier is asked for them together
-        left = len(arrivals)
+        left, brought = len(arrivals), 0
+        reading = self._plan.begun(tier.name, sum(arrival.payload_bytes for arrival in arrivals))
 
         def arrived(i: int, outcome: Outcome) -> None:
-            nonlocal left
+            nonlocal left, brought
             elsewhere = self._arrived(tier, arrivals[i], outcome)
             with self._changed:
                 failed.extend([arrivals[i]] if elsewhere else [])
                 left -= 1
+                brought += arrivals[i].payload_bytes if outcome is Outcome.DONE else 0
                 if left:
                     return
+            self._plan.ended(reading, brought)
             for other in self._below:
                 self._ask(other, [arrival for arrival in failed if arrival.tiers[0] is other])
 

@@ -23,15 +23,20 @@ from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.load import Load
 from kvcache.hierarchy.miss import Miss
 from kvcache.hierarchy.mover import Mover, PagesMover
+from kvcache.hierarchy.plan import Choice, kept
 from kvcache.hierarchy.prefix import needs, wanted
 from kvcache.hierarchy.register import Register
 from kvcache.hierarchy.run import Chained, Run, place_of
+from kvcache.hierarchy.spans import spans
 from kvcache.hierarchy.store import Store
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import working_for
-from kvcache.tier.tier import AHEAD, Outcome
+from kvcache.tier.tier import AHEAD, BACKGROUND, Outcome
 from kvcache.transfer.copiers import Copiers
 from kvcache.transfer.pages import Pages
+
+BELOW_PLAN = "below_plan"
+"""The reason that is said of what would come later than the engine computes it."""
 
 Submit = Callable[[Callable[[], None]], object]
 """Runs a call, here or elsewhere; `Executor.submit` is one."""
@@ -74,6 +79,9 @@ class BoundCache:
     def _place(self, group: int, shard: Shard) -> Place:
         return Place(group, shard, self.layout.block_bytes(shard, group=group), place_of(self.id, group, shard))
 
+    def computed(self, tokens: int, seconds: float) -> None:
+        self.flow.plan.computed(self.id, tokens, seconds)
+
     def request(
         self,
         id: str | None = None,
@@ -112,6 +120,7 @@ class CacheRequest:
             )
         )
         self._by_tier: dict[str, int] = {}
+        self._choice = Choice(0, 0)
         self._stamp = 0  # the time at which this request was admitted or stored first; 0: not yet
         self._admitted = False
         self._claim: Holds.Claim = []
@@ -169,7 +178,15 @@ class CacheRequest:
             if self._question is not None and not pending:  # answered at once, by an executor that runs it here
                 lookup.match(self.chain.packed)
                 self._found, self._by_tier = lookup.blocks, lookup.by_tier
-        reason = self.miss.look(self.chain.packed, self._found, lookup.ids)
+        self._choice = Choice(self._found, self._found)
+        if self._found and not pending and self._flow.plan.enabled:
+            self._choice = self._planned()
+        if self._choice.blocks < self._found:
+            self._found, self._by_tier = self._choice.blocks, kept(self._choice)
+            told = {"load_s": self._choice.load_s, "compute_s": self._choice.compute_s}
+            reason = self.miss.look(self.chain.packed, self._found, lookup.ids, reason=BELOW_PLAN, plan=told)
+        else:
+            reason = self.miss.look(self.chain.packed, self._found, lookup.ids)
         tokens = self._found * layout.block_tokens
         by_tier = dict(self._by_tier)
         return Hit(tokens=tokens, blocks=self._found, by_tier=by_tier, reason=reason, pending=pending)
@@ -204,7 +221,10 @@ class CacheRequest:
         self.miss.admit(stamp, flow.port.clock.wall())
         if not flow.bypass.loads:
             with working_for(self.id):
-                self._bring(stamp)
+                self._bring(stamp, 0, self._found, Load.window_bytes(self._flow), AHEAD)
+                if flow.plan.probe(self._choice):
+                    first = self._choice.blocks
+                    self._bring(stamp, first, first + 1, Load.window_bytes(self._flow), BACKGROUND)
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         self._check(pages, page_ids, first_block, blocks)
@@ -220,6 +240,7 @@ class CacheRequest:
             transfer.settle_rest(0, Outcome.ABSENT)
             return transfer
         claim = self._flow.holds.take(self._runs(self._bound.places, first, end))
+        now = self._flow.port.clock.now()
         job = Load(
             flow=self._flow,
             request_id=self.id,
@@ -230,7 +251,8 @@ class CacheRequest:
             blocks=range(first, end),
             tenant=self._bound.tenant,
             before=self.begin(),
-            deadline=self._flow.port.clock.now() + self._deadline_s,
+            begun=now,
+            deadline=now + min(self._deadline_s, self._choice.patience_s),
             claim=claim,
             transfer=transfer,
         )
@@ -247,7 +269,7 @@ class CacheRequest:
     def keep(self, mover: Mover, first: int, end: int, submit: Submit) -> BlockTransfer:
         """Store blocks `first` to `end` by a mover, where `submit` runs it."""
         check_blocks(first, end, len(self.signatures))
-        self.miss.count()
+        self._count()
         transfer = BlockTransfer(end - first)
         if self._flow.bypass.stores:
             with working_for(self.id):
@@ -271,7 +293,7 @@ class CacheRequest:
         return transfer
 
     def close(self) -> None:
-        self.miss.count()
+        self._count()
         self._flow.holds.give_back(self._claim)
         if self._origin is None:
             self._bound.register.remove((self._bound.id, self.id), self)
@@ -313,11 +335,22 @@ class CacheRequest:
             raise ClosedError("this cache was closed; open another one")
         check_transfer(self._bound.layout, self._bound.shards, pages, page_ids, first, end, len(self.signatures))
 
-    def _bring(self, stamp: int) -> None:
-        """Begin to read the first of what lies below host, as much as a load would have under way."""
-        flow, room = self._flow, Load.window_bytes(self._flow)
+    def _planned(self) -> Choice:
+        bound, layout = self._bound, self._bound.layout
+        places = [(place.name, place.payload_bytes) for place in bound.everywhere]
+        there = spans(self._flow.index, places, bound.needs, self.chain.packed, self._by_tier)
+        return self._flow.plan.choose(bound.id, self.chain.tokens, layout.block_tokens, there)
+
+    def _count(self) -> None:
+        loaded = self.miss.loaded() if self.miss.count() else None
+        if loaded is not None:
+            self._flow.plan.settle(self._choice, *loaded)
+
+    def _bring(self, stamp: int, first: int, end: int, room: int, priority: int) -> None:
+        """Begin to read what of blocks `first` to `end` lies below host, as much as fits into `room` bytes."""
+        flow = self._flow
         ahead = []
-        needs = wanted(self._bound.layout, self._found)
+        needs = [range(max(first, need.start), need.stop) for need in wanted(self._bound.layout, end)]
         for place in self._bound.everywhere:
             chain, need = self._chained(place), needs[place.group]
             run = Run(place.name, self.chain.packed).part(need.start, need.stop)
@@ -332,6 +365,6 @@ class CacheRequest:
             flow.promoter.begin(
                 ahead,
                 lambda count, size: flow.slots(count, size, tenant, before=stamp),
-                priority=AHEAD,
+                priority=priority,
                 deadline=flow.port.clock.now() + self._deadline_s,
             )

@@ -17,6 +17,9 @@ class BlockTransfer(Ticket):
         self._copies: list[Copy] = []
         self._begun = 0  # blocks from the front whose copies are among these, or were not needed
 
+    seconds = 0.0
+    """What a load took, once it is done."""
+
     @property
     def blocks(self) -> int:
         outcomes = self.outcomes

@@ -34,6 +34,15 @@ METRICS: dict[str, Metric] = {
         Metric("misses", "counter", ("reason",), "requests whose prefix ended before its last full block, by reason"),
         Metric("lookups", "counter", ("answer",), "prompts that a shared tier was asked about, by what came of it"),
         Metric("missed_tokens", "counter", ("reason",), "tokens of full blocks behind that end, left to compute"),
+        Metric(
+            "planned_seconds",
+            "counter",
+            (),
+            "time that loads took, and computing what they left, where there was a choice",
+        ),
+        Metric(
+            "plan_regret_seconds", "counter", (), "of that, what another choice would have saved, as known afterwards"
+        ),
         Metric("load_failures", "counter", ("outcome",), "blocks promised and not delivered, by outcome: recomputed"),
         Metric("drops", "counter", ("reason",), "blocks that were offered and not kept, by reason"),
         Metric("written_blocks", "counter", ("tier",), "blocks written to a tier below host"),
@@ -73,17 +82,17 @@ class Counters:
     """Counts by metric and labels; thread-safe. A name or a label that is not in the table is a mistake of ours."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, tuple[str, ...]], int] = {}
+        self._counts: dict[tuple[str, tuple[str, ...]], float] = {}
         self._lock = threading.Lock()
 
-    def add(self, name: str, amount: int = 1, **labels: str) -> None:
+    def add(self, name: str, amount: float = 1, **labels: str) -> None:
         metric = METRICS[name]
         key = (name, tuple(labels[label] for label in metric.labels))
         if amount:
             with self._lock:
                 self._counts[key] = self._counts.get(key, 0) + amount
 
-    def get(self, name: str, **labels: str) -> int:
+    def get(self, name: str, **labels: str) -> float:
         """The count under these labels; those left out are summed over."""
         metric = METRICS[name]
         with self._lock:
@@ -94,7 +103,7 @@ class Counters:
             if row == name and all(labels.get(label, v) == v for label, v in zip(metric.labels, values, strict=True))
         )
 
-    def rows(self) -> Iterator[tuple[str, dict[str, str], int]]:
+    def rows(self) -> Iterator[tuple[str, dict[str, str], float]]:
         with self._lock:
             rows = sorted(self._counts.items())
         for (name, values), count in rows:

@@ -1,0 +1,206 @@
+"""Load or recompute: how many blocks of what was found are worth loading, by what loading and computing take here.
+
+A prefix can be loaded up to a point and computed behind it. Loading its first n blocks takes as long as the slowest of
+the tiers that it touches, since they are read at the same time; computing the rest takes what the engine said that so
+many tokens took. Within a run of blocks of one tier the sum is smallest at one of its ends, so only those are looked
+at: none at all, or up to where the tier changes.
+
+What is not known is not decided: until an engine has told what computing takes (`Bound.computed`) all is loaded that
+was found. Of a tier that is never read nothing more would be learned; so a few blocks that are not worth loading are
+read all the same, when nobody waits for them, and stand in host the next time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvcache.hierarchy.pace import Pace
+from kvcache.observe.metrics import Counters
+from kvcache.port import Clock
+
+GUESS: Mapping[str, tuple[float, float]] = {
+    "host": (20e-6, 1 / 8e9),
+    "nvme": (200e-6, 1 / 1e9),
+}
+"""Seconds for a read, and for a byte of it, before anything was measured."""
+ELSEWHERE = (1e-3, 1 / 300e6)
+"""The same, of what is reached through a network."""
+PREFILL = (0.01, 1e-4, 50_000)
+"""Seconds for a step of an engine, and for a token of it, and after how many tokens attention costs as much again: only
+how these compare with one another counts."""
+PROBE_S = 1.0
+"""A tier that nothing is loaded from is tried after so long; at once, where the last try was not as expected."""
+MOST_RUNS = 32
+LEAST_PATIENCE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """So many consecutive blocks whose nearest tier is this one, and the bytes that loading them moves."""
+
+    tier: str
+    blocks: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Load `blocks` of what was found, compute the rest. The times are of all that was found: to load what lies behind
+    `blocks`, and to compute it instead."""
+
+    blocks: int
+    found: int
+    load_s: float = 0.0
+    compute_s: float = 0.0
+    patience_s: float = float("inf")
+    """How long a load may take before computing is the better bet after all."""
+    spans: tuple[Span, ...] = ()
+    tokens: int = 0
+    block_tokens: int = 0
+    namespace: bytes = b""
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """A batch of reads under way. `waited_for`: bytes that the tier had to read before it."""
+
+    tier: str
+    bytes: int
+    waited_for: int
+    begun: float
+
+
+class Plan:
+    """Thread-safe."""
+
+    def __init__(self, clock: Clock, counters: Counters, *, enabled: bool = True) -> None:
+        self._clock, self._counters, self.enabled = clock, counters, enabled
+        self._tiers: dict[str, Pace] = {}
+        self._engines: dict[bytes, Pace] = {}  # by namespace
+        self._under_way: dict[str, int] = {}  # bytes by tier
+        self._tried: dict[str, float] = {}  # when a tier was last read
+        self._lock = threading.Lock()
+
+    # what is learned
+
+    def computed(self, namespace: bytes, tokens: int, seconds: float) -> None:
+        """An engine computed so many tokens in one step."""
+        with self._lock:
+            pace = self._engines.get(namespace)
+            if pace is None:
+                pace = self._engines[namespace] = Pace(*PREFILL)
+            pace.learn(tokens, seconds)
+
+    def begun(self, tier: str, size_bytes: int) -> Reading:
+        """A batch was given to a tier to read."""
+        now = self._clock.now()
+        with self._lock:
+            before = self._under_way.get(tier, 0)
+            self._under_way[tier] = before + size_bytes
+            self._tried[tier] = now
+        return Reading(tier, size_bytes, before, now)
+
+    def ended(self, reading: Reading, brought_bytes: int) -> None:
+        """It ended; a tier that brought nothing taught nothing but that."""
+        seconds = self._clock.now() - reading.begun
+        with self._lock:
+            self._under_way[reading.tier] -= reading.bytes
+            if brought_bytes * 2 >= reading.bytes:
+                self._pace(reading.tier).learn(reading.waited_for + brought_bytes, seconds)
+
+    def copied(self, size_bytes: int, seconds: float) -> None:
+        """A load found all of its blocks in host."""
+        with self._lock:
+            self._pace("host").learn(size_bytes, seconds)
+
+    def _pace(self, tier: str) -> Pace:
+        pace = self._tiers.get(tier)
+        if pace is None:
+            pace = self._tiers[tier] = Pace(*GUESS.get(tier, ELSEWHERE))
+        return pace
+
+    # what is decided
+
+    def choose(self, namespace: bytes, tokens: int, block_tokens: int, spans: Sequence[Span]) -> Choice:
+        """For a prompt of so many tokens, of whose blocks these were found, in order from the first."""
+        found = sum(span.blocks for span in spans)
+        with self._lock:
+            engine = self._engines.get(namespace)
+            if not self.enabled or engine is None or not found or len(spans) > MOST_RUNS:
+                return Choice(found, found)
+            ends = self._ends(engine, tokens, block_tokens, spans)
+            blocks, load_s, compute_s = min(ends, key=lambda end: (end[1] + end[2], -end[0]))
+            _, all_s, rest_s = ends[-1]
+            instead = ends[0][2]
+        return Choice(
+            blocks,
+            found,
+            load_s=all_s - load_s,
+            compute_s=compute_s - rest_s,
+            patience_s=max(2 * load_s, instead - compute_s, LEAST_PATIENCE_S),
+            spans=tuple(spans),
+            tokens=tokens,
+            block_tokens=block_tokens,
+            namespace=namespace,
+        )
+
+    def _ends(
+        self, engine: Pace, tokens: int, block_tokens: int, spans: Sequence[Span]
+    ) -> list[tuple[int, float, float]]:
+        """Of each number of blocks worth a look: it, the time to load them, the time to compute the rest."""
+        ends = [(0, 0.0, engine.seconds(tokens))]
+        blocks = size = 0
+        by_tier: dict[str, int] = {}
+        for span in spans:
+            blocks, size = blocks + span.blocks, size + span.bytes
+            by_tier[span.tier] = by_tier.get(span.tier, 0) + span.bytes
+            times = [self._pace(t).seconds(b + self._under_way.get(t, 0)) for t, b in by_tier.items() if t != "host"]
+            load_s = max([self._pace("host").seconds(size), *times])
+            ends.append((blocks, load_s, engine.seconds(max(1, tokens - blocks * block_tokens))))
+        return ends
+
+    def probe(self, choice: Choice) -> bool:
+        """Whether some of what is not worth loading should be read, so that it is known what that takes by now."""
+        if choice.blocks == choice.found or not choice.spans:
+            return False
+        tier = _tier_at(choice.spans, choice.blocks)
+        with self._lock:
+            if self._under_way.get(tier, 0):
+                return False
+            idle_s = self._clock.now() - self._tried.get(tier, float("-inf"))
+            return idle_s >= PROBE_S or self._pace(tier).doubtful
+
+    def settle(self, choice: Choice, loaded_blocks: int, load_s: float) -> None:
+        """The request went on with so many blocks after so long: count what a better choice would have saved, by what
+        is known now."""
+        if not choice.spans:
+            return
+        with self._lock:
+            engine = self._engines[choice.namespace]
+            ends = self._ends(engine, choice.tokens, choice.block_tokens, choice.spans)
+            spent = load_s + engine.seconds(max(1, choice.tokens - loaded_blocks * choice.block_tokens))
+            others = [load + compute for blocks, load, compute in ends if blocks != choice.blocks]
+        self._counters.add("planned_seconds", spent)
+        self._counters.add("plan_regret_seconds", max(0.0, spent - min(others, default=spent)))
+
+
+def _tier_at(spans: Sequence[Span], block: int) -> str:
+    for span in spans:
+        if block < span.blocks:
+            return span.tier
+        block -= span.blocks
+    return spans[-1].tier
+
+
+def kept(choice: Choice) -> dict[str, int]:
+    """By tier, the blocks that are worth loading."""
+    by_tier: dict[str, int] = {}
+    left = choice.blocks
+    for span in choice.spans:
+        count = min(left, span.blocks)
+        left -= count
+        if count:
+            by_tier[span.tier] = by_tier.get(span.tier, 0) + count
+    return by_tier

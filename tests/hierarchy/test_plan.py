@@ -1,0 +1,215 @@
+"""Load or recompute: the choice against the best one in hindsight, on a clock that is turned."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.hierarchy.pace import Pace
+from kvcache.hierarchy.plan import Plan, Span
+from kvcache.observe.metrics import Counters
+
+NAMESPACE = b"n" * 32
+TOKENS_A_BLOCK, BLOCK_BYTES = 16, 1 << 20
+
+
+class Turned:
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
+        return self.time
+
+
+@dataclass
+class World:
+    """What things really take. A request's prefix lies in host up to some block, then on the drive."""
+
+    drive_s: float = 0.0002  # for a read
+    drive_rate: float = 1e9
+    host_rate: float = 8e9
+    step_s: float = 0.01
+    token_s: float = 1e-4
+    attention_s: float = 2e-9  # for a token and one before it
+    noise: float = 0.1
+    clock: Turned = field(default_factory=Turned)
+
+    def read(self, drive: int, factor: float = 1.0) -> float:
+        return (self.drive_s + drive * BLOCK_BYTES / self.drive_rate) * factor if drive else 0.0
+
+    def load(self, host: int, drive: int, factor: float = 1.0) -> float:
+        return max((host + drive) * BLOCK_BYTES / self.host_rate, self.read(drive, factor))
+
+    def compute(self, tokens: int, factor: float = 1.0) -> float:
+        return (self.step_s + tokens * self.token_s + tokens * tokens * self.attention_s / 2) * factor
+
+    def total(self, loaded: int, host: int, tokens: int) -> float:
+        rest = max(1, tokens - loaded * TOKENS_A_BLOCK)
+        return self.load(min(loaded, host), max(0, loaded - host)) + self.compute(rest)
+
+
+def serve(world: World, plan: Plan, rng: random.Random) -> tuple[float, float]:
+    """One request: the time that it took on average, and that the best choice would have taken."""
+    found, host = rng.randrange(8, 256), 0
+    if rng.random() < 0.3:
+        host = rng.randrange(found)
+    tokens = found * TOKENS_A_BLOCK + rng.randrange(1, 2000)
+    spans = [Span("host", host, host * BLOCK_BYTES)] if host else []
+    spans.append(Span("nvme", found - host, (found - host) * BLOCK_BYTES))
+    choice = plan.choose(NAMESPACE, tokens, TOKENS_A_BLOCK, spans)
+    noisy = rng.lognormvariate(0, world.noise), rng.lognormvariate(0, world.noise)
+    begun = world.clock.time
+    loaded = choice.blocks
+    drive = max(0, loaded - host)
+    took = world.total(loaded, host, tokens)
+    if loaded:
+        load_s = world.load(min(loaded, host), drive, noisy[0])
+        reading = plan.begun("nvme", drive * BLOCK_BYTES) if drive else None
+        if reading is not None:
+            world.clock.time += world.read(drive, noisy[0])
+            plan.ended(reading, reading.bytes)
+        else:
+            plan.copied(loaded * BLOCK_BYTES, load_s)
+        world.clock.time = begun + load_s
+        if load_s > choice.patience_s:  # the engine computes instead; the reads end all the same
+            took = choice.patience_s + world.compute(tokens)
+            loaded = 0
+    elif plan.probe(choice):
+        reading = plan.begun("nvme", BLOCK_BYTES)
+        world.clock.time += world.read(1, noisy[0])
+        plan.ended(reading, BLOCK_BYTES)
+    plan.settle(choice, loaded, world.clock.time - begun)
+    rest = max(1, tokens - loaded * TOKENS_A_BLOCK)
+    world.clock.time += world.compute(rest, noisy[1])
+    plan.computed(NAMESPACE, rest, world.compute(rest, noisy[1]))
+    world.clock.time += rng.random()  # until the next one comes
+    best = min(world.total(n, host, tokens) for n in (0, host, found))
+    return took, best
+
+
+def regret(world: World, plan: Plan, rng: random.Random, requests: int) -> float:
+    took = best = 0.0
+    for _ in range(requests):
+        one, other = serve(world, plan, rng)
+        took, best = took + one, best + other
+    return took / best - 1
+
+
+def plan_of(world: World, counters: Counters | None = None) -> Plan:
+    return Plan(world.clock, counters or Counters())
+
+
+rates = st.floats(7.0, 10.0).map(lambda exponent: 10.0**exponent)  # 10 MB/s to 10 GB/s
+speeds = st.floats(-6.0, -3.0).map(lambda exponent: 10.0**exponent)  # a million to a thousand tokens a second
+
+
+@given(rates, speeds, st.integers(0, 1 << 30))
+@settings(max_examples=100)
+def test_steady_it_loses_less_than_a_twentieth(drive_rate: float, token_s: float, seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(drive_rate=drive_rate, token_s=token_s)
+    plan = plan_of(world)
+    regret(world, plan, rng, 60)  # learning what is normal here
+    assert regret(world, plan, rng, 300) < 0.05
+
+
+@given(
+    rates,
+    speeds,
+    st.sampled_from(
+        [("drive_rate", 0.1, 100), ("token_s", 0.5, 100), ("drive_rate", 10.0, 200), ("token_s", 2.0, 200)]
+    ),
+    st.integers(0, 1 << 30),
+)
+@settings(max_examples=100)
+def test_across_a_sudden_change_it_loses_less_than_a_fifth(
+    drive_rate: float, token_s: float, change: tuple[str, float, int], seed: int
+) -> None:
+    rng = random.Random(seed)
+    world = World(drive_rate=drive_rate, token_s=token_s)
+    plan = plan_of(world)
+    regret(world, plan, rng, 60)
+    name, factor, requests = change
+    setattr(world, name, getattr(world, name) * factor)
+    assert regret(world, plan, rng, requests) < 0.20
+
+
+def test_without_the_plan_the_same_traffic_loses_much() -> None:
+    world = World(drive_rate=2e7, token_s=1e-5)
+    plan = plan_of(world)
+    plan.enabled = False
+    assert regret(world, plan, random.Random(1), 100) > 1.0
+
+
+def test_until_an_engine_tells_everything_is_loaded() -> None:
+    plan = plan_of(World())
+    assert plan.choose(NAMESPACE, 1000, 16, [Span("redis", 60, 1 << 40)]).blocks == 60
+    plan.computed(NAMESPACE, 1000, 0.1)
+    choice = plan.choose(NAMESPACE, 1000, 16, [Span("redis", 60, 1 << 40)])
+    assert (choice.blocks, choice.found) == (0, 60)
+    assert choice.load_s > choice.compute_s > 0
+    assert plan.choose(b"o" * 32, 1000, 16, [Span("redis", 60, 1 << 40)]).blocks == 60, "another engine's"
+
+
+def test_a_prefix_is_loaded_up_to_a_point_and_computed_behind_it() -> None:
+    plan = plan_of(World())
+    plan.computed(NAMESPACE, 1000, 0.1)
+    spans = [Span("host", 20, 20 << 20), Span("nvme", 20, 20 << 20), Span("redis", 20, 1 << 40)]
+    assert plan.choose(NAMESPACE, 1000, 16, spans).blocks == 40
+
+
+def test_what_a_tier_has_to_read_first_counts() -> None:
+    plan = plan_of(World())
+    plan.computed(NAMESPACE, 1600, 0.2)
+    spans = [Span("nvme", 100, 100 << 20)]
+    assert plan.choose(NAMESPACE, 1601, 16, spans).blocks == 100
+    reading = plan.begun("nvme", 1 << 30)
+    assert plan.choose(NAMESPACE, 1601, 16, spans).blocks == 0
+    plan.ended(reading, 0)
+    assert plan.choose(NAMESPACE, 1601, 16, spans).blocks == 100
+
+
+def test_the_metric_is_the_regret_of_what_was_loaded() -> None:
+    counters, world = Counters(), World(noise=0.0)
+    plan = plan_of(world, counters)
+    plan.computed(NAMESPACE, 1000, 0.1)
+    choice = plan.choose(NAMESPACE, 801, 16, [Span("nvme", 50, 50 << 20)])
+    assert choice.blocks == 50
+    plan.settle(choice, 50, 0.05)
+    assert counters.get("plan_regret_seconds") == 0
+    plan.settle(choice, 50, 5.0)  # the drive took its time
+    assert 4.8 < counters.get("plan_regret_seconds") < 5.0
+    assert 5.0 < counters.get("planned_seconds") < 5.3
+
+
+@given(st.lists(st.tuples(st.floats(0, 40), st.floats(-6, 3)), max_size=60), st.floats(0, 40))
+def test_a_pace_is_finite_positive_and_knows_its_samples(samples: list[tuple[float, float]], size: float) -> None:
+    pace = Pace(1e-3, 1e-9)
+    for exponent, seconds in samples:
+        pace.learn(2.0**exponent, 10.0**seconds)
+        assert 0 < pace.seconds(2.0**size) < float("inf")
+    assert pace.known == bool(samples)
+    assert pace.seconds(0) == 0
+    for _ in range(60):
+        pace.learn(2.0**size, 0.5)
+    assert pace.seconds(2.0**size) == pytest.approx(0.5, rel=0.01)
+
+
+def test_two_odd_samples_of_five_change_nothing() -> None:
+    pace = Pace(0.0, 1e-9)
+    for _ in range(10):
+        pace.learn(1e6, 1e-3)
+    before = pace.seconds(1e6)
+    pace.learn(1e6, 1.0)
+    pace.learn(1e6, 1.0)
+    assert pace.seconds(1e6) < 1.6 * before
+    for _ in range(3):
+        pace.learn(1e6, 1e-2)
+    assert pace.seconds(1e6) > 5e-3

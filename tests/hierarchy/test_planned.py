@@ -1,0 +1,123 @@
+"""A cache that knows what computing takes: it loads what comes sooner, says so of the rest, and goes on learning."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvcache.block.layout import Group, KVLayout
+from kvcache.evict.lru import LRU
+from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.plan import Span
+from kvcache.hierarchy.prefix import needs
+from kvcache.hierarchy.run import Run, place_of
+from kvcache.hierarchy.spans import spans
+from tests.hierarchy.test_why import LAYOUT, misses, opened, pages, story, turn
+
+SLOW_S = 10.0  # of the drive, for a block
+
+
+def below(place: Path, **settings: Any) -> Cache:
+    """A cache with ten blocks on its drive alone."""
+    with closing(opened(place)) as cache:
+        turn(cache, range(40), "before")
+        assert cache.flush(30)
+    return opened(place, **settings)
+
+
+def slow(cache: Cache) -> None:
+    for _ in range(5):
+        reading = cache.flow.plan.begun("nvme", 8192)
+        reading.begun -= SLOW_S
+        cache.flow.plan.ended(reading, 8192)
+
+
+def ask(cache: Cache, name: str) -> tuple[int, str]:
+    bound = cache.namespace(LAYOUT, model="m", revision="r")
+    with bound.request(id=name) as r:
+        hit = r.match(range(44))
+        r.admit()
+        t = r.load(hit.blocks, pages(), [list(range(hit.blocks))])
+        assert t.wait(30)
+        assert t.blocks == hit.blocks == sum(hit.by_tier.values())
+        return hit.blocks, hit.reason
+
+
+def test_what_comes_later_than_it_is_computed_is_not_found(tmp_path: Path) -> None:
+    with closing(below(tmp_path)) as cache:
+        slow(cache)
+        assert ask(cache, "untold")[0] == 10, "until the engine tells"
+    with closing(below(tmp_path)) as cache:
+        slow(cache)
+        cache.namespace(LAYOUT, model="m", revision="r").computed(40, 0.1)
+        assert ask(cache, "told") == (0, "below_plan")
+        assert misses(cache) == {"below_plan": 1}
+        told = story(cache, "told")
+        assert told["plan"]["load_s"] > SLOW_S
+        assert 0 < told["plan"]["compute_s"] < 1
+
+
+def test_a_setting_turns_it_off(tmp_path: Path) -> None:
+    with closing(below(tmp_path, plan={"enabled": False})) as cache:
+        slow(cache)
+        cache.namespace(LAYOUT, model="m", revision="r").computed(40, 0.1)
+        assert ask(cache, "told")[0] == 10
+
+
+def test_what_is_in_host_is_loaded_and_only_the_rest_computed(tmp_path: Path) -> None:
+    with closing(below(tmp_path)) as cache:
+        assert turn(cache, range(16), "brings four blocks to host") == ""
+        slow(cache)
+        cache.namespace(LAYOUT, model="m", revision="r").computed(40, 0.1)
+        assert ask(cache, "told") == (4, "below_plan")
+        assert cache.counters.get("hit_tokens", tier="host") == 16
+        assert cache.counters.get("planned_seconds") > 0
+
+
+def test_a_slow_tier_is_tried_again_and_what_it_brings_stays(tmp_path: Path) -> None:
+    with closing(below(tmp_path)) as cache:
+        slow(cache)
+        cache.namespace(LAYOUT, model="m", revision="r").computed(40, 0.1)
+        cache.flow.plan._tried["nvme"] = -1e9  # long ago
+        found = [ask(cache, f"r{i}")[0] for i in range(8) if cache.flow.promoter.wait_idle(30)]
+        assert found[0] == 0
+        assert found[-1] == 10, "the drive is fast after all: it was tried until that was clear"
+        assert cache.check() == []
+
+
+def test_a_bound_that_is_told_nonsense_stands(tmp_path: Path) -> None:
+    with closing(below(tmp_path)) as cache:
+        bound = cache.namespace(LAYOUT, model="m", revision="r")
+        for tokens, seconds in ((0, 1.0), (-5, 1.0), (40, 0.0), (40, float("nan")), (40, float("inf")), (40, -1.0)):
+            bound.computed(tokens, seconds)
+        assert ask(cache, "told")[0] == 10
+
+
+def test_spans_are_the_runs_of_the_nearest_tier() -> None:
+    place, index = place_of(b"n" * 32, 0, LAYOUT.whole[0]), Index(["host", "nvme"], LRU())
+    packed = b"".join(bytes([i]) * 32 for i in range(1, 9))
+    run = Run(place, packed)
+    index.insert_run(run, b"n" * 32, "nvme")
+    for first, end in ((0, 3), (5, 6)):
+        index.insert_run(run.part(first, end), packed[(first - 1) * 32 : first * 32] if first else b"n" * 32, "host")
+    lookup = index.lookup([place], needs(LAYOUT))
+    lookup.match(packed)
+    assert spans(index, [(place, 10)], needs(LAYOUT), packed, lookup.by_tier) == [
+        Span("host", 3, 30), Span("nvme", 2, 20), Span("host", 1, 10), Span("nvme", 2, 20),
+    ]  # fmt: skip
+    assert spans(index, [(place, 10)], needs(LAYOUT), packed, {}) == []
+
+
+def test_a_prefix_with_a_window_is_taken_or_left_as_a_whole() -> None:
+    whole = Group(kind="mha", layers=1, kv_heads=1, head_dim=4, dtype="fp32")
+    window = Group(kind="mha", layers=1, kv_heads=1, head_dim=4, dtype="fp32", rule="window", window_tokens=8)
+    layout = KVLayout(groups=(whole, window), block_tokens=4)
+    index = Index(["host", "nvme"], LRU())
+    places = [(place_of(b"n" * 32, g, layout.whole[g]), 100) for g in range(2)]
+    found = spans(index, places, needs(layout), b"", {"host": 5, "nvme": 3})
+    assert found == [Span("nvme", 8, 800 + 100 * min(8, needs(layout)[1]))]
+    assert np.all([span.bytes > 0 for span in found])
