@@ -54,7 +54,10 @@ class Outcome(Enum):
 
     @property
     def settled(self) -> bool:
-        return self is not Outcome.PENDING
+        return self is not PENDING
+
+
+PENDING = Outcome.PENDING
 
 
 class Ticket:
@@ -99,6 +102,20 @@ class Ticket:
             self._on_outcome(i, outcome)
         with self._changed:
             self._left -= 1
+            if not self._left:
+                self._changed.notify_all()
+
+    def settle_many(self, first: int, outcomes: Sequence[Outcome]) -> None:
+        """As `settle`, of the blocks from `first` on."""
+        with self._changed:
+            new = [(i, outcome) for i, outcome in enumerate(outcomes, first) if not self._outcomes[i].settled]
+            for i, outcome in new:
+                self._outcomes[i] = outcome
+        if self._on_outcome is not None:
+            for i, outcome in new:
+                self._on_outcome(i, outcome)
+        with self._changed:
+            self._left -= len(new)
             if not self._left:
                 self._changed.notify_all()
 

@@ -7,8 +7,10 @@ PREFIX:k1r1:NAMESPACE:KEY:GROUP:SHARD:WRITE:NUMBER    a further part of the reco
 from __future__ import annotations
 
 import re
+from binascii import hexlify
 from collections.abc import Sequence
-from struct import Struct
+from functools import lru_cache
+from struct import Struct, pack
 
 from kvcache.block.address import KEY_BYTES, Address
 from kvcache.block.layout import Shard
@@ -22,7 +24,7 @@ HEAD_BYTES = FIXED_BYTES + 6 + 32
 
 _START = Struct("<4sHH8s")
 _SIZES = Struct("<QQQ")  # stored, decoded, write id
-_FIELD = Struct("<HI")
+_PARENT = pack("<HI", PARENT, 32)  # begins the field
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
@@ -35,16 +37,16 @@ class Names:
         self._start = f"{prefix}:{FORM}:{'{' if cluster else ''}"
         self._end = "}" if cluster else ""
         self.pattern = f"{self._start}*".encode()
-        self._place: tuple[bytes, int, Shard | None, str, str] = (b"", 0, None, "", "")
+        self._place: tuple[bytes, int, Shard | None, bytes, bytes] = (b"", 0, None, b"", b"")
 
     def record(self, address: Address) -> bytes:
         namespace, group, shard, start, end = self._place  # of the last one: most are at one place
         if namespace is not address.namespace or shard is not address.shard or group != address.group:
             group, s = address.group, address.shard
-            start = f"{self._start}{address.namespace[:16].hex()}:"
-            end = f":{group}:{s.first_layer}-{s.end_layer}-{s.first_head}-{s.end_head}{self._end}"
+            start = f"{self._start}{address.namespace[:16].hex()}:".encode()
+            end = f":{group}:{s.first_layer}-{s.end_layer}-{s.first_head}-{s.end_head}{self._end}".encode()
             self._place = address.namespace, group, s, start, end
-        return f"{start}{address.signature[:KEY_BYTES].hex()}{end}".encode()
+        return start + hexlify(address.signature[:KEY_BYTES]) + end
 
     def is_record(self, name: bytes) -> bool:
         """Whether this is the key of a record, not of a further part of one."""
@@ -69,14 +71,18 @@ def is_head_of(head: bytes, address: Address) -> bool:
     """Whether a record of this address begins so; parents count where both are known."""
     return (
         head[24:88] == address.namespace + address.signature
-        and head[:16] == _START.pack(MAGIC, VERSION, address.group, address.shard.pack())
+        and head[:16] == _start_of(address.group, address.shard)
         and (not address.parent or parent_of(head) in (b"", address.parent))
     )
 
 
+@lru_cache(64)
+def _start_of(group: int, shard: Shard) -> bytes:
+    return _START.pack(MAGIC, VERSION, group, shard.pack())
+
+
 def parent_of(head: bytes) -> bytes:
-    has = head[FIXED_BYTES : FIXED_BYTES + 6] == _FIELD.pack(PARENT, 32)
-    return head[FIXED_BYTES + 6 : HEAD_BYTES] if has else b""
+    return head[FIXED_BYTES + 6 : HEAD_BYTES] if head[FIXED_BYTES : FIXED_BYTES + 6] == _PARENT else b""
 
 
 def address_of(head: bytes) -> Address | None:

@@ -17,7 +17,7 @@ SLOTS = 16_384
 _PAUSE_S = 0.2  # between two looks at a cluster: what moves meanwhile is a miss
 
 Make = Callable[[Endpoint], Pool]
-Divided = list[tuple[Pool, list[int]]]
+Divided = Sequence[tuple[Pool, Sequence[int]]]
 
 
 class Nodes(Protocol):
@@ -39,8 +39,8 @@ class One:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def divide(self, names: Sequence[bytes], deadline: float | None) -> Divided:
-        return [(self._pool, list(range(len(names))))]
+    def divide(self, names: Sequence[object], deadline: float | None) -> Divided:
+        return [(self._pool, range(len(names)))]
 
     def doubt(self) -> None:
         """There is no other."""

@@ -7,7 +7,7 @@ nothing is. Long records go in parts, the one with the header last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcache.block.address import Address
@@ -36,10 +36,11 @@ from kvcache.tier.redis.name import (
     write_id_of,
 )
 from kvcache.tier.redis.piece import cut, flat, groups
+from kvcache.tier.redis.settling import Settling
 from kvcache.tier.redis.wire import MOST_TAKEN, Piece, Wire, Wrong, command, store
 from kvcache.tier.tier import Outcome, Segments, same_record
 
-Settle = Callable[[int, Outcome, str], None]
+DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
 Result = tuple[Outcome, str]
 Head = bytes | Wrong
 
@@ -98,9 +99,14 @@ class Store:
         wire.send([b"".join([b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b%b" % (len(n), n, middle) for n in names])])
         return wire.heads(len(names), HEAD_BYTES)
 
-    def contains(self, wire: Wire, batch: Batch, settle: Settle) -> None:
+    def contains(self, wire: Wire, batch: Batch, settle: Settling) -> None:
         wanted = batch.wanted
         heads = self.heads(wire, [self._names.record(address) for address in wanted])
+        sound = [head for head in heads if not isinstance(head, Wrong)]
+        if len(sound) == len(heads):
+            here = [is_head_of(head, address) for head, address in zip(sound, wanted, strict=True)]
+            settle.many(batch.first, [DONE if there else ABSENT for there in here])
+            return
         for i, address, head in zip(batch.blocks, wanted, heads, strict=True):
             settle(i, *self._present(head, address))
 
@@ -111,7 +117,7 @@ class Store:
 
     # reading
 
-    def read(self, wire: Wire, batch: Batch, settle: Settle) -> None:
+    def read(self, wire: Wire, batch: Batch, settle: Settling) -> None:
         names = [self._names.record(address) for address in batch.wanted]
         wire.send([b"".join([command(b"GET", name) for name in names])])
         bad: list[tuple[int, bytes, bytes, str]] = []  # block, key, head, check
@@ -136,7 +142,7 @@ class Store:
         batch: Batch,
         i: int,
         name: bytes,
-        settle: Settle,
+        settle: Settling,
         bad: list[tuple[int, bytes, bytes, str]],
         long: list[Long],
     ) -> None:
@@ -187,7 +193,7 @@ class Store:
         record: Long,
         address: Address,
         area: memoryview,
-        settle: Settle,
+        settle: Settling,
         bad: list[tuple[int, bytes, bytes, str]],
     ) -> None:
         fault = ""
@@ -222,7 +228,7 @@ class Store:
         head: bytes,
         area: memoryview,
         pieces: Sequence[memoryview],
-        settle: Settle,
+        settle: Settling,
         bad: list[tuple[int, bytes, bytes, str]],
     ) -> None:
         try:
@@ -244,7 +250,7 @@ class Store:
 
     # writing
 
-    def write(self, wire: Wire, batch: Batch, settle: Settle) -> None:
+    def write(self, wire: Wire, batch: Batch, settle: Settling) -> None:
         new: list[Long] = []
         for i in batch.blocks:
             try:
@@ -288,7 +294,7 @@ class Store:
             head = with_field(head, header, KEYED_DIGEST, self._signer.sign(head, header, pieces))
         return Long(i, self._names.record(address), header, pieces, first, head)
 
-    def _standing(self, wire: Wire, records: Sequence[Long], batch: Batch, settle: Settle) -> list[Long]:
+    def _standing(self, wire: Wire, records: Sequence[Long], batch: Batch, settle: Settling) -> list[Long]:
         """Settle what is there already; the rest. What no reader could use makes room."""
         left = []
         heads = self.heads(wire, [record.name for record in records])
@@ -305,7 +311,7 @@ class Store:
                 left.append(record)
         return left
 
-    def _stored(self, reply: object, record: Long, settle: Settle, raced: list[Long]) -> None:
+    def _stored(self, reply: object, record: Long, settle: Settling, raced: list[Long]) -> None:
         if isinstance(reply, Wrong):
             settle(record.i, *self._refused(reply))
         elif reply is None:
@@ -314,7 +320,7 @@ class Store:
             self._shut.passed()
             settle(record.i, Outcome.DONE, "")
 
-    def _write_parts(self, wire: Wire, record: Long, settle: Settle, raced: list[Long]) -> None:
+    def _write_parts(self, wire: Wire, record: Long, settle: Settling, raced: list[Long]) -> None:
         """The header goes last, and leaves no later than what it needs."""
         names = []
         for group in groups(record.parts()):
@@ -343,7 +349,7 @@ class Store:
 
     # removing
 
-    def remove(self, wire: Wire, batch: Batch, settle: Settle) -> None:
+    def remove(self, wire: Wire, batch: Batch, settle: Settling) -> None:
         names = [self._names.record(address) for address in batch.wanted]
         heads = self.heads(wire, names)
         there = []

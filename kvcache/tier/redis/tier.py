@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 from kvcache.block.address import Address
@@ -24,12 +25,12 @@ from kvcache.tier.queue import Batch, Queue
 from kvcache.tier.redis.entrance import Entrance
 from kvcache.tier.redis.lookup import Lookup
 from kvcache.tier.redis.name import Names, in_order
-from kvcache.tier.redis.nodes import Divided, One, ask
+from kvcache.tier.redis.nodes import One, ask
 from kvcache.tier.redis.piece import IN_FLIGHT_BYTES
-from kvcache.tier.redis.pool import ELSEWHERE, log, reason
-from kvcache.tier.redis.store import Settle, Store
+from kvcache.tier.redis.pool import Pool, log, reason
+from kvcache.tier.redis.settling import Settling
+from kvcache.tier.redis.store import Store
 from kvcache.tier.redis.survey import Survey
-from kvcache.tier.redis.wire import Wire
 from kvcache.tier.ticket import TimedTicket
 from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments
 
@@ -37,7 +38,7 @@ _CLOSE_S = 2.0  # how long closing waits for what is under way before it cuts th
 _MOST_LOOKUPS = 64
 _MOST_MOVES = 3  # how often a call follows keys that are moved between servers
 
-Work = Callable[[Wire, Batch, Settle], None]
+Work = Callable[..., None]
 
 
 class RedisTier(Waits):
@@ -190,67 +191,48 @@ class RedisTier(Waits):
         if piece.ticket.cancelled:
             self._end(piece, Outcome.CANCELLED)
             return
-        work = getattr(self._store, piece.op)
-        settle = self._settling(piece)
-        left = list(piece.blocks)
+        left: Sequence[int] | None = None  # all of it
         try:
             for _ in range(_MOST_MOVES):
-                names = [self._names.record(piece.addresses[i]) for i in left]
-                left = self._at_each(piece, work, settle, left, self._nodes.divide(names, piece.deadline))
+                left = self._at_each(piece, left)
                 if not left:
                     return
-        except TimeoutError:
-            self._end(piece, Outcome.LATE, "timeout")
-        except OSError as error:
-            self._end(piece, Outcome.FAILED, reason(error))
+        except OSError as error:  # nobody knows where the servers are
+            self._end(piece, Outcome.LATE if isinstance(error, TimeoutError) else Outcome.FAILED, reason(error))
         self._end(piece, Outcome.FAILED, "moved")
 
-    def _at_each(self, piece: Batch, work: Work, settle: Settle, left: Sequence[int], divided: Divided) -> list[int]:
+    def _at_each(self, piece: Batch, left: Sequence[int] | None) -> list[int]:
         """Do the work at the servers that have these blocks; which of them turned out to be elsewhere."""
+        work: Work = getattr(self._store, piece.op)
         moved: list[int] = []
-        for pool, mine in divided:
-            part, blocks = piece, left
-            if len(divided) > 1 or len(left) < len(piece.blocks):
-                blocks = [left[k] for k in mine]
-                segments = [piece.segments[i] for i in blocks] if piece.segments else ()
-                addresses = [piece.addresses[i] for i in blocks]
-                part = replace(piece, addresses=addresses, segments=segments, first=0, end=len(blocks))
-
-            def settled(
-                i: int, outcome: Outcome, check: str, part: Batch = part, blocks: Sequence[int] = blocks
-            ) -> None:
-                if check in ELSEWHERE and not isinstance(self._nodes, One):
-                    moved.append(blocks[i - part.first])
-                else:
-                    settle(blocks[i - part.first], outcome, check)
-
+        for pool, part, settling in self._parts(piece, left):
             try:
-                pool.run(lambda wire, part=part, settled=settled: work(wire, part, settled), piece.deadline)  # type: ignore[misc]
+                pool.run(partial(work, batch=part, settle=settling), piece.deadline)
             except OSError as error:
                 self._nodes.doubt()
-                late = isinstance(error, TimeoutError)
-                for i in blocks:
-                    if not piece.ticket.settled(i) and i not in moved:
-                        settle(i, Outcome.LATE if late else Outcome.FAILED, reason(error))
+                settling.rest(Outcome.LATE if isinstance(error, TimeoutError) else Outcome.FAILED, reason(error))
+            moved += settling.moved
         if moved:
             self._nodes.doubt()
         return moved
 
-    def _settling(self, batch: Batch) -> Callable[[int, Outcome, str], None]:
-        def settle(i: int, outcome: Outcome, check: str) -> None:
-            self._counters.add(f"{batch.op}_{outcome.value}")
-            if outcome is Outcome.DONE and batch.segments:
-                self._counters.add(f"{batch.op}_bytes", batch.size_bytes(i))
-            batch.ticket.settle(i, outcome, check)
-
-        return settle
+    def _parts(self, piece: Batch, left: Sequence[int] | None) -> Iterator[tuple[Pool, Batch, Settling]]:
+        """What each server is asked for."""
+        if isinstance(self._nodes, One):
+            yield self._nodes.pools()[0], piece, Settling(piece, self._counters)
+            return
+        left = piece.blocks if left is None else left
+        names = [self._names.record(piece.addresses[i]) for i in left]
+        for pool, mine in self._nodes.divide(names, piece.deadline):
+            blocks = [left[k] for k in mine]
+            segments = [piece.segments[i] for i in blocks] if piece.segments else ()
+            addresses = [piece.addresses[i] for i in blocks]
+            part = replace(piece, addresses=addresses, segments=segments, first=0, end=len(blocks))
+            yield pool, part, Settling(piece, self._counters, blocks=blocks, follow=True)
 
     def _end(self, batch: Batch, outcome: Outcome, check: str = "") -> None:
         """Settle what of a batch is not settled."""
-        settle, outcomes = self._settling(batch), batch.ticket.outcomes
-        for i in batch.blocks:
-            if not outcomes[i].settled:
-                settle(i, outcome, check)
+        Settling(batch, self._counters).rest(outcome, check)
 
     def leading(self, addresses: Sequence[Address], *, deadline: float | None = None) -> Future[int]:
         """How many of a chain are here, from its head: in a few round trips however long it is, since a tail is stored
