@@ -12,6 +12,8 @@ median of rounds in which either side goes first as often. The value is ours, th
     disk/store/direct/synced     the same, LMCache's files synced by us
     disk/retrieve/direct         a prompt that has left memory, checksums included; LMCache has none
     disk/*/buffered              ours as it is; LMCache's path through the page cache, which is emptied before reads
+    redis/store, redis/retrieve  to a server on loopback until it is there, and back after it left memory
+    redis/contains               until a process that has just begun knows that 131,072 tokens are there
     bytes_a_token/*              beside keys and values; LMCache's in-process engine, and its multiprocess server
 
 LMCache copies by what it brings for processors, which says nothing of its CUDA kernels. --truth does the same faults to
@@ -25,7 +27,7 @@ import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
@@ -34,11 +36,23 @@ from form import Row, options, publish
 from form.machine import facts
 from rich.console import Console
 from rich.table import Table
-from versus.figures import STRUCTURES, Sizes, Turns, beside, matching, through_disk, through_host
+from versus.figures import (
+    STRUCTURES,
+    Figure,
+    Sizes,
+    Turns,
+    asking_redis,
+    beside,
+    matching,
+    through_disk,
+    through_host,
+    through_redis,
+)
 from versus.side import Side
 from versus.truth import Fault, Start, faults
 
 from kvcache.machine import cache_directory
+from tests.peer.server import MISSING, Server
 
 PEER = Path(__file__).parents[1] / ".venv-lmcache" / "bin" / "python"
 QUICK = Sizes(tokens=1024, rounds=5, records=1 << 13)
@@ -92,6 +106,7 @@ def measure(start: Start, place: Path, sizes: Sizes) -> tuple[list[Row], list[st
             *matching(turns, sizes),
             *through_host(turns, sizes),
             *through_disk(turns, sizes, place),
+            *shared(fresh, sizes),
             *beside(fresh("ours"), {name: fresh("theirs") for name in STRUCTURES}, sizes),
         ]
     rows = [figure.row for figure in figures]
@@ -99,6 +114,19 @@ def measure(start: Start, place: Path, sizes: Sizes) -> tuple[list[Row], list[st
     notes.append(f"LMCache is ahead in {', '.join(behind)}" if behind else "LMCache is ahead in no row")
     notes.append("of the best rounds: " + ", ".join(f"{f.id} {f.best.vs_peer:.3g}" for f in figures))
     return rows, notes
+
+
+def shared(fresh: Callable[[str], Side], sizes: Sizes) -> Iterator[Figure]:
+    """Through a server of its own for each; processes as well, since LMCache's engine does not end with a server."""
+    if MISSING:
+        print(f"no rows of Redis: {MISSING}", file=sys.stderr)
+        return
+    for measured in (through_redis, asking_redis):
+        server = Server()
+        try:
+            yield from measured(Turns(fresh("ours"), fresh("theirs")), sizes, server.tcp)
+        finally:
+            server.end()
 
 
 def show(found: Sequence[Fault], path: Path | None) -> None:

@@ -35,6 +35,7 @@ class Sizes:
     tokens: int = 4096  # of a prompt whose bytes are moved
     shape: Shape = LLAMA_3_8B
     rounds: int = 9
+    shared_tokens: int = 512  # of a prompt that goes through a server
     records: int = 1 << 15  # of which the memory beside their bytes is measured
 
     @property
@@ -138,6 +139,32 @@ def through_disk(turns: Turns, sizes: Sizes, directory: Path) -> Iterator[Figure
         yield _rates(f"disk/store/{path}", stored, "durable_s", "found_s", sizes)
         yield _rates(f"disk/store/{path}/synced", stored, "durable_s", "durable_s", sizes)
         yield _rates(f"disk/retrieve/{path}", retrieved, "seconds", "seconds", sizes, floor)
+
+
+def through_redis(turns: Turns, sizes: Sizes, url: str, name: str = "redis") -> Iterator[Figure]:
+    """A prompt to a server, until it can be found there, and another one back that has left memory."""
+    tokens = sizes.shared_tokens
+    turns.ask("open", shape=sizes.shape, tokens=tokens, room_tokens=tokens * 3 // 2, url=url)
+    stored, retrieved = [], []
+    for seed in range(WARM + sizes.rounds):
+        stored.append(turns.ask("store", seed=seed))
+        if seed >= WARM:
+            retrieved.append(_checked(turns.ask("retrieve", seed=seed - WARM), tokens, near=0))
+    size = tokens * token_bytes(sizes.shape) / 1e9
+    pairs = [(size / a["durable_s"], size / b["found_s"]) for a, b in stored[WARM:]]
+    yield Figure(f"{name}/store", "GB/s", *zip(*pairs, strict=True))
+    rates = [[size / answer["seconds"] for answer in side] for side in zip(*retrieved, strict=True)]
+    yield Figure(f"{name}/retrieve", "GB/s", *rates)
+
+
+def asking_redis(turns: Turns, sizes: Sizes, url: str) -> Iterator[Figure]:
+    """How long a process that has just begun takes to know that a server has all of a long prompt."""
+    tokens = sizes.match_tokens
+    turns.ask("open", shape=LEAST, tokens=tokens, room_tokens=2 * tokens, url=url)
+    turns.ask("store", seed=0)
+    answers = [turns.ask("contains", seed=0, runs=2) for _ in range(sizes.rounds)]
+    ours, theirs = ([1e3 * s for answer in side for s in answer] for side in zip(*answers, strict=True))
+    yield Figure("redis/contains", "ms", ours, theirs)
 
 
 def beside(ours: Asked, theirs: Mapping[str, Asked], sizes: Sizes) -> Iterator[Figure]:

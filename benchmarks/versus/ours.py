@@ -33,9 +33,10 @@ class Ours:
         directory: str | None = None,
         direct: bool = True,
         patience_s: float = 0,
+        url: str = "",
     ) -> None:
         """Room for `room_tokens` in host memory, prompts of `tokens`. With a directory also on the drive, always
-        around the page cache, and waited for by `flush`."""
+        around the page cache, and waited for by `flush`; with a URL also in that server."""
         layers, heads, dim = shape
         self._tokens, self._pages = tokens, Pages(shape, tokens)
         group = kvcache.Group(layers=layers, kv_heads=heads, head_dim=dim, dtype="bf16")
@@ -46,16 +47,28 @@ class Ours:
         if directory:
             kept = KEPT_ON_DISK * tokens // BLOCK_TOKENS * record_bytes(self._block_bytes)
             nvme = {"path": directory, "capacity_bytes": kept, "free_floor_bytes": 0}
-        cache = kvcache.open(host={"capacity_bytes": host}, nvme=nvme, control={"enabled": False})
-        assert isinstance(cache, Cache)
-        threads = torch.get_num_threads()
-        cache.copiers = Copiers(lambda call: call(), threads=threads)  # no setting: only a comparison wants one
-        self._cache, self._directory = cache, directory
+        self._settings: dict[str, Any] = {
+            "host": {"capacity_bytes": host},
+            "nvme": nvme,
+            "redis": {"enabled": True, "url": url} if url else {},
+            "flow": {"ask_deadline_s": DEADLINE_S, "queue_blocks": 1 << 15},  # more than any prompt here has
+            "control": {"enabled": False},
+        }
+        self._begin()
+        self._directory = directory
         self._taken: list[Any] = []
-        self._bound = self._namespace("")
         axes = ("kv", "page", "token", "head", "dim")
         self._source = [kvcache.GroupPages.from_tensors(self._layout, self._pages.source, axes=axes)]
         self._target = [kvcache.GroupPages.from_tensors(self._layout, self._pages.target, axes=axes)]
+
+    def _begin(self) -> None:
+        """A cache that knows nothing of what it holds but what its tiers tell."""
+        cache = kvcache.open(**self._settings)
+        assert isinstance(cache, Cache)
+        threads = torch.get_num_threads()
+        cache.copiers = Copiers(lambda call: call(), threads=threads)  # no setting: only a comparison wants one
+        self._cache = cache
+        self._bound = self._namespace("")
 
     def _namespace(self, salt: str) -> BoundCache:
         return self._cache.namespace(self._layout, model="Llama-3-8B", revision="1", cache_salt=salt)
@@ -79,7 +92,7 @@ class Ours:
         self._pages.forget()
         begun = time.perf_counter()
         with bound.request(deadline_s=DEADLINE_S) as r:
-            hit = r.match(ids.numpy())
+            hit = _settled(r, ids.numpy())
             r.admit()
             t = r.load(hit.blocks, self._target, [page_ids[: hit.blocks]])
             t.wait()
@@ -99,6 +112,20 @@ class Ours:
                 hit = r.match(ids if kind == "list" else ids.numpy())
             times.append(time.perf_counter() - begun)
             assert hit.tokens == self._tokens, hit
+        return times
+
+    def contains(self, seed: int, runs: int) -> list[float]:
+        """Seconds until a process that has just begun knows that a server has all of a prompt; connecting is among
+        them."""
+        ids, times = prompt(seed, self._tokens).numpy(), []
+        for _ in range(runs):
+            self._cache.close()
+            self._begin()
+            begun = time.perf_counter()
+            with self._bound.request(deadline_s=DEADLINE_S) as r:
+                hit = _settled(r, ids)
+            times.append(time.perf_counter() - begun)
+            assert hit.by_tier == {"redis": self._tokens // BLOCK_TOKENS}, hit
         return times
 
     def hold(self, seed: int, runs: int) -> list[float]:
@@ -143,6 +170,15 @@ class Ours:
 
     def close(self) -> None:
         self._cache.close()
+
+
+def _settled(r: Any, ids: Any) -> Any:
+    """The hit that stands once no tier is asked any more."""
+    hit = r.match(ids)
+    while hit.pending:
+        time.sleep(0.0001)
+        hit = r.match()
+    return hit
 
 
 if __name__ == "__main__":

@@ -110,15 +110,16 @@ class Theirs:
         directory: str | None = None,
         direct: bool = True,
         patience_s: float = 60.0,
+        url: str = "",
     ) -> None:
         """As `ours`. `direct`: on the drive by the path around the page cache, else through it. `patience_s`: how
-        long to wait for a write to the drive, since some never end."""
+        long to wait for a write to the drive or the server, since some never end."""
         self._tokens, self._pages, self._directory = tokens, Pages(shape, tokens), directory
-        self._patience_s = patience_s
+        self._patience_s, self._url = patience_s, url
         size = token_bytes(shape)
         settings: dict[str, Any] = {
             "chunk_size": CHUNK_TOKENS,
-            "local_cpu": directory is None,  # else nothing would be read from the drive
+            "local_cpu": directory is None and not url,  # else nothing would be read from the drive, or the server
             "max_local_cpu_size": room_tokens * size / GIB,
         }
         if directory:
@@ -126,6 +127,8 @@ class Theirs:
             settings["local_disk"] = f"file://{directory}"
             settings["max_local_disk_size"] = KEPT_ON_DISK * tokens * size / GIB
             settings["extra_config"] = {"use_odirect": direct}
+        if url:
+            settings["remote_url"], settings["remote_serde"] = url, "naive"
         self._opened += 1
         self._engine = LMCacheEngineBuilder.get_or_create(
             f"versus-{self._opened}",
@@ -146,7 +149,7 @@ class Theirs:
         begun = time.perf_counter()
         self._engine.store(ids, kvcaches=self._pages.source, slot_mapping=slots)
         stored = time.perf_counter() - begun
-        if self._directory:
+        if self._directory or self._url:
             while self._engine.lookup(ids) < self._tokens and time.perf_counter() - begun < self._patience_s:
                 time.sleep(0.001)
         found = time.perf_counter() - begun
@@ -164,7 +167,7 @@ class Theirs:
         )
         seconds = time.perf_counter() - begun
         hits = int(said.sum())
-        near = 0 if self._directory else hits
+        near = 0 if self._directory or self._url else hits
         return {"seconds": seconds, "hits": hits, "near": near, "wrong": self._pages.wrong(seed, said)}
 
     def match(self, seed: int, kind: str, runs: int) -> list[float]:
@@ -178,6 +181,10 @@ class Theirs:
             times.append(time.perf_counter() - begun)
             assert found == self._tokens, found
         return times
+
+    def contains(self, seed: int, runs: int) -> list[float]:
+        """As `ours`; nothing but the server knows what is there."""
+        return self.match(seed, "tensor", runs)
 
     def hold(self, seed: int, runs: int) -> list[float]:
         """The same of a list, pinned and unpinned."""

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.peer.server import MISSING, Server
 from versus.side import LostError, Side
 from versus.work import SMALL, token_bytes
 
@@ -107,6 +108,41 @@ def _damaged(begin: Begin, place: Path, damage: Callable[[str], None]) -> Answer
         return _retrieve(side, [0])
 
 
+def _part_evicted(begin: Begin, place: Path) -> Answer:
+    """Each third value of the first prompt is gone, as a full server evicts them: of whatever a side keeps there."""
+
+    def evict(client: Any, keys: Sequence[bytes]) -> None:
+        for key in keys[::3]:
+            client.delete(key)
+
+    return _in_a_server(begin, evict)
+
+
+def _value_truncated(begin: Begin, place: Path) -> Answer:
+    def cut(client: Any, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            if client.type(key) == b"string":
+                client.set(key, client.get(key)[: max(1, client.strlen(key) // 2)])
+
+    return _in_a_server(begin, cut)
+
+
+def _in_a_server(begin: Begin, damage: Callable[[Any, Sequence[bytes]], None]) -> Answer:
+    """The first of three prompts, which has left memory, after something happened to the values in a server."""
+    if MISSING:
+        return Answer(0, failed=f"not tried: {MISSING}")
+    server = Server()
+    try:
+        with closing(begin()) as side:
+            side.ask("open", shape=SMALL, tokens=TOKENS, room_tokens=TOKENS * 3 // 2, url=server.tcp, patience_s=5)
+            for seed in range(3):
+                side.ask("store", seed=seed)
+            damage(server.client, sorted(server.client.keys()))
+            return _retrieve(side, [0])
+    finally:
+        server.end()
+
+
 def _restarted(begin: Begin, place: Path) -> Answer:
     with closing(begin()) as side:
         _open(side, place)
@@ -170,6 +206,8 @@ def _may_mount() -> bool:
 FAULTS = (
     ("every file cut to a tenth", "no wrong hit", _truncated, ""),
     ("one bit flipped in every MiB of every file", "no wrong hit", _flipped, ""),
+    ("each third value in Redis evicted", "no wrong hit", _part_evicted, ""),
+    ("every value in Redis cut to a half", "no wrong hit", _value_truncated, ""),
     ("the process ends, another one takes its place", "all of it", _restarted, ""),
     ("the disk is full before all is stored", "no wrong hit", _full, ""),
     ("another tenant's cache_salt", "a miss", _salted, "LMCache's multiprocess mode has a salt, its engine none"),

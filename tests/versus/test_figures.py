@@ -8,11 +8,23 @@ from typing import Any
 
 import pytest
 from versus import figures
-from versus.figures import Sizes, Turns, Wrong, beside, matching, through_disk, through_host
+from versus.figures import (
+    Sizes,
+    Turns,
+    Wrong,
+    asking_redis,
+    beside,
+    matching,
+    through_disk,
+    through_host,
+    through_redis,
+)
 from versus.ours import Ours
 from versus.work import SMALL
 
-SIZES = Sizes(match_tokens=4096, tokens=64, shape=SMALL, rounds=3, records=64)
+from tests.peer.server import MISSING, empty
+
+SIZES = Sizes(match_tokens=4096, tokens=64, shape=SMALL, rounds=3, shared_tokens=64, records=64)
 ROWS = [
     "match/tensor",
     "match/list",
@@ -43,8 +55,8 @@ class Fixed:
         self._asked.append((self._name, verb))
         s = self._seconds
         if verb == "open":
-            self._disk = "directory" in arguments
-            if self._disk:
+            self._disk = "directory" in arguments or "url" in arguments
+            if "directory" in arguments:
                 Path(arguments["directory"]).mkdir()
         if verb == "store":
             warm = 1 if arguments["seed"] >= figures.WARM else 100
@@ -52,7 +64,7 @@ class Fixed:
         if verb == "retrieve":
             near = 0 if self._disk else SIZES.tokens
             return {"seconds": s, "hits": SIZES.tokens, "near": near, "wrong": 0, **self._instead}
-        if verb in {"match", "hold", "evict"}:
+        if verb in {"match", "hold", "evict", "contains"}:
             return [s] * arguments["runs"]
         return 8 * s if verb == "structure" else None
 
@@ -114,6 +126,17 @@ def test_a_figure_of_a_wrong_answer_is_no_figure(who: str, instead: dict[str, in
     sides = [Fixed(name, 1, [], **(instead if name == who else {})) for name in ("ours", "theirs")]
     with pytest.raises(Wrong, match=who):
         list(through_host(Turns(*sides), SIZES))
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_our_side_does_it_through_a_server(tmp_path: Path) -> None:
+    found = []
+    for measured in (through_redis, asking_redis):
+        turns = Turns(InProcess(), Fixed("theirs", 0.001, []))
+        found += list(measured(turns, SIZES, empty(tmp_path / measured.__name__).unix))
+        turns.ours.ask("close")
+    assert [figure.id for figure in found] == ["redis/store", "redis/retrieve", "redis/contains"]
+    assert all(figure.row.value > 0 for figure in found)
 
 
 def test_our_side_does_all_of_it(tmp_path: Path) -> None:
