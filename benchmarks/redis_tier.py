@@ -163,7 +163,7 @@ def questions(server: Server, rounds: int, most: int) -> list[Row]:
         if verb == "leading" and ours() != len(here):
             raise SystemExit(f"{ours()} blocks were found of {len(here)}")
         calls = {"ours": ours, "peer": lambda asked=asked: exist(asked)}
-        times = shortest(calls, rounds, tier._lookup.forget)
+        times = shortest(calls, rounds, tier.forget)
         rows.append(Row(f"{verb}/{count}", 1000 * times["ours"], "ms", peer=1000 * times["peer"]))
         if (verb, count) == ("leading", 65_536):
             times = shortest(calls, rounds, lambda: None)

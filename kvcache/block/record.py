@@ -11,7 +11,7 @@ that the decoded size fixes, or cut, where each has exactly its used length. The
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from struct import Struct
 from typing import Any
@@ -215,8 +215,11 @@ def verify(
     return header
 
 
-def chunk_sums(payload: Payload, stored_bytes: int) -> bytes:
-    """XXH3-64 of each 256 KiB of the first `stored_bytes` bytes; RecordError where there are fewer."""
+def chunk_sums(payload: Payload, stored_bytes: int, fill: Callable[[memoryview], None] | None = None) -> bytes:
+    """XXH3-64 of each 256 KiB of the first `stored_bytes` bytes; RecordError where there are fewer.
+
+    `fill` is called with each part before it is summed, to bring its bytes: they are still near then.
+    """
     pieces = [payload] if isinstance(payload, memoryview) else payload
     pieces = [piece.cast("B") for piece in pieces]
     there = sum(map(len, pieces))
@@ -227,6 +230,8 @@ def chunk_sums(payload: Payload, stored_bytes: int) -> bytes:
     for part in _parts(pieces, stored_bytes):
         end = at + len(part)
         whole = end % CHUNK_BYTES == 0 or end == stored_bytes
+        if fill is not None:
+            fill(part)
         if whole and at % CHUNK_BYTES == 0:  # most of them: a chunk in one piece needs no state
             sums.append(xxh3_64_intdigest(part))
         else:

@@ -18,8 +18,8 @@ from kvcache.block.record import (
     KEYED_DIGEST,
     Header,
     RecordError,
+    chunk_sums,
     read_header,
-    verify,
     with_field,
 )
 from kvcache.tier.breaker import Breaker
@@ -64,6 +64,7 @@ class Long:
     pieces: list[memoryview]  # of the whole payload
     first_bytes: int  # of the payload, in the first part
     head: bytes
+    sums: bytes = b""  # of what was read of it
 
     def parts(self) -> list[tuple[bytes, list[memoryview]]]:
         """The other parts: key, and where its bytes go or come from."""
@@ -131,7 +132,7 @@ class Store:
             else:
                 self._receive(wire, size, batch, i, name, settle, bad, long)
         for record in long:
-            self._read_parts(wire, record, batch.addresses[record.i], batch.segments[record.i][0], settle, bad)
+            self._read_parts(wire, record, settle, bad)
         for i, name, head, check in bad:
             settle(i, *self._distrust(wire, name, head, check))
 
@@ -179,23 +180,14 @@ class Store:
         area = segments[0].cast("B")
         area[: len(head)] = head
         area[len(head) :] = bytes(len(area) - len(head))
-        for piece in cut(pieces, 0, left):
-            wire.fill(piece)
+        record = Long(i, name, header, pieces, left, head, chunk_sums(pieces, left, wire.fill))
         wire.end()
         if whole:
-            self._judge(i, name, address, head, area, pieces, settle, bad)
+            self._judge(record, settle, bad)
         else:
-            long.append(Long(i, name, header, pieces, left, head))
+            long.append(record)
 
-    def _read_parts(
-        self,
-        wire: Wire,
-        record: Long,
-        address: Address,
-        area: memoryview,
-        settle: Settling,
-        bad: list[tuple[int, bytes, bytes, str]],
-    ) -> None:
+    def _read_parts(self, wire: Wire, record: Long, settle: Settling, bad: list[tuple[int, bytes, bytes, str]]) -> None:
         fault = ""
         for group in groups(record.parts()):
             wire.send([b"".join([command(b"GET", name) for name, _ in group])])
@@ -208,8 +200,7 @@ class Store:
                     fault = fault or "length"
                     wire.skip(size)
                 else:
-                    for piece in pieces:
-                        wire.fill(piece)
+                    record.sums += chunk_sums(pieces, size, wire.fill)
                 wire.end()
             if fault:
                 break
@@ -218,28 +209,19 @@ class Store:
             wire.ask(b"EVAL", REMOVE_SAME, b"1", record.name, record.head[:HEAD_BYTES])
             settle(record.i, Outcome.ABSENT, fault)
         else:
-            self._judge(record.i, record.name, address, record.head, area, record.pieces, settle, bad)
+            self._judge(record, settle, bad)
 
-    def _judge(
-        self,
-        i: int,
-        name: bytes,
-        address: Address,
-        head: bytes,
-        area: memoryview,
-        pieces: Sequence[memoryview],
-        settle: Settling,
-        bad: list[tuple[int, bytes, bytes, str]],
-    ) -> None:
-        try:
-            header = verify(area, pieces, address)
-        except RecordError as error:
-            bad.append((i, name, head[:HEAD_BYTES], error.check))
-            return
-        if self._signer is not None and not self._signer.signed(head, header, pieces):
-            bad.append((i, name, head[:HEAD_BYTES], "digest"))
+    def _judge(self, record: Long, settle: Settling, bad: list[tuple[int, bytes, bytes, str]]) -> None:
+        """Of one whose identity was compared."""
+        header, check = record.header, ""
+        if record.sums != header.chunk_sums:
+            check = "payload_sum"
+        elif self._signer is not None and not self._signer.signed(record.head, header, record.pieces):
+            check = "digest"
+        if check:
+            bad.append((record.i, record.name, record.head[:HEAD_BYTES], check))
         else:
-            settle(i, Outcome.DONE, "")
+            settle(record.i, DONE, "")
 
     def _distrust(self, wire: Wire, name: bytes, head: bytes, check: str) -> Result:
         """Out with a damaged record, unless it is no longer the write that was read."""

@@ -248,6 +248,10 @@ class RedisTier(Waits):
             self._lookups += 1
         return self._asking.submit(lambda: self._look(addresses, deadline))
 
+    def forget(self) -> None:
+        """What lookups remember: the next one asks for everything."""
+        self._asking.submit(self._lookup.forget).result()
+
     def _look(self, addresses: Sequence[Address], deadline: float | None) -> int:
         limit = self._port.clock.now() + self._timeout_s
         try:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import select
+import socket
 import ssl
 from collections.abc import Sequence
+from struct import pack
 from typing import Any
 
 from kvcache.port import Clock
@@ -39,6 +41,9 @@ class Wire:
         """Of a connected redis-py connection and its socket."""
         self._made, self._sock, self._clock = made, sock, clock
         self._encrypted = isinstance(self._sock, ssl.SSLSocket)
+        self._limit_s = 0.0  # what the system was told of waiting
+        if not self._encrypted:
+            self._sock.settimeout(None)  # else each call of Python's asks twice: whether it may, then for the bytes
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._bytes: bytearray = self._buffer.obj  # type: ignore[assignment]  # find() is not a memoryview's
         self._at = self._end = 0
@@ -61,7 +66,24 @@ class Wire:
         left = self.deadline - self._clock.now()
         if left <= 0:
             raise TimeoutError("deadline")
-        self._sock.settimeout(left)
+        if self._encrypted:
+            self._sock.settimeout(left)
+        elif not 0.8 * self._limit_s <= left <= self._limit_s:  # near enough: telling it costs as much as a call
+            limit = pack("ll", int(left), int(left % 1 * 1e6) + 1)
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            self._limit_s = left
+
+    def _receive(self, into: memoryview) -> int:
+        self._wait()
+        try:
+            got = self._sock.recv_into(into)
+        except BlockingIOError:
+            raise TimeoutError("deadline") from None
+        if not got:
+            raise BrokenError("closed")
+        self.received += got
+        return int(got)
 
     def send(self, pieces: Sequence[Piece]) -> None:
         if self._encrypted:
@@ -73,7 +95,10 @@ class Wire:
         first = 0
         while first < len(left):
             self._wait()
-            sent = self._sock.sendmsg(left[first : first + _PIECES])
+            try:
+                sent = self._sock.sendmsg(left[first : first + _PIECES])
+            except BlockingIOError:
+                raise TimeoutError("deadline") from None
             while first < len(left) and sent >= len(left[first]):
                 sent -= len(left[first])
                 first += 1
@@ -88,12 +113,7 @@ class Wire:
             self._at, self._end = 0, rest
         if self._end == _BUFFER_BYTES:
             raise BrokenError("protocol")
-        self._wait()
-        got = self._sock.recv_into(self._buffer[self._end :])
-        if not got:
-            raise BrokenError("closed")
-        self._end += got
-        self.received += got
+        self._end += self._receive(self._buffer[self._end :])
 
     def _line(self) -> bytes:
         while (line := self._raw_line())[:1] == b">":  # nobody asked for it: it stands between two replies
@@ -140,12 +160,7 @@ class Wire:
         into[:done] = self._buffer[self._at : self._at + done]
         self._at += done
         while done < len(into):
-            self._wait()
-            got = self._sock.recv_into(into[done:])
-            if not got:
-                raise BrokenError("closed")
-            done += got
-            self.received += got
+            done += self._receive(into[done:])
 
     def skip(self, size: int) -> None:
         """Let bytes go by. So many that a new connection is cheaper end this one."""
