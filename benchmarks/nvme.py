@@ -33,8 +33,8 @@ from kvcache.block.address import Address
 from kvcache.block.layout import Shard
 from kvcache.block.record import header_area, record_bytes, seal, verify
 from kvcache.port import LocalDisk
-from kvcache.tier.arena import Region
 from kvcache.tier.nvme import NvmeTier
+from kvcache.tier.region import Region
 from kvcache.tier.tier import Outcome
 
 KiB, MiB = 1 << 10, 1 << 20

@@ -36,14 +36,10 @@ def _directory(value: Any) -> Any:
 
 def _directories(value: Any) -> Any:
     """A list of them, or one text with colons between, as variables and PATH have it."""
-    if isinstance(value, str):
-        value = [part for part in value.split(":") if part]
-    if not isinstance(value, (list, tuple)):
-        raise ValueError("expected a list of directories")
-    found = tuple(_directory(one) for one in value)
-    if len(set(found)) != len(found):
-        raise ValueError("expected directories, each once")
-    return found
+    parts = [part for part in value.split(":") if part] if isinstance(value, str) else value
+    if not isinstance(parts, (list, tuple)) or len(set(map(str, parts))) != len(parts):
+        raise ValueError("expected a list of directories, each once")
+    return tuple(map(_directory, parts))
 
 
 def _number(value: Any) -> Any:
@@ -298,6 +294,15 @@ class Explain(_Section):
     )
 
 
+class Canary(_Section):
+    """Loaded blocks that the engine computes again, where it offers to, to compare them with what was loaded."""
+
+    one_in: Annotated[int, BeforeValidator(_number), Field(ge=0, le=1 << 30)] = Field(
+        default=0,
+        description="One loaded block in so many is computed again, which costs what computing costs. 0: none.",
+    )
+
+
 class Daemon(_Section):
     """A cache that serves other processes of this host: `kvcache daemon`."""
 
@@ -347,6 +352,7 @@ class Settings(_Section):
     flow: Flow = Field(default_factory=Flow)
     plan: Plan = Field(default_factory=Plan)
     explain: Explain = Field(default_factory=Explain)
+    canary: Canary = Field(default_factory=Canary)
     daemon: Daemon = Field(default_factory=Daemon)
     control: Control = Field(default_factory=Control)
     log: Log = Field(default_factory=Log)

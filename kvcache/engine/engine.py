@@ -23,11 +23,12 @@ from kvcache.block.layout import KVLayout
 from kvcache.engine.batch import Batch, Span
 from kvcache.engine.pool import Pool
 from kvcache.engine.prefix import Prefix
+from kvcache.engine.recompute import Recompute
 from kvcache.engine.sampling import Params, Sampler, choose
 from kvcache.engine.scheduler import Plan, Scheduler
 from kvcache.engine.sequence import Finish, Result, Sequence, State
 from kvcache.errors import ConfigError, LayoutError, TokenError
-from kvcache.hierarchy.face import KVCache
+from kvcache.hierarchy.face import Canaried, KVCache
 from kvcache.port import Clock, SystemClock
 from kvcache.transfer.pages import GroupPages
 
@@ -93,6 +94,8 @@ class Engine:
         bound = None
         if cache is not None:
             bound = cache.namespace(layout, model=name, revision=model.revision, facts=model.facts)
+            if isinstance(bound, Canaried):
+                bound.canary(Recompute(model, max_batch_tokens))
         prefix = Prefix(
             self.pool,
             bound,

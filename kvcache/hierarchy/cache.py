@@ -13,6 +13,7 @@ from kvcache.errors import ClosedError, ConfigError
 from kvcache.evict.lru import LRU
 from kvcache.evict.policy import Policy
 from kvcache.hierarchy.ask import Ask, SharedTier
+from kvcache.hierarchy.canary import Canary
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.edge import check_shards
 from kvcache.hierarchy.flow import Flow
@@ -82,6 +83,7 @@ class Cache:
                 most_known=settings.flow.known_blocks,
                 deadline_s=settings.flow.ask_deadline_s,
             ),
+            canary=Canary(settings.canary.one_in, self.counters, port),
             write={NvmeTier.name: settings.nvme.write, "redis": settings.redis.write},
             queue_blocks=settings.flow.queue_blocks,
             threads=settings.flow.threads,
@@ -190,7 +192,14 @@ class Cache:
             }
         queued = sum(len(lane) for lane in self.flow.lanes)
         bypass = {"loads": self.flow.bypass.loads, "stores": self.flow.bypass.stores}
-        return {"tiers": tiers, "queued_blocks": queued, "bypass": bypass, "counters": self.counters.tree()}
+        canary = {"worst": self.flow.canary.worst}
+        return {
+            "tiers": tiers,
+            "queued_blocks": queued,
+            "bypass": bypass,
+            "canary": canary,
+            "counters": self.counters.tree(),
+        }
 
     def check(self) -> list[str]:
         """A shared tier is left out: what is known of it need not be true, and it belongs to others as well."""

@@ -25,10 +25,10 @@ Promises, for every implementation (`tests/contract/test_cache.py` holds them to
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.tier.tier import Outcome
@@ -147,6 +147,16 @@ class Bound(Protocol):
         """The open request of this id in this namespace, as a rank uses it: its blocks are those that the scheduler's
         request knows at each call, `load` and `store` move this process's shards, and uses are counted only once.
         RequestError where none is open, or several are. What it holds is its own; close it like any other."""
+
+
+@runtime_checkable
+class Canaried(Protocol):
+    """A `Bound` whose loaded blocks can be compared with what the engine computes."""
+
+    def canary(self, recompute: Callable[[Sequence[int]], Sequence[bytes | bytearray | memoryview]]) -> None:
+        """`recompute` computes these tokens, whole blocks, apart from the engine's work and from any cache, and
+        answers the last block's payload in the layout's order, one a group. It is called on another thread, where
+        `canary.one_in` asks for it."""
 
 
 class KVCache(Protocol):

@@ -8,6 +8,7 @@ from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.block.record import record_bytes
 from kvcache.hierarchy.ask import Ask
 from kvcache.hierarchy.bypass import Bypass
+from kvcache.hierarchy.canary import Canary
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.index import Index, Victim
@@ -39,6 +40,7 @@ class Flow:
         events: Events,
         port: Port,
         ask: Ask,
+        canary: Canary,
         write: Mapping[str, WriteMode],
         why: Why,
         plan: Plan,
@@ -55,6 +57,7 @@ class Flow:
             why,
             plan,
         )
+        self.canary = canary
         self.lanes = [
             Lane(
                 tier,
@@ -235,5 +238,6 @@ class Flow:
         self.promoter.wait_idle()
         for lane in self.lanes:
             lane.close()
+        self.canary.close()
         synced = [lane.tier.sync() for lane in self.lanes]  # each, also where one failed
         return all(synced)

@@ -16,6 +16,7 @@ from kvcache.block.namespace import Namespace
 from kvcache.errors import ClosedError
 from kvcache.hierarchy.ask import Question
 from kvcache.hierarchy.bypass import BYPASS
+from kvcache.hierarchy.canary import Recompute
 from kvcache.hierarchy.edge import check_blocks, check_origin, check_transfer
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.flow import Flow
@@ -82,6 +83,9 @@ class BoundCache:
     def computed(self, tokens: int, seconds: float) -> None:
         self.flow.plan.computed(self.id, tokens, seconds)
 
+    def canary(self, recompute: Recompute) -> None:
+        self.flow.canary.register(self.id, self.layout, [place.payload_bytes for place in self.places], recompute)
+
     def request(
         self,
         id: str | None = None,
@@ -124,6 +128,7 @@ class CacheRequest:
         self._stamp = 0  # the time at which this request was admitted or stored first; 0: not yet
         self._admitted = False
         self._claim: Holds.Claim = []
+        self._token_ids: Any = None  # of the prompt, where the canary needs them
         self._question: Question | None = None  # to the tiers that others share, about these tokens
 
     @property
@@ -155,6 +160,7 @@ class CacheRequest:
             chain = Chain(bound.id, layout.block_tokens)
             chain.extend(token_ids, extras, digest=lookup)
             self._own = chain
+            self._token_ids = token_ids if extras is None and self._flow.canary.watches(bound.id) else None
         if signatures is not None:
             self._own = Chain.from_signatures(bound.id, signatures, layout.block_tokens, head=head)
         anew = digests is not None or token_ids is not None or signatures is not None
@@ -228,7 +234,9 @@ class CacheRequest:
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         self._check(pages, page_ids, first_block, blocks)
-        mover = PagesMover(self._bound.copiers, pages, page_ids)
+        mover: Mover = PagesMover(self._bound.copiers, pages, page_ids)
+        if self._token_ids is not None:
+            mover = self._flow.canary.watched(mover, self._bound.id, self._token_ids, first_block)
         return self.bring(mover, first_block, blocks, self._flow.executor.submit)
 
     def bring(self, mover: Mover, first: int, end: int, submit: Submit) -> BlockTransfer:

@@ -54,6 +54,12 @@ METRICS: dict[str, Metric] = {
             "evicted_blocks", "counter", ("tier", "kept"), "blocks that left a tier; kept: yes where one below has it"
         ),
         Metric("refused_records", "counter", ("tier", "check"), "records that failed a check: a miss, never a hit"),
+        Metric(
+            "canary_blocks", "counter", ("result",), "loaded blocks that an engine computed again, by how they compare"
+        ),
+        Metric(
+            "canary_worst", "gauge", (), "largest difference, as a part of the block's largest number", "canary.worst"
+        ),
         Metric("tier_records", "gauge", ("tier",), "records in a tier", "tiers.*.records"),
         Metric("tier_used_bytes", "gauge", ("tier",), "bytes of records in a tier", "tiers.*.used_bytes"),
         Metric("tier_capacity_bytes", "gauge", ("tier",), "bytes a tier may hold", "tiers.*.capacity_bytes"),

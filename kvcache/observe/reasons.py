@@ -51,6 +51,13 @@ REASONS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("load_failures", "outcome"): {**_OUTCOMES, "bypass": _BYPASS},
     ("write_failures", "outcome"): _OUTCOMES,
     ("refused_records", "check"): {check: _OUTCOMES[check] for check in ("absent", "damaged", "foreign")},
+    ("canary_blocks", "result"): {
+        "equal": "bit by bit",
+        "close": "as near as rounding, or the codec's loss, explains",
+        "different": "what was loaded is not what this engine computes: bypass the cache, the log names the block",
+        "skipped": "chosen while two others waited to be computed",
+        "failed": "it could not be computed again: the log says why",
+    },
     ("tier_faults", "fault"): {
         "faults": "a server was away, late, hung up, or said that it cannot serve",
         "refused": "a server refused one record: it is full, read-only, or the user has not the right",

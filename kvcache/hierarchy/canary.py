@@ -1,0 +1,139 @@
+"""The canary: one in N loaded blocks is computed again by the engine and compared with what was loaded.
+
+A cache whose checks all pass can still serve the wrong thing, where an engine or a key is wrong: weights that changed
+under one revision, a fact that is missing from the namespace, pages that were described wrongly. Only computing the
+block again tells. It costs what computing costs, on a thread of its own, and is off unless a setting turns it on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvcache.block.key import tokens as checked_tokens
+from kvcache.block.layout import KVLayout
+from kvcache.block.record import header_area
+from kvcache.codec.element import WORDS, widen
+from kvcache.hierarchy.mover import Mover, Part
+from kvcache.observe.metrics import Counters
+from kvcache.port import Port
+from kvcache.transfer.copier import Copy
+
+Recompute = Callable[[Sequence[int]], Sequence[bytes | bytearray | memoryview]]
+"""Computes these tokens without any cache: the payload of the last block, a group each, as it would be stored.
+Called on a thread of the canary's."""
+
+CLOSE = {"fp32": 1e-3}
+CLOSE_ELSE = 0.1
+"""Of the largest number of a block: what rounding explains where a block is computed in other company, or a codec."""
+
+_WAITING = 2  # checks; what is chosen beyond is let go of
+
+_log = logging.getLogger("kvcache.canary")
+
+
+class Canary:
+    """Of one cache. `worst`: the largest difference so far, as a part of the largest number of its block."""
+
+    def __init__(self, one_in: int, counters: Counters, port: Port) -> None:
+        self.one_in, self._counters = one_in, counters
+        self.worst = 0.0
+        self._executor = port.executor(1, "canary") if one_in else None
+        self._engines: dict[bytes, tuple[Recompute, KVLayout, Sequence[int]]] = {}
+        self._loaded = self._waiting = 0
+        self._lock = threading.Lock()
+
+    def register(self, namespace: bytes, layout: KVLayout, sizes: Sequence[int], recompute: Recompute) -> None:
+        """`sizes`: of the payloads, by group."""
+        self._engines[namespace] = recompute, layout, sizes
+
+    def watches(self, namespace: bytes) -> bool:
+        return self._executor is not None and namespace in self._engines
+
+    def watched(self, mover: Mover, namespace: bytes, token_ids: Any, first: int) -> Mover:
+        """A mover that does the same, and has some of the blocks that it scatters compared. `token_ids`: of the prompt;
+        `first`: its block that the transfer begins with."""
+        return _Watched(mover, self, namespace, token_ids, first)
+
+    def offer(self, namespace: bytes, token_ids: Any, block: int, parts: Sequence[Part]) -> None:
+        """Count a loaded block, and compare every Nth where not too many wait."""
+        with self._lock:
+            self._loaded += 1
+            if self._loaded % self.one_in:
+                return
+            if self._waiting >= _WAITING:
+                self._counters.add("canary_blocks", result="skipped")
+                return
+            self._waiting += 1
+        loaded = {}
+        for _, group, slot in parts:
+            size = self._engines[namespace][2][group]
+            area = header_area(size)
+            loaded[group] = bytes(slot.view[area : area + size])
+        assert self._executor is not None, "nobody offers to a canary that is off"
+        self._executor.submit(lambda: self._compare(namespace, token_ids, block, loaded))
+
+    def _compare(self, namespace: bytes, token_ids: Any, block: int, loaded: dict[int, bytes]) -> None:
+        try:
+            recompute, layout, _ = self._engines[namespace]
+            tokens = checked_tokens(token_ids).tolist()[: (block + 1) * layout.block_tokens]
+            again = recompute(tokens)
+            dtypes = {group: layout.groups[group].dtype for group in loaded}
+            differences = {g: difference(payload, bytes(again[g]), dtypes[g]) for g, payload in loaded.items()}
+            close = all(d <= CLOSE.get(dtypes[g], CLOSE_ELSE) for g, d in differences.items())
+            worst = max(differences.values())
+            self.worst = max(self.worst, worst)
+            self._counters.add("canary_blocks", result="equal" if not worst else "close" if close else "different")
+            if not close:
+                _log.error(
+                    "namespace %s, block %d of a prompt: differs by %.3g from what the engine computes; bypass the "
+                    "cache (`kvcache bypass on`) and find out what its namespace does not say",
+                    namespace.hex()[:16],
+                    block,
+                    worst,
+                )
+        except Exception:  # noqa: BLE001  law: never in the way
+            self._counters.add("canary_blocks", result="failed")
+            _log.exception("a block could not be computed again")
+        finally:
+            with self._lock:
+                self._waiting -= 1
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.close()
+
+
+class _Watched:
+    def __init__(self, mover: Mover, canary: Canary, namespace: bytes, token_ids: Any, first: int) -> None:
+        self._mover, self._canary, self._first = mover, canary, first
+        self._namespace, self._token_ids = namespace, token_ids
+
+    def gather(self, parts: Sequence[Part]) -> None:
+        self._mover.gather(parts)
+
+    def scatter(self, parts: Sequence[Part]) -> Sequence[Copy]:
+        copies = self._mover.scatter(parts)
+        by_block: dict[int, list[Part]] = {}
+        for part in parts:
+            by_block.setdefault(part[0], []).append(part)
+        for block, of_block in by_block.items():
+            self._canary.offer(self._namespace, self._token_ids, self._first + block, of_block)
+        return copies
+
+
+def difference(loaded: bytes, again: bytes, dtype: str) -> float:
+    """The largest difference of two payloads, as a part of the largest number; of dtypes that are no numbers here, 1
+    where a byte differs."""
+    if loaded == again:
+        return 0.0
+    if dtype not in WORDS or len(loaded) != len(again):
+        return 1.0
+    one, other = (widen(np.frombuffer(payload, WORDS[dtype]), dtype) for payload in (loaded, again))
+    largest = float(np.abs(other).max())
+    apart = float(np.abs(one - other).max())
+    return apart / largest if largest and np.isfinite(apart) else 1.0
