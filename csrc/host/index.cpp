@@ -15,7 +15,8 @@ Index::Index(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint
       nodes_(tiers),
       roots_(2 * tiers * (bounds_.size() + 1), NIL),
       ages_(bounds_.size() + 1, std::move(edges)),
-      reused_(ages_.classes() * ages_.bins()) {
+      reused_(ages_.classes() * ages_.bins()),
+      forgotten_(ages_.classes() * ages_.bins()) {
     std::random_device random;
     for (std::uint64_t& word : secret_) word = std::uint64_t{random()} << 32 | random();
 }
@@ -169,8 +170,10 @@ void Index::forget(std::uint32_t i) {
 
 void Index::trim_ghosts() {
     const double most = ghosts_a_block_ * static_cast<double>(blocks_);
-    ghosts_.trim(static_cast<std::size_t>(most),
-                 [&](Ghosts::Use use) { ages_.add(use_class(use.uses), use.stamp, -1); });
+    ghosts_.trim(static_cast<std::size_t>(most), [&](Ghosts::Use use) {
+        ages_.add(use_class(use.uses), use.stamp, -1);
+        ++forgotten_[use_class(use.uses) * ages_.bins() + ages_.bin(age(use.stamp))];
+    });
 }
 
 void Index::touch(const Run& run, std::uint64_t stamp) {

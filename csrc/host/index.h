@@ -76,6 +76,7 @@ class Index {
     std::uint64_t held() const { return holds_; }
     void waiting(std::int64_t* out) const { ages_.count(clock_, out); }
     const std::vector<std::int64_t>& reused() const { return reused_; }
+    const std::vector<std::int64_t>& forgotten() const { return forgotten_; }
     std::size_t classes() const { return ages_.classes(); }
     std::size_t bins() const { return ages_.bins(); }
     std::size_t bytes() const;
@@ -154,7 +155,7 @@ class Index {
     Table place_table_;
     std::vector<std::uint32_t> roots_;  // (tier, below, class)
     Ages ages_;
-    std::vector<std::int64_t> reused_;  // (class, bin)
+    std::vector<std::int64_t> reused_, forgotten_;  // (class, bin)
     Ghosts ghosts_;
 };
 

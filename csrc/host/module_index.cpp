@@ -207,6 +207,11 @@ class PyIndex {
         return bytes(counts.data(), counts.size() * sizeof counts[0]);
     }
 
+    py::bytes forgotten() {
+        const auto counts = locked(index_, 1, [&] { return index_.forgotten(); });
+        return bytes(counts.data(), counts.size() * sizeof counts[0]);
+    }
+
     template <class Number>
     std::uint64_t number(Number number) {
         return locked(index_, 1, [&] { return static_cast<std::uint64_t>(number(index_)); });
@@ -281,6 +286,7 @@ for more than a few blocks. ValueError where arguments make no sense.)")
         .def("names", &PyIndex::names, py::arg("tier"))
         .def("waiting", &PyIndex::waiting)
         .def("reused", &PyIndex::reused)
+        .def("forgotten", &PyIndex::forgotten)
         .def("check", &PyIndex::check)
         .def("held", [](PyIndex& self) { return self.number([](const Index& i) { return i.held(); }); })
         .def("ghosts", [](PyIndex& self) { return self.number([](const Index& i) { return i.ghosts(); }); })
