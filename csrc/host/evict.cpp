@@ -65,6 +65,8 @@ class Index::Victims {
     }
 
   private:
+    static constexpr double STAYS = std::numeric_limits<double>::infinity();
+
     double value(unsigned use_class, std::size_t bin) const { return values_[use_class * index_.bins() + bin]; }
 
     void explore(bool below, unsigned use_class, std::uint64_t from) {
@@ -73,15 +75,18 @@ class Index::Victims {
         const std::size_t bin = index_.ages_.bin(index_.age(index_.nodes_[node].stamp));
         if (bin == 0) return;
         const std::uint64_t younger = index_.clock_ - index_.ages_.edge(bin) + 1;
-        cells_.push({least_[use_class * index_.bins() + bin - 1], below, use_class, NIL, younger});
+        const double promise = least_[use_class * index_.bins() + bin - 1];
+        if (promise < STAYS) cells_.push({promise, below, use_class, NIL, younger});
     }
 
+    // False where neither this one nor a younger one of its order can leave.
     bool offer(std::uint32_t i) {
         const Node& node = index_.nodes_[i];
         const bool below = index_.below(node, tier_);
         if (node.stamp >= before_ || (stored_below_ && !below)) return false;
         const unsigned c = index_.use_class(node.uses);
-        cells_.push({value(c, index_.ages_.bin(index_.age(node.stamp))), below, c, i, 0});
+        const double worth = value(c, index_.ages_.bin(index_.age(node.stamp)));
+        if (worth < STAYS) cells_.push({worth, below, c, i, 0});
         return true;
     }
 

@@ -10,15 +10,22 @@ void Ghosts::add(std::uint64_t hash, Use use) {
     left_.push_back(departure);
 }
 
+std::uint32_t Ghosts::position(std::uint64_t hash) const {
+    return table_.find(static_cast<std::uint32_t>(hash), [&](std::uint32_t i) { return at(i).print == hash >> 48; });
+}
+
+bool Ghosts::find(std::uint64_t hash, Use* use) const {
+    const std::uint32_t found = position(hash);
+    if (found != Table::NONE) *use = {at(found).stamp, at(found).uses};
+    return found != Table::NONE;
+}
+
 bool Ghosts::take(std::uint64_t hash, Use* use) {
-    const auto at = [&](std::uint32_t position) -> Departure& { return left_[(position - first_) & POSITIONS]; };
-    const std::uint32_t tag = static_cast<std::uint32_t>(hash);
-    const std::uint32_t found =
-        table_.find(tag, [&](std::uint32_t position) { return at(position).print == hash >> 48; });
+    const std::uint32_t found = position(hash);
     if (found == Table::NONE) return false;
     *use = {at(found).stamp, at(found).uses};
-    at(found).stamp = BACK;
-    table_.erase(tag, found);
+    left_[(found - first_) & POSITIONS].stamp = BACK;
+    table_.erase(static_cast<std::uint32_t>(hash), found);
     return true;
 }
 

@@ -20,8 +20,8 @@ class Ghosts {
     // The block with this hash left; it is not here.
     void add(std::uint64_t hash, Use use);
 
-    // Whether it is here, and if so no longer.
-    bool take(std::uint64_t hash, Use* use);
+    bool find(std::uint64_t hash, Use* use) const;
+    bool take(std::uint64_t hash, Use* use);  // then it is here no longer
 
     // Forgets the first to leave until at most `departures` are remembered, those that came back among them; calls
     // `gone(use)` for each that did not.
@@ -46,6 +46,9 @@ class Ghosts {
         std::uint32_t tag;  // the hash's lower half, as in the table
         std::uint64_t stamp : 40, uses : 8, print : 16;
     };
+
+    std::uint32_t position(std::uint64_t hash) const;  // Table::NONE where it is not here
+    const Departure& at(std::uint32_t position) const { return left_[(position - first_) & POSITIONS]; }
 
     Table table_;                 // positions by tag
     std::deque<Departure> left_;  // the first of them at position `first_`

@@ -147,6 +147,29 @@ bool Index::discard(const Run& run, unsigned tier, bool unless_held) {
     return true;
 }
 
+void Index::refuse(const Run& run) {
+    if (ghosts_a_block_ <= 0) return;
+    const std::uint64_t named = place_hash(run.place);
+    look_up(run, [&](std::size_t i, std::uint32_t node) {
+        if (node != NIL) return true;
+        const std::uint64_t name = hash_at(named, run.signatures + i * SIGNATURE);
+        Ghosts::Use use{0, 0};
+        const std::uint64_t before = ghosts_.take(name, &use) ? 1 : 0;
+        if (before) {
+            ages_.add(use_class(use.uses), use.stamp, -1);
+            count_reuse(use.uses, age(use.stamp));
+        }
+        const std::uint64_t uses = std::min<std::uint64_t>(use.uses + before, Node::MOST_USES);
+        try {
+            ghosts_.add(name, {clock_, uses});
+            ages_.add(use_class(uses), clock_, 1);
+        } catch (const std::bad_alloc&) {  // then it is not remembered
+        }
+        return true;
+    });
+    trim_ghosts();
+}
+
 // Unless somebody still has, holds or hangs on it.
 void Index::forget(std::uint32_t i) {
     const Node& node = nodes_[i];

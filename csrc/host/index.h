@@ -59,14 +59,16 @@ class Index {
     std::size_t match(const Run* runs, const std::uint64_t* needs, std::size_t count, ByTier* by_tier) const;
     void where(const Run& run, std::uint8_t* masks) const;
     std::uint64_t stamp(const Run& run) const;
+    void uses(const Run& run, std::uint8_t* uses) const;
 
     void insert(const Run& run, const std::uint8_t* parent, unsigned tier);  // `parent` null where it is unknown
+    void refuse(const Run& run);
     bool discard(const Run& run, unsigned tier, bool unless_held);
     void touch(const Run& run, std::uint64_t stamp);
     ByTier hold(const Run& run, ByTier room);
     bool release(const Run& run);  // false at the first one that is not held
 
-    // Takes at most `count`. `values`: of (class, bin), the least valuable leaves first.
+    // Takes at most `count`. `values`: of (class, bin), the least valuable leaves first; infinity: none of it leaves.
     std::vector<Victim> evict(unsigned tier, const double* values, std::size_t count, std::uint64_t before,
                               bool stored_below);
 
@@ -77,6 +79,7 @@ class Index {
     void waiting(std::int64_t* out) const { ages_.count(clock_, out); }
     const std::vector<std::int64_t>& reused() const { return reused_; }
     const std::vector<std::int64_t>& forgotten() const { return forgotten_; }
+    unsigned use_class(std::uint64_t uses) const;
     std::size_t classes() const { return ages_.classes(); }
     std::size_t bins() const { return ages_.bins(); }
     std::size_t bytes() const;
@@ -111,7 +114,6 @@ class Index {
     class Victims;
 
     TierOrder order(unsigned tier) const { return {nodes_, tier, static_cast<std::uint32_t>(secret_[0]), {places_}}; }
-    unsigned use_class(std::uint64_t uses) const;
     std::uint64_t age(std::uint64_t stamp) const { return stamp < clock_ ? clock_ - stamp : 0; }
     std::uint32_t* root(const Node& node, unsigned tier);
     std::uint32_t* root(unsigned tier, bool below, unsigned use_class);
@@ -123,6 +125,7 @@ class Index {
     std::uint32_t take_place(const std::uint8_t* name);
     void give_place(std::uint32_t place);
 
+    std::uint64_t hash_at(std::uint64_t place_hash, const std::uint8_t* signature) const;
     std::uint64_t hash(std::uint32_t place, const std::uint8_t* signature) const;
     std::uint32_t find(std::uint32_t place, const std::uint8_t* signature) const;
     void find(std::uint32_t place, const std::uint8_t* signatures, std::size_t blocks, std::uint32_t* found) const;

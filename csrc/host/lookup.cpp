@@ -62,8 +62,12 @@ void Index::give_place(std::uint32_t place) {
 
 // looking
 
+std::uint64_t Index::hash_at(std::uint64_t place_hash, const std::uint8_t* signature) const {
+    return fold(load(signature) ^ secret_[0], load(signature + 8) ^ place_hash);
+}
+
 std::uint64_t Index::hash(std::uint32_t place, const std::uint8_t* signature) const {
-    return fold(load(signature) ^ secret_[0], load(signature + 8) ^ places_[place].hash);
+    return hash_at(places_[place].hash, signature);
 }
 
 std::uint32_t Index::find(std::uint32_t place, const std::uint8_t* signature) const {
@@ -146,6 +150,19 @@ std::uint64_t Index::stamp(const Run& run) const {
         return false;
     });
     return stamp;
+}
+
+void Index::uses(const Run& run, std::uint8_t* uses) const {
+    const std::uint64_t named = place_hash(run.place);
+    look_up(run, [&](std::size_t i, std::uint32_t node) {
+        uses[i] = node == NIL ? 0 : nodes_[node].uses & Node::MOST_USES;
+        Ghosts::Use use;
+        const bool known = node != NIL && nodes_[node].parent != Node::NEVER;
+        if (!known && ghosts_.find(hash_at(named, run.signatures + i * SIGNATURE), &use)) {
+            uses[i] = static_cast<std::uint8_t>(std::min<std::uint64_t>(use.uses + 1, Node::MOST_USES));
+        }
+        return true;
+    });
 }
 
 std::size_t Index::bytes() const {

@@ -6,6 +6,7 @@
 
 #include "index.h"
 #include "objects.h"
+#include "play.h"
 
 namespace py = pybind11;
 
@@ -134,6 +135,11 @@ class PyIndex {
         locked(index_, input.blocks(), [&] { return index_.insert(input.run(), known, tier), true; });
     }
 
+    void refuse(const py::object& place, const py::object& signatures) {
+        const RunInput input(place, signatures);
+        locked(index_, input.blocks(), [&] { return index_.refuse(input.run()), true; });
+    }
+
     bool discard(const py::object& place, const py::object& signature, unsigned tier, bool unless_held) {
         const RunInput input(place, signature);
         check_tier(tier);
@@ -194,6 +200,44 @@ class PyIndex {
             out.append(py::make_tuple(bytes(at, PLACE), bytes(at + PLACE, SIGNATURE)));
         }
         return out;
+    }
+
+    py::bytes uses(const py::object& place, const py::object& signatures) {
+        const RunInput input(place, signatures);
+        py::bytes out(nullptr, input.blocks());
+        std::uint8_t* uses = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
+        locked(index_, input.blocks(), [&] { return index_.uses(input.run(), uses), true; });
+        return out;
+    }
+
+    void play(const py::object& place, const py::object& starts, const py::object& blocks, const py::object& signatures,
+              std::size_t first, std::size_t end, std::uint64_t capacity, const py::object& values,
+              const py::object& hits) {
+        const Buffer where(place, PyBUF_SIMPLE), begins(starts, PyBUF_FORMAT), chain(blocks, PyBUF_FORMAT);
+        const Buffer names(signatures, PyBUF_SIMPLE), table(values, PyBUF_FORMAT);
+        const Buffer out(hits, PyBUF_FORMAT | PyBUF_WRITABLE);
+        const std::size_t requests = begins.integers("lq", 8, "int64");
+        const std::size_t accesses = chain.integers("i", 4, "int32");
+        const std::size_t unique = names.bytes() / SIGNATURE;
+        expect(where.bytes() == PLACE && first <= end && end < requests && out.integers("i", 4, "int32") >= end - first,
+               "requests to play: expected a place, and a hit each of those that there are");
+        expect(table.holds("d", 8) && table.bytes() == 8 * index_.classes() * index_.bins() && tiers_ == 1,
+               "a trace is played to one tier by a float64 table of (class, age bin)");
+        const std::int64_t* begin = reinterpret_cast<const std::int64_t*>(begins.data());
+        const std::int32_t* number = reinterpret_cast<const std::int32_t*>(chain.data());
+        for (std::size_t r = first; r < end; ++r) {
+            expect(0 <= begin[r] && begin[r] <= begin[r + 1] && static_cast<std::size_t>(begin[r + 1]) <= accesses,
+                   "where requests begin: expected ascending positions within the blocks");
+            for (std::int64_t i = begin[r]; i < begin[r + 1]; ++i) {
+                expect(number[i] >= 0 && static_cast<std::size_t>(number[i]) < unique, "a block without a signature");
+            }
+        }
+        expect(capacity >= index_.resident(0), "a capacity below what is there");
+        locked(index_, BRIEF + 1, [&] {
+            kvcache::play(index_, where.data(), {begin, number, names.data(), first, end}, capacity,
+                          reinterpret_cast<const double*>(table.data()), reinterpret_cast<std::int32_t*>(out.data()));
+            return true;
+        });
     }
 
     py::bytes waiting() {
@@ -273,8 +317,12 @@ for more than a few blocks. ValueError where arguments make no sense.)")
              py::arg("places"), py::arg("needs"),
              "`digest_chain` and `match` of its result in one call: (signatures, blocks, blocks by tier).")
         .def("where", &PyIndex::where, py::arg("place"), py::arg("signatures"))
+        .def("uses", &PyIndex::uses, py::arg("place"), py::arg("signatures"))
+        .def("play", &PyIndex::play, py::arg("place"), py::arg("starts"), py::arg("blocks"), py::arg("signatures"),
+             py::arg("first"), py::arg("end"), py::arg("capacity"), py::arg("values"), py::arg("hits"))
         .def("stamp", &PyIndex::stamp, py::arg("place"), py::arg("signature"))
         .def("insert", &PyIndex::insert, py::arg("place"), py::arg("signatures"), py::arg("parent"), py::arg("tier"))
+        .def("refuse", &PyIndex::refuse, py::arg("place"), py::arg("signatures"))
         .def("discard", &PyIndex::discard, py::arg("place"), py::arg("signature"), py::arg("tier"),
              py::arg("unless_held"))
         .def("touch", &PyIndex::touch, py::arg("place"), py::arg("signatures"), py::arg("stamp"))

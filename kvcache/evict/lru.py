@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.evict.policy import AGE_BINS
+from kvcache.evict.policy import AGE_BINS, Evidence
 
 
 class LRU:
@@ -17,5 +17,5 @@ class LRU:
     bounds: tuple[int, ...] = ()
     ghosts = 0.0
 
-    def values(self, counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    def values(self, evidence: Evidence) -> NDArray[np.float64]:
         return -np.arange(AGE_BINS, dtype=np.float64)[None, :]

@@ -2,8 +2,8 @@
 
 The index sorts the blocks without resident children into classes by how often they were used, and keeps each class
 ordered by age. A policy answers with the value of a block of each class at each age; the index takes the least
-valuable first, deeper blocks before shallower ones on ties. So a decision costs the same for a thousand blocks and for
-a million, and a policy knows nothing of bytes, tiers or I/O.
+valuable first, deeper blocks before shallower ones on ties, and takes in nothing at the cost of what is worth more. So
+a decision costs the same for a thousand blocks and for a million, and a policy knows nothing of bytes, tiers or I/O.
 
 Age is counted in requests. Bins of age are logarithmic: `age_bin(age)`.
 """
@@ -11,6 +11,7 @@ Age is counted in requests. Bins of age are logarithmic: `age_bin(age)`.
 from __future__ import annotations
 
 from bisect import bisect_left
+from dataclasses import dataclass
 from math import log2
 from typing import Protocol
 
@@ -30,13 +31,34 @@ AGE_EDGES = tuple(bisect_left(range(1 << 20), b, key=age_bin) for b in range(AGE
 """The least age in each bin or a later one."""
 
 
+@dataclass(frozen=True)
+class Evidence:
+    """What the index has seen, as counts by (class, bin of age), of shape (len(bounds) + 1, AGE_BINS)."""
+
+    waiting: NDArray[np.int64]
+    """Blocks that are here and blocks that are remembered, by their age now."""
+    reused: NDArray[np.int64]
+    """Uses again since the start, by class and age before them."""
+    forgotten: NDArray[np.int64]
+    """Blocks whose memory was given up since the start, by their age then: until then they had not come back."""
+
+    @classmethod
+    def none(cls, policy: Policy) -> Evidence:
+        zeros = np.zeros((len(policy.bounds) + 1, AGE_BINS), np.int64)
+        return cls(zeros, zeros, zeros)
+
+
 class Policy(Protocol):
     name: str
     bounds: tuple[int, ...]
-    """Class of a block used `u` times: the number of bounds that are at most `u`. No bounds: one class."""
+    """Class of a block used again `u` times: the number of bounds that are at most `u`. No bounds: one class."""
     ghosts: float
     """How many blocks that left are remembered for each one that is there."""
 
-    def values(self, counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The value of a block by (class, age bin), given how many wait in each, ghosts among them; both of shape
-        (len(bounds) + 1, AGE_BINS)."""
+    def values(self, evidence: Evidence) -> NDArray[np.float64]:
+        """The value of a block by (class, age bin), of shape (len(bounds) + 1, AGE_BINS)."""
+
+
+def requests_between_tables(clock: int) -> int:
+    """How many requests a policy's table serves, from this time on."""
+    return min(128, 8 + clock // 8)

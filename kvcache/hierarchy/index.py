@@ -17,11 +17,23 @@ from kvcache import native
 from kvcache.block.address import KEY_BYTES, Address
 from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
-from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Policy
+from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, Policy, requests_between_tables
 from kvcache.hierarchy.plain_index import MOST_USES, PlainIndex
 from kvcache.hierarchy.run import Packed, Run, joined, place_of_address
 
 UNLIMITED = (1 << 63) - 1
+
+
+def evidence_of(core: Any) -> Evidence:
+    counts = (np.frombuffer(part(), np.int64) for part in (core.waiting, core.reused, core.forgotten))
+    return Evidence(*(count.reshape(-1, AGE_BINS) for count in counts))
+
+
+def table_of(policy: Policy, evidence: Evidence) -> NDArray[np.float64]:
+    values = np.ascontiguousarray(policy.values(evidence), np.float64)
+    if np.isnan(values).any():
+        raise ValueError(f"policy {policy.name!r} values blocks as NaN")
+    return values
 
 
 class Lookup:
@@ -96,7 +108,8 @@ class Index:
         self._number = {tier: t for t, tier in enumerate(tiers)}
         core = PlainIndex if plain or not native.available() else native.core.Index
         self._core: Any = core(len(tiers), policy.bounds, AGE_EDGES, policy.ghosts)
-        self._table: tuple[int, NDArray[np.float64]] | None = None
+        self._table: NDArray[np.float64] | None = None
+        self._due = 0  # when the next table is worked out
         self.departed: Callable[[str, list[bytes]], None] = lambda tier, signatures: None
         """Told of what made room in the last tier that had it."""
 
@@ -211,13 +224,9 @@ class Index:
         """Bytes of memory for blocks, and for ghosts; of the compiled index only."""
         return int(self._core.bytes()), int(self._core.ghost_bytes())
 
-    def waiting(self) -> NDArray[np.int64]:
-        """By (class, bin of age), the blocks that some tier has and the ghosts."""
-        return np.frombuffer(self._core.waiting(), np.int64).reshape(-1, AGE_BINS)
-
-    def reused(self) -> NDArray[np.int64]:
-        """By (class, bin of age) before it, how many uses again there were."""
-        return np.frombuffer(self._core.reused(), np.int64).reshape(-1, AGE_BINS)
+    def evidence(self) -> Evidence:
+        """What the policy judges by."""
+        return evidence_of(self._core)
 
     def check(self) -> list[str]:
         """A full audit; one line a fault, none when sound."""
@@ -227,11 +236,9 @@ class Index:
     # within
 
     def _values(self) -> NDArray[np.float64]:
-        """The policy's table, worked out once a request: within one, a block gets no older."""
+        """The policy's table, worked out anew every few requests."""
         clock, table = self.clock, self._table
-        if table is None or table[0] != clock:
-            values = np.ascontiguousarray(self.policy.values(self.waiting()), np.float64)
-            if np.isnan(values).any():
-                raise ValueError(f"policy {self.policy.name!r} values blocks as NaN")
-            self._table = table = clock, values
-        return table[1]
+        if table is None or clock >= self._due:
+            table = table_of(self.policy, self.evidence())
+            self._table, self._due = table, clock + requests_between_tables(clock)
+        return table

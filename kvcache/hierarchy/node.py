@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvcache.block.key import SIGNATURE_BYTES
 
 Name = tuple[bytes, bytes]  # place, signature
@@ -9,6 +11,11 @@ Standing = tuple[int, int, bytes, bytes]  # stamp, -depth, signature, place
 
 UNKNOWN = b""
 """As a parent: it was not told."""
+
+
+def names_of(place: bytes, signatures: bytes | bytearray | memoryview) -> Iterator[Name]:
+    """Of packed signatures."""
+    return ((place, bytes(signatures[i : i + SIGNATURE_BYTES])) for i in range(0, len(signatures), SIGNATURE_BYTES))
 
 
 class Node:

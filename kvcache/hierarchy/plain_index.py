@@ -14,28 +14,23 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block.key import SIGNATURE_BYTES, digest_chain
 from kvcache.hierarchy.ages import Ages
-from kvcache.hierarchy.node import UNKNOWN, Name, Node, Standing
+from kvcache.hierarchy.ghosts import PlainGhosts, Use
+from kvcache.hierarchy.node import UNKNOWN, Name, Node, Standing, names_of
 from kvcache.hierarchy.prefix import usable
 from kvcache.hierarchy.run import Packed
 
 Victim = tuple[bytes, bytes, bytes, bool]  # place, signature, parent, whether another tier still has it
 
 MOST_TIERS, MOST_USES = 4, 0xFF
-
-
-class Ghost(NamedTuple):
-    departure: int
-    stamp: int
-    uses: int
 
 
 class PlainIndex:
@@ -56,9 +51,8 @@ class PlainIndex:
         }
         self._ages = Ages(classes, edges)
         self._reused = np.zeros((classes, len(edges)), np.int64)
-        self._ghosts: dict[Name, Ghost] = {}
-        self._departures: deque[Name] = deque()
-        self._departed = 0
+        self._forgotten = np.zeros((classes, len(edges)), np.int64)
+        self._ghosts = PlainGhosts()
         self._lock = threading.RLock()
 
     def tick(self) -> int:
@@ -98,7 +92,7 @@ class PlainIndex:
     def where(self, place: bytes, signatures: Packed) -> bytes:
         """A mask a block."""
         with self._lock:
-            found = (self._nodes.get(name) for name in _names(place, signatures))
+            found = (self._nodes.get(name) for name in names_of(place, signatures))
             return bytes(node.tiers if node is not None else 0 for node in found)
 
     def stamp(self, place: bytes, signature: bytes) -> int:
@@ -106,6 +100,17 @@ class PlainIndex:
         with self._lock:
             node = self._nodes.get((place, signature))
             return self.clock if node is None else node.stamp
+
+    def uses(self, place: bytes, signatures: Packed) -> bytes:
+        """How often each was used, as a tier that takes it in now would count: one that comes back was used again."""
+        with self._lock:
+            return bytes(map(self._uses, names_of(place, signatures)))
+
+    def _uses(self, name: Name) -> int:
+        node, ghost = self._nodes.get(name), self._ghosts.find(name)
+        if ghost is not None and (node is None or not node.known):
+            return min(ghost.uses + 1, MOST_USES)
+        return node.uses if node is not None else 0
 
     def waiting(self) -> NDArray[np.int64]:
         """By (class, bin of age), the blocks that some tier has and the ghosts."""
@@ -117,13 +122,18 @@ class PlainIndex:
         with self._lock:
             return np.array(self._reused)
 
+    def forgotten(self) -> NDArray[np.int64]:
+        """By (class, bin of age), how many ghosts were forgotten at that age."""
+        with self._lock:
+            return np.array(self._forgotten)
+
     # changing
 
     def insert(self, place: bytes, signatures: Packed, parent: bytes, tier: int) -> None:
         """The tier has these now. `parent` is the signature before the first of them; the namespace where it is the
         first of its chain, empty where it is unknown."""
         with self._lock:
-            for name in _names(place, signatures):
+            for name in names_of(place, signatures):
                 node = self._get(name)
                 if not node.tiers:
                     self._attach(node, parent)
@@ -134,6 +144,14 @@ class PlainIndex:
                     self._count_child(node.parent_name, tier, 1)
                     self._enter_orders(node)
                 parent = name[1]
+
+    def refuse(self, place: bytes, signatures: Packed) -> None:
+        """Nobody took these: what nobody knows of them becomes a ghost at once, as if it had come and left."""
+        with self._lock:
+            for name in names_of(place, signatures):
+                if self._ghosts_a_block and name not in self._nodes:
+                    self._remember(name, Use(self.clock, self._return(name, 0)))
+            self._trim_ghosts()
 
     def discard(self, place: bytes, signature: bytes, tier: int, unless_held: bool) -> bool:
         """The tier has it no more. True where it had it."""
@@ -148,7 +166,7 @@ class PlainIndex:
         """Count a use of each at this time, which is not in the future."""
         with self._lock:
             stamp = min(stamp, self.clock)
-            for name in _names(place, signatures):
+            for name in names_of(place, signatures):
                 node = self._nodes.get(name)
                 if node is None:
                     continue
@@ -167,7 +185,7 @@ class PlainIndex:
         has no more `room`. How many, by nearest tier. Give each back with `release`."""
         held = [0] * self._tiers
         with self._lock:
-            for name in _names(place, signatures):
+            for name in names_of(place, signatures):
                 node = self._nodes.get(name)
                 if node is None or not node.tiers:
                     break
@@ -181,7 +199,7 @@ class PlainIndex:
 
     def release(self, place: bytes, signatures: Packed) -> None:
         with self._lock:
-            for name in _names(place, signatures):
+            for name in names_of(place, signatures):
                 node = self._nodes.get(name)
                 if node is None or not node.holds:
                     raise ValueError("release of a block that is not held: give back what `hold` took, once")
@@ -194,7 +212,8 @@ class PlainIndex:
         self, tier: int, values: NDArray[np.float64], count: int, before: int | None, stored_below: bool
     ) -> list[Victim]:
         """Take at most `count` records out of a tier, the least valuable first: `values` says it by (class, bin of
-        age); among equals those that a tier below has too, then as they stand in their orders.
+        age); infinity: none of it leaves. Among equals those that a tier below has too, then as they stand in their
+        orders.
 
         `before`: only those last used earlier than this time. `stored_below`: only those that a tier below has too.
         """
@@ -217,11 +236,7 @@ class PlainIndex:
     def _attach(self, node: Node, parent: bytes) -> None:
         """Some tier will have the node now."""
         place, _ = node.name
-        ghost = self._ghosts.pop(node.name, None)
-        if ghost is not None:
-            self._ages.add(self._class(ghost.uses), ghost.stamp, -1)
-            self._count_reuse(ghost.uses, self.clock - ghost.stamp)
-            node.uses = min(ghost.uses + 1, MOST_USES)
+        node.uses = self._return(node.name, node.uses)
         node.parent, node.known, node.depth = parent, True, 0
         if parent not in (UNKNOWN, place[:SIGNATURE_BYTES]):
             before = self._get((place, parent))
@@ -267,18 +282,26 @@ class PlainIndex:
             return
         del self._nodes[node.name]
         if node.known and self._ghosts_a_block:
-            self._ghosts[node.name] = Ghost(self._departed, node.stamp, node.uses)
-            self._departures.append(node.name)
-            self._departed += 1
-            self._ages.add(self._class(node.uses), node.stamp, 1)
+            self._remember(node.name, Use(node.stamp, node.uses))
+
+    def _remember(self, name: Name, use: Use) -> None:
+        self._ghosts.add(name, use)
+        self._ages.add(self._class(use.uses), use.stamp, 1)
+
+    def _return(self, name: Name, uses: int) -> int:
+        """Count that it came back, if it is remembered: how often it was used then, else what was given."""
+        ghost = self._ghosts.take(name)
+        if ghost is None:
+            return uses
+        self._ages.add(self._class(ghost.uses), ghost.stamp, -1)
+        self._count_reuse(ghost.uses, self.clock - ghost.stamp)
+        return min(ghost.uses + 1, MOST_USES)
 
     def _trim_ghosts(self) -> None:
-        while len(self._departures) > int(self._ghosts_a_block * self._blocks):
-            name = self._departures.popleft()
-            ghost = self._ghosts.get(name)
-            if ghost is not None and ghost.departure == self._departed - len(self._departures) - 1:
-                del self._ghosts[name]
-                self._ages.add(self._class(ghost.uses), ghost.stamp, -1)
+        for ghost in self._ghosts.trim(int(self._ghosts_a_block * self._blocks)):
+            c = self._class(ghost.uses)
+            self._ages.add(c, ghost.stamp, -1)
+            self._forgotten[c, self._ages.bin(self.clock - ghost.stamp)] += 1
 
     def _class(self, uses: int) -> int:
         return sum(uses >= bound for bound in self._bounds)
@@ -308,6 +331,8 @@ class PlainIndex:
             for c in range(len(self._bounds) + 1):
                 for value, standing in self._heads(self._orders[tier, below, c], values[c]):
                     candidate = (value, -below, standing)
+                    if value == inf:
+                        continue
                     if (before is None or standing[0] < before) and (worst is None or candidate < worst):
                         worst = candidate
         return None if worst is None else self._nodes[worst[2][3], worst[2][2]]
@@ -334,12 +359,10 @@ class PlainIndex:
         return len(self._ghosts)
 
     def held(self) -> int:
-        """How many holds there are, in all."""
         with self._lock:
             return sum(node.holds for node in self._nodes.values())
 
     def names(self, tier: int) -> list[Name]:
-        """All that a tier has."""
         with self._lock:
             return [name for name, node in self._nodes.items() if node.tiers >> tier & 1]
 
@@ -375,7 +398,3 @@ class PlainIndex:
             if self.waiting().sum() != self._blocks + len(self._ghosts):
                 faults.append(f"index: {self.waiting().sum()} blocks and ghosts by age, {self._blocks} are there")
         return faults
-
-
-def _names(place: bytes, signatures: Packed) -> Iterator[Name]:
-    return ((place, bytes(signatures[i : i + SIGNATURE_BYTES])) for i in range(0, len(signatures), SIGNATURE_BYTES))

@@ -28,7 +28,7 @@ def read(name: str, lines: Iterable[str], *, shared_tools: bool, seed: int = 0) 
     """`shared_tools`: blocks within a session's tool descriptions belong to all sessions that have as many tokens of
     them; an assumption, as the trace does not say."""
     sessions = [json.loads(line) for line in lines if line.strip()]
-    draw = random.Random(seed)
+    draw = random.Random(seed)  # noqa: S311  a shuffle, no secret
     draw.shuffle(sessions)
     begins = [draw.uniform(0, DAY_S) for _ in sessions]
     chains: list[NDArray[np.int64]] = []

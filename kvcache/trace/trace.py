@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,7 +65,7 @@ class Trace:
     def __iter__(self) -> Iterator[Ids]:
         """Each request's chain."""
         starts = self.starts.tolist()
-        for first, end in zip(starts, starts[1:], strict=False):
+        for first, end in pairwise(starts):
             yield self.blocks[first:end]
 
     @property
@@ -79,9 +80,15 @@ class Trace:
     def part(self, first: int, end: int) -> Trace:
         """Requests `first` to `end` (excluded) as a trace of its own."""
         rows = slice(first, end)
-        chains = [self.blocks[a:b].astype(np.int64) for a, b in zip(self.starts[rows], self.starts[1:][rows], strict=False)]
+        chains = [
+            self.blocks[a:b].astype(np.int64) for a, b in zip(self.starts[rows], self.starts[1:][rows], strict=False)
+        ]
         return Trace.of(
-            self.name, self.block_tokens, chains, self.times_s[rows].tolist(), self.input_tokens[rows].tolist(),
+            self.name,
+            self.block_tokens,
+            chains,
+            self.times_s[rows].tolist(),
+            self.input_tokens[rows].tolist(),
             self.output_tokens[rows].tolist(),
         )
 

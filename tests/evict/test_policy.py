@@ -7,24 +7,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcache.evict.hazard import Hazard
 from kvcache.evict.lru import LRU
-from kvcache.evict.policy import AGE_BINS, BINS_PER_OCTAVE, Policy, age_bin
+from kvcache.evict.policy import AGE_BINS, BINS_PER_OCTAVE, Evidence, Policy, age_bin
 
-POLICIES = [LRU]
+POLICIES = [LRU, Hazard]
 
 
 @pytest.mark.parametrize("make", POLICIES)
 def test_a_policy_ranks_every_class_and_age(make: type[Policy]) -> None:
     policy = make()
     classes = len(policy.bounds) + 1
-    values = policy.values(np.zeros((classes, AGE_BINS), np.int64))
+    values = policy.values(Evidence.none(policy))
     assert values.shape == (classes, AGE_BINS)
     assert np.isfinite(values).all()
     assert list(policy.bounds) == sorted(set(policy.bounds))
 
 
 def test_lru_values_the_newer_more() -> None:
-    values = LRU().values(np.zeros((1, AGE_BINS), np.int64))
+    values = LRU().values(Evidence.none(LRU()))
     assert (np.diff(values[0]) < 0).all()
 
 

@@ -16,7 +16,7 @@ from kvcache import native
 from kvcache.block.address import Address
 from kvcache.block.layout import Shard
 from kvcache.evict.lru import LRU
-from kvcache.evict.policy import AGE_BINS, Policy, age_bin
+from kvcache.evict.policy import AGE_BINS, Evidence, Policy, age_bin
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.run import Run, place_of
 
@@ -32,15 +32,17 @@ class Ranks:
     bounds = (1, 3)
     ghosts = 0.0
 
-    def values(self, counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    def values(self, evidence: Evidence) -> NDArray[np.float64]:
         return np.arange(3)[:, None] * 2.0 - np.arange(AGE_BINS)[None, :] // 4
 
 
 class Holes(Ranks):
     """The oldest are not the least valuable, and many are equal: any bin of any class may be the one to take from."""
 
-    def values(self, counts: NDArray[np.int64]) -> NDArray[np.float64]:
-        return np.random.default_rng(1).integers(0, 4, (3, AGE_BINS)).astype(np.float64)
+    def values(self, evidence: Evidence) -> NDArray[np.float64]:
+        values = np.random.default_rng(1).integers(0, 5, (3, AGE_BINS)).astype(np.float64)
+        values[values == 4] = np.inf  # these stay
+        return values
 
 
 def run(addresses: list[Address]) -> Run:
@@ -156,7 +158,7 @@ class IndexMachine(RuleBasedStateMachine):
     )
     def evict(self, tier: int, stored_below: bool, back: int | None, count: int) -> None:
         before = None if back is None else max(0, self.index.clock - back)
-        values = self.policy.values(np.zeros((len(self.policy.bounds) + 1, AGE_BINS), np.int64))
+        values = self.policy.values(Evidence.none(self.policy))
         victims = self.index.evict(TIERS[tier], count, before=before, stored_below=stored_below)
         for i in range(count):
             candidates = []
@@ -168,6 +170,8 @@ class IndexMachine(RuleBasedStateMachine):
                 if (stored_below and not below) or (before is not None and k.stamp >= before):
                     continue
                 c = sum(k.uses >= bound for bound in self.policy.bounds)
+                if values[c, age_bin(self.index.clock - k.stamp)] == np.inf:
+                    continue
                 candidates.append((values[c, age_bin(self.index.clock - k.stamp)], -below, k.stamp, -k.depth, name))
             if not candidates:
                 assert len(victims) == i
@@ -201,6 +205,8 @@ class IndexMachine(RuleBasedStateMachine):
             for tier in TIERS:
                 while self.index.evict(tier):
                     pass
+                for address in sum(self.chains, []):  # what a policy lets stay
+                    self.index.discard(address, tier)
             assert len(self.index) == 0
             assert self.index.held() == 0
 

@@ -35,6 +35,7 @@ TABLES = [
     np.random.default_rng(3).standard_normal((4, AGE_BINS)),
     np.random.default_rng(4).integers(0, 3, (4, AGE_BINS)).astype(np.float64),
 ]
+TABLES.append(np.where(TABLES[3] > 0, np.inf, TABLES[3]))  # half of all stay
 
 
 def branch(number: int, length: int) -> bytes:
@@ -99,6 +100,10 @@ class Twins(RuleBasedStateMachine):
     def discard(self, chain: int, i: int, place: int, tier: int, unless_held: bool) -> None:
         self.both(lambda twin: twin.discard(PLACES[place], CHAINS[chain][32 * i : 32 * i + 32], tier, unless_held))
 
+    @rule(chain=chains, ends=ends, place=places)
+    def refuse(self, chain: int, ends: list[int], place: int) -> None:
+        self.both(lambda twin: twin.refuse(PLACES[place], CHAINS[chain][32 * ends[0] : 32 * ends[1]]))
+
     @rule(chain=chains, ends=ends, place=places, back=st.integers(0, 3))
     def touch(self, chain: int, ends: list[int], place: int, back: int) -> None:
         run = CHAINS[chain][32 * ends[0] : 32 * ends[1]]
@@ -143,10 +148,12 @@ class Twins(RuleBasedStateMachine):
         for place in PLACES:
             for chain in CHAINS:
                 self.both(lambda twin: (twin.where(place, chain), twin.stamp(place, chain[-32:])))  # noqa: B023
+                self.both(lambda twin: twin.uses(place, chain))  # noqa: B023
         self.both(lambda twin: (len(twin), twin.ghosts(), twin.held(), [twin.resident(t) for t in range(3)]))
         self.both(lambda twin: [sorted(twin.names(t)) for t in range(3)])
         self.both(lambda twin: bytes(memoryview(twin.waiting()).cast("B")))
         self.both(lambda twin: bytes(memoryview(twin.reused()).cast("B")))
+        self.both(lambda twin: bytes(memoryview(twin.forgotten()).cast("B")))
         self.both(lambda twin: twin.check())
 
     def teardown(self) -> None:

@@ -1,0 +1,64 @@
+#include "play.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+namespace kvcache {
+namespace {
+
+// A newcomer takes the place of nothing that is worth more than itself.
+std::vector<double> worth_at_most(const Index& index, const double* values, unsigned use_class) {
+    std::vector<double> table(values, values + index.classes() * index.bins());
+    const double own = values[use_class * index.bins()];
+    for (double& value : table) {
+        if (value > own) value = std::numeric_limits<double>::infinity();
+    }
+    return table;
+}
+
+}  // namespace
+
+void play(Index& index, const std::uint8_t* place, const Requests& requests, std::uint64_t capacity,
+          const double* values, std::int32_t* hits) {
+    constexpr std::uint64_t ALL = Index::NEVER;
+    std::vector<std::vector<double>> tables(index.classes());
+    std::vector<std::uint8_t> signatures, uses;
+    for (std::size_t r = requests.first; r < requests.end; ++r) {
+        const std::int32_t* chain = requests.blocks + requests.starts[r];
+        const std::size_t blocks = static_cast<std::size_t>(requests.starts[r + 1] - requests.starts[r]);
+        signatures.resize(blocks * SIGNATURE), uses.resize(blocks);
+        for (std::size_t i = 0; i < blocks; ++i) {
+            const std::uint8_t* from = requests.signatures + static_cast<std::size_t>(chain[i]) * SIGNATURE;
+            std::memcpy(&signatures[i * SIGNATURE], from, SIGNATURE);
+        }
+        const auto part = [&](std::size_t first, std::size_t end) {
+            return Run{place, signatures.data() + first * SIGNATURE, end - first};
+        };
+        const std::uint64_t now = index.tick();
+        const Run whole = part(0, blocks);
+        ByTier by_tier;
+        std::size_t at = index.match(&whole, &ALL, 1, &by_tier);
+        *hits++ = static_cast<std::int32_t>(at);
+        index.touch(part(0, at), now);
+        index.uses(part(at, blocks), uses.data() + at);
+        while (at < blocks) {
+            const unsigned own = index.use_class(uses[at]);
+            std::size_t end = at + 1;
+            while (end < blocks && index.use_class(uses[end]) == own) ++end;
+            const std::uint64_t room = capacity - index.resident(0);
+            if (end - at > room) {
+                if (tables[own].empty()) tables[own] = worth_at_most(index, values, own);
+                index.evict(0, tables[own].data(), end - at - room, now, false);
+            }
+            const std::size_t fits = std::min<std::uint64_t>(end - at, capacity - index.resident(0));
+            index.insert(part(at, at + fits), at ? part(at - 1, at).signatures : place, 0);
+            at += fits;
+            if (at < end) break;  // what follows could not be found
+        }
+        index.refuse(part(at, blocks));
+    }
+}
+
+}  // namespace kvcache

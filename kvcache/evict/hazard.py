@@ -1,0 +1,65 @@
+"""Keep what is expected to be used again soonest for the memory it takes till then.
+
+A block's class is how often it was used. For each class the policy estimates the hazard of reuse, the chance that a
+block which has waited so long is used again within the next bin of age, from all that is known of waiting: uses again
+are events; blocks that are here, ghosts, and ghosts that were forgotten have waited for their age at least and may yet
+come (Kaplan and Meier 1958, so eviction does not bias it). The value of a block that has waited for `a` is the index of
+Gittins (1979): the best, over all T, of the expected uses again between a and T over the expected time that it is held
+until then. Nothing is set by hand but how much evidence outweighs the prior.
+
+While evidence is thin, the hazard of a class is drawn to that of all classes, and that to a prior: one chance for every
+bin, which falls as 1 / age since bins grow with it. By it alone the policy ranks as LRU does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence
+
+Table = NDArray[np.float64]
+
+PRIOR = 0.005
+"""Chance of a use again in any bin of age, before anything was seen."""
+PSEUDO = 30.0
+"""How many blocks seen in a bin weigh as much as what they are drawn to."""
+
+_EDGES = np.asarray(AGE_EDGES, np.float64)
+_ENDS = np.append(_EDGES[1:], 2 * _EDGES[-1])
+_WIDE = np.flatnonzero(_ENDS > _EDGES)  # bins in which an age can be: the first ones are narrower than one request
+_WIDTH = (_ENDS - _EDGES)[_WIDE]
+_OF_BIN = np.maximum(np.searchsorted(_WIDE, np.arange(AGE_BINS), "right") - 1, 0)  # where each bin's value stands
+_LATER = np.tri(len(_WIDE), dtype=bool).T  # [a, T]: T ends after a begins
+
+
+class Hazard:
+    name = "hazard"
+    bounds: tuple[int, ...] = (1, 2, 3, 5, 9, 31)
+    ghosts = 10.0
+
+    def values(self, evidence: Evidence) -> Table:
+        seen = evidence.reused[:, _WIDE].astype(np.float64)
+        unseen = (evidence.waiting + evidence.forgotten)[:, _WIDE].astype(np.float64)
+        return index(hazards(seen, unseen))[:, _OF_BIN]
+
+
+def hazards(seen: Table, unseen: Table) -> Table:
+    """By (class, bin), the chance that a block which has waited until the bin is used again within it. `seen`: those
+    that were, `unseen`: those that were last seen waiting in the bin, and count for half of it."""
+    risk = (seen + unseen)[:, ::-1].cumsum(1)[:, ::-1] - unseen / 2
+    every = (seen.sum(0) + PSEUDO * PRIOR) / (risk.sum(0) + PSEUDO)
+    chance: Table = np.minimum((seen + PSEUDO * every) / (risk + PSEUDO), 1 - 1e-6)
+    return chance
+
+
+def index(hazard: Table) -> Table:
+    """By (class, bin), the best of expected uses over expected time held, from the bin's beginning on."""
+    waits = np.cumprod(np.concatenate([np.ones((len(hazard), 1)), 1 - hazard], 1), 1)  # still waiting at each edge
+    time = np.cumsum(_WIDTH * (waits[:, :-1] + waits[:, 1:]) / 2, 1)  # held until each bin's end
+    held = time[:, None, :] - np.concatenate([np.zeros((len(hazard), 1)), time[:, :-1]], 1)[:, :, None]
+    uses = waits[:, :-1, None] - waits[:, None, 1:]
+    # what still waits at the beginning divides both, and is no more
+    rates = np.where(_LATER, uses, 0.0) / np.where(_LATER, held, 1.0)
+    best: Table = rates.max(2)
+    return best
