@@ -35,6 +35,7 @@ def scatter(
     *,
     plain: bool = False,
 ) -> None: ...
+def play_classic(policy: str, starts: Any, blocks: Any, unique: int, capacity: int, hits: Any) -> bool: ...
 
 class Index:
     clock: int

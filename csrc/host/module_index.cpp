@@ -4,6 +4,7 @@
 #include <memory>
 #include <mutex>
 
+#include "classics.h"
 #include "index.h"
 #include "objects.h"
 #include "play.h"
@@ -69,6 +70,32 @@ class Groups {
     std::vector<std::unique_ptr<Buffer>> places_;
     std::vector<std::uint64_t> needs_;
 };
+
+void check_chains(const Buffer& starts, const Buffer& blocks, std::size_t unique, std::size_t requests) {
+    expect(starts.integers("lq", 8, "int64") > requests, "requests to play: more than there are");
+    const std::size_t accesses = blocks.integers("i", 4, "int32");
+    const std::int64_t* begins = reinterpret_cast<const std::int64_t*>(starts.data());
+    const std::int32_t* numbers = reinterpret_cast<const std::int32_t*>(blocks.data());
+    for (std::size_t r = 0; r < requests; ++r) {
+        expect(0 <= begins[r] && begins[r] <= begins[r + 1] && static_cast<std::size_t>(begins[r + 1]) <= accesses,
+               "where requests begin: expected ascending positions within the blocks");
+    }
+    for (std::int64_t i = begins[0]; i < begins[requests]; ++i) {
+        expect(numbers[i] >= 0 && static_cast<std::size_t>(numbers[i]) < unique, "a block that nothing is known of");
+    }
+}
+
+bool play_one(const std::string& policy, const py::object& starts, const py::object& blocks, std::size_t unique,
+              std::size_t capacity, const py::object& hits) {
+    const Buffer begins(starts, PyBUF_FORMAT), numbers(blocks, PyBUF_FORMAT), out(hits, PyBUF_FORMAT | PyBUF_WRITABLE);
+    const std::size_t requests = out.integers("i", 4, "int32");
+    check_chains(begins, numbers, unique, requests);
+    expect(capacity > 0, "no room: expected a capacity of one block at least");
+    const Chains chains{reinterpret_cast<const std::int64_t*>(begins.data()),
+                        reinterpret_cast<const std::int32_t*>(numbers.data()), requests, unique};
+    py::gil_scoped_release unlocked;
+    return play_classic(policy, chains, capacity, reinterpret_cast<std::int32_t*>(out.data()));
+}
 
 // The module's class: an index that knows how many tiers it has, and checks what it is given.
 class PyIndex {
@@ -216,26 +243,18 @@ class PyIndex {
         const Buffer where(place, PyBUF_SIMPLE), begins(starts, PyBUF_FORMAT), chain(blocks, PyBUF_FORMAT);
         const Buffer names(signatures, PyBUF_SIMPLE), table(values, PyBUF_FORMAT);
         const Buffer out(hits, PyBUF_FORMAT | PyBUF_WRITABLE);
-        const std::size_t requests = begins.integers("lq", 8, "int64");
-        const std::size_t accesses = chain.integers("i", 4, "int32");
-        const std::size_t unique = names.bytes() / SIGNATURE;
-        expect(where.bytes() == PLACE && first <= end && end < requests && out.integers("i", 4, "int32") >= end - first,
+        expect(where.bytes() == PLACE && first <= end && out.integers("i", 4, "int32") >= end - first,
                "requests to play: expected a place, and a hit each of those that there are");
+        check_chains(begins, chain, names.bytes() / SIGNATURE, end);
         expect(table.holds("d", 8) && table.bytes() == 8 * index_.classes() * index_.bins() && tiers_ == 1,
                "a trace is played to one tier by a float64 table of (class, age bin)");
-        const std::int64_t* begin = reinterpret_cast<const std::int64_t*>(begins.data());
-        const std::int32_t* number = reinterpret_cast<const std::int32_t*>(chain.data());
-        for (std::size_t r = first; r < end; ++r) {
-            expect(0 <= begin[r] && begin[r] <= begin[r + 1] && static_cast<std::size_t>(begin[r + 1]) <= accesses,
-                   "where requests begin: expected ascending positions within the blocks");
-            for (std::int64_t i = begin[r]; i < begin[r + 1]; ++i) {
-                expect(number[i] >= 0 && static_cast<std::size_t>(number[i]) < unique, "a block without a signature");
-            }
-        }
         expect(capacity >= index_.resident(0), "a capacity below what is there");
         locked(index_, BRIEF + 1, [&] {
-            kvcache::play(index_, where.data(), {begin, number, names.data(), first, end}, capacity,
-                          reinterpret_cast<const double*>(table.data()), reinterpret_cast<std::int32_t*>(out.data()));
+            kvcache::play(index_, where.data(),
+                          {reinterpret_cast<const std::int64_t*>(begins.data()),
+                           reinterpret_cast<const std::int32_t*>(chain.data()), names.data(), first, end},
+                          capacity, reinterpret_cast<const double*>(table.data()),
+                          reinterpret_cast<std::int32_t*>(out.data()));
             return true;
         });
     }
@@ -347,6 +366,11 @@ for more than a few blocks. ValueError where arguments make no sense.)")
 
 }  // namespace
 
-void bind_index(py::module_& module) { PyIndex::bind(module); }
+void bind_index(py::module_& module) {
+    PyIndex::bind(module);
+    module.def("play_classic", &play_one, py::arg("policy"), py::arg("starts"), py::arg("blocks"), py::arg("unique"),
+               py::arg("capacity"), py::arg("hits"),
+               "Writes how many of each request's first blocks were there; false where there is no such policy.");
+}
 
 }  // namespace kvcache

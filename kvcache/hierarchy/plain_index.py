@@ -172,12 +172,12 @@ class PlainIndex:
                     continue
                 self._leave_orders(node)
                 if node.tiers:
-                    self._ages.add(self._class(node.uses), node.stamp, -1)
+                    self._ages.add(self.use_class(node.uses), node.stamp, -1)
                     self._count_reuse(node.uses, max(0, stamp - node.stamp))
                 node.uses = min(node.uses + 1, MOST_USES)
                 node.stamp = max(node.stamp, stamp)
                 if node.tiers:
-                    self._ages.add(self._class(node.uses), node.stamp, 1)
+                    self._ages.add(self.use_class(node.uses), node.stamp, 1)
                 self._enter_orders(node)
 
     def hold(self, place: bytes, signatures: Packed, room: Sequence[int]) -> tuple[int, ...]:
@@ -245,7 +245,7 @@ class PlainIndex:
             else:
                 node.depth = before.depth + 1
         self._blocks += 1
-        self._ages.add(self._class(node.uses), node.stamp, 1)
+        self._ages.add(self.use_class(node.uses), node.stamp, 1)
 
     def _descends(self, node: Node, ancestor: Node) -> bool:
         """A chain that bites its own tail could never leave."""
@@ -263,7 +263,7 @@ class PlainIndex:
         self._enter_orders(node)
         if not node.tiers:
             self._blocks -= 1
-            self._ages.add(self._class(node.uses), node.stamp, -1)
+            self._ages.add(self.use_class(node.uses), node.stamp, -1)
         self._count_child(parent, tier, -1)
         if parent is not None:
             self._forget(self._nodes[parent])
@@ -286,28 +286,28 @@ class PlainIndex:
 
     def _remember(self, name: Name, use: Use) -> None:
         self._ghosts.add(name, use)
-        self._ages.add(self._class(use.uses), use.stamp, 1)
+        self._ages.add(self.use_class(use.uses), use.stamp, 1)
 
     def _return(self, name: Name, uses: int) -> int:
         """Count that it came back, if it is remembered: how often it was used then, else what was given."""
         ghost = self._ghosts.take(name)
         if ghost is None:
             return uses
-        self._ages.add(self._class(ghost.uses), ghost.stamp, -1)
+        self._ages.add(self.use_class(ghost.uses), ghost.stamp, -1)
         self._count_reuse(ghost.uses, self.clock - ghost.stamp)
         return min(ghost.uses + 1, MOST_USES)
 
     def _trim_ghosts(self) -> None:
         for ghost in self._ghosts.trim(int(self._ghosts_a_block * self._blocks)):
-            c = self._class(ghost.uses)
+            c = self.use_class(ghost.uses)
             self._ages.add(c, ghost.stamp, -1)
             self._forgotten[c, self._ages.bin(self.clock - ghost.stamp)] += 1
 
-    def _class(self, uses: int) -> int:
+    def use_class(self, uses: int) -> int:
         return sum(uses >= bound for bound in self._bounds)
 
     def _count_reuse(self, uses: int, age: int) -> None:
-        self._reused[self._class(uses), self._ages.bin(age)] += 1
+        self._reused[self.use_class(uses), self._ages.bin(age)] += 1
 
     def _leave_orders(self, node: Node) -> None:
         for t, place in enumerate(node.listed):
@@ -321,7 +321,7 @@ class PlainIndex:
             return
         for t in range(self._tiers):
             if node.listed[t] is None and node.tiers >> t & 1 and not node.children[t]:
-                order = t, int(node.tiers >> (t + 1) != 0), self._class(node.uses)
+                order = t, int(node.tiers >> (t + 1) != 0), self.use_class(node.uses)
                 insort(self._orders[order], node.standing)
                 node.listed[t] = order
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import chain as links
 
 import numpy as np
 import pytest
@@ -205,7 +206,7 @@ class IndexMachine(RuleBasedStateMachine):
             for tier in TIERS:
                 while self.index.evict(tier):
                     pass
-                for address in sum(self.chains, []):  # what a policy lets stay
+                for address in links.from_iterable(self.chains):  # what a policy lets stay
                     self.index.discard(address, tier)
             assert len(self.index) == 0
             assert self.index.held() == 0

@@ -1,0 +1,408 @@
+#include "classics.h"
+
+#include <algorithm>
+#include <limits>
+#include <set>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+namespace kvcache {
+namespace {
+
+using Block = std::int32_t;
+constexpr Block NONE = -1;
+constexpr double NEVER = std::numeric_limits<double>::infinity();
+
+// Blocks in order, the first to leave first. A block stands in one of the orders that share a `Links`.
+struct Links {
+    explicit Links(std::size_t unique) : before(unique, NONE), after(unique, NONE), owner(unique, nullptr) {}
+    std::vector<Block> before, after;
+    std::vector<const void*> owner;
+};
+
+class Order {
+  public:
+    explicit Order(Links& links) : links_(links) {}
+    Order(const Order&) = delete;
+    Order& operator=(const Order&) = delete;
+
+    bool has(Block block) const { return links_.owner[at(block)] == this; }
+    Block first() const { return first_; }
+    Block after(Block block) const { return links_.after[at(block)]; }
+    std::size_t size() const { return size_; }
+
+    void push(Block block) {
+        links_.owner[at(block)] = this;
+        links_.before[at(block)] = last_, links_.after[at(block)] = NONE;
+        (last_ == NONE ? first_ : links_.after[at(last_)]) = block;
+        last_ = block;
+        ++size_;
+    }
+
+    void erase(Block block) {
+        const Block b = links_.before[at(block)], a = links_.after[at(block)];
+        (b == NONE ? first_ : links_.after[at(b)]) = a;
+        (a == NONE ? last_ : links_.before[at(a)]) = b;
+        links_.owner[at(block)] = nullptr;
+        --size_;
+    }
+
+    void renew(Block block) { erase(block), push(block); }
+
+  private:
+    static std::size_t at(Block block) { return static_cast<std::size_t>(block); }
+
+    Links& links_;
+    Block first_ = NONE, last_ = NONE;
+    std::size_t size_ = 0;
+};
+
+class Classic {
+  public:
+    Classic(std::size_t room, const std::vector<Block>& parent_of)
+        : capacity(room), parents(parent_of), here(parent_of.size()), children(parent_of.size()), links(here.size()) {}
+
+    bool has(Block block) const { return here[static_cast<std::size_t>(block)] != 0; }
+
+  protected:
+    bool full() const { return count >= capacity; }
+    bool free(Block block) const { return children[static_cast<std::size_t>(block)] == 0; }
+
+    void enter(Block block) { change(block, 1); }
+    void leave(Block block) { change(block, -1); }
+
+    Block free_of(const Order& order) const {
+        Block block = order.first();
+        while (block != NONE && !free(block)) block = order.after(block);
+        return block;
+    }
+
+    const std::size_t capacity;
+    const std::vector<Block>& parents;
+    std::size_t count = 0;
+    std::vector<std::uint8_t> here;
+    std::vector<std::int32_t> children;
+    Links links;
+
+  private:
+    void change(Block block, int by) {
+        here[static_cast<std::size_t>(block)] = by > 0;
+        count += static_cast<std::size_t>(by);
+        const Block parent = parents[static_cast<std::size_t>(block)];
+        if (parent != NONE) children[static_cast<std::size_t>(parent)] += by;
+    }
+};
+
+class S3FIFO : public Classic {
+  public:
+    using Classic::Classic;
+
+    void touch(Block block, double) {
+        std::uint8_t& uses = uses_[static_cast<std::size_t>(block)];
+        uses = static_cast<std::uint8_t>(std::min(3, uses + 1));
+    }
+
+    void admit(Block block, double) {
+        while (full()) make_room();
+        const bool known = ghosts_.has(block);
+        if (known) ghosts_.erase(block);
+        uses_[static_cast<std::size_t>(block)] = 0;
+        (known ? main_ : small_).push(block);
+        enter(block);
+    }
+
+  private:
+    void make_room() {
+        if (small_.size() && (small_.size() >= capacity / 4 || free_of(main_) == NONE)) {
+            const Block small = small_.first();
+            small_.erase(small);
+            if (uses_[static_cast<std::size_t>(small)] || !free(small)) {
+                uses_[static_cast<std::size_t>(small)] = 0;
+                return main_.push(small);
+            }
+            leave(small);
+            ghosts_.push(small);
+            if (ghosts_.size() > capacity) ghosts_.erase(ghosts_.first());
+            return;
+        }
+        const Block main = main_.first();
+        std::uint8_t& uses = uses_[static_cast<std::size_t>(main)];
+        if (uses || !free(main)) {
+            uses = static_cast<std::uint8_t>(std::max(0, uses - 1));
+            return main_.renew(main);
+        }
+        main_.erase(main);
+        leave(main);
+    }
+
+    std::vector<std::uint8_t> uses_ = std::vector<std::uint8_t>(parents.size());
+    Order small_{links}, main_{links}, ghosts_{links};
+};
+
+class Sieve : public Classic {
+  public:
+    using Classic::Classic;
+
+    void touch(Block block, double) { visited_[static_cast<std::size_t>(block)] = 1; }
+
+    void admit(Block block, double) {
+        while (full()) {
+            if (hand_ == NONE) hand_ = queue_.first();
+            const Block at = hand_;
+            hand_ = queue_.after(at);
+            if (visited_[static_cast<std::size_t>(at)]) {
+                visited_[static_cast<std::size_t>(at)] = 0;
+            } else if (free(at)) {
+                queue_.erase(at);
+                leave(at);
+                ended_ = hand_ == NONE;
+            }
+        }
+        queue_.push(block);
+        if (ended_) hand_ = block, ended_ = false;  // the hand stood behind the newest
+        enter(block);
+    }
+
+  private:
+    std::vector<std::uint8_t> visited_ = std::vector<std::uint8_t>(parents.size());
+    Order queue_{links};
+    Block hand_ = NONE;
+    bool ended_ = false;
+};
+
+class ARC : public Classic {
+  public:
+    using Classic::Classic;
+
+    void touch(Block block, double) {
+        (once_.has(block) ? once_ : again_).erase(block);
+        again_.push(block);
+    }
+
+    void admit(Block block, double) {
+        const double once = static_cast<double>(gone_once_.size()), again = static_cast<double>(gone_again_.size());
+        if (gone_once_.has(block)) {
+            border_ = std::min(static_cast<double>(capacity), border_ + std::max(1.0, again / once));
+            make_room(false);
+            gone_once_.erase(block);
+            again_.push(block);
+        } else if (gone_again_.has(block)) {
+            border_ = std::max(0.0, border_ - std::max(1.0, once / again));
+            make_room(true);
+            gone_again_.erase(block);
+            again_.push(block);
+        } else {
+            if (once_.size() + gone_once_.size() >= capacity && gone_once_.size()) {
+                gone_once_.erase(gone_once_.first());
+            } else if (count + gone_once_.size() + gone_again_.size() >= 2 * capacity && gone_again_.size()) {
+                gone_again_.erase(gone_again_.first());
+            }
+            make_room(false);
+            once_.push(block);
+        }
+        enter(block);
+    }
+
+  private:
+    void make_room(bool from_again) {
+        while (full()) {
+            const double size = static_cast<double>(once_.size());
+            const bool take_once = size > 0 && (size > border_ || (from_again && size == border_));
+            for (const bool of_once : {take_once, !take_once}) {
+                Order& order = of_once ? once_ : again_;
+                const Block victim = free_of(order);
+                if (victim == NONE) continue;
+                order.erase(victim);
+                (of_once ? gone_once_ : gone_again_).push(victim);
+                leave(victim);
+                break;
+            }
+        }
+    }
+
+    Order once_{links}, again_{links}, gone_once_{links}, gone_again_{links};
+    double border_ = 0;
+};
+
+class WTinyLFU : public Classic {
+  public:
+    using Classic::Classic;
+
+    void touch(Block block, double) {
+        count_use(block);
+        if (window_.has(block)) return window_.renew(block);
+        (tried_.has(block) ? tried_ : kept_).erase(block);
+        kept_.push(block);
+        if (kept_.size() > kept_room_) {
+            const Block oldest = kept_.first();
+            kept_.erase(oldest);
+            tried_.push(oldest);
+        }
+    }
+
+    void admit(Block block, double) {
+        count_use(block);
+        if (window_.size() >= window_room_ || full()) move_on();
+        window_.push(block);
+        enter(block);
+    }
+
+  private:
+    void move_on() {
+        const Block oldest = window_.first();
+        if (full()) {
+            for (std::size_t n = tried_.size(); n > 0 && !free(tried_.first()); --n) tried_.renew(tried_.first());
+            const bool tried = tried_.size() && free(tried_.first());
+            const Block main = tried ? tried_.first() : free_of(kept_);
+            const bool stays = main == NONE || (uses(oldest) < uses(main) && free(oldest));
+            if (stays) {
+                const Block leaver = free_of(window_);
+                window_.erase(leaver);
+                return leave(leaver);
+            }
+            (tried_.has(main) ? tried_ : kept_).erase(main);
+            leave(main);
+        }
+        window_.erase(oldest);
+        tried_.push(oldest);
+    }
+
+    std::uint32_t& uses(Block block) { return uses_[static_cast<std::size_t>(block)]; }
+
+    void count_use(Block block) {
+        ++uses(block);
+        if (++counted_ < 10 * capacity) return;
+        for (std::uint32_t& uses : uses_) uses /= 2;
+        counted_ = 0;
+    }
+
+    std::vector<std::uint32_t> uses_ = std::vector<std::uint32_t>(parents.size());
+    std::size_t counted_ = 0;
+    const std::size_t window_room_ = std::max<std::size_t>(1, capacity / 2);
+    const std::size_t kept_room_ = (capacity - window_room_) * 4 / 5;
+    Order window_{links}, tried_{links}, kept_{links};
+};
+
+// The least key leaves first; a later use among equals. `Keys`: key(block, is here, next use), left(key).
+template <class Keys>
+class Ranked : public Classic {
+  public:
+    Ranked(std::size_t room, const std::vector<Block>& parent_of) : Classic(room, parent_of), keys_(parent_of.size()) {}
+
+    void touch(Block block, double next_use) {
+        order_.erase({at_[static_cast<std::size_t>(block)].first, at_[static_cast<std::size_t>(block)].second, block});
+        place(block, next_use);
+    }
+
+    void admit(Block block, double next_use) {
+        while (full()) {
+            auto victim = order_.begin();
+            while (!free(std::get<2>(*victim))) ++victim;
+            const double key = std::get<0>(*victim);
+            if (keys_.refuses(key, next_use)) return;
+            const Block who = std::get<2>(*victim);
+            order_.erase(victim);
+            leave(who);
+            keys_.left(key);
+        }
+        place(block, next_use);
+        enter(block);
+    }
+
+  private:
+    void place(Block block, double next_use) {
+        ++time_;
+        const double key = keys_.key(block, has(block), static_cast<double>(time_), next_use);
+        at_[static_cast<std::size_t>(block)] = {key, time_};
+        order_.insert({key, time_, block});
+    }
+
+    Keys keys_;
+    std::set<std::tuple<double, std::uint64_t, Block>> order_;
+    std::vector<std::pair<double, std::uint64_t>> at_ = std::vector<std::pair<double, std::uint64_t>>(parents.size());
+    std::uint64_t time_ = 0;
+};
+
+struct UseBeforeLast {
+    explicit UseBeforeLast(std::size_t unique) : last(unique, -NEVER) {}
+    double key(Block block, bool, double time, double) { return std::exchange(last[static_cast<std::size_t>(block)], time); }
+    void left(double) {}
+    bool refuses(double, double) const { return false; }
+    std::vector<double> last;
+};
+
+struct UsesAndAge {
+    explicit UsesAndAge(std::size_t unique) : uses(unique) {}
+    double key(Block block, bool is_here, double, double) {
+        double& count = uses[static_cast<std::size_t>(block)];
+        count = is_here ? count + 1 : 1;
+        return age + count;
+    }
+    void left(double key) { age = key; }
+    bool refuses(double, double) const { return false; }
+    std::vector<double> uses;
+    double age = 0;
+};
+
+struct NextUse {
+    explicit NextUse(std::size_t) {}
+    double key(Block, bool, double, double next_use) const { return -next_use; }
+    void left(double) {}
+    bool refuses(double victim, double next_use) const { return victim > -next_use; }
+};
+
+std::vector<Block> parents_of(const Chains& chains) {
+    std::vector<Block> parents(chains.unique, NONE);
+    for (std::size_t r = 0; r < chains.requests; ++r) {
+        for (std::int64_t i = chains.starts[r] + 1; i < chains.starts[r + 1]; ++i) {
+            parents[static_cast<std::size_t>(chains.blocks[i])] = chains.blocks[i - 1];
+        }
+    }
+    return parents;
+}
+
+// By access, in which request the block is used again.
+std::vector<double> next_uses(const Chains& chains) {
+    std::vector<double> next(static_cast<std::size_t>(chains.starts[chains.requests])), again(chains.unique, NEVER);
+    for (std::size_t r = chains.requests; r-- > 0;) {
+        for (std::int64_t i = chains.starts[r]; i < chains.starts[r + 1]; ++i) {
+            double& use = again[static_cast<std::size_t>(chains.blocks[i])];
+            next[static_cast<std::size_t>(i)] = std::exchange(use, static_cast<double>(r));
+        }
+    }
+    return next;
+}
+
+template <class Policy>
+void play(const Chains& chains, std::size_t capacity, bool ahead, std::int32_t* hits) {
+    const std::vector<Block> parents = parents_of(chains);
+    const std::vector<double> next = ahead ? next_uses(chains) : std::vector<double>();
+    Policy policy(capacity, parents);
+    for (std::size_t r = 0; r < chains.requests; ++r) {
+        const std::int64_t first = chains.starts[r], end = chains.starts[r + 1];
+        std::int64_t i = first;
+        while (i < end && policy.has(chains.blocks[i])) ++i;
+        hits[r] = static_cast<std::int32_t>(i - first);
+        for (i = end; i-- > first;) {
+            const double next_use = ahead ? next[static_cast<std::size_t>(i)] : NEVER;
+            const Block block = chains.blocks[i];
+            policy.has(block) ? policy.touch(block, next_use) : policy.admit(block, next_use);
+        }
+    }
+}
+
+}  // namespace
+
+bool play_classic(const std::string& policy, const Chains& chains, std::size_t capacity, std::int32_t* hits) {
+    if (policy == "s3fifo") return play<S3FIFO>(chains, capacity, false, hits), true;
+    if (policy == "sieve") return play<Sieve>(chains, capacity, false, hits), true;
+    if (policy == "arc") return play<ARC>(chains, capacity, false, hits), true;
+    if (policy == "lru2") return play<Ranked<UseBeforeLast>>(chains, capacity, false, hits), true;
+    if (policy == "lfuda") return play<Ranked<UsesAndAge>>(chains, capacity, false, hits), true;
+    if (policy == "wtinylfu") return play<WTinyLFU>(chains, capacity, false, hits), true;
+    if (policy == "opt") return play<Ranked<NextUse>>(chains, capacity, true, hits), true;
+    return false;
+}
+
+}  // namespace kvcache

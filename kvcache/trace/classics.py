@@ -1,0 +1,331 @@
+"""Policies from their papers, for comparison in the simulator only: none of them ranks classes, so none can lead the
+index. Plain twins of `csrc/host/classics`, and what each means.
+
+All are aware of chains: a block with children that are here does not leave, and whoever comes next in the policy's own
+order does. A request touches its blocks tail first, so that its head is the newest.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from math import inf
+from typing import ClassVar
+
+Order = OrderedDict[int, None]  # the first to leave first
+
+
+class Classic:
+    """Who is here, of at most `capacity` blocks. `parents`: by block, the one before it, or -1."""
+
+    name: ClassVar[str]
+
+    def __init__(self, capacity: int, parents: list[int]) -> None:
+        self.capacity, self._parents = capacity, parents
+        self.here: set[int] = set()
+        self._children = [0] * len(parents)
+
+    def touch(self, block: int) -> None:
+        """A use of one that is here."""
+        raise NotImplementedError
+
+    def admit(self, block: int) -> None:
+        """One that is not here comes, and stays or does not."""
+        raise NotImplementedError
+
+    def _enter(self, block: int) -> None:
+        self.here.add(block)
+        if self._parents[block] >= 0:
+            self._children[self._parents[block]] += 1
+
+    def _leave(self, block: int) -> None:
+        self.here.remove(block)
+        if self._parents[block] >= 0:
+            self._children[self._parents[block]] -= 1
+
+    def _free(self, order: Iterable[int]) -> int | None:
+        """The first that may leave."""
+        return next((block for block in order if not self._children[block]), None)
+
+    @property
+    def _full(self) -> bool:
+        return len(self.here) >= self.capacity
+
+
+class S3FIFO(Classic):
+    """Yang et al., SOSP 2023: a small queue that one use again leaves for the main one, and a queue of ghosts. With a
+    small queue of a quarter and promotion at one use, which serve chains of blocks better than the paper's."""
+
+    name = "s3fifo"
+
+    def __init__(self, capacity: int, parents: list[int]) -> None:
+        super().__init__(capacity, parents)
+        self._small, self._main, self._ghosts = Order(), Order(), Order()
+        self._uses = [0] * len(parents)
+
+    def touch(self, block: int) -> None:
+        self._uses[block] = min(3, self._uses[block] + 1)
+
+    def admit(self, block: int) -> None:
+        while self._full:
+            self._make_room()
+        known = block in self._ghosts
+        self._ghosts.pop(block, None)
+        self._uses[block] = 0
+        (self._main if known else self._small)[block] = None
+        self._enter(block)
+
+    def _make_room(self) -> None:
+        small = next(iter(self._small), None)
+        if small is not None and (len(self._small) >= self.capacity // 4 or self._free(self._main) is None):
+            del self._small[small]
+            if self._uses[small] or self._children[small]:
+                self._uses[small] = 0
+                self._main[small] = None
+                return
+            self._leave(small)
+            self._ghosts[small] = None
+            if len(self._ghosts) > self.capacity:
+                self._ghosts.popitem(last=False)
+            return
+        main = next(iter(self._main))
+        if self._uses[main] or self._children[main]:
+            self._uses[main] = max(0, self._uses[main] - 1)
+            self._main.move_to_end(main)
+            return
+        del self._main[main]
+        self._leave(main)
+
+
+class Sieve(Classic):
+    """Zhang et al., NSDI 2024: one queue, and a hand that goes from the oldest to the newest, forgives each visited
+    block once and takes the first that was not."""
+
+    name = "sieve"
+
+    def __init__(self, capacity: int, parents: list[int]) -> None:
+        super().__init__(capacity, parents)
+        self._queue: list[int] = []  # by time of coming
+        self._hand = 0
+        self._visited: set[int] = set()
+
+    def touch(self, block: int) -> None:
+        self._visited.add(block)
+
+    def admit(self, block: int) -> None:
+        while self._full:
+            if self._hand >= len(self._queue):
+                self._hand = 0
+            at = self._queue[self._hand]
+            if at in self._visited:
+                self._visited.remove(at)
+            elif not self._children[at]:
+                del self._queue[self._hand]
+                self._leave(at)
+                continue
+            self._hand += 1
+        self._queue.append(block)
+        self._enter(block)
+
+
+class ARC(Classic):
+    """Megiddo and Modha, FAST 2003: those used once and those used again, with ghosts of both that move the border."""
+
+    name = "arc"
+
+    def __init__(self, capacity: int, parents: list[int]) -> None:
+        super().__init__(capacity, parents)
+        self._once, self._again, self._gone_once, self._gone_again = Order(), Order(), Order(), Order()
+        self._border = 0.0
+
+    def touch(self, block: int) -> None:
+        self._once.pop(block, None)
+        self._again.pop(block, None)
+        self._again[block] = None
+
+    def admit(self, block: int) -> None:
+        once, again = len(self._gone_once), len(self._gone_again)
+        if block in self._gone_once:
+            self._border = min(self.capacity, self._border + max(1.0, again / once))
+            self._make_room(from_again=False)
+            del self._gone_once[block]
+            self._again[block] = None
+        elif block in self._gone_again:
+            self._border = max(0.0, self._border - max(1.0, once / again))
+            self._make_room(from_again=True)
+            del self._gone_again[block]
+            self._again[block] = None
+        else:
+            if len(self._once) + once >= self.capacity and self._gone_once:
+                self._gone_once.popitem(last=False)
+            elif len(self.here) + once + again >= 2 * self.capacity and self._gone_again:
+                self._gone_again.popitem(last=False)
+            self._make_room(from_again=False)
+            self._once[block] = None
+        self._enter(block)
+
+    def _make_room(self, *, from_again: bool) -> None:
+        while self._full:
+            size = len(self._once)
+            take_once = size > 0 and (size > self._border or (from_again and size == self._border))
+            both = ((self._once, self._gone_once), (self._again, self._gone_again))
+            for order, gone in both if take_once else both[::-1]:
+                victim = self._free(order)
+                if victim is not None:
+                    del order[victim]
+                    gone[victim] = None
+                    self._leave(victim)
+                    break
+
+
+class Ranked(Classic):
+    """The least key leaves first; a later use among equals."""
+
+    def __init__(self, capacity: int, parents: list[int]) -> None:
+        super().__init__(capacity, parents)
+        self._order: list[tuple[float, int, int]] = []  # key, time of use, block
+        self._at: dict[int, tuple[float, int, int]] = {}
+        self._time = 0
+
+    def key(self, block: int) -> float:
+        """At a use, which is counted."""
+        raise NotImplementedError
+
+    def left(self, key: float) -> None:
+        """A block with this key left."""
+
+    def touch(self, block: int) -> None:
+        del self._order[bisect_left(self._order, self._at[block])]
+        self._place(block)
+
+    def admit(self, block: int) -> None:
+        while self._full:
+            key, _, victim = place = next(row for row in self._order if not self._children[row[2]])
+            self._order.remove(place)
+            del self._at[victim]
+            self._leave(victim)
+            self.left(key)
+        self._place(block)
+        self._enter(block)
+
+    def _place(self, block: int) -> None:
+        self._time += 1
+        self._at[block] = self.key(block), self._time, block
+        insort(self._order, self._at[block])
+
+
+class LRU2(Ranked):
+    """O'Neil et al., SIGMOD 1993, with K = 2: by the use before the last, which is remembered for ever."""
+
+    name = "lru2"
+
+    def __init__(self, capacity: int, parents: list[int]) -> None:
+        super().__init__(capacity, parents)
+        self._last = [-inf] * len(parents)
+
+    def key(self, block: int) -> float:
+        before, self._last[block] = self._last[block], float(self._time)
+        return before
+
+
+class LFUDA(Ranked):
+    """Arlitt et al., 1999: uses since it came plus the age of the cache, which is the key of who left last; GreedyDual
+    by frequency where all blocks cost the same."""
+
+    name = "lfuda"
+
+    def __init__(self, capacity: int, parents: list[int]) -> None:
+        super().__init__(capacity, parents)
+        self._uses = [0] * len(parents)
+        self._age = 0.0
+
+    def key(self, block: int) -> float:
+        self._uses[block] = self._uses[block] + 1 if block in self.here else 1
+        return self._age + self._uses[block]
+
+    def left(self, key: float) -> None:
+        self._age = key
+
+
+class WTinyLFU(Classic):
+    """Einziger et al., 2017: a window of recency before a segmented main part, which a block enters only for one that
+    was used less. With a window of a half, which serves chains better than the paper's hundredth, and with exact counts
+    in place of a sketch, halved every ten capacities of uses."""
+
+    name = "wtinylfu"
+
+    def __init__(self, capacity: int, parents: list[int]) -> None:
+        super().__init__(capacity, parents)
+        self._window, self._tried, self._kept = Order(), Order(), Order()
+        self._window_room = max(1, capacity // 2)
+        self._kept_room = (capacity - self._window_room) * 4 // 5
+        self._counts = [0] * len(parents)
+        self._counted = 0
+
+    def touch(self, block: int) -> None:
+        self._count(block)
+        if block in self._window:
+            self._window.move_to_end(block)
+            return
+        self._tried.pop(block, None)
+        self._kept.pop(block, None)
+        self._kept[block] = None
+        if len(self._kept) > self._kept_room:
+            self._tried[self._kept.popitem(last=False)[0]] = None
+
+    def admit(self, block: int) -> None:
+        self._count(block)
+        if len(self._window) >= self._window_room or self._full:
+            self._move_on()
+        self._window[block] = None
+        self._enter(block)
+
+    def _move_on(self) -> None:
+        """The oldest of the window goes to the main part, if need be for one there that was used less."""
+        oldest = next(iter(self._window))
+        if self._full:
+            for _ in range(len(self._tried)):
+                if not self._children[next(iter(self._tried))]:
+                    break
+                self._tried.move_to_end(next(iter(self._tried)))  # a parent of what is here
+            tried = self._free(self._tried)
+            main = tried if tried is not None else self._free(self._kept)
+            if main is None or (self._counts[oldest] < self._counts[main] and not self._children[oldest]):
+                leaver = self._free(self._window)
+                assert leaver is not None, "some block has no children here"
+                del self._window[leaver]
+                self._leave(leaver)
+                return
+            del (self._tried if main in self._tried else self._kept)[main]
+            self._leave(main)
+        del self._window[oldest]
+        self._tried[oldest] = None
+
+    def _count(self, block: int) -> None:
+        self._counts[block] += 1
+        self._counted += 1
+        if self._counted >= 10 * self.capacity:
+            self._counts = [count // 2 for count in self._counts]
+            self._counted = 0
+
+
+class Opt(Ranked):
+    """Belady 1966, by looking ahead: who is used again last leaves or does not come, the deeper of a chain first. As a
+    parent is used whenever a child is, this is the best there can be for prefixes too."""
+
+    name = "opt"
+
+    next_use = inf
+    """When the next block that is given is used again: set by the player before."""
+
+    def key(self, block: int) -> float:
+        return -self.next_use
+
+    def admit(self, block: int) -> None:
+        if self._full and next(row for row in self._order if not self._children[row[2]])[0] > -self.next_use:
+            return
+        super().admit(block)
+
+
+CLASSICS: Mapping[str, type[Classic]] = {kind.name: kind for kind in (S3FIFO, ARC, LRU2, LFUDA, WTinyLFU, Sieve, Opt)}

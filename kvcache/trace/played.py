@@ -1,0 +1,52 @@
+"""Part of a trace played to an index of one tier, as a cache would live through it: the plain twin of
+`csrc/host/play`, and what it means.
+
+A request counts its uses, then takes in what was not there, heads first. For that it takes the place of what is worth
+less than its own blocks, or as much, and never of what it used itself; where there is no such room the rest of it is
+refused, and remembered.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.hierarchy.plain_index import PlainIndex
+from kvcache.hierarchy.prefix import ALL
+
+
+def play(
+    index: PlainIndex,
+    place: bytes,
+    starts: NDArray[np.int64],
+    blocks: NDArray[np.int32],
+    signatures: NDArray[np.uint64],
+    first: int,
+    end: int,
+    capacity: int,
+    values: NDArray[np.float64],
+    hits: NDArray[np.int32],
+) -> None:
+    """Requests `first` to `end`; `signatures` by number of a block. `hits`: how many of a request's first blocks were
+    there, written from 0 on."""
+    for r in range(first, end):
+        chain = signatures[blocks[starts[r] : starts[r + 1]]].tobytes()
+        now = index.tick()
+        at, _ = index.match([place], [ALL], chain)
+        hits[r - first] = at
+        index.touch(place, chain[: at * SIGNATURE_BYTES], now)
+        classes = [index.use_class(uses) for uses in index.uses(place, chain)]
+        while at < len(classes):
+            stop = next((i for i in range(at, len(classes)) if classes[i] != classes[at]), len(classes))
+            room = capacity - index.resident(0)
+            if stop - at > room:
+                own = values[classes[at], 0]
+                index.evict(0, np.where(values > own, np.inf, values), stop - at - room, now, False)
+            fits = min(stop - at, capacity - index.resident(0))
+            run = chain[at * SIGNATURE_BYTES : (at + fits) * SIGNATURE_BYTES]
+            index.insert(place, run, chain[(at - 1) * SIGNATURE_BYTES : at * SIGNATURE_BYTES] or place[:32], 0)
+            at += fits
+            if at < stop:
+                break
+        index.refuse(place, chain[at * SIGNATURE_BYTES :])
