@@ -7,56 +7,12 @@
 #include <utility>
 #include <vector>
 
+#include "queue.h"
+
 namespace kvcache {
 namespace {
 
-using Block = std::int32_t;
-constexpr Block NONE = -1;
 constexpr double NEVER = std::numeric_limits<double>::infinity();
-
-// Blocks in order, the first to leave first. A block stands in one of the orders that share a `Links`.
-struct Links {
-    explicit Links(std::size_t unique) : before(unique, NONE), after(unique, NONE), owner(unique, nullptr) {}
-    std::vector<Block> before, after;
-    std::vector<const void*> owner;
-};
-
-class Order {
-  public:
-    explicit Order(Links& links) : links_(links) {}
-    Order(const Order&) = delete;
-    Order& operator=(const Order&) = delete;
-
-    bool has(Block block) const { return links_.owner[at(block)] == this; }
-    Block first() const { return first_; }
-    Block after(Block block) const { return links_.after[at(block)]; }
-    std::size_t size() const { return size_; }
-
-    void push(Block block) {
-        links_.owner[at(block)] = this;
-        links_.before[at(block)] = last_, links_.after[at(block)] = NONE;
-        (last_ == NONE ? first_ : links_.after[at(last_)]) = block;
-        last_ = block;
-        ++size_;
-    }
-
-    void erase(Block block) {
-        const Block b = links_.before[at(block)], a = links_.after[at(block)];
-        (b == NONE ? first_ : links_.after[at(b)]) = a;
-        (a == NONE ? last_ : links_.before[at(a)]) = b;
-        links_.owner[at(block)] = nullptr;
-        --size_;
-    }
-
-    void renew(Block block) { erase(block), push(block); }
-
-  private:
-    static std::size_t at(Block block) { return static_cast<std::size_t>(block); }
-
-    Links& links_;
-    Block first_ = NONE, last_ = NONE;
-    std::size_t size_ = 0;
-};
 
 class Classic {
   public:
@@ -72,7 +28,7 @@ class Classic {
     void enter(Block block) { change(block, 1); }
     void leave(Block block) { change(block, -1); }
 
-    Block free_of(const Order& order) const {
+    Block free_of(const Queue& order) const {
         Block block = order.first();
         while (block != NONE && !free(block)) block = order.after(block);
         return block;
@@ -137,7 +93,7 @@ class S3FIFO : public Classic {
     }
 
     std::vector<std::uint8_t> uses_ = std::vector<std::uint8_t>(parents.size());
-    Order small_{links}, main_{links}, ghosts_{links};
+    Queue small_{links}, main_{links}, ghosts_{links};
 };
 
 class Sieve : public Classic {
@@ -166,7 +122,7 @@ class Sieve : public Classic {
 
   private:
     std::vector<std::uint8_t> visited_ = std::vector<std::uint8_t>(parents.size());
-    Order queue_{links};
+    Queue queue_{links};
     Block hand_ = NONE;
     bool ended_ = false;
 };
@@ -210,7 +166,7 @@ class ARC : public Classic {
             const double size = static_cast<double>(once_.size());
             const bool take_once = size > 0 && (size > border_ || (from_again && size == border_));
             for (const bool of_once : {take_once, !take_once}) {
-                Order& order = of_once ? once_ : again_;
+                Queue& order = of_once ? once_ : again_;
                 const Block victim = free_of(order);
                 if (victim == NONE) continue;
                 order.erase(victim);
@@ -221,7 +177,7 @@ class ARC : public Classic {
         }
     }
 
-    Order once_{links}, again_{links}, gone_once_{links}, gone_again_{links};
+    Queue once_{links}, again_{links}, gone_once_{links}, gone_again_{links};
     double border_ = 0;
 };
 
@@ -281,7 +237,7 @@ class WTinyLFU : public Classic {
     std::size_t counted_ = 0;
     const std::size_t window_room_ = std::max<std::size_t>(1, capacity / 2);
     const std::size_t kept_room_ = (capacity - window_room_) * 4 / 5;
-    Order window_{links}, tried_{links}, kept_{links};
+    Queue window_{links}, tried_{links}, kept_{links};
 };
 
 // The least key leaves first; a later use among equals. `Keys`: key(block, is here, next use), left(key).
@@ -326,7 +282,9 @@ class Ranked : public Classic {
 
 struct UseBeforeLast {
     explicit UseBeforeLast(std::size_t unique) : last(unique, -NEVER) {}
-    double key(Block block, bool, double time, double) { return std::exchange(last[static_cast<std::size_t>(block)], time); }
+    double key(Block block, bool, double time, double) {
+        return std::exchange(last[static_cast<std::size_t>(block)], time);
+    }
     void left(double) {}
     bool refuses(double, double) const { return false; }
     std::vector<double> last;
