@@ -26,6 +26,7 @@ SUBCOMMANDS = (
     "doctor",
     "events",
     "explain",
+    "lint",
     "metrics",
     "nvme",
     "ps",

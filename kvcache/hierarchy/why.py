@@ -25,7 +25,7 @@ HALF = 2
 """A prompt of which no block was found parts from another one where they share at least 1/HALF of the first block."""
 AROUND = 24
 """Tokens told of each side of the place where two prompts part."""
-_GRAM, _WINDOW = 8, 512
+GRAM, WINDOW = 8, 512
 """Two prompts meet again where so many tokens in a row agree, within so many behind the place where they part."""
 
 OUTCOMES: Mapping[str, str] = {
@@ -201,7 +201,7 @@ def _flat(namespace: Namespace) -> dict[str, Any]:
 def _parting(asked: Asked, other: Asked, now: float) -> dict[str, Any]:
     """Where the two part, what stands there in each, and where they meet again."""
     first = asked.found * asked.block_tokens
-    ours, theirs = asked.tokens(first, first + _WINDOW), other.tokens(first, first + _WINDOW)
+    ours, theirs = asked.tokens(first, first + WINDOW), other.tokens(first, first + WINDOW)
     told: dict[str, Any] = {"other": _named(other, now), "block": asked.found}
     if not len(ours) or not len(theirs):
         return told
@@ -223,13 +223,13 @@ def meeting(ours: Ids, theirs: Ids) -> tuple[int, int, int] | None:
     """Where two sequences that part at their first token agree again: tokens skipped of each, and how many follow that
     are the same. None where they do not, soon."""
     grams: dict[bytes, int] = {}
-    for i in range(min(_WINDOW, len(theirs) - _GRAM + 1)):
-        grams.setdefault(theirs[i : i + _GRAM].tobytes(), i)
+    for i in range(min(WINDOW, len(theirs) - GRAM + 1)):
+        grams.setdefault(theirs[i : i + GRAM].tobytes(), i)
     best: tuple[int, int] | None = None
-    for i in range(min(_WINDOW, len(ours) - _GRAM + 1)):
+    for i in range(min(WINDOW, len(ours) - GRAM + 1)):
         if best is not None and i >= sum(best):
             break
-        j = grams.get(ours[i : i + _GRAM].tobytes())
+        j = grams.get(ours[i : i + GRAM].tobytes())
         if j is not None and (best is None or i + j < sum(best)):
             best = i, j
     if best is None:

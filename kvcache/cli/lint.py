@@ -1,0 +1,169 @@
+"""`kvcache lint`: what a log of prompts could reuse, and what in the prompts keeps it from more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from kvcache.engine.tokenizer import Tokenizer
+    from kvcache.trace.prompts import Group, Report
+
+TEXTS = ("prompt", "input", "text")
+IDS = ("token_ids", "prompt_token_ids", "input_ids")
+
+
+def lint(
+    requests: Annotated[
+        Path,
+        typer.Argument(help="JSON lines, in order of time: each with `messages`, `prompt`, `input` or `token_ids`."),
+    ],
+    model: Annotated[str, typer.Option("--model", "-m", help="Whose tokenizer: a directory, a name, `smollm2`.")],
+    block_tokens: Annotated[int, typer.Option(min=1, max=65535, help="Tokens in a block.")] = 16,
+    top: Annotated[int, typer.Option("--top", min=1, help="How many of the texts that cost most.")] = 10,
+    output: Output = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Say how much of a log's input repeats, how much of that a cache with unlimited memory finds, at which texts
+    prompts part that go on alike, and what would be found if these stood at the end. Needs the tokenizer, nothing
+    else."""
+    import numpy as np
+
+    from kvcache.cli.vocabulary import tokenizer_of
+    from kvcache.trace.prompts import report
+
+    tokenizer = tokenizer_of(model)
+    prompts = [np.asarray(ids, np.uint32) for ids in read(requests, tokenizer)]
+    if not prompts:
+        raise ConfigError(f"{requests}: no requests in it; expected JSON lines")
+    found = report(prompts, block_tokens)
+    texts = [_told(group, tokenizer) for group in found.groups[:top]]
+    if as_json or output is Format.json:
+        print_json({**_figures(found), "texts": texts})
+        return
+    print_table(("", ""), _rows(found))
+    if texts:
+        print("\nWhere prompts part that go on alike: what stands there breaks the prefix.\n")
+        print_table(
+            ("tokens lost", "requests", "at token", "what", "behind", "for example", "and"),
+            [
+                (
+                    f"{text['lost_tokens']:,}",
+                    f"{text['requests']:,}",
+                    f"{text['token']:,}",
+                    text["what"],
+                    repr(text["before"][-24:]),
+                    repr(text["ours"][:40]),
+                    repr(text["theirs"][:40]),
+                )
+                for text in texts
+            ],
+        )
+        print("\nPut these at the end of the prompt, or leave them out.")
+
+
+def read(path: Path, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
+    """The token ids of each request."""
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield _ids(json.loads(line), tokenizer)
+                except (ValueError, TypeError, KeyError, ModelError) as error:
+                    raise ConfigError(f"{path}, line {number}: {error}") from None
+
+
+def _ids(request: Any, tokenizer: Tokenizer) -> Sequence[int]:
+    if not isinstance(request, Mapping):
+        raise ValueError(f"found {type(request).__name__}, expected an object with {', '.join(('messages', *TEXTS))}")
+    inner = request.get("body", request)
+    for name in IDS:
+        if name in inner:
+            return [int(token) for token in inner[name]]
+    if "messages" in inner:
+        return _chat(inner["messages"], tokenizer)
+    for name in TEXTS:
+        if isinstance(inner.get(name), str):
+            return tokenizer.encode(inner[name])
+        if isinstance(inner.get(name), list):
+            given = inner[name]
+            return given if all(isinstance(token, int) for token in given) else _chat(given, tokenizer)
+    raise ValueError(f"expected one of {', '.join(('messages', *TEXTS, *IDS))}")
+
+
+def _chat(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> Sequence[int]:
+    """By the model's template; without one, role and content in turn."""
+    plain = [{"role": str(message["role"]), "content": _content(message.get("content"))} for message in messages]
+    try:
+        return tokenizer.chat(plain)
+    except ModelError:
+        return tokenizer.encode("".join(f"<|{m['role']}|>\n{m['content']}\n" for m in plain))
+
+
+def _content(content: Any) -> str:
+    """Of parts, the texts."""
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)
+
+
+def _told(group: Group, tokenizer: Tokenizer) -> dict[str, Any]:
+    """The form of what differs, where most of the group agree on one; and its dearest example."""
+    from kvcache.observe.culprit import culprit, parting
+
+    examples = sorted(group.breaks, key=lambda each: -each.lost)
+    forms: dict[str, int] = {}
+    pairs = []
+    for each in examples[:50]:
+        ours, theirs = (
+            tokenizer.decode([*each.before.tolist(), *side.tolist(), *each.behind.tolist()])
+            for side in (each.ours, each.theirs)
+        )
+        found = culprit(ours, theirs, parting(ours, theirs))
+        what = found.name if found is not None else "text"
+        forms[what] = forms.get(what, 0) + 1
+        pairs.append((what, ours, theirs, found))
+    what = max(forms, key=lambda name: forms[name])
+    _, ours, theirs, found = next(pair for pair in pairs if pair[0] == what)
+    at = parting(ours, theirs) if found is None else max(0, ours.find(found.ours))
+    return {
+        "lost_tokens": group.lost,
+        "requests": len(group.breaks),
+        "token": group.first,
+        "what": what,
+        "before": ours[:at],
+        "ours": ours[at:] if found is None else found.ours,
+        "theirs": theirs[at:] if found is None else found.theirs,
+    }
+
+
+def _figures(found: Report) -> dict[str, Any]:
+    return {
+        "requests": found.prompts,
+        "tokens": found.tokens,
+        "repeated_share": found.repeated_tokens / found.tokens if found.tokens else 0.0,
+        "hit_rate": found.rate,
+        "moved_hit_rate": found.moved_rate,
+    }
+
+
+def _rows(found: Report) -> list[tuple[str, str]]:
+    figures = _figures(found)
+    return [
+        ("requests", f"{found.prompts:,}"),
+        ("input tokens", f"{found.tokens:,}"),
+        ("that stood in an earlier request, anywhere", f"{figures['repeated_share']:.1%} at least"),
+        ("hit rate with unlimited memory", f"{figures['hit_rate']:.1%}"),
+        ("the same, with what breaks prefixes at the end", f"{figures['moved_hit_rate']:.1%}"),
+    ]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("lint")(lint)
