@@ -7,7 +7,8 @@
     write/364KiB/cpu        processor time a GB; peer: fio's
 
 The same for 2MiB and 32MiB. Peer of both rates: the same memory moved by as many threads with preadv and pwritev, no
-tier and no checks. (fio uses its few buffers again and again, which stay in the processor's cache.) All take turns, so
+tier and no checks. (fio uses its few buffers again and again, which stay in the processor's cache; ours are as large as
+the file, but lie on huge pages, as the arena's do, which the system moves at half the cost.) All take turns, so
 that they meet the same machine; the middle of a few rounds counts. fio runs io_uring with as many requests in flight
 as the tier. Needs fio (apt-get install fio) and a drive, not memory: --directory.
 """

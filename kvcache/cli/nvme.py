@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.cli.running import Address, the_one
 from kvcache.errors import ConfigError
 from kvcache.units import show_bytes
 
@@ -62,12 +63,29 @@ def check(path: Directory = None, output: Output = Format.table, as_json: Json =
 
 
 def scrub(
-    path: Directory = None, dry_run: DryRun = False, output: Output = Format.table, as_json: Json = False
+    path: Directory = None,
+    address: Address = None,
+    dry_run: DryRun = False,
+    output: Output = Format.table,
+    as_json: Json = False,
 ) -> None:
-    """Read and verify every record, and let the damaged ones go; their slots are not used again."""
-    with _opened(path) as tier, _progress("reading", _record_bytes(tier)) as told:
-        found = tier.scrub(told, dry_run=dry_run)
-    _print(asdict(found), output, as_json, dry_run)
+    """Read and verify every record, and let the damaged ones go; their slots are not used again.
+
+    With --address a running cache does it to its own drives, which are trusted again then; it serves meanwhile.
+    """
+    if address is not None:
+        if path is not None or dry_run:
+            raise ConfigError("--address: a running cache scrubs its own directory, without --path and --dry-run")
+        from kvcache.daemon.control.client import ask
+
+        found = ask(the_one(address), "scrub", timeout_s=None)
+        if found.pop("busy"):
+            print("kvcache: an audit or a scrub is under way already; ask again when it has ended", file=sys.stderr)
+            raise typer.Exit(1)
+    else:
+        with _opened(path) as tier, _progress("reading", _record_bytes(tier)) as told:
+            found = asdict(tier.scrub(told, dry_run=dry_run))
+    _print(found, output, as_json, dry_run)
 
 
 def compact(

@@ -29,7 +29,7 @@ from kvcache.port import Port
 from kvcache.settings import Settings
 from kvcache.tier.host import HostTier
 from kvcache.tier.nvme import NvmeTier, open_drives
-from kvcache.tier.tier import Tier, Usage
+from kvcache.tier.tier import Scrubbed, Tier, Usage
 from kvcache.transfer.copiers import Copiers
 from kvcache.units import show_bytes
 
@@ -217,6 +217,13 @@ class Cache:
             faults += [f"{tier.name}: {name.hex()} is in the index and not in the tier" for name in unheld]
             faults += [f"{tier.name}: {name.hex()} is in the tier and not in the index" for name in unlisted]
         return faults
+
+    def scrub(self) -> Scrubbed:
+        """Read and verify every record that lies on a drive; what is damaged leaves, and the drive is trusted again."""
+        found = Scrubbed()
+        for tier in self.below:
+            found.add(tier.scrub())
+        return found
 
     def _differ(self, tier: Tier) -> tuple[set[bytes], set[bytes]]:
         """Names that the index has and the tier has not, and the other way round."""

@@ -136,6 +136,21 @@ class Usage:
     capacity_bytes: int
 
 
+@dataclass(slots=True)
+class Scrubbed:
+    """What a scrub came to. A record that could not be read, or not be interpreted, stays where it is."""
+
+    records: int = 0
+    size_bytes: int = 0
+    damaged: int = 0
+    unread: int = 0
+    foreign: int = 0
+
+    def add(self, other: Scrubbed) -> None:
+        for name in ("records", "size_bytes", "damaged", "unread", "foreign"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+
 class Tier(Protocol):
     name: str
     durable: bool  # what was written and synced is there after a restart
@@ -188,13 +203,16 @@ class Tier(Protocol):
     def check(self) -> list[str]:
         """A full audit; one line a fault, none when sound."""
 
+    def scrub(self) -> Scrubbed:
+        """Read and verify every record; what is damaged leaves. Then a drive suspected for such is trusted again."""
+
     def close(self) -> bool:
         """Run what was submitted, make it durable, let go of everything; False where not all became as durable as the
         tier makes it. Idempotent, with the same answer."""
 
 
 class Waits:
-    """To inherit: the four waiting verbs over `submit`, runs over `scan`, no troubles, no losses."""
+    """To inherit: the four waiting verbs over `submit`, runs over `scan`, no troubles, no losses, no scrub."""
 
     submit: Callable[..., Ticket]
     scan: Callable[[], Iterator[Address]]
@@ -208,6 +226,10 @@ class Waits:
 
     def on_loss(self, tell: Callable[[Address], object]) -> None:
         """Nothing leaves by itself."""
+
+    def scrub(self) -> Scrubbed:
+        """Nothing here lies on a medium of its own."""
+        return Scrubbed()
 
     def _wait(self, op: Op, addresses: Sequence[Address], segments: Sequence[Segments] = ()) -> tuple[Outcome, ...]:
         ticket = self.submit(op, addresses, segments)

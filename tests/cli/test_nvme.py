@@ -11,8 +11,11 @@ from typing import Any
 import msgpack
 import pytest
 
+import kvcache
 from kvcache.cli import main as frame
+from kvcache.hierarchy.cache import Cache
 from kvcache.tier.nvme import NvmeTier
+from kvcache.tier.nvme.store import SUSPECT_AFTER
 from kvcache.tier.tier import Outcome
 from tests.tier.blocks import PAYLOAD_BYTES, RECORD_BYTES, buffer, chain, holds, namespace, record
 
@@ -194,3 +197,23 @@ def test_a_lost_journal_is_made_anew(store: Path, shell: Shell) -> None:
     assert found(store) == 29
     assert "its journal is well" in shell("rebuild", "--path", store, code=2)
     assert PAYLOAD_BYTES < RECORD_BYTES
+
+
+def test_a_running_cache_scrubs_its_own_drive(
+    tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch, store: Path
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for number in range(SUSPECT_AFTER + 1):
+        damage(store, number % 15)  # a segment has so many
+    cache = kvcache.open(nvme={"path": store, "capacity_bytes": 64 * MIB, "free_floor_bytes": 0})
+    assert isinstance(cache, Cache)
+    (tier,) = cache.below
+    assert isinstance(tier, NvmeTier)
+    tier._store._bad = SUSPECT_AFTER
+    assert cache.stats()["tiers"]["nvme"]["in_trouble"] == 1
+    said = shell("scrub", "--address", f"{os.getpid()}-1")
+    assert (said["records"], said["damaged"]) == (30, 13)
+    assert cache.stats()["tiers"]["nvme"]["in_trouble"] == 0
+    assert cache.check() == [], "the index knows what left"
+    assert "its own directory" in shell("scrub", "--address", f"{os.getpid()}-1", "--dry-run", code=2)
+    cache.close()

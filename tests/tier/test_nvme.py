@@ -14,6 +14,7 @@ import pytest
 from kvcache.block.address import Address
 from kvcache.errors import ConfigError, StoreError
 from kvcache.port import LocalDisk, Port
+from kvcache.tier.nvme.space import Space
 from kvcache.tier.tier import Outcome
 from tests.fault.disk import SimDisk
 from tests.tier.blocks import RECORD_BYTES, buffer, chain, holds
@@ -192,6 +193,17 @@ def test_empty_segments_are_given_back(store: Open, tmp_path: Path) -> None:
     assert len(list((tmp_path / "store").glob("segment-*"))) > 3
     tier.remove(blocks)
     assert len(list((tmp_path / "store").glob("segment-*"))) == 1
+
+
+def test_a_large_store_is_few_files() -> None:
+    space = Space(10 << 40, 256 * MIB)
+    files = 0
+    while (segment := space.plan(364 << 10, 1 << 60)) is not None:
+        space.claim(segment)
+        space.add(segment)
+        files += 1
+    assert files <= 1000
+    assert space.files_bytes > 9 << 40
 
 
 def test_a_smaller_record_may_take_a_slightly_larger_slot(store: Open, tmp_path: Path) -> None:

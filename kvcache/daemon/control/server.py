@@ -126,6 +126,7 @@ class Control:
             "events": _events,
             "explain": explain,
             "check": self._check,
+            "scrub": self._scrub,
             "bypass": _bypass,
         }
         cache, op = self._cache(), asked.get("op")
@@ -164,6 +165,14 @@ class Control:
         finally:
             self._auditing.release()
         return {"busy": False, "count": len(faults), "faults": faults[:FAULTS]}
+
+    def _scrub(self, cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
+        if not self._auditing.acquire(blocking=False):
+            return {"busy": True}
+        try:
+            return {"busy": False, **asdict(cache.scrub())}
+        finally:
+            self._auditing.release()
 
 
 def _events(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from kvcache.port import Port
 from kvcache.tier.nvme.chains import runs, scan
 from kvcache.tier.nvme.tier import NvmeTier
 from kvcache.tier.ticket import TimedTicket
-from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments
+from kvcache.tier.tier import WAITING, Op, Outcome, Scrubbed, Segments, Ticket, Usage, Waits, check_segments
 
 _log = logging.getLogger("kvcache.tier.nvme")
 
@@ -185,6 +185,12 @@ class Drives(Waits):
 
     def check(self) -> list[str]:
         return [fault for tier in self.tiers for fault in tier.check()]
+
+    def scrub(self) -> Scrubbed:
+        found = Scrubbed()
+        for tier in self.tiers:
+            found.add(tier.scrub())
+        return found
 
     def close(self) -> bool:
         self._closed = True

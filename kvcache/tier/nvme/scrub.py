@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcache.block.address import Address
@@ -11,6 +10,7 @@ from kvcache.block.record import Header, RecordError, header_area, read_header, 
 from kvcache.tier.nvme import bounce
 from kvcache.tier.nvme.entry import Entry
 from kvcache.tier.nvme.ledger import Ledger
+from kvcache.tier.tier import Scrubbed
 
 
 class Seen(NamedTuple):
@@ -21,17 +21,6 @@ class Seen(NamedTuple):
     data: memoryview
     header: Header | None
     fault: OSError | RecordError | None
-
-
-@dataclass(slots=True)
-class Scrubbed:
-    """What a scrub came to; a record that could not be read or not be interpreted stays where it is."""
-
-    records: int = 0
-    size_bytes: int = 0
-    damaged: int = 0
-    unread: int = 0
-    foreign: int = 0
 
 
 def look(ledger: Ledger, name: bytes) -> Seen | None:

@@ -19,13 +19,13 @@ from kvcache.port import Port
 from kvcache.tier.nvme.audit import audit
 from kvcache.tier.nvme.chains import runs, scan
 from kvcache.tier.nvme.ledger import Ledger, log
-from kvcache.tier.nvme.scrub import Scrubbed, scrub
+from kvcache.tier.nvme.scrub import scrub
 from kvcache.tier.nvme.space import Space
 from kvcache.tier.nvme.store import Durability, Settle, Store
 from kvcache.tier.nvme.stretch import MOST_BYTES
 from kvcache.tier.queue import Batch, Queue
 from kvcache.tier.ticket import TimedTicket
-from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments
+from kvcache.tier.tier import WAITING, Op, Outcome, Scrubbed, Segments, Ticket, Usage, Waits, check_segments
 
 _LEAST_BYTES = 768 << 10
 _FLUSH_BYTES = 64 << 20
