@@ -13,12 +13,13 @@ _COMMAND = re.compile(rb"\*\d+\r\n\$\d+\r\n[A-Z]+\r\n")
 class Proxy:
     """`answer`: given instead of each command's own reply. `hang`: nothing comes back. `cut`: hang up after so many
     bytes of replies, counted over a connection. `drop`: hang up at the first byte. All but `drop` leave the handshake
-    alone, as long as they are set after it."""
+    alone, as long as they are set after it. `delay_s`: each piece of a reply comes so much later."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self.answer = b""
         self.hang = self.drop = False
+        self.delay_s = 0.0
         self.cut: int | None = None
         self.connections = 0
         self._ends: list[socket.socket] = []
@@ -28,7 +29,7 @@ class Proxy:
         self._threads[0].start()
 
     def well(self) -> None:
-        self.answer, self.hang, self.drop, self.cut = b"", False, False, None
+        self.answer, self.hang, self.drop, self.cut, self.delay_s = b"", False, False, None, 0.0
 
     def _accept(self) -> None:
         while True:
@@ -57,6 +58,8 @@ class Proxy:
     def _downwards(self, client: socket.socket, server: socket.socket) -> None:
         passed = 0
         while data := _receive(server):
+            if self.delay_s:
+                threading.Event().wait(self.delay_s)
             if self.cut is not None:
                 data = data[: max(0, self.cut - passed)]
                 passed += len(data)

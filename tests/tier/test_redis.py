@@ -297,6 +297,22 @@ def test_prefixes_stand_apart(server: Server, client: Any) -> None:
     other.close()
 
 
+@pytest.mark.parametrize("form", ["k0r1", "k2r1", "k1r2"])
+def test_two_releases_share_a_server(tier: RedisTier, client: Any, form: str) -> None:
+    """What a release with another form of key or record keeps there is not found, not counted and not touched."""
+    (address,) = chain(1)
+    tier.write([address], [record(address)])
+    theirs = key(address).replace(b":k1r1:", f":{form}:".encode())
+    client.rename(key(address), theirs)
+    assert read(tier, address) is ABSENT
+    assert tier.leading([address]).result(10) == 0
+    assert list(tier.scan()) == []
+    assert tier.write([address], [record(address)]) == (DONE,)
+    assert tier.remove([address]) == (DONE,)
+    assert client.keys("*") == [theirs]
+    assert tier.check() == []
+
+
 def test_two_shards_of_a_block_have_two_keys() -> None:
     (address,) = chain(1)
     shards = [Shard(0, 1, 0, 4), Shard(0, 2, 0, 40), Shard(0, 2, 0, 4)]

@@ -311,6 +311,20 @@ def test_hung_while_replying(proxy: Proxy, behind: RedisTier) -> None:
     assert read(behind, address) is DONE
 
 
+def test_slow(proxy: Proxy, behind: RedisTier, clock: Clock) -> None:
+    """What comes too late is a miss by its deadline; who has the time gets it."""
+    (address,) = chain(1)
+    behind.write([address], [record(address)])
+    proxy.delay_s = 0.08
+    into = buffer()
+    ticket = behind.submit("read", [address], [into], deadline=clock.now() + 0.04)
+    assert ticket.wait(20)
+    assert ticket.outcomes == (LATE,)
+    assert read(behind, address) is DONE
+    proxy.delay_s = 0.0
+    assert read(behind, address) is DONE
+
+
 def test_hangs_up_at_once(proxy: Proxy, behind: RedisTier, clock: Clock) -> None:
     (address,) = chain(1)
     behind.write([address], [record(address)])
