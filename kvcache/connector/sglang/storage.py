@@ -33,6 +33,7 @@ from kvcache.connector.sglang.opening import close_cache, engine_name, open_cach
 from kvcache.connector.sglang.pool import Ranks, describe, is_logical
 from kvcache.connector.sglang.restorable import everywhere, trailing
 from kvcache.connector.sglang.wishes import Wishes
+from kvcache.hierarchy.cache import Cache
 
 _log = logging.getLogger("kvcache.sglang")
 
@@ -227,6 +228,14 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
             backup_pgs=[pages for pages, _ in moved["out"]],
             backup_bandwidth=[rate for _, rate in moved["out"]],
         )
+
+    def clear(self) -> None:
+        """Forget what this server's pools have stored, and what other servers of the same model have."""
+        if not isinstance(self.cache, Cache):
+            raise NotImplementedError("a daemon's cache is not cleared by one of its engines")
+        for depot in self._depots.values():
+            if depot is not None:
+                _log.info("cleared %d records", self.cache.clear(depot.bound.id))
 
     def close(self) -> None:
         close_cache(self.cache)

@@ -164,3 +164,23 @@ def test_many_prompts_at_once(tmp_path: Path) -> None:
         second.pump(lambda handle=handle: second.tree.check_prefetch_progress(handle))
         assert second.match(prompt).host_hit_length == len(prompt)
     second.close()
+
+
+def test_clearing_and_attaching_while_it_runs(tmp_path: Path) -> None:
+    stack = Stack(tmp_path)
+    stack.compute(PROMPT)
+    stack.stored(40)
+    assert stack.tree.clear_storage_backend()
+    assert stack.backend.cache.stats()["tiers"]["nvme"]["records"] == 0
+    controller, ours = stack.tree.cache_controller, stack.backend.cache
+    extra, pools = stack.backend._config.extra_config, controller.mem_pool_host.entries
+    for _ in range(2):
+        controller.detach_storage_backend()
+        assert ours.stats()["queued_blocks"] == 0
+        controller.attach_storage_backend(
+            storage_backend="dynamic", model_name="tiny", storage_backend_extra_config=extra, host_pools=pools
+        )
+        ours = stack.backend.cache
+    stack.compute([7, *PROMPT[1:]], seed=1)
+    stack.stored(40)
+    stack.close()
