@@ -20,6 +20,7 @@ import torch
 
 from kvcache.block.key import tokens as checked_tokens
 from kvcache.block.layout import KVLayout
+from kvcache.block.page_chain import IDENTITY
 from kvcache.engine.batch import Batch, Span
 from kvcache.engine.pool import Pool
 from kvcache.engine.prefix import Prefix
@@ -58,7 +59,7 @@ class Engine:
     """`pages` blocks of device memory; at most `max_batch_tokens` rows a step of at most `max_sequences` requests.
 
     `decode` turns an answer's tokens into text, for stop strings. What the cache does not answer within `patience_s`
-    is computed.
+    is computed. `share_across_engines` names blocks as SGLang does, with the model's `name` as it has it there.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Engine:
         decode: Callable[[list[int]], str] | None = None,
         clock: Clock | None = None,
         patience_s: float = 10.0,
+        share_across_engines: bool = False,
     ) -> None:
         layout = model.layout
         if len(layout.groups) != 1 or layout.groups[0].kind != "mha":
@@ -93,8 +95,9 @@ class Engine:
         described = GroupPages.from_tensors(layout, list(self._kv), axes=("kv", "page", "token", "head", "dim"))
         bound = None
         if cache is not None:
-            bound = cache.namespace(layout, model=name, revision=model.revision, facts=model.facts)
-            if isinstance(bound, Canaried):
+            facts = {**model.facts, "identity": IDENTITY} if share_across_engines else model.facts
+            bound = cache.namespace(layout, model=name, revision=model.revision, facts=facts)
+            if isinstance(bound, Canaried) and not share_across_engines:  # a name that others gave tells no tokens
                 bound.canary(Recompute(model, max_batch_tokens))
         prefix = Prefix(
             self.pool,
@@ -103,6 +106,7 @@ class Engine:
             block_tokens=layout.block_tokens,
             clock=self._clock,
             patience_s=patience_s,
+            shared=share_across_engines,
         )
         self._scheduler = Scheduler(self.pool, prefix, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
         self._prefix = prefix

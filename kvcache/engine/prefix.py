@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from kvcache.block.page_chain import page_digests
 from kvcache.engine.pool import Pool
 from kvcache.engine.sequence import Sequence, State
 from kvcache.hierarchy.face import Bound, Hit, Request
@@ -19,10 +20,19 @@ from kvcache.transfer.pages import Pages
 
 
 class Prefix:
-    """`patience_s` bounds the wait for a lookup or a load: what is not there by then is computed."""
+    """`patience_s` bounds the wait for a lookup or a load: what is not there by then is computed. `shared`: blocks are
+    named as SGLang names its pages."""
 
     def __init__(
-        self, pool: Pool, bound: Bound | None, pages: Pages, *, block_tokens: int, clock: Clock, patience_s: float
+        self,
+        pool: Pool,
+        bound: Bound | None,
+        pages: Pages,
+        *,
+        block_tokens: int,
+        clock: Clock,
+        patience_s: float,
+        shared: bool = False,
     ) -> None:
         self._pool = pool
         self._bound = bound
@@ -30,6 +40,7 @@ class Prefix:
         self._block_tokens = block_tokens
         self._clock = clock
         self._patience_s = patience_s
+        self._shared = shared
 
     def blocks(self, tokens: int) -> int:
         """Pages that so many tokens need."""
@@ -42,7 +53,10 @@ class Prefix:
             sequence.request = request
             sequence.hashed = len(sequence.tokens)
             sequence.give_up_s = self._clock.now() + self._patience_s
-            hit = request.match(sequence.tokens)
+            if self._shared:
+                hit = request.match(digests=page_digests(sequence.tokens, self._block_tokens))
+            else:
+                hit = request.match(sequence.tokens)
             if not hit.pending:
                 request.admit()
                 sequence.tiers = _tiers(hit)
@@ -117,7 +131,11 @@ class Prefix:
         if request is None or end == sequence.published:
             return
         if end > len(request.signatures):
-            request.extend(sequence.tokens[sequence.hashed :])
+            if self._shared:
+                digests = page_digests(sequence.tokens, self._block_tokens)
+                request.extend(digests=digests[len(request.signatures) :])
+            else:
+                request.extend(sequence.tokens[sequence.hashed :])
             sequence.hashed = len(sequence.tokens)
         self._publish(sequence, end)
         pages = sequence.pages[sequence.stored : end]

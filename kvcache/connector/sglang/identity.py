@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcache.block.hf import engine_facts
+from kvcache.block.hf import engine_facts, read_config
+from kvcache.block.page_chain import IDENTITY
 from kvcache.block.revision import model_revision
 from kvcache.connector.sglang.wishes import Wishes
 from kvcache.errors import ModelError
-
-DIGESTS = "sglang page chain: sha256(previous digest, token ids), seeded by adapter and salt"
-"""The origin of the names, as `docs/spec/key.md` asks."""
 
 _SERVED = ("kv_cache_dtype", "quantization", "quantization_param_path", "json_model_override_args", "load_format")
 
@@ -23,10 +21,11 @@ class Identity:
     model: str
     revision: str
     facts: Mapping[str, Any]
+    shared: bool = False
 
     def facts_of(self, pool: str, tag: str) -> dict[str, Any]:
-        """Of one pool: the name that SGLang gives it, and what format it says it has."""
-        return {**self.facts, "pool": pool, "pool_format": tag}
+        """Of one pool: the name that SGLang gives it, and what format it says it has. Others know no pools."""
+        return dict(self.facts) if self.shared else {**self.facts, "pool": pool, "pool_format": tag}
 
 
 def identify(served: Any, name: str | None, wishes: Wishes) -> Identity:
@@ -40,16 +39,23 @@ def identify(served: Any, name: str | None, wishes: Wishes) -> Identity:
         )
     model = wishes.model or path or "model"
     revision = wishes.revision or model_revision(snapshot or path)
-    facts: dict[str, Any] = {"identity": DIGESTS}
-    if snapshot is not None:
-        facts["config"] = engine_facts(snapshot)
-    if not wishes.share_across_engines:
-        facts["engine"] = "sglang"
-        for field in _SERVED:
-            value = getattr(served, field, None)
-            if isinstance(value, (str, int, float)) and value not in {"", "auto", "{}"}:
-                facts[field] = value
+    config = _config_facts(snapshot) if snapshot is not None else None
+    if wishes.share_across_engines:
+        if config is None:
+            raise ModelError(f"model {path!r}: share_across_engines compares configurations; give its directory")
+        return Identity(model, revision, {**config, "identity": IDENTITY}, shared=True)
+    facts: dict[str, Any] = {"identity": IDENTITY, "engine": "sglang", "config": config}
+    for field in _SERVED:
+        value = getattr(served, field, None)
+        if isinstance(value, (str, int, float)) and value not in {"", "auto", "{}"}:
+            facts[field] = value
     return Identity(model, revision, facts)
+
+
+def _config_facts(snapshot: Path) -> dict[str, Any]:
+    """What changes keys and values beside the weights, under the reference engine's names."""
+    eps = read_config(snapshot).get("rms_norm_eps")
+    return {**engine_facts(snapshot), "rms_norm_eps": eps, "windows": None}
 
 
 def _snapshot(path: str, revision: Any) -> Path | None:

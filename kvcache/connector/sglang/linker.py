@@ -78,7 +78,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
             shards=self._described.shards,
         )
         self._bound, self._deadline_s = bound, wishes.deadline_s
-        self._promises = Promises(bound)
+        self._promises = Promises(bound, wishes.lookup_wait_s)
         self._layers = self._described.shards[0].layers
         self.layer_done_counter = LayerWiseLoadCounter(self._layers)
         self._queued: dict[str, _Load] = {}
@@ -91,7 +91,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
     # --- from the cache ------------------------------------------------------------------------------------------
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every length up to what is in host memory, verified and held. Never waits."""
+        """Every length up to what is in host memory, verified and held. Waits `lookup_wait_s` at most."""
         keys = _of(transfers).keys or []
         try:
             return list(range(1, self._promises.pages(rid, keys) + 1))

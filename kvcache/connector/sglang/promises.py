@@ -17,6 +17,7 @@ from kvcache.hierarchy.face import Bound, Request
 HOST = "host"
 MOST = 256
 LONGEST_S = 60.0
+AGAIN_S, POLL_S = 0.25, 0.001
 
 
 @dataclass(slots=True)
@@ -27,34 +28,43 @@ class _Promise:
 
 
 class Promises:
-    """Not for use by several threads at once: SGLang's scheduler asks."""
+    """Not for use by several threads at once: SGLang's scheduler asks, and waits `wait_s` at the first lookup of a
+    request, where something is on its way, so that one on an idle server need not be computed."""
 
-    def __init__(self, bound: Bound, now: Callable[[], float] = time.monotonic) -> None:
-        self._bound, self._now = bound, now
+    def __init__(self, bound: Bound, wait_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._bound, self._wait_s, self._now = bound, wait_s, now
         self._open: OrderedDict[str, _Promise] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._open)
 
     def pages(self, rid: str, keys: Sequence[str]) -> int:
-        """How many of these pages, from the first on, can be loaded for certain. Waits for nothing."""
+        """How many of these pages, from the first on, can be loaded for certain."""
         self._expire()
-        promise = self._open.get(rid)
-        wanted = tuple(keys)
-        if promise is not None and promise.keys != wanted:
-            self.give_up(rid)
-            promise = None
-        if promise is None:
-            request = self._bound.request()
-            promise = self._open[rid] = _Promise(wanted, request, self._now())
-            hit = request.match(digests=_digests(wanted), after=b"")
+        promise, wanted = self._open.get(rid), tuple(keys)
+        until = self._now()
+        if promise is None or promise.keys != wanted:
+            until += self._wait_s
+            self._begin(rid, wanted)
+        elif until - promise.since > AGAIN_S:
+            self._begin(rid, wanted)  # a request brings as much as a load has under way: the next part
+        request = self._open[rid].request
+        while True:
+            hit = request.match()
             if not hit.pending:
                 request.admit()
-        else:
-            hit = promise.request.match()
-            if not hit.pending:
-                promise.request.admit()
-        return self._near(wanted, hit.blocks, hit.by_tier.get(HOST, 0))
+            near = hit.by_tier.get(HOST, 0)
+            if (near == hit.blocks and not hit.pending) or self._now() >= until:
+                return self._near(wanted, hit.blocks, near)
+            time.sleep(POLL_S)
+
+    def _begin(self, rid: str, keys: tuple[str, ...]) -> None:
+        before = self._open.pop(rid, None)
+        request = self._bound.request()
+        request.match(digests=_digests(keys), after=b"")
+        self._open[rid] = _Promise(keys, request, self._now())
+        if before is not None:
+            before.request.close()  # after the new one holds what it held
 
     def take(self, rid: str, keys: Sequence[str]) -> Request | None:
         """The request of these pages, now the caller's; None where one of them is not in host memory any more."""

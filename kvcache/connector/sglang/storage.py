@@ -43,7 +43,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         self._config = config = storage_config
         self._wishes = Wishes.read(config.extra_config)
         self._ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
-        served = _server_args()
+        served = _Served()
         self._identity = identify(served, config.model_name, self._wishes)
         self._depots: dict[str, Depot | None] = {}
         self._moved: dict[str, list[tuple[int, float]]] = {"in": [], "out": []}
@@ -246,10 +246,13 @@ def _before(extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:
     return extra_info.prefix_keys if extra_info is not None else None
 
 
-def _server_args() -> Any:
-    try:
-        from sglang.srt.runtime_context import get_server_args
+class _Served:
+    """The server's arguments as SGLang resolved them, where there is a server."""
 
-        return get_server_args()
-    except Exception:  # noqa: BLE001  no server around: the extra configuration tells
-        return None
+    def __getattr__(self, name: str) -> Any:
+        from sglang.srt.runtime_context import get_context
+
+        try:
+            return get_context().config_leaf(name)
+        except Exception:  # noqa: BLE001  not published, or not under that name
+            return None

@@ -22,6 +22,7 @@ class Wishes:
     tenant, cache_salt      who pays; what keeps apart
     share_across_engines    keep blocks in the order that all engines read
     deadline_s              the longest that a call takes
+    lookup_wait_s           the longest that a lookup of the linker's keeps the scheduler
     """
 
     where: str | None = None
@@ -31,6 +32,7 @@ class Wishes:
     cache_salt: str = ""
     share_across_engines: bool = False
     deadline_s: float = 3.0
+    lookup_wait_s: float = 0.05
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -44,12 +46,13 @@ class Wishes:
             **{name: value for name, value in given.items() if name in ours},
             settings={name: value for name, value in given.items() if name not in ours},
         )
-        for name, kind in (("deadline_s", (int, float)), ("share_across_engines", bool), ("tenant", str)):
+        kinds: dict[str, Any] = {"share_across_engines": bool, "tenant": str, "cache_salt": str}
+        for name, kind in kinds.items():
             value = getattr(wishes, name)
-            if not isinstance(value, kind) or (name == "deadline_s" and isinstance(value, bool)):
-                raise ConfigError(
-                    f"kvcache.{name} = {value!r}: expected a {'number' if name == 'deadline_s' else kind}"
-                )
-        if not 0 < wishes.deadline_s <= LONGEST_S:
-            raise ConfigError(f"kvcache.deadline_s = {wishes.deadline_s}: expected more than 0 and at most {LONGEST_S}")
+            if not isinstance(value, kind):
+                raise ConfigError(f"kvcache.{name} = {value!r}: expected a {kind.__name__}")
+        for name, least in (("deadline_s", 0.01), ("lookup_wait_s", 0.0)):
+            value = getattr(wishes, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= LONGEST_S:
+                raise ConfigError(f"kvcache.{name} = {value!r}: expected seconds from {least} to {LONGEST_S}")
         return wishes

@@ -28,6 +28,7 @@ class Stack:
     extra: dict[str, Any] = field(default_factory=dict)
     ours: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16
+    model: str = "tiny"
 
     def __post_init__(self) -> None:
         from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
@@ -64,7 +65,7 @@ class Stack:
             "kvcache": ours | self.ours,
         }
         override = get_context().override_server_args(
-            model_path="tiny",
+            model_path=self.model,
             device="cpu",
             page_size=PAGE,
             enable_hierarchical_cache=True,
@@ -92,13 +93,17 @@ class Stack:
 
     def compute(self, tokens: list[int], seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Fill device pages with the keys and values of these tokens and put them into the tree; what they are."""
+        made = torch.Generator().manual_seed(seed)
+        return self.put(tokens, torch.randn(LAYERS, 2, len(tokens), HEADS, DIM, generator=made))
+
+    def put(self, tokens: list[int], computed: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """These keys and values, (layer, K and V, token, head, dim), as a request's that has just been computed."""
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
         at = self.allocator.alloc(len(tokens))
-        made = torch.Generator().manual_seed(seed)
-        for buffers in (self.kv.k_buffer, self.kv.v_buffer):
-            for layer in range(LAYERS):
-                buffers[layer][at] = torch.randn(len(tokens), HEADS, DIM, generator=made).to(self.dtype)
+        for layer in range(LAYERS):
+            for kv, buffers in enumerate((self.kv.k_buffer, self.kv.v_buffer)):
+                buffers[layer][at] = computed[layer, kv].to(self.dtype)
         self.tree.insert(InsertParams(key=self.key(tokens), value=at))
         return self.read(at)
 

@@ -1,0 +1,90 @@
+"""SGLang and the reference engine over one store: each finds what the other has computed, and answers by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvcache
+from tests.engine import tiny
+from tests.peer.server import BINARY, MISSING, Server
+from tests.peer.sglang.stack import PAGE, Stack
+
+pytestmark = [pytest.mark.usefixtures("sglang_here"), pytest.mark.skipif(not BINARY, reason=MISSING)]
+PROMPT = [3 + (7 * i + i * i) % 240 for i in range(20 * PAGE + 5)]
+
+
+def settings(url: str) -> dict[str, Any]:
+    shared = {"redis": {"enabled": True, "url": url}, "nvme": {"enabled": False}, "control": {"enabled": False}}
+    return shared | {"host": {"capacity_bytes": 64 << 20}}
+
+
+def engine(path: str, cache: kvcache.KVCache | None) -> Any:
+    from kvcache.engine.engine import Engine
+    from kvcache.engine.model import load_model
+
+    return Engine(load_model(path), cache, pages=64, name="shared", share_across_engines=True)
+
+
+def answer(engine: Any) -> Any:
+    from kvcache.engine.sampling import Params
+
+    [result] = engine.generate([PROMPT], Params(max_tokens=8, ignore_eos=True))
+    return result
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """With as many layers and heads as SGLang's pools have here."""
+    sizes = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32}
+    return tiny.make(tmp_path / "model", "llama", max_position_embeddings=1024, **sizes)
+
+
+def sglang(place: Path, model: str, url: str) -> Stack:
+    ours = {"share_across_engines": True, "model": "shared", "revision": None, **settings(url)}
+    return Stack(place, layout="page_first", io="kernel", dtype=torch.float32, ours=ours, model=model)
+
+
+def test_each_finds_what_the_other_has_computed(model: str, tmp_path: Path) -> None:
+    whole = PROMPT[: 20 * PAGE]
+    plain = answer(engine(model, None))
+    ones, others = Server(), Server()
+    try:
+        with kvcache.open(**settings(ones.tcp)) as cache:
+            first = answer(engine(model, cache))
+            assert (first.token_ids, first.reused_tokens) == (plain.token_ids, 0)
+            assert cache.flush(30)
+        stack = sglang(tmp_path, model, ones.tcp)
+        assert stack.prefetch_of(whole) == len(whole)
+        computed = torch.stack([torch.stack(pair) for pair in stack.bring_back(whole)])
+        stack.close()
+
+        stack = sglang(tmp_path, model, others.tcp)
+        stack.put(whole, computed)
+        stack.stored(20)
+        stack.close()
+        with kvcache.open(**settings(others.tcp)) as cache:
+            second = answer(engine(model, cache))
+            assert second.reused_tokens == len(whole)
+            assert second.token_ids == plain.token_ids, "by keys and values that went through SGLang and back"
+    finally:
+        ones.end()
+        others.end()
+
+
+def test_other_weights_are_apart(model: str, tmp_path: Path) -> None:
+    server = Server()
+    try:
+        with kvcache.open(**settings(server.tcp)) as cache:
+            answer(engine(model, cache))
+            assert cache.flush(30)
+        sizes = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32}
+        other = tiny.make(tmp_path / "other", "llama", seed=1, max_position_embeddings=1024, **sizes)
+        stack = sglang(tmp_path, other, server.tcp)
+        assert stack.prefetch_of(PROMPT[: 20 * PAGE]) == 0
+        stack.close()
+    finally:
+        server.end()
