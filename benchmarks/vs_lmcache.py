@@ -14,6 +14,7 @@ median of rounds in which either side goes first as often. The value is ours, th
     disk/*/buffered              ours as it is; LMCache's path through the page cache, which is emptied before reads
     redis/store, redis/retrieve  to a server on loopback until it is there, and back after it left memory
     redis/contains               until a process that has just begun knows that 131,072 tokens are there
+    redis/*/native               beside LMCache's client in C++ instead of its redis://
     bytes_a_token/*              beside keys and values; LMCache's in-process engine, and its multiprocess server
 
 LMCache copies by what it brings for processors, which says nothing of its CUDA kernels. --truth does the same faults to
@@ -121,12 +122,13 @@ def shared(fresh: Callable[[str], Side], sizes: Sizes) -> Iterator[Figure]:
     if MISSING:
         print(f"no rows of Redis: {MISSING}", file=sys.stderr)
         return
-    for measured in (through_redis, asking_redis):
-        server = Server()
-        try:
-            yield from measured(Turns(fresh("ours"), fresh("theirs")), sizes, server.tcp)
-        finally:
-            server.end()
+    for native in (False, True):
+        for measured in (through_redis, asking_redis):
+            server = Server()
+            try:
+                yield from measured(Turns(fresh("ours"), fresh("theirs")), sizes, server.tcp, native=native)
+            finally:
+                server.end()
 
 
 def show(found: Sequence[Fault], path: Path | None) -> None:

@@ -141,10 +141,12 @@ def through_disk(turns: Turns, sizes: Sizes, directory: Path) -> Iterator[Figure
         yield _rates(f"disk/retrieve/{path}", retrieved, "seconds", "seconds", sizes, floor)
 
 
-def through_redis(turns: Turns, sizes: Sizes, url: str, name: str = "redis") -> Iterator[Figure]:
-    """A prompt to a server, until it can be found there, and another one back that has left memory."""
+def through_redis(turns: Turns, sizes: Sizes, url: str, *, native: bool = False) -> Iterator[Figure]:
+    """A prompt to a server, until it can be found there, and another one back that has left memory. `native`: by
+    LMCache's client in C++."""
+    path = "/native" if native else ""
     tokens = sizes.shared_tokens
-    turns.ask("open", shape=sizes.shape, tokens=tokens, room_tokens=tokens * 3 // 2, url=url)
+    turns.ask("open", shape=sizes.shape, tokens=tokens, room_tokens=tokens * 3 // 2, url=url, native=native)
     stored, retrieved = [], []
     for seed in range(WARM + sizes.rounds):
         stored.append(turns.ask("store", seed=seed))
@@ -152,19 +154,19 @@ def through_redis(turns: Turns, sizes: Sizes, url: str, name: str = "redis") -> 
             retrieved.append(_checked(turns.ask("retrieve", seed=seed - WARM), tokens, near=0))
     size = tokens * token_bytes(sizes.shape) / 1e9
     pairs = [(size / a["durable_s"], size / b["found_s"]) for a, b in stored[WARM:]]
-    yield Figure(f"{name}/store", "GB/s", *zip(*pairs, strict=True))
+    yield Figure(f"redis/store{path}", "GB/s", *zip(*pairs, strict=True))
     rates = [[size / answer["seconds"] for answer in side] for side in zip(*retrieved, strict=True)]
-    yield Figure(f"{name}/retrieve", "GB/s", *rates)
+    yield Figure(f"redis/retrieve{path}", "GB/s", *rates)
 
 
-def asking_redis(turns: Turns, sizes: Sizes, url: str) -> Iterator[Figure]:
+def asking_redis(turns: Turns, sizes: Sizes, url: str, *, native: bool = False) -> Iterator[Figure]:
     """How long a process that has just begun takes to know that a server has all of a long prompt."""
     tokens = sizes.match_tokens
-    turns.ask("open", shape=LEAST, tokens=tokens, room_tokens=2 * tokens, url=url)
+    turns.ask("open", shape=LEAST, tokens=tokens, room_tokens=2 * tokens, url=url, native=native)
     turns.ask("store", seed=0)
     answers = [turns.ask("contains", seed=0, runs=2) for _ in range(sizes.rounds)]
     ours, theirs = ([1e3 * s for answer in side for s in answer] for side in zip(*answers, strict=True))
-    yield Figure("redis/contains", "ms", ours, theirs)
+    yield Figure(f"redis/contains{'/native' if native else ''}", "ms", ours, theirs)
 
 
 def beside(ours: Asked, theirs: Mapping[str, Asked], sizes: Sizes) -> Iterator[Figure]:

@@ -34,6 +34,7 @@ class Ours:
         direct: bool = True,
         patience_s: float = 0,
         url: str = "",
+        native: bool = False,
     ) -> None:
         """Room for `room_tokens` in host memory, prompts of `tokens`. With a directory also on the drive, always
         around the page cache, and waited for by `flush`; with a URL also in that server."""

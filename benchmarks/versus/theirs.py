@@ -111,9 +111,10 @@ class Theirs:
         direct: bool = True,
         patience_s: float = 60.0,
         url: str = "",
+        native: bool = False,
     ) -> None:
         """As `ours`. `direct`: on the drive by the path around the page cache, else through it. `patience_s`: how
-        long to wait for a write to the drive or the server, since some never end."""
+        long to wait for a write to the drive or the server, since some never end. `native`: by the client in C++."""
         self._tokens, self._pages, self._directory = tokens, Pages(shape, tokens), directory
         self._patience_s, self._url = patience_s, url
         size = token_bytes(shape)
@@ -128,7 +129,9 @@ class Theirs:
             settings["max_local_disk_size"] = KEPT_ON_DISK * tokens * size / GIB
             settings["extra_config"] = {"use_odirect": direct}
         if url:
-            settings["remote_url"], settings["remote_serde"] = url, "naive"
+            # its client in C++ takes no database
+            settings["remote_url"] = url.replace("redis:", "resp:").removesuffix("/0") if native else url
+            settings["remote_serde"] = "naive"
         self._opened += 1
         self._engine = LMCacheEngineBuilder.get_or_create(
             f"versus-{self._opened}",
