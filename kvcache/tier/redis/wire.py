@@ -20,6 +20,10 @@ from kvcache.port import Clock
 _BUFFER_BYTES = 64 << 10
 _PIECES = 512  # buffers in one sendmsg; the system takes 1,024 at most
 _MOST_SKIPPED = 16 << 20
+_LARGEST_BYTES = 512 << 20
+"""Of a value: no server of this protocol keeps a larger one."""
+_DEEPEST = 16
+"""Lists within lists."""
 MOST_TAKEN = 32 << 10
 """What `take` is asked for at most."""
 
@@ -210,7 +214,7 @@ class Wire:
                 self.end()
         return heads
 
-    def reply(self) -> Any:
+    def reply(self, depth: int = 0) -> Any:
         """Any small reply: int, bytes, None, Wrong, or a list of them."""
         line = self._line()
         kind = line[:1]
@@ -226,9 +230,13 @@ class Wire:
         if number < 0:
             return None
         if kind == b"*":
-            return [self.reply() for _ in range(number)]
+            if depth == _DEEPEST:
+                raise BrokenError("protocol")
+            return [self.reply(depth + 1) for _ in range(number)]
         if kind != b"$":
             raise BrokenError("protocol")
+        if number > _LARGEST_BYTES:  # before there is memory for it
+            raise BrokenError("length")
         value = self.take(number) if number <= _BUFFER_BYTES - 2 else self._large(number)
         self.end()
         return value
