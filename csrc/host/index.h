@@ -4,7 +4,8 @@
 // A node is one block at one place (namespace, group, shard). 52 bytes and 8 a tier, and 8 for each slot of a table
 // that is at most three quarters full: 85 to 90 bytes with two tiers at 10^6. Ghosts take 12 bytes and a slot. Who may
 // leave a tier stands in an order for each class of use, and for whether a tier below has it too; orders are kept
-// within the nodes. Nothing here is ever copied whole or walked whole, but by `check` and `names`.
+// within the nodes. Nothing here is ever copied or walked whole, but for audits, which copy the nodes and walk the
+// copy.
 //
 // Not thread-safe: callers lock `mutex`. Strong only against memory running out: then std::bad_alloc, the index sound.
 #pragma once
@@ -15,6 +16,7 @@
 #include <cstdint>
 #include <deque>
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -85,19 +87,31 @@ class Index {
     std::size_t bytes() const;
     std::size_t ghost_bytes() const { return ghosts_.bytes(); }
 
-    template <class Take>  // take(place, signature) for each that the tier has
-    void names(unsigned tier, Take take) const {
-        for (std::uint32_t i = 0; i < nodes_.made(); ++i) {
+    // Those of the nodes `first` to `end` that the tier has: take(place, signature) for each. False behind the last
+    // node.
+    template <class Take>
+    bool names(unsigned tier, std::uint32_t first, std::uint32_t end, Take take) const {
+        for (std::uint32_t i = first; i < std::min(end, nodes_.made()); ++i) {
             const Node& node = nodes_[i];
             if (node.resident(tier)) take(places_[node.place].name.data(), node.signature);
         }
+        return end < nodes_.made();
     }
 
-    std::vector<std::string> check() const;
+    // An audit in three parts, so that nobody waits long: `picture` copies what is to be looked at, into room that was
+    // made before; `audit` looks at a copy; `lost` asks the table for nodes `first` to `end`, false behind the last.
+    std::uint32_t made() const { return nodes_.made(); }
+    Nodes room() const { return Nodes(tiers_); }
+    std::unique_ptr<const Index> picture(Nodes room) const;
+    std::vector<std::string> audit() const;
+    bool lost(std::uint32_t first, std::uint32_t end, std::vector<std::string>* faults) const;
+    std::vector<std::string> check() const;  // all of it
 
     mutable std::mutex mutex;
 
   private:
+    Index(const Index& other, Nodes copied);
+
     static constexpr std::size_t BATCH = 32;  // lookups whose memory is asked for before the first is answered
 
     struct PlaceName {
@@ -153,6 +167,8 @@ class Index {
     std::array<std::uint64_t, Node::MOST_TIERS> resident_{};
     Nodes nodes_;
     Table table_;
+    std::size_t named_ = 0;  // of a picture: what the table and the ghosts counted
+    std::size_t remembered_ = 0;
     std::deque<PlaceName> places_;
     std::vector<std::uint32_t> free_places_;
     Table place_table_;

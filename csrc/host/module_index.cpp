@@ -14,7 +14,8 @@ namespace py = pybind11;
 namespace kvcache {
 namespace {
 
-constexpr std::size_t BRIEF = 32;  // blocks
+constexpr std::size_t BRIEF = 32;          // blocks
+constexpr std::uint32_t A_PART = 1 << 12;  // nodes that are looked at under the lock at a time, by who looks at all
 
 // A brief call keeps the interpreter lock, since having it back may take a turn of every other thread; but nobody who
 // has it waits for the index.
@@ -212,21 +213,16 @@ class PyIndex {
         return out;
     }
 
-    py::list names(unsigned tier) {
+    py::bytes names(unsigned tier) {
         check_tier(tier);
         std::vector<std::uint8_t> found;
-        locked(index_, BRIEF + 1, [&] {
-            index_.names(tier, [&](const std::uint8_t* place, const std::uint8_t* signature) {
+        by_parts([&](std::uint32_t first, std::uint32_t end) {
+            return index_.names(tier, first, end, [&](const std::uint8_t* place, const std::uint8_t* signature) {
                 found.insert(found.end(), place, place + PLACE);
                 found.insert(found.end(), signature, signature + SIGNATURE);
             });
-            return true;
         });
-        py::list out;
-        for (const std::uint8_t* at = found.data(); at < found.data() + found.size(); at += PLACE + SIGNATURE) {
-            out.append(py::make_tuple(bytes(at, PLACE), bytes(at + PLACE, SIGNATURE)));
-        }
-        return out;
+        return bytes(found.data(), found.size());
     }
 
     py::bytes uses(const py::object& place, const py::object& signatures) {
@@ -285,8 +281,23 @@ class PyIndex {
         return number([&](const Index& index) { return index.resident(tier); });
     }
 
+    // The lock is held for a copy of the nodes, and then for a few thousand of them at a time.
     std::vector<std::string> check() {
-        return locked(index_, BRIEF + 1, [&] { return index_.check(); });
+        std::vector<std::string> faults;
+        {
+            py::gil_scoped_release unlocked;
+            Nodes room = index_.room();
+            std::unique_lock<std::mutex> lock(index_.mutex);
+            const std::uint32_t made = index_.made();
+            lock.unlock();
+            room.prepare(made);
+            lock.lock();
+            const std::unique_ptr<const Index> picture = index_.picture(std::move(room));
+            lock.unlock();
+            faults = picture->audit();
+        }
+        by_parts([&](std::uint32_t first, std::uint32_t end) { return index_.lost(first, end, &faults); });
+        return faults;
     }
 
     static void bind(py::module_& module);
@@ -307,6 +318,16 @@ class PyIndex {
 
     static py::bytes bytes(const void* data, std::size_t length) {
         return py::bytes(static_cast<const char*>(data), length);
+    }
+
+    // call(first, end) over the nodes' numbers, each time under the lock, until it says false.
+    template <class Call>
+    void by_parts(Call call) {
+        py::gil_scoped_release unlocked;
+        for (std::uint32_t first = 0;; first += A_PART) {
+            const std::lock_guard<std::mutex> lock(index_.mutex);
+            if (!call(first, first + A_PART)) return;
+        }
     }
 
     py::tuple tuple(const ByTier& by_tier) const {

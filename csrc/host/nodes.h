@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -68,6 +69,27 @@ class Nodes {
         (*this)[i].tiers = (*this)[i].listed = 0, (*this)[i].holds = 0;
         (*this)[i].parent = free_;
         free_ = i;
+    }
+
+    // Room for a copy of so many nodes, touched: whoever copies need not wait for the system.
+    void prepare(std::uint32_t nodes) {
+        while (chunks_.size() * A_CHUNK < nodes) chunks_.emplace_back(new std::uint8_t[A_CHUNK * node_bytes_]());
+    }
+
+    void copy(const Nodes& other) {
+        prepare(other.made_);
+        for (std::size_t c = 0; c * A_CHUNK < other.made_; ++c) {
+            const std::size_t nodes = other.made_ - c * A_CHUNK;
+            std::memcpy(chunks_[c].get(), other.chunks_[c].get(), (nodes < A_CHUNK ? nodes : A_CHUNK) * node_bytes_);
+        }
+        made_ = other.made_, free_ = other.free_;
+    }
+
+    // By number, whether a node is in use.
+    std::vector<bool> used() const {
+        std::vector<bool> used(made_, true);
+        for (std::uint32_t i = free_; i < made_ && used[i]; i = (*this)[i].parent) used[i] = false;
+        return used;
     }
 
     std::uint32_t made() const { return made_; }

@@ -19,7 +19,7 @@ from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, Policy, requests_between_tables
 from kvcache.hierarchy.plain_index import MOST_USES, PlainIndex
-from kvcache.hierarchy.run import Packed, Run, joined, place_of_address
+from kvcache.hierarchy.run import PLACE_BYTES, Packed, Run, joined, place_of_address
 
 UNLIMITED = (1 << 63) - 1
 
@@ -209,8 +209,12 @@ class Index:
 
     def names(self, tier: str) -> set[bytes]:
         """All that a tier has, as tiers name them."""
-        names = self._core.names(self._number[tier])
-        return {signature[:KEY_BYTES] + place[SIGNATURE_BYTES:] for place, signature in names}
+        rows = self._core.names(self._number[tier])
+        size = PLACE_BYTES + SIGNATURE_BYTES
+        return {
+            rows[at + PLACE_BYTES : at + PLACE_BYTES + KEY_BYTES] + rows[at + SIGNATURE_BYTES : at + PLACE_BYTES]
+            for at in range(0, len(rows), size)
+        }
 
     def held(self) -> int:
         """How many holds there are, in all."""

@@ -362,9 +362,9 @@ class PlainIndex:
         with self._lock:
             return sum(node.holds for node in self._nodes.values())
 
-    def names(self, tier: int) -> list[Name]:
+    def names(self, tier: int) -> bytes:  # place and signature of each that the tier has, one behind the other
         with self._lock:
-            return [name for name, node in self._nodes.items() if node.tiers >> tier & 1]
+            return b"".join(place + sign for (place, sign), node in self._nodes.items() if node.tiers >> tier & 1)
 
     def check(self) -> list[str]:
         """Counts, orders and links against what a walk over all nodes finds."""

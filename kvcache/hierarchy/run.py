@@ -14,6 +14,9 @@ Packed = bytes | bytearray | memoryview
 """Signatures one behind the other, 32 bytes each."""
 
 
+PLACE_BYTES = 42
+
+
 def place_of(namespace: bytes, group: int, shard: Shard) -> bytes:
     """42 bytes: all that an address says but which block it is."""
     return namespace + group.to_bytes(2, "little") + shard.pack()

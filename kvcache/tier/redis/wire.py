@@ -20,10 +20,8 @@ from kvcache.port import Clock
 _BUFFER_BYTES = 64 << 10
 _PIECES = 512  # buffers in one sendmsg; the system takes 1,024 at most
 _MOST_SKIPPED = 16 << 20
-_LARGEST_BYTES = 512 << 20
-"""Of a value: no server of this protocol keeps a larger one."""
-_DEEPEST = 16
-"""Lists within lists."""
+_LARGEST_BYTES = 512 << 20  # of a value: no server of this protocol keeps a larger one
+_DEEPEST = 16  # lists within lists
 MOST_TAKEN = 32 << 10
 """What `take` is asked for at most."""
 
