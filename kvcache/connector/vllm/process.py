@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any
 
 import kvcache
 from kvcache.connector.vllm.options import Options
-from kvcache.errors import ConfigError
+from kvcache.daemon.private import find_or_start
 from kvcache.hierarchy.face import KVCache
 
 _lock = threading.Lock()
@@ -44,17 +45,19 @@ def share(config: Any, options: Options) -> Share:
 
 
 def one_process(config: Any) -> bool:
-    """Whether the scheduler and the only worker live together."""
+    """Whether the scheduler and the only worker live together, and no replica beside them."""
     parallel = config.parallel_config
-    return bool(parallel.world_size == 1 and parallel.distributed_executor_backend == "uni")
+    replicas = getattr(parallel, "data_parallel_size", 1)
+    return bool(parallel.world_size == replicas == 1 and parallel.distributed_executor_backend == "uni")
+
+
+def engine_name(config: Any) -> str:
+    """The engine's, which its replicas share: vLLM numbers theirs."""
+    return re.sub(r"_dp\d+$", "", str(config.kv_transfer_config.engine_id))
 
 
 def _find(config: Any, options: Options) -> KVCache:
-    if options.address is not None:
-        return kvcache.open(options.address)
-    if not one_process(config):
-        raise ConfigError(
-            "this engine's scheduler and workers are separate processes, which share a cache by a daemon only: "
-            'give "address": "unix:..." in kv_connector_extra_config'
-        )
-    return kvcache.open(options.config, **options.settings)
+    if options.address is None and one_process(config):
+        return kvcache.open(options.config, **options.settings)
+    where = options.address or find_or_start(engine_name(config), options.config, **options.settings)
+    return kvcache.open(where, engine=str(config.kv_transfer_config.engine_id))
