@@ -25,6 +25,7 @@ from kvcache.connector.vllm.process import share
 from kvcache.connector.vllm.refuse import declines, refuse
 from kvcache.connector.vllm.scheduler import Scheduling
 from kvcache.connector.vllm.shape import describe
+from kvcache.connector.vllm.stats import Prometheus, Sampler, Stats
 from kvcache.connector.vllm.version import KVConnectorTransferResults
 from kvcache.connector.vllm.worker import Working
 from kvcache.errors import LayoutError
@@ -45,6 +46,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._recompute(vllm_config.kv_transfer_config)
             self._scheduling = Scheduling(vllm_config, kv_cache_config, self._options, self._share.cache, off=off)
+            self._sampler = Sampler(self._share.cache)
             if off:
                 _log.warning("nothing is cached: %s", off)
         else:
@@ -174,8 +176,22 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     # both
 
+    def get_kv_connector_stats(self) -> Stats | None:
+        return self._sampler.take() if self.role == KVConnectorRole.SCHEDULER else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        return Stats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> Prometheus:
+        return Prometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
     def shutdown(self) -> None:
         if self.role == KVConnectorRole.SCHEDULER:
+            self._sampler.close()
             self._scheduling.close()
         else:
             self._working.close()

@@ -8,17 +8,18 @@ from typing import Any
 
 import kvcache
 from kvcache.connector.vllm.options import Options
+from kvcache.connector.vllm.trial import Trial
 from kvcache.daemon.private import find_or_start
 from kvcache.hierarchy.face import KVCache
 
 _lock = threading.Lock()
-_open: dict[str, tuple[KVCache, int]] = {}  # by engine: its cache, and how many roles use it
+_open: dict[str, tuple[KVCache | Trial, int]] = {}  # by engine: its cache, and how many roles use it
 
 
 class Share:
     """One role's claim on the cache of its engine, which is closed when the last role lets go."""
 
-    def __init__(self, engine_id: str, cache: KVCache) -> None:
+    def __init__(self, engine_id: str, cache: KVCache | Trial) -> None:
         self.cache, self._engine_id, self._held = cache, engine_id, True
 
     def close(self) -> None:
@@ -56,7 +57,9 @@ def engine_name(config: Any) -> str:
     return re.sub(r"_dp\d+$", "", str(config.kv_transfer_config.engine_id))
 
 
-def _find(config: Any, options: Options) -> KVCache:
+def _find(config: Any, options: Options) -> KVCache | Trial:
+    if options.mode == "observe":
+        return Trial.of(options)
     if options.address is None and one_process(config):
         return kvcache.open(options.config, **options.settings)
     where = options.address or find_or_start(engine_name(config), options.config, **options.settings)

@@ -19,6 +19,7 @@ from kvcache.connector.vllm.message import Described, Message, Move
 from kvcache.connector.vllm.model import Model, Rank, combine
 from kvcache.connector.vllm.options import Options
 from kvcache.connector.vllm.tracked import Tracked, Wishes
+from kvcache.connector.vllm.trial import Trial
 from kvcache.errors import KVCacheError
 from kvcache.hierarchy.face import Bound, KVCache
 
@@ -26,7 +27,7 @@ _log = logging.getLogger("kvcache.connector.vllm")
 
 
 class Scheduling:
-    def __init__(self, config: Any, kv_config: Any, options: Options, cache: KVCache, *, off: str = "") -> None:
+    def __init__(self, config: Any, kv_config: Any, options: Options, cache: KVCache | Trial, *, off: str = "") -> None:
         """`off`: why nothing is cached; "" where it is."""
         self.cache, self.off = cache, off
         self._config, self._kv_config, self._options = config, kv_config, options
@@ -108,6 +109,12 @@ class Scheduling:
         return self._model.layout.block_tokens
 
     @property
+    def _block_bytes(self) -> int:
+        assert self._model is not None
+        layout = self._model.layout
+        return sum(layout.block_bytes(group=g) for g in range(len(layout.groups)))
+
+    @property
     def _hash_tokens(self) -> int:
         return version.hash_tokens(self._config.cache_config, self._kv_config)
 
@@ -158,6 +165,11 @@ class Scheduling:
         ):
             tracked.close()
             return 0, False
+        if isinstance(self.cache, Trial):
+            if not tracked.asked:
+                tracked.asked = request.num_tokens // size
+                tracked.stored = self.cache.ask(tracked.who, tracked.digests.first(tracked.asked), size)
+            return 0, False
         # Several groups, and a step that waits, leave a token to compute; vLLM itself steps back where one is needed.
         whole = self.asynchronous and len(self._kv_config.kv_cache_groups) == 1
         limit = (request.num_tokens if whole else request.num_tokens - 1) // size
@@ -173,6 +185,7 @@ class Scheduling:
         if tracked.face is None or tracked.asked != limit:
             tracked.close()
             assert self._model is not None
+            assert not isinstance(self.cache, Trial)
             bound = self._bound.get(tracked.who)
             if bound is None:
                 bound = self._bound[tracked.who] = self._model.bind(self.cache, tracked.who)
@@ -274,7 +287,9 @@ class Scheduling:
         end = min(computed + out.num_scheduled_tokens[request_id], tracked.request.num_tokens) // size
         end = min(end, len(tracked.digests.first(end)), *map(len, tracked.blocks))
         first = self._storable(tracked, min(tracked.stored, end), end)
-        if first < end:
+        if first < end and isinstance(self.cache, Trial):
+            self.cache.keep(tracked.who, tracked.digests.first(end)[first:end], self._block_bytes)
+        elif first < end:
             message.stores.append(self._move(tracked, first, end))
         tracked.stored = max(tracked.stored, end)
 

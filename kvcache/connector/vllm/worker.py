@@ -17,6 +17,7 @@ from kvcache.connector.vllm.message import Message, Move
 from kvcache.connector.vllm.model import Model, Rank
 from kvcache.connector.vllm.options import Options
 from kvcache.connector.vllm.shape import Shape, pages_of
+from kvcache.connector.vllm.trial import Trial
 from kvcache.hierarchy.face import Bound, KVCache, Request, Transfer
 from kvcache.transfer.pages import Pages
 
@@ -64,7 +65,7 @@ class Results:
 
 
 class Working:
-    def __init__(self, options: Options, cache: KVCache, rank: Rank, *, groups: int, blocks: int) -> None:
+    def __init__(self, options: Options, cache: KVCache | Trial, rank: Rank, *, groups: int, blocks: int) -> None:
         """`groups` are vLLM's, `blocks` is how many pages each layer has."""
         self.cache, self._options, self._rank = cache, options, rank
         self._groups, self._page_count = groups, blocks
@@ -196,6 +197,7 @@ class Working:
             assert self._model is not None
             bound = self._bound.get(move.who)
             if bound is None:
+                assert not isinstance(self.cache, Trial), "a trial moves nothing"
                 bound = self._bound[move.who] = self._model.bind(self.cache, move.who, self._rank)
             request = bound.request(move.request_id, ttl_s=move.ttl_s, deadline_s=self._options.load_s)
             request.match(digests=list(move.digests))

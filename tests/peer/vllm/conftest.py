@@ -1,11 +1,13 @@
-"""A real vLLM, where there is one: `VLLM_VENV`, by default `~/vllm-venv`, which `scripts/test-peers vllm` builds."""
+"""A real vLLM, where there is one: the interpreter that runs the tests (`scripts/test-peers vllm`), or `VLLM_VENV`."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +15,33 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
-VENV = Path(os.environ.get("VLLM_VENV", "~/vllm-venv")).expanduser()
-MODELS = Path(os.environ.get("VLLM_MODELS", "~/vllm-models/models")).expanduser()
+VENV = os.environ.get("VLLM_VENV")
+PYTHON = Path(VENV).expanduser() / "bin/python" if VENV else Path(sys.executable) if find_spec("vllm") else None
+MODELS = Path(os.environ.get("VLLM_MODELS", "~/.cache/kvcache-tests/vllm")).expanduser()
 WATCHDOG_S = 240  # an engine that has not ended by then hangs, and the test fails
 
 Run = Callable[..., dict[str, Any]]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    python = VENV / "bin/python"
-    why = "" if python.exists() else f"no vLLM in {VENV}: scripts/test-peers vllm builds one"
-    if not why and not os.environ.get("TEST_PEERS"):
-        why = "a real vLLM takes minutes: set TEST_PEERS=1, or run scripts/test-peers vllm"
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.peer)
-            if why:
-                item.add_marker(pytest.mark.skip(reason=why))
+            if PYTHON is None:
+                item.add_marker(pytest.mark.skip(reason="no vLLM here: scripts/test-peers vllm, or name a VLLM_VENV"))
+
+
+@pytest.fixture(scope="session")
+def models() -> Path:
+    """The folder of small models, made once."""
+    assert PYTHON is not None
+    quiet = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([PYTHON, HERE / "models.py", MODELS], check=True, capture_output=True, timeout=WATCHDOG_S, env=quiet)
+    return MODELS
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path: Path, models: Path) -> Run:
     """Runs an engine with a job of `engine.py` in a process of its own, and gives its result."""
     count = 0
 
@@ -49,13 +57,13 @@ def run(tmp_path: Path) -> Run:
         count += 1
         path, out, log = (tmp_path / f"{name}-{count}" for name in ("job", "result", "log"))
         path.write_text(
-            json.dumps({"model": str(MODELS / model), "connector": connector, "rounds": rounds, **job}),
+            json.dumps({"model": str(models / model), "connector": connector, "rounds": rounds, **job}),
             encoding="utf-8",
         )
         python_path = os.pathsep.join(map(str, (ROOT, HERE, *job.get("path", ()))))
         with log.open("wb") as stream:
             ended = subprocess.run(
-                [VENV / "bin/python", HERE / "engine.py", path, out],
+                [PYTHON, HERE / "engine.py", path, out],
                 env={**os.environ, "PYTHONPATH": python_path, "KVCACHE_DIR": str(tmp_path), **(env or {})},
                 stdout=stream,
                 stderr=subprocess.STDOUT,

@@ -108,6 +108,10 @@ def reset(llm):
     return {"reset": llm.reset_prefix_cache(reset_connector=True)}
 
 
+def counters(llm):
+    return connector(llm)._share.cache.stats()["counters"]
+
+
 def aborts(llm, seed: str):
     """Requests of which half are aborted at random moments; what the others said."""
     from vllm import SamplingParams
@@ -156,7 +160,7 @@ def leaks(llm):
     }
 
 
-ACTS = {"flush": flush, "reset": reset, "aborts": aborts, "leaks": leaks}
+ACTS = {"flush": flush, "counters": counters, "reset": reset, "aborts": aborts, "leaks": leaks}
 
 
 def connector(llm):

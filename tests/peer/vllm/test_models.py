@@ -92,3 +92,13 @@ def test_a_reset_forgets_for_this_engine(run: Run, tmp_path: Path) -> None:
     assert [r["cached"][0] for r in asked] == [0, 672, 0, 672]
     again = run([ask(A)], connector=cache(tmp_path / "nvme"))
     assert again["rounds"][0]["cached"] == [672]  # the weights are the same: what was stored before is good
+
+
+def test_a_trial_counts_what_would_have_been_found(run: Run, tmp_path: Path) -> None:
+    plain = run(ROUNDS)
+    result = run([*ROUNDS, "counters"], connector=cache(tmp_path / "nvme", mode="observe"))
+    assert tokens(result) == tokens(plain)
+    assert all(sum(r["cached"]) == 0 for r in result["rounds"][:3])
+    assert result["rounds"][3]["hit_tokens"] == {"host": 4 * 672 - 32}
+    assert result["rounds"][3]["asked_tokens"] == 4 * 672 + 832 + 640
+    assert not (tmp_path / "nvme").exists()

@@ -1,0 +1,112 @@
+"""The cache's metrics in vLLM's own `/metrics` and log: the rows of our one table, as they grow."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from kvcache.connector.vllm.trial import Trial
+from kvcache.hierarchy.face import KVCache
+from kvcache.observe.exporter import PREFIX, samples
+from kvcache.observe.metrics import METRICS
+
+EVERY_S = 1.0
+_LOGGED = ("asked_tokens", "hit_tokens", "loaded_blocks", "stored_blocks", "load_failures", "drops")
+
+_log = logging.getLogger("kvcache.connector.vllm")
+
+
+class Stats(KVConnectorStats):
+    """`data` is what crosses processes: by metric, by label values joined with a comma, a growth or a gauge's value."""
+
+    def reset(self) -> None:
+        self.data: dict[str, Any] = {}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def aggregate(self, other: KVConnectorStats) -> Stats:
+        for name, rows in other.data.items():
+            mine = self.data.setdefault(name, {})
+            for labels, value in rows.items():
+                mine[labels] = value + (mine.get(labels, 0) if METRICS[name].kind == "counter" else 0)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {name: sum(self.data[name].values()) for name in _LOGGED if name in self.data}
+
+
+class Sampler:
+    """Asks the cache once a second on a thread of its own, since a daemon's answer takes a while."""
+
+    def __init__(self, cache: KVCache | Trial) -> None:
+        self._cache = cache
+        self._told: dict[str, dict[str, float]] = {}
+        self._now: dict[str, dict[str, float]] = {}
+        self._end = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="kvcache-stats", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Stats | None:
+        """What has changed since the last call; None for nothing."""
+        with self._lock:
+            now, told = self._now, self._told
+            self._told = now
+        if now is told:
+            return None
+        grown: dict[str, dict[str, float]] = {}
+        for name, rows in now.items():
+            before = told.get(name, {})
+            changed = {labels: value for labels, value in rows.items() if value != before.get(labels, 0)}
+            if METRICS[name].kind == "counter":  # one that went back began anew, with another daemon
+                changed = {k: v - before.get(k, 0) if v > before.get(k, 0) else v for k, v in changed.items()}
+            if changed:
+                grown[name] = changed
+        return Stats(data=grown) if grown else None
+
+    def close(self) -> None:
+        self._end.set()
+        self._thread.join(EVERY_S)
+
+    def _run(self) -> None:
+        while not self._end.wait(EVERY_S):
+            try:
+                now = table(self._cache.stats())
+            except Exception as error:  # noqa: BLE001  law: never in the way
+                _log.debug("no statistics this time: %s", error)
+            else:
+                with self._lock:
+                    self._now = now
+
+
+def table(stats: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    return {m.name: {",".join(labels): value for labels, value in samples(stats, m)} for m in METRICS.values()}
+
+
+class Prometheus(KVConnectorPromMetrics):
+    """A family for each row of the table, with vLLM's labels beside its own."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine)
+        self._engines = per_engine
+        self._families = {
+            metric.name: (self._counter_cls if metric.kind == "counter" else self._gauge_cls)(
+                name=PREFIX + metric.name, documentation=metric.help, labelnames=[*labelnames, *metric.labels]
+            )
+            for metric in METRICS.values()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, rows in transfer_stats_data.items():
+            for labels, value in rows.items():
+                values = [*self._engines[engine_idx], *(labels.split(",") if METRICS[name].labels else ())]
+                child = self._families[name].labels(*values)
+                if METRICS[name].kind == "counter":
+                    child.inc(value)
+                else:
+                    child.set(value)

@@ -1,0 +1,51 @@
+"""What users write, in the configuration and beside a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcache.connector.vllm.options import Options, read
+from kvcache.connector.vllm.tracked import Wishes
+from kvcache.errors import ConfigError
+
+
+def test_nothing_is_needed() -> None:
+    assert read({}) == Options()
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"lod": "sync"}, r"'lod': no such setting; there are config, settings, address"),
+        ({"load": "later"}, r"load = 'later'"),
+        ({"load_s": 0}, r"load_s = 0"),
+        ({"tenant": ""}, r"tenant = ''"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read(extra)
+
+
+def test_wishes_that_make_no_sense_are_left_out_and_said() -> None:
+    wishes, wrong = Wishes.of(
+        {
+            "kvcache.skip_load": True,
+            "kvcache.ttl": 60,
+            "kvcache.tenant": "a",
+            "kvcache.max_load_tokens": True,
+            "kvcache.skip_store": "yes",
+            "kvcache.agent": 7,
+            "kvcache.nonsense": 1,
+            "do_remote_decode": False,
+        }
+    )
+    assert (wishes.skip_load, wishes.ttl, wishes.tenant) == (True, 60.0, "a")
+    assert (wishes.max_load_tokens, wishes.skip_store, wishes.agent) == (None, False, None)
+    assert wrong == (
+        "kvcache.max_load_tokens = True, kvcache.skip_store = 'yes', kvcache.agent = 7, kvcache.nonsense = 1"
+    )
+    assert Wishes.of({"kvcache.ttl": -1}) == (Wishes(), "kvcache.ttl = -1")
+    assert Wishes.of(None) == (Wishes(), "")
