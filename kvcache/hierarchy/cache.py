@@ -87,7 +87,7 @@ class Cache:
                 most_known=settings.flow.known_blocks,
                 deadline_s=settings.flow.ask_deadline_s,
             ),
-            canary=Canary(settings.canary.one_in, self.counters, port),
+            canary=Canary(settings.canary.one_in, self._coder.loss, self.counters, port),
             write={NvmeTier.name: settings.nvme.write, "redis": settings.redis.write},
             queue_blocks=settings.flow.queue_blocks,
             threads=settings.flow.threads,

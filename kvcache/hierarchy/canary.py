@@ -27,9 +27,10 @@ Recompute = Callable[[Sequence[int]], Sequence[bytes | bytearray | memoryview]]
 """Computes these tokens without any cache: the payload of the last block, a group each, as it would be stored.
 Called on a thread of the canary's."""
 
-CLOSE = {"fp32": 1e-3}
-CLOSE_ELSE = 0.1
-"""Of the largest number of a block: what rounding explains where a block is computed in other company, or a codec."""
+ROUNDING = {"fp32": 1e-3}
+ROUNDING_ELSE = 0.1
+"""Of the largest number of a block: what computing it in other company explains. A codec's loss may come twice on top,
+since what was stored may have been computed on a prefix that passed it too."""
 
 _WAITING = 2  # checks; what is chosen beyond is let go of
 
@@ -39,8 +40,9 @@ _log = logging.getLogger("kvcache.canary")
 class Canary:
     """Of one cache. `worst`: the largest difference so far, as a part of the largest number of its block."""
 
-    def __init__(self, one_in: int, counters: Counters, port: Port) -> None:
-        self.one_in, self._counters = one_in, counters
+    def __init__(self, one_in: int, loss: float, counters: Counters, port: Port) -> None:
+        """`loss`: the largest error bound of a codec that a block may pass."""
+        self.one_in, self._loss, self._counters = one_in, loss, counters
         self.worst = 0.0
         self._executor = port.executor(1, "canary") if one_in else None
         self._engines: dict[bytes, tuple[Recompute, KVLayout, Sequence[int]]] = {}
@@ -84,7 +86,7 @@ class Canary:
             again = recompute(tokens)
             dtypes = {group: layout.groups[group].dtype for group in loaded}
             differences = {g: difference(payload, bytes(again[g]), dtypes[g]) for g, payload in loaded.items()}
-            close = all(d <= CLOSE.get(dtypes[g], CLOSE_ELSE) for g, d in differences.items())
+            close = all(d <= self._limit(dtypes[g]) for g, d in differences.items())
             worst = max(differences.values())
             self.worst = max(self.worst, worst)
             self._counters.add("canary_blocks", result="equal" if not worst else "close" if close else "different")
@@ -102,6 +104,9 @@ class Canary:
         finally:
             with self._lock:
                 self._waiting -= 1
+
+    def _limit(self, dtype: str) -> float:
+        return ROUNDING.get(dtype, ROUNDING_ELSE) + 2 * self._loss
 
     def close(self) -> None:
         if self._executor is not None:

@@ -47,6 +47,11 @@ class Coder:
         lossy = sorted({each.name for each in self._of_tier.values() if each.error_bound})
         return {FACT: lossy} if lossy else {}
 
+    @property
+    def loss(self) -> float:
+        """The largest error bound of the codecs that a block may pass."""
+        return max((each.error_bound for each in self._of_tier.values()), default=0.0)
+
     def bind(self, namespace: Namespace) -> None:
         """Records of this namespace will come; ConfigError where a tier's codec cannot serve its layout."""
         for tier, each in self._of_tier.items():

@@ -62,6 +62,16 @@ def test_what_was_loaded_is_what_the_engine_computes(model: Any, tmp_path: Path)
     assert cache.stats()["canary"]["worst"] < 1e-3
 
 
+def test_a_codecs_loss_is_no_difference(model: Any, tmp_path: Path) -> None:
+    for _ in range(2):
+        cache = opened(tmp_path, one_in=20, codec="fp8")
+        came = ask(model, cache)
+        found = results(cache)
+    assert came == 320
+    assert found == {"close": 1}
+    assert cache.stats()["canary"]["worst"] > 1e-3
+
+
 def test_it_is_off_unless_it_is_asked_for(model: Any, tmp_path: Path) -> None:
     cache = opened(tmp_path, one_in=0)
     ask(model, cache)

@@ -284,3 +284,33 @@ def test_a_directory_that_vanishes_is_misses_and_refusals(tmp_path: Path) -> Non
     assert tier.room(1 << 20) >= 0
     assert not tier.sync()
     tier.close()
+
+
+def test_a_mount_that_vanished_and_came_back(tmp_path: Path) -> None:
+    """The directory is gone under a running tier, and later there again, as it was."""
+    clock = Clock()
+    tier = NvmeTier(
+        str(tmp_path / "store"),
+        capacity_bytes=16 << 20,
+        segment_bytes=256 << 10,
+        free_floor_bytes=0,
+        port=Port(clock=clock, executor=lambda threads, name: InlineExecutor()),
+    )
+    blocks, more = chain(10), chain(12, seed=1)
+    for address in blocks:
+        assert tier.write([address], [record(address, 100_000)]) == (DONE,)
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    outcomes = [tier.write([address], [record(address, 200_000)])[0] for address in more]  # each needs a new segment
+    assert set(outcomes) == {FAILED}
+    assert tier.counters["breaker_opened"] == 1
+    assert tier.troubles()
+    into = buffer(100_000)
+    assert tier.read(blocks[-1:], [into]) == (DONE,), "what is open can be read"
+    assert holds(into, blocks[-1], 100_000)
+    (tmp_path / "elsewhere").rename(tmp_path / "store")
+    clock.seconds += 200
+    assert tier.write(more[:1], [record(more[0], 200_000)]) == (DONE,)
+    assert tier.troubles() == []
+    assert tier.write(more[1:], [record(address, 200_000) for address in more[1:]]) == (DONE,) * 11
+    assert tier.check() == []
+    assert tier.close()

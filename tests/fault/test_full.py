@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,3 +130,28 @@ def test_a_cache_over_a_full_drive_answers_from_memory_and_goes_on(drive: Path) 
     ballast.unlink()
     assert cache.check() == []
     cache.close()
+
+
+def test_a_file_system_that_turned_read_only_is_read_on(drive: Path) -> None:
+    """As ext4 does it by itself, where it met an error: everything written from then on fails."""
+    with Path("/proc/self/mounts").open() as mounts:
+        device = next(line.split()[0] for line in mounts if line.split()[1] == str(drive))
+    trigger = Path("/sys/fs/ext4") / Path(device).name / "trigger_fs_error"
+    subprocess.run(["mount", "-o", "remount,errors=remount-ro", drive], check=True)
+    clock = Clock()
+    tier = opened(drive, clock)
+    blocks, more = chain(20), chain(6, seed=1)
+    assert set(tier.write(blocks, [record(address) for address in blocks])) == {DONE}
+    assert tier.sync()
+    try:
+        trigger.write_text("1")
+    except OSError as error:
+        tier.close()
+        pytest.skip(f"no error can be made in an ext4 here: {error}")
+    outcomes = [tier.write([address], [record(address)])[0] for address in more]
+    assert set(outcomes) <= {Outcome.FAILED, NO_ROOM}
+    assert tier.counters["breaker_opened"] == 1
+    assert len(tier.troubles()) == 1
+    assert intact(tier, blocks), "reads go on"
+    assert set(tier.contains(more)) == {ABSENT}
+    tier.close()
