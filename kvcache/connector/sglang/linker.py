@@ -51,7 +51,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         extra_config: dict[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        other = set(components or ()) - {ComponentType.FULL, ComponentType.SWA}
+        other = set(components or ()) - {ComponentType.FULL}
         if other:
             names = ", ".join(sorted(component.name for component in other))
             raise ConfigError(f"components {names}: this linker keeps full attention only; use the storage backend")

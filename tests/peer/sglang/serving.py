@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +22,20 @@ READY_S = 240.0
 KEY = "test-admin"
 
 
+def extra(**ours: Any) -> str:
+    """The extra configuration of our storage backend; `extra` among `ours` goes beside "kvcache"."""
+    beside = ours.pop("extra", {})
+    backend = {"backend_name": "kvcache", "module_path": "kvcache.connector.sglang", "class_name": "KVCacheStorage"}
+    return json.dumps({**backend, "interface_v1": 1, "prefetch_threshold": 32, **beside, "kvcache": ours})
+
+
+HICACHE = ("--enable-hierarchical-cache", "--hicache-ratio", "2", "--hicache-storage-prefetch-policy", "wait_complete")
+
+
 def hicache(**ours: Any) -> list[str]:
-    """SGLang's flags for our storage backend; `extra` among `ours` goes beside "kvcache"."""
-    extra = {
-        "backend_name": "kvcache",
-        "module_path": "kvcache.connector.sglang",
-        "class_name": "KVCacheStorage",
-        "interface_v1": 1,
-        "prefetch_threshold": 32,
-        **ours.pop("extra", {}),
-        "kvcache": ours,
-    }
-    return [
-        "--enable-hierarchical-cache",
-        *("--hicache-ratio", "2"),
-        *("--hicache-storage-backend", "dynamic"),
-        *("--hicache-storage-prefetch-policy", "wait_complete"),
-        *("--hicache-storage-backend-extra-config", json.dumps(extra)),
-    ]
+    """SGLang's flags for our storage backend."""
+    given = ("--hicache-storage-backend", "dynamic", "--hicache-storage-backend-extra-config", extra(**ours))
+    return [*HICACHE, *given]
 
 
 def linker(**ours: Any) -> list[str]:
@@ -130,8 +126,28 @@ class Server:
         made = self.ask("POST", "/generate", {"input_ids": list(prompt), "sampling_params": parameters})
         return made["output_ids"], made["meta_info"].get("cached_tokens_details") or {}
 
-    def metrics(self) -> str:
-        return str(self.ask("GET", "/metrics"))
+    def metric(self, name: str) -> float:
+        """The sum over labels of what /metrics says."""
+        lines = str(self.ask("GET", "/metrics")).splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+    def wait(self, until: Callable[[], Any], seconds: float = 60.0) -> None:
+        end = time.monotonic() + seconds
+        while not until():
+            assert time.monotonic() < end, self.tail()
+            time.sleep(0.1)
+
+    def forget(self) -> None:
+        """What it holds itself, on device and host; refused while it is busy."""
+
+        def flushed() -> bool:
+            try:
+                self.ask("POST", "/flush_cache")
+            except urllib.error.HTTPError:
+                return False
+            return True
+
+        self.wait(flushed)
 
     def close(self) -> None:
         """As an operator stops it."""

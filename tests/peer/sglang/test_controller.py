@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kvcache.config import load
+from kvcache.hierarchy.cache import Cache
+from kvcache.port import Port
+from tests.connector.sglang.drives import Drive
 from tests.peer.sglang.stack import PAGE, Stack
 
 LAYOUTS = (
@@ -183,4 +188,49 @@ def test_clearing_and_attaching_while_it_runs(tmp_path: Path) -> None:
         ours = stack.backend.cache
     stack.compute([7, *PROMPT[1:]], seed=1)
     stack.stored(40)
+    stack.close()
+
+
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch) -> Drive:
+    """Under every cache that a backend opens from now on."""
+    made = Drive()
+
+    def open_cache(wishes: Any, engine: str | None = None) -> Cache:
+        return Cache(load(None, **wishes.settings), Port(disk=made))
+
+    monkeypatch.setattr("kvcache.connector.sglang.storage.open_cache", open_cache)
+    return made
+
+
+def test_a_hung_drive_neither_holds_requests_nor_sglangs_threads(drive: Drive, tmp_path: Path) -> None:
+    hasty = {"deadline_s": 0.5}
+    first = Stack(tmp_path, ours=hasty)
+    computed = first.compute(PROMPT)
+    first.stored(40)
+    first.close()
+    second = Stack(tmp_path, ours=hasty)
+    drive.hang()
+    assert second.prefetch_of(PROMPT) == 0, "released, though the policy would wait for ever"
+    fresh = [9, *PROMPT[1:]]
+    second.compute(fresh, seed=2)
+    second.pump(lambda: second.backend.cache.stats()["tiers"]["host"]["records"] >= 40)
+    second.tree.cache_controller.reset()  # raises where a thread does not stop within ten seconds
+    drive.go()
+    assert second.backend.cache.flush(20)
+    second.tree.reset()
+    assert second.prefetch_of(PROMPT, "later") == len(PROMPT)
+    assert equal(second.bring_back(PROMPT, "later"), computed)
+    second.close()
+
+
+def test_a_full_drive_is_not_sglangs_trouble(drive: Drive, tmp_path: Path) -> None:
+    stack = Stack(tmp_path)
+    drive.error = errno.ENOSPC
+    computed = stack.compute(PROMPT)
+    stack.pump(lambda: stack.backend.cache.stats()["tiers"]["host"]["records"] >= 40)
+    stack.tree.reset()
+    assert stack.prefetch_of(PROMPT) == len(PROMPT), "from memory"
+    assert equal(stack.bring_back(PROMPT), computed)
+    drive.error = None
     stack.close()
