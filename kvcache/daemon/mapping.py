@@ -7,12 +7,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache import native
 from kvcache.daemon.protocol import LENT, ProtocolError
 from kvcache.tier.region import POPULATE_READ, POPULATE_WRITE, table_bytes, touch
 from kvcache.transfer.copiers import Copiers
@@ -38,7 +38,9 @@ class Mapping:
 
     def touch(self) -> None:
         """Have the system map all of it: a first touch costs more than the copy of what is there."""
-        with suppress(ValueError):  # unmapped meanwhile
+        if self.writable and native.available():
+            native.core.populate(self.view)
+        else:
             touch(self._memory, POPULATE_WRITE if self.writable else POPULATE_READ)
 
 

@@ -165,11 +165,14 @@ def describe_shards(shards: Any) -> list[list[int]]:
 
 def read_shards(found: Any) -> list[Shard]:
     try:
-        return [Shard(*(int(number) for number in four)) for four in found]
+        numbers = [tuple(four) for four in found]
+        if not all(type(number) is int for four in numbers for number in four):
+            raise TypeError("not integers")
+        return [Shard(*four) for four in numbers]
     except LayoutError:
         raise
     except (TypeError, ValueError) as error:
-        raise LayoutError(f"shards {found!r:.80}: expected four numbers each ({error})") from None
+        raise LayoutError(f"shards {found!r:.80}: expected four integers each ({error})") from None
 
 
 def read_layout(found: Mapping[str, Any]) -> KVLayout:

@@ -219,6 +219,7 @@ class Daemon:
     def _end_session(self, session: Session) -> None:
         if self._sessions.pop(session.secret, None) is not None:
             session.end()
+            self._unwatch(session)
             self._linger()
 
     def _watch(self, session: Session) -> None:
@@ -230,10 +231,13 @@ class Daemon:
         self._watched[session.secret] = descriptor
         self._loop.add_reader(descriptor, self._process_ended, session)
 
+    def _unwatch(self, session: Session) -> None:
+        descriptor = self._watched.pop(session.secret, None)
+        if descriptor is not None:
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)
+
     def _process_ended(self, session: Session) -> None:
-        descriptor = self._watched.pop(session.secret)
-        self._loop.remove_reader(descriptor)
-        os.close(descriptor)
         self._end_session(session)
         for moving in [m for m in self._moving if m.session is session]:
             hang_up(moving.connection)
@@ -264,10 +268,6 @@ class Daemon:
             peer.close()
         for session in self.sessions:
             self._end_session(session)
-        for descriptor in self._watched.values():
-            self._loop.remove_reader(descriptor)
-            os.close(descriptor)
-        self._watched.clear()
 
 
 def new_loop() -> asyncio.AbstractEventLoop:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvcache.block.key import SIGNATURE_BYTES
-from kvcache.daemon.protocol import ProtocolError, read_layout, read_shards
-from kvcache.errors import ConfigError, RequestError
+from kvcache.daemon.protocol import read_layout, read_shards
+from kvcache.errors import ConfigError, RequestError, TokenError
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.request import BoundCache, CacheRequest
 
@@ -100,9 +100,7 @@ class Session:
             self._sizes[number] = len(signatures)
         head = message.get("head")
         if head is not None and len(head) not in (0, SIGNATURE_BYTES):
-            raise ProtocolError(
-                f"a head of {len(head)} bytes: expected {SIGNATURE_BYTES}, or none where it is not known"
-            )
+            raise TokenError(f"a head of {len(head)} bytes: expected {SIGNATURE_BYTES}, or 0 where it is not known")
         hit = request.match(signatures=signatures, head=head)
         return {"blocks": hit.blocks, "by_tier": dict(hit.by_tier), "reason": hit.reason, "pending": hit.pending}
 
@@ -144,7 +142,7 @@ class Session:
     def _of(self, message: Mapping[str, Any]) -> BoundCache:
         number: int = message["namespace"]
         if not 0 <= number < len(self._bound):
-            raise ProtocolError(f"namespace {number}: {len(self._bound)} are bound")
+            raise RequestError(f"namespace {number}: {len(self._bound)} are bound")
         return self._bound[number]
 
     def _name(self, message: Mapping[str, Any]) -> str:
@@ -158,7 +156,7 @@ class Session:
 
     def _check_room(self, number: int, size: int) -> None:
         if size % SIGNATURE_BYTES:
-            raise ProtocolError(f"signatures of {size} bytes: expected a multiple of {SIGNATURE_BYTES}")
+            raise TokenError(f"signatures of {size} bytes: expected a multiple of {SIGNATURE_BYTES}")
         total = sum(self._sizes.values()) - self._sizes.get(number, 0) + size if size else 0
         if total > SIGNATURES_BYTES:
             raise RequestError(f"signatures of {total} bytes: a client may have {SIGNATURES_BYTES}; close some")

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import kvcache
 from kvcache.block.layout import KVLayout
@@ -45,7 +46,15 @@ class House:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert "serving" in line, line + self.process.stdout.read()
+        self.said = [line]
+        self._listener = threading.Thread(target=self._listen, args=(self.process.stdout,))
+        self._listener.start()
         return self
+
+    def _listen(self, said: IO[str]) -> None:
+        """Take what it says, so that it never waits for somebody to."""
+        with said:
+            self.said += said
 
     def run(self, *words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -55,14 +64,19 @@ class House:
     def kill(self) -> None:
         assert self.process is not None
         self.process.kill()
-        self.process.communicate()
+        self._gone()
 
     def end(self) -> tuple[int, str]:
         """By SIGTERM: what it left with, and what it said."""
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        said, _ = self.process.communicate(timeout=60)
-        return self.process.returncode, said
+        return self._gone(), "".join(self.said)
+
+    def _gone(self) -> int:
+        assert self.process is not None
+        code = self.process.wait(60)
+        self._listener.join()
+        return code
 
     def close(self) -> None:
         if self.process is not None and self.process.poll() is None:
