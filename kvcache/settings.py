@@ -11,66 +11,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, model_validator
 from pydantic.fields import FieldInfo
 
 from kvcache.errors import ConfigError
 from kvcache.machine import cache_directory, disk_free_bytes, disk_held_bytes, in_memory, memory
 from kvcache.share import local_ranks, taken_bytes
-from kvcache.units import parse_bytes, show_bytes
+from kvcache.values import (
+    PAGE_BYTES,
+    Bytes,
+    Count,
+    GiB,
+    KiB,
+    MiB,
+    Pages,
+    Seconds,
+    Section,
+    as_directories,
+    as_directory,
+    as_number,
+    as_size,
+    made,
+    no_larger,
+)
 
-KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
-PAGE_BYTES = 4096
 PREFIX = "KVCACHE_"
 
-
-def _size(value: Any) -> Any:
-    return parse_bytes(value) if isinstance(value, (str, bool)) else value
-
-
-def _directory(value: Any) -> Any:
-    if not isinstance(value, (str, Path)) or not str(value).strip():
-        raise ValueError("expected a directory")
-    return Path(value).expanduser().absolute()
-
-
-def _directories(value: Any) -> Any:
-    """A list of them, or one text with colons between, as variables and PATH have it."""
-    parts = [part for part in value.split(":") if part] if isinstance(value, str) else value
-    if not isinstance(parts, (list, tuple)) or len(set(map(str, parts))) != len(parts):
-        raise ValueError("expected a list of directories, each once")
-    return tuple(map(_directory, parts))
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError("expected a number")
-    return value
-
-
-Bytes = Annotated[int, BeforeValidator(_size), Field(ge=0, le=1 << 60)]
-Pages = Annotated[int, BeforeValidator(_size), Field(ge=PAGE_BYTES, le=1 << 60, multiple_of=PAGE_BYTES)]
-Count = Annotated[int, BeforeValidator(_number), Field(ge=1, le=1 << 30)]
-Seconds = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
-
-
-def _made(how: str) -> dict[str, Any]:
-    """Marks a default that is made from the machine; `how` stands in the page and in the origin."""
-    return {"made": how}
-
-
-def _no_larger(name: str, value: int, limit_name: str, limit: int) -> None:
-    if value > limit:
-        raise ConfigError(
-            f"{name} = {show_bytes(value)}: more than {limit_name} = {show_bytes(limit)}; give less, or more there"
-        )
-
-
 Write = Literal["write_through", "write_back", "on_second_use", "off"]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 def _host_capacity() -> int:
@@ -94,13 +61,13 @@ def _piece(data: dict[str, Any]) -> int:
     return max(PAGE_BYTES, min(256 * MiB, eighth))
 
 
-class Host(_Section):
+class Host(Section):
     """Host memory: the arena."""
 
-    capacity_bytes: Annotated[int, BeforeValidator(_size), Field(ge=64 * KiB, le=1 << 60)] = Field(
+    capacity_bytes: Annotated[int, BeforeValidator(as_size), Field(ge=64 * KiB, le=1 << 60)] = Field(
         default_factory=_host_capacity,
         description="Memory of the arena.",
-        json_schema_extra=_made(
+        json_schema_extra=made(
             "a quarter of what the machine or cgroup allows, shared by all caches of this user and by all ranks of a "
             "node, or half of what is free if that is less"
         ),
@@ -108,7 +75,7 @@ class Host(_Section):
     extent_bytes: Pages = Field(
         default_factory=_piece,
         description="Size of an extent: a piece of the arena with one slot size and one tenant. A multiple of 4,096.",
-        json_schema_extra=_made("256 MiB, or an eighth of the capacity if that is less"),
+        json_schema_extra=made("256 MiB, or an eighth of the capacity if that is less"),
     )
     verify_arena: bool = Field(
         default=False, description="Compare payload checksums on reads from the arena too, not only below it."
@@ -116,7 +83,7 @@ class Host(_Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Host:
-        _no_larger("host.extent_bytes", self.extent_bytes, "host.capacity_bytes", self.capacity_bytes)
+        no_larger("host.extent_bytes", self.extent_bytes, "host.capacity_bytes", self.capacity_bytes)
         return self
 
 
@@ -133,16 +100,16 @@ def _nvme_capacity(data: dict[str, Any]) -> int:
     return len(directories) * (max(256 * MiB, *held, min(fifths)) // MiB * MiB)
 
 
-class Nvme(_Section):
+class Nvme(Section):
     """A local drive: segment files and a journal, there again after a restart."""
 
     enabled: bool = Field(default=True, description="Whether there is this tier.")
-    path: Annotated[Path, BeforeValidator(_directory)] = Field(
+    path: Annotated[Path, BeforeValidator(as_directory)] = Field(
         default_factory=_nvme_path,
         description="Directory of the tier, for this process alone. Made where it is missing.",
-        json_schema_extra=_made("`nvme` in $KVCACHE_DIR, else `kvcache/nvme` in the user's cache directory"),
+        json_schema_extra=made("`nvme` in $KVCACHE_DIR, else `kvcache/nvme` in the user's cache directory"),
     )
-    paths: Annotated[tuple[Path, ...], BeforeValidator(_directories)] = Field(
+    paths: Annotated[tuple[Path, ...], BeforeValidator(as_directories)] = Field(
         default=(),
         description="Directories on several drives, one on each, instead of `path`: blocks are spread by key, "
         "and each takes an equal part of the capacity. A list, or one text with colons between.",
@@ -151,12 +118,12 @@ class Nvme(_Section):
         default_factory=_nvme_capacity,
         description="Disk room that the tier may take, journal included. "
         "To be given where the directory lies in memory (tmpfs), which is refused otherwise.",
-        json_schema_extra=_made("a fifth of what its file system has free without it, at least 256 MiB"),
+        json_schema_extra=made("a fifth of what its file system has free without it, at least 256 MiB"),
     )
     segment_bytes: Pages = Field(
         default_factory=_piece,
         description="Size of a segment file, which has one slot size. A multiple of 4,096.",
-        json_schema_extra=_made("256 MiB, or an eighth of the capacity if that is less"),
+        json_schema_extra=made("256 MiB, or an eighth of the capacity if that is less"),
     )
     durability: Literal["block", "batch", "none"] = Field(
         default="batch",
@@ -187,7 +154,7 @@ class Nvme(_Section):
                 f"nvme.path = {str(memory[0])!r}: lies in memory (tmpfs), not on a disk; give another path, "
                 "or nvme.capacity_bytes as well if that is what you want, or nvme.enabled = false"
             )
-        _no_larger("nvme.segment_bytes", self.segment_bytes, "nvme.capacity_bytes", self.capacity_bytes)
+        no_larger("nvme.segment_bytes", self.segment_bytes, "nvme.capacity_bytes", self.capacity_bytes)
         return self
 
     @property
@@ -195,7 +162,7 @@ class Nvme(_Section):
         return self.paths or (self.path,)
 
 
-class Redis(_Section):
+class Redis(Section):
     """A Redis or Valkey server that a fleet shares. One that is away is a miss until it is there."""
 
     enabled: bool = Field(default=False, description="Whether there is this tier.")
@@ -221,13 +188,13 @@ class Redis(_Section):
     tls_cert_file: str = Field(default="", description="Our own certificate, where the server wants one.")
     tls_key_file: str = Field(default="", description="The key of our own certificate.")
     prefix: str = Field(default="kvcache", description="Begins every key: what has another one stands apart.")
-    part_bytes: Annotated[int, BeforeValidator(_size), Field(ge=256 * KiB, le=16 * MiB, multiple_of=256 * KiB)] = Field(
-        default=4 * MiB, description="A longer payload is split into parts of this size. A multiple of 256 KiB."
+    part_bytes: Annotated[int, BeforeValidator(as_size), Field(ge=256 * KiB, le=16 * MiB, multiple_of=256 * KiB)] = (
+        Field(default=4 * MiB, description="A longer payload is split into parts of this size. A multiple of 256 KiB.")
     )
-    expire_s: Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)] = Field(
+    expire_s: Annotated[float, BeforeValidator(as_number), Field(ge=0, allow_inf_nan=False)] = Field(
         default=0, description="After so long a record goes; 0: when the server evicts it."
     )
-    part_expire_s: Annotated[float, BeforeValidator(_number), Field(ge=1, allow_inf_nan=False)] = Field(
+    part_expire_s: Annotated[float, BeforeValidator(as_number), Field(ge=1, allow_inf_nan=False)] = Field(
         default=86_400, description="After so long the parts of a long record go in any case."
     )
     write: Write = _write()
@@ -252,13 +219,13 @@ class Redis(_Section):
         return self
 
 
-class Evict(_Section):
+class Evict(Section):
     """Who leaves a full tier."""
 
     policy: Literal["lru"] = Field(default="lru", description="`lru`: the least recently used, tails before heads.")
 
 
-class Flow(_Section):
+class Flow(Section):
     """What moves between tiers, and when."""
 
     queue_blocks: Count = Field(default=4096, description="Blocks on their way down, beyond which more are dropped.")
@@ -274,7 +241,7 @@ class Flow(_Section):
     )
 
 
-class Plan(_Section):
+class Plan(Section):
     """Whether what was found is loaded, or computed again because that is sooner."""
 
     enabled: bool = Field(
@@ -284,7 +251,7 @@ class Plan(_Section):
     )
 
 
-class Explain(_Section):
+class Explain(Section):
     """What is remembered of the prompts that were asked for, so that a person can ask why one was not found."""
 
     memory_bytes: Bytes = Field(
@@ -294,22 +261,22 @@ class Explain(_Section):
     )
 
 
-class Canary(_Section):
+class Canary(Section):
     """Loaded blocks that the engine computes again, where it offers to, to compare them with what was loaded."""
 
-    one_in: Annotated[int, BeforeValidator(_number), Field(ge=0, le=1 << 30)] = Field(
+    one_in: Annotated[int, BeforeValidator(as_number), Field(ge=0, le=1 << 30)] = Field(
         default=0,
         description="One loaded block in so many is computed again, which costs what computing costs. 0: none.",
     )
 
 
-class Daemon(_Section):
+class Daemon(Section):
     """A cache that serves other processes of this host: `kvcache daemon`."""
 
     socket: str = Field(
         default="",
         description="Path of the Unix socket that it listens on.",
-        json_schema_extra=_made("`kvcache.socket` in the user's runtime directory"),
+        json_schema_extra=made("`kvcache.socket` in the user's runtime directory"),
     )
     mode: Annotated[str, Field(pattern="^0?[0-7]{3}$")] = Field(
         default="600",
@@ -322,13 +289,25 @@ class Daemon(_Section):
     drain_s: Seconds = Field(default=5.0, description="How long transfers under way may take to end at SIGTERM.")
 
 
-class Control(_Section):
+class Trace(Section):
+    """What is written down of the requests: times and the names of blocks, nothing of what is in them."""
+
+    path: str = Field(
+        default="",
+        description="A file to append to, which `kvcache replay` reads. Without one nothing is written.",
+    )
+    file_bytes: Bytes = Field(
+        default=64 * MiB, description="A file of this size becomes `PATH.1`, in the place of the one before."
+    )
+
+
+class Control(Section):
     """The socket by which `kvcache ps`, `stats`, `check` and `bypass` reach this cache; for its own user only."""
 
     enabled: bool = Field(default=True, description="Whether the cache listens, in the user's runtime directory.")
 
 
-class Log(_Section):
+class Log(Section):
     """What the package says through Python's `logging`, under the name `kvcache`."""
 
     format: Literal["none", "text", "json"] = Field(
@@ -339,7 +318,7 @@ class Log(_Section):
     )
 
 
-class Settings(_Section):
+class Settings(Section):
     """All of them. Made by `load`; frozen."""
 
     block_tokens: Annotated[Count, Field(le=65535)] = Field(
@@ -354,6 +333,7 @@ class Settings(_Section):
     explain: Explain = Field(default_factory=Explain)
     canary: Canary = Field(default_factory=Canary)
     daemon: Daemon = Field(default_factory=Daemon)
+    trace: Trace = Field(default_factory=Trace)
     control: Control = Field(default_factory=Control)
     log: Log = Field(default_factory=Log)
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)

@@ -29,7 +29,14 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 """Rooms by floor, the lowest first. A room is a folder of the package, or a file right in it."""
 
-PARTS = {"_native": "native", "machine": "config", "settings": "config", "share": "config", "log": "config"}
+PARTS = {
+    "_native": "native",
+    "machine": "config",
+    "settings": "config",
+    "values": "config",
+    "share": "config",
+    "log": "config",
+}
 """Files right in the package that belong to a room of another name."""
 
 APART = {

@@ -30,6 +30,7 @@ SUBCOMMANDS = (
     "metrics",
     "nvme",
     "ps",
+    "replay",
     "serve",
     "size",
     "stats",

@@ -79,6 +79,8 @@ class Miss:
         asked.clock, asked.time = clock, time
         self._prompt_blocks = asked.blocks
         self._why.ring.add(asked)
+        if self._why.heard is not None:
+            self._why.heard(asked)
 
     def loading(self, first_block: int, transfer: BlockTransfer) -> None:
         self._loads.append((first_block, transfer))

@@ -8,7 +8,7 @@ again, what differs between two namespaces.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,8 @@ class Why:
     def __init__(self, index: Index, clock: Clock, most_bytes: int, shared: Collection[str] = ()) -> None:
         self._index, self._clock, self._shared = index, clock, shared
         self.lost, self.ring = Lost(clock), Ring(most_bytes)
+        self.heard: Callable[[Asked], None] | None = None
+        """Told of each request that is admitted."""
 
     def departed(self, tier: str, signatures: Iterable[bytes]) -> None:
         """These left the last tier that had them."""

@@ -25,7 +25,7 @@ from kvcache.config import load
 from kvcache.hierarchy.cache import Cache
 from kvcache.machine import Memory
 from kvcache.port import File, LocalDisk, SystemClock
-from kvcache.settings import GiB, MiB
+from kvcache.values import GiB, MiB
 
 KiB = 1 << 10
 Kv = Callable[..., tuple[int, str, str]]

@@ -14,8 +14,9 @@ from pathlib import Path
 from kvcache.cli.doctor.finding import Finding, fail, ok, warn
 from kvcache.machine import file_system, in_memory
 from kvcache.port import Clock, Disk, LocalDisk, SystemClock
-from kvcache.settings import MiB, Settings
+from kvcache.settings import Settings
 from kvcache.units import show_bytes
+from kvcache.values import MiB
 
 TOTAL_BYTES = 256 * MiB
 LEAST_BYTES = 16 * MiB

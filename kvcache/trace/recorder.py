@@ -1,0 +1,113 @@
+"""Writes down what a running cache is asked: when, and for which blocks, by name; nothing of what is in them.
+
+A line of JSON a request, as Mooncake publishes its traces, so that what reads those reads these:
+
+    {"timestamp": 1764417802123, "input_length": 2048, "output_length": 0, "hash_ids": [6755399441055744, ...],
+     "block_tokens": 16, "namespace": "ab12cd34", "found_tokens": 1024}
+
+`timestamp` in ms since 1970, when the request was admitted; `input_length` counts full blocks. A hash id is the first
+53 bits of a block's key, which stands for the whole prefix. Files are bounded: a full one becomes `PATH.1`, and what
+was `PATH.1` is gone. An engine's thread only appends to a bounded queue; what finds it full is counted and left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import aiofiles
+import numpy as np
+
+from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.hierarchy.cache import Cache
+from kvcache.observe.asked import Asked
+from kvcache.observe.request import logger
+
+WAITING = 4096
+"""Requests not yet written, at most."""
+BITS = 53
+_PAUSE_S = 0.5
+
+_log = logger("kvcache.trace")
+
+Row = tuple[float, bytes, int, int, bytes]  # time, namespace, tokens in a block, blocks found, signatures
+
+
+class Recorder:
+    """`heard` is called by whoever admits a request; a thread of its own writes."""
+
+    def __init__(self, path: Path, file_bytes: int) -> None:
+        self.path, self._file_bytes = path, file_bytes
+        self.left_out = 0
+        self._rows: deque[Row] = deque()
+        self._wake = threading.Event()
+        self._closed = False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._thread = threading.Thread(target=self._run, name="kvcache-trace", daemon=True)
+        self._thread.start()
+
+    def heard(self, asked: Asked) -> None:
+        if self._closed or len(self._rows) >= WAITING:
+            self.left_out += 1
+            return
+        self._rows.append((asked.time, asked.namespace, asked.block_tokens, asked.found, asked.packed))
+        self._wake.set()
+
+    def close(self) -> None:
+        """Write what was heard. Idempotent."""
+        self._closed = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._write())
+        except Exception:  # noqa: BLE001  a trace is no reason to fail an engine
+            self._closed = True
+            _log.exception("%s: the trace ends here", self.path)
+
+    async def _write(self) -> None:
+        while not (self._closed and not self._rows):
+            self._wake.clear()
+            if not self._rows:
+                await asyncio.to_thread(self._wake.wait, _PAUSE_S)
+                continue
+            async with aiofiles.open(self.path, "a", encoding="ascii") as file:
+                size = await file.tell()
+                while self._rows and size < self._file_bytes:
+                    text = line(self._rows.popleft())
+                    size += len(text)
+                    await file.write(text)
+            if size >= self._file_bytes:
+                await asyncio.to_thread(os.replace, self.path, f"{self.path}.1")
+
+
+def line(row: Row) -> str:
+    time, namespace, block_tokens, found, packed = row
+    words = np.frombuffer(packed, np.uint8).reshape(-1, SIGNATURE_BYTES)[:, :8].copy().view(">u8")[:, 0]
+    told = {
+        "timestamp": int(1000 * time),
+        "input_length": len(words) * block_tokens,
+        "output_length": 0,
+        "hash_ids": (words >> np.uint64(64 - BITS)).tolist(),
+        "block_tokens": block_tokens,
+        "namespace": namespace[:4].hex(),
+        "found_tokens": found * block_tokens,
+    }
+    return json.dumps(told, separators=(",", ":")) + "\n"
+
+
+def record(cache: Cache) -> Callable[[], None] | None:
+    """Begin, where the settings name a file; what ends it is called when the cache closes."""
+    settings = cache.settings.trace
+    if not settings.path:
+        return None
+    recorder = Recorder(Path(settings.path).expanduser(), settings.file_bytes)
+    cache.why.heard = recorder.heard
+    cache.at_close.append(recorder.close)
+    return recorder.close

@@ -1,0 +1,169 @@
+"""A trace played against a real cache: real memory, real drive, real threads, arrivals to scale; only the computing is
+a pause.
+
+One engine serves the requests in order of arrival, one at a time: it matches, loads, computes what is missing at a
+given rate (that is, sleeps), stores, and goes on. A block's bytes are made from its name, so every block that is loaded
+is compared with what was stored.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.block.layout import KVLayout
+from kvcache.errors import ConfigError
+from kvcache.hierarchy.face import KVCache
+from kvcache.transfer.pages import GroupPages
+
+MOONCAKE_TOKENS = 512
+"""Tokens in a block, where a trace does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    time_s: float  # since the first one
+    names: NDArray[np.int64]  # of its blocks, each of the whole prefix
+    tokens: int
+
+
+@dataclass(slots=True)
+class Played:
+    """Times to the first token, in seconds, and what they would have been of computing alone."""
+
+    ttft_s: list[float] = field(default_factory=list)
+    tokens: int = 0
+    found: Counter[str] = field(default_factory=Counter)  # tokens, by tier
+    loaded_tokens: int = 0
+    wrong_blocks: int = 0  # with other bytes than were stored: must be 0
+
+
+class Pause(Protocol):
+    """A clock to sleep by."""
+
+    def now(self) -> float: ...
+    def sleep(self, seconds: float) -> None: ...
+
+
+class RealTime:
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(max(0.0, seconds))
+
+
+def read(path: Path, most: int | None = None) -> tuple[list[Arrival], int]:
+    """The arrivals of a trace of JSON lines (`.gz` or not) as Mooncake publishes them and a cache records them; and the
+    tokens of a block. ConfigError for what is none."""
+    arrivals: list[Arrival] = []
+    block_tokens = 0
+    for number, row in enumerate(_rows(path), 1):
+        if most is not None and number > most:
+            break
+        try:
+            mine = int(row.get("block_tokens", MOONCAKE_TOKENS))
+            names = np.asarray(row["hash_ids"], np.int64)
+            arrivals.append(Arrival(float(row["timestamp"]) / 1000, names, int(row["input_length"])))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise ConfigError(
+                f"{path}, line {number}: {error!r}: expected timestamp (ms), input_length and hash_ids"
+            ) from None
+        if block_tokens not in (0, mine):
+            raise ConfigError(
+                f"{path}, line {number}: blocks of {mine} tokens, of {block_tokens} before: one size only"
+            )
+        block_tokens = mine
+    if not arrivals:
+        raise ConfigError(f"{path}: no requests in it; expected JSON lines")
+    first = min(arrival.time_s for arrival in arrivals)
+    moved = [Arrival(a.time_s - first, a.names, a.tokens) for a in arrivals]
+    return sorted(moved, key=lambda a: a.time_s), block_tokens
+
+
+def _rows(path: Path) -> Iterator[Any]:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
+        for number, text in enumerate(file, 1):
+            if text.strip():
+                try:
+                    yield json.loads(text)
+                except ValueError as error:
+                    raise ConfigError(f"{path}, line {number}: not JSON ({error})") from None
+
+
+class Replay:
+    """`token_bytes`: of keys and values, a multiple of 4. `tokens_a_second`: what the engine computes."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        *,
+        block_tokens: int,
+        most_blocks: int,
+        token_bytes: int,
+        tokens_a_second: float,
+        speed: float = 1.0,
+        clock: Pause | None = None,
+    ) -> None:
+        layout = KVLayout.mha(layers=1, kv_heads=1, head_dim=token_bytes // 4, dtype="fp16", block_tokens=block_tokens)
+        self._bound = cache.namespace(layout, model="replay", revision="1", facts={"digests": "a trace's hash ids"})
+        self._kv = np.zeros((1, 2, most_blocks, block_tokens, 1, token_bytes // 4), np.uint16)
+        self._pages = [GroupPages.from_tensors(layout, list(self._kv), axes=("kv", "page", "token", "head", "dim"))]
+        self._block_tokens, self._rate, self._speed = block_tokens, tokens_a_second * speed, speed
+        self._clock = clock or RealTime()
+
+    def play(self, arrivals: Sequence[Arrival]) -> Played:
+        played, clock = Played(), self._clock
+        begun = clock.now()
+        for arrival in arrivals:
+            at = begun + arrival.time_s / self._speed
+            clock.sleep(at - clock.now())
+            self._serve(arrival, at, played)
+        return played
+
+    def _serve(self, arrival: Arrival, at: float, played: Played) -> None:
+        clock = self._clock
+        full = min(len(arrival.names), arrival.tokens // self._block_tokens)
+        names = arrival.names[:full]
+        with self._bound.request() as r:
+            hit = r.match(digests=[int(name).to_bytes(16, "little", signed=True) for name in names])
+            while hit.pending:
+                clock.sleep(0.001)
+                hit = r.match()
+            r.admit()
+            played.found.update({tier: blocks * self._block_tokens for tier, blocks in hit.by_tier.items()})
+            load = r.load(hit.blocks, self._pages, [list(range(hit.blocks))])
+            load.wait()
+            brought = load.blocks
+            played.wrong_blocks += self._wrong(names[:brought])
+            missing = max(1, arrival.tokens - brought * self._block_tokens)
+            before = clock.now()
+            clock.sleep(missing / self._rate)
+            played.ttft_s.append(clock.now() - at)
+            self._bound.computed(missing, clock.now() - before)
+            self._write(names, brought)
+            r.store(self._pages, [list(range(brought, full))], first_block=brought).wait()
+        played.tokens += arrival.tokens
+        played.loaded_tokens += brought * self._block_tokens
+
+    def _write(self, names: NDArray[np.int64], first: int) -> None:
+        self._kv[0, :, first : len(names)] = _marks(names[first:])
+
+    def _wrong(self, names: NDArray[np.int64]) -> int:
+        there = self._kv[0, :, : len(names)]
+        return int((there != _marks(names)).any(axis=(0, 2, 3, 4)).sum())
+
+
+def _marks(names: NDArray[np.int64]) -> Any:
+    """What every number of a block is: shape (blocks, 1, 1, 1)."""
+    mixed = names.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return (mixed >> np.uint64(48)).astype(np.uint16)[:, None, None, None]

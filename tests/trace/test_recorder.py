@@ -1,0 +1,107 @@
+"""What a cache is asked is written down, by name, within bounds; and what is written can be played again."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.block.layout import KVLayout
+from kvcache.observe.asked import Asked
+from kvcache.trace.recorder import BITS, Recorder
+from kvcache.trace.replay import read
+
+LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=4, block_tokens=4)
+SECRET = 424242
+
+
+def asked(number: int, blocks: int) -> Asked:
+    packed = b"".join(bytes([number, i]).rjust(32, b"\1") for i in range(blocks))
+    return Asked("r", b"n" * 32, [], 16, packed, number, 1000.0 + number, found=1)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text().splitlines()]
+
+
+def test_a_cache_writes_what_it_is_asked_and_no_content(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "trace.jsonl"
+    with closing(
+        kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False, control__enabled=False, trace__path=str(path))
+    ) as cache:
+        bound = cache.namespace(LAYOUT, model="m", revision="r")
+        for tokens in ([SECRET] * 10, [SECRET] * 14):
+            with bound.request() as r:
+                r.match(tokens)
+                r.admit()
+                signatures = list(r.signatures)
+    first, second = lines(path)
+    assert first["timestamp"] <= second["timestamp"]
+    assert (first["input_length"], second["input_length"]) == (8, 12)
+    assert second["hash_ids"] == [int.from_bytes(s[:8], "big") >> (64 - BITS) for s in signatures]
+    assert second["hash_ids"][:2] == first["hash_ids"]
+    assert second["namespace"] == bound.id[:4].hex()
+    assert second["block_tokens"] == 4
+    assert str(SECRET) not in path.read_text()
+    arrivals, block_tokens = read(path)
+    assert (len(arrivals), block_tokens) == (2, 4)
+    assert arrivals[1].names.tolist() == second["hash_ids"]
+
+
+def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
+    with closing(kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False, control__enabled=False)) as cache:
+        assert isinstance(cache, kvcache.hierarchy.cache.Cache)  # type: ignore[attr-defined]
+        assert cache.why.heard is None
+
+
+def test_files_are_bounded_and_the_last_requests_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    with closing(Recorder(path, file_bytes=2000)) as recorder:
+        for number in range(200):
+            recorder.heard(asked(number % 250, 4))
+    kept = [row for name in (f"{path}.1", str(path)) if Path(name).exists() for row in lines(Path(name))]
+    assert [row["timestamp"] for row in kept] == [1000 * (1000 + n) for n in range(200 - len(kept), 200)]
+    assert 5 < len(kept) < 40
+    assert recorder.left_out == 0
+    for name in (path, Path(f"{path}.1")):
+        assert not name.exists() or name.stat().st_size < 2300
+
+
+def test_a_file_that_cannot_be_written_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "t", file_bytes=2000)
+    (tmp_path / "t").mkdir()
+    recorder.heard(asked(1, 4))
+    recorder.close()
+    recorder.heard(asked(2, 4))
+    assert recorder.left_out == 1
+
+
+def test_an_old_trace_is_added_to(tmp_path: Path) -> None:
+    for number in range(2):
+        with closing(Recorder(tmp_path / "t", file_bytes=1 << 20)) as recorder:
+            recorder.heard(asked(number, 2))
+    assert len(lines(tmp_path / "t")) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no requests"),
+        ("nonsense", "line 1: not JSON"),
+        ('{"timestamp": 1}', "line 1"),
+        ('{"timestamp": 1, "input_length": 4, "hash_ids": ["x"]}', "line 1"),
+        ("[]", "line 1"),
+        (
+            "\n".join(f'{{"timestamp": 1, "input_length": 4, "hash_ids": [1], "block_tokens": {n}}}' for n in (4, 8)),
+            "one size only",
+        ),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "t").write_text(text)
+    with pytest.raises(kvcache.ConfigError, match=said):
+        read(tmp_path / "t")
