@@ -9,13 +9,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvcache.block.address import Address
+from kvcache.block.layout import KVLayout
+from kvcache.config import load
 from kvcache.errors import ConfigError, StoreError
+from kvcache.hierarchy.cache import Cache
 from kvcache.port import LocalDisk, Port
 from kvcache.tier.nvme.space import Space
 from kvcache.tier.tier import Outcome
+from kvcache.transfer.pages import GroupPages
 from tests.fault.disk import SimDisk
 from tests.tier.blocks import RECORD_BYTES, buffer, chain, holds
 from tests.tier.stores import ABSENT, DONE, MIB, Clock, Open, inline, read, write
@@ -245,3 +250,35 @@ def test_a_record_that_cannot_be_made_durable_is_not_there(store: Open) -> None:
     assert tier.contains([address]) == (ABSENT,)
     disk.fails = {}
     assert write(tier, [address]) == (DONE,)
+
+
+@pytest.mark.parametrize("durability", ["batch", "block"])
+def test_closing_says_whether_the_last_sync_failed(store: Open, durability: str) -> None:
+    disk = SimDisk(0)
+    port = Port(disk=disk, clock=Clock(), executor=inline)
+    tier = store(durability=durability, port=port)
+    tier._flush_after = 1e9  # nothing in the background
+    write(tier, chain(3))
+    disk.fails = {"sync": (1.0, errno.EIO)} if durability == "batch" else {}
+    assert tier.close() == tier.close() == (durability == "block")
+    disk.fails = {}
+    tier = store(durability=durability, port=port)
+    assert [read(tier, address) for address in chain(3)] == [DONE] * 3, "no power was cut"
+
+
+def test_a_cache_says_whether_all_it_stored_is_durable(tmp_path: Path) -> None:
+    settings = load(
+        host={"capacity_bytes": 8 * MIB},
+        nvme={"path": tmp_path / "store", "capacity_bytes": 8 * MIB, "free_floor_bytes": 0},
+    )
+    layout = KVLayout.mha(layers=2, kv_heads=2, head_dim=32, dtype="fp32", block_tokens=4)
+    tensors = np.zeros((2, 2, 8, 4, 2, 32), np.float32)
+    pages = [GroupPages.from_tensors(layout, list(tensors), axes=("kv", "page", "token", "head", "dim"))]
+    for fails in (False, True):
+        disk = SimDisk(1)
+        cache = Cache(settings, Port(disk=disk))
+        with cache.namespace(layout, model="m", revision="r").request() as r:
+            r.match(range(32))
+            assert r.store(pages, [list(range(8))]).wait(30)
+        disk.fails = {"sync": (1.0, errno.EIO)} if fails else {}
+        assert cache.close() is cache.close() is cache.flush() is not fails
