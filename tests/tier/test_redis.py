@@ -233,9 +233,9 @@ def test_check_finds_what_lies_wrong(tier: RedisTier, client: Any) -> None:
 # many at once
 
 
-@pytest.mark.parametrize("held", [0, 1, 2, 15, 16, 17, 99, 1000, 1999, 2000])
+@pytest.mark.parametrize("held", [0, 1, 2, 15, 16, 17, 99, 300, 599, 600])
 def test_leading_finds_the_end_of_a_chain_in_few_questions(tier: RedisTier, client: Any, held: int) -> None:
-    blocks = chain(2000)
+    blocks = chain(600)
     tier.write(blocks[:held], [record(address, 1) for address in blocks[:held]])
     before = client.info("commandstats")["cmdstat_getrange"]["calls"] if held else 0
     assert tier.leading(blocks).result(10) == held

@@ -192,7 +192,7 @@ def test_the_server_evicts_as_it_likes() -> None:
     server = Server("--maxmemory", "6mb", "--maxmemory-policy", "allkeys-random")
     tier = RedisTier(server.unix, part_bytes=256 << 10)
     try:
-        blocks = chain(30)
+        blocks = chain(16)
         for address in blocks:
             assert tier.write([address], [record(address, 700_000)]) == (DONE,)
             outcomes = {read(tier, other, 700_000) for other in blocks}

@@ -9,6 +9,7 @@ import pytest
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.name import Names
 from kvcache.tier.tier import Outcome
+from tests.peer.fleet import until
 from tests.peer.server import MISSING, Server, servers
 from tests.tier.blocks import buffer, chain, holds, record
 from tests.tier.test_redis_cluster import read, write
@@ -60,13 +61,13 @@ def test_the_server_tells_what_changed(server: Server) -> None:
     server.client.flushall()
     asking, writing = RedisTier(server.unix), RedisTier(server.tcp)
     blocks = chain(20)
-    assert asking.leading(blocks).result(10) == 0
+    until(lambda: asking.leading(blocks).result(10) == 0, "it was told")
     write(writing, blocks[:7])
-    assert asking.leading(blocks).result(10) == 7
+    until(lambda: asking.leading(blocks).result(10) == 7, "it was told")
     write(writing, blocks)
-    assert asking.leading(blocks).result(10) == 20
+    until(lambda: asking.leading(blocks).result(10) == 20, "it was told")
     writing.remove(blocks[12:])
-    assert asking.leading(blocks).result(10) == 12
+    until(lambda: asking.leading(blocks).result(10) == 12, "it was told")
     assert all(memory._wire is not None and memory._wire.tracked for memory in asking._lookup._memories.values())
     asking.close()
     writing.close()
