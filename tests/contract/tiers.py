@@ -18,6 +18,7 @@ from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme.drives import open_drives
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.tier import Outcome, Tier
+from tests.peer.fleet import empty_cluster
 from tests.peer.server import MISSING, empty
 from tests.tier.blocks import PAYLOAD_BYTES, buffer, holds, record
 
@@ -53,6 +54,10 @@ def redis(path: Path, capacity_bytes: int, port: Port) -> Tier:
     return RedisTier(empty(path).unix, port=port)
 
 
+def cluster(path: Path, capacity_bytes: int, port: Port) -> Tier:
+    return RedisTier(empty_cluster(path).url, mode="cluster", port=port)
+
+
 TIERS: dict[str, Factory] = {
     "host": lambda path, capacity, port: HostTier(capacity_bytes=capacity, extent_bytes=MIB // 4, port=port),
     "host-verified": lambda path, capacity, port: HostTier(
@@ -64,11 +69,12 @@ TIERS: dict[str, Factory] = {
     "nvme-none": partial(nvme, durability="none"),
     "nvme-drives": drives,
     "redis": redis,
+    "redis-cluster": cluster,
 }
-SHARED = {"redis"}
+SHARED = {"redis", "redis-cluster"}
 """Tiers whose room is not their own: how much fits is not theirs to say."""
 
-_NEEDS = {"redis": pytest.mark.skipif(bool(MISSING), reason=MISSING)}
+_NEEDS = dict.fromkeys(SHARED, pytest.mark.skipif(bool(MISSING), reason=MISSING))
 KINDS = [pytest.param(kind, marks=_NEEDS.get(kind, ())) for kind in TIERS]
 OWN = [kind for kind in TIERS if kind not in SHARED]
 

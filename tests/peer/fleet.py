@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -87,6 +88,22 @@ class Cluster:
     def end(self) -> None:
         for node in self.nodes:
             node.end()
+
+
+_shared: list[Cluster] = []
+_last: list[Path] = []
+
+
+def empty_cluster(path: Path) -> Cluster:
+    """One for the whole run, for tests that do it no harm; emptied where the last caller was for another path."""
+    if not _shared:
+        _shared.append(Cluster())
+        atexit.register(_shared[0].end)
+    if _last != [path]:
+        _last[:] = [path]
+        for node in _shared[0].nodes:
+            node.client.flushall()
+    return _shared[0]
 
 
 class Sentinels:
