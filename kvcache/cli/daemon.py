@@ -34,7 +34,8 @@ def daemon(
     apply(loaded.log)
     prepare(loaded)
     path = socket_of(loaded.daemon.socket)
-    nvme = f", {show_bytes(loaded.nvme.capacity_bytes)} at {loaded.nvme.path}" if loaded.nvme.enabled else ""
+    places = ", ".join(map(str, loaded.nvme.directories))
+    nvme = f", {show_bytes(loaded.nvme.capacity_bytes)} at {places}" if loaded.nvme.enabled else ""
     what = f"unix:{path}, {show_bytes(loaded.host.capacity_bytes)} of host memory{nvme}"
     if check_config:
         print(f"kvcache: would serve {what}")

@@ -75,9 +75,10 @@ def examine(settings: Settings | None, refusal: str, model: Path | None) -> Iter
         yield from _guarded("room", settings, model)
     yield from _guarded("caches")
     try:
-        with _beside(settings) as place:
-            if settings.nvme.enabled:
-                yield from _guarded("drive", settings, place)
+        for path in settings.nvme.directories if settings.nvme.enabled else ():
+            with _beside(path) as place:
+                yield from _guarded("drive", settings, place, path)
+        with _beside(settings.nvme.directories[0] if settings.nvme.enabled else None) as place:
             yield from _guarded("trip", settings, place)
     except OSError as error:
         remedy = "give this user a directory to write in: nvme.path, or the system's for temporary files"
@@ -96,10 +97,10 @@ def _guarded(name: str, *given: Any) -> Iterator[Finding]:
 
 
 @contextmanager
-def _beside(settings: Settings) -> Iterator[Path]:
-    """An empty directory on the file system of the NVMe tier: within it where that is a mount, else beside it."""
-    path = settings.nvme.path
-    above = (path if path.is_mount() else path.parent) if settings.nvme.enabled else Path(tempfile.gettempdir())
+def _beside(path: Path | None) -> Iterator[Path]:
+    """An empty directory on the file system of an NVMe directory: within it where that is a mount, else beside it.
+    Without one, among temporary files."""
+    above = Path(tempfile.gettempdir()) if path is None else path if path.is_mount() else path.parent
     above.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".kvcache-doctor-", dir=above) as made:
         yield Path(made)

@@ -26,9 +26,9 @@ SLOW = 500 * MiB  # a second
 _REMOTE = ("nfs", "cifs", "smb", "fuse", "9p", "ceph", "lustre", "glusterfs")
 
 
-def checks(settings: Settings, place: Path) -> Iterator[Finding]:
+def checks(settings: Settings, place: Path, path: Path) -> Iterator[Finding]:
     """`place`: an empty directory on the tier's file system, removed by the caller."""
-    yield kind(file_system(place), in_memory(place), settings.nvme.path)
+    yield kind(file_system(place), in_memory(place), path)
     yield from rates(LocalDisk(), SystemClock(), place, settings.nvme.free_floor_bytes)
 
 

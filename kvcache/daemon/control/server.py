@@ -152,7 +152,7 @@ class Control:
             "program": os.path.basename(sys.argv[0] if sys.argv else "") or "python",
             "started": self._started,
             "models": sorted({namespace.model for namespace in cache.namespaces}),
-            "nvme_path": str(nvme.path) if nvme.enabled else None,
+            "nvme_path": ", ".join(map(str, nvme.directories)) if nvme.enabled else None,
             "tiers": cache.stats()["tiers"],
             "bypass": cache.flow.bypass.mode,
         }
