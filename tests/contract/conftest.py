@@ -1,4 +1,4 @@
-"""Each tier and each cache that there is, one after the other; audited at the end of every test."""
+"""Each cache that there is, one after the other; audited at the end of every test."""
 
 from __future__ import annotations
 
@@ -11,23 +11,8 @@ import pytest
 
 import kvcache
 from kvcache.hierarchy.naive import NaiveCache
-from kvcache.tier.tier import Tier
 from tests.contract.caches import MiB
-from tests.contract.tiers import KINDS, Bench, make
 from tests.peer.server import MISSING, empty
-
-
-@pytest.fixture(params=KINDS)
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    bench = make(request.param, tmp_path)
-    yield bench
-    assert bench.tier.check() == []
-    bench.tier.close()
-
-
-@pytest.fixture
-def tier(bench: Bench) -> Tier:
-    return bench.tier
 
 
 def served(directory: Path) -> tuple[Any, Callable[[], None]]:

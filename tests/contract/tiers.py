@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvcache.block.address import Address
-from kvcache.port import Port, SystemClock
+from kvcache.port import Port
+from kvcache.testing.tier import Bench, Factory, on_bench
 from kvcache.tier.host import HostTier
 from kvcache.tier.memory import MemoryTier
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme.drives import open_drives
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.tier import Outcome, Tier
+from kvcache.tier.tier import Tier
 from tests.peer.fleet import empty_cluster
 from tests.peer.server import MISSING, empty
-from tests.tier.blocks import PAYLOAD_BYTES, buffer, holds, record
 
-DONE, ABSENT, LATE = Outcome.DONE, Outcome.ABSENT, Outcome.LATE
 MIB = 1 << 20
-CAPACITY = 4 * MIB
-
-Factory = Callable[[Path, int, Port], Tier]
 
 
 def nvme(path: Path, capacity_bytes: int, port: Port, durability: Any = "batch") -> Tier:
@@ -79,45 +72,5 @@ KINDS = [pytest.param(kind, marks=_NEEDS.get(kind, ())) for kind in TIERS]
 OWN = [kind for kind in TIERS if kind not in SHARED]
 
 
-class Clock(SystemClock):
-    """Time that stands still unless a test moves it."""
-
-    seconds = 100.0
-
-    def now(self) -> float:
-        return self.seconds
-
-
-@dataclass
-class Bench:
-    """A tier, and how to open it again."""
-
-    factory: Factory
-    path: Path
-    clock: Clock
-    tier: Tier
-
-    def reopen(self, capacity_bytes: int = CAPACITY) -> Tier:
-        self.tier.close()
-        self.tier = self.factory(self.path, capacity_bytes, Port(clock=self.clock))
-        return self.tier
-
-
 def make(kind: str, path: Path) -> Bench:
-    clock = Clock()
-    return Bench(TIERS[kind], path, clock, TIERS[kind](path, CAPACITY, Port(clock=clock)))
-
-
-def write(tier: Tier, addresses: list[Address], size_bytes: int = PAYLOAD_BYTES) -> tuple[Outcome, ...]:
-    return tier.write(addresses, [record(address, size_bytes) for address in addresses])
-
-
-def intact(tier: Tier, addresses: list[Address], size_bytes: int = PAYLOAD_BYTES) -> bool:
-    """Every record is there and is what was written."""
-    into = [buffer(size_bytes) for _ in addresses]
-    outcomes = tier.read(addresses, into)
-    return set(outcomes) <= {DONE} and all(map(partial(_holds, size_bytes), into, addresses))
-
-
-def _holds(size_bytes: int, segments: list[memoryview], address: Address) -> bool:
-    return holds(segments, address, size_bytes)
+    return on_bench(TIERS[kind], path)

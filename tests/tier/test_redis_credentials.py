@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvcache.port import Port
+from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.endpoint import PASSWORD
 from kvcache.tier.tier import Outcome
-from tests.contract.tiers import Clock
 from tests.peer.server import MISSING, Server
 from tests.tier.blocks import chain, record
 from tests.tier.test_redis_faults import read, until_open

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvcache.port import Port
+from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier, pool
 from kvcache.tier.redis import tier as module
 from kvcache.tier.tier import Outcome
-from tests.contract.tiers import Clock
 from tests.peer.proxy import Proxy
 from tests.peer.server import MISSING, Server
 from tests.tier.blocks import buffer, chain, holds, record

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.port import Port
+from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier, lookup
 from kvcache.tier.redis.name import Names
-from tests.contract.tiers import Clock
 from tests.peer.fleet import until
 from tests.peer.server import MISSING, Server
 from tests.tier.blocks import chain, record

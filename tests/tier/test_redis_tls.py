@@ -12,10 +12,10 @@ import pytest
 
 from kvcache.errors import ConfigError
 from kvcache.port import Port
+from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.endpoint import PASSWORD
 from kvcache.tier.tier import Outcome
-from tests.contract.tiers import Clock
 from tests.peer.certificates import OPENSSL, authority, certificate
 from tests.peer.server import MISSING, Server, free_port, with_tls
 from tests.tier.blocks import buffer, chain, holds, record

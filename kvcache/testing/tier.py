@@ -1,0 +1,399 @@
+"""What a tier must keep to: the promises of `kvcache/tier/tier.py`, for whoever writes another one.
+
+    class TestMine(TierContract):
+        def make(self, path, capacity_bytes, port):
+            return MyTier(path, capacity_bytes, clock=port.clock)
+
+Every test ends with the tier's own audit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.block.address import Address
+from kvcache.errors import ClosedError
+from kvcache.port import Port, SystemClock
+from kvcache.testing.blocks import PAYLOAD_BYTES, RECORD_BYTES, buffer, chain, holds, namespace, record
+from kvcache.tier.tier import BACKGROUND, Outcome, Tier
+
+DONE, ABSENT, LATE = Outcome.DONE, Outcome.ABSENT, Outcome.LATE
+CAPACITY = 4 << 20
+
+Factory = Callable[[Path, int, Port], Tier]
+
+
+class Clock(SystemClock):
+    """Time that stands still unless a test moves it."""
+
+    seconds = 100.0
+
+    def now(self) -> float:
+        return self.seconds
+
+
+@dataclass
+class Bench:
+    """A tier, and how to open it again."""
+
+    factory: Factory
+    path: Path
+    clock: Clock
+    tier: Tier
+
+    def reopen(self, capacity_bytes: int = CAPACITY) -> Tier:
+        self.tier.close()
+        self.tier = self.factory(self.path, capacity_bytes, Port(clock=self.clock))
+        return self.tier
+
+
+def on_bench(factory: Factory, path: Path) -> Bench:
+    clock = Clock()
+    return Bench(factory, path, clock, factory(path, CAPACITY, Port(clock=clock)))
+
+
+def write(tier: Tier, addresses: list[Address], size_bytes: int = PAYLOAD_BYTES) -> tuple[Outcome, ...]:
+    return tier.write(addresses, [record(address, size_bytes) for address in addresses])
+
+
+def intact(tier: Tier, addresses: list[Address], size_bytes: int = PAYLOAD_BYTES) -> bool:
+    """Every record is there and is what was written."""
+    into = [buffer(size_bytes) for _ in addresses]
+    outcomes = tier.read(addresses, into)
+    return set(outcomes) <= {DONE} and all(
+        holds(segments, address, size_bytes) for segments, address in zip(into, addresses, strict=True)
+    )
+
+
+def _twins(address: Address) -> dict[str, Address]:
+    """Addresses that differ from this one in one thing; where the key is the same the tail of the signature differs."""
+    return {
+        "signature": replace(address, signature=address.key + bytes(16)),
+        "namespace": replace(address, namespace=namespace(7)),
+        "parent": replace(address, parent=bytes([1]) * 32),
+        "group": replace(address, group=1),
+        "shard": replace(address, shard=replace(address.shard, end_layer=1)),
+    }
+
+
+class TierContract:
+    """Give `make`: a tier of so many bytes, in a folder of its own, on this port. Called again for the same folder it
+    finds what a durable tier left there."""
+
+    def make(self, path: Path, capacity_bytes: int, port: Port) -> Tier:
+        raise NotImplementedError("give your tier: see kvcache.testing.TierContract")
+
+    @pytest.fixture
+    def bench(self, tmp_path: Path) -> Iterator[Bench]:
+        bench = on_bench(self.make, tmp_path)
+        yield bench
+        assert bench.tier.check() == []
+        bench.tier.close()
+
+    @pytest.fixture
+    def tier(self, bench: Bench) -> Tier:
+        return bench.tier
+
+    @pytest.fixture
+    def own(self, tier: Tier) -> Tier:
+        if tier.shared:
+            pytest.skip("shared: how much fits is not its own to say")
+        return tier
+
+    # reading and writing
+
+    def test_reads_what_was_written(self, tier: Tier) -> None:
+        blocks = chain(20)
+        assert set(write(tier, blocks)) == {DONE}
+        assert intact(tier, blocks)
+        assert tier.contains(blocks) == (DONE,) * 20
+
+    def test_what_was_not_written_is_absent(self, tier: Tier) -> None:
+        here, other = chain(3), chain(3, seed=1)
+        write(tier, here)
+        assert tier.read(other, [buffer() for _ in other]) == (ABSENT,) * 3
+        assert tier.contains(other) == (ABSENT,) * 3
+        assert tier.remove(other) == (ABSENT,) * 3
+
+    def test_nothing_to_do_is_done(self, tier: Tier) -> None:
+        for op in ("read", "write", "contains", "remove"):
+            assert tier.submit(op, []).done
+
+    @pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 300_000])
+    def test_any_size(self, tier: Tier, size: int) -> None:
+        blocks = chain(2)
+        assert write(tier, blocks, size) == (DONE, DONE)
+        assert intact(tier, blocks, size)
+
+    @pytest.mark.parametrize("offset", [8, 512, 4096])
+    def test_segments_need_not_lie_on_pages(self, tier: Tier, offset: int) -> None:
+        (address,) = chain(1)
+        into = buffer(offset=offset)
+        assert tier.write([address], [record(address, offset=offset)]) == (DONE,)
+        assert tier.read([address], [into]) == (DONE,)
+        assert holds(into, address)
+
+    def test_payload_in_several_pieces(self, tier: Tier) -> None:
+        (address,) = chain(1)
+        header, body = record(address)
+        assert tier.write([address], [[header, body[:4096], body[4096:]]]) == (DONE,)
+        header, body = buffer()
+        assert tier.read([address], [[header, body[:8192], body[8192:]]]) == (DONE,)
+        assert holds([header, body], address)
+
+    def test_segments_larger_than_the_record(self, tier: Tier) -> None:
+        """A reader that knows the decoded size may give more room than a compressed record fills."""
+        (address,) = chain(1)
+        header, body = record(address)
+        room = memoryview(bytearray(len(body) + 8192))
+        tier.write([address], [[header, body]])
+        assert tier.read([address], [[buffer()[0], room]]) == (DONE,)
+        assert holds([header, room], address)
+
+    def test_segments_smaller_than_the_record_fail_and_harm_nothing(self, tier: Tier) -> None:
+        (address,) = chain(1)
+        tier.write([address], [record(address)])
+        header, body = buffer()
+        assert tier.read([address], [[header, body[:4096]]]) == (Outcome.FAILED,)
+        assert intact(tier, [address])
+
+    def test_a_second_write_changes_nothing(self, tier: Tier) -> None:
+        (address,) = chain(1)
+        other = record(address, data=bytes(PAYLOAD_BYTES))
+        used = [write(tier, [address]), tier.usage().records][1]
+        assert tier.write([address], [other]) == (DONE,)
+        assert intact(tier, [address])
+        assert tier.usage().records == used
+
+    def test_removed_is_absent_and_may_come_back(self, tier: Tier) -> None:
+        blocks = chain(4)
+        write(tier, blocks)
+        assert tier.remove(blocks[1:3]) == (DONE, DONE)
+        assert tier.contains(blocks) == (DONE, ABSENT, ABSENT, DONE)
+        assert tier.remove(blocks[1:3]) == (ABSENT, ABSENT)
+        assert write(tier, blocks) == (DONE,) * 4
+        assert intact(tier, blocks)
+
+    # identity
+
+    @pytest.mark.parametrize("what", ["signature", "namespace", "parent", "group", "shard"])
+    def test_another_identity_is_a_miss_and_harms_nothing(self, tier: Tier, what: str) -> None:
+        address = chain(2)[1]
+        twin = _twins(address)[what]
+        write(tier, [address])
+        into = buffer()
+        assert tier.read([twin], [into])[0] in {ABSENT, Outcome.DAMAGED, Outcome.FOREIGN}
+        assert tier.contains([twin]) == (ABSENT,)
+        assert tier.remove([twin]) == (ABSENT,)
+        assert intact(tier, [address])
+
+    def test_an_unknown_parent_is_not_compared(self, tier: Tier) -> None:
+        address = chain(2)[1]
+        write(tier, [address])
+        assert intact(tier, [replace(address, parent=b"")])
+        orphan = replace(chain(2, seed=1)[1], parent=b"")
+        write(tier, [orphan])
+        assert intact(tier, [orphan])
+
+    def test_the_same_key_in_another_namespace_does_not_overwrite(self, tier: Tier) -> None:
+        (address,) = chain(1)
+        twin = replace(address, namespace=namespace(7))
+        write(tier, [address])
+        (outcome,) = tier.write([twin], [record(twin)])
+        assert outcome is not DONE or intact(tier, [twin])
+        assert intact(tier, [address])
+
+    def test_a_record_under_a_wrong_address_is_not_taken(self, tier: Tier) -> None:
+        one, other = chain(2)
+        assert tier.write([one], [record(other)]) == (Outcome.FAILED,)
+        assert tier.contains([one, other]) == (ABSENT, ABSENT)
+
+    def test_an_unsealed_record_is_not_taken(self, tier: Tier) -> None:
+        (address,) = chain(1)
+        assert tier.write([address], [buffer()]) == (Outcome.FAILED,)
+        assert tier.contains([address]) == (ABSENT,)
+
+    def test_groups_and_shards_stand_apart(self, tier: Tier) -> None:
+        blocks = [a for group in (0, 1) for a in chain(3, group=group)]
+        blocks += chain(3, shard=replace(blocks[0].shard, first_head=2))
+        write(tier, blocks)
+        assert intact(tier, blocks)
+        tier.remove(blocks[:3])
+        assert intact(tier, blocks[3:])
+
+    # room
+
+    def test_room_is_what_can_be_written(self, own: Tier) -> None:
+        fit = own.room(RECORD_BYTES)
+        assert 0 < fit * RECORD_BYTES <= CAPACITY
+        blocks = chain(fit + 3)
+        outcomes = write(own, blocks)
+        assert outcomes.count(DONE) == fit
+        assert outcomes.count(Outcome.NO_ROOM) == 3
+        assert own.room(RECORD_BYTES) == 0
+        assert own.usage().records == fit
+        assert own.usage().used_bytes <= own.usage().capacity_bytes
+        kept = [address for address, outcome in zip(blocks, outcomes, strict=True) if outcome is DONE]
+        assert intact(own, kept)
+        own.remove(kept[:2])
+        assert own.room(RECORD_BYTES) == 2
+        assert write(own, chain(3, seed=1)).count(DONE) == 2
+
+    def test_all_siblings_gone_makes_room_for_another_size(self, own: Tier) -> None:
+        blocks = chain(own.room(RECORD_BYTES))
+        write(own, blocks)
+        large = 200_000
+        (newcomer,) = chain(1, seed=1)
+        assert write(own, [newcomer], large) == (Outcome.NO_ROOM,)
+        left = list(blocks)
+        while not own.room(large + RECORD_BYTES) and left:
+            siblings = own.siblings(left[0])
+            assert left[0] in siblings
+            assert set(own.remove(siblings)) == {DONE}
+            left = [address for address in left if address not in siblings]
+        assert left
+        assert write(own, [newcomer], large) == (DONE,)
+        assert intact(own, [newcomer], large)
+        assert intact(own, left)
+
+    def test_siblings_of_what_is_absent(self, tier: Tier) -> None:
+        assert tier.siblings(chain(1)[0]) == []
+
+    def test_a_record_larger_than_the_tier(self, own: Tier) -> None:
+        (address,) = chain(1)
+        assert own.room(2 * CAPACITY) == 0
+        assert write(own, [address], 2 * CAPACITY) == (Outcome.NO_ROOM,)
+        assert write(own, [address]) == (DONE,)
+
+    def test_usage_returns_to_nothing(self, own: Tier) -> None:
+        blocks = chain(30)
+        before = own.usage(), own.room(RECORD_BYTES)
+        write(own, blocks)
+        assert own.usage().records == 30
+        assert own.usage().used_bytes >= 30 * PAYLOAD_BYTES
+        own.remove(blocks)
+        assert (own.usage(), own.room(RECORD_BYTES)) == before
+
+    # tickets
+
+    def test_outcomes_come_one_a_block(self, tier: Tier) -> None:
+        blocks = chain(6)
+        seen: list[tuple[int, Outcome]] = []
+        write(tier, blocks[:3])
+        ticket = tier.submit(
+            "contains", blocks, priority=BACKGROUND, on_outcome=lambda i, outcome: seen.append((i, outcome))
+        )
+        assert ticket.wait(10)
+        assert sorted(seen, key=lambda pair: pair[0]) == list(enumerate([DONE] * 3 + [ABSENT] * 3))
+        assert ticket.outcomes == (DONE,) * 3 + (ABSENT,) * 3
+        assert ticket.done
+
+    @pytest.mark.parametrize("op", ["read", "write", "contains", "remove"])
+    def test_a_deadline_that_passed_is_late(self, bench: Bench, op: Any) -> None:
+        here, new = chain(1), chain(1, seed=1)
+        write(bench.tier, here)
+        target = new if op == "write" else here
+        segments = [record(target[0])] if op == "write" else [buffer()] if op == "read" else []
+        ticket = bench.tier.submit(op, target, segments, deadline=bench.clock.now() - 1)
+        assert ticket.wait(10)
+        assert ticket.outcomes == (LATE,)
+        assert bench.tier.contains([*here, *new]) == (DONE, ABSENT)
+        ticket = bench.tier.submit(op, target, segments, deadline=bench.clock.now() + 1)
+        assert ticket.wait(10)
+        assert ticket.outcomes == (DONE,)
+
+    def test_misuse_raises(self, tier: Tier) -> None:
+        (address,) = chain(1)
+        header, body = record(address)
+        for op, segments in (
+            ("write", []),
+            ("read", [buffer(), buffer()]),
+            ("write", [[header]]),
+            ("read", [[body[:7], body]]),
+        ):
+            with pytest.raises(ValueError, match="segments"):
+                tier.submit(op, [address], segments)  # type: ignore[arg-type]
+        assert tier.contains([address]) == (ABSENT,)
+
+    def test_closed_is_closed(self, tier: Tier) -> None:
+        tier.close()
+        tier.close()
+        with pytest.raises(ClosedError):
+            tier.submit("contains", chain(1))
+
+    # many threads
+
+    def test_threads_never_see_a_wrong_byte(self, tier: Tier) -> None:
+        """Writers, readers and removers of the same few blocks, more of them than there is room for."""
+        blocks = chain(24) + chain(8, seed=1, of=1)
+        wrong: list[str] = []
+        sizes = [1, 5_000, 40_000]
+
+        def work(seed: int) -> None:
+            for step in range(120):
+                address = blocks[(seed * 7 + step * 5) % len(blocks)]
+                size = sizes[int(address.key[0]) % 3]
+                if (seed + step) % 5 < 2:
+                    tier.write([address], [record(address, size)])
+                elif (seed + step) % 5 == 2:
+                    tier.remove([address])
+                else:
+                    into = buffer(size)
+                    (outcome,) = tier.read([address], [into])
+                    if outcome is DONE and not holds(into, address, size):
+                        wrong.append(f"block {blocks.index(address)}")
+                    elif outcome not in {DONE, ABSENT}:
+                        wrong.append(str(outcome))
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+
+    def test_the_same_block_from_many_threads_is_there_once(self, tier: Tier) -> None:
+        (address,) = chain(1)
+        tickets = [tier.submit("write", [address], [record(address)]) for _ in range(16)]
+        assert all(ticket.wait(10) for ticket in tickets)
+        assert {ticket.outcomes for ticket in tickets} == {(DONE,)}
+        assert tier.usage().records == 1
+
+    # after a restart
+
+    def test_a_durable_tier_has_everything_after_a_restart(self, bench: Bench) -> None:
+        blocks = chain(30) + chain(10, seed=1, of=1)
+        write(bench.tier, blocks)
+        bench.tier.remove(blocks[5:9])
+        bench.tier.sync()
+        usage, room = bench.tier.usage(), bench.tier.room(RECORD_BYTES)
+        tier = bench.reopen()
+        left = blocks[:5] + blocks[9:]
+        if not tier.durable:
+            assert tier.usage().records == 0
+            return
+        assert tier.contains(blocks[5:9]) == (ABSENT,) * 4
+        assert intact(tier, left)
+        assert tier.usage().records == usage.records
+        assert tier.shared or (tier.usage(), tier.room(RECORD_BYTES)) == (usage, room)
+        assert set(tier.scan()) == set(left)
+
+    def test_scan_gives_heads_before_tails(self, bench: Bench) -> None:
+        blocks = chain(12)
+        for address in reversed(blocks):
+            write(bench.tier, [address])
+        tier = bench.reopen()
+        if tier.durable:
+            assert list(tier.scan()) == blocks
+
+    def test_scan_gives_everything(self, tier: Tier) -> None:
+        blocks = chain(3, group=2) + chain(5, of=1)
+        assert list(tier.scan()) == []
+        write(tier, blocks)
+        assert set(tier.scan()) == set(blocks)

@@ -1,0 +1,45 @@
+"""The contract of a copier, for every one there is; what is told apart by layout is in tests/transfer."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcache.block.layout import KVLayout
+from kvcache.testing import CopierContract
+from kvcache.testing.copier import PlacedPages
+from kvcache.transfer.copier import Copier
+from kvcache.transfer.cpu import CpuCopier, PlainCopier
+from kvcache.transfer.crossover import NEVER, Crossover
+from kvcache.transfer.cuda import CudaCopier, Way
+from tests.hierarchy.test_device import on_gpu
+from tests.transfer.cuda_on_cpu import HostDevice
+
+pytestmark = pytest.mark.filterwarnings("ignore:kvcache._native is not there")
+
+
+class TestPlain(CopierContract):
+    def make(self) -> Copier:
+        return PlainCopier()
+
+
+class TestCpu(CopierContract):
+    def make(self) -> Copier:
+        return CpuCopier(3)
+
+
+class TestCuda(CopierContract):
+    """On a device that this processor plays."""
+
+    way: Way | None = None
+
+    def make(self) -> Copier:
+        return CudaCopier(HostDevice(), crossover=Crossover(NEVER, NEVER), way=self.way, staging_bytes=512)
+
+    def place(self, layout: KVLayout) -> PlacedPages:
+        there = PlacedPages(layout)
+        there.described = on_gpu(there.described)
+        return there
+
+
+class TestCudaStaged(TestCuda):
+    way: Way | None = "staged"

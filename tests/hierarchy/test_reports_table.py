@@ -1,0 +1,92 @@
+"""Which test answers which report: the rows on keys, isolation, memory, pins and concurrency of a list of what users of
+other caches reported, by the numbers of public trackers. Where nothing here can go wrong so, the reason stands there.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HERE = "tests/hierarchy/test_reports.py"
+
+ROWS: dict[str, tuple[str, ...]] = {
+    "a salt was ignored (2878, 4825)": (f"{HERE}::test_names_that_others_fold_together_stay_apart",),
+    "an adapter was not in the key (vLLM 44250, 2960, 2961, 2962)": (
+        f"{HERE}::test_names_that_others_fold_together_stay_apart",
+        f"{HERE}::test_adapters_of_one_name_and_other_weights_are_others",
+    ),
+    "dtype, layout, revision were not in the key (4903)": (
+        f"{HERE}::test_another_dtype_or_layout_over_the_same_directory_is_a_miss",
+    ),
+    "sixteen bits of an image's hash (3301, 4086)": (f"{HERE}::test_a_hundred_thousand_images_have_keys_of_their_own",),
+    "a builtin hash, cut short": (
+        f"{HERE}::test_ids_that_collide_in_a_builtin_hash_do_not_here",
+        "tests/block/test_vectors.py::test_chains",
+    ),
+    "ranks packed into eight bits": (f"{HERE}::test_ranks_of_any_world_size_have_addresses_of_their_own",),
+    "code taken from the network (5128)": ("tests/hierarchy/test_reports_table.py::test_nothing_runs_what_it_reads",),
+    "a read lease that ran out in a queue (4691, 4137, vLLM 35931)": (
+        f"{HERE}::test_what_was_promised_long_ago_is_served_or_a_clean_miss",
+    ),
+    "an eviction thread that died (4817)": (f"{HERE}::test_round_after_round_is_accepted",),
+    "a timestamp for each hash ever seen": (f"{HERE}::test_memory_does_not_grow_with_what_was_ever_seen",),
+    "pages given away under a store (2706, 4612, 4822, vLLM 52360)": (
+        f"{HERE}::test_pages_that_change_after_a_store_is_done_do_not_change_what_was_stored",
+        "tests/hierarchy/test_device.py::test_a_store_waits_for_what_was_computed_and_a_load_for_what_is_read",
+    ),
+    "ranks that disagree after an eviction (1379, 1467, 1101)": (
+        f"{HERE}::test_a_block_that_one_rank_lost_is_no_hit_for_any",
+    ),
+    "fewer tokens than were promised (910, 953, 1770, 2106, 1835, 2865, 4600)": (
+        f"{HERE}::test_a_failed_read_after_the_promise_is_told_block_by_block",
+    ),
+    "crashes under concurrency (3536, 3406)": (f"{HERE}::test_eviction_lookups_and_loads_in_threads",),
+    "types of ctypes that leak with each call (3767)": (
+        "tests/hierarchy/test_reports_table.py::test_no_type_is_made_within_a_call",
+    ),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_each_row_has_its_test(row: str) -> None:
+    for named in ROWS[row]:
+        path, _, name = named.partition("::")
+        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert name in names, f"{named} is not there"
+
+
+def _sources() -> list[tuple[Path, ast.Module]]:
+    paths = sorted((ROOT / "kvcache").rglob("*.py"))
+    return [(path, ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
+
+
+def test_nothing_runs_what_it_reads() -> None:
+    """Neither a format that can carry code is read anywhere, nor text run."""
+    carries_code = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+    found = []
+    for path, tree in _sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]
+                found += [f"{path}: {name}" for name in names if name.partition(".")[0] in carries_code]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"eval", "exec"}:
+                found.append(f"{path}:{node.lineno}: {node.func.id}")
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                found.append(f"{path}:{node.lineno}: torch.load")
+    assert found == []
+
+
+def test_no_type_is_made_within_a_call() -> None:
+    """`ctypes.c_char * n` and POINTER make types that are kept for ever."""
+    found = []
+    for path, tree in _sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+                found += [f"{path}:{node.lineno}" for s in (node.left, node.right) if "ctypes.c_" in ast.unparse(s)]
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("POINTER"):
+                found.append(f"{path}:{node.lineno}")
+    assert found == []
