@@ -22,6 +22,11 @@ from typing import Any
 
 import pytest
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "csrc", "docs", "examples", "kvcache", "scripts", "tests")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
@@ -85,6 +90,17 @@ def test_a_wheel_has_what_runs_and_nothing_else(plain: Path) -> None:
     assert {name.rpartition("/")[2] for name in names if "/licenses/" in name} == {"LICENSE", "NOTICE"}
     needed = [line.partition(";")[0] for line in described.splitlines() if line.startswith("Requires-Dist:")]
     assert [line for line in needed if re.search("==|~=|<", line)] == [], "lower bounds only: engines pin"
+
+
+def test_the_notice_names_every_dependency() -> None:
+    """With a licence beside it; `nvidia-cuda-*` stands for the packages that a GPU's kernels are compiled with."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    notice = (ROOT / "NOTICE").read_text(encoding="utf-8").lower()
+    wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    wanted += [each for extra in project["project"]["optional-dependencies"].values() for each in extra]
+    names = {re.split(r"[^A-Za-z0-9._-]", each, maxsplit=1)[0].lower() for each in wanted} - {"kvcache-tiers"}
+    names = {"nvidia-cuda" if name.startswith("nvidia-cuda") else name for name in names}
+    assert [name for name in sorted(names) if not re.search(rf"\b{re.escape(name)}", notice)] == []
 
 
 def test_without_a_compiler_the_same_bytes_come_back(plain: Path, tmp_path: Path) -> None:
