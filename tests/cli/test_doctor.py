@@ -26,6 +26,7 @@ from kvcache.hierarchy.cache import Cache
 from kvcache.machine import Memory
 from kvcache.port import File, LocalDisk, SystemClock
 from kvcache.values import GiB, MiB
+from tests.peer.server import MISSING, Server
 
 KiB = 1 << 10
 Kv = Callable[..., tuple[int, str, str]]
@@ -374,3 +375,25 @@ def members(kv: Kv, target: Path, settings: str) -> dict[str, Any]:
             assert part is not None
             found[member.name.removeprefix("kvcache-bundle/")] = json.loads(part.read())
         return found
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_a_server_is_asked_and_left_as_it_was(kv: Kv, file: Path) -> None:
+    server = Server("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
+    try:
+        file.write_text(f'{file.read_text()}[redis]\nenabled = true\nurl = "{server.unix}"\n')
+        code, out, _ = kv("doctor", str(file))
+        assert code == 0
+        assert "maxmemory-policy is allkeys-lru" in out
+        assert "1 MiB there and back" in out
+        assert server.client.dbsize() == 0
+        server.client.config_set("maxmemory-policy", "noeviction")
+        assert "CONFIG SET maxmemory-policy" in kv("doctor", str(file))[1]
+        server.client.config_set("maxmemory", 0)
+        assert "maxmemory is not set" in kv("doctor", str(file))[1]
+        server.stop()
+        code, out, _ = kv("doctor", str(file))
+        assert code == 1
+        assert "FileNotFoundError" in out or "ConnectionRefusedError" in out
+    finally:
+        server.end()

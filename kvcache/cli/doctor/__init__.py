@@ -74,6 +74,8 @@ def examine(settings: Settings | None, refusal: str, model: Path | None) -> Iter
     if model is not None:
         yield from _guarded("room", settings, model)
     yield from _guarded("caches")
+    if settings.redis.enabled:
+        yield from _guarded("server", settings)
     try:
         for path in settings.nvme.directories if settings.nvme.enabled else ():
             with _beside(path) as place:

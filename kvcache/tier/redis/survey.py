@@ -21,7 +21,12 @@ class Memory:
     records: int
     used_bytes: int
     most_bytes: int
-    limited: bool  # `maxmemory` is set, and the server refuses writes rather than evict
+    policy: str  # what the server does when `maxmemory` is reached; nothing where it is not set
+
+    @property
+    def limited(self) -> bool:
+        """The server refuses writes rather than evict."""
+        return self.policy == "noeviction"
 
     def room(self, record_bytes: int) -> int:
         free = self.most_bytes - (self.used_bytes if self.limited else 0)
@@ -45,7 +50,7 @@ class Survey:
             records=keys,
             used_bytes=int(facts.get("used_memory", 0)),
             most_bytes=limit or int(facts.get("total_system_memory", 0)),
-            limited=bool(limit) and facts.get("maxmemory_policy") == "noeviction",
+            policy=facts.get("maxmemory_policy", "unknown") if limit else "",
         )
 
     def find(self, wire: Wire, address: Address) -> list[Address]:

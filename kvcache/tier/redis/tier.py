@@ -310,6 +310,10 @@ class RedisTier(Waits):
             sum(fact.capacity_bytes for fact in facts),
         )
 
+    def policies(self) -> set[str]:
+        """What the servers do when they are full; "" for one without a limit. None where one does not answer."""
+        return {fact.policy for fact in ask(self._nodes, self._survey.memory) or [] if fact}
+
     def check(self) -> list[str]:
         """Whether each record lies under its own key, whole in length. Reads no payload."""
         if self._closed:
