@@ -28,7 +28,9 @@ from rich.table import Table
 from form.machine import facts
 
 MORE_IS_BETTER = frozenset({"GB/s", "MB/s", "op/s", "tokens/s", "GFLOP/s", "%", "times"})
-LESS_IS_BETTER = frozenset({"s", "ms", "us", "ns", "B", "KiB", "MiB", "GiB", "% waste", "% error", "perplexity"})
+LESS_IS_BETTER = frozenset(
+    {"s", "ms", "us", "ns", "B", "KiB", "MiB", "GiB", "% waste", "% error", "perplexity", "ratio"}
+)
 
 
 @dataclass(frozen=True, slots=True)
