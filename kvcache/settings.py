@@ -222,7 +222,11 @@ class Redis(Section):
 class Evict(Section):
     """Who leaves a full tier."""
 
-    policy: Literal["lru"] = Field(default="lru", description="`lru`: the least recently used, tails before heads.")
+    policy: Literal["hazard", "lru"] = Field(
+        default="hazard",
+        description="`hazard`: what is expected to be used again soonest stays, as far as was seen. `lru`: the most "
+        "recently used stays. Both: tails before heads.",
+    )
 
 
 class Flow(Section):

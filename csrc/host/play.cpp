@@ -43,21 +43,22 @@ void play(Index& index, const std::uint8_t* place, const Requests& requests, std
         *hits++ = static_cast<std::int32_t>(at);
         index.touch(part(0, at), now);
         index.uses(part(at, blocks), uses.data() + at);
-        while (at < blocks) {
-            const unsigned own = index.use_class(uses[at]);
-            std::size_t end = at + 1;
-            while (end < blocks && index.use_class(uses[end]) == own) ++end;
-            const std::uint64_t room = capacity - index.resident(0);
-            if (end - at > room) {
+        std::size_t end = at;
+        std::uint64_t room = capacity - index.resident(0);
+        while (end < blocks) {
+            const unsigned own = index.use_class(uses[end]);
+            std::size_t alike = 1;
+            while (end + alike < blocks && index.use_class(uses[end + alike]) == own) ++alike;
+            if (alike > room) {
                 if (tables[own].empty()) tables[own] = worth_at_most(index, values, own);
-                index.evict(0, tables[own].data(), end - at - room, now, false);
+                room += index.evict(0, tables[own].data(), alike - room, now, false).size();
             }
-            const std::size_t fits = std::min<std::uint64_t>(end - at, capacity - index.resident(0));
-            index.insert(part(at, at + fits), at ? part(at - 1, at).signatures : place, 0);
-            at += fits;
-            if (at < end) break;  // what follows could not be found
+            const std::size_t fits = std::min<std::uint64_t>(alike, room);
+            end += fits, room -= fits;
+            if (fits < alike) break;  // what follows could not be found
         }
-        index.refuse(part(at, blocks));
+        index.insert(part(at, end), at ? part(at - 1, at).signatures : place, 0);
+        index.refuse(part(end, blocks));
     }
 }
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
 from kvcache.errors import ClosedError, ConfigError
+from kvcache.evict.hazard import Hazard
 from kvcache.evict.lru import LRU
 from kvcache.evict.policy import Policy
 from kvcache.hierarchy.ask import Ask, SharedTier
@@ -34,7 +35,7 @@ from kvcache.tier.tier import Scrubbed, Tier, Usage
 from kvcache.transfer.copiers import Copiers
 from kvcache.units import show_bytes
 
-POLICIES: Mapping[str, type[Policy]] = {"lru": LRU}
+POLICIES: Mapping[str, type[Policy]] = {"hazard": Hazard, "lru": LRU}
 
 CLEAR_S = 5.0
 """What `clear` waits for stores that are on their way."""

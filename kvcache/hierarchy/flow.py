@@ -97,20 +97,31 @@ class Flow:
         slots = self.slots(1, payload_bytes, tenant, before=before)
         return slots[0] if slots else None
 
-    def slots(self, count: int, payload_bytes: int, tenant: str, *, before: int) -> list[Slot]:
+    def slots(
+        self, count: int, payload_bytes: int, tenant: str, *, before: int, worth: int | None = None
+    ) -> list[Slot]:
         """Host slots, at most `count`: free ones, then those of victims that a tier below has too, then of others.
         Never of one used at `before` or later. Fewer where there is no more room.
 
         Victims leave by their value, whatever their size and tenant. What leaves from extents of another kind is of use
         only once a whole extent is empty: by moving what is left of it together or, where an extent's worth of
         victims did not get that far, by letting go of what is in the emptiest one.
+
+        `worth`: of newcomers, how often they were used. Where host is the last tier, they take the place of nothing
+        that is worth more; else they go through it on their way down, whatever they are worth.
         """
         size, arena = record_bytes(payload_bytes), self.host.arena
         slots = arena.take(size, tenant, count)
         for stored_below in (True, False) if self.lanes else (False,):
             in_vain = 0  # bytes of victims since the last slot
             while len(slots) < count and in_vain <= arena.extent_bytes:
-                victims = self.index.evict(self.host.name, count - len(slots), before=before, stored_below=stored_below)
+                victims = self.index.evict(
+                    self.host.name,
+                    count - len(slots),
+                    before=before,
+                    stored_below=stored_below,
+                    worth=None if self.lanes else worth,
+                )
                 if not victims:
                     break
                 in_vain += self._leave_host(victims)

@@ -108,8 +108,9 @@ class Index:
         self._number = {tier: t for t, tier in enumerate(tiers)}
         core = PlainIndex if plain or not native.available() else native.core.Index
         self._core: Any = core(len(tiers), policy.bounds, AGE_EDGES, policy.ghosts)
-        self._table: NDArray[np.float64] | None = None
-        self._due = 0  # when the next table is worked out
+        self._evidence: Evidence | None = None  # what the tables below were made from, once they were
+        self._tables: dict[int | None, NDArray[np.float64]] = {}
+        self._due = 0  # when the next evidence is taken
         self.departed: Callable[[str, list[bytes]], None] = lambda tier, signatures: None
         """Told of what made room in the last tier that had it."""
 
@@ -123,6 +124,10 @@ class Index:
 
     def tick(self) -> int:
         """A request begins: the new time."""
+        clock = self.clock
+        if clock >= self._due:  # its table is worked out when somebody has to leave
+            self._evidence, self._tables = self.evidence(), {}
+            self._due = clock + requests_between_tables(clock)
         return int(self._core.tick())
 
     # asking
@@ -178,6 +183,15 @@ class Index:
             self.departed(tier, [address.signature])
         return had
 
+    def uses(self, run: Run) -> bytes:
+        """How often each was used, as it would count if it came now."""
+        uses: bytes = self._core.uses(*run)
+        return uses
+
+    def refuse(self, run: Run) -> None:
+        """No tier took these: what no tier has of them is remembered as if it had come and left."""
+        self._core.refuse(*run)
+
     def touch(self, run: Run, stamp: int) -> None:
         """Count a use of each at this time."""
         self._core.touch(*run, stamp)
@@ -192,14 +206,21 @@ class Index:
         self._core.release(*run)
 
     def evict(
-        self, tier: str, count: int = 1, *, before: int | None = None, stored_below: bool = False
+        self,
+        tier: str,
+        count: int = 1,
+        *,
+        before: int | None = None,
+        stored_below: bool = False,
+        worth: int | None = None,
     ) -> list[Victim]:
         """Take the least valuable records out of a tier, at most `count`.
 
         `before`: only those last used earlier than this time (a request never evicts its own chain). `stored_below`:
-        only those that a tier below has too.
+        only those that a tier below has too. `worth`: none that is worth more than one that comes now and was used so
+        often.
         """
-        victims = self._core.evict(self._number[tier], self._values(), count, before, stored_below)
+        victims = self._core.evict(self._number[tier], self._values(worth), count, before, stored_below)
         gone = [signature for _, signature, _, kept in victims if not kept]
         if gone:
             self.departed(tier, gone)
@@ -239,10 +260,15 @@ class Index:
 
     # within
 
-    def _values(self) -> NDArray[np.float64]:
-        """The policy's table, worked out anew every few requests."""
-        clock, table = self.clock, self._table
-        if table is None or clock >= self._due:
-            table = table_of(self.policy, self.evidence())
-            self._table, self._due = table, clock + requests_between_tables(clock)
-        return table
+    def _values(self, worth: int | None) -> NDArray[np.float64]:
+        """The policy's table of these days; with `worth`, what is worth more than a newcomer of so many uses stays."""
+        tables = self._tables
+        if None not in tables:
+            tables[None] = table_of(self.policy, self._evidence or self.evidence())
+        table = tables[None]
+        if worth is None or not self.policy.bounds:
+            return table
+        own = sum(worth >= bound for bound in self.policy.bounds)
+        if own not in tables:
+            tables[own] = np.where(table > table[own, 0], np.inf, table)
+        return tables[own]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from kvcache.block.address import Address
 from kvcache.hierarchy.bypass import BYPASS
@@ -71,6 +72,8 @@ class Store:
             if reached < end:
                 if step == 1 or len(self.chains) == 1:
                     self._drop(reached, "no room")
+                    for chain in self.chains if not self.flow.lanes else ():
+                        self.flow.index.refuse(chain.run(self.first_block + reached, self.first_block + count))
                     return
                 step = max(1, (end - first) // 2)  # one group may have taken what all of them need
             first = reached
@@ -121,8 +124,14 @@ class Store:
             for chain in self.chains:
                 masks = self.flow.index.where(chain.run(self.first_block + first, self.first_block + reached))
                 lacking = [first + i for i, mask in enumerate(masks) if not mask & 1]
-                slots = self.flow.slots(len(lacking), chain.payload_bytes, self.tenant, before=self.before)
+                slots: list[Slot] = []
                 filled.append((lacking, slots))
+                for worth, alike in groupby(lacking, self._uses(chain, lacking).__getitem__):
+                    wanted = len(list(alike))
+                    found = self.flow.slots(wanted, chain.payload_bytes, self.tenant, before=self.before, worth=worth)
+                    slots += found
+                    if len(found) < wanted:
+                        break
                 if len(slots) < len(lacking):
                     reached = lacking[len(slots)]
             for blocks, slots in filled:
@@ -133,6 +142,14 @@ class Store:
             self.flow.host.arena.release(*[slot for _, slots in filled for slot in slots])
             raise
         return filled, reached
+
+    def _uses(self, chain: Chained, lacking: Sequence[int]) -> dict[int, int]:
+        """By block, how often it was used, where that decides whether there is room for it."""
+        if self.flow.lanes or not lacking:
+            return dict.fromkeys(lacking, 0)
+        first = lacking[0]
+        uses = self.flow.index.uses(chain.run(self.first_block + first, self.first_block + lacking[-1] + 1))
+        return {i: uses[i - first] for i in lacking}
 
     def _publish(self, chain: Chained, blocks: list[int], slots: list[Slot]) -> None:
         """Make these visible. What stays in `slots` is not needed: another request stored the same block meanwhile."""

@@ -37,16 +37,18 @@ def play(
         hits[r - first] = at
         index.touch(place, chain[: at * SIGNATURE_BYTES], now)
         classes = [index.use_class(uses) for uses in index.uses(place, chain)]
-        while at < len(classes):
-            stop = next((i for i in range(at, len(classes)) if classes[i] != classes[at]), len(classes))
-            room = capacity - index.resident(0)
-            if stop - at > room:
-                own = values[classes[at], 0]
-                index.evict(0, np.where(values > own, np.inf, values), stop - at - room, now, False)
-            fits = min(stop - at, capacity - index.resident(0))
-            run = chain[at * SIGNATURE_BYTES : (at + fits) * SIGNATURE_BYTES]
-            index.insert(place, run, chain[(at - 1) * SIGNATURE_BYTES : at * SIGNATURE_BYTES] or place[:32], 0)
-            at += fits
-            if at < stop:
+        stop, room = at, capacity - index.resident(0)
+        while stop < len(classes):
+            own, alike = classes[stop], 1
+            while stop + alike < len(classes) and classes[stop + alike] == own:
+                alike += 1
+            if alike > room:
+                table = np.where(values > values[own, 0], np.inf, values)
+                room += len(index.evict(0, table, alike - room, now, False))
+            fits = min(alike, room)
+            stop, room = stop + fits, room - fits
+            if fits < alike:
                 break
-        index.refuse(place, chain[at * SIGNATURE_BYTES :])
+        parent = chain[(at - 1) * SIGNATURE_BYTES : at * SIGNATURE_BYTES] or place[:SIGNATURE_BYTES]
+        index.insert(place, chain[at * SIGNATURE_BYTES : stop * SIGNATURE_BYTES], parent, 0)
+        index.refuse(place, chain[stop * SIGNATURE_BYTES :])
