@@ -222,11 +222,7 @@ class Redis(Section):
 class Evict(Section):
     """Who leaves a full tier."""
 
-    policy: Literal["hazard", "lru"] = Field(
-        default="hazard",
-        description="`hazard`: what is expected to be used again soonest stays, as far as was seen. `lru`: the most "
-        "recently used stays. Both: tails before heads.",
-    )
+    policy: Literal["hazard", "lru"] = Field(default="hazard", description="`hazard`: expected use. `lru`: last use.")
 
 
 class Flow(Section):

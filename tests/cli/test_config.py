@@ -38,7 +38,7 @@ def test_show_as_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert set(shown) == set(TABLE)
     assert shown["host.capacity_bytes"] == {"value": 3 << 29, "origin": str(file)}
     assert shown["flow.threads"] == {"value": 3, "origin": "KVCACHE_FLOW__THREADS"}
-    assert shown["evict.policy"] == {"value": "lru", "origin": "default"}
+    assert shown["evict.policy"] == {"value": "hazard", "origin": "default"}
 
 
 def test_show_as_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: Path) -> None:
