@@ -7,8 +7,9 @@ come (Kaplan and Meier 1958, so eviction does not bias it). The value of a block
 Gittins (1979): the best, over all T, of the expected uses again between a and T over the expected time that it is held
 until then. Nothing is set by hand but how much evidence outweighs the prior.
 
-While evidence is thin, the hazard of a class is drawn to that of all classes, and that to a prior: one chance for every
-bin, which falls as 1 / age since bins grow with it. By it alone the policy ranks as LRU does.
+While evidence is thin, the hazard of a class is drawn to that of all classes, that to the one of the bin before, and
+the first to a prior. So what was never seen counts as what is nearest to it: traffic that never comes back makes nothing
+old dear. As bins grow with age, one chance for each falls as 1 / age: by the prior alone the policy ranks as LRU does.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ def hazards(seen: Table, unseen: Table) -> Table:
     """By (class, bin), the chance that a block which has waited until the bin is used again within it. `seen`: those
     that were, `unseen`: those that were last seen waiting in the bin, and count for half of it."""
     risk = (seen + unseen)[:, ::-1].cumsum(1)[:, ::-1] - unseen / 2
-    every = (seen.sum(0) + PSEUDO * PRIOR) / (risk.sum(0) + PSEUDO)
+    events, exposed = seen.sum(0), risk.sum(0)
+    every, younger = np.empty_like(events), PRIOR
+    for b in range(len(every)):
+        every[b] = younger = (events[b] + PSEUDO * younger) / (exposed[b] + PSEUDO)
     chance: Table = np.minimum((seen + PSEUDO * every) / (risk + PSEUDO), 1 - 1e-6)
     return chance
 
@@ -60,6 +64,6 @@ def index(hazard: Table) -> Table:
     held = time[:, None, :] - np.concatenate([np.zeros((len(hazard), 1)), time[:, :-1]], 1)[:, :, None]
     uses = waits[:, :-1, None] - waits[:, None, 1:]
     # what still waits at the beginning divides both, and is no more
-    rates = np.where(_LATER, uses, 0.0) / np.where(_LATER, held, 1.0)
+    rates = np.divide(uses, held, out=np.zeros_like(held), where=_LATER & (held > 0))
     best: Table = rates.max(2)
     return best
