@@ -8,7 +8,7 @@ Gittins (1979): the best, over all T, of the expected uses again between a and T
 until then. Nothing is set by hand but how much evidence outweighs the prior.
 
 While evidence is thin, the hazard of a class is drawn to that of all classes, that to the one of the bin before, and
-the first to a prior. So what was never seen counts as what is nearest to it: traffic that never comes back makes nothing
+the first to a prior. So what was never seen counts as what is nearest to it: a scan makes nothing
 old dear. As bins grow with age, one chance for each falls as 1 / age: by the prior alone the policy ranks as LRU does.
 """
 
