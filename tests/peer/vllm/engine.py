@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -112,6 +113,11 @@ def counters(llm):
     return connector(llm)._share.cache.stats()["counters"]
 
 
+def kill(llm, pid: str):
+    os.kill(int(pid), signal.SIGKILL)
+    return {"killed": int(pid)}
+
+
 def aborts(llm, seed: str):
     """Requests of which half are aborted at random moments; what the others said."""
     from vllm import SamplingParams
@@ -160,7 +166,7 @@ def leaks(llm):
     }
 
 
-ACTS = {"flush": flush, "counters": counters, "reset": reset, "aborts": aborts, "leaks": leaks}
+ACTS = {"flush": flush, "kill": kill, "counters": counters, "reset": reset, "aborts": aborts, "leaks": leaks}
 
 
 def connector(llm):

@@ -1,0 +1,88 @@
+"""Engines that share a server or a daemon: what one computed another finds, and no fault of either fails a request."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.peer.server import MISSING, Server
+from tests.peer.vllm.conftest import ROOT, Run, cache
+from tests.peer.vllm.prompts import SMALL, ask, ids, pressed
+
+A = ids(700, 1)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    if MISSING:
+        pytest.skip(MISSING)
+    server = Server("--maxmemory", "512mb")
+    yield server
+    server.end()
+
+
+def shared(server: Server, **options: Any) -> dict[str, Any]:
+    """No drive: what is found by another process came from the server."""
+    options = cache(Path("unused"), **options)
+    options["settings"]["nvme"] = {"enabled": False}
+    options["settings"]["redis"] = {"enabled": True, "url": server.tcp}
+    return options
+
+
+def test_another_process_finds_it_in_redis(run: Run, server: Server) -> None:
+    plain = run([ask(A)])
+    first = run([ask(A), "flush"], connector=shared(server))
+    second = run([ask(A)], connector=shared(server, lookup_s=5.0))
+    assert second["rounds"][0]["cached"] == [672]
+    assert plain["rounds"][0]["tokens"] == first["rounds"][0]["tokens"] == second["rounds"][0]["tokens"]
+
+
+def test_a_server_that_is_killed_fails_nothing(run: Run, server: Server) -> None:
+    plain = run([pressed(), pressed()], llm={**SMALL, "num_gpu_blocks_override": 400})
+    small = shared(server, lookup_s=0.2)
+    small["settings"]["host"]["capacity_bytes"] = "4MiB"  # so that most is on the server
+    assert server._process is not None
+    result = run([pressed(), f"kill {server._process.pid}", pressed(), "leaks"], connector=small, llm=SMALL)
+    assert [r["tokens"] for r in result["rounds"] if "tokens" in r] == [r["tokens"] for r in plain["rounds"]]
+    assert set(result["rounds"][3].values()) == {0}
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    socket = tmp_path / "socket"
+    env = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "KVCACHE_DIR": str(tmp_path),
+        "KVCACHE_HOST__CAPACITY_BYTES": "128MiB",
+        "KVCACHE_NVME__CAPACITY_BYTES": "512MiB",
+        "KVCACHE_NVME__FREE_FLOOR_BYTES": "0",
+    }
+    command = [sys.executable, "-m", "kvcache.cli.main", "daemon", "--socket", str(socket)]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    yield f"unix:{socket}", process
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+    process.wait(60)
+
+
+def test_engines_of_a_host_share_a_daemon(run: Run, daemon: tuple[str, subprocess.Popen[bytes]]) -> None:
+    first = run([ask(A), "flush"], connector={"address": daemon[0]})
+    second = run([ask(A)], connector={"address": daemon[0]})
+    assert second["rounds"][0]["cached"] == [672]
+    assert first["rounds"][0]["tokens"] == second["rounds"][0]["tokens"]
+
+
+def test_a_daemon_that_is_killed_fails_nothing(run: Run, daemon: tuple[str, subprocess.Popen[bytes]]) -> None:
+    plain = run([pressed(), pressed()], llm={**SMALL, "num_gpu_blocks_override": 400})
+    rounds = [pressed(), f"kill {daemon[1].pid}", pressed(), "leaks"]
+    result = run(rounds, connector={"address": daemon[0]}, llm=SMALL)
+    assert [r["tokens"] for r in result["rounds"] if "tokens" in r] == [r["tokens"] for r in plain["rounds"]]
+    assert set(result["rounds"][3].values()) == {0}
