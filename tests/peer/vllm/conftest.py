@@ -27,6 +27,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker(pytest.mark.peer)
+            item.add_marker(pytest.mark.timeout(5 * WATCHDOG_S))
             if PYTHON is None:
                 item.add_marker(pytest.mark.skip(reason="no vLLM here: scripts/test-peers vllm, or name a VLLM_VENV"))
 
