@@ -32,6 +32,7 @@ SUBCOMMANDS = (
     "ps",
     "replay",
     "serve",
+    "simulate",
     "size",
     "stats",
 )

@@ -1,0 +1,131 @@
+"""`kvcache simulate`: what each policy would have found on a trace, by size, beside the best there can be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvcache.cli.output import print_table
+from kvcache.errors import ConfigError
+from kvcache.units import parse_bytes, show_bytes
+
+TOKEN_BYTES = 128 << 10  # Llama 3.1 8B in bf16
+
+
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="A trace; may be compressed by gzip.", exists=True, dir_okay=False)],
+    capacity: Annotated[
+        list[str], typer.Option(help="Blocks, a size (64GiB), or a share of the trace's blocks (2%). Repeats.")
+    ] = ["1%", "2%", "5%", "10%", "20%"],  # noqa: B006  typer copies it
+    policy: Annotated[list[str], typer.Option(help="Policies to play; by default all. Repeats.")] = [],  # noqa: B006
+    format: Annotated[str | None, typer.Option(help="The trace's format; by default told by its first line.")] = None,
+    seed: Annotated[int | None, typer.Option(help="When the sessions of an agentic trace start.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Of text: a tokenizer.json; by default a token a byte.", exists=True)
+    ] = None,
+    token_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a token's keys and values.")] = TOKEN_BYTES,
+    tiers: Annotated[
+        str | None, typer.Option(help="Price a hierarchy instead: host:64GiB,nvme:2TiB, with rates nvme:2TiB@5GB.")
+    ] = None,
+    prefill: Annotated[float, typer.Option(min=1, help="Tokens that the engine computes in a second.")] = 8000.0,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file; -: print them.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw hit rates by size into this file.")] = None,
+) -> None:
+    """Play a trace to policies and say what they would have found of it, by size, beside perfect foresight (opt)."""
+    from kvcache.trace.formats import read
+    from kvcache.trace.simulate import POLICIES
+    from kvcache.trace.simulate import simulate as play
+
+    options: dict[str, Any] = {} if seed is None else {"seed": seed}
+    if tokenizer is not None:
+        from tokenizers import Tokenizer
+
+        loaded = Tokenizer.from_file(str(tokenizer))
+        options["tokenize"] = lambda text: loaded.encode(text, add_special_tokens=False).ids
+    try:
+        played = read(trace, format, **options)
+    except TypeError:
+        raise ConfigError(f"{', '.join(options)}: not of this format; leave it out") from None
+    if tiers is not None:
+        _price(played, tiers, policy or ["hazard"], token_bytes, prefill, as_json)
+        return
+    rows: list[dict[str, Any]] = []
+    for text in capacity:
+        blocks = _blocks(text, played.unique, token_bytes * played.block_tokens)
+        for name in policy or POLICIES:
+            rate = play(played, name, blocks).hit_rate
+            rows.append({"policy": name, "capacity": text, "blocks": blocks, "hit_rate": rate})
+    if png is not None:
+        _draw(rows, capacity, played.name, png)
+    if as_json is not None:
+        _write({"trace": played.name, "requests": len(played), "unique_blocks": played.unique, "rows": rows}, as_json)
+    if str(as_json) != "-":
+        names = list(dict.fromkeys(row["policy"] for row in rows))
+        rates = {(row["policy"], row["capacity"]): f"{100 * row['hit_rate']:.1f}" for row in rows}
+        print_table(("hit rate, %", *capacity), [(name, *(rates[name, size] for size in capacity)) for name in names])
+
+
+def _blocks(text: str, unique: int, block_bytes: int) -> int:
+    try:
+        if text.endswith("%"):
+            return max(1, round(unique * float(text[:-1]) / 100))
+        return int(text) if text.isdecimal() else max(1, parse_bytes(text) // block_bytes)
+    except ValueError:
+        raise ConfigError(f"capacity {text!r}: expected blocks (5000), a size (64GiB) or a share (2%)") from None
+
+
+def _price(trace: Any, tiers: str, policies: list[str], token_bytes: int, prefill: float, as_json: Path | None) -> None:
+    import numpy as np
+
+    from kvcache.trace.tiers import Level, price
+
+    levels = [Level.parse(text) for text in tiers.split(",")]
+    rows, shown = [], []
+    for name in policies:
+        priced = price(trace, levels, name, token_bytes=token_bytes, prefill_per_s=prefill)
+        times = {
+            "mean_s": float(priced.first_token_s.mean()),
+            "p50_s": float(np.quantile(priced.first_token_s, 0.5)),
+            "p90_s": float(np.quantile(priced.first_token_s, 0.9)),
+            "without_mean_s": float(priced.without_s.mean()),
+        }
+        rows.append({"policy": name, "found": priced.found, **times})
+        shown.append(
+            (name, *(f"{100 * share:.1f} %" for share in priced.found.values()), *(f"{t:.3f}" for t in times.values()))
+        )
+    if as_json is not None:
+        _write({"trace": trace.name, "tiers": tiers, "rows": rows}, as_json)
+    if str(as_json) != "-":
+        found = (f"from {level.name}, {show_bytes(level.capacity_bytes)}" for level in levels)
+        print_table(("policy", *found, "first token, s: mean", "p50", "p90", "without a cache"), shown)
+
+
+def _write(value: Any, path: Path) -> None:
+    text = json.dumps(value, indent=2)
+    if str(path) == "-":
+        print(text)
+    else:
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+def _draw(rows: list[dict[str, Any]], capacities: list[str], title: str, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for name in dict.fromkeys(row["policy"] for row in rows):
+        mine = sorted((row["blocks"], 100 * row["hit_rate"]) for row in rows if row["policy"] == name)
+        strong = name in ("hazard", "opt")
+        axes.plot(*zip(*mine, strict=True), marker="o", label=name, linewidth=2.5 if strong else 1)
+    axes.set(
+        xscale="log", xlabel="blocks", ylabel="hit rate, %", title=f"{title}: prefixes found, {', '.join(capacities)}"
+    )
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def register(app: typer.Typer) -> None:
+    app.command("simulate")(simulate)

@@ -1,0 +1,69 @@
+"""A hierarchy priced on a trace: how long until the first token, with every tier played by itself.
+
+What a tier lacks comes to it from below or is computed, and enters it in both cases; so each tier lives as if it were
+alone, and a block is read from the nearest that has it. Time is what reading takes at the tier's rate, then computing
+the rest at the engine's; queues are not played.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.errors import ConfigError
+from kvcache.trace.simulate import simulate
+from kvcache.trace.trace import Trace
+from kvcache.units import parse_bytes
+
+RATES = {"hbm": 1e12, "host": 20e9, "nvme": 3e9, "redis": 1e9, "object": 0.3e9}
+"""Bytes a second where none is given."""
+
+
+@dataclass(frozen=True)
+class Level:
+    name: str
+    capacity_bytes: int
+    bytes_per_s: float
+
+    @classmethod
+    def parse(cls, text: str) -> Level:
+        """`host:64GiB`, or with a rate `nvme:2TiB@5GB`; ConfigError for what is none."""
+        name, _, rest = text.strip().partition(":")
+        size, _, rate = rest.partition("@")
+        try:
+            if name not in RATES or not size:
+                raise ValueError(f"expected one of {', '.join(RATES)} and a size")
+            return cls(name, parse_bytes(size), float(parse_bytes(rate)) if rate else RATES[name])
+        except ValueError as error:
+            raise ConfigError(
+                f"tier {text!r}: {error}; write host:64GiB, or with a rate a second nvme:2TiB@5GB"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Priced:
+    found: dict[str, float]
+    """By tier, the share of all blocks that came from it."""
+    first_token_s: NDArray[np.float64]
+    """By request."""
+    without_s: NDArray[np.float64]
+    """As it would be with nothing kept."""
+
+
+def price(trace: Trace, levels: Sequence[Level], policy: str, *, token_bytes: int, prefill_per_s: float) -> Priced:
+    """Nearest tier first. `prefill_per_s`: tokens that the engine computes in a second."""
+    block_bytes = token_bytes * trace.block_tokens
+    reached = np.zeros(len(trace), np.int64)
+    time = np.zeros(len(trace))
+    found = {}
+    for level in levels:
+        capacity = max(1, level.capacity_bytes // block_bytes)
+        here = np.maximum(simulate(trace, policy, capacity).hits, reached)
+        time += (here - reached) * block_bytes / level.bytes_per_s
+        found[level.name] = float((here - reached).sum()) / max(1, trace.accesses)
+        reached = here
+    left = np.maximum(trace.input_tokens - reached * trace.block_tokens, 1)  # the last token is always computed
+    return Priced(found, time + left / prefill_per_s, trace.input_tokens / prefill_per_s)

@@ -1,0 +1,86 @@
+"""`kvcache simulate` on a small trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvcache.cli.main import application
+from kvcache.errors import ConfigError
+from kvcache.trace.formats import read
+from kvcache.trace.simulate import POLICIES, simulate
+from kvcache.trace.tiers import Level, price
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Ten conversations that take turns and grow."""
+    path = tmp_path / "trace.jsonl"
+    rows = []
+    for turn in range(6):
+        for who in range(10):
+            ids = [1000 * who + i for i in range(4 * turn + 4)]
+            rows.append({"timestamp": len(rows), "input_length": 512 * len(ids), "output_length": 9, "hash_ids": ids})
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def run(*words: object) -> None:
+    application()([str(word) for word in words], standalone_mode=False)
+
+
+def test_rows_are_what_the_simulator_says(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    run(
+        "simulate", trace, "--capacity", "25%", "--capacity", "100", "--policy", "lru", "--policy", "opt", "--json", out
+    )
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["policy"], row["capacity"]) for row in rows] == [
+        ("lru", "25%"),
+        ("opt", "25%"),
+        ("lru", "100"),
+        ("opt", "100"),
+    ]
+    assert [row["blocks"] for row in rows] == [60, 60, 100, 100]
+    for row in rows:
+        assert row["hit_rate"] == simulate(read(trace), row["policy"], row["blocks"]).hit_rate
+    assert 0 < rows[1]["hit_rate"] < 1
+
+
+def test_all_policies_by_default_and_a_table(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("simulate", trace, "--capacity", "7GiB")
+    shown = capsys.readouterr().out
+    assert all(policy in shown for policy in POLICIES)
+
+
+def test_a_drawing(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="drawing is of the extra demo")
+    run("simulate", trace, "--policy", "lru", "--png", tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "words", [("--capacity", "much"), ("--policy", "mru"), ("--seed", "3"), ("--tiers", "tape:3GiB")]
+)
+def test_what_makes_no_sense_is_refused(trace: Path, words: tuple[str, str]) -> None:
+    with pytest.raises(ConfigError):
+        run("simulate", trace, *words)
+
+
+def test_a_hierarchy_is_priced_by_its_rates(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    run("simulate", trace, "--tiers", "host:2GiB,nvme:1TiB@1GB", "--json", out)
+    row = json.loads(out.read_text())["rows"][0]
+    played = read(trace)
+    levels = [Level("host", 2 << 30, 20e9), Level("nvme", 1 << 40, 1e9)]
+    priced = price(played, levels, "hazard", token_bytes=128 << 10, prefill_per_s=8000)
+    assert row["found"] == priced.found
+    assert sum(priced.found.values()) == pytest.approx(simulate(played, "hazard", 1 << 14).hit_rate)
+    assert row["mean_s"] == pytest.approx(priced.first_token_s.mean())
+    assert row["mean_s"] < row["without_mean_s"]
+    alone = price(played, levels[1:], "hazard", token_bytes=128 << 10, prefill_per_s=8000)
+    last = 20 * 512 * (128 << 10) / 1e9 + 4 * 512 / 8000  # of 24 blocks 20 were seen
+    assert alone.first_token_s[-1] == pytest.approx(last)
+    assert alone.without_s[-1] == pytest.approx(24 * 512 / 8000)
