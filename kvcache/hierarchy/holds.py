@@ -6,7 +6,9 @@ Of a tier that others share only what is known of it is held: what its server ev
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 from kvcache.block.record import record_bytes
 from kvcache.hierarchy.index import UNLIMITED, Index
@@ -17,7 +19,9 @@ SHARE = 4
 
 
 class Holds:
-    """A claim lists what was taken of each run, head first as far as the share allows; it is given back whole."""
+    """A claim lists what was taken of each run, head first as far as the share allows; it is given back whole.
+
+    What an owner that is gone never gave back (`abandon`) comes back with the next call."""
 
     Claim = list[tuple[Run, tuple[int, ...], int]]  # what is held, how many blocks by nearest tier, bytes of each
 
@@ -25,11 +29,19 @@ class Holds:
         self._index, self._tiers = index, tiers
         self._held_bytes = [0] * len(tiers)
         self._lock = threading.Lock()
+        self._abandoned: deque[Holds.Claim] = deque()
+
+    def abandon(self, claim: Claim) -> None:
+        """As `give_back`, later: callable anywhere, within the collection of garbage too, where no lock may be
+        waited for."""
+        if claim:
+            self._abandoned.append(claim)
 
     def take(self, wanted: Sequence[tuple[Run, int]]) -> Claim:
         """Hold these (blocks, payload bytes of each), each counted at the nearest tier that has it. The first that is
         nowhere, or finds no room, ends the claim."""
         claim: Holds.Claim = []
+        self._sweep()
         with self._lock:
             for run, payload_bytes in wanted:
                 size = record_bytes(payload_bytes)
@@ -46,6 +58,15 @@ class Holds:
         return claim
 
     def give_back(self, claim: Claim) -> None:
+        self._sweep()
+        self._give_back(claim)
+
+    def _sweep(self) -> None:
+        while self._abandoned:
+            with suppress(IndexError):  # another thread was quicker
+                self._give_back(self._abandoned.popleft())
+
+    def _give_back(self, claim: Claim) -> None:
         with self._lock:
             for run, held, size in claim:
                 self._index.release(run)
@@ -57,4 +78,5 @@ class Holds:
             self._held_bytes[t] += count * size
 
     def held_bytes(self) -> dict[str, int]:
+        self._sweep()
         return {tier.name: size for tier, size in zip(self._tiers, self._held_bytes, strict=True)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -128,6 +129,7 @@ class CacheRequest:
         self._stamp = 0  # the time at which this request was admitted or stored first; 0: not yet
         self._admitted = False
         self._claim: Holds.Claim = []
+        self._claimed: weakref.finalize[..., CacheRequest] | None = None
         self._token_ids: Any = None  # of the prompt, where the canary needs them
         self._question: Question | None = None  # to the tiers that others share, about these tokens
 
@@ -217,6 +219,7 @@ class CacheRequest:
         for run, _ in runs:
             flow.index.touch(run, stamp)
         self._claim = flow.holds.take(runs)
+        self._claimed = weakref.finalize(self, flow.holds.abandon, self._claim)  # whoever forgets to close it
         flow.write_used(self._chains(), self._found)
         counters.add("requests")
         counters.add("asked_tokens", len(self.signatures) * layout.block_tokens)
@@ -303,6 +306,8 @@ class CacheRequest:
     def close(self) -> None:
         self._count()
         self._flow.holds.give_back(self._claim)
+        if self._claimed is not None:
+            self._claimed.detach()
         if self._origin is None:
             self._bound.register.remove((self._bound.id, self.id), self)
 

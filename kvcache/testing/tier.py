@@ -318,7 +318,7 @@ class TierContract:
             ("read", [[body[:7], body]]),
         ):
             with pytest.raises(ValueError, match="segments"):
-                tier.submit(op, [address], segments)  # type: ignore[arg-type]
+                tier.submit(op, [address], segments)  # type: ignore[arg-type]  # misuse
         assert tier.contains([address]) == (ABSENT,)
 
     def test_closed_is_closed(self, tier: Tier) -> None:

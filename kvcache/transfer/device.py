@@ -105,12 +105,12 @@ class CupyDevice:
     def record(self, stream: int) -> Event:
         with self._device:
             event: Event = self._cupy.cuda.Event(block=True, disable_timing=True)
-            self._runtime.eventRecord(event.ptr, stream)  # type: ignore[attr-defined]
+            self._runtime.eventRecord(event.ptr, stream)  # type: ignore[attr-defined]  # CuPy's, not of the protocol
         return event
 
     def follow(self, stream: int, event: Event) -> None:
         with self._device:
-            self._runtime.streamWaitEvent(stream, event.ptr)  # type: ignore[attr-defined]
+            self._runtime.streamWaitEvent(stream, event.ptr)  # type: ignore[attr-defined]  # the same
 
     def launch(self, launch: Launch, stream: int) -> None:
         with self._device, self._streams[stream]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -106,6 +107,21 @@ def test_holds_together_take_at_most_a_quarter() -> None:
     for r in requests:
         r.close()
     assert cache.stats()["tiers"]["host"]["held_bytes"] == 0
+    assert cache.check() == []
+    cache.close()
+
+
+def test_a_request_that_nobody_closed_holds_nothing_once_it_is_gone() -> None:
+    cache = open_host(16)
+    put(cache, list(range(4 * 4)))
+    r = cache.namespace(LAYOUT, model="m", revision="r").request()
+    r.match(list(range(4 * 4)))
+    r.admit()
+    assert cache.stats()["tiers"]["host"]["held_bytes"] == 4 * 12 * KiB
+    del r
+    gc.collect()
+    assert cache.stats()["tiers"]["host"]["held_bytes"] == 0
+    assert cache.index.held() == 0
     assert cache.check() == []
     cache.close()
 
