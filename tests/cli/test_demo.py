@@ -241,6 +241,14 @@ def test_the_whole_demo_with_a_tiny_model(model: str, tmp_path: Path) -> None:
     assert "All passes gave the same answers" in printed
 
 
+def test_over_a_daemon_a_new_process_finds_everything_in_host_memory(model: str, tmp_path: Path) -> None:
+    passes, _ = played(model, tmp_path, "--quick", "--daemon")
+    first = {name: this["calls"][0]["reused"] for name, this in passes.items()}
+    whole = (passes["cold"]["calls"][0]["prompt_tokens"] - 1) // 16 * 16
+    assert first == {"without": {}, "cold": {}, "warm": {"host": whole}, "restarted": {"host": whole}}
+    assert passes["restarted"]["saved"] > 0.95
+
+
 def test_the_whole_demo_with_recorded_prompts(model: str, tmp_path: Path) -> None:
     same = "the same beginning of every prompt, longer than a block of sixteen tokens; "
     lines = [{"input": same + word} for word in ("one", "two", "three", "far too long" * 2000)]

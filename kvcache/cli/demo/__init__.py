@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,13 +38,18 @@ def demo(
     directory: Annotated[
         Path | None, typer.Option(help="NVMe directory, which is kept; without it one that is removed at the end.")
     ] = None,
+    daemon: Annotated[
+        bool, typer.Option("--daemon", help="Over a daemon, which outlives the engine that is played and its process.")
+    ] = False,
     child: Annotated[bool, typer.Option("--child", hidden=True)] = False,
+    where: Annotated[str | None, typer.Option("--where", hidden=True)] = None,
 ) -> None:
     """Play a planner, a critic and an executor that share a long prompt: without the cache, cold, warm, restarted."""
+    from kvcache.cli.demo.served import served
     from kvcache.cli.demo.stage import Wish, serve_child
 
-    with _place(directory) as place:
-        wish = Wish(directory=place, model=model, dtype=dtype.value, prompts=prompts, quick=quick)
+    with _place(directory) as place, served(place) if daemon else nullcontext(where) as there:
+        wish = Wish(directory=place, model=model, dtype=dtype.value, prompts=prompts, quick=quick, where=there)
         if child:
             serve_child(wish)
         elif broken:

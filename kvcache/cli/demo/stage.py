@@ -39,6 +39,7 @@ class Wish:
     dtype: str = "fp32"
     prompts: Path | None = None
     quick: bool = False
+    where: str | None = None  # of a daemon; without one each process owns its cache
 
     @property
     def answer_tokens(self) -> int:
@@ -54,6 +55,8 @@ class Wish:
         options = ["--directory", str(self.directory), "--model", self.model, "--dtype", self.dtype]
         if self.prompts is not None:
             options += ["--prompts", str(self.prompts)]
+        if self.where is not None:
+            options += ["--where", self.where]
         return [*options, "--quick"] if self.quick else options
 
 
@@ -106,6 +109,8 @@ class Stage:
         return recorded(self._recorded) if self._recorded else agents(self.tokenizer, self._shared)
 
     def open(self) -> kvcache.KVCache:
+        if self.wish.where is not None:
+            return kvcache.open(self.wish.where)
         return kvcache.open(nvme={"path": str(self.wish.directory)})
 
     def engine(self, cache: kvcache.KVCache | None) -> Engine:
@@ -128,7 +133,8 @@ class Stage:
             cache.flush()
         finally:
             cache.close()
-        last = self._pass("restarted", "the same again in a new process, over what is on the drive")
+        left = "on the drive" if self.wish.where is None else "in the daemon"
+        last = self._pass("restarted", f"the same again in a new process, over what is {left}")
         yield last, _new_process(self.wish, last)
 
     def _pass(self, name: str, about: str) -> Pass:
