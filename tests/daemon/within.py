@@ -15,9 +15,6 @@ import kvcache
 from kvcache.daemon.server import Daemon
 from kvcache.hierarchy.cache import Cache
 
-RECORD_BYTES = 12 << 10
-"""Of `LAYOUT`, in a slot."""
-
 
 @dataclass
 class Within:
@@ -39,8 +36,9 @@ class Within:
 
     @property
     def lost(self) -> int:
-        """Bytes of slots that are neither a record's nor free."""
-        return self.cache.host.arena.used_bytes - RECORD_BYTES * self.cache.host.usage().records
+        """Slots that are neither a record's nor free."""
+        slots = sum(len(extent.slots) for extent in self.cache.host.arena.extents())
+        return slots - self.cache.host.usage().records
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -1,0 +1,197 @@
+"""What users of another cache's server reported (LMCache, seen up to 0.5.6), each as a test that would have caught it.
+
+By its issue there: what was seen, and which test here. Those without a test of this file are tests of others:
+
+    4715, 4795    an idle client is reaped after an hour and never back; every load hangs       here
+    3206, 3208    a restart between two heartbeats goes unnoticed, views of its memory crash    here
+    4642, 4069    a crashed server takes its workers with it                                    here, test_kill
+    4676, 4759    a server that hangs keeps its clients waiting                                 here
+    1780, 3685    loads wait for each other one by one                                          here
+    817, 1150     layerwise loads crash or differ                                               tests/transfer, contract
+    3106, 2863    a hybrid's state is not restored, its output is garbled                       here, contract
+    1030, 1339    a buffer that is too small is asked for for ever                              here
+    1938, 1326    slower than without a cache where nothing is reused                           vllm_overhead.py
+    kivi          a codec that is not there stores without a word                               tests/codec
+    1109, 2334    nobody can tell whether it works                                              kvcache doctor, ps
+    4691, 4137    a lease ends while its request waits, locks of lookups leak                   test_leases, here
+    1379, 1467    ranks find different numbers of blocks after an eviction on one of them       here
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from kvcache.block.layout import KVLayout
+from kvcache.tier.tier import Outcome
+from tests.contract.caches import HYBRID, Engine, bind
+from tests.daemon.house import LAYOUT, House, bound_to, load, store
+from tests.daemon.within import Within, until
+
+Make = Callable[..., House]
+
+
+def test_a_client_that_was_silent_is_known_as_before(within: Within) -> None:
+    """Nothing ends by a timer: there is none that could be turned, so all that there are have run out many times."""
+    cache = within.open()
+    bound = bound_to(cache)
+    expected = store(bound, list(range(16)), 1)
+    session = within.daemon.sessions[0]
+    assert within.daemon.cache.settings.daemon.lease_s == 0.2
+    busy = bound_to(within.open())
+    for turn in range(5):
+        store(busy, [turn, *range(15)], turn)
+    threading.Event().wait(0.6)  # three leases of silence
+    assert load(bound, list(range(16))) == expected
+    assert within.daemon.sessions[0] is session
+
+
+def test_a_restart_between_two_questions_is_no_fault_of_anybody(make_house: Make) -> None:
+    house = make_house(nvme=True).start()
+    with house.open() as cache:
+        bound, engine = bound_to(cache), Engine(LAYOUT)
+        expected = store(bound, list(range(16)), 1)
+        assert cache.flush(60)
+        with bound.request() as r:
+            assert r.match(list(range(16))).blocks == 4
+            r.admit()
+            house.kill()
+            house.start()
+            assert r.match().blocks == 4, "the new daemon was not told of an open request"
+            transfer = r.load(4, engine.described, engine.ids([0, 1, 2, 3]))
+            assert transfer.wait(60)
+            assert [engine.block(i) for i in range(transfer.blocks)] == expected
+        joined = bound.request(id="x")
+        joined.match(list(range(16)))
+        assert len(bound.join("x").signatures) == 4
+
+
+def test_a_daemon_that_hangs_keeps_nobody_waiting_twice(make_house: Make) -> None:
+    house = make_house().start()
+    cache = house.open(patience_s=0.3, deadline_s=0.3)
+    assert house.process is not None
+    bound, engine = bound_to(cache), Engine(LAYOUT)
+    expected = store(bound, list(range(16)), 1)
+    os.kill(house.process.pid, signal.SIGSTOP)
+    try:
+        with bound.request() as r:
+            assert r.match(list(range(16))).reason == "unreachable"
+            assert cache.link is None, "whoever asks next would wait again"
+            assert r.match().blocks == 0
+            for transfer in (
+                r.load(4, engine.described, engine.ids([0, 1, 2, 3])),
+                r.store(engine.described, engine.ids([0, 1, 2, 3])),
+            ):
+                assert transfer.wait(60)
+                assert Outcome.DONE not in transfer.outcomes
+    finally:
+        os.kill(house.process.pid, signal.SIGCONT)
+    assert cache.wait_reachable(60)
+    assert load(bound, list(range(16))) == expected
+    cache.close()
+
+
+def test_loads_of_several_requests_are_under_way_together(within: Within) -> None:
+    """One that waits keeps no other: each of them is let in before any is let go."""
+    clients = [within.open(threads=1) for _ in range(8)]
+    expected = store(bound_to(clients[0]), list(range(8)), 1)
+    gate = threading.Barrier(len(clients), timeout=60)
+    found: list[list[bytes]] = []
+
+    class Together:
+        def __init__(self, copier: Any) -> None:
+            self._copier = copier
+
+        def mark(self) -> Any:
+            return self._copier.mark()
+
+        def scatter(self, *arguments: Any, **more: Any) -> Any:
+            gate.wait()
+            return self._copier.scatter(*arguments, **more)
+
+    def work(client: Any) -> None:
+        of = client.copiers.of
+        client.copiers.of = lambda device: Together(of(device))
+        found.append(load(bound_to(client), list(range(8))))
+
+    threads = [threading.Thread(target=work, args=(client,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 8
+
+
+def test_a_hybrid_is_found_as_far_as_every_group_can_be_served(within: Within) -> None:
+    bound, engine = bind(within.open(), HYBRID), Engine(HYBRID)
+    engine.fill(1, list(range(6)))
+    tokens = list(range(24))
+    with bound.request() as r:
+        r.match(tokens)
+        assert r.store(engine.described, engine.ids(list(range(6)))).wait(60)
+        assert r.match().blocks == 6
+        last = within.cache.namespace(HYBRID, model="m", revision="r")
+        with last.request() as inner:
+            inner.match(tokens)
+            state = inner._chains()[2][5]
+        within.cache.index.discard(state, "host")
+        within.cache.host.withdraw(state)
+        assert r.match().blocks == 5
+
+
+def test_a_prompt_larger_than_all_of_host_is_kept_as_far_as_it_fits_and_nobody_waits(within: Within) -> None:
+    engine = Engine(LAYOUT, pages=200)
+    engine.fill(1, list(range(200)))
+    tokens = list(range(800))
+    bound = bound_to(within.open())
+    with bound.request() as r:
+        r.match(tokens)
+        transfer = r.store(engine.described, engine.ids(list(range(200))))
+        assert transfer.wait(60)
+        assert 0 < transfer.blocks < 200
+        assert set(transfer.outcomes[transfer.blocks :]) == {Outcome.DROPPED}
+        assert r.match().blocks == transfer.blocks
+
+
+def test_ranks_agree_on_what_all_of_them_have(within: Within) -> None:
+    layout = KVLayout.mha(layers=2, kv_heads=4, head_dim=64, dtype="fp32", block_tokens=4)
+    ranks = [[layout.shard(heads=(0, 2))], [layout.shard(heads=(2, 4))]]
+    from kvcache.transfer.pages import GroupPages
+
+    memory = [np.random.default_rng(i).standard_normal((2, 2, 8, 4, 2, 64), np.float32) for i in (0, 1)]
+    pages = [
+        [GroupPages.from_tensors(layout, m, axes=("kv", "page", "token", "head", "dim"), shard=ranks[i][0])]
+        for i, m in enumerate(memory)
+    ]
+    processes = [within.open(engine="e") for _ in range(3)]
+    scheduler = bind(processes[0], layout, ranks=ranks)
+    workers = [bind(processes[i + 1], layout, shards=ranks[i]) for i in (0, 1)]
+    tokens = list(range(16))
+    with scheduler.request(id="1") as r:
+        r.match(tokens)
+        for worker, there in zip(workers, pages, strict=True):
+            with worker.join("1") as mine:
+                assert mine.store(there, [[0, 1, 2, 3]]).wait(60)
+        assert r.match().blocks == 4
+        with within.cache.namespace(layout, model="m", revision="r", shards=ranks[1]).request() as inner:
+            inner.match(tokens)
+            lost = inner._chains()[0][2]
+        within.cache.index.discard(lost, "host")
+        within.cache.host.withdraw(lost)
+        assert r.match().blocks == 2, "the first rank has more, which is of no use"
+        r.admit()
+        before = [m.copy() for m in memory]
+        for worker, there, m, was in zip(workers, pages, memory, before, strict=True):
+            with worker.join("1") as mine:
+                assert mine.match().blocks in (2, 4)  # of its own shards
+                transfer = mine.load(2, there, [[6, 7]])
+                assert transfer.wait(60)
+                assert transfer.blocks == 2
+            assert (m[:, :, 6:8] == was[:, :, :2]).all()
+    processes[0].close()
+    until(lambda: within.held == 0)
