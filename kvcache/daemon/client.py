@@ -175,7 +175,7 @@ class RemoteCache:
             if not self._moved.wait_for(lambda: self._moving == 0, timeout_s):
                 return False
         try:
-            return bool(self._ask_apart("flush", timeout_s, {"timeout_s": timeout_s})["done"])
+            return bool(self.ask_apart("flush", timeout_s, {"timeout_s": timeout_s})["done"])
         except KVCacheError as error:
             _log.debug("not flushed: %s", error)
             return False
@@ -193,7 +193,7 @@ class RemoteCache:
         if self._closed.is_set():
             return []
         try:
-            return [str(fault) for fault in self._ask_apart("check", None, {})["faults"]]
+            return [str(fault) for fault in self.ask_apart("check", None, {})["faults"]]
         except KVCacheError as error:
             return [f"the daemon cannot be asked: {error}"]
 
@@ -302,7 +302,7 @@ class RemoteCache:
         self._changed.notify_all()
         _log.warning("%s: reached again", self.path)
 
-    def _ask_apart(self, op: str, timeout_s: float | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def ask_apart(self, op: str, timeout_s: float | None, fields: Mapping[str, Any]) -> dict[str, Any]:
         """A question that may take long, on a connection of its own."""
         link = self.link
         if link is None:

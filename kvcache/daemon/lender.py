@@ -169,6 +169,8 @@ def _answer(op: str, message: Mapping[str, Any], session: Session, cache: Cache,
         return {"done": cache.flush(message.get("timeout_s"))}
     if op == "check":
         return {"faults": cache.check()[:1000]}
+    if op == "clear":
+        return {"records": session.bound(message).clear()}
     request = session.request(message["request"])
     move = request.bring if op == "load" else request.keep
     transfer: BlockTransfer = move(lender, message["first"], message["end"], _here)

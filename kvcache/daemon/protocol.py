@@ -90,6 +90,7 @@ OPS: Mapping[str, Op] = {
     "store": Op("mover", {"request": int, "first": int, "end": int}),
     "flush": Op("mover", {}, {"timeout_s": _NUMBER}),
     "check": Op("mover", {}),
+    "clear": Op("mover", {"namespace": int}),
 }
 
 

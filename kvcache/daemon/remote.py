@@ -83,6 +83,15 @@ class RemoteBound:
         except KVCacheError as error:
             _log.debug("not told: %s", error)
 
+    def clear(self) -> int:
+        try:
+            with self.cache.asking() as link:
+                number = self.number(link)
+            return int(self.cache.ask_apart("clear", None, {"namespace": number})["records"])
+        except KVCacheError as error:
+            _log.warning("not cleared: %s", error)
+            return 0
+
     def join(self, id: str) -> RemoteRequest:
         joined = RemoteRequest(self, id, None, joined=True)
         with self.cache.asking() as link:

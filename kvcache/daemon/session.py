@@ -139,6 +139,10 @@ class Session:
         self._requests[number] = request
         return request
 
+    def bound(self, message: Mapping[str, Any]) -> BoundCache:
+        """What this session has bound under the message's number; RequestError for another."""
+        return self._of(message)
+
     def _of(self, message: Mapping[str, Any]) -> BoundCache:
         number: int = message["namespace"]
         if not 0 <= number < len(self._bound):

@@ -15,7 +15,6 @@ from kvcache.evict.lru import LRU
 from kvcache.evict.policy import Policy
 from kvcache.hierarchy.ask import Ask, SharedTier
 from kvcache.hierarchy.canary import Canary
-from kvcache.hierarchy.clear import clear
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.edge import check_shards
 from kvcache.hierarchy.flow import Flow
@@ -36,9 +35,6 @@ from kvcache.transfer.copiers import Copiers
 from kvcache.units import show_bytes
 
 POLICIES: Mapping[str, type[Policy]] = {"hazard": Hazard, "lru": LRU}
-
-CLEAR_S = 5.0
-"""What `clear` waits for stores that are on their way."""
 
 _LOOKS, _ARRIVE_S = 3, 0.5
 
@@ -178,11 +174,6 @@ class Cache:
 
     def flush(self, timeout_s: float | None = None) -> bool:
         return self._flushed if self._closed else self.flow.flush(timeout_s)
-
-    def clear(self, namespace: bytes) -> int:
-        """Remove every record of the namespace of this id from every tier, shared ones too; how many there were."""
-        self.flush(CLEAR_S)  # what is on its way down would arrive afterwards
-        return clear(namespace, self.index, (self.host, *self.below))
 
     def stats(self) -> dict[str, Any]:
         held = self.flow.holds.held_bytes()

@@ -8,6 +8,8 @@ from kvcache.hierarchy.index import Index
 from kvcache.tier.tier import Outcome, Tier
 
 BATCH = 1024
+CLEAR_S = 5.0
+"""What a caller waits for stores that are on their way, at most."""
 
 
 def clear(namespace: bytes, index: Index, tiers: Sequence[Tier]) -> int:

@@ -143,6 +143,10 @@ class Bound(Protocol):
         """The engine computed so many tokens of prompts in one step of so long. Told now and then, it is what loads are
         held against: a match then finds no more than comes sooner than the engine computes it."""
 
+    def clear(self) -> int:
+        """Remove every record of this namespace from every tier, shared ones too; how many there were, as far as that
+        can be told. Waits for stores that are on their way, and for the tiers: not for a scheduler's busy thread."""
+
     def join(self, id: str) -> Request:
         """The open request of this id in this namespace, as a rank uses it: its blocks are those that the scheduler's
         request knows at each call, `load` and `store` move this process's shards, and uses are counted only once.

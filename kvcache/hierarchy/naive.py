@@ -27,6 +27,7 @@ Name = tuple[bytes, int, Shard]
 class NaiveCache:
     def __init__(self) -> None:
         self.blocks: dict[Name, bytes] = {}
+        self.owners: dict[Name, bytes] = {}  # the namespace of each
         self.register: Register[NaiveRequest] = Register()
         self.closed = False
 
@@ -103,6 +104,12 @@ class NaiveBound:
 
     def computed(self, tokens: int, seconds: float) -> None:
         pass
+
+    def clear(self) -> int:
+        mine = [name for name in self.cache.blocks if self.cache.owners[name] == self.id]
+        for name in mine:
+            del self.cache.blocks[name]
+        return len(mine)
 
     def join(self, id: str) -> NaiveRequest:
         return NaiveRequest(self, id, self.cache.register.find((self.id, id)))
@@ -200,7 +207,9 @@ class NaiveRequest:
             for group, there in enumerate(pages):
                 payload = bytearray(there.block_bytes)
                 self._copier.gather(there, [page_ids[group][i]], [memoryview(payload)])
-                self._bound.cache.blocks.setdefault(self._name(first_block + i, group), bytes(payload))
+                name = self._name(first_block + i, group)
+                self._bound.cache.blocks.setdefault(name, bytes(payload))
+                self._bound.cache.owners[name] = self._bound.id
             transfer.settle(i, Outcome.DONE)
         return transfer
 

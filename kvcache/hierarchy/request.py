@@ -18,6 +18,7 @@ from kvcache.errors import ClosedError
 from kvcache.hierarchy.ask import Question
 from kvcache.hierarchy.bypass import BYPASS
 from kvcache.hierarchy.canary import Recompute
+from kvcache.hierarchy.clear import CLEAR_S, clear
 from kvcache.hierarchy.edge import check_blocks, check_origin, check_transfer
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.flow import Flow
@@ -99,6 +100,10 @@ class BoundCache:
         made = CacheRequest(self, id or f"r{next(self._ids)}", self.deadline_s if deadline_s is None else deadline_s)
         self.register.add((self.id, made.id), made)
         return made
+
+    def clear(self) -> int:
+        self.flow.flush(CLEAR_S)  # what is on its way down would arrive afterwards
+        return clear(self.id, self.flow.index, (self.flow.host, *self.flow.below))
 
     def join(self, id: str) -> CacheRequest:
         return CacheRequest(self, id, self.deadline_s, self.register.find((self.id, id)))

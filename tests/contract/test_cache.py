@@ -272,6 +272,20 @@ def test_many_threads_each_find_their_own(cache: Any) -> None:
     assert faults == []
 
 
+def test_one_namespace_is_forgotten(cache: Any) -> None:
+    engine, tokens = Engine(FULL), list(range(16))
+    mine, other = bind(cache), bind(cache, model="other")
+    for bound in (mine, other):
+        store(bound, engine, tokens, [0, 1, 2, 3])
+    assert cache.flush(30)
+    assert mine.clear() >= 4
+    assert mine.clear() == 0
+    for bound, blocks in ((mine, 0), (other, 4)):
+        with bound.request() as r:
+            assert r.match(tokens).blocks == blocks
+    assert store(mine, engine, tokens, [0, 1, 2, 3]).blocks == 4
+
+
 def test_a_request_left_by_an_error_gives_everything_back(cache: Any) -> None:
     bound, engine = bind(cache), Engine(FULL)
     tokens = list(range(16))

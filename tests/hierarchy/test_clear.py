@@ -27,8 +27,8 @@ def test_one_namespace_is_forgotten(layout: Any, tmp_path: Path) -> None:
         for bound in (mine, others):
             assert store(bound, engine, tokens, list(range(8))).blocks == 8
         assert cache.flush(30)
-        assert cache.clear(mine.id) == 2 * 8 * len(layout.groups)
-        assert cache.clear(mine.id) == 0
+        assert mine.clear() == 2 * 8 * len(layout.groups)
+        assert mine.clear() == 0
         for bound, blocks in ((mine, 0), (others, 8)):
             with bound.request() as r:
                 assert r.match(tokens).blocks == blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from hashlib import sha256
 from typing import Any
 
@@ -47,16 +48,24 @@ def open_cache(wishes: Wishes, engine: str | None = None) -> KVCache:
 
 def close_cache(cache: KVCache) -> None:
     """Returns within `CLOSE_S`; what has not reached the drive by then goes on in the background."""
-    thread = threading.Thread(target=_close, args=(cache,), name="kvcache-close", daemon=True)
+    left = apart(cache.close, "closing")
+    if left is not None:
+        _closing.append(left)
+
+
+def apart(work: Callable[[], object], what: str) -> threading.Thread | None:
+    """Do this and return within `CLOSE_S`, since SGLang's scheduler waits; the thread where it goes on."""
+
+    def run() -> None:
+        try:
+            work()
+        except Exception:  # noqa: BLE001  law: never in the way
+            _log.exception("%s failed", what)
+
+    thread = threading.Thread(target=run, name=f"kvcache-{what}", daemon=True)
     thread.start()
     thread.join(CLOSE_S)
-    if thread.is_alive():
-        _log.warning("closing takes longer than %s s and goes on in the background", CLOSE_S)
-        _closing.append(thread)
-
-
-def _close(cache: Any) -> None:
-    try:
-        cache.close()
-    except Exception:  # noqa: BLE001  law: never in the way
-        _log.exception("closing failed")
+    if not thread.is_alive():
+        return None
+    _log.warning("%s takes longer than %s s and goes on in the background", what, CLOSE_S)
+    return thread

@@ -29,11 +29,10 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from kvcache.connector.sglang.depot import Depot
 from kvcache.connector.sglang.identity import identify
-from kvcache.connector.sglang.opening import close_cache, engine_name, open_cache
+from kvcache.connector.sglang.opening import apart, close_cache, engine_name, open_cache
 from kvcache.connector.sglang.pool import Ranks, describe, is_logical
 from kvcache.connector.sglang.restorable import everywhere, trailing
 from kvcache.connector.sglang.wishes import Wishes
-from kvcache.hierarchy.cache import Cache
 
 _log = logging.getLogger("kvcache.sglang")
 
@@ -231,11 +230,12 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
 
     def clear(self) -> None:
         """Forget what this server's pools have stored, and what other servers of the same model have."""
-        if not isinstance(self.cache, Cache):
-            raise NotImplementedError("a daemon's cache is not cleared by one of its engines")
+        apart(self._clear, "clearing")
+
+    def _clear(self) -> None:
         for depot in self._depots.values():
             if depot is not None:
-                _log.info("cleared %d records", self.cache.clear(depot.bound.id))
+                _log.info("cleared %d records", depot.bound.clear())
 
     def close(self) -> None:
         close_cache(self.cache)
