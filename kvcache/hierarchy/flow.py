@@ -139,19 +139,19 @@ class Flow:
     def _leave_host(self, victims: Sequence[Victim]) -> int:
         """The index let go of these; so does the tier. Their bytes."""
         handed = self._hand_down(victims)
-        gone = self.host.withdraw_named([(victim.name, victim.signature) for victim in victims])
+        names = [(victim.name, victim.signature) for victim in victims]
+        gone = self.host.withdraw_named(names)
         fates: dict[tuple[bytes, bool], list[int]] = {}  # by place and whether it is kept: the bytes of each
-        for held, victim in zip(gone, victims, strict=True):
+        for held, victim, (name, _) in zip(gone, victims, names, strict=True):
             if held is not None:
-                fates.setdefault((victim.place, victim.kept or victim.name in handed), []).append(
-                    held.slot.extent.slot_bytes
-                )
-        name = self.host.name
+                fate = victim.place, victim.kept or name in handed
+                fates.setdefault(fate, []).append(held.slot.extent.slot_bytes)
+        tier = self.host.name
         for (place, kept), sizes in fates.items():
             said, space = "yes" if kept else "no", place[:SIGNATURE_BYTES]
-            self.counters.add("evicted_blocks", len(sizes), tier=name, kept=said)
+            self.counters.add("evicted_blocks", len(sizes), tier=tier, kept=said)
             self.events.add(
-                "evicted", tier=name, namespace=space, blocks=len(sizes), bytes=sum(sizes), reason=f"kept: {said}"
+                "evicted", tier=tier, namespace=space, blocks=len(sizes), bytes=sum(sizes), reason=f"kept: {said}"
             )
         return sum(map(sum, fates.values()))
 
