@@ -345,7 +345,7 @@ def main() -> None:
     rows += moving(pool, 20 if arguments.quick else 60)
     rows += holds()
     rows += clients(pool, [1, 4, 16] if arguments.quick else [1, 2, 4, 16, 64], 1.0)
-    compared, notes = beside(pool, None if arguments.quick else peer, 3 if arguments.quick else 7)
+    compared, notes = beside(pool, None if arguments.quick else peer, 3 if arguments.quick else 6)
     publish("daemon", rows + compared, arguments.json, notes=notes)
 
 
