@@ -27,6 +27,7 @@ def daemon(
     from kvcache.daemon.server import Daemon
     from kvcache.hierarchy.cache import Cache
     from kvcache.log import apply
+    from kvcache.trace.recorder import record
     from kvcache.units import show_bytes
 
     given: dict[str, Any] = {} if socket is None else {"daemon__socket": socket}
@@ -47,6 +48,7 @@ def daemon(
         claim.release()
         raise
     with cache:
+        record(cache)
         if loaded.control.enabled:
             listen(cache, kvcache.__version__)
         served = Daemon(

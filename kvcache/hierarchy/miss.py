@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvcache.block.key import digest_chain
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.hierarchy.why import OUTCOMES, Why
-from kvcache.observe.asked import Asked
+from kvcache.observe.asked import Asked, kept
 from kvcache.observe.metrics import Counters
 from kvcache.tier.tier import Outcome
 
@@ -56,7 +56,7 @@ class Miss:
             asked.reason = reason or ""
             return asked.reason
         if ids is not None and self._why.ring.most_bytes:
-            asked.ids = [np.array(ids, np.uint32)]  # the caller may use his buffer again
+            asked.ids = [kept(ids)]
         asked.reason = self._why.reason(asked) if reason is None else reason
         # nobody learns from an answer what another tenant has stored
         return "cold" if asked.reason == "apart" else asked.reason
@@ -64,7 +64,7 @@ class Miss:
     def digest(self, parent: bytes, ids: NDArray[Any], block_tokens: int, extras: list[bytes] | None) -> bytes:
         """Hashes what comes behind the prompt, and keeps its ids for `extended`."""
         if self._why.ring.most_bytes:
-            self._behind.append(np.array(ids, np.uint32))
+            self._behind.append(kept(ids))
         return digest_chain(parent, ids, block_tokens, extras)
 
     def extended(self, packed: bytes) -> None:

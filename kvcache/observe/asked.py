@@ -87,6 +87,15 @@ def shared_tokens(one: Ids, other: Ids) -> int:
     return int(differ.argmax()) if differ.any() else length
 
 
+def kept(ids: NDArray[Any]) -> Ids:
+    """Token ids that stay as they are, whatever the caller does with his buffer: a copy, but for memory that nobody can
+    change, as that of a list which was packed."""
+    root: Any = ids
+    while isinstance(root, np.ndarray) and root.base is not None:
+        root = root.base
+    return ids if ids.dtype == np.uint32 and isinstance(root, bytes) else np.array(ids, np.uint32)
+
+
 class Ring:
     """Thread-safe. The oldest leave when there are `requests` of them, or more than `most_bytes`."""
 

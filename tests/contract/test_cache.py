@@ -36,6 +36,24 @@ def test_what_was_stored_comes_back_bit_for_bit(cache: Any) -> None:
     assert np.isnan(engine.memory[0][0][:, 3]).all(), "a page that was not named was written"
 
 
+def test_what_computing_takes_decides_only_how_much_is_found(cache: Any) -> None:
+    bound, engine = bind(cache), Engine(FULL)
+    tokens = list(range(22))
+    engine.fill(1, [0, 1, 2, 3, 4])
+    expected = [engine.block(p) for p in range(5)]
+    store(bound, engine, tokens, [0, 1, 2, 3, 4])
+    for seconds in (1000.0, *[1e-12] * 9):  # an engine that never ends; then one that takes no time
+        bound.computed(16, seconds)
+        with bound.request() as r:
+            hit = r.match(tokens)
+            assert (hit.blocks, hit.reason) == (5, "") or (seconds < 1 and hit.reason == "below_plan")
+            r.admit()
+            engine.poison()
+            transfer = r.load(hit.blocks, engine.described, engine.ids(list(range(hit.blocks))))
+            assert transfer.wait(30)
+            assert [engine.block(p) for p in range(transfer.blocks)] == expected[: transfer.blocks]
+
+
 def test_a_prefix_is_found_as_far_as_it_agrees(cache: Any) -> None:
     bound, engine = bind(cache), Engine(FULL)
     tokens = list(range(20))

@@ -16,7 +16,7 @@ from kvcache.block.layout import KVLayout
 from kvcache.config import load
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.why import meeting
-from kvcache.observe.asked import Asked, Ring, shared_blocks, shared_tokens
+from kvcache.observe.asked import Asked, Ring, kept, shared_blocks, shared_tokens
 from kvcache.observe.lost import Lost
 from kvcache.observe.reasons import meaning
 from kvcache.port import Port, SystemClock
@@ -233,6 +233,24 @@ def test_without_memory_nothing_is_kept() -> None:
 
 
 # the parts
+
+
+def test_what_is_kept_of_a_prompt_does_not_change_with_the_buffer() -> None:
+    for ids in (np.arange(16, dtype=np.uint32), np.arange(16, dtype=np.int64), np.arange(32, dtype=np.uint32)[::2]):
+        mine, before = kept(ids), ids.tolist()
+        ids[:] = 7
+        assert mine.tolist() == before
+        assert mine.dtype == np.uint32
+    packed = np.frombuffer(bytes(range(64)), "<u4")
+    assert kept(packed[:8]).base is not None, "nobody can change it: no copy"
+    with closing(opened()) as cache:
+        buffer = np.arange(40, dtype=np.uint32)
+        bound = cache.namespace(LAYOUT, model="m", revision="r")
+        with bound.request(id="r") as r:
+            r.match(buffer)
+            r.admit()
+            buffer[:] = 0
+        assert story(cache, "r")["ids"][:4] == [0, 1, 2, 3]
 
 
 @given(st.lists(st.integers(0, 2), max_size=40), st.lists(st.integers(0, 2), max_size=40))
