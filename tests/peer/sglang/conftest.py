@@ -19,6 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.peer)
             item.add_marker(pytest.mark.filterwarnings("default"))
+            item.add_marker(pytest.mark.timeout(1800))  # its first import alone takes minutes on a busy machine
             if find_spec("sglang") is None:
                 item.add_marker(pytest.mark.skip(reason="SGLang is not installed: scripts/test-peers sglang"))
 

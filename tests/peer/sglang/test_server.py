@@ -20,8 +20,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 PROMPTS = [[random.randrange(3, 250) for _ in range(40 * PAGE + 7)] for random in map(Random, range(3))]
 
-pytestmark = pytest.mark.timeout(1800)  # a server takes a minute or two to start
-
 
 @pytest.fixture(scope="session")
 def answers(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
