@@ -43,7 +43,7 @@ def tier(cluster: Cluster) -> Iterator[RedisTier]:
 
 
 def open_tier(cluster: Cluster, **settings: Any) -> RedisTier:
-    return RedisTier(cluster.url, mode="cluster", part_bytes=256 << 10, **{"timeout_s": 0.5, **settings})
+    return RedisTier(cluster.url, mode="cluster", part_bytes=256 << 10, **{"timeout_s": 10, **settings})
 
 
 def read(tier: RedisTier, blocks: list[Any]) -> tuple[Outcome, ...]:
@@ -150,7 +150,7 @@ def test_a_key_on_its_way_is_a_miss(cluster: Cluster, tier: RedisTier) -> None:
 def test_a_lost_node_is_a_miss_and_the_others_serve(cluster: Cluster, way: str, caplog: Any) -> None:
     for node in cluster.nodes:
         node.client.flushall()
-    tier = open_tier(cluster, timeout_s=0.1)
+    tier = open_tier(cluster, timeout_s=0.5)
     blocks = chain(60)
     write(tier, blocks)
     lost = cluster.nodes[1]
@@ -176,7 +176,7 @@ def test_a_lost_node_is_a_miss_and_the_others_serve(cluster: Cluster, way: str, 
 
 def test_a_replica_takes_over() -> None:
     cluster = Cluster(replicas=True)
-    tier = open_tier(cluster, timeout_s=0.2)
+    tier = open_tier(cluster, timeout_s=0.5)
     try:
         blocks = chain(60)
         assert write(tier, blocks) == (DONE,) * 60

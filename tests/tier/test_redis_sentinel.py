@@ -39,7 +39,7 @@ def others(request: pytest.FixtureRequest) -> Iterator[Sentinels]:
 
 
 def open_tier(sentinels: Sentinels, **settings: Any) -> RedisTier:
-    return RedisTier(sentinels.url, mode="sentinel", master=Sentinels.NAME, **{"timeout_s": 0.2, **settings})
+    return RedisTier(sentinels.url, mode="sentinel", master=Sentinels.NAME, **{"timeout_s": 1, **settings})
 
 
 def test_some_sentinels_are_gone(sentinels: Sentinels) -> None:

@@ -95,7 +95,7 @@ class Lookup:
         return here
 
     def _heads(self, addresses: Sequence[Address], deadline: float | None) -> list[Head]:
-        names = [self._names.record(address) for address in addresses]
+        names = self._names.records(addresses)
         heads: list[Head] = [b""] * len(names)
         for pool, mine in self._nodes.divide(names, deadline):
             memory = self._memories.get(pool)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from binascii import hexlify
 from collections.abc import Sequence
-from functools import lru_cache
 from struct import Struct, pack
 
 from kvcache.block.address import KEY_BYTES, Address
@@ -37,16 +36,22 @@ class Names:
         self._start = f"{prefix}:{FORM}:{'{' if cluster else ''}"
         self._end = "}" if cluster else ""
         self.pattern = f"{self._start}*".encode()
-        self._place: tuple[bytes, int, Shard | None, bytes, bytes] = (b"", 0, None, b"", b"")
 
     def record(self, address: Address) -> bytes:
-        namespace, group, shard, start, end = self._place  # of the last one: most are at one place
-        if namespace is not address.namespace or shard is not address.shard or group != address.group:
-            group, s = address.group, address.shard
-            start = f"{self._start}{address.namespace[:16].hex()}:".encode()
-            end = f":{group}:{s.first_layer}-{s.end_layer}-{s.first_head}-{s.end_head}{self._end}".encode()
-            self._place = address.namespace, group, s, start, end
-        return start + hexlify(address.signature[:KEY_BYTES]) + end
+        return self.records([address])[0]
+
+    def records(self, addresses: Sequence[Address]) -> list[bytes]:
+        names = []
+        namespace, group, shard = b"", -1, None
+        start = end = b""
+        for address in addresses:
+            if address.namespace != namespace or address.shard is not shard or address.group != group:
+                namespace, group, shard = address.namespace, address.group, address.shard
+                part_of = f"{shard.first_layer}-{shard.end_layer}-{shard.first_head}-{shard.end_head}"
+                start = f"{self._start}{namespace[:16].hex()}:".encode()
+                end = f":{group}:{part_of}{self._end}".encode()
+            names.append(start + hexlify(address.signature[:KEY_BYTES]) + end)
+        return names
 
     def is_record(self, name: bytes) -> bool:
         """Whether this is the key of a record, not of a further part of one."""
@@ -69,16 +74,22 @@ def plausible(head: bytes) -> bool:
 
 def is_head_of(head: bytes, address: Address) -> bool:
     """Whether a record of this address begins so; parents count where both are known."""
-    return (
-        head[24:88] == address.namespace + address.signature
-        and head[:16] == _start_of(address.group, address.shard)
-        and (not address.parent or parent_of(head) in (b"", address.parent))
-    )
+    return are_heads_of([head], [address])[0]
 
 
-@lru_cache(64)
-def _start_of(group: int, shard: Shard) -> bytes:
-    return _START.pack(MAGIC, VERSION, group, shard.pack())
+def are_heads_of(heads: Sequence[bytes], addresses: Sequence[Address]) -> list[bool]:
+    """As `is_head_of`, of each: most are at one place, and what is equal needs no second look."""
+    found = []
+    group, shard, start = -1, None, b""
+    for head, address in zip(heads, addresses, strict=True):
+        if address.shard is not shard or address.group != group:
+            group, shard = address.group, address.shard
+            start = _START.pack(MAGIC, VERSION, group, shard.pack())
+        same = head[24:88] == address.namespace + address.signature and head[:16] == start
+        if same and head[FIXED_BYTES + 6 : HEAD_BYTES] != address.parent:
+            same = not address.parent or parent_of(head) == b""
+        found.append(same)
+    return found
 
 
 def parent_of(head: bytes) -> bytes:

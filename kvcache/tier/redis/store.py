@@ -28,6 +28,7 @@ from kvcache.tier.queue import Batch
 from kvcache.tier.redis.name import (
     HEAD_BYTES,
     Names,
+    are_heads_of,
     header_bytes_of,
     is_head_of,
     part,
@@ -41,6 +42,8 @@ from kvcache.tier.redis.wire import MOST_TAKEN, Piece, Wire, Wrong, command, sto
 from kvcache.tier.tier import Outcome, Segments, same_record
 
 DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
+_QUESTIONS = 1024
+"""Keys in a piece of a long question."""
 Result = tuple[Outcome, str]
 Head = bytes | Wrong
 
@@ -95,18 +98,22 @@ class Store:
 
     def heads(self, wire: Wire, names: Sequence[bytes]) -> list[Head]:
         """How the values under these keys begin; empty where there is none."""
+        self._ask(wire, names)
+        return wire.heads(len(names), HEAD_BYTES)
+
+    def _ask(self, wire: Wire, names: Sequence[bytes]) -> None:
         end = b"$%d\r\n%d\r\n" % (len(b"%d" % (HEAD_BYTES - 1)), HEAD_BYTES - 1)
         middle = b"\r\n$1\r\n0\r\n" + end
         wire.send([b"".join([b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b%b" % (len(n), n, middle) for n in names])])
-        return wire.heads(len(names), HEAD_BYTES)
 
     def contains(self, wire: Wire, batch: Batch, settle: Settling) -> None:
         wanted = batch.wanted
-        heads = self.heads(wire, [self._names.record(address) for address in wanted])
+        for first in range(0, len(wanted), _QUESTIONS):  # while the server answers some, the next are written
+            self._ask(wire, self._names.records(wanted[first : first + _QUESTIONS]))
+        heads = wire.heads(len(wanted), HEAD_BYTES)
         sound = [head for head in heads if not isinstance(head, Wrong)]
         if len(sound) == len(heads):
-            here = [is_head_of(head, address) for head, address in zip(sound, wanted, strict=True)]
-            settle.many(batch.first, [DONE if there else ABSENT for there in here])
+            settle.many(batch.first, [DONE if there else ABSENT for there in are_heads_of(sound, wanted)])
             return
         for i, address, head in zip(batch.blocks, wanted, heads, strict=True):
             settle(i, *self._present(head, address))
@@ -119,7 +126,7 @@ class Store:
     # reading
 
     def read(self, wire: Wire, batch: Batch, settle: Settling) -> None:
-        names = [self._names.record(address) for address in batch.wanted]
+        names = self._names.records(batch.wanted)
         wire.send([b"".join([command(b"GET", name) for name in names])])
         bad: list[tuple[int, bytes, bytes, str]] = []  # block, key, head, check
         long: list[Long] = []
@@ -332,7 +339,7 @@ class Store:
     # removing
 
     def remove(self, wire: Wire, batch: Batch, settle: Settling) -> None:
-        names = [self._names.record(address) for address in batch.wanted]
+        names = self._names.records(batch.wanted)
         heads = self.heads(wire, names)
         there = []
         for i, address, name, head in zip(batch.blocks, batch.wanted, names, heads, strict=True):

@@ -76,10 +76,10 @@ class Wire:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             self._limit_s = left
 
-    def _receive(self, into: memoryview) -> int:
+    def _receive(self, into: memoryview, flags: int = 0) -> int:
         self._wait()
         try:
-            got = self._sock.recv_into(into)
+            got = self._sock.recv_into(into, 0, flags)
         except BlockingIOError:
             raise TimeoutError("deadline") from None
         if not got:
@@ -162,7 +162,7 @@ class Wire:
         into[:done] = self._buffer[self._at : self._at + done]
         self._at += done
         while done < len(into):
-            done += self._receive(into[done:])
+            done += self._receive(into[done:], 0 if self._encrypted else socket.MSG_WAITALL)
 
     def skip(self, size: int) -> None:
         """Let bytes go by. So many that a new connection is cheaper end this one."""
