@@ -55,7 +55,7 @@ def test_we_answer_right_or_not_at_all_and_a_liar_is_called_one(
     tried = [fault for fault in found.values() if not (MISSING and fault in (evicted, halved))]
     assert all(fault.ours.wrong == 0 and not fault.ours.failed for fault in tried)
     assert evicted.ours.hits < TOKENS
-    assert halved.ours.hits == 0
+    assert halved.ours.hits < TOKENS  # what is in host is whole
     assert cut.ours.hits < TOKENS
     assert flipped.ours.hits < TOKENS
     assert restarted.ours == Answer(TOKENS, TOKENS)
