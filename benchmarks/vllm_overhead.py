@@ -1,7 +1,7 @@
 """What a cache costs a real vLLM that finds nothing in it: saturated, no prompt twice, connector on and off in turns.
 
-    overhead/throughput     tokens a second with it, as a part of without: 1 = free
-    overhead/tpot_p99       99th percentile of the time between a request's tokens, times that without: 1 = free
+    vllm/overhead/throughput     tokens a second with it, as a part of without: 1 = free
+    vllm/overhead/tpot_p99       99th percentile of the time between a request's tokens, times that without: 1 = free
 
 Each way is the better of some runs in turns, each in a process of its own. One thread, bf16, blocks of 32 tokens.
 """
@@ -46,10 +46,10 @@ def main() -> None:
             before = best.get(on, (0.0, float("inf")))
             best[on] = max(rate, before[0]), min(gap, before[1])
     rows = [
-        Row("overhead/throughput", best[True][0] / best[False][0], "times"),
-        Row("overhead/tpot_p99", best[True][1] / best[False][1], "times"),
-        Row("overhead/rate/on", best[True][0], "tokens/s", peer=best[False][0]),
-        Row("overhead/gap/on", best[True][1] * 1e3, "ms", peer=best[False][1] * 1e3),
+        Row("vllm/overhead/throughput", best[True][0] / best[False][0], "times"),
+        Row("vllm/overhead/tpot_p99", best[True][1] / best[False][1], "times"),
+        Row("vllm/overhead/rate/on", best[True][0], "tokens/s", peer=best[False][0]),
+        Row("vllm/overhead/gap/on", best[True][1] * 1e3, "ms", peer=best[False][1] * 1e3),
     ]
     notes = [f"{turns} turns of {requests} requests; load of the machine {load:.1f} at the start; peer: without it"]
     publish("vllm_overhead", rows, arguments.json, notes=notes)

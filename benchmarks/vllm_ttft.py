@@ -1,9 +1,9 @@
 """Time to the first token of a real vLLM, in one process, by where the prompt's prefix is.
 
-    ttft/2048/cold      nothing is cached
-    ttft/2048/host      the prefix in host memory, `vs_peer` = times below cold
-    ttft/2048/nvme      on the drive, after a restart of the process
-    ttft/2048/own       in vLLM's own pages (its prefix cache), as a reference
+    vllm/ttft/2048/cold      nothing is cached
+    vllm/ttft/2048/host      the prefix in host memory, `vs_peer` = times below cold
+    vllm/ttft/2048/nvme      on the drive, after a restart of the process
+    vllm/ttft/2048/own       in vLLM's own pages (its prefix cache), as a reference
 
 The same for 8,000 tokens. One thread, bf16, blocks of 32 tokens, asynchronous loads, unless options say otherwise.
 A hit in memory is the best of five, since each is the same work; cold and from the drive there is one of each.
@@ -40,10 +40,10 @@ def measure(length: int, place: Path, job: dict[str, Any]) -> list[Row]:
         raise SystemExit(f"{length} tokens: cold found {cold[1]}, hits {[h[1] for h in hits]}, the drive {drive[1]}")
     cold_ms = cold[0] * 1e3
     return [
-        Row(f"ttft/{length}/cold", cold_ms, "ms"),
-        Row(f"ttft/{length}/host", min(h[0] for h in hits) * 1e3, "ms", peer=cold_ms),
-        Row(f"ttft/{length}/nvme", drive[0] * 1e3, "ms", peer=cold_ms),
-        Row(f"ttft/{length}/own", min(h[0] for h in reference[3:]) * 1e3, "ms", peer=cold_ms),
+        Row(f"vllm/ttft/{length}/cold", cold_ms, "ms"),
+        Row(f"vllm/ttft/{length}/host", min(h[0] for h in hits) * 1e3, "ms", peer=cold_ms),
+        Row(f"vllm/ttft/{length}/nvme", drive[0] * 1e3, "ms", peer=cold_ms),
+        Row(f"vllm/ttft/{length}/own", min(h[0] for h in reference[3:]) * 1e3, "ms", peer=cold_ms),
     ]
 
 
