@@ -18,7 +18,7 @@ UNREAD_BYTES = 16 << 20
 """Of answers that a client does not take, beyond which it is let go."""
 AT_ONCE = 32
 """Messages of one client that are answered before others have their turn."""
-_CHUNK_BYTES = 256 << 10
+_RECEIVED = memoryview(bytearray(BUFFER_BYTES))  # of the loop's thread: a long message comes in one piece
 _CREDENTIALS = struct.Struct("3i")
 
 _log = logger("kvcache.daemon")
@@ -108,15 +108,15 @@ class Peer:
 
     def _readable(self) -> None:
         try:
-            piece = self.connection.recv(_CHUNK_BYTES)
+            count = self.connection.recv_into(_RECEIVED)
         except BlockingIOError:
             return
         except OSError:
-            piece = b""
-        if not piece:
+            count = 0
+        if not count:
             self.close()
             return
-        self._read += piece
+        self._read += _RECEIVED[:count]
         self._answer_some()
 
     def _answer_some(self) -> None:

@@ -96,10 +96,15 @@ OPS: Mapping[str, Op] = {
 
 def pack(message: Mapping[str, Any]) -> bytes:
     """A frame. ProtocolError where the message is too long for one."""
+    return b"".join(pieces(message))
+
+
+def pieces(message: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    """A frame's head and body, for those who send them without putting them together first."""
     body: bytes = msgpack.packb(message)
     if len(body) > FRAME_BYTES:
         raise ProtocolError(f"a message of {len(body)} bytes: at most {FRAME_BYTES} go into one")
-    return len(body).to_bytes(HEAD_BYTES, "little") + body
+    return len(body).to_bytes(HEAD_BYTES, "little"), body
 
 
 def body_bytes(head: bytes | bytearray | memoryview) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kvcache.daemon.protocol import DESCRIPTORS, HEAD_BYTES, ProtocolError, body_bytes, pack, unpack
+from kvcache.daemon.protocol import DESCRIPTORS, HEAD_BYTES, ProtocolError, body_bytes, pieces, unpack
 from kvcache.errors import UnreachableError
 
 BUFFER_BYTES = 1 << 20
@@ -51,13 +51,15 @@ class Wire:
         self, message: Mapping[str, Any], descriptors: Sequence[int] = (), *, timeout_s: float | None = None
     ) -> None:
         """UnreachableError where the other side does not take it in time."""
-        frame = memoryview(pack({**message, "descriptors": len(descriptors)} if descriptors else message))
+        head, body = pieces({**message, "descriptors": len(descriptors)} if descriptors else message)
+        rights = []
+        if descriptors:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())]
         try:
             self.connection.settimeout(timeout_s)
-            if descriptors:
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())]
-                frame = frame[self.connection.sendmsg([frame], rights) :]
-            self.connection.sendall(frame)
+            sent = self.connection.sendmsg([head, body], rights)
+            if sent < len(head) + len(body):
+                self.connection.sendall((head + body)[sent:])
         except TimeoutError:
             raise LateError("nobody took a message within the deadline") from None
         except OSError as error:
