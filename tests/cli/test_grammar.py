@@ -23,6 +23,7 @@ SILENT = {
     "daemon": "a server, which answers over its socket",
     "demo": "a performance to watch; --json FILE keeps its figures",
     "serve": "a server, which answers over HTTP",
+    "simulate": "a table to read; --json FILE keeps its rows",
 }
 """Commands without -o and --json, with the reason."""
 
