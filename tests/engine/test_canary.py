@@ -32,6 +32,7 @@ def opened(tmp_path: Path, one_in: int, codec: str = "raw") -> Cache:
         host={"capacity_bytes": 16 << 20},
         nvme={"path": tmp_path / "nvme", "capacity_bytes": 64 << 20, "free_floor_bytes": 0, "codec": codec},
         canary={"one_in": one_in},
+        plan={"enabled": False},  # so small a model may compute sooner than it loads
         control={"enabled": False},
     )
     assert isinstance(cache, Cache)
