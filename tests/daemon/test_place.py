@@ -18,6 +18,7 @@ import kvcache
 from kvcache.daemon.control import place
 from kvcache.daemon.control.client import find
 from kvcache.errors import StoreError
+from kvcache.share import FOLDER
 
 RUN = """
 import sys, kvcache
@@ -53,6 +54,11 @@ def running(runtime: Path, then: str = "") -> subprocess.Popen[str]:
     return process
 
 
+def left_in(runtime: Path) -> list[Path]:
+    """Of sockets; what else caches of a node tell each other has a folder of its own there."""
+    return [path for path in runtime.iterdir() if path.name != FOLDER]
+
+
 def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
@@ -62,9 +68,9 @@ def test_what_a_killed_process_left_is_removed_by_who_looks(runtime: Path) -> No
     with running(runtime) as process:
         assert [found.info["pid"] for found in find()] == [process.pid]
         kill(process)
-        assert len(list(runtime.iterdir())) == 1
+        assert len(left_in(runtime)) == 1
         assert list(find()) == []
-        assert list(runtime.iterdir()) == []
+        assert left_in(runtime) == []
 
 
 def test_and_by_the_next_cache(runtime: Path) -> None:
@@ -73,19 +79,19 @@ def test_and_by_the_next_cache(runtime: Path) -> None:
     left = runtime / f"{process.pid}-2.sock.new"  # killed before it listened
     left.touch()
     with closing(kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False)):
-        assert [path.name for path in runtime.iterdir()] == [f"{os.getpid()}-1.sock"]
+        assert [path.name for path in left_in(runtime)] == [f"{os.getpid()}-1.sock"]
 
 
 def test_a_process_that_ends_without_closing_leaves_nothing(runtime: Path) -> None:
     with running(runtime) as process:
         process.communicate("")
     assert process.returncode == 0
-    assert list(runtime.iterdir()) == []
+    assert left_in(runtime) == []
 
 
 def test_a_forked_child_does_not_keep_its_parents_socket(runtime: Path) -> None:
     with running(runtime, then=FORK) as process:
-        (path,) = runtime.iterdir()
+        (path,) = left_in(runtime)
         assert not place.stale(path)
         kill(process)
         assert place.stale(path), "the child listens in its parent's name"
