@@ -41,6 +41,7 @@ from kvcache.tier.nvme.tier import NvmeTier
 from kvcache.tier.redis import name as redis_name
 from kvcache.tier.redis.wire import BrokenError, Wire
 from kvcache.tier.tier import Outcome
+from kvcache.transfer.copiers import Copiers
 from kvcache.units import parse_bytes
 from tests.fault.damage import damaged
 from tests.tier.blocks import chain, payload, record
@@ -145,7 +146,7 @@ def read_message(data: bytes) -> None:
             read_layout(message["layout"])
             read_shards(message.get("shards") or [])
     elif "lent" in message:
-        there = Mappings(lambda call: None)
+        there = Mappings(Copiers(lambda call: None), lambda call: None)
         there.take_in(message.get("extents", ()), (), message.get("gone", ()))
         there.lent(message["lent"], blocks=2, groups=1)
     else:

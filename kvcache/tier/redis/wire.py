@@ -71,7 +71,7 @@ class Wire:
         if self._encrypted:
             self._sock.settimeout(left)
         elif not 0.8 * self._limit_s <= left <= self._limit_s:  # near enough: telling it costs as much as a call
-            limit = pack("ll", int(left), int(left % 1 * 1e6) + 1)
+            limit = pack("ll", *divmod(int(left * 1e6) + 1, 1_000_000))
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             self._limit_s = left
