@@ -54,10 +54,12 @@ class ConnectorContract:
         return [(seed * 7919 + i * (seed + 2) + i * i) % self.vocabulary for i in range(count)]
 
     def open(self, path: Path, **host: int) -> kvcache.KVCache:
+        """Without a plan, which would have an engine compute a tiny model's blocks where that is sooner."""
         return kvcache.open(
             host={"capacity_bytes": 64 * MiB, **host},
             nvme={"path": path, "capacity_bytes": 256 * MiB, "free_floor_bytes": 0},
             control={"enabled": False},
+            plan={"enabled": False},
         )
 
     @pytest.fixture

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from kvcache.connector.sglang.pool import Ranks, describe
+from kvcache.errors import LayoutError, ModelError
 from tests.connector.sglang.pools import LogicalPoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost, StatePoolHost
+from tests.engine import tiny
 
 pytestmark = pytest.mark.usefixtures("sglang_here")
 
@@ -169,8 +172,13 @@ def test_what_moved_is_told_once(tmp_path: Path) -> None:
     quiet.close()
 
 
-def test_a_pool_that_no_other_engine_can_read_is_not_shared(tmp_path: Path) -> None:
-    from kvcache.errors import LayoutError
-
+def test_a_pool_that_no_other_engine_can_read_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.make(tmp_path / "model")
+    monkeypatch.setattr("kvcache.connector.sglang.storage._Served", lambda: SimpleNamespace(model_path=model))
+    shared = {"share_across_engines": True}
+    backend(tmp_path / "1", MHATokenToKVPoolHost("page_head"), ours=shared).close()
     with pytest.raises(LayoutError, match="share_across_engines"):
-        backend(tmp_path, StatePoolHost(), ours={"share_across_engines": True})
+        backend(tmp_path / "2", StatePoolHost(), ours=shared)
+    monkeypatch.undo()
+    with pytest.raises(ModelError, match="share_across_engines"):
+        backend(tmp_path / "3", MHATokenToKVPoolHost("page_head"), ours=shared, model_name="nowhere")

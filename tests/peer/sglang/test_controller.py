@@ -13,6 +13,7 @@ from kvcache.config import load
 from kvcache.hierarchy.cache import Cache
 from kvcache.port import Port
 from tests.connector.sglang.drives import Drive
+from tests.engine import tiny
 from tests.peer.sglang.stack import PAGE, Stack
 
 LAYOUTS = (
@@ -100,11 +101,12 @@ def test_another_type_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layouts", [("page_first", "kernel"), ("layer_first", "direct"), ("page_head", "kernel")])
 def test_layouts_share_in_the_order_that_engines_share(layouts: tuple[str, str], tmp_path: Path) -> None:
     layout, io = layouts
-    first = Stack(tmp_path, ours={"share_across_engines": True})
+    model = tiny.make(tmp_path / "model")  # what engines share by names its configuration
+    first = Stack(tmp_path, ours={"share_across_engines": True}, model=model)
     computed = first.compute(PROMPT)
     first.stored(40)
     first.close()
-    second = Stack(tmp_path, layout=layout, io=io, ours={"share_across_engines": True})
+    second = Stack(tmp_path, layout=layout, io=io, ours={"share_across_engines": True}, model=model)
     assert second.prefetch_of(PROMPT) == len(PROMPT)
     assert equal(second.bring_back(PROMPT), computed)
     second.close()
