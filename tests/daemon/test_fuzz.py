@@ -164,7 +164,7 @@ def resident_bytes(pid: int) -> int:
 def test_nonsense_neither_kills_it_nor_makes_it_grow_nor_reaches_another_tenant(
     make_house: Callable[..., House], request: pytest.FixtureRequest
 ) -> None:
-    frames = 1_000_000 if request.config.getoption("--long") else 40_000
+    frames = 1_000_000 if request.config.getoption("--long") else 100_000
     rng = random.Random(3)
     house = make_house().start()
     assert house.process is not None
