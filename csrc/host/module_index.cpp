@@ -72,16 +72,16 @@ class Groups {
     std::vector<std::uint64_t> needs_;
 };
 
-void check_chains(const Buffer& starts, const Buffer& blocks, std::size_t unique, std::size_t requests) {
-    expect(starts.integers("lq", 8, "int64") > requests, "requests to play: more than there are");
+void check_chains(const Buffer& starts, const Buffer& blocks, std::size_t unique, std::size_t first, std::size_t end) {
+    expect(starts.integers("lq", 8, "int64") > end, "requests to play: more than there are");
     const std::size_t accesses = blocks.integers("i", 4, "int32");
     const std::int64_t* begins = reinterpret_cast<const std::int64_t*>(starts.data());
     const std::int32_t* numbers = reinterpret_cast<const std::int32_t*>(blocks.data());
-    for (std::size_t r = 0; r < requests; ++r) {
+    for (std::size_t r = first; r < end; ++r) {
         expect(0 <= begins[r] && begins[r] <= begins[r + 1] && static_cast<std::size_t>(begins[r + 1]) <= accesses,
                "where requests begin: expected ascending positions within the blocks");
     }
-    for (std::int64_t i = begins[0]; i < begins[requests]; ++i) {
+    for (std::int64_t i = begins[first]; i < begins[end]; ++i) {
         expect(numbers[i] >= 0 && static_cast<std::size_t>(numbers[i]) < unique, "a block that nothing is known of");
     }
 }
@@ -90,7 +90,7 @@ bool play_one(const std::string& policy, const py::object& starts, const py::obj
               std::size_t capacity, const py::object& hits) {
     const Buffer begins(starts, PyBUF_FORMAT), numbers(blocks, PyBUF_FORMAT), out(hits, PyBUF_FORMAT | PyBUF_WRITABLE);
     const std::size_t requests = out.integers("i", 4, "int32");
-    check_chains(begins, numbers, unique, requests);
+    check_chains(begins, numbers, unique, 0, requests);
     expect(capacity > 0, "no room: expected a capacity of one block at least");
     const Chains chains{reinterpret_cast<const std::int64_t*>(begins.data()),
                         reinterpret_cast<const std::int32_t*>(numbers.data()), requests, unique};
@@ -241,7 +241,7 @@ class PyIndex {
         const Buffer out(hits, PyBUF_FORMAT | PyBUF_WRITABLE);
         expect(where.bytes() == PLACE && first <= end && out.integers("i", 4, "int32") >= end - first,
                "requests to play: expected a place, and a hit each of those that there are");
-        check_chains(begins, chain, names.bytes() / SIGNATURE, end);
+        check_chains(begins, chain, names.bytes() / SIGNATURE, first, end);
         expect(table.holds("d", 8) && table.bytes() == 8 * index_.classes() * index_.bins() && tiers_ == 1,
                "a trace is played to one tier by a float64 table of (class, age bin)");
         expect(capacity >= index_.resident(0), "a capacity below what is there");
