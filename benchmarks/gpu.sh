@@ -26,5 +26,11 @@ if [[ $sanitizer ]]; then # tens of times slower: one test of each kind of kerne
 else
     echo "compute-sanitizer: not here"
 fi
+theirs=.venv-lmcache/bin/python # by scripts/vs-lmcache with a CUDA build of torch in TORCH
+if "$theirs" -c 'import torch, lmcache.cuda_ops' 2>/dev/null; then
+    set -- "$@" --lmcache "$theirs"
+else
+    echo "LMCache's CUDA copies: its kernels do not load here"
+fi
 name=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | tr -c 'A-Za-z0-9\n' '-')
 "$python" benchmarks/gpu_copy.py "$@" --json "benchmarks/results/gpu-$name.json"

@@ -14,14 +14,20 @@ Blocks of 2 MiB: 32 layers, 8 KV heads of 128, bf16, 16 tokens. Pages in three l
     gpu/crossover/gather                from where on DMA keeps up
     gpu/mapped/gather/32                the kernel over the bus with so many blocks of threads
 
+With `--lmcache PYTHON`, an interpreter where LMCache's CUDA kernels load, its copy of the same bytes stands beside ours
+in the rows of `nhd`.
+
 Without a GPU it says so and measures nothing.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from statistics import median
 from typing import Literal
 
@@ -69,26 +75,34 @@ class Bench:
             self._plain(self._pool.pointer + first * self._size, self._here)
         device.record(self._stream).synchronize()
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self, theirs: Mapping[str, float]) -> Iterator[Row]:
+        """`theirs`: GB/s of the peer by direction, where it was measured."""
         bus = {"gather": (self._here, self._pool.pointer), "scatter": (self._pool.pointer, self._here)}
         floors = {d: self._rate(lambda d=d: self._plain(*bus[d])) for d in DIRECTIONS}
         hbm = self._rate(lambda: self._plain(self._aside.pointer, self._pool.pointer))
         yield from (Row(f"gpu/bus/{d}", floors[d], "GB/s") for d in DIRECTIONS)
         for direction in DIRECTIONS:
             for kind in KINDS:
-                yield from self._over_the_bus(direction, kind, floors[direction])
+                peer = theirs.get(direction) if kind == "nhd" else None
+                yield from self._over_the_bus(direction, kind, floors[direction], peer)
         yield Row("gpu/call/gather", self._kept_us(), "us")
         yield Row("gpu/hbm/plain", hbm, "GB/s")
         yield from self._within(hbm)
         for direction in DIRECTIONS:
             yield from self._by_size(direction, floors[direction])
 
-    def _over_the_bus(self, direction: Direction, kind: Kind, floor: float) -> Iterator[Row]:
+    def _over_the_bus(self, direction: Direction, kind: Kind, floor: float, peer: float | None) -> Iterator[Row]:
         pages = self._group(kind)
         for way in (None, *WAYS):
             self._copier.way = way
             value = self._copied(direction, pages, None)
-            yield Row("/".join(["gpu", direction, "2MiB", kind, *([way] if way else [])]), value, "GB/s", floor)
+            yield Row(
+                "/".join(["gpu", direction, "2MiB", kind, *([way] if way else [])]),
+                value,
+                "GB/s",
+                floor,
+                None if way else peer,
+            )
         self._copier.way = None
         for form in FORMATS if kind != "whole" else ():
             yield Row(f"gpu/{direction}/{form}/{kind}", self._copied(direction, pages, form), "GB/s", floor)
@@ -184,15 +198,27 @@ class Bench:
         return self._total / median(self._device.seconds(self._stream, work) for _ in range(self._runs)) / 1e9
 
 
+def of_lmcache(python: str) -> dict[str, float]:
+    """GB/s of LMCache's copies by direction, measured by that interpreter while nothing else uses the device."""
+    worker = Path(__file__).parent / "versus" / "gpu.py"
+    answer = subprocess.run([python, worker], stdout=subprocess.PIPE, check=True, timeout=120).stdout
+    return dict(json.loads(answer.splitlines()[-1]))
+
+
 def main() -> None:
-    given = options(__doc__).parse_args()
+    parser = options(__doc__)
+    parser.add_argument("--lmcache", metavar="PYTHON", help="an interpreter where LMCache's CUDA kernels load")
+    given = parser.parse_args()
     try:
         device = CupyDevice(0)
     except ConfigError as error:
         publish("gpu_copy", [], given.json, notes=[f"not measured: {error}"])
         return
+    theirs, notes = {}, ["LMCache's copies: not measured"]
+    if given.lmcache:
+        theirs, notes = of_lmcache(given.lmcache), ["peer: LMCache's CUDA kernel, chunks of 256 tokens"]
     bench = Bench(device, LAYOUT, PAGES, BLOCKS, runs=5 if given.quick else 20)
-    publish("gpu_copy", list(bench.rows()), given.json)
+    publish("gpu_copy", list(bench.rows(theirs)), given.json, notes=notes)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ def test_every_row_is_there_once(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_copy = importlib.import_module("gpu_copy")
     layout = KVLayout.mha(layers=2, kv_heads=2, head_dim=64)
     device = HostDevice()
-    rows = list(gpu_copy.Bench(device, layout, pages=8, blocks=4, runs=1).rows())
+    rows = list(gpu_copy.Bench(device, layout, pages=8, blocks=4, runs=1).rows({"gather": 2.0}))
     ids = [row.id for row in rows]
+    assert [row.id for row in rows if row.peer is not None] == ["gpu/gather/2MiB/nhd"]
     assert len(ids) == len(set(ids))
     for direction in ("gather", "scatter"):
         for kind in ("whole", "nhd", "hnd"):
