@@ -9,7 +9,8 @@ until then. Nothing is set by hand but how much evidence outweighs the prior.
 
 While evidence is thin, the hazard of a class is drawn to that of all classes, that to the one of the bin before, and
 the first to a prior. So what was never seen counts as what is nearest to it: a scan makes nothing
-old dear. As bins grow with age, one chance for each falls as 1 / age: by the prior alone the policy ranks as LRU does.
+old dear. As bins grow with age, one chance for each falls as 1 / age, and of what is worth the same the older leaves: by
+the prior alone the policy ranks as LRU does.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _ENDS = np.append(_EDGES[1:], 2 * _EDGES[-1])
 _WIDE = np.flatnonzero(_ENDS > _EDGES)  # bins in which an age can be: the first ones are narrower than one request
 _WIDTH = (_ENDS - _EDGES)[_WIDE]
 _OF_BIN = np.maximum(np.searchsorted(_WIDE, np.arange(AGE_BINS), "right") - 1, 0)  # where each bin's value stands
+_YOUNGER_FIRST = 1 - 1e-6 * np.arange(AGE_BINS)  # of blocks worth the same, the older leaves
 _LATER = np.tri(len(_WIDE), dtype=bool).T  # [a, T]: T ends after a begins
 
 
@@ -42,7 +44,7 @@ class Hazard:
     def values(self, evidence: Evidence) -> Table:
         seen = evidence.reused[:, _WIDE].astype(np.float64)
         unseen = (evidence.waiting + evidence.forgotten)[:, _WIDE].astype(np.float64)
-        return index(hazards(seen, unseen))[:, _OF_BIN]
+        return index(hazards(seen, unseen))[:, _OF_BIN] * _YOUNGER_FIRST
 
 
 def hazards(seen: Table, unseen: Table) -> Table:

@@ -24,8 +24,9 @@ def test_a_policy_ranks_every_class_and_age(make: type[Policy]) -> None:
     assert list(policy.bounds) == sorted(set(policy.bounds))
 
 
-def test_lru_values_the_newer_more() -> None:
-    values = LRU().values(Evidence.none(LRU()))
+@pytest.mark.parametrize("make", POLICIES)
+def test_before_anything_was_seen_the_newer_is_worth_more(make: type[Policy]) -> None:
+    values = make().values(Evidence.none(make()))
     assert (np.diff(values[0]) < 0).all()
 
 

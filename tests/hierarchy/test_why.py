@@ -96,7 +96,7 @@ def test_evicted_when_by_whom_at_what_age() -> None:
             turn(cache, range(1000 * chain, 1000 * chain + 40), f"filler {chain}")
         assert turn(cache, range(40), "again") == "evicted"
         told = story(cache, "again")
-        assert (told["tier"], told["why"]) == ("host", "lru")
+        assert (told["tier"], told["why"]) == ("host", "hazard")
         assert told["age_requests"] >= 1
         assert told["lost_ago_s"] >= 0
         assert told["age_s"] >= 0
