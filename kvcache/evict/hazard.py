@@ -8,9 +8,8 @@ Gittins (1979): the best, over all T, of the expected uses again between a and T
 until then. Nothing is set by hand but how much evidence outweighs the prior.
 
 While evidence is thin, the hazard of a class is drawn to that of all classes, that to the one of the bin before, and
-the first to a prior. So what was never seen counts as what is nearest to it: a scan makes nothing
-old dear. As bins grow with age, one chance for each falls as 1 / age, and of what is worth the same the older leaves: by
-the prior alone the policy ranks as LRU does.
+the first to a prior. So what was never seen counts as what is nearest to it: a scan makes nothing old dear. The prior
+is one chance for each bin, bins grow with age, and of what is worth the same the older leaves: it begins as LRU does.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence
 Table = NDArray[np.float64]
 
 PRIOR = 0.005
-"""Chance of a use again in any bin of age, before anything was seen."""
+"""Chance of a use again in a bin that spans a fifth of an octave, before anything was seen."""
 PSEUDO = 30.0
 """How many blocks seen in a bin weigh as much as what they are drawn to."""
 
@@ -31,6 +30,7 @@ _EDGES = np.asarray(AGE_EDGES, np.float64)
 _ENDS = np.append(_EDGES[1:], 2 * _EDGES[-1])
 _WIDE = np.flatnonzero(_ENDS > _EDGES)  # bins in which an age can be: the first ones are narrower than one request
 _WIDTH = (_ENDS - _EDGES)[_WIDE]
+_PART = _WIDTH / (_EDGES + _ENDS)[_WIDE]  # of an age, that a bin spans: alike but where bins are rounded to requests
 _OF_BIN = np.maximum(np.searchsorted(_WIDE, np.arange(AGE_BINS), "right") - 1, 0)  # where each bin's value stands
 _YOUNGER_FIRST = 1 - 1e-6 * np.arange(AGE_BINS)  # of blocks worth the same, the older leaves
 _LATER = np.tri(len(_WIDE), dtype=bool).T  # [a, T]: T ends after a begins
@@ -52,9 +52,10 @@ def hazards(seen: Table, unseen: Table) -> Table:
     that were, `unseen`: those that were last seen waiting in the bin, and count for half of it."""
     risk = (seen + unseen)[:, ::-1].cumsum(1)[:, ::-1] - unseen / 2
     events, exposed = seen.sum(0), risk.sum(0)
-    every, younger = np.empty_like(events), PRIOR
+    every, part = np.empty_like(events), PRIOR / _PART[-2]
     for b in range(len(every)):
-        every[b] = younger = (events[b] + PSEUDO * younger) / (exposed[b] + PSEUDO)
+        every[b] = (events[b] + PSEUDO * part * _PART[b]) / (exposed[b] + PSEUDO)
+        part = every[b] / _PART[b]
     chance: Table = np.minimum((seen + PSEUDO * every) / (risk + PSEUDO), 1 - 1e-6)
     return chance
 
