@@ -25,8 +25,8 @@ class Mapping:
     """One extent. Its memory is unmapped when nobody uses it any more: who copies has a slot of it until then."""
 
     def __init__(self, descriptor: int, slot_bytes: int, size_bytes: int, *, writable: bool) -> None:
-        total = size_bytes + table_bytes(size_bytes)
-        if not 0 < slot_bytes <= size_bytes <= MOST_BYTES or os.fstat(descriptor).st_size < total:
+        total = os.fstat(descriptor).st_size  # whole pages, which may be huge ones
+        if not 0 < slot_bytes <= size_bytes <= MOST_BYTES or total < size_bytes + table_bytes(size_bytes):
             raise ProtocolError(f"an extent of {size_bytes} bytes in slots of {slot_bytes}: its file is another")
         self.writable, self.slot_bytes, self.count = writable, slot_bytes, size_bytes // slot_bytes
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
