@@ -49,7 +49,7 @@ from versus.figures import (
     through_host,
     through_redis,
 )
-from versus.side import Side
+from versus.side import LostError, Side
 from versus.truth import Fault, Start, faults
 
 from kvcache.machine import cache_directory
@@ -107,7 +107,7 @@ def measure(start: Start, place: Path, sizes: Sizes) -> tuple[list[Row], list[st
             *matching(turns, sizes),
             *through_host(turns, sizes),
             *through_disk(turns, sizes, place),
-            *shared(fresh, sizes),
+            *shared(fresh, sizes, notes),
             *beside(fresh("ours"), {name: fresh("theirs") for name in STRUCTURES}, sizes),
         ]
     rows = [figure.row for figure in figures]
@@ -117,8 +117,9 @@ def measure(start: Start, place: Path, sizes: Sizes) -> tuple[list[Row], list[st
     return rows, notes
 
 
-def shared(fresh: Callable[[str], Side], sizes: Sizes) -> Iterator[Figure]:
-    """Through a server of its own for each; processes as well, since LMCache's engine does not end with a server."""
+def shared(fresh: Callable[[str], Side], sizes: Sizes, notes: list[str]) -> Iterator[Figure]:
+    """Through a server of its own for each; processes as well, since LMCache's engine does not end with a server.
+    A side that does not answer costs the rows that it was asked for, no others."""
     if MISSING:
         print(f"no rows of Redis: {MISSING}", file=sys.stderr)
         return
@@ -127,6 +128,8 @@ def shared(fresh: Callable[[str], Side], sizes: Sizes) -> Iterator[Figure]:
             server = Server()
             try:
                 yield from measured(Turns(fresh("ours"), fresh("theirs")), sizes, server.tcp, native=native)
+            except LostError as lost:
+                notes.append(f"{measured.__name__}, {'native' if native else 'redis://'}: not measured, {lost.what}")
             finally:
                 server.end()
 
