@@ -19,6 +19,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import redis
@@ -188,7 +189,7 @@ def main() -> None:
                 rows += transfers(server, size, way, rounds)
     finally:
         server.end()
-    publish("redis_tier", rows, arguments.json, notes=[f"server: {BINARY}", f"redis-py {redis.__version__}"])
+    publish("redis_tier", rows, arguments.json, notes=[f"server: {Path(BINARY).name}", f"redis-py {redis.__version__}"])
 
 
 if __name__ == "__main__":

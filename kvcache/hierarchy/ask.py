@@ -97,7 +97,7 @@ class Ask:
                 return question
             self._open += 1
         for tier, executor in zip(self._tiers, self._executors, strict=True):
-            executor.submit(lambda tier=tier: self._answer(tier, question))  # type: ignore[misc]
+            executor.submit(lambda tier=tier: self._answer(tier, question))  # type: ignore[misc]  # a default binds it to this turn
         return question
 
     def _answer(self, tier: SharedTier, question: Question) -> None:

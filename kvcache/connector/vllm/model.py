@@ -52,7 +52,7 @@ def combine(
     stages = sorted({stage for stage, _ in ranks})
     width = len({tensor for _, tensor in ranks})
     first = ranks[stages[0], 0]
-    groups, shards = [], {rank: [] for rank in ranks}  # type: ignore[var-annotated]
+    groups, shards = [], {rank: [] for rank in ranks}  # type: ignore[var-annotated]  # told by the return
     for g, shape in enumerate(first):
         parts = 1 if shape.look.kind == "mla" else width // replicas
         layer = 0
