@@ -9,7 +9,7 @@ import json
 import logging
 import sys
 
-from kvcache.settings import Log
+from kvcache.settings.service import Log
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _TEXT_OF_A_REQUEST = "%(asctime)s %(levelname)s %(name)s request=%(request_id)s: %(message)s"

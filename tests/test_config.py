@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvcache.config import FOREIGN, load
 from kvcache.errors import ConfigError
-from kvcache.settings import TABLE, GiB, MiB, Settings
+from kvcache.settings import TABLE, Settings
+from kvcache.values import GiB, MiB
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +96,7 @@ def test_the_directory_variable_moves_the_drive(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_drive_in_memory_is_refused_unless_its_size_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.settings.in_memory", lambda path: True)
+    monkeypatch.setattr("kvcache.settings.tiers.in_memory", lambda path: True)
     text = refusal(nvme__path=str(tmp_path))
     assert "nvme.path" in text
     assert str(tmp_path) in text
@@ -106,9 +107,9 @@ def test_a_drive_in_memory_is_refused_unless_its_size_is_given(tmp_path: Path, m
 
 def test_a_fifth_of_the_disk_whatever_the_cache_holds_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = {"free": 100 * GiB, "held": 0}
-    monkeypatch.setattr("kvcache.settings.in_memory", lambda path: False)
-    monkeypatch.setattr("kvcache.settings.disk_free_bytes", lambda path: disk["free"])
-    monkeypatch.setattr("kvcache.settings.disk_held_bytes", lambda path: disk["held"])
+    monkeypatch.setattr("kvcache.settings.tiers.in_memory", lambda path: False)
+    monkeypatch.setattr("kvcache.settings.tiers.disk_free_bytes", lambda path: disk["free"])
+    monkeypatch.setattr("kvcache.settings.tiers.disk_held_bytes", lambda path: disk["held"])
     sizes = []
     for free, held in ((100, 0), (80, 20), (0, 20)):
         disk.update(free=free * GiB, held=held * GiB)

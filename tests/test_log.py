@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.log import apply
 from kvcache.observe.request import logger, working_for
-from kvcache.settings import Log
+from kvcache.settings.service import Log
 
 
 @pytest.fixture(autouse=True)

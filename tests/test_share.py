@@ -32,7 +32,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A machine of 64 GiB, with nobody else on it."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(share, "runtime_directories", lambda: [tmp_path / "kvcache"])
-    monkeypatch.setattr("kvcache.settings.memory", lambda: Memory(64 * GiB, 60 * GiB, "machine"))
+    monkeypatch.setattr("kvcache.settings.tiers.memory", lambda: Memory(64 * GiB, 60 * GiB, "machine"))
     for name in share._RANKS:
         monkeypatch.delenv(name, raising=False)
     yield tmp_path / "kvcache"

@@ -1,18 +1,11 @@
-"""The tree of settings: names, types, bounds, defaults, and what each is for.
-
-What nobody gives is a default, of which some are made from the machine. `kvcache.config.load` makes the tree from a
-file, variables and keywords; `docs/configuration.md` is written from this file.
-"""
+"""Where blocks are kept: a section for each tier."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, PrivateAttr, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import BeforeValidator, Field, model_validator
 
 from kvcache.errors import ConfigError
 from kvcache.machine import cache_directory, disk_free_bytes, disk_held_bytes, in_memory, memory
@@ -34,8 +27,6 @@ from kvcache.values import (
     made,
     no_larger,
 )
-
-PREFIX = "KVCACHE_"
 
 Write = Literal["write_through", "write_back", "on_second_use", "off"]
 
@@ -217,164 +208,3 @@ class Redis(Section):
                 "redis.password_file or the variable KVCACHE_REDIS_PASSWORD"
             )
         return self
-
-
-class Evict(Section):
-    """Who leaves a full tier."""
-
-    policy: Literal["hazard", "lru"] = Field(default="hazard", description="`hazard`: expected use. `lru`: last use.")
-
-
-class Flow(Section):
-    """What moves between tiers, and when."""
-
-    queue_blocks: Count = Field(default=4096, description="Blocks on their way down, beyond which more are dropped.")
-    threads: Count = Field(default=2, description="Threads that move blocks between tiers.")
-    deadline_s: Seconds = Field(
-        default=2.0, description="After so long a block that has not come is a miss, unless the request says otherwise."
-    )
-    ask_deadline_s: Seconds = Field(
-        default=0.5, description="After so long a shared tier that has not said what it has of a prompt has nothing."
-    )
-    known_blocks: Count = Field(
-        default=1 << 18, description="Blocks of a shared tier to remember, at about 100 bytes of memory each."
-    )
-
-
-class Plan(Section):
-    """Whether what was found is loaded, or computed again because that is sooner."""
-
-    enabled: bool = Field(
-        default=True,
-        description="Load only what comes sooner than the engine would compute it, by rates measured here. Without "
-        "effect until the engine tells what computing takes.",
-    )
-
-
-class Explain(Section):
-    """What is remembered of the prompts that were asked for, so that a person can ask why one was not found."""
-
-    memory_bytes: Bytes = Field(
-        default=32 * MiB,
-        description="Memory for their token ids and signatures, the newest of them. 0: none are kept, and it cannot be "
-        "said where two prompts part.",
-    )
-
-
-class Canary(Section):
-    """Loaded blocks that the engine computes again, where it offers to, to compare them with what was loaded."""
-
-    one_in: Annotated[int, BeforeValidator(as_number), Field(ge=0, le=1 << 30)] = Field(
-        default=0,
-        description="One loaded block in so many is computed again, which costs what computing costs. 0: none.",
-    )
-
-
-class Daemon(Section):
-    """A cache that serves other processes of this host: `kvcache daemon`."""
-
-    socket: str = Field(
-        default="",
-        description="Path of the Unix socket that it listens on.",
-        json_schema_extra=made("`kvcache.socket` in the user's runtime directory"),
-    )
-    mode: Annotated[str, Field(pattern="^0?[0-7]{3}$")] = Field(
-        default="600",
-        description="Who may connect: the socket's mode, in octal. Others than the owner need group or other.",
-    )
-    connections: Count = Field(default=512, description="Open at a time, at most; an engine's process has up to five.")
-    lease_s: Seconds = Field(
-        default=10.0, description="How long a client may take to copy what it was lent before it is let go."
-    )
-    drain_s: Seconds = Field(default=5.0, description="How long transfers under way may take to end at SIGTERM.")
-
-
-class Trace(Section):
-    """What is written down of the requests: times and the names of blocks, nothing of what is in them."""
-
-    path: str = Field(
-        default="",
-        description="A file to append to, which `kvcache replay` reads. Without one nothing is written.",
-    )
-    file_bytes: Bytes = Field(
-        default=64 * MiB, description="A file of this size becomes `PATH.1`, in the place of the one before."
-    )
-
-
-class Control(Section):
-    """The socket by which `kvcache ps`, `stats`, `check` and `bypass` reach this cache; for its own user only."""
-
-    enabled: bool = Field(default=True, description="Whether the cache listens, in the user's runtime directory.")
-
-
-class Log(Section):
-    """What the package says through Python's `logging`, under the name `kvcache`."""
-
-    format: Literal["none", "text", "json"] = Field(
-        default="none", description="`none` leaves it to the program around; `text`, `json`: lines on standard error."
-    )
-    level: Literal["debug", "info", "warning", "error"] = Field(
-        default="warning", description="The least that is said."
-    )
-
-
-class Settings(Section):
-    """All of them. Made by `load`; frozen."""
-
-    block_tokens: Annotated[Count, Field(le=65535)] = Field(
-        default=16, description="Tokens in a block, for engines that take it from here; a layout brings its own."
-    )
-    host: Host = Field(default_factory=Host)
-    nvme: Nvme = Field(default_factory=Nvme)
-    redis: Redis = Field(default_factory=Redis)
-    evict: Evict = Field(default_factory=Evict)
-    flow: Flow = Field(default_factory=Flow)
-    plan: Plan = Field(default_factory=Plan)
-    explain: Explain = Field(default_factory=Explain)
-    canary: Canary = Field(default_factory=Canary)
-    daemon: Daemon = Field(default_factory=Daemon)
-    trace: Trace = Field(default_factory=Trace)
-    control: Control = Field(default_factory=Control)
-    log: Log = Field(default_factory=Log)
-    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
-
-    def origin(self, name: str) -> str:
-        """Where the value of `host.capacity_bytes`, say, came from."""
-        return self._origins.get(name, TABLE[name].origin)
-
-    def value(self, name: str) -> Any:
-        section, _, last = name.rpartition(".")
-        return getattr(getattr(self, section) if section else self, last)
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One row of the table of settings."""
-
-    name: str
-    field: FieldInfo
-
-    @property
-    def made(self) -> str:
-        extra = self.field.json_schema_extra
-        return str(extra.get("made", "")) if isinstance(extra, dict) else ""
-
-    @property
-    def origin(self) -> str:
-        return f"default: {self.made}" if self.made else "default"
-
-    @property
-    def variable(self) -> str:
-        return PREFIX + self.name.upper().replace(".", "__")
-
-
-def _rows(section: type[BaseModel], above: str = "") -> Iterator[Setting]:
-    for name, field in section.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _rows(field.annotation, f"{above}{name}.")
-        else:
-            yield Setting(above + name, field)
-
-
-TABLE: Mapping[str, Setting] = {row.name: row for row in _rows(Settings)}
-SECTIONS = frozenset(name.split(".")[0] for name in TABLE if "." in name)

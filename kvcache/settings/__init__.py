@@ -1,0 +1,83 @@
+"""The tree of settings: names, types, bounds, defaults, and what each is for.
+
+What nobody gives is a default, of which some are made from the machine. `kvcache.config.load` makes the tree from a
+file, variables and keywords; `docs/configuration.md` is written from this room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, PrivateAttr
+from pydantic.fields import FieldInfo
+
+from kvcache.settings.service import Control, Daemon, Log, Trace
+from kvcache.settings.tiers import Host, Nvme, Redis
+from kvcache.settings.work import Canary, Evict, Explain, Flow, Plan
+from kvcache.values import Count, Section
+
+PREFIX = "KVCACHE_"
+
+
+class Settings(Section):
+    """All of them. Made by `load`; frozen."""
+
+    block_tokens: Annotated[Count, Field(le=65535)] = Field(
+        default=16, description="Tokens in a block, for engines that take it from here; a layout brings its own."
+    )
+    host: Host = Field(default_factory=Host)
+    nvme: Nvme = Field(default_factory=Nvme)
+    redis: Redis = Field(default_factory=Redis)
+    evict: Evict = Field(default_factory=Evict)
+    flow: Flow = Field(default_factory=Flow)
+    plan: Plan = Field(default_factory=Plan)
+    explain: Explain = Field(default_factory=Explain)
+    canary: Canary = Field(default_factory=Canary)
+    daemon: Daemon = Field(default_factory=Daemon)
+    trace: Trace = Field(default_factory=Trace)
+    control: Control = Field(default_factory=Control)
+    log: Log = Field(default_factory=Log)
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def origin(self, name: str) -> str:
+        """Where the value of `host.capacity_bytes`, say, came from."""
+        return self._origins.get(name, TABLE[name].origin)
+
+    def value(self, name: str) -> Any:
+        section, _, last = name.rpartition(".")
+        return getattr(getattr(self, section) if section else self, last)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table of settings."""
+
+    name: str
+    field: FieldInfo
+
+    @property
+    def made(self) -> str:
+        extra = self.field.json_schema_extra
+        return str(extra.get("made", "")) if isinstance(extra, dict) else ""
+
+    @property
+    def origin(self) -> str:
+        return f"default: {self.made}" if self.made else "default"
+
+    @property
+    def variable(self) -> str:
+        return PREFIX + self.name.upper().replace(".", "__")
+
+
+def _rows(section: type[BaseModel], above: str = "") -> Iterator[Setting]:
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _rows(field.annotation, f"{above}{name}.")
+        else:
+            yield Setting(above + name, field)
+
+
+TABLE: Mapping[str, Setting] = {row.name: row for row in _rows(Settings)}
+SECTIONS = frozenset(name.split(".")[0] for name in TABLE if "." in name)

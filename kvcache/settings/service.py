@@ -1,0 +1,57 @@
+"""How others reach the cache, and what it writes down."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from kvcache.values import Bytes, Count, MiB, Seconds, Section, made
+
+
+class Daemon(Section):
+    """A cache that serves other processes of this host: `kvcache daemon`."""
+
+    socket: str = Field(
+        default="",
+        description="Path of the Unix socket that it listens on.",
+        json_schema_extra=made("`kvcache.socket` in the user's runtime directory"),
+    )
+    mode: Annotated[str, Field(pattern="^0?[0-7]{3}$")] = Field(
+        default="600",
+        description="Who may connect: the socket's mode, in octal. Others than the owner need group or other.",
+    )
+    connections: Count = Field(default=512, description="Open at a time, at most; an engine's process has up to five.")
+    lease_s: Seconds = Field(
+        default=10.0, description="How long a client may take to copy what it was lent before it is let go."
+    )
+    drain_s: Seconds = Field(default=5.0, description="How long transfers under way may take to end at SIGTERM.")
+
+
+class Trace(Section):
+    """What is written down of the requests: times and the names of blocks, nothing of what is in them."""
+
+    path: str = Field(
+        default="",
+        description="A file to append to, which `kvcache replay` reads. Without one nothing is written.",
+    )
+    file_bytes: Bytes = Field(
+        default=64 * MiB, description="A file of this size becomes `PATH.1`, in the place of the one before."
+    )
+
+
+class Control(Section):
+    """The socket by which `kvcache ps`, `stats`, `check` and `bypass` reach this cache; for its own user only."""
+
+    enabled: bool = Field(default=True, description="Whether the cache listens, in the user's runtime directory.")
+
+
+class Log(Section):
+    """What the package says through Python's `logging`, under the name `kvcache`."""
+
+    format: Literal["none", "text", "json"] = Field(
+        default="none", description="`none` leaves it to the program around; `text`, `json`: lines on standard error."
+    )
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="warning", description="The least that is said."
+    )
