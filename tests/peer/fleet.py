@@ -13,7 +13,8 @@ from typing import Any
 import redis
 from redis.crc import key_slot
 
-from tests.peer.server import Server, free_port
+from tests.peer.port import free_port
+from tests.peer.server import Server
 
 SLOTS = 16_384
 
@@ -46,7 +47,17 @@ class Cluster:
     """`masters` nodes with the slots divided among them, and a replica for each where `replicas`."""
 
     def __init__(self, masters: int = 3, *, replicas: bool = False, binary: str | None = None) -> None:
-        self.nodes = [Node(binary=binary) for _ in range(masters * (2 if replicas else 1))]
+        self.nodes: list[Node] = []
+        try:
+            while len(self.nodes) < masters * (2 if replicas else 1):
+                self.nodes.append(Node(binary=binary))
+            self._join(masters)
+        except BaseException:
+            self.end()
+            raise
+        self.url = "redis://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes) + "/0"
+
+    def _join(self, masters: int) -> None:
         self.masters = self.nodes[:masters]
         for i, node in enumerate(self.masters):
             first, end = i * SLOTS // masters, (i + 1) * SLOTS // masters
@@ -58,7 +69,6 @@ class Cluster:
         for master, replica in zip(self.masters, self.nodes[masters:], strict=False):
             until(lambda m=master, r=replica: r.client.execute_command("CLUSTER REPLICATE", m.id), "a replica")
         until(lambda: all(self._is_well(node) for node in self.nodes), "the cluster is well")
-        self.url = "redis://" + ",".join(f"127.0.0.1:{node.port}" for node in self.nodes) + "/0"
 
     def _sees_all(self, node: Node) -> bool:
         lines = node.client.execute_command("CLUSTER NODES")

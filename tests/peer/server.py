@@ -10,7 +10,6 @@ import atexit
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from importlib.util import find_spec
@@ -20,6 +19,8 @@ from typing import Any
 import redis
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
+
+from tests.peer.port import free_port
 
 
 def _binary() -> str | None:
@@ -62,16 +63,6 @@ def with_tls() -> str | None:
     return None
 
 
-def free_port(below: int = 65_536) -> int:
-    """One of loopback that nobody uses now. A node of a cluster also takes the port 10,000 above its own."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port < below:
-            return port
-
-
 class Server:
     """One process. `tcp` and `unix` are its URLs; it keeps port and directory when it is started again."""
 
@@ -98,9 +89,14 @@ class Server:
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", self.socket, "--save", ""]
         options += ["--dir", self._directory.name, "--appendonly", "no", "--daemonize", "no", *self._arguments]
         options += ["--requirepass", self._password] if self._password else []
-        self._process = subprocess.Popen([self.binary, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        said = Path(self._directory.name, "log")
+        with said.open("wb") as log:
+            self._process = subprocess.Popen([self.binary, *options], stdout=log, stderr=log)
         while not self._answers():
-            assert self._process.poll() is None, f"{self.binary} ended with status {self._process.returncode}"
+            if (status := self._process.poll()) is not None:
+                last = said.read_text(errors="replace")[-2000:]
+                self.end()
+                raise RuntimeError(f"{self.binary} ended with status {status}:\n{last}")
 
     def _answers(self) -> bool:
         try:

@@ -17,7 +17,8 @@ from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.endpoint import PASSWORD
 from kvcache.tier.tier import Outcome
 from tests.peer.certificates import OPENSSL, authority, certificate
-from tests.peer.server import MISSING, Server, free_port, with_tls
+from tests.peer.port import free_port
+from tests.peer.server import MISSING, Server, with_tls
 from tests.tier.blocks import buffer, chain, holds, record
 from tests.tier.test_redis_cluster import read, write
 from tests.tier.test_redis_faults import until_open

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,8 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.peer.port import free_port
 
 ROOT = Path(__file__).parents[3]
 PAGE = 16
@@ -53,9 +54,7 @@ def linker(**ours: Any) -> list[str]:
 
 class Server:
     def __init__(self, model: str, place: Path, *flags: str, env: Mapping[str, str] | None = None) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         place.mkdir(parents=True, exist_ok=True)
         self.log = place / f"server-{self.port}.log"
         environment = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.peer.port import free_port
 from tests.peer.vllm.conftest import PYTHON, ROOT, WATCHDOG_S
 from tests.peer.vllm.prompts import ids
 
@@ -26,9 +26,7 @@ PROMPT = ids(1400, 1)
 def served(model: Path, place: Path, *more: str) -> Iterator[str]:
     """The address of a server whose cache is at a place."""
     assert PYTHON is not None
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = place / f"serve-{port}.log"
     env = {
         **os.environ,
