@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import os
 import resource
+from pathlib import Path
 
 from kvcache.errors import ConfigError
+from kvcache.observe.request import logger
 from kvcache.settings import Settings
 from kvcache.tier.region import Region
 from kvcache.units import show_bytes
 
 OWN_DESCRIPTORS = 64
 """Files, sockets and threads' ends beside those that grow with the settings."""
+GPU = Path("/dev/nvidiactl")
+"""There where a driver of NVIDIA's runs."""
+
+_log = logger("kvcache.daemon")
 
 
 def descriptors(settings: Settings) -> int:
@@ -19,6 +25,19 @@ def descriptors(settings: Settings) -> int:
     host, nvme = settings.host, settings.nvme
     segments = -(-nvme.capacity_bytes // nvme.segment_bytes) if nvme.enabled else 0
     return -(-host.capacity_bytes // host.extent_bytes) + 2 * settings.daemon.connections + segments + OWN_DESCRIPTORS
+
+
+def locked(settings: Settings) -> str:
+    """What is wrong with the locked-memory limit, if anything. Engines with a GPU pin the arena, each for itself, and
+    mostly under the limit that the daemon has too; the daemon itself locks nothing, so that it serves all the same."""
+    needed, (_, hard) = settings.host.capacity_bytes, resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if not GPU.exists() or hard == resource.RLIM_INFINITY or hard >= needed:
+        return ""
+    return (
+        f"{show_bytes(hard)} of memory may be locked (ulimit -Hl): an engine with a GPU pins {show_bytes(needed)} "
+        "(host.capacity_bytes), and copies at a part of the speed where it may not; LimitMEMLOCK=infinity for a "
+        "service, --ulimit memlock=-1 for a container, or give less host.capacity_bytes"
+    )
 
 
 def prepare(settings: Settings) -> None:
@@ -31,6 +50,8 @@ def prepare(settings: Settings) -> None:
         raise ConfigError(
             f"no file in memory can be made ({error.strerror}): memfd_create, ftruncate and sealing must be allowed"
         ) from None
+    if refused := locked(settings):
+        _log.warning("%s", refused)
     needed, (soft, hard) = descriptors(settings), resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise ConfigError(

@@ -5,18 +5,24 @@
 
 Whichever process of the engine comes first starts it, the others find it by the engine's id. It ends when the engine
 does: once none of its processes has been connected for a while. Nobody has to run anything to begin with.
+
+An engine that is restarted has another id, and the daemon of the one before may still be there, with the NVMe directory
+that both name. It is the one that the new engine gets, as does any other engine that names this directory and gives the
+same settings: what is in host memory is there at once.
 """
 
 from __future__ import annotations
 
 import fcntl
+import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -26,6 +32,7 @@ from kvcache.config import load
 from kvcache.daemon.address import SCHEME
 from kvcache.daemon.control.place import prepare
 from kvcache.errors import StoreError
+from kvcache.observe.request import logger
 from kvcache.settings import TABLE
 
 LINGER_S = 10.0
@@ -34,6 +41,9 @@ START_S = 60.0
 """For a daemon to read its journal and listen, at most."""
 _LOOK_S = 0.02
 _STEM = "engine-"
+_PROCESS = re.compile(r"\d+")
+
+_log = logger("kvcache.daemon")
 
 
 def find_or_start(
@@ -50,14 +60,26 @@ def find_or_start(
     `settings` and the file are as for `kvcache.open`; those of the process that starts it hold. ConfigError for one
     that makes no sense, StoreError with the daemon's own words where it does not start.
     """
-    load(settings_file, environ, **settings)
+    loaded = load(settings_file, environ, **settings)
+    given = {name: str(loaded.value(name)) for name in TABLE if _decides(name) and loaded.given(name)}
+    directories = loaded.nvme.directories if loaded.nvme.enabled else ()
     path = socket_path(engine, environ)
     if answers(path):
         return f"{SCHEME}{path}"
+    end = time.monotonic() + timeout_s
     with _starting(path.parent):
-        if not answers(path):
+        while not answers(path):
             _sweep(path.parent)
-            _start(path, settings_file, linger_s, timeout_s, {**environ, **variables(settings)})
+            owner = _private_owner(path.parent, directories)
+            if owner is not None and answers(owner):
+                return f"{SCHEME}{_shared(owner, given)}"
+            try:
+                _start(path, settings_file, linger_s, end, {**environ, **variables(settings)}, given)
+            except StoreError:
+                ending = _process_of(_lock_of(path)) or owner is not None  # which writes what is queued first
+                if not ending or time.monotonic() > end:
+                    raise
+                time.sleep(_LOOK_S)
     return f"{SCHEME}{path}"
 
 
@@ -103,9 +125,11 @@ def _start(
     path: Path,
     settings_file: str | os.PathLike[str] | None,
     linger_s: float,
-    timeout_s: float,
+    end: float,
     environ: Mapping[str, str],
+    given: Mapping[str, str],
 ) -> None:
+    _given_file(path).write_text(json.dumps(given))
     words = [sys.executable, "-m", "kvcache.cli.main", "daemon", "--socket", str(path), "--linger-s", str(linger_s)]
     if settings_file is not None:
         words.append(os.fspath(settings_file))
@@ -121,7 +145,6 @@ def _start(
             env=environ,
             start_new_session=True,
         )
-    end = time.monotonic() + timeout_s
     while not answers(path):
         if process.poll() is not None:
             lines = log.read_text(errors="replace").strip().splitlines() or [f"it left with {process.returncode}"]
@@ -129,16 +152,77 @@ def _start(
         if time.monotonic() > end:
             process.kill()
             process.wait()
-            raise StoreError(f"no private daemon: it did not listen within {timeout_s:g} s; see {log}")
+            raise StoreError(f"no private daemon: it did not listen in time; see {log}")
         time.sleep(_LOOK_S)
     threading.Thread(target=process.wait, name="kvcache-private", daemon=True).start()  # leaves no zombie behind
+
+
+def _decides(name: str) -> bool:
+    """Whether a setting makes one cache another than the next: not what is said, to whom and where."""
+    return name.partition(".")[0] not in ("control", "daemon", "log", "trace")
+
+
+def _private_owner(runtime: Path, directories: Sequence[Path]) -> Path | None:
+    """The socket of the private daemon that has one of these NVMe directories; None where nobody has, or another."""
+    for directory in directories:
+        lock = directory / "LOCK"
+        named = Path(_text(lock).rpartition(SCHEME)[2])
+        if named.parent == runtime and named.name.startswith(_STEM) and _process_of(lock):
+            return named
+    return None
+
+
+def _shared(owner: Path, given: Mapping[str, str]) -> Path:
+    """StoreError where its daemon was started with other settings than are given here."""
+    with suppress(OSError, ValueError):
+        theirs = json.loads(_given_file(owner).read_text())
+        other = sorted(name for name in {*theirs, *given} if theirs.get(name) != given.get(name))
+        if other:
+            raise StoreError(
+                f"another engine's daemon ({SCHEME}{owner}) has the NVMe directory, with {other[0]} = "
+                f"{theirs.get(other[0], 'the default')} and not {given.get(other[0], 'the default')}: "
+                "give the same settings to share it, or an nvme.path of its own"
+            )
+    _log.info("shares %s, which has the same NVMe directory and settings", owner)
+    return owner
+
+
+def _process_of(lock: Path) -> int | None:
+    """Which process a lock's file names, if it runs. The lock itself is not tried: whoever opens the directory at that
+    moment would be refused."""
+    number = _PROCESS.search(_text(lock))
+    if number is None:
+        return None
+    try:
+        os.kill(int(number[0]), 0)
+    except (ProcessLookupError, OverflowError):
+        return None
+    except PermissionError:  # somebody else's
+        pass
+    return int(number[0])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+def _given_file(path: Path) -> Path:
+    """What was set otherwise than by default, as text, by name."""
+    return path.with_suffix(".json")
 
 
 def _sweep(directory: Path) -> None:
     """Remove what the daemons of ended engines left behind."""
     for left in directory.glob(f"{_STEM}*.log"):
         path = left.with_suffix(".socket")
-        if not answers(path):
-            for name in (path, left, path.with_name(f"{path.name}.lock")):
+        if not answers(path) and _process_of(_lock_of(path)) is None:
+            for name in (path, left, _lock_of(path), _given_file(path)):
                 with suppress(OSError):
                     name.unlink()

@@ -113,6 +113,9 @@ class Daemon:
             connection.close()
             return
         self._peers.add(peer)
+        if self._lingering is not None:  # somebody looks whether it is there, and comes in a moment
+            self._lingering.cancel()
+            self._lingering = self._loop.call_at(max(self._lingering.when(), self._loop.time() + HELLO_S), self._end)
         if not self.claim.admits(peer.uid):
             _log.warning("user %d (process %d) was refused: this is user %d's cache", peer.uid, peer.pid, os.geteuid())
             peer.send(refusal(UnreachableError(f"this cache is user {os.geteuid()}'s alone: see daemon.mode")))

@@ -45,6 +45,10 @@ class Settings(Section):
         """Where the value of `host.capacity_bytes`, say, came from."""
         return self._origins.get(name, TABLE[name].origin)
 
+    def given(self, name: str) -> bool:
+        """Whether somebody gave it: in a file, a variable or a keyword."""
+        return name in self._origins
+
     def value(self, name: str) -> Any:
         section, _, last = name.rpartition(".")
         return getattr(getattr(self, section) if section else self, last)

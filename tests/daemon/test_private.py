@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -89,3 +90,39 @@ def test_settings_become_variables() -> None:
         "KVCACHE_HOST__CAPACITY_BYTES": "8MiB",
         "KVCACHE_NVME__ENABLED": "false",
     }
+
+
+DRIVE: dict[str, Any] = {"nvme__free_floor_bytes": 0, "host": {"capacity_bytes": "8MiB"}, "control__enabled": False}
+
+
+def test_an_engine_that_is_restarted_gets_the_daemon_of_the_one_before(place: Path) -> None:
+    """It has another id, and the first daemon still has the NVMe directory that both name."""
+    given = DRIVE | {"nvme__path": str(place / "nvme"), "nvme__capacity_bytes": "64MiB"}
+    first = find_or_start("first", **given)
+    with kvcache.open(first) as cache:
+        expected = store(bound_to(cache), list(range(8)), 1)
+        daemon = cache.link.pid
+    assert find_or_start("second", **given) == first
+    with kvcache.open(first) as cache:
+        assert cache.link.pid == daemon
+        assert load(bound_to(cache), list(range(8))) == expected
+        hit = cache.stats()["tiers"]["host"]
+        assert hit["used_bytes"] > 0
+        with pytest.raises(StoreError, match=r"host\.capacity_bytes = 8388608 and not 16777216"):
+            find_or_start("third", **(given | {"host": {"capacity_bytes": "16MiB"}}))
+        os.kill(daemon, signal.SIGTERM)
+
+
+def test_a_daemon_that_is_ending_is_waited_for(place: Path) -> None:
+    given = DRIVE | {"nvme__path": str(place / "nvme"), "nvme__capacity_bytes": "64MiB"}
+    for engine in ("same", "another"):
+        with kvcache.open(find_or_start(engine, **given)) as cache:
+            bound = bound_to(cache)
+            daemon = os.pidfd_open(cache.link.pid)
+            store(bound, list(range(64)), 1)
+            os.kill(cache.link.pid, signal.SIGTERM)
+        where = find_or_start(engine, **given)  # while the first one may be writing what is queued
+        with kvcache.open(where) as cache:
+            assert ended(daemon)
+            assert answers(Path(where.removeprefix("unix:")))
+            os.kill(cache.link.pid, signal.SIGTERM)

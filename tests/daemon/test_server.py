@@ -15,7 +15,7 @@ import pytest
 import kvcache
 from kvcache.config import load as load_settings
 from kvcache.daemon.address import Claim
-from kvcache.daemon.ground import descriptors, prepare
+from kvcache.daemon.ground import descriptors, locked, prepare
 from kvcache.daemon.protocol import FRAME_BYTES, HEAD_BYTES, VERSION, answer, pack
 from kvcache.daemon.wire import Wire
 from kvcache.errors import ConfigError, StoreError, UnreachableError
@@ -97,6 +97,21 @@ def test_what_a_killed_one_left_is_taken_over(house: House) -> None:
     house.start()
     with house.open() as cache:
         assert cache.check() == []
+
+
+def test_it_says_how_much_memory_engines_with_a_gpu_have_to_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = load_settings(None, nvme__enabled=False, host__capacity_bytes="64MiB")
+    limit = {"now": (1 << 20, 8 << 20)}
+    monkeypatch.setattr("kvcache.daemon.ground.resource.getrlimit", lambda _: limit["now"])
+    monkeypatch.setattr("kvcache.daemon.ground.GPU", tmp_path / "none")
+    assert locked(settings) == ""
+    monkeypatch.setattr("kvcache.daemon.ground.GPU", tmp_path)
+    assert "8 MiB of memory may be locked" in locked(settings)
+    assert "pins 64 MiB" in locked(settings)
+    limit["now"] = (1 << 20, 64 << 20)  # the soft one is the engine's own to raise
+    assert locked(settings) == ""
 
 
 def test_it_says_how_many_descriptors_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
