@@ -52,6 +52,8 @@ class Outcome(Enum):
     FAILED = "failed"  # the device or the peer said so
     CANCELLED = "cancelled"
 
+    __hash__ = object.__hash__  # that of Enum is written in Python, and each block's outcome is counted
+
     @property
     def settled(self) -> bool:
         return self is not PENDING
@@ -108,7 +110,7 @@ class Ticket:
     def settle_many(self, first: int, outcomes: Sequence[Outcome]) -> None:
         """As `settle`, of the blocks from `first` on."""
         with self._changed:
-            new = [(i, outcome) for i, outcome in enumerate(outcomes, first) if not self._outcomes[i].settled]
+            new = [(i, outcome) for i, outcome in enumerate(outcomes, first) if self._outcomes[i] is PENDING]
             for i, outcome in new:
                 self._outcomes[i] = outcome
         if self._on_outcome is not None:

@@ -44,6 +44,7 @@ from kvcache.tier.tier import Outcome, Segments, same_record
 DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
 _QUESTIONS = 1024
 """Keys in a piece of a long question."""
+_AHEAD = 2  # pieces that wait for the server
 Result = tuple[Outcome, str]
 Head = bytes | Wrong
 
@@ -102,20 +103,32 @@ class Store:
         return wire.heads(len(names), HEAD_BYTES)
 
     def _ask(self, wire: Wire, names: Sequence[bytes]) -> None:
-        end = b"$%d\r\n%d\r\n" % (len(b"%d" % (HEAD_BYTES - 1)), HEAD_BYTES - 1)
-        middle = b"\r\n$1\r\n0\r\n" + end
-        wire.send([b"".join([b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n%b%b" % (len(n), n, middle) for n in names])])
+        last = b"%d" % (HEAD_BYTES - 1)
+        end = b"\r\n$1\r\n0\r\n$%d\r\n%b\r\n" % (len(last), last)
+        begins = {size: b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n" % size for size in set(map(len, names))}
+        if len(begins) == 1:  # of one place, as nearly always: one join writes them
+            (begin,) = begins.values()
+            wire.send([begin + (end + begin).join(names) + end])
+        else:
+            wire.send([b"".join([begins[len(name)] + name + end for name in names])])
 
     def contains(self, wire: Wire, batch: Batch, settle: Settling) -> None:
-        wanted = batch.wanted
-        for first in range(0, len(wanted), _QUESTIONS):  # while the server answers some, the next are written
-            self._ask(wire, self._names.records(wanted[first : first + _QUESTIONS]))
+        pieces = [range(at, min(at + _QUESTIONS, batch.end)) for at in range(batch.first, batch.end, _QUESTIONS)]
+        for i, piece in enumerate(pieces):  # while the server answers some, the next are written and others judged
+            self._ask(wire, self._names.records(batch.addresses[piece.start : piece.stop]))
+            if i >= _AHEAD:
+                self._answered(wire, batch, pieces[i - _AHEAD], settle)
+        for piece in pieces[-_AHEAD:]:
+            self._answered(wire, batch, piece, settle)
+
+    def _answered(self, wire: Wire, batch: Batch, blocks: range, settle: Settling) -> None:
+        wanted = batch.addresses[blocks.start : blocks.stop]
         heads = wire.heads(len(wanted), HEAD_BYTES)
         sound = [head for head in heads if not isinstance(head, Wrong)]
         if len(sound) == len(heads):
-            settle.many(batch.first, [DONE if there else ABSENT for there in are_heads_of(sound, wanted)])
+            settle.many(blocks.start, [DONE if there else ABSENT for there in are_heads_of(sound, wanted)])
             return
-        for i, address, head in zip(batch.blocks, wanted, heads, strict=True):
+        for i, address, head in zip(blocks, wanted, heads, strict=True):
             settle(i, *self._present(head, address))
 
     def _present(self, head: Head, address: Address) -> Result:

@@ -196,11 +196,12 @@ class Wire:
         skip, step = len(full), len(full) + size + 2
         heads: list[bytes | Wrong] = []
         while len(heads) < count:
-            at, end, data = self._at, self._end, self._bytes
-            while end - at >= step and len(heads) < count and data.startswith(full, at, end):
-                heads.append(bytes(data[at + skip : at + skip + size]))
-                at += step
-            self._at = at
+            data = bytes(self._buffer[self._at : self._end])  # whose slices are bytes at once
+            at, most = 0, min(len(data) // step, count - len(heads))
+            while most and data.startswith(full, at):
+                heads.append(data[at + skip : at + skip + size])
+                at, most = at + step, most - 1
+            self._at += at
             if len(heads) < count:
                 length = self.bulk()
                 if isinstance(length, Wrong):
