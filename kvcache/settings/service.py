@@ -26,11 +26,6 @@ class Daemon(Section):
         default=10.0, description="How long a client may take to copy what it was lent before it is let go."
     )
     drain_s: Seconds = Field(default=5.0, description="How long transfers under way may take to end at SIGTERM.")
-    tokens_file: str = Field(
-        default="",
-        description="A file that says whose a token is: a tenant and the SHA-256 of its token a line, `*` for the "
-        "operator.",
-    )
 
 
 class Trace(Section):
