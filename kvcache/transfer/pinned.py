@@ -36,6 +36,7 @@ class PinnedRegions:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        _raise_limit()
         self._regions: list[_Region] = []  # by address
         self._lock = threading.Lock()
 
@@ -75,6 +76,13 @@ class PinnedRegions:
     def close(self) -> None:
         for region in list(self._regions):
             self.remove(region.memory)
+
+
+def _raise_limit() -> None:
+    """As far as this process may without asking anybody."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
 
 
 def _limit(size_bytes: int) -> str:

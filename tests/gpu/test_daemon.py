@@ -1,0 +1,46 @@
+"""A client of a daemon with a GPU: it pins what it maps, and moves records between its pages and that memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+
+from tests.contract.caches import Engine
+from tests.daemon.house import LAYOUT, House, bound_to
+from tests.gpu.board import cupy
+
+pytestmark = pytest.mark.gpu
+
+TOKENS = list(range(4 * 32))
+BLOCKS = list(range(32))
+
+
+def test_records_move_between_a_gpu_and_the_memory_of_a_daemon() -> None:
+    e = Engine(LAYOUT)
+    e.fill(7, BLOCKS)
+    there = [cupy.asarray(layer) for layer in e.memory[0]]
+    bases = [[on.data.ptr + kv * on.strides[0] for kv in range(2)] for on in there]
+    pages = [replace(e.described[0], bases=np.array(bases, np.uint64), device="cuda:0", owner=there)]
+    with TemporaryDirectory(prefix="kv-") as place:
+        house = House(Path(place)).start()
+        try:
+            with house.open() as cache:
+                bound = bound_to(cache)
+                for _ in range(2):  # at first what is mapped may not be pinned yet, then it is
+                    with bound.request() as r:
+                        r.match(TOKENS)
+                        assert r.store(pages, [BLOCKS]).wait(60)
+                    for layer in there:
+                        layer.fill(np.nan)
+                    with bound.request() as r:
+                        hit = r.match(TOKENS)
+                        r.admit()
+                        assert r.load(hit.blocks, pages, [BLOCKS]).wait(60)
+                    for layer, on in zip(e.memory[0], there, strict=True):
+                        np.testing.assert_array_equal(cupy.asnumpy(on)[:, BLOCKS], layer[:, BLOCKS])
+        finally:
+            house.close()
