@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,28 @@ from kvcache.hierarchy.plan import Span
 from kvcache.hierarchy.prefix import needs
 from kvcache.hierarchy.run import Run, place_of
 from kvcache.hierarchy.spans import spans
+from kvcache.port import Port, SystemClock
 from tests.hierarchy.test_why import LAYOUT, misses, opened, pages, story, turn
 
 SLOW_S = 10.0  # of the drive, for a block
 
 
+class Ticking(SystemClock):
+    """Each look at it is a tenth of a millisecond later."""
+
+    def __init__(self) -> None:
+        self._ticks = itertools.count(1)
+
+    def now(self) -> float:
+        return next(self._ticks) * 1e-4
+
+
 def below(place: Path, **settings: Any) -> Cache:
-    """A cache with ten blocks on its drive alone."""
+    """A cache with ten blocks on its drive alone. Its time goes on by looking at it, however busy the machine."""
     with closing(opened(place)) as cache:
         turn(cache, range(40), "before")
         assert cache.flush(30)
-    return opened(place, **settings)
+    return opened(place, port=Port(clock=Ticking()), **settings)
 
 
 def slow(cache: Cache) -> None:

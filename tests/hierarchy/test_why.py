@@ -26,7 +26,9 @@ LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=256, dtype="fp32", block_to
 BLOCKS = 16
 
 
-def opened(place: Path | None = None, *, host: str = "1MiB", memory: str = "1MiB", **more: Any) -> Cache:
+def opened(
+    place: Path | None = None, *, host: str = "1MiB", memory: str = "1MiB", port: Port | None = None, **more: Any
+) -> Cache:
     nvme: dict[str, Any] = {"enabled": False}
     if place is not None:
         nvme = {"path": place / "nvme", "capacity_bytes": "8MiB", "segment_bytes": "96KiB", "free_floor_bytes": 0}
@@ -37,7 +39,7 @@ def opened(place: Path | None = None, *, host: str = "1MiB", memory: str = "1MiB
         explain={"memory_bytes": memory},
         **more,
     )
-    return Cache(settings, Port())
+    return Cache(settings, port or Port())
 
 
 def pages() -> list[GroupPages]:
