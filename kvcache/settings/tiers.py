@@ -165,13 +165,18 @@ class Redis(Section):
     url: str = Field(
         default="redis://127.0.0.1:6379/0",
         description="`redis://HOST:PORT/DB`, `rediss://...` (TLS) or `unix:///PATH?db=0`; several hosts with commas "
-        "between them. The password comes from `redis.password_file` or the variable KVCACHE_REDIS_PASSWORD (that of "
-        "sentinels from KVCACHE_REDIS_SENTINEL_PASSWORD), never from here.",
+        "between them. The password comes from `redis.password_file` or the variable KVCACHE_REDIS_PASSWORD, never "
+        "from here.",
     )
     master: str = Field(default="mymaster", description="What sentinels call the master.")
     username: str = Field(default="", description="The user (ACL) to come in as; nothing for the default one.")
     password_file: str = Field(
         default="", description="A file that holds the password; read for each connection, so that it can be changed."
+    )
+    sentinel_password_file: str = Field(
+        default="",
+        description="The same for the sentinels, who are no server's users; without it, the variable "
+        "KVCACHE_REDIS_SENTINEL_PASSWORD, or none.",
     )
     tls_ca_file: str = Field(
         default="", description="Whom to trust over TLS; nothing for those whom the system trusts."

@@ -121,8 +121,10 @@ class Sentinels:
 
     NAME = "fleet"
 
-    def __init__(self, binary: str | None = None) -> None:
-        self.servers = [Server(binary=binary) for _ in range(2)]
+    def __init__(self, binary: str | None = None, *, password: str = "", master_password: str = "") -> None:
+        """`password`: of the sentinels; `master_password`: of the two servers."""
+        link = ["--masterauth", master_password] if master_password else []
+        self.servers = [Server(*link, binary=binary, password=master_password) for _ in range(2)]
         self.master, self.replica = self.servers
         self.replica.client.execute_command("CONFIG", "SET", "repl-diskless-sync-delay", "0")
         self.master.client.execute_command("CONFIG", "SET", "repl-diskless-sync-delay", "0")
@@ -136,11 +138,15 @@ class Sentinels:
             file.write_text(
                 f"port {port}\nbind 127.0.0.1\ndir {self._directory.name}\n"
                 f"sentinel monitor {self.NAME} 127.0.0.1 {self.master.port} 2\n"
-                f"sentinel down-after-milliseconds {self.NAME} 500\nsentinel failover-timeout {self.NAME} 2000\n"
+                + (f'requirepass "{password}"\nsentinel sentinel-pass "{password}"\n' if password else "")
+                + (f'sentinel auth-pass {self.NAME} "{master_password}"\n' if master_password else "")
+                + f"sentinel down-after-milliseconds {self.NAME} 500\nsentinel failover-timeout {self.NAME} 2000\n"
             )
             command = [str(self.master.binary), str(file), "--sentinel"]
             self._processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
-        self.clients: list[Any] = [redis.Redis(port=port, protocol=2, socket_timeout=2) for port in self.ports]
+        self.clients: list[Any] = [
+            redis.Redis(port=port, password=password or None, protocol=2, socket_timeout=2) for port in self.ports
+        ]
         until(lambda: all(self._knows(client) for client in self.clients), "the sentinels know each other")
         self.url = "redis://" + ",".join(f"127.0.0.1:{port}" for port in self.ports) + "/0"
 

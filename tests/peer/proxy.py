@@ -16,7 +16,7 @@ class Proxy:
     alone, as long as they are set after it. `delay_s`: each piece of a reply comes so much later."""
 
     def __init__(self, port: int) -> None:
-        self._port = port
+        self._server_port = port
         self.answer = b""
         self.hang = self.drop = False
         self.delay_s = 0.0
@@ -24,7 +24,8 @@ class Proxy:
         self.connections = 0
         self._ends: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}/0"
+        self.port: int = self._listener.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
@@ -38,7 +39,7 @@ class Proxy:
             except OSError:
                 return
             self.connections += 1
-            server = socket.create_connection(("127.0.0.1", self._port))
+            server = socket.create_connection(("127.0.0.1", self._server_port))
             self._ends += [client, server]
             for work in (self._upwards, self._downwards):
                 thread = threading.Thread(target=work, args=(client, server))

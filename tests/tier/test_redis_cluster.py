@@ -14,7 +14,8 @@ from kvcache.block.record import read_header
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.name import Names, part
 from kvcache.tier.tier import Outcome
-from tests.peer.fleet import Cluster, until
+from tests.peer.fleet import Cluster, Node, until
+from tests.peer.proxy import Proxy
 from tests.peer.server import MISSING
 from tests.tier.blocks import buffer, chain, holds, record
 
@@ -38,6 +39,27 @@ def tier(cluster: Cluster) -> Iterator[RedisTier]:
     for node in cluster.nodes:
         node.client.flushall()
     tier = open_tier(cluster)
+    yield tier
+    tier.close()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Proxy]:
+    """A cluster of one node that is reached, and names itself, through a proxy."""
+    node = Node()
+    proxy = Proxy(node.port)
+    node.client.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16_383)
+    node.client.config_set("cluster-announce-port", proxy.port)
+    until(lambda: node.client.set("well", "yes"), "the cluster is well")
+    yield proxy
+    proxy.end()
+    node.end()
+
+
+@pytest.fixture
+def behind(alone: Proxy) -> Iterator[RedisTier]:
+    alone.well()
+    tier = RedisTier(alone.url, mode="cluster", connections=1, timeout_s=10)
     yield tier
     tier.close()
 
@@ -126,24 +148,114 @@ def test_slots_move_while_they_are_read_and_written(cluster: Cluster, tier: Redi
     assert tier.breaker == "closed"
 
 
-def test_a_key_on_its_way_is_a_miss(cluster: Cluster, tier: RedisTier) -> None:
+def test_a_key_on_its_way_is_found_where_it_is(cluster: Cluster, tier: RedisTier) -> None:
+    """The old owner says ASK, the new one would say MOVED to whoever does not: each verb."""
     blocks = chain(30)
     write(tier, blocks)
     name = NAMES.record(blocks[7])
     source = cluster.owner(name)
     target = next(node for node in cluster.nodes if node is not source)
-    same = [i for i, address in enumerate(blocks) if key_slot(NAMES.record(address)) == key_slot(name)]
     cluster.move(key_slot(name), source, target, leave_open=True)
     try:
-        outcomes = read(tier, blocks)
-        assert {outcomes[i] for i in same} <= MISS
-        assert {outcome for i, outcome in enumerate(outcomes) if i not in same} == {DONE}
+        assert read(tier, blocks) == (DONE,) * 30
         assert tier.counters["refused_ASK"] > 0
+        assert tier.contains(blocks) == (DONE,) * 30
+        assert tier.leading(blocks).result(20) == 30
+        held = target.client.dbsize()
+        assert write(tier, blocks) == (DONE,) * 30  # they are there: nothing is written twice
+        assert target.client.dbsize() == held
+        assert tier.remove(blocks[7:8]) == (DONE,)
+        assert read(tier, blocks[7:8]) == (ABSENT,)
+        assert write(tier, blocks[7:8]) == (DONE,)
+        assert target.client.dbsize() == held
         assert tier.breaker == "closed"
     finally:
         cluster.move(key_slot(name), source, target)
-    until(lambda: read(tier, blocks) == (DONE,) * 30, "the moved one is found")
+    until(lambda: read(tier, blocks) == (DONE,) * 30, "all are found when it has moved")
     cluster.move(key_slot(name), target, source)
+
+
+def test_a_long_record_on_its_way(cluster: Cluster, tier: RedisTier) -> None:
+    """Its parts lie in one slot, so they are on their way together: read, written and removed where they go."""
+    (address,) = chain(1, seed=3)
+    slot, source = key_slot(NAMES.record(address)), cluster.owner(NAMES.record(address))
+    target = next(node for node in cluster.nodes if node is not source)
+    assert tier.write([address], [record(address, LONG)]) == (DONE,)
+    cluster.move(slot, source, target, leave_open=True)
+    try:
+        into = buffer(LONG)
+        assert tier.read([address], [into]) == (DONE,)
+        assert holds(into, address, LONG)
+        assert tier.remove([address]) == (DONE,)
+        assert target.client.execute_command("CLUSTER COUNTKEYSINSLOT", slot) == 0
+        assert tier.write([address], [record(address, LONG)]) == (DONE,)
+        assert target.client.execute_command("CLUSTER COUNTKEYSINSLOT", slot) == 4
+        assert tier.read([address], [into]) == (DONE,)
+    finally:
+        cluster.move(slot, source, target)
+        cluster.move(slot, target, source)
+
+
+def test_a_part_that_is_elsewhere_costs_the_record_nothing(cluster: Cluster, tier: RedisTier) -> None:
+    """The first part still here, the others on their way: a miss, and whole again when all have arrived."""
+    (address,) = chain(1, seed=3)
+    name = NAMES.record(address)
+    slot, source = key_slot(name), cluster.owner(name)
+    target = next(node for node in cluster.nodes if node is not source)
+    assert tier.write([address], [record(address, LONG)]) == (DONE,)
+    target.client.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", source.id)
+    source.client.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", target.id)
+    keys = source.client.execute_command("CLUSTER GETKEYSINSLOT", slot, 100)  # as text
+    parts = [key for key in keys if key != name.decode()]
+    assert len(parts) == 3
+    source.client.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *parts)
+    try:
+        assert read_long(tier, address) in MISS
+        assert source.client.exists(name)
+    finally:
+        cluster.move(slot, source, target)
+    until(lambda: read_long(tier, address) is DONE, "it is whole again")
+    cluster.move(slot, target, source)
+
+
+def read_long(tier: RedisTier, address: Any) -> Outcome:
+    into = buffer(LONG)
+    (outcome,) = tier.read([address], [into])
+    assert outcome is not DONE or holds(into, address, LONG)
+    return outcome
+
+
+@pytest.mark.parametrize("code", ["MOVED", "ASK", "TRYAGAIN"])
+def test_a_storm_of_redirections_ends(alone: Proxy, behind: RedisTier, code: str) -> None:
+    """A node that sends us to itself for ever: a miss in few round trips, no connection more, and back by itself."""
+    blocks = chain(20)
+    assert write(behind, blocks) == (DONE,) * 20
+    assert behind.leading(blocks).result(20) == 20
+    connections = alone.connections
+    alone.answer = f"-{code} 1 127.0.0.1:{alone.port}\r\n".encode()
+    for seed in range(1, 11):
+        assert read(behind, blocks) == (Outcome.FAILED,) * 20
+        assert write(behind, blocks) == (Outcome.FAILED,) * 20
+        assert behind.leading(chain(20, seed=seed)).result(20) == 0
+    assert behind.counters[f"refused_{code}"] <= 10 * 2 * 20 * 3
+    assert alone.connections == connections
+    alone.well()
+    until(lambda: read(behind, blocks) == (DONE,) * 20, "it serves again")
+
+
+def test_not_every_place_is_followed(alone: Proxy, behind: RedisTier) -> None:
+    """Each ASK names another server, or none: a few are tried, each is a miss."""
+    blocks = chain(3)
+    assert write(behind, blocks) == (DONE,) * 3
+    for port in range(1, 41):
+        alone.answer = f"-ASK 1 127.0.0.1:{port}\r\n".encode()
+        assert set(read(behind, blocks)) <= MISS
+    assert 0 < len(behind._nodes._guests) <= 16  # type: ignore[attr-defined]
+    for place in ("nonsense", ":6379", "h:99999", "h:-1"):
+        alone.answer = f"-ASK 1 {place}\r\n".encode()
+        assert set(read(behind, blocks)) <= MISS
+    alone.well()
+    until(lambda: read(behind, blocks) == (DONE,) * 3, "it serves again")
 
 
 @pytest.mark.parametrize("way", ["killed", "hung"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,6 +88,25 @@ def test_writers_of_many_threads_through_a_failover(others: Sentinels) -> None:
             thread.join()
         tier.close()
     assert faults == []
+
+
+def test_passwords_of_the_sentinels_and_of_their_servers(tmp_path: Path) -> None:
+    """Each is entered with its own; a wrong one is a miss, and a file that is mended is read again."""
+    ours, theirs = tmp_path / "server", tmp_path / "sentinel"
+    guarded = Sentinels(password="of the sentinels", master_password="of the servers")
+    ours.write_text("of the servers\n")
+    theirs.write_text("of the servers\n")
+    tier = open_tier(guarded, password_file=str(ours), sentinel_password_file=str(theirs))
+    try:
+        assert set(read(tier, chain(2))) <= MISS
+        assert tier.counters["faults_sentinels"] > 0
+        theirs.write_text("of the sentinels\n")
+        assert write(tier, chain(3)) == (DONE,) * 3
+        assert read(tier, chain(3)) == (DONE,) * 3
+        assert "of the" not in repr(tier) + repr(tier._nodes.pools()[0]._endpoint) + str(tier.counters)
+    finally:
+        tier.close()
+        guarded.end()
 
 
 def failover(sentinels: Sentinels, way: str, caplog: Any) -> None:

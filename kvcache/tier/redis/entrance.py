@@ -16,9 +16,9 @@ Mode = Literal["standalone", "sentinel", "cluster"]
 
 
 class Entrance:
-    def __init__(self, url: str, *, username: str, password_file: str, **tls: str) -> None:
+    def __init__(self, url: str, *, username: str, password_file: str, sentinel_password_file: str, **tls: str) -> None:
         """`tls`: as `Endpoint` has its files."""
-        self._urls, self._tls = apart(url), tls
+        self._urls, self._tls, self._sentinel_password_file = apart(url), tls, sentinel_password_file
         self._endpoints = [Endpoint(each, username=username, password_file=password_file, **tls) for each in self._urls]
         self.name = ", ".join(endpoint.name for endpoint in self._endpoints)
 
@@ -27,7 +27,8 @@ class Entrance:
         if mode == "cluster":
             return Cluster(self._endpoints, partial(make, unfit=CLUSTER_UNFIT), clock)
         if mode == "sentinel":
-            asked = [Endpoint(url, variable=SENTINEL_PASSWORD, **self._tls) for url in self._urls]
+            own = {"password_file": self._sentinel_password_file, "variable": SENTINEL_PASSWORD}
+            asked = [Endpoint(url, **own, **self._tls) for url in self._urls]
             return One(make(Sentinels(asked, master, self._endpoints[0]), replaced={"READONLY"}))
         if len(self._urls) > 1:
             raise ConfigError(f"redis.url names {len(self._urls)} hosts: redis.mode = 'standalone' has one")

@@ -15,7 +15,7 @@ from kvcache.block.address import Address
 from kvcache.port import Clock
 from kvcache.tier.redis.name import Names, is_head_of
 from kvcache.tier.redis.nodes import Nodes
-from kvcache.tier.redis.pool import Pool
+from kvcache.tier.redis.pool import ELSEWHERE, Pool
 from kvcache.tier.redis.store import Head, Store
 from kvcache.tier.redis.wire import Wire, Wrong
 
@@ -96,21 +96,32 @@ class Lookup:
 
     def _heads(self, addresses: Sequence[Address], deadline: float | None) -> list[Head]:
         names = self._names.records(addresses)
+        heads = self._ask(names, deadline)
+        elsewhere = [i for i, head in enumerate(heads) if isinstance(head, Wrong) and head in ELSEWHERE]
+        if elsewhere:
+            places = [head.place if head == "ASK" else "" for i in elsewhere if isinstance(head := heads[i], Wrong)]
+            there = self._ask([names[i] for i in elsewhere], deadline, places)
+            for i, head in zip(elsewhere, there, strict=True):
+                heads[i] = head
+        return heads
+
+    def _ask(self, names: Sequence[bytes], deadline: float | None, places: Sequence[str] = ()) -> list[Head]:
         heads: list[Head] = [b""] * len(names)
-        for pool, mine in self._nodes.divide(names, deadline):
+        for pool, mine, asking in self._nodes.divide(names, deadline, places):
             memory = self._memories.get(pool)
             if memory is None:
                 known = set(self._nodes.pools())
                 self._memories = {pool: kept for pool, kept in self._memories.items() if pool in known}
                 memory = self._memories[pool] = Memory(self._store, self._clock)
             try:
-                found = pool.run(partial(memory.heads, names=[names[i] for i in mine]), deadline, listening=True)
+                work = partial(self._store.heads if asking else memory.heads, names=[names[i] for i in mine])
+                found = pool.run(work, deadline, listening=not asking, asking=asking)
             except OSError:  # what it has is a miss
                 self._nodes.doubt()
                 continue
             for i, head in zip(mine, found, strict=True):
                 heads[i] = head
-                if isinstance(head, Wrong):
+                if isinstance(head, Wrong) and head != "ASK":
                     self._nodes.doubt()
         return heads
 

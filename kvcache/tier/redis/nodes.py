@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from redis.crc import key_slot
 
@@ -14,15 +14,24 @@ from kvcache.tier.redis.pool import ELSEWHERE, UNFIT, Pool
 from kvcache.tier.redis.wire import Wire
 
 SLOTS = 16_384
+_MOST_GUESTS = 16
 _PAUSE_S = 0.2  # between two looks at a cluster: what moves meanwhile is a miss
 
 Make = Callable[[Endpoint], Pool]
-Divided = Sequence[tuple[Pool, Sequence[int]]]
+
+
+class Share(NamedTuple):
+    """What one server is asked for."""
+
+    pool: Pool
+    keys: Sequence[int]  # numbers of the keys that were divided
+    asking: bool = False  # they are on their way there
 
 
 class Nodes(Protocol):
-    def divide(self, names: Sequence[bytes], deadline: float | None) -> Divided:
-        """By server, which of these keys are its own. OSError where that cannot be learnt in time."""
+    def divide(self, names: Sequence[bytes], deadline: float | None, places: Sequence[str] = ()) -> Sequence[Share]:
+        """By server, which of these keys are its own. `places`: for each key the server that it is on its way to, or
+        nothing. OSError where that cannot be learnt in time."""
 
     def doubt(self) -> None:
         """A server refused what was thought to be its own, or is gone: before the next call, look anew."""
@@ -39,8 +48,8 @@ class One:
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    def divide(self, names: Sequence[object], deadline: float | None) -> Divided:
-        return [(self._pool, range(len(names)))]
+    def divide(self, names: Sequence[object], deadline: float | None, places: Sequence[str] = ()) -> Sequence[Share]:
+        return [Share(self._pool, range(len(names)))]
 
     def doubt(self) -> None:
         """There is no other."""
@@ -59,26 +68,38 @@ class Cluster:
         self._seeds = {("seed", i): make(seed) for i, seed in enumerate(seeds)}
         self._entrance, self._make, self._clock = seeds[0], make, clock
         self._pools: dict[tuple[str, int], Pool] = {}
+        self._guests: dict[tuple[str, int], Pool] = {}  # that have no slots yet, but keys on their way
         self._owners: list[Pool | None] = [None] * SLOTS
         self._in_doubt = True
         self._looked = float("-inf")
         self._lock = threading.Lock()
         self._closed = False
 
-    def divide(self, names: Sequence[bytes], deadline: float | None) -> Divided:
+    def divide(self, names: Sequence[bytes], deadline: float | None, places: Sequence[str] = ()) -> Sequence[Share]:
         if self._in_doubt:
             self._look(deadline)
-        found: dict[Pool, list[int]] = {}
+        found: dict[tuple[Pool, bool], list[int]] = {}
         owners = self._owners
         for i, name in enumerate(names):
-            owner = owners[key_slot(name)]
+            owner = self._at(places[i]) if places and places[i] else owners[key_slot(name)]
             if owner is None:  # a hole in the cluster: any server says so
                 owner = next(iter(self._pools.values()), None)
             if owner is None:
                 raise RefusedError("cluster")
-            found.setdefault(owner, []).append(i)
+            found.setdefault((owner, bool(places and places[i])), []).append(i)
         # a server that fails may take all the time there is: the others are asked before it
-        return sorted(found.items(), key=lambda item: item[0].breaker.failing())
+        shares = [Share(pool, keys, asking) for (pool, asking), keys in found.items()]
+        return sorted(shares, key=lambda share: share.pool.breaker.failing())
+
+    def _at(self, place: str) -> Pool | None:
+        """The server that another one names, as HOST:PORT."""
+        host, _, port = place.rpartition(":")
+        where = host, int(port) if port.isdigit() else 0
+        with self._lock:
+            pool = self._pools.get(where) or self._guests.get(where)
+            if pool is None and host and 0 < where[1] < 1 << 16 and len(self._guests) < _MOST_GUESTS:
+                pool = self._guests[where] = self._make(self._entrance.at(*where))
+        return pool
 
     def doubt(self) -> None:
         self._in_doubt = True
@@ -114,7 +135,8 @@ class Cluster:
         for first, last, (host, port, *_), *_ in slots:
             where = (host.decode() if host else told.host, int(port))  # no host: the one that was asked
             if where not in pools:
-                pools[where] = self._pools.get(where) or self._make(self._entrance.at(*where))
+                known = self._pools.get(where) or self._guests.pop(where, None)
+                pools[where] = known or self._make(self._entrance.at(*where))
             owners[first : last + 1] = [pools[where]] * (last + 1 - first)
         gone = [pool for where, pool in self._pools.items() if where not in pools]
         self._owners, self._pools = owners, pools
@@ -124,7 +146,7 @@ class Cluster:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            pools = [*self._pools.values(), *self._seeds.values()]
+            pools = [*self._pools.values(), *self._guests.values(), *self._seeds.values()]
         for pool in pools:
             pool.close()
 

@@ -61,9 +61,12 @@ class Pool:
         self._said = float("-inf")
         self._unsaid = 0
 
-    def run(self, work: Callable[[Wire], T], deadline: float | None, *, listening: bool = False) -> T:
+    def run(
+        self, work: Callable[[Wire], T], deadline: float | None, *, listening: bool = False, asking: bool = False
+    ) -> T:
         """What `work` returns. OSError where there was no server to do it: TimeoutError for time, RefusedError with a
-        reason, or what the system said. `listening`: over a wire on which the server tells what changes."""
+        reason, or what the system said. `listening`: over a wire on which the server tells what changes. `asking`: for
+        keys that are on their way to this server."""
         if not self.breaker.allows():
             raise RefusedError("breaker")
         began = self._clock.now()
@@ -75,7 +78,7 @@ class Pool:
                 self._follow(began, limit)
                 wire = self._take(limit, listening=listening, fresh=fresh)
                 wire.allow(limit - self._clock.now())
-                wire.wrong = ""
+                wire.wrong, wire.asking = "", asking
                 received = wire.received
                 result = work(wire)
             except OSError as error:

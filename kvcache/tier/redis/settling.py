@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from kvcache.tier.counters import Counters
 from kvcache.tier.queue import Batch
 from kvcache.tier.redis.pool import ELSEWHERE
+from kvcache.tier.redis.wire import Wrong
 from kvcache.tier.tier import Op, Outcome
 
 OPS: tuple[Op, ...] = ("read", "write", "contains", "remove")
@@ -16,19 +17,20 @@ _NAMES = {op: {outcome: f"{op}_{outcome.value}" for outcome in Outcome} for op i
 
 class Settling:
     """`blocks`: the numbers that the batch's own ticket has for those of this part, where they differ from the part's.
-    `follow`: what turns out to be at another server is not settled, but listed in `moved`."""
+    `follow`: what turns out to be at another server is not settled, but stands in `moved`: the place that it is asked
+    for at, or nothing where it is no longer this server's at all."""
 
     def __init__(
         self, batch: Batch, counters: Counters, *, blocks: Sequence[int] | None = None, follow: bool = False
     ) -> None:
         self._batch, self._counters, self._blocks, self._follow = batch, counters, blocks, follow
         self._names = _NAMES[batch.op]
-        self.moved: list[int] = []
+        self.moved: dict[int, str] = {}
 
     def __call__(self, i: int, outcome: Outcome, check: str = "") -> None:
         block = i if self._blocks is None else self._blocks[i]
         if self._follow and check in ELSEWHERE:
-            self.moved.append(block)
+            self.moved[block] = check.place if isinstance(check, Wrong) and check == "ASK" else ""
             return
         self._counters.add(self._names[outcome])
         if outcome is Outcome.DONE and self._batch.segments:

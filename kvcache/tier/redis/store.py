@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from kvcache.block.address import Address
 from kvcache.block.keyed import Signer
@@ -38,7 +39,7 @@ from kvcache.tier.redis.name import (
 )
 from kvcache.tier.redis.piece import cut, flat, groups
 from kvcache.tier.redis.settling import Settling
-from kvcache.tier.redis.wire import MOST_TAKEN, Piece, Wire, Wrong, command, store
+from kvcache.tier.redis.wire import MOST_TAKEN, Wire, Wrong
 from kvcache.tier.tier import Outcome, Segments, same_record
 
 DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
@@ -105,7 +106,7 @@ class Store:
     def _ask(self, wire: Wire, names: Sequence[bytes]) -> None:
         last = b"%d" % (HEAD_BYTES - 1)
         end = b"\r\n$1\r\n0\r\n$%d\r\n%b\r\n" % (len(last), last)
-        begins = {size: b"*4\r\n$8\r\nGETRANGE\r\n$%d\r\n" % size for size in set(map(len, names))}
+        begins = {size: b"%b*4\r\n$8\r\nGETRANGE\r\n$%d\r\n" % (wire.before, size) for size in set(map(len, names))}
         if len(begins) == 1:  # of one place, as nearly always: one join writes them
             (begin,) = begins.values()
             wire.send([begin + (end + begin).join(names) + end])
@@ -140,7 +141,7 @@ class Store:
 
     def read(self, wire: Wire, batch: Batch, settle: Settling) -> None:
         names = self._names.records(batch.wanted)
-        wire.send([b"".join([command(b"GET", name) for name in names])])
+        wire.send([b"".join([wire.command(b"GET", name) for name in names])])
         bad: list[tuple[int, bytes, bytes, str]] = []  # block, key, head, check
         long: list[Long] = []
         for i, name in zip(batch.blocks, names, strict=True):
@@ -208,9 +209,9 @@ class Store:
             long.append(record)
 
     def _read_parts(self, wire: Wire, record: Long, settle: Settling, bad: list[tuple[int, bytes, bytes, str]]) -> None:
-        fault = ""
+        fault: str = ""
         for group in groups(record.parts()):
-            wire.send([b"".join([command(b"GET", name) for name, _ in group])])
+            wire.send([b"".join([wire.command(b"GET", name) for name, _ in group])])
             for _, pieces in group:
                 size = wire.bulk()
                 if not isinstance(size, int):
@@ -224,7 +225,9 @@ class Store:
                 wire.end()
             if fault:
                 break
-        if fault:  # a part that went before the rest: without its header the place is free again
+        if isinstance(fault, Wrong):  # nothing that the record could help
+            settle(record.i, *self._refused(fault))
+        elif fault:  # a part that went before the rest: without its header the place is free again
             self._counters.add("broken")
             wire.ask(b"EVAL", REMOVE_SAME, b"1", record.name, record.head[:HEAD_BYTES])
             settle(record.i, Outcome.ABSENT, fault)
@@ -267,7 +270,8 @@ class Store:
         short = [record for record in new if record.first_bytes == record.header.stored_bytes]
         raced: list[Long] = []
         for group in groups([(record.name, [memoryview(record.head), *record.pieces]) for record in short]):
-            wire.send([piece for name, value in group for piece in self._set(name, value, self._expire_ms)])
+            sets = [wire.store(name, value, expire_ms=self._expire_ms) for name, value in group]
+            wire.send(list(chain.from_iterable(sets)))
             for _ in group:
                 self._stored(wire.reply(), short[0], settle, raced)
                 del short[0]
@@ -278,9 +282,6 @@ class Store:
             left = self._standing(wire, raced, batch, settle)
             for record in left:  # it came and went
                 settle(record.i, Outcome.FAILED, "raced")
-
-    def _set(self, name: bytes, value: Sequence[Piece], expire_ms: int) -> list[Piece]:
-        return store(name, value, expire_ms=expire_ms, only_new=True)
 
     def _sealed(self, i: int, address: Address, segments: Segments) -> Long:
         """The record of a block as it goes out; RecordError where it is not that of the address."""
@@ -326,7 +327,8 @@ class Store:
         """The header goes last, and leaves no later than what it needs."""
         names = []
         for group in groups(record.parts()):
-            wire.send([piece for name, value in group for piece in self._part(name, value)])
+            sets = [wire.store(name, value, expire_ms=self._part_expire_ms, only_new=False) for name, value in group]
+            wire.send(list(chain.from_iterable(sets)))
             replies = [wire.reply() for _ in group]
             names += [name for name, _ in group]
             wrong = next((reply for reply in replies if isinstance(reply, Wrong)), None)
@@ -336,7 +338,7 @@ class Store:
                 return
         value = [memoryview(record.head), *cut(record.pieces, 0, record.first_bytes)]
         expire_ms = min(self._expire_ms or self._part_expire_ms, self._part_expire_ms * 9 // 10)
-        wire.send(self._set(record.name, value, expire_ms))
+        wire.send(wire.store(record.name, value, expire_ms=expire_ms))
         reply = wire.reply()
         if not isinstance(reply, Wrong) and reply is not None:
             self._stored(reply, record, settle, raced)
@@ -345,9 +347,6 @@ class Store:
         if isinstance(head, Wrong) or not plausible(head) or write_id_of(head) != record.header.write_id:
             wire.ask(b"UNLINK", *names)  # else they are the parts of the same write, made by another hand
         self._stored(reply, record, settle, raced)
-
-    def _part(self, name: bytes, value: Sequence[Piece]) -> list[Piece]:
-        return store(name, value, expire_ms=self._part_expire_ms, only_new=False)
 
     # removing
 
@@ -361,7 +360,7 @@ class Store:
                 there.append((i, name, head))
             else:
                 settle(i, outcome, check)
-        ask = [command(b"STRLEN", n) + command(b"EVAL", REMOVE_SAME, b"1", n, head) for _, n, head in there]
+        ask = [wire.command(b"STRLEN", n) + wire.command(b"EVAL", REMOVE_SAME, b"1", n, head) for _, n, head in there]
         wire.send(ask)
         others: list[bytes] = []  # a command a record, since a cluster takes none for keys of several
         gone: list[tuple[int, Outcome]] = []
@@ -372,7 +371,7 @@ class Store:
                 continue
             if removed and isinstance(size, int):
                 parts = _other_parts(name, head, size)
-                others += [command(b"UNLINK", *parts)] if parts else []
+                others += [wire.command(b"UNLINK", *parts)] if parts else []
             gone.append((i, Outcome.DONE if removed else Outcome.ABSENT))
         wire.send(others)
         for _ in others:
@@ -388,7 +387,7 @@ class Store:
             return Outcome.FOREIGN, "type"
         if wrong in SHUT and self._shut.failed():
             self._counters.add("writes_stopped")
-        return (Outcome.NO_ROOM if wrong in FULL else Outcome.FAILED), str(wrong)
+        return (Outcome.NO_ROOM if wrong in FULL else Outcome.FAILED), wrong
 
 
 def _other_parts(name: bytes, head: bytes, size: int) -> list[bytes]:

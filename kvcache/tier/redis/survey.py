@@ -10,7 +10,7 @@ from kvcache.block.address import Address
 from kvcache.block.record import CHUNK_BYTES
 from kvcache.tier.redis.name import Names, address_of, header_bytes_of, in_order, is_head_of, stored_bytes_of
 from kvcache.tier.redis.store import Store
-from kvcache.tier.redis.wire import Wire, Wrong, command
+from kvcache.tier.redis.wire import Wire, Wrong
 from kvcache.tier.tier import Usage
 
 _KEYS = 500
@@ -93,7 +93,7 @@ class Survey:
         cursor = b"0"
         while True:
             wire.renew()
-            wire.send([command(b"SCAN", cursor, b"MATCH", self._names.pattern, b"COUNT", b"1000")])
+            wire.send([wire.command(b"SCAN", cursor, b"MATCH", self._names.pattern, b"COUNT", b"1000")])
             reply = wire.reply()
             if not isinstance(reply, list):
                 return

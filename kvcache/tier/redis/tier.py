@@ -25,9 +25,9 @@ from kvcache.tier.queue import Batch, Queue
 from kvcache.tier.redis.entrance import Entrance
 from kvcache.tier.redis.lookup import Lookup
 from kvcache.tier.redis.name import Names, in_order
-from kvcache.tier.redis.nodes import One, ask
+from kvcache.tier.redis.nodes import One, Share, ask
 from kvcache.tier.redis.piece import IN_FLIGHT_BYTES
-from kvcache.tier.redis.pool import Pool, log, reason
+from kvcache.tier.redis.pool import log, reason
 from kvcache.tier.redis.settling import Settling
 from kvcache.tier.redis.store import Store
 from kvcache.tier.redis.survey import Survey
@@ -63,6 +63,7 @@ class RedisTier(Waits):
         master: str = "mymaster",
         username: str = "",
         password_file: str = "",
+        sentinel_password_file: str = "",
         tls_ca_file: str = "",
         tls_cert_file: str = "",
         tls_key_file: str = "",
@@ -93,6 +94,7 @@ class RedisTier(Waits):
             url,
             username=username,
             password_file=password_file,
+            sentinel_password_file=sentinel_password_file,
             tls_ca_file=tls_ca_file,
             tls_cert_file=tls_cert_file,
             tls_key_file=tls_key_file,
@@ -191,7 +193,7 @@ class RedisTier(Waits):
         if piece.ticket.cancelled:
             self._end(piece, Outcome.CANCELLED)
             return
-        left: Sequence[int] | None = None  # all of it
+        left: dict[int, str] | None = None  # all of it
         try:
             for _ in range(_MOST_MOVES):
                 left = self._at_each(piece, left)
@@ -201,34 +203,35 @@ class RedisTier(Waits):
             self._end(piece, Outcome.LATE if isinstance(error, TimeoutError) else Outcome.FAILED, reason(error))
         self._end(piece, Outcome.FAILED, "moved")
 
-    def _at_each(self, piece: Batch, left: Sequence[int] | None) -> list[int]:
-        """Do the work at the servers that have these blocks; which of them turned out to be elsewhere."""
+    def _at_each(self, piece: Batch, left: dict[int, str] | None) -> dict[int, str]:
+        """Do the work at the servers that have these blocks; which of them turned out to be elsewhere, and where."""
         work: Work = getattr(self._store, piece.op)
-        moved: list[int] = []
-        for pool, part, settling in self._parts(piece, left):
+        moved: dict[int, str] = {}
+        for share, part, settling in self._parts(piece, left):
             try:
-                pool.run(partial(work, batch=part, settle=settling), piece.deadline)
+                share.pool.run(partial(work, batch=part, settle=settling), piece.deadline, asking=share.asking)
             except OSError as error:
                 self._nodes.doubt()
                 settling.rest(Outcome.LATE if isinstance(error, TimeoutError) else Outcome.FAILED, reason(error))
-            moved += settling.moved
-        if moved:
+            moved |= settling.moved
+        if not all(moved.values()):
             self._nodes.doubt()
         return moved
 
-    def _parts(self, piece: Batch, left: Sequence[int] | None) -> Iterator[tuple[Pool, Batch, Settling]]:
+    def _parts(self, piece: Batch, left: dict[int, str] | None) -> Iterator[tuple[Share, Batch, Settling]]:
         """What each server is asked for."""
         if isinstance(self._nodes, One):
-            yield self._nodes.pools()[0], piece, Settling(piece, self._counters)
+            yield Share(self._nodes.pools()[0], piece.blocks), piece, Settling(piece, self._counters)
             return
-        left = piece.blocks if left is None else left
-        names = [self._names.record(piece.addresses[i]) for i in left]
-        for pool, mine in self._nodes.divide(names, piece.deadline):
-            blocks = [left[k] for k in mine]
+        left = dict.fromkeys(piece.blocks, "") if left is None else left
+        of = list(left)
+        names = self._names.records([piece.addresses[i] for i in of])
+        for share in self._nodes.divide(names, piece.deadline, list(left.values())):
+            blocks = [of[k] for k in share.keys]
             segments = [piece.segments[i] for i in blocks] if piece.segments else ()
             addresses = [piece.addresses[i] for i in blocks]
             part = replace(piece, addresses=addresses, segments=segments, first=0, end=len(blocks))
-            yield pool, part, Settling(piece, self._counters, blocks=blocks, follow=True)
+            yield share, part, Settling(piece, self._counters, blocks=blocks, follow=True)
 
     def _end(self, batch: Batch, outcome: Outcome, check: str = "") -> None:
         """Settle what of a batch is not settled."""

@@ -33,9 +33,16 @@ class BrokenError(OSError):
 
 
 class Wrong(str):
-    """The reply that the server refuses with: the code that its text begins with, such as OOM or READONLY."""
+    """The reply that the server refuses with: the code that its text begins with, such as OOM or READONLY. `place`:
+    the server that it sends us to, HOST:PORT, where it does."""
 
-    __slots__ = ()
+    __slots__ = ("place",)
+    place: str
+
+    def __new__(cls, code: str, place: str = "") -> Wrong:
+        made = super().__new__(cls, code)
+        made.place = place
+        return made
 
 
 class Wire:
@@ -52,6 +59,7 @@ class Wire:
         self.deadline = self._allowed_s = 0.0
         self.received = 0  # bytes, since it was opened
         self.wrong = ""  # the last refusal; whoever runs a call clears it before
+        self.asking = False  # for keys on their way to this server: ASKING goes before each command
         self.tracked = False  # the server tells when a key that was asked for here changes
         self.changed: list[bytes] | None = []  # of these keys it told; None: all of them may have
 
@@ -144,6 +152,12 @@ class Wire:
                 raise BrokenError("protocol")
             self._told([self.reply() for _ in range(_number(self._raw_line()))])
 
+    def _answer(self) -> bytes:
+        """The first line of the reply to a command."""
+        if self.asking and self._line()[:1] not in (b"+", b"-"):
+            raise BrokenError("protocol")
+        return self._line()
+
     def _told(self, said: list[Any]) -> None:
         if said[:1] == [b"invalidate"] and self.changed is not None:
             self.changed = None if said[1] is None else self.changed + said[1]
@@ -177,7 +191,7 @@ class Wire:
 
     def bulk(self) -> int | Wrong | None:
         """The length of the value that follows, whose bytes and `end` are the caller's to take."""
-        line = self._line()
+        line = self._answer()
         if line[:1] == b"-":
             return self._refused(line)
         if line[:1] != b"$":
@@ -197,7 +211,7 @@ class Wire:
         heads: list[bytes | Wrong] = []
         while len(heads) < count:
             data = bytes(self._buffer[self._at : self._end])  # whose slices are bytes at once
-            at, most = 0, min(len(data) // step, count - len(heads))
+            at, most = 0, 0 if self.asking else min(len(data) // step, count - len(heads))
             while most and data.startswith(full, at):
                 heads.append(data[at + skip : at + skip + size])
                 at, most = at + step, most - 1
@@ -215,7 +229,7 @@ class Wire:
 
     def reply(self, depth: int = 0) -> Any:
         """Any small reply: int, bytes, None, Wrong, or a list of them."""
-        line = self._line()
+        line = self._line() if depth else self._answer()
         kind = line[:1]
         if kind == b"+":
             return line[1:]
@@ -247,14 +261,31 @@ class Wire:
 
     def _refused(self, line: bytes) -> Wrong:
         """The code of a refusal; its text may quote what was sent, and goes nowhere."""
-        code = line[1:].split(b" ", 1)[0].decode("ascii", "replace")
-        wrong = Wrong(code[:32] if code.isalpha() else "ERR")
+        code, *words = line[1:].decode("ascii", "replace").split(" ", 3)
+        redirected = code in ("ASK", "MOVED") and len(words) == 2
+        wrong = Wrong(code[:32] if code.isalpha() else "ERR", words[1] if redirected else "")
         self.wrong = self.wrong or wrong
         return wrong
 
     def ask(self, *words: bytes) -> Any:
-        self.send([command(*words)])
+        self.send([self.command(*words)])
         return self.reply()
+
+    @property
+    def before(self) -> bytes:
+        """What goes before each command."""
+        return _ASKING if self.asking else b""
+
+    def command(self, *words: bytes) -> bytes:
+        return self.before + _command(*words)
+
+    def store(self, name: bytes, value: Sequence[Piece], *, expire_ms: int, only_new: bool = True) -> list[Piece]:
+        """SET with a value in pieces, none of them copied."""
+        size = sum(map(len, value))
+        tail = ([b"NX"] if only_new else []) + ([b"PX", b"%d" % expire_ms] if expire_ms else [])
+        set_ = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(tail), len(name), name, size)
+        end = b"\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in tail])
+        return [self.before + set_, *value, end]
 
     def stale(self) -> bool:
         """Whether something has come that nobody asked for: an answer too many, or the end."""
@@ -273,17 +304,11 @@ class Wire:
         self._made.disconnect()
 
 
-def command(*words: bytes) -> bytes:
+def _command(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
 
 
-def store(name: bytes, value: Sequence[Piece], *, expire_ms: int, only_new: bool) -> list[Piece]:
-    """SET with a value in pieces, none of them copied."""
-    size = sum(map(len, value))
-    tail = ([b"NX"] if only_new else []) + ([b"PX", b"%d" % expire_ms] if expire_ms else [])
-    begin = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(tail), len(name), name, size)
-    end = b"\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in tail])
-    return [begin, *value, end]
+_ASKING = _command(b"ASKING")
 
 
 def _number(line: bytes) -> int:
