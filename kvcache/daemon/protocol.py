@@ -77,7 +77,9 @@ OPS: Mapping[str, Op] = {
         {"layout": dict, "model": str, "revision": str, "tenant": str, "cache_salt": str, "facts": dict},
         {"adapter": str, "shards": list, "ranks": list},
     ),
-    "open": Op("control", {"request": int, "namespace": int, "id": str}, {"deadline_s": _NUMBER}, answered=False),
+    "open": Op(
+        "control", {"request": int, "namespace": int, "id": str}, {"deadline_s": _NUMBER, "agent": str}, answered=False
+    ),
     "computed": Op("control", {"namespace": int, "tokens": int, "seconds": _NUMBER}, answered=False),
     "match": Op("control", {"request": int}, {"signatures": bytes, "head": bytes}),
     "extend": Op("control", {"request": int, "signatures": bytes}),

@@ -73,6 +73,7 @@ class RemoteBound:
         deadline_s: float | None = None,
     ) -> RemoteRequest:
         made = RemoteRequest(self, id or f"{self.cache.prefix}-{next(self.cache.numbers)}", deadline_s)
+        made.agent = agent or ""
         made.open()
         return made
 
@@ -101,7 +102,7 @@ class RemoteBound:
 
 class RemoteRequest:
     def __init__(self, bound: RemoteBound, id: str, deadline_s: float | None, *, joined: bool = False) -> None:
-        self.id = id
+        self.id, self.agent = id, ""
         self._bound, self._cache = bound, bound.cache
         self._deadline_s = bound.cache.deadline_s if deadline_s is None else deadline_s
         self._joined = joined
@@ -138,7 +139,7 @@ class RemoteRequest:
             if self._joined:
                 self._known = link.ask("join", **fields)["blocks"]
             else:
-                link.tell("open", **fields, deadline_s=self._deadline_s)
+                link.tell("open", **fields, deadline_s=self._deadline_s, agent=self.agent)
                 if tell and self._chain.packed and self._chain.namespace_id == self._bound.id:
                     link.ask("match", request=self._number, **self._told())
             self._link = weakref.ref(link)

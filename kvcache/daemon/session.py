@@ -23,6 +23,8 @@ SIGNATURES_BYTES = 64 << 20
 """Of all its requests together: 32 million tokens, in blocks of 16."""
 
 LONGEST_DEADLINE_S = 3600.0
+LONGEST_AGENT = 128
+"""Characters of an agent's name that are kept."""
 
 
 class Session:
@@ -83,7 +85,9 @@ class Session:
         number = message["request"]
         if number in self._requests:
             raise RequestError(f"request {number} is open already")
-        self._take(number, self._of(message).request(self._name(message), deadline_s=_deadline(message)))
+        agent = (message.get("agent") or "")[:LONGEST_AGENT]
+        made = self._of(message).request(self._name(message), agent=agent, deadline_s=_deadline(message))
+        self._take(number, made)
         self._sizes[number] = 0
         return {}
 

@@ -15,6 +15,7 @@ from kvcache.evict.lru import LRU
 from kvcache.evict.policy import Policy
 from kvcache.hierarchy.ask import Ask, SharedTier
 from kvcache.hierarchy.canary import Canary
+from kvcache.hierarchy.census import Census
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.edge import check_shards
 from kvcache.hierarchy.flow import Flow
@@ -89,6 +90,7 @@ class Cache:
             queue_blocks=settings.flow.queue_blocks,
             threads=settings.flow.threads,
         )
+        self.census = Census(self.index, (self.host, *self.below), port.clock, self._sizes)
         self._pinner = port.executor(1, "pin")
         self.copiers = Copiers(self._pinner.submit)
         self.host.arena.watch(self.copiers.came, self.copiers.gone)
@@ -153,6 +155,12 @@ class Cache:
             said.append(f"{tokens:,} tokens in {tier.name} ({self._coder.codec_of(tier.name)})")
         return ", ".join(said)
 
+    def _sizes(self) -> dict[bytes, int]:
+        """Payload bytes of a record by its place, of all that were bound."""
+        return {
+            place.name: place.payload_bytes for bound in self.bounds for place in (*bound.places, *bound.everywhere)
+        }
+
     @property
     def bounds(self) -> list[BoundCache]:
         return list(self._bound.values())
@@ -176,7 +184,7 @@ class Cache:
         return self._flushed if self._closed else self.flow.flush(timeout_s)
 
     def stats(self) -> dict[str, Any]:
-        held = self.flow.holds.held_bytes()
+        held, pinned = self.flow.holds.held_bytes(), self.flow.pins.held_bytes()
         tiers = {}
         for tier in (self.host, *self.below):
             # of a shared tier what is known of it: to ask a server takes time, and what it says is the server's own
@@ -187,6 +195,7 @@ class Cache:
                 "used_bytes": usage.used_bytes,
                 "capacity_bytes": usage.capacity_bytes,
                 "held_bytes": held[tier.name],
+                "pinned_bytes": pinned[tier.name],
                 "troubles": troubles,
                 "in_trouble": len(troubles),
                 "faults": cast(SharedTier, tier).faults if tier.shared else {},

@@ -13,12 +13,14 @@ from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.index import Index, Victim
 from kvcache.hierarchy.lane import Lane, WriteMode
+from kvcache.hierarchy.pins import Pins
 from kvcache.hierarchy.plan import Plan
 from kvcache.hierarchy.promote import Promoter
 from kvcache.hierarchy.run import Chained, place_of_address
 from kvcache.hierarchy.why import Why
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
+from kvcache.observe.uses import Uses
 from kvcache.port import Port
 from kvcache.tier.arena import Slot
 from kvcache.tier.host import HostTier
@@ -86,6 +88,8 @@ class Flow:
             port=port,
         )
         self.holds = Holds(index, [host, *below])
+        self.pins = Pins(index, [host, *below], port.clock)
+        self.uses = Uses(port.clock)
         self.executor = port.executor(threads, "copy")
         self._storing = 0
         self._changed = port.condition()

@@ -1,4 +1,4 @@
-"""What requests keep from leaving: all together at most a quarter of each tier.
+"""What requests, or an operator's pins, keep from leaving: the first all together at most a quarter of each tier.
 
 Of a tier that others share only what is known of it is held: what its server evicts is not ours to keep.
 """
@@ -25,8 +25,9 @@ class Holds:
 
     Claim = list[tuple[Run, tuple[int, ...], int]]  # what is held, how many blocks by nearest tier, bytes of each
 
-    def __init__(self, index: Index, tiers: Sequence[Tier]) -> None:
-        self._index, self._tiers = index, tiers
+    def __init__(self, index: Index, tiers: Sequence[Tier], *, share: int = SHARE) -> None:
+        """`share`: they hold at most 1/share of each tier."""
+        self._index, self._tiers, self._share = index, tiers, share
         self._held_bytes = [0] * len(tiers)
         self._lock = threading.Lock()
         self._abandoned: deque[Holds.Claim] = deque()
@@ -46,7 +47,7 @@ class Holds:
             for run, payload_bytes in wanted:
                 size = record_bytes(payload_bytes)
                 room = [
-                    UNLIMITED if tier.shared else max(0, tier.usage().capacity_bytes // SHARE - held) // size
+                    UNLIMITED if tier.shared else max(0, tier.usage().capacity_bytes // self._share - held) // size
                     for tier, held in zip(self._tiers, self._held_bytes, strict=True)
                 ]
                 held = self._index.hold(run, room)

@@ -237,6 +237,15 @@ class Index:
             for at in range(0, len(rows), size)
         }
 
+    def places(self, tier: str) -> dict[bytes, int]:
+        """How many records a tier has at each place."""
+        rows = np.frombuffer(self._core.names(self._number[tier]), np.uint8).reshape(-1, PLACE_BYTES + SIGNATURE_BYTES)
+        words = np.ascontiguousarray(rows[:, PLACE_BYTES - 16 : PLACE_BYTES]).view(np.uint64)
+        own = np.ascontiguousarray(rows[:, :8]).view(np.uint64)[:, 0]
+        mixed = own ^ words[:, 0] * np.uint64(0x9E3779B97F4A7C15) ^ words[:, 1] * np.uint64(0xC2B2AE3D27D4EB4F)
+        _, first, counts = np.unique(mixed, return_index=True, return_counts=True)
+        return {rows[i, :PLACE_BYTES].tobytes(): n for i, n in zip(first.tolist(), counts.tolist(), strict=True)}
+
     def held(self) -> int:
         """How many holds there are, in all."""
         return int(self._core.held())

@@ -98,6 +98,7 @@ class BoundCache:
         deadline_s: float | None = None,
     ) -> CacheRequest:
         made = CacheRequest(self, id or f"r{next(self._ids)}", self.deadline_s if deadline_s is None else deadline_s)
+        made.agent = agent or ""
         self.register.add((self.id, made.id), made)
         return made
 
@@ -113,7 +114,7 @@ class CacheRequest:
     """`origin`: the request that this one joined, whose blocks and whose time are its own as well."""
 
     def __init__(self, bound: BoundCache, id: str, deadline_s: float, origin: CacheRequest | None = None) -> None:
-        self.id = id
+        self.id, self.agent = id, ""
         self._bound, self._flow, self._deadline_s, self._origin = bound, bound.flow, deadline_s, origin
         self._own = Chain(bound.id, bound.layout.block_tokens)
         self._found = 0
@@ -227,9 +228,12 @@ class CacheRequest:
         self._claimed = weakref.finalize(self, flow.holds.abandon, self._claim)  # whoever forgets to close it
         flow.write_used(self._chains(), self._found)
         counters.add("requests")
-        counters.add("asked_tokens", len(self.signatures) * layout.block_tokens)
-        for tier, blocks in self._by_tier.items():
-            counters.add("hit_tokens", blocks * layout.block_tokens, tier=tier)
+        asked_tokens = len(self.signatures) * layout.block_tokens
+        counters.add("asked_tokens", asked_tokens)
+        hits = {tier: blocks * layout.block_tokens for tier, blocks in self._by_tier.items()}
+        for tier, tokens in hits.items():
+            counters.add("hit_tokens", tokens, tier=tier)
+        flow.uses.add(self._bound.id, self._bound.tenant, self.agent, asked_tokens, hits)
         if self._question is not None:
             counters.add("lookups", answer=self._question.answer)
         self.miss.admit(stamp, flow.port.clock.wall())
@@ -346,6 +350,8 @@ class CacheRequest:
             return self._origin.begin()
         if not self._stamp:
             self._stamp = self._flow.index.tick()
+            self._flow.uses.touch(self._bound.id)
+            self._flow.pins.sweep()
         return self._stamp
 
     def _check(self, pages: Pages, page_ids: PageIds, first: int, end: int) -> None:

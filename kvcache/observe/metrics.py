@@ -71,6 +71,7 @@ METRICS: dict[str, Metric] = {
             "tiers.*.in_trouble",
         ),
         Metric("held_bytes", "gauge", ("tier",), "bytes that requests keep from leaving a tier", "tiers.*.held_bytes"),
+        Metric("pinned_bytes", "gauge", ("tier",), "bytes that an operator keeps in a tier", "tiers.*.pinned_bytes"),
         Metric(
             "tier_faults",
             "gauge",

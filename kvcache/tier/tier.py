@@ -202,6 +202,9 @@ class Tier(Protocol):
 
     def usage(self) -> Usage: ...
 
+    def holdings(self) -> dict[bytes, tuple[int, int]] | None:
+        """Records and bytes of each namespace, where the tier counts them itself; asks nobody."""
+
     def check(self) -> list[str]:
         """A full audit; one line a fault, none when sound."""
 
@@ -214,7 +217,8 @@ class Tier(Protocol):
 
 
 class Waits:
-    """To inherit: the four waiting verbs over `submit`, runs over `scan`, no troubles, no losses, no scrub."""
+    """To inherit: the four waiting verbs over `submit`, runs over `scan`, no troubles, no losses, no
+    holdings, no scrub."""
 
     submit: Callable[..., Ticket]
     scan: Callable[[], Iterator[Address]]
@@ -228,6 +232,9 @@ class Waits:
 
     def on_loss(self, tell: Callable[[Address], object]) -> None:
         """Nothing leaves by itself."""
+
+    def holdings(self) -> dict[bytes, tuple[int, int]] | None:
+        return None
 
     def scrub(self) -> Scrubbed:
         """Nothing here lies on a medium of its own."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvcache.errors import KVCacheError
 from kvcache.port import Port
-from kvcache.testing.tier import CAPACITY, Bench, TierContract
+from kvcache.testing.tier import CAPACITY, Bench, TierContract, chain, namespace, write
+from kvcache.tier.tier import Tier
 from tests.contract.tiers import KINDS, make, nvme
 
 
@@ -20,6 +22,18 @@ class TestTier(TierContract):
         yield bench
         assert bench.tier.check() == []
         bench.tier.close()
+
+    def test_what_it_counts_of_each_namespace_is_what_is_in_it(self, tier: Tier) -> None:
+        one, other = chain(5), [replace(address, namespace=namespace(7)) for address in chain(3, seed=1)]
+        write(tier, [*one, *other])
+        tier.remove(one[4:])
+        counted, usage = tier.holdings(), tier.usage()
+        if counted is None:
+            assert tier.name != "nvme"
+            return
+        assert {space: records for space, (records, _) in counted.items()} == {one[0].namespace: 4, namespace(7): 3}
+        assert sum(size for _, size in counted.values()) <= usage.used_bytes
+        assert len({size // records for records, size in counted.values()}) == 1
 
 
 def test_nothing_but_our_errors(tmp_path: Path) -> None:

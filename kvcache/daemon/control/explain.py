@@ -3,6 +3,7 @@ last that missed."""
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -16,28 +17,33 @@ from kvcache.observe.asked import Asked, Ids
 LAST = 1000
 """Stories in an answer, at most."""
 
+_EXPECTED = "expected one of request (its id), ids (uint32, little-endian) and count (of the last misses)"
 
-def explain(cache: Cache, question: dict[Any, Any]) -> dict[str, Any]:
+
+def explain(cache: Cache, question: dict[Any, Any], tenant: str | None = None) -> dict[str, Any]:
+    """`tenant`: of his namespaces alone."""
     request, ids, count = question.get("request"), question.get("ids"), question.get("count")
+    own = {namespace.id for namespace in cache.namespaces if tenant in (None, namespace.tenant)}
+    last = (asked for asked in cache.why.ring.last() if tenant is None or asked.namespace in own)
     if isinstance(request, str):
-        asked = cache.why.ring.find(request)
-        found = [] if asked is None else [asked]
-    elif isinstance(ids, bytes) and ids and len(ids) % 4 == 0:
-        found = _prompt(cache, np.frombuffer(ids, "<u4"), str(question.get("namespace") or ""))
-    elif ids is None and (count is None or (isinstance(count, int) and count >= 0)):
-        found = [asked for asked in cache.why.ring.last() if asked.reason][: min(LAST, 10 if count is None else count)]
+        found = list(islice((asked for asked in last if asked.request == request), 1))
+    elif ids is not None:
+        found = [prompt(cache, ids, str(question.get("namespace") or ""), tenant)]
+    elif count is None or (isinstance(count, int) and count >= 0):
+        found = list(islice((asked for asked in last if asked.reason), min(LAST, 10 if count is None else count)))
     else:
-        raise ConfigError(
-            "expected one of request (its id), ids (uint32, little-endian) and count (of the last misses)"
-        )
+        raise ConfigError(_EXPECTED)
     namespaces = cache.namespaces
     return {"stories": [cache.why.story(asked, namespaces) for asked in found]}
 
 
-def _prompt(cache: Cache, ids: Ids, prefix: str) -> list[Asked]:
+def prompt(cache: Cache, packed_ids: Any, prefix: str, tenant: str | None = None) -> Asked:
     """The prompt as if it was asked for now, in the namespace that has the most of it."""
+    if not isinstance(packed_ids, bytes) or not packed_ids or len(packed_ids) % 4:
+        raise ConfigError(_EXPECTED)
+    ids: Ids = np.frombuffer(packed_ids, "<u4")
     best: Asked | None = None
-    bounds = [bound for bound in cache.bounds if bound.id.hex().startswith(prefix)]
+    bounds = [b for b in cache.bounds if b.id.hex().startswith(prefix) and tenant in (None, b.tenant)]
     if not bounds:
         raise ConfigError(f"namespace {prefix!r}: no engine has bound one like that here")
     for bound in bounds:
@@ -53,4 +59,4 @@ def _prompt(cache: Cache, ids: Ids, prefix: str) -> list[Asked]:
             best = asked
     assert best is not None, "there is a namespace"
     best.reason = cache.why.reason(best)
-    return [best]
+    return best

@@ -19,9 +19,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvcache.daemon.control import orders
 from kvcache.daemon.control.explain import explain
 from kvcache.daemon.control.frame import ANSWER_BYTES, REQUEST_BYTES, FrameError, receive, send
 from kvcache.daemon.control.place import listening, prepare
+from kvcache.daemon.report import Report
 from kvcache.errors import ConfigError, KVCacheError
 from kvcache.hierarchy.cache import Cache
 from kvcache.observe.request import logger
@@ -128,6 +130,13 @@ class Control:
             "check": self._check,
             "scrub": self._scrub,
             "bypass": _bypass,
+            "namespaces": lambda cache, _: {"namespaces": Report(cache).namespaces()},
+            "tenants": lambda cache, _: {"tenants": Report(cache).tenants()},
+            "agents": lambda cache, _: {"agents": Report(cache).agents()},
+            "prefixes": lambda cache, asked: {"prefixes": Report(cache).prefixes(asked.get("count", 10))},
+            "pin": orders.pin,
+            "unpin": orders.unpin,
+            "prune": orders.prune,
         }
         cache, op = self._cache(), asked.get("op")
         if cache is None:

@@ -183,6 +183,14 @@ class Drives(Waits):
             sum(usage.capacity_bytes for usage in each),
         )
 
+    def holdings(self) -> dict[bytes, tuple[int, int]]:
+        found: dict[bytes, tuple[int, int]] = {}
+        for tier in self.tiers:
+            for namespace, (records, size) in tier.holdings().items():
+                had = found.get(namespace, (0, 0))
+                found[namespace] = had[0] + records, had[1] + size
+        return found
+
     def check(self) -> list[str]:
         return [fault for tier in self.tiers for fault in tier.check()]
 

@@ -23,6 +23,7 @@ from kvcache.tier.nvme.scrub import scrub
 from kvcache.tier.nvme.space import Space
 from kvcache.tier.nvme.store import Durability, Settle, Store
 from kvcache.tier.nvme.stretch import MOST_BYTES
+from kvcache.tier.nvme.survey import holdings
 from kvcache.tier.queue import Batch, Queue
 from kvcache.tier.ticket import TimedTicket
 from kvcache.tier.tier import WAITING, Op, Outcome, Scrubbed, Segments, Ticket, Usage, Waits, check_segments
@@ -300,6 +301,9 @@ class NvmeTier(Waits):
         ledger = self._store.ledger
         with ledger.memory:
             return Usage(len(ledger.index.places), ledger.space.used_bytes(), ledger.space.capacity_bytes)
+
+    def holdings(self) -> dict[bytes, tuple[int, int]]:
+        return holdings(self.ledger)
 
     def check(self, told: Callable[[], object] = lambda: None) -> list[str]:
         """`told` is called once a record."""

@@ -1,0 +1,163 @@
+"""What a running cache says of itself: to its operator all, to a tenant what is his own. Plain data for any message."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from kvcache.block.namespace import Namespace
+from kvcache.daemon.control.explain import explain
+from kvcache.errors import ConfigError
+from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.census import Counted
+from kvcache.observe.prefixes import prefixes
+from kvcache.observe.uses import Use
+
+EVENTS, PREFIXES, ROWS = 1024, 64, 1024
+"""In one answer, at most."""
+_TOLD = ("model", "revision", "adapter", "tenant", "cache_salt")
+
+
+class Report:
+    """`tenant`: whose alone; None for all there is."""
+
+    def __init__(self, cache: Cache, tenant: str | None = None) -> None:
+        self._cache, self._tenant = cache, tenant
+
+    def stats(self) -> dict[str, Any]:
+        """As `KVCache.stats`; of a tenant what can be told apart: records, bytes, and tokens asked for and found."""
+        if self._tenant is None:
+            return self._cache.stats()
+        held, uses = self._own(self._cache.census.take()), self._own(self._cache.flow.uses.namespaces())
+        tiers: dict[str, dict[str, int]] = {}
+        for of_tier in held.values():
+            for tier, holding in of_tier.items():
+                had = tiers.setdefault(tier, {"records": 0, "used_bytes": 0})
+                had["records"] += holding.records
+                had["used_bytes"] += holding.bytes
+        return {"tiers": tiers, "counters": _summed(list(uses.values()))}
+
+    def namespaces(self) -> list[dict[str, Any]]:
+        """The last used first. `last` is nil where it was not used since this cache began, which was at `since`."""
+        held, uses = self._cache.census.take(), self._cache.flow.uses.namespaces()
+        known = {namespace.id: namespace for namespace in self._cache.namespaces}
+        rows = [
+            _namespace(space, known.get(space), held, uses.get(space), self._cache.flow.uses.since)
+            for space in self._own(dict.fromkeys((*known, *held, *uses)))
+        ]
+        return sorted(rows, key=lambda row: (-(row["last"] or 0.0), row["id"]))[:ROWS]
+
+    def tenants(self) -> list[dict[str, Any]]:
+        """What of each is where, and what it asked for. Namespaces that nobody has bound here have no tenant's name."""
+        rows: dict[str, dict[str, Any]] = {}
+        for space in self.namespaces():
+            row = rows.setdefault(
+                space["tenant"] or "",
+                {"tenant": space["tenant"], "namespaces": 0, "tiers": {}, "last": None}
+                | {"requests": 0, "asked_tokens": 0, "hit_tokens": {}},
+            )
+            row["namespaces"] += 1
+            row["last"] = max(filter(None, (row["last"], space["last"])), default=None)
+            for name in ("requests", "asked_tokens"):
+                row[name] += space[name]
+            for tier, tokens in space["hit_tokens"].items():
+                row["hit_tokens"][tier] = row["hit_tokens"].get(tier, 0) + tokens
+            for tier, had in space["tiers"].items():
+                of_tier = row["tiers"].setdefault(tier, {"records": 0, "bytes": 0})
+                of_tier["records"] += had["records"]
+                of_tier["bytes"] += had["bytes"]
+        return sorted(rows.values(), key=lambda row: (-sum(t["bytes"] for t in row["tiers"].values()), row["tenant"]))
+
+    def agents(self) -> list[dict[str, Any]]:
+        """Those that requests named, who asked for most first."""
+        uses = self._cache.flow.uses.agents()
+        rows = [
+            {"agent": agent, "tenant": tenant, **asdict(use)}
+            for (tenant, agent), use in uses.items()
+            if self._tenant in (None, tenant)
+        ]
+        return sorted(rows, key=lambda row: (-row["asked_tokens"], row["tenant"], row["agent"]))[:ROWS]
+
+    def prefixes(self, count: int = 10) -> list[dict[str, Any]]:
+        """What the last prompts begin with alike. Nothing of what is in them is told."""
+        asked = self._cache.why.ring.last()
+        own = self._own({each.namespace: None for each in asked})
+        known = {namespace.id: namespace for namespace in self._cache.namespaces}
+        return [
+            {
+                "prefix": prefix.name,
+                "namespace": prefix.namespace.hex(),
+                "model": known[prefix.namespace].model if prefix.namespace in known else None,
+                "tokens": prefix.blocks * prefix.block_tokens,
+                "requests": prefix.requests,
+                "found_tokens": prefix.found_blocks * prefix.block_tokens,
+                "last": prefix.last,
+            }
+            for prefix in prefixes((each for each in asked if each.namespace in own), min(_count(count), PREFIXES))
+        ]
+
+    def events(self, count: int | None = None) -> list[dict[str, Any]]:
+        """The oldest first."""
+        last = min(EVENTS, EVENTS if count is None else _count(count))
+        if self._tenant is None:
+            found = self._cache.events.last(last)
+        else:
+            own = {space.hex()[:8] for space in self._owned}
+            found = [event for event in self._cache.events.last() if event.namespace in own]
+            found = found[max(0, len(found) - last) :]
+        return [asdict(event) for event in found]
+
+    def explain(self, question: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """As the control socket's `explain`; to a tenant nothing of others: what is another's was never stored."""
+        stories: list[dict[str, Any]] = explain(self._cache, dict(question), self._tenant)["stories"]
+        if self._tenant is None:
+            return stories
+        own = {space.hex() for space in self._owned}
+        for story in stories:
+            if story.get("other", {}).get("namespace", story["namespace"])["id"] not in own:
+                story.pop("other"), story.pop("differs", None)
+                story["reason"] = "cold" if story["reason"] == "apart" else story["reason"]
+        return stories
+
+    @property
+    def _owned(self) -> set[bytes]:
+        return {space.id for space in self._cache.namespaces if self._tenant in (None, space.tenant)}
+
+    def _own(self, of_namespaces: Mapping[bytes, Any]) -> dict[bytes, Any]:
+        own = self._owned
+        return {space: value for space, value in of_namespaces.items() if self._tenant is None or space in own}
+
+
+def _namespace(
+    space: bytes, namespace: Namespace | None, held: Counted, use: Use | None, since: float
+) -> dict[str, Any]:
+    fields = {} if namespace is None else namespace.describe()
+    return {
+        "id": space.hex(),
+        **{name: fields.get(name) for name in _TOLD},
+        "tiers": {tier: holding._asdict() for tier, holding in held.get(space, {}).items()},
+        "requests": 0 if use is None else use.requests,
+        "asked_tokens": 0 if use is None else use.asked_tokens,
+        "hit_tokens": {} if use is None else use.hit_tokens,
+        "last": None if use is None else use.last,
+        "since": since,
+    }
+
+
+def _summed(uses: Sequence[Use]) -> dict[str, Any]:
+    hits: dict[str, int] = {}
+    for use in uses:
+        for tier, tokens in use.hit_tokens.items():
+            hits[tier] = hits.get(tier, 0) + tokens
+    return {
+        "requests": sum(use.requests for use in uses),
+        "asked_tokens": sum(use.asked_tokens for use in uses),
+        "hit_tokens": hits,
+    }
+
+
+def _count(count: Any) -> int:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise ConfigError(f"count = {count!r:.40}: expected how many of them")
+    return count

@@ -1,0 +1,92 @@
+"""Who used a cache, how much and when last: by namespace and by agent, for an operator.
+
+A use is one admitted request. Each table is bounded: what was not used for longest is forgotten first.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from kvcache.port import Clock
+
+NAMESPACES, AGENTS = 8192, 1024
+
+N = TypeVar("N", bound=Hashable)
+
+
+@dataclass(slots=True)
+class Use:
+    last: float  # seconds since 1970
+    requests: int = 0
+    asked_tokens: int = 0
+    hit_tokens: dict[str, int] = field(default_factory=dict)  # by tier
+
+
+class _Table(Generic[N]):
+    """The last used stands last."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.rows: OrderedDict[N, Use] = OrderedDict()
+
+    def touch(self, name: N, now: float) -> Use:
+        use = self.rows.get(name)
+        if use is None:
+            use = self.rows[name] = Use(now)
+            if len(self.rows) > self._most:
+                self.rows.popitem(last=False)
+        else:
+            self.rows.move_to_end(name)
+            use.last = now
+        return use
+
+
+class Uses:
+    """Thread-safe."""
+
+    def __init__(self, clock: Clock, *, namespaces: int = NAMESPACES, agents: int = AGENTS) -> None:
+        self._clock = clock
+        self.since = clock.wall()
+        """Before then nothing is known of."""
+        self._namespaces: _Table[bytes] = _Table(namespaces)
+        self._agents: _Table[tuple[str, str]] = _Table(agents)  # by tenant and agent
+        self._lock = threading.Lock()
+
+    def touch(self, namespace: bytes) -> None:
+        """A request of this namespace loads or stores: it is in use, whether or not that is admitted."""
+        with self._lock:
+            self._namespaces.touch(namespace, self._clock.wall())
+
+    def add(self, namespace: bytes, tenant: str, agent: str, asked_tokens: int, hit_tokens: Mapping[str, int]) -> None:
+        """A request was admitted. `agent`: "" where none was named."""
+        now = self._clock.wall()
+        with self._lock:
+            uses = [self._namespaces.touch(namespace, now)]
+            if agent:
+                uses.append(self._agents.touch((tenant, agent), now))
+            for use in uses:
+                use.requests += 1
+                use.asked_tokens += asked_tokens
+                for tier, tokens in hit_tokens.items():
+                    use.hit_tokens[tier] = use.hit_tokens.get(tier, 0) + tokens
+
+    def namespaces(self) -> dict[bytes, Use]:
+        with self._lock:
+            return {name: _copy(use) for name, use in self._namespaces.rows.items()}
+
+    def agents(self) -> dict[tuple[str, str], Use]:
+        """By tenant and agent."""
+        with self._lock:
+            return {name: _copy(use) for name, use in self._agents.rows.items()}
+
+    def forget(self, namespace: bytes) -> None:
+        with self._lock:
+            self._namespaces.rows.pop(namespace, None)
+
+
+def _copy(use: Use) -> Use:
+    return Use(use.last, use.requests, use.asked_tokens, dict(use.hit_tokens))

@@ -1,0 +1,120 @@
+"""What a cache says of itself: all to its operator, to a tenant what is his own."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvcache.config import load as load_settings
+from kvcache.daemon.report import Report
+from kvcache.errors import ConfigError
+from kvcache.hierarchy.cache import Cache
+from tests.daemon.house import bound_to, load, store
+
+
+@pytest.fixture
+def cache() -> Iterator[Cache]:
+    """Both tenants keep one prompt, and asked for more; acme asked for what only zeta has."""
+    settings = load_settings(None, host={"capacity_bytes": "4MiB", "extent_bytes": "1MiB"}, nvme__enabled=False)
+    with Cache(settings) as made:
+        for tenant, first in (("acme", 0), ("zeta", 500)):
+            bound = bound_to(made, tenant=tenant)
+            store(bound, list(range(first, first + 32)), first)
+            for n in range(2):
+                ask(bound, [*range(first, first + 32), *range(900 + n * 100, 904 + n * 100)], f"{tenant}-{n}")
+        ask(bound_to(made, tenant="acme"), list(range(500, 532)), "acme-spies")
+        yield made
+
+
+def ask(bound: Any, ids: list[int], id: str) -> None:
+    with bound.request(id=id, agent=id.partition("-")[0]) as r:
+        r.match(ids)
+        r.admit()
+
+
+def every(report: Report) -> dict[str, Any]:
+    return {
+        "stats": report.stats(),
+        "namespaces": report.namespaces(),
+        "tenants": report.tenants(),
+        "agents": report.agents(),
+        "prefixes": report.prefixes(),
+        "events": report.events(),
+        "explain": report.explain({"count": 10}),
+    }
+
+
+def test_an_operator_sees_all(cache: Cache) -> None:
+    told = every(Report(cache))
+    assert told["stats"] == cache.stats()
+    assert {row["tenant"]: (row["requests"], row["tiers"]) for row in told["tenants"]} == {
+        "acme": (3, {"host": {"records": 8, "bytes": 8 * 12_288}}),
+        "zeta": (2, {"host": {"records": 8, "bytes": 8 * 12_288}}),
+    }
+    assert {row["agent"]: row["requests"] for row in told["agents"]} == {"acme": 3, "zeta": 2}
+    assert {row["tokens"] for row in told["prefixes"]} == {32}
+    assert len(told["prefixes"]) == 2
+    assert len(told["explain"]) == 5
+    assert told["explain"][0]["reason"] == "apart"
+    assert {event["kind"] for event in told["events"]} == {"stored"}
+
+
+def test_a_tenant_sees_its_own_and_no_trace_of_another(cache: Cache) -> None:
+    acme, zeta = (bound_to(cache, tenant=tenant) for tenant in ("acme", "zeta"))
+    told = every(Report(cache, "acme"))
+    said = repr(told)
+    assert "zeta" not in said
+    assert zeta.id.hex()[:8] not in said
+    assert told["stats"] == {
+        "tiers": {"host": {"records": 8, "used_bytes": 8 * 12_288}},
+        "counters": {"requests": 3, "asked_tokens": 3 * 36 - 4, "hit_tokens": {"host": 64}},
+    }
+    assert [row["id"] for row in told["namespaces"]] == [acme.id.hex()]
+    assert [row["tenant"] for row in told["tenants"]] == ["acme"]
+    assert [row["agent"] for row in told["agents"]] == ["acme"]
+    assert [row["namespace"] for row in told["prefixes"]] == [acme.id.hex()]
+    assert {story["request"] for story in told["explain"]} == {"acme-0", "acme-1", "acme-spies"}
+    spied = next(story for story in told["explain"] if story["request"] == "acme-spies")
+    assert (spied["reason"], "other" in spied, "differs" in spied) == ("cold", False, False)
+
+
+def test_what_only_another_has_is_to_a_tenant_what_nobody_has(cache: Cache) -> None:
+    report = Report(cache, "acme")
+    theirs, nobodys = (
+        report.explain({"ids": array("I", range(first, first + 32)).tobytes()})[0] for first in (500, 7000)
+    )
+    for story in (theirs, nobodys):
+        for name in ("time", "ago_s", "ids"):
+            story.pop(name)
+    assert theirs == nobodys
+    assert report.explain({"request": "zeta-0"}) == []
+    with pytest.raises(ConfigError, match="no engine has bound"):
+        report.explain({"ids": bytes(4), "namespace": bound_to(cache, tenant="zeta").id.hex()})
+
+
+def test_a_tenant_without_anything_sees_nothing(cache: Cache) -> None:
+    told = every(Report(cache, "nobody"))
+    assert told.pop("stats") == {"tiers": {}, "counters": {"requests": 0, "asked_tokens": 0, "hit_tokens": {}}}
+    assert set(map(len, told.values())) == {0}
+
+
+def test_counts_are_checked(cache: Cache) -> None:
+    report = Report(cache)
+    assert len(report.events(1)) == 1
+    assert report.events(0) == []
+    assert len(report.prefixes(1)) == 1
+    for call in (report.events, report.prefixes):
+        for count in (-1, "3", True):
+            with pytest.raises(ConfigError, match="how many"):
+                call(count)  # type: ignore[arg-type]
+
+
+def test_nothing_is_changed_by_asking(cache: Cache) -> None:
+    before, clock = cache.stats(), cache.index.clock
+    every(Report(cache))
+    every(Report(cache, "acme"))
+    assert (cache.stats(), cache.index.clock) == (before, clock)
+    assert len(load(bound_to(cache, tenant="zeta"), list(range(500, 532)))) == 8

@@ -1,0 +1,147 @@
+"""Pins: a prefix that an operator keeps, how much of it, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvcache.config import load
+from kvcache.errors import ConfigError
+from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.pins import LONGEST_S, SHARE
+from kvcache.port import Port
+from tests.daemon.house import LAYOUT, bound_to, store
+from tests.observe.test_uses import Clock
+
+BLOCKS = 64
+"""Records that fit into host: 12 KiB each."""
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def cache(clock: Clock) -> Iterator[Cache]:
+    settings = load(None, host={"capacity_bytes": "768KiB", "extent_bytes": "192KiB"}, nvme__enabled=False)
+    with Cache(settings, Port(clock=clock)) as made:
+        yield made
+        assert made.check() == []
+
+
+def tokens(seed: int, blocks: int) -> list[int]:
+    return [seed * 10_000 + i for i in range(blocks * LAYOUT.block_tokens)]
+
+
+def packed(bound: Any, ids: list[int]) -> bytes:
+    with bound.request() as r:
+        r.match(ids)
+        return bytes(r.chain.packed)
+
+
+def there(bound: Any, ids: list[int]) -> int:
+    with bound.request() as r:
+        return int(r.match(ids).blocks)
+
+
+def pinned(cache: Cache) -> int:
+    return int(cache.stats()["tiers"]["host"]["pinned_bytes"])
+
+
+def flood(bound: Any, first: int, times: int = 8) -> None:
+    """Store more than fits, a prompt at a time."""
+    for seed in range(first, first + times):
+        store(bound, tokens(seed, 16), seed)
+
+
+def test_what_is_pinned_stays_until_its_time(cache: Cache, clock: Clock) -> None:
+    bound = bound_to(cache)
+    ids = tokens(1, 6)
+    store(bound, ids, 1)
+    pin = cache.flow.pins.pin(bound, packed(bound, ids), 60)
+    assert (pin.blocks, pin.wanted, pin.by_tier) == (6, 6, {"host": 6})
+    assert pin.ends == clock.wall() + 60
+    assert pinned(cache) == 6 * 12 * 1024
+    flood(bound, 10)
+    assert there(bound, ids) == 6
+    clock.time += 59
+    flood(bound, 20)
+    assert there(bound, ids) == 6
+    clock.time += 1
+    flood(bound, 30)
+    assert there(bound, ids) == 0
+    assert (cache.flow.pins.all(), pinned(cache), cache.index.held()) == ([], 0, 0)
+
+
+def test_unpinned_it_leaves_like_any_other(cache: Cache) -> None:
+    bound = bound_to(cache)
+    store(bound, tokens(1, 4), 1)
+    pin = cache.flow.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
+    assert cache.flow.pins.unpin(pin.id)
+    assert not cache.flow.pins.unpin(pin.id)
+    flood(bound, 10)
+    assert there(bound, tokens(1, 4)) == 0
+
+
+def test_pins_are_bounded_in_bytes(cache: Cache) -> None:
+    bound = bound_to(cache)
+    store(bound, tokens(1, 16), 1)
+    share = BLOCKS // SHARE
+    first = cache.flow.pins.pin(bound, packed(bound, tokens(1, 16)), 60)
+    assert (first.blocks, first.wanted, first.by_tier) == (share, 16, {"host": share})
+    store(bound, tokens(2, 2), 2)
+    with pytest.raises(ConfigError, match="no room"):
+        cache.flow.pins.pin(bound, packed(bound, tokens(2, 2)), 60)
+    cache.flow.pins.unpin(first.id)
+    assert cache.flow.pins.pin(bound, packed(bound, tokens(2, 2)), 60).blocks == 2
+    assert pinned(cache) == 2 * 12 * 1024
+
+
+def test_pins_are_bounded_in_number(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache.hierarchy.pins.PINS", 2)
+    bound = bound_to(cache)
+    store(bound, tokens(1, 1), 1)
+    made = [cache.flow.pins.pin(bound, packed(bound, tokens(1, 1)), 60) for _ in range(2)]
+    with pytest.raises(ConfigError, match="no more can be"):
+        cache.flow.pins.pin(bound, packed(bound, tokens(1, 1)), 60)
+    assert cache.flow.pins.all() == made
+    assert all(cache.flow.pins.unpin(pin.id) for pin in made)
+    assert cache.index.held() == 0
+
+
+def test_what_makes_no_sense_is_refused(cache: Cache) -> None:
+    bound = bound_to(cache)
+    with pytest.raises(ConfigError, match="nothing of this prefix"):
+        cache.flow.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
+    store(bound, tokens(1, 4), 1)
+    for seconds in (0.0, -1.0, LONGEST_S + 1, float("nan")):
+        with pytest.raises(ConfigError, match="expected more than 0"):
+            cache.flow.pins.pin(bound, packed(bound, tokens(1, 4)), seconds)
+    assert cache.index.held() == 0
+
+
+def test_a_cleared_namespace_is_gone_though_it_was_pinned(cache: Cache) -> None:
+    bound = bound_to(cache)
+    store(bound, tokens(1, 4), 1)
+    pin = cache.flow.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
+    bound.clear()
+    assert there(bound, tokens(1, 4)) == 0
+    assert cache.flow.pins.unpin(pin.id)
+    assert cache.index.held() == 0
+
+
+def test_a_census_counts_each_namespace_and_stands_for_a_while(cache: Cache, clock: Clock) -> None:
+    one, other = bound_to(cache), bound_to(cache, tenant="other")
+    store(one, tokens(1, 3), 1)
+    store(other, tokens(1, 2), 1)
+    counted = {space: dict(held) for space, held in cache.census.take().items()}
+    assert counted == {one.id: {"host": (3, 3 * 12 * 1024)}, other.id: {"host": (2, 2 * 12 * 1024)}}
+    store(one, tokens(2, 1), 2)
+    assert cache.census.take()[one.id]["host"].records == 3
+    assert cache.census.take(anew=True)[one.id]["host"].records == 4
+    store(one, tokens(3, 1), 3)
+    clock.time += 60
+    assert cache.census.take()[one.id]["host"].records == 5
