@@ -1,4 +1,4 @@
-"""Sizes in bytes as people write and read them: "2GiB", "512 MB", 4096."""
+"""Sizes and times as people write and read them: "2GiB", "512 MB", 4096; "7d", "90 s"."""
 
 from __future__ import annotations
 
@@ -28,3 +28,23 @@ def show_bytes(count: float) -> str:
     while abs(size) >= 1024 and power < len(_BINARY) - 1:
         size, power = size / 1024, power + 1
     return f"{size:.4g} {_BINARY[power]}"
+
+
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d|w)\s*")
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a time with its unit; ValueError for what is none."""
+    form = _TIME.fullmatch(text)
+    if form is None:
+        raise ValueError(f"{text!r} is no time; write a number and its unit: 90s, 30min, 12h, 7d, 2w")
+    return float(form[1]) * _SECONDS[form[2]]
+
+
+def show_seconds(seconds: float) -> str:
+    """In the largest unit that leaves at least 2: "95 s", "37 min", "5 d"."""
+    for unit in ("d", "h", "min"):
+        if seconds >= 2 * _SECONDS[unit]:
+            return f"{seconds / _SECONDS[unit]:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.units import parse_bytes, show_bytes
+from kvcache.units import parse_bytes, parse_seconds, show_bytes, show_seconds
 
 
 @pytest.mark.parametrize(
@@ -54,3 +54,24 @@ def test_shown(size: int, text: str) -> None:
 @given(st.integers(0, 1 << 60))
 def test_what_is_shown_reads_back_to_four_digits(size: int) -> None:
     assert parse_bytes(show_bytes(size)) == pytest.approx(size, rel=1e-3, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("30min", 1800), ("12 h", 43_200), ("7d", 604_800), ("1.5d", 129_600), (" 2w ", 1_209_600)],
+)
+def test_times(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "7 days", "1e3s", "nan s"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(ValueError, match="no time"):
+        parse_seconds(text)
+
+
+@given(st.floats(0, 1e9))
+def test_a_time_is_shown_as_it_is_read(seconds: float) -> None:
+    shown = show_seconds(seconds)
+    unit = {"s": 1, "min": 60, "h": 3600, "d": 86_400}[shown.split()[1]]
+    assert abs(parse_seconds(shown) - seconds) <= unit / 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -12,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.cli.prompt import token_ids
 from kvcache.cli.running import Address, the_one
-from kvcache.errors import ConfigError
 
 Story = Mapping[str, Any]
 Decode = Callable[[Sequence[int]], str]
@@ -74,28 +72,8 @@ def _stories(path: Path, what: str | None, model: str | None, namespace: str, co
     text = Path(what[1:]).read_text(encoding="utf-8") if what.startswith("@") else what
     stories = ask(path, "explain", request=text)["stories"] if len(text) < 256 else []
     if not stories:
-        stories = ask(path, "explain", ids=_ids(text, model), namespace=namespace)["stories"]
+        stories = ask(path, "explain", ids=token_ids(text, model), namespace=namespace)["stories"]
     yield from stories
-
-
-def _ids(text: str, model: str | None) -> bytes:
-    try:
-        given = json.loads(text)
-    except ValueError:
-        given = None
-    if isinstance(given, list):
-        try:
-            return array("I", given).tobytes()
-        except (TypeError, OverflowError):
-            raise ConfigError("a JSON list, but not of token ids: expected integers from 0 to 4294967295") from None
-    if model is None:
-        raise ConfigError(
-            f"{text[:40]!r}: no request of that id is remembered; for a prompt, name its tokenizer with --model, or "
-            "give its token ids as a JSON list"
-        )
-    from kvcache.cli.vocabulary import tokenizer_of
-
-    return array("I", tokenizer_of(model).encode(text)).tobytes()
 
 
 def _decode(story: Story, model: str | None) -> Decode | None:

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
-from kvcache.units import show_bytes
+from kvcache.units import show_bytes, show_seconds
 
 COLUMNS = ("address", "program", "up", "models", "host", "nvme", "bypass")
 
@@ -31,7 +31,7 @@ def _row(address: str, info: Mapping[str, Any], fault: str) -> tuple[str, ...]:
     return (
         address,
         info["program"],
-        _age(time() - info["started"]),
+        show_seconds(time() - info["started"]),
         ", ".join(info["models"]),
         *(_used(info["tiers"].get(tier)) for tier in ("host", "nvme")),
         info["bypass"],
@@ -40,14 +40,6 @@ def _row(address: str, info: Mapping[str, Any], fault: str) -> tuple[str, ...]:
 
 def _used(tier: Mapping[str, int] | None) -> str:
     return f"{show_bytes(tier['used_bytes'])} of {show_bytes(tier['capacity_bytes'])}" if tier else ""
-
-
-def _age(seconds: float) -> str:
-    """In the largest unit that leaves at least 2: "95 s", "37 min", "5 d"."""
-    for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
 
 
 def register(app: typer.Typer) -> None:
