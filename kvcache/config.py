@@ -27,7 +27,11 @@ else:
 
 __all__ = ["Settings", "load"]
 
-_SECRETS = {"KVCACHE_REDIS_PASSWORD", "KVCACHE_REDIS_SENTINEL_PASSWORD"}  # read where they are used, and shown nowhere
+_SECRETS = {
+    "KVCACHE_REDIS_PASSWORD",
+    "KVCACHE_REDIS_SENTINEL_PASSWORD",
+    "KVCACHE_TOKEN",
+}  # read where they are used, and shown nowhere
 _DIRECTORY = "KVCACHE_DIR"  # where all caches of this user go, models too: no setting, but it moves nvme.path
 
 FOREIGN: Mapping[str, tuple[str, str]] = {

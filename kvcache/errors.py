@@ -39,5 +39,9 @@ class UnreachableError(KVCacheError):
     """A running cache was asked and did not answer: there is none, it ended, or it does not speak this protocol."""
 
 
+class AccessError(KVCacheError):
+    """A daemon did not let us in, or not there: no token, no certificate, another tenant's namespace."""
+
+
 class ClosedError(KVCacheError):
     """Something was used after it was closed."""

@@ -14,6 +14,7 @@ from kvcache.errors import ConfigError, KVCacheError, UnreachableError
 ROOT = Path(__file__).parents[1]
 
 NAMES = [
+    "AccessError",
     "Bound",
     "ClosedError",
     "ConfigError",

@@ -53,4 +53,15 @@ std::size_t digest_chain(Sha256 sha256, const std::uint8_t* parent, TokenIds tok
     return blocks;
 }
 
+void bind_signatures(Sha256 sha256, const std::uint8_t* namespace_id, const std::uint8_t* signatures,
+                     std::size_t count, std::uint8_t* out) {
+    std::uint8_t message[2 * SHA_BLOCK];
+    std::memcpy(message, namespace_id, SHA_DIGEST);
+    sha256_pad(message, 2 * SHA_DIGEST);
+    for (std::size_t i = 0; i < count; ++i) {
+        std::memcpy(message + SHA_DIGEST, signatures + i * SHA_DIGEST, SHA_DIGEST);
+        sha256(message, sha256_blocks(2 * SHA_DIGEST), out + i * SHA_DIGEST);
+    }
+}
+
 }  // namespace kvcache

@@ -54,6 +54,22 @@ py::bytes py_digest_chain(const py::object& parent, const py::object& tokens, st
     return out;
 }
 
+py::bytes py_bind_signatures(const py::object& namespace_id, const py::object& signatures, bool plain) {
+    const Buffer space(namespace_id, PyBUF_SIMPLE);
+    const Buffer given(signatures, PyBUF_SIMPLE);
+    expect(space.bytes() == SHA_DIGEST, "a namespace of " + std::to_string(space.bytes()) + " bytes: expected 32");
+    expect(given.bytes() % SHA_DIGEST == 0,
+           "signatures of " + std::to_string(given.bytes()) + " bytes: expected a multiple of 32");
+    py::bytes out(nullptr, given.bytes());
+    std::uint8_t* bound = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
+    {
+        py::gil_scoped_release unlocked;
+        bind_signatures(plain ? sha256_plain : sha256_fastest(), space.data(), given.data(),
+                        given.bytes() / SHA_DIGEST, bound);
+    }
+    return out;
+}
+
 // The value of an exact int of Python, more than 32 bits for any that is not a token id.
 std::uint64_t token_id(PyObject* id) {
     constexpr std::uint64_t NONE = ~std::uint64_t{0};
@@ -98,6 +114,11 @@ stands before the first. `tokens` is a contiguous buffer of uint32 or int64, whi
 behind the last full block are left out. `extras` has one entry a full block. `plain` keeps to code that every processor
 runs. Lets go of the interpreter lock. OverflowError where an int64 is no uint32; ValueError, TypeError or BufferError
 for anything else.)");
+    module.def("bind_signatures", &py_bind_signatures, py::arg("namespace_id"), py::arg("signatures"), py::kw_only(),
+               py::arg("plain") = false,
+               R"(SHA-256(namespace_id + signature) of each of these packed signatures, one behind the other.
+
+`plain` keeps to code that every processor runs. Lets go of the interpreter lock. ValueError for other lengths.)");
     module.def("token_ids", &py_token_ids, py::arg("ids"),
                R"(A list or a tuple of ints as little-endian uint32, one behind the other.
 

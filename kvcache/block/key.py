@@ -261,6 +261,21 @@ def plain_digest_chain(parent: bytes, tokens: NDArray[Any], block_tokens: int, e
     return b"".join(signatures)
 
 
+def bind_signatures(namespace_id: bytes, packed: bytes) -> bytes:
+    """SHA-256(namespace id, signature) of each of these: what a daemon that keeps tenants apart looks up, so that
+    whatever a client says can name nothing outside the namespace. TokenError for another length."""
+    if len(packed) % SIGNATURE_BYTES:
+        raise TokenError(f"signatures of {len(packed)} bytes: expected a multiple of {SIGNATURE_BYTES}")
+    if native.available():
+        return native.core.bind_signatures(namespace_id, packed)
+    return plain_bind_signatures(namespace_id, packed)
+
+
+def plain_bind_signatures(namespace_id: bytes, packed: bytes) -> bytes:
+    """The twin of the native function."""
+    return b"".join(sha256(namespace_id + signature).digest() for signature in Signatures(packed))
+
+
 def _from_sequence(ids: Sequence[Any]) -> NDArray[np.uint32]:
     packed = native.core.token_ids(ids) if native.available() else None
     if packed is not None:

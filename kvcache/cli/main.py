@@ -38,6 +38,7 @@ SUBCOMMANDS = (
     "simulate",
     "size",
     "stats",
+    "token",
 )
 
 EXTRAS: Mapping[str, str] = {

@@ -22,6 +22,7 @@ from kvcache.block.namespace import Namespace
 from kvcache.daemon.mapping import Mappings
 from kvcache.daemon.protocol import VERSION, ProtocolError, answer
 from kvcache.daemon.remote import RemoteBound
+from kvcache.daemon.route import Route
 from kvcache.daemon.wire import Wire
 from kvcache.errors import ClosedError, ConfigError, KVCacheError, UnreachableError
 from kvcache.hierarchy.edge import check_shards
@@ -36,23 +37,28 @@ CLOSE_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
 """Between attempts to reach a daemon that is gone."""
 
+DEFAULT_TENANT = "default"
+"""Stands for whoever we came in as."""
+
 _log = logger("kvcache.daemon")
 
 
 class Link:
     """One session with one daemon. Asked under the cache's lock."""
 
-    def __init__(self, path: str, engine: str, patience_s: float, mappings: Mappings) -> None:
-        self.path, self.patience_s, self.mappings = path, patience_s, mappings
-        self.wire = Wire.connect(path, patience_s)
+    def __init__(self, route: Route, engine: str, patience_s: float, mappings: Mappings) -> None:
+        self.route, self.patience_s, self.mappings = route, patience_s, mappings
+        token = route.token.read()
+        self.wire = route.connect(patience_s)
         try:
-            hello = self.ask("hello", version=VERSION, role="control", engine=engine)
+            hello = self.ask("hello", version=VERSION, role="control", engine=engine, token=token)
             self.session: bytes = hello["session"]
             self.facts: dict[str, Any] = hello["facts"]
+            self.tenant: str = hello.get("tenant", "")
             self.pid: int = hello["pid"]
         except KeyError as error:
             self.wire.close()
-            raise UnreachableError(f"{path}: a hello without {error}; is it a kvcache daemon?") from None
+            raise UnreachableError(f"{route}: a hello without {error}; is it a kvcache daemon?") from None
         except KVCacheError:
             self.wire.close()
             raise
@@ -73,7 +79,7 @@ class Link:
         with self.lock:
             wire = self.idle.pop() if self.idle else None
         if wire is None:
-            wire = Wire.connect(self.path, self.patience_s)
+            wire = self.route.connect(self.patience_s)
             try:
                 wire.send(
                     {"op": "hello", "version": VERSION, "role": "mover", "session": self.session}, timeout_s=timeout_s
@@ -103,7 +109,7 @@ class RemoteCache:
 
     def __init__(
         self,
-        path: str,
+        route: Route,
         *,
         engine: str = "",
         deadline_s: float = 2.0,
@@ -112,10 +118,11 @@ class RemoteCache:
         port: Port | None = None,
     ) -> None:
         """`engine` names the engine that this process is a part of: its ranks join each other's requests by their ids,
-        and no other engine's. UnreachableError where no daemon listens at `path`."""
+        and no other engine's. UnreachableError where no daemon listens,
+        AccessError where it does not let us in."""
         if "/" in engine or len(engine) > 256:
             raise ConfigError(f"engine = {engine!r:.60}: expected a name of at most 256 characters without '/'")
-        self.path, self.engine, self.deadline_s, self.patience_s = path, engine, deadline_s, patience_s
+        self.route, self.engine, self.deadline_s, self.patience_s = route, engine, deadline_s, patience_s
         self.port = port or Port()
         self.executor = self.port.executor(threads, "copy")
         self._background = self.port.executor(1, "map")
@@ -130,6 +137,7 @@ class RemoteCache:
         self._moving = 0
         self._moved = threading.Condition()
         self._facts: dict[str, Any] = {}  # that the daemon adds to a namespace's own
+        self._tenant = ""  # as which we came in
         self.link: Link | None = self._connect()
         self.numbers = iter(range(1, 1 << 62))
         _OPEN.add(self)
@@ -156,7 +164,7 @@ class RemoteCache:
             model=model,
             revision=revision,
             adapter=adapter,
-            tenant=tenant,
+            tenant=self._tenant if self._tenant and tenant == DEFAULT_TENANT else tenant,
             cache_salt=cache_salt,
             facts={**(facts or {}), **self._facts},
         )
@@ -245,7 +253,7 @@ class RemoteCache:
                     self._found(self._connect())
                 link = self.link
             if link is None:
-                raise UnreachableError(f"{self.path}: the daemon does not answer")
+                raise UnreachableError(f"{self.route}: the daemon does not answer")
             try:
                 yield link
             except (UnreachableError, ProtocolError) as error:
@@ -258,7 +266,7 @@ class RemoteCache:
             if self.link is not link or self._closed.is_set():
                 return
             _log.warning(
-                "%s: the daemon is lost (%s); until it is back nothing is found and nothing kept", self.path, error
+                "%s: the daemon is lost (%s); until it is back nothing is found and nothing kept", self.route, error
             )
             self.link = None
             link.close()
@@ -277,8 +285,8 @@ class RemoteCache:
             self._moved.notify_all()
 
     def _connect(self) -> Link:
-        link = Link(self.path, self.engine, self.patience_s, Mappings(self.copiers, self._background.submit))
-        self._facts = link.facts
+        link = Link(self.route, self.engine, self.patience_s, Mappings(self.copiers, self._background.submit))
+        self._facts, self._tenant = link.facts, link.tenant
         return link
 
     def _retry(self) -> None:
@@ -300,13 +308,13 @@ class RemoteCache:
     def _found(self, link: Link) -> None:
         self.link = link
         self._changed.notify_all()
-        _log.warning("%s: reached again", self.path)
+        _log.warning("%s: reached again", self.route)
 
     def ask_apart(self, op: str, timeout_s: float | None, fields: Mapping[str, Any]) -> dict[str, Any]:
         """A question that may take long, on a connection of its own."""
         link = self.link
         if link is None:
-            raise UnreachableError(f"{self.path}: the daemon does not answer")
+            raise UnreachableError(f"{self.route}: the daemon does not answer")
         end = None if timeout_s is None else time.monotonic() + timeout_s + self.patience_s
         with link.mover(self.patience_s) as wire:
             wire.send({"op": op, **fields}, timeout_s=self.patience_s)

@@ -17,12 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.daemon.meter import QUOTA
 from kvcache.daemon.protocol import DESCRIPTORS, LENT, ProtocolError, asked, refusal
 from kvcache.daemon.session import Session
 from kvcache.daemon.wire import Wire
-from kvcache.errors import KVCacheError, UnreachableError
+from kvcache.errors import AccessError, KVCacheError, UnreachableError
 from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.edge import check_blocks
 from kvcache.hierarchy.mover import NotMovedError, Part
+from kvcache.hierarchy.request import CacheRequest
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import logger
 from kvcache.tier.arena import Arena, Extent, Slot
@@ -39,8 +42,9 @@ _log = logger("kvcache.daemon")
 class Lender:
     """A `Mover` for the client at the other end of a connection."""
 
-    def __init__(self, wire: Wire, arena: Arena, lease_s: float) -> None:
-        self._wire, self._arena, self._lease_s = wire, arena, lease_s
+    def __init__(self, wire: Wire, arena: Arena, lease_s: float, moved: Callable[[int], None]) -> None:
+        """`moved` is told of bytes that are lent."""
+        self._wire, self._arena, self._lease_s, self._moved = wire, arena, lease_s, moved
         self._known: dict[int, tuple[Extent, bool]] = {}  # extents that this connection told of; whether writable
         self._lent: list[Slot] = []  # to a client that did not answer in time
         self.broken = False
@@ -90,6 +94,7 @@ class Lender:
         """`blocks`: with these the client has all that it needs of so many; 0 while more is to come."""
         lent = np.array([(i, g, 0, s.extent.number, s.i, s.generation) for i, g, s in parts], LENT)
         descriptors: list[int] = []
+        self._moved(sum(slot.extent.slot_bytes for _, _, slot in parts))
         try:
             descriptors.extend(extent.region.export(writable=writable) for extent in new)
             message = {
@@ -133,7 +138,7 @@ class Moving:
 def serve(moving: Moving, cache: Cache, lease_s: float) -> None:
     """Answer this connection until it ends, or a message makes no sense, or all of it ends."""
     wire, session = Wire(moving.connection, takes=False), moving.session
-    lender = Lender(wire, cache.host.arena, lease_s)
+    lender = Lender(wire, cache.host.arena, lease_s, session.meter.move)
     try:
         while not (lender.broken or session.ended or moving.ending):
             message, _ = wire.receive()
@@ -157,6 +162,8 @@ def serve(moving: Moving, cache: Cache, lease_s: float) -> None:
 def _answered(op: str, message: Mapping[str, Any], session: Session, cache: Cache, lender: Lender) -> dict[str, Any]:
     try:
         return {"ok": _answer(op, message, session, cache, lender)}
+    except ProtocolError:
+        raise
     except KVCacheError as error:
         return refusal(error)
     except Exception as error:  # noqa: BLE001  one client's fault is nobody else's
@@ -165,16 +172,35 @@ def _answered(op: str, message: Mapping[str, Any], session: Session, cache: Cach
 
 
 def _answer(op: str, message: Mapping[str, Any], session: Session, cache: Cache, lender: Lender) -> dict[str, Any]:
+    within = session.meter.ask(moves=op in ("load", "store"))
+    if session.meter.flooded:
+        raise ProtocolError(f"tenant {session.tenant.name!r} asks far more than its operations a second")
     if op == "flush":
         return {"done": cache.flush(message.get("timeout_s"))}
     if op == "check":
+        if not session.tenant.operator:
+            raise AccessError("an audit tells of all tenants: only an operator may ask for it")
         return {"faults": cache.check()[:1000]}
     if op == "clear":
         return {"records": session.bound(message).clear()}
     request = session.request(message["request"])
+    if not within:
+        return _refused(op, message, request, cache)
     move = request.bring if op == "load" else request.keep
     transfer: BlockTransfer = move(lender, message["first"], message["end"], _here)
     return {"outcomes": bytes(_CODES[outcome] for outcome in transfer.outcomes)}
+
+
+def _refused(op: str, message: Mapping[str, Any], request: CacheRequest, cache: Cache) -> dict[str, Any]:
+    """What is beyond the tenant's limits: blocks that are not there, or are not kept."""
+    first, end = message["first"], message["end"]
+    check_blocks(first, end, len(request.signatures))
+    if op == "load":
+        cache.flow.counters.add("load_failures", end - first, outcome=QUOTA)
+    else:
+        cache.flow.drop(end - first, QUOTA, request.chain.namespace_id, tier=cache.host.name)
+    outcome = Outcome.ABSENT if op == "load" else Outcome.DROPPED
+    return {"outcomes": bytes([_CODES[outcome]]) * (end - first)}
 
 
 def _here(call: Callable[[], None]) -> None:

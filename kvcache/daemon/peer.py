@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from kvcache.daemon.door import Shown
 from kvcache.daemon.protocol import HEAD_BYTES, ProtocolError, body_bytes, pack, refusal, unpack
 from kvcache.daemon.wire import BUFFER_BYTES
 from kvcache.observe.request import logger
@@ -46,6 +47,13 @@ class Peer:
             with suppress(OSError):
                 connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
         loop.add_reader(connection, self._readable)
+
+    def __str__(self) -> str:
+        return f"user {self.uid} (process {self.pid})"
+
+    def shown(self, token_hash: str) -> Shown:
+        """Who it is, as far as can be told: what it gave, or else what the kernel knows."""
+        return Shown(user=self.uid, token_hash=token_hash)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Now, as far as the other side takes it, and the rest when it does."""

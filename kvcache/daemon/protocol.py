@@ -15,6 +15,7 @@ import numpy as np
 
 from kvcache.block.layout import Group, KVLayout, Shard
 from kvcache.errors import (
+    AccessError,
     ClosedError,
     ConfigError,
     KVCacheError,
@@ -55,6 +56,7 @@ ERRORS: Mapping[str, type[KVCacheError]] = {
     "request": RequestError,
     "store": StoreError,
     "token": TokenError,
+    "access": AccessError,
     "failed": KVCacheError,
 }
 
@@ -71,7 +73,7 @@ class Op:
 
 _NUMBER = (int, float)
 OPS: Mapping[str, Op] = {
-    "hello": Op("any", {"version": int, "role": str}, {"session": bytes, "engine": str}),
+    "hello": Op("any", {"version": int, "role": str}, {"session": bytes, "engine": str, "token": str}),
     "namespace": Op(
         "control",
         {"layout": dict, "model": str, "revision": str, "tenant": str, "cache_salt": str, "facts": dict},

@@ -19,11 +19,13 @@ from contextlib import suppress
 from typing import Any
 
 from kvcache.daemon.address import Claim
+from kvcache.daemon.door import Door
 from kvcache.daemon.lender import Moving, serve
 from kvcache.daemon.peer import Peer
 from kvcache.daemon.protocol import VERSION, ProtocolError, asked, refusal
 from kvcache.daemon.session import Session
-from kvcache.errors import KVCacheError, UnreachableError
+from kvcache.daemon.token import token_hash
+from kvcache.errors import AccessError, KVCacheError, UnreachableError
 from kvcache.hierarchy.cache import Cache
 from kvcache.observe.request import logger
 
@@ -47,12 +49,14 @@ class Daemon:
         version: str = "",
         linger_s: float | None = None,
         began: Callable[[], object] = lambda: None,
+        door: Door | None = None,
     ) -> None:
         """`linger_s`: end by itself once nobody has been connected for so long; never, where not given. `began` is
-        called when it listens."""
+        called when it listens. `door`: who comes in; by the settings, where not given."""
         self.began = began
         self.cache, self.claim, self._version, self._linger_s = cache, claim, version, linger_s
         self._settings = cache.settings.daemon
+        self.door = door or Door(self._settings.tenants_file, cache.flow.port.clock)
         self.boot = secrets.token_bytes(8)
         """Another one after every start."""
         self._loop = new_loop()
@@ -151,9 +155,10 @@ class Daemon:
             return
         try:
             answer = {"ok": self._hello(peer, message) if session is None else session.answer(op, message)}
-        except ProtocolError as error:
-            peer.send(refusal(error))
-            peer.close()
+        except (AccessError, ProtocolError) as error:
+            self._refuse(peer, error)
+            if session is None or isinstance(error, ProtocolError):
+                peer.close()
             return
         except KVCacheError as error:
             answer = refusal(error)
@@ -162,6 +167,11 @@ class Daemon:
             answer = refusal(KVCacheError(f"{op} failed: {error!r:.200}"))
         if table.answered and peer.open:
             peer.send(answer)
+
+    def _refuse(self, peer: Peer, error: KVCacheError) -> None:
+        if isinstance(error, AccessError):
+            _log.warning("%s was refused: %s", peer, error)
+        peer.send(refusal(error))
 
     def _hello(self, peer: Peer, message: dict[str, Any]) -> dict[str, Any]:
         if message["version"] != VERSION:
@@ -176,7 +186,8 @@ class Daemon:
         engine = message.get("engine") or ""
         if "/" in engine or len(engine) > 256:
             raise ProtocolError("engine: expected a name of at most 256 characters without '/'")
-        session = Session(self.cache, engine, peer.pid)
+        token = message.get("token") or ""
+        session = Session(self.cache, engine, peer.pid, peer.shown(token_hash(token) if token else ""), self.door)
         self._sessions[session.secret] = self._of_peer[peer] = session
         self._watch(session)
         if self._lingering is not None:
@@ -190,6 +201,7 @@ class Daemon:
             "boot": self.boot,
             "session": session.secret,
             "facts": facts,
+            "tenant": "" if session.tenant.operator else session.tenant.name,
         }
 
     def _begin_moving(self, peer: Peer, message: dict[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,12 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvcache.block.key import SIGNATURE_BYTES
-from kvcache.daemon.protocol import read_layout, read_shards
-from kvcache.errors import ConfigError, RequestError, TokenError
+from kvcache.block.key import SIGNATURE_BYTES, bind_signatures
+from kvcache.daemon.door import Door, Shown
+from kvcache.daemon.meter import QUOTA
+from kvcache.daemon.protocol import ProtocolError, read_layout, read_shards
+from kvcache.daemon.tenant import Tenant
+from kvcache.errors import AccessError, ConfigError, RequestError, TokenError
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.request import BoundCache, CacheRequest
 
@@ -30,13 +33,18 @@ LONGEST_AGENT = 128
 class Session:
     """Asked by the loop's thread; `request` also by those that move records."""
 
-    def __init__(self, cache: Cache, engine: str, pid: int) -> None:
+    def __init__(self, cache: Cache, engine: str, pid: int, shown: Shown, door: Door) -> None:
+        """`pid`: of the process behind it where that is on this host, else 0. AccessError where the door says so."""
         self.secret = secrets.token_bytes(16)
-        self.engine, self.pid = engine, pid
+        self.engine, self.pid, self.shown = engine, pid, shown
+        self.tenant: Tenant = door.tenant(shown)
+        self.meter = door.meter(self.tenant)
+        self._apart = door.apart
         self._cache = cache
         self._bound: list[BoundCache] = []
         self._requests: dict[int, CacheRequest] = {}
         self._sizes: dict[int, int] = {}  # bytes of signatures, of those that were opened here and not joined
+        self._within = True  # whether what is asked now is within the tenant's operations
         self.ended = False
 
     # what is asked
@@ -53,8 +61,11 @@ class Session:
             "signatures": lambda m: {"signatures": self.request(m["request"]).chain.packed},
             "admit": self._admit,
             "close": self._close,
-            "stats": lambda _: self._cache.stats(),
+            "stats": lambda _: self._stats(),
         }
+        self._within = self.meter.ask()
+        if self.meter.flooded:
+            raise ProtocolError(f"tenant {self.tenant.name!r} asks far more than its operations a second")
         return answers[op](message)
 
     def request(self, number: int) -> CacheRequest:
@@ -67,6 +78,8 @@ class Session:
         if len(self._bound) >= NAMESPACES or self._cache.bindings >= ALL_NAMESPACES:
             raise ConfigError(f"{NAMESPACES} namespaces a client, {ALL_NAMESPACES} in all: no more can be bound")
         shards, ranks = message.get("shards"), message.get("ranks")
+        if not self.tenant.owns(message["tenant"]):
+            raise AccessError(f"tenant = {message['tenant']!r:.140}: this client came in as {self.tenant.name!r}")
         bound = self._cache.namespace(
             read_layout(message["layout"]),
             model=message["model"],
@@ -102,10 +115,12 @@ class Session:
             self._own(number)
             self._check_room(number, len(signatures))
             self._sizes[number] = len(signatures)
+            signatures = self._bind(request, signatures)
         head = message.get("head")
         if head is not None and len(head) not in (0, SIGNATURE_BYTES):
             raise TokenError(f"a head of {len(head)} bytes: expected {SIGNATURE_BYTES}, or 0 where it is not known")
-        hit = request.match(signatures=signatures, head=head)
+        head = head and self._bind(request, head)
+        hit = request.match(signatures=signatures, head=head, refused="" if self._within else QUOTA)
         return {"blocks": hit.blocks, "by_tier": dict(hit.by_tier), "reason": hit.reason, "pending": hit.pending}
 
     def _extend(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +129,7 @@ class Session:
         self._own(number)
         size = self._sizes[number] + len(signatures)
         self._check_room(number, size)
-        request.chain.append(signatures)
+        request.chain.append(self._bind(request, signatures))
         request.miss.extended(request.chain.packed)
         self._sizes[number] = size
         return {}
@@ -135,6 +150,19 @@ class Session:
         if request is not None:
             request.close()
         return {}
+
+    def _stats(self) -> dict[str, Any]:
+        """An operator's are the cache's; a tenant's are of what is its own, so that it learns of nobody else."""
+        if self.tenant.operator:
+            return self._cache.stats()
+        name, host = self.tenant.name, self._cache.host
+        extents = [extent for extent in host.arena.extents() if extent.tenant == name]
+        own = {
+            "records": sum(len(extent.slots) for extent in extents),
+            "used_bytes": sum(len(extent.slots) * extent.slot_bytes for extent in extents),
+        }
+        moved = {"moved_bytes": self.meter.moved_bytes, "refused": self.meter.refused}
+        return {"tenant": name, "tiers": {host.name: own}, **moved}
 
     def _take(self, number: int, request: CacheRequest) -> CacheRequest:
         if len(self._requests) >= REQUESTS:
@@ -157,6 +185,9 @@ class Session:
         """Of a request among all engines': none of these can have another one's, whatever the ids."""
         name: str = message["id"]
         return f"{self.engine}/{name}" if self.engine or "/" in name else name
+
+    def _bind(self, request: CacheRequest, signatures: bytes) -> bytes:
+        return bind_signatures(request.chain.namespace_id, signatures) if self._apart else signatures
 
     def _own(self, number: int) -> None:
         if number not in self._sizes:

@@ -157,8 +157,10 @@ class CacheRequest:
         after: bytes | None = None,
         signatures: bytes | None = None,
         head: bytes | None = None,
+        refused: str = "",
     ) -> Hit:
-        """`signatures`, packed: of blocks that another process hashed, with the chain's `head`."""
+        """`signatures`, packed: of blocks that another process hashed, with the chain's `head`. `refused`: the reason
+        for which nothing is looked for."""
         bound, layout = self._bound, self._bound.layout
         check_origin(self._origin, token_ids, digests, signatures)
         lookup = self._flow.index.lookup(bound.names, bound.needs)
@@ -175,10 +177,10 @@ class CacheRequest:
         if anew:
             self._question = None
         self._by_tier = {}
-        if self._flow.bypass.loads:
+        if refused or self._flow.bypass.loads:
             self._found = 0
-            self.miss.look(self.chain.packed, 0, lookup.ids, reason=BYPASS)
-            return Hit(tokens=0, blocks=0, reason=BYPASS)
+            self.miss.look(self.chain.packed, 0, lookup.ids, reason=refused or BYPASS)
+            return Hit(tokens=0, blocks=0, reason=refused or BYPASS)
         pending = self._question is not None and self._question.pending  # before the index is: an answer is there then
         if token_ids is None:
             lookup.match(self.chain.packed)

@@ -17,6 +17,8 @@ _OUTCOMES = {
 
 _BYPASS = "an operator has taken the cache out of this path: `kvcache bypass off` puts it back"
 
+_QUOTA = "its tenant asked for more than it may in a second: `bandwidth`, `operations` in the tenants file"
+
 _MISSES = {
     "cold": "the next block was never stored, as far as is remembered",
     "evicted": "the next block was there and made room for others",
@@ -30,6 +32,7 @@ _MISSES = {
     "failed": "the next block was found, and the device or the peer failed, or an error of ours, which the log has",
     "below_plan": "the rest was found and would have come later than the engine computes it",
     "bypass": _BYPASS,
+    "quota": _QUOTA,
 }
 
 REASONS: Mapping[tuple[str, str], Mapping[str, str]] = {
@@ -45,10 +48,11 @@ REASONS: Mapping[tuple[str, str], Mapping[str, str]] = {
         "no room": "host had no free slot and no victim: what is there is held, or belongs to the same request",
         "orphan": "its parent is not in the tier that it was offered to, so that it could not be found",
         "bypass": _BYPASS,
+        "quota": _QUOTA,
         "{tier} queue": "more was waiting to be written to the tier than `flow.queue_blocks`; it stays in host for now",
         "{tier} full": "the tier had no victim that is older; it stays in host for now",
     },
-    ("load_failures", "outcome"): {**_OUTCOMES, "bypass": _BYPASS},
+    ("load_failures", "outcome"): {**_OUTCOMES, "bypass": _BYPASS, "quota": _QUOTA},
     ("write_failures", "outcome"): _OUTCOMES,
     ("refused_records", "check"): {check: _OUTCOMES[check] for check in ("absent", "damaged", "foreign")},
     ("canary_blocks", "result"): {

@@ -21,6 +21,11 @@ class Daemon(Section):
         default="600",
         description="Who may connect: the socket's mode, in octal. Others than the owner need group or other.",
     )
+    tenants_file: str = Field(
+        default="",
+        description="Who may come in, as whom, and within which limits (docs/daemon.md); read again at SIGHUP. Without "
+        "one whoever may connect may name any tenant.",
+    )
     connections: Count = Field(default=512, description="Open at a time, at most; an engine's process has up to five.")
     lease_s: Seconds = Field(
         default=10.0, description="How long a client may take to copy what it was lent before it is let go."

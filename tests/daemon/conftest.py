@@ -39,19 +39,30 @@ def house(make_house: Callable[..., House]) -> House:
 
 
 @pytest.fixture
-def within() -> Iterator[Within]:
+def make_within() -> Iterator[Callable[..., Within]]:
     with tempfile.TemporaryDirectory(prefix="kv-") as directory, ExitStack() as undo:
-        settings = load_settings(
-            None,
-            host={"capacity_bytes": "768KiB", "extent_bytes": "192KiB"},  # 64 records, in extents of 16
-            nvme__enabled=False,
-            daemon__lease_s=0.2,
-        )
-        cache = Cache(settings, shared=True)
-        undo.callback(cache.close)
-        daemon = Daemon(cache, Claim(Path(directory, "s"), 0o600))
-        undo.callback(start(daemon))
-        made = Within(cache, daemon, Path(directory, "s"), undo)
-        yield made
-        until(lambda: made.lost == 0)
-        assert cache.check() == []
+        houses: list[Within] = []
+
+        def make(**more: Any) -> Within:
+            settings = load_settings(
+                None,
+                host={"capacity_bytes": "768KiB", "extent_bytes": "192KiB"},  # 64 records, in extents of 16
+                **{"nvme__enabled": False, "daemon__lease_s": 0.2, **more},
+            )
+            cache = Cache(settings, shared=True)
+            undo.callback(cache.close)
+            path = Path(directory, str(len(houses)))
+            daemon = Daemon(cache, Claim(path, 0o600))
+            undo.callback(start(daemon))
+            houses.append(Within(cache, daemon, path, undo))
+            return houses[-1]
+
+        yield make
+        for made in houses:
+            until(lambda made=made: made.lost == 0)
+            assert made.cache.check() == []
+
+
+@pytest.fixture
+def within(make_within: Callable[..., Within]) -> Within:
+    return make_within()

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import native
+from kvcache.block.key import plain_bind_signatures
 
 pytestmark = pytest.mark.skipif(not native.built, reason="the compiled core was not built")
 
@@ -51,6 +52,12 @@ class TestChain:
         tokens = np.arange(48, dtype=np.uint32)
         extras = [b"\xff" * extra, b"", b"\xee" * (64 - extra)]
         assert native.core.digest_chain(PARENT, tokens, 16, extras, plain=plain) == chain(PARENT, tokens, 16, extras)
+
+    @given(space=st.binary(min_size=32, max_size=32), signatures=st.lists(st.binary(min_size=32, max_size=32)))
+    def test_signatures_are_bound_one_by_one(self, plain: bool, space: bytes, signatures: list[bytes]) -> None:
+        packed = b"".join(signatures)
+        bound = native.core.bind_signatures(space, packed, plain=plain)
+        assert bound == plain_bind_signatures(space, packed) == b"".join(sha256(space + s).digest() for s in signatures)
 
     def test_threads_do_not_meet(self, plain: bool) -> None:
         prompts = [np.arange(i, i + 4096, dtype=np.uint32) for i in range(8)]

@@ -1,0 +1,73 @@
+"""The daemon's door: as which tenant a connection comes in, and what that tenant may ask for in a second."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcache.daemon.meter import Meter
+from kvcache.daemon.tenant import ANYBODY, Tenant, Tenants
+from kvcache.errors import AccessError
+from kvcache.port import Clock
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What somebody showed, as it may be kept and compared again: no token is in it."""
+
+    user: int | None = None
+    token_hash: str = ""
+    certificates: Sequence[str] = ()
+
+
+class Door:
+    """Of the loop's thread."""
+
+    def __init__(self, path: str, clock: Clock) -> None:
+        """`path` of the tenants file, if there is one; ConfigError as `Tenants.read`."""
+        self.path, self._clock = path, clock
+        self.tenants = Tenants.read(path) if path else None
+        self._meters: dict[str, Meter] = {}
+
+    @property
+    def apart(self) -> bool:
+        """Whether tenants are kept apart."""
+        return self.tenants is not None
+
+    def read_again(self) -> None:
+        """The file, as it is now; ConfigError leaves what was."""
+        if not self.path:
+            return
+        self.tenants = Tenants.read(self.path)
+        for name, meter in self._meters.items():
+            meter.change(self.tenants.by_name.get(name, Tenant(name=name)))
+
+    def tenant(self, shown: Shown) -> Tenant:
+        """AccessError for whoever is in no table. A token that nobody has is no reason to look at the rest."""
+        if self.tenants is None:
+            return ANYBODY
+        found = None
+        if shown.token_hash:
+            found = self.tenants.by_hash(shown.token_hash)
+        elif shown.certificates:
+            found = self.tenants.by_certificate(shown.certificates)
+        elif shown.user is not None:
+            found = self.tenants.by_user(shown.user)
+        if found is None:
+            what = "token" if shown.token_hash else "certificate" if shown.certificates else "user"
+            raise AccessError(
+                f"no tenant has this {what}: give token_file or KVCACHE_TOKEN, or be entered in the tenants file of "
+                f"the daemon (process {os.getpid()})"
+            )
+        return found
+
+    def meter(self, tenant: Tenant) -> Meter:
+        if tenant.name not in self._meters:
+            self._meters[tenant.name] = Meter(tenant, self._clock)
+        return self._meters[tenant.name]
+
+    @property
+    def meters(self) -> dict[str, Meter]:
+        """By name, of tenants that came in."""
+        return dict(self._meters)

@@ -1,0 +1,144 @@
+"""Who may come in and as whom: the tenants file.
+
+    ["acme"]
+    tokens = ["sha256:2c26..."]               # of `kvcache token`, which prints the token itself once
+    certificates = ["engine.acme.example"]    # names in a client's certificate, or sha256: and its fingerprint
+    users = [1001]                            # of processes on this host
+    share = "copy"                            # bytes over the socket; "map": it maps its own extents
+    bandwidth = "2GiB"                        # bytes a second, both ways together
+    operations = 5000                         # a second
+
+A table a tenant. The tenant `*` is an operator: it names any tenant, and sees all of them. Without the file whoever
+may connect is an operator, as the socket's mode says. With it nobody is who is not in it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+
+from kvcache.daemon.token import Tokens, is_hash, token_hash
+from kvcache.errors import ConfigError
+from kvcache.values import as_number, as_size
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+OPERATOR = "*"
+LONGEST_NAME = 128
+
+
+def _a_hash(text: str) -> str:
+    if not is_hash(text):
+        raise ValueError("expected sha256: and 64 hexadecimal digits, as `kvcache token` prints them; never a token")
+    return text
+
+
+Hash = Annotated[str, AfterValidator(_a_hash)]
+Rate = Annotated[float, BeforeValidator(as_number), Field(gt=0, allow_inf_nan=False)]
+
+
+class Tenant(BaseModel):
+    """One table of the file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+    tokens: tuple[Hash, ...] = ()
+    certificates: tuple[str, ...] = ()
+    users: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    share: Literal["map", "copy"] = "map"
+    bandwidth: Annotated[int, BeforeValidator(as_size), Field(gt=0)] | None = None
+    operations: Rate | None = None
+
+    @property
+    def operator(self) -> bool:
+        return self.name == OPERATOR
+
+    def owns(self, name: str) -> bool:
+        """Whether it may name this tenant."""
+        return self.operator or name == self.name
+
+
+ANYBODY = Tenant(name=OPERATOR)
+"""Who connects where there is no tenants file."""
+
+
+class Tenants:
+    """Found by what they show. ConfigError where two show the same."""
+
+    def __init__(self, tenants: Iterable[Tenant]) -> None:
+        self.by_name: Mapping[str, Tenant] = {tenant.name: tenant for tenant in tenants}
+        each = self.by_name.values()
+        self._tokens = Tokens(_once("tokens", ((hash_, t.name) for t in each for hash_ in t.tokens)).items())
+        self._users = _once("users", ((user, t.name) for t in each for user in t.users))
+        self._certificates = _once("certificates", ((name, t.name) for t in each for name in t.certificates))
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Tenants:
+        """ConfigError, in one line, for a file that makes no sense or that others can write to. Says no hash."""
+        place = f"daemon.tenants_file = {os.fspath(path)!r}"
+        try:
+            with Path(path).open("rb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                tables = tomllib.load(file)
+        except OSError as error:
+            raise ConfigError(f"{place}: {error.strerror or error}; give the path of a TOML file") from None
+        except ValueError as error:
+            raise ConfigError(f"{place}: not TOML: {error}") from None
+        if mode & stat.S_IWOTH:
+            raise ConfigError(f"{place}: everybody may write to it; chmod o-w")
+        return cls(_tenant(place, name, table) for name, table in tables.items())
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return len(self._tokens)
+
+    @property
+    def certificates(self) -> int:
+        return len(self._certificates)
+
+    def by_token(self, token: str) -> Tenant | None:
+        return self.by_hash(token_hash(token))
+
+    def by_hash(self, hash_: str) -> Tenant | None:
+        owner = self._tokens.owner(hash_)
+        return None if owner is None else self.by_name[owner]
+
+    def by_user(self, user: int) -> Tenant | None:
+        return self.by_name.get(self._users.get(user, ""))
+
+    def by_certificate(self, names: Iterable[str]) -> Tenant | None:
+        """`names`: those in a verified certificate, and its fingerprint. None where they are of several tenants."""
+        owners = {self._certificates[name] for name in names if name in self._certificates}
+        return self.by_name[owners.pop()] if len(owners) == 1 else None
+
+
+def _tenant(place: str, name: str, table: Any) -> Tenant:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{place}: {name!r} is no table; expected [{name!r}] and what the tenant may show below it")
+    try:
+        return TypeAdapter(Tenant).validate_python({**table, "name": name})
+    except ValidationError as error:
+        first = error.errors(include_input=False, include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{place}: {name!r}: {field}: {first['msg'].removeprefix('Value error, ')}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {name!r}: {error}") from None
+
+
+def _once(what: str, owners: Iterable[tuple[Any, str]]) -> dict[Any, str]:
+    found: dict[Any, str] = {}
+    for shown, owner in owners:
+        if found.setdefault(shown, owner) != owner:
+            raise ConfigError(f"daemon.tenants_file: {owner!r} and {found[shown]!r} have one of `{what}` in common")
+    return found

@@ -1,0 +1,171 @@
+"""What a tenant may ask for in a second, on a clock that is turned; and that what is beyond is a miss and no error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache.daemon.meter import Bucket, Meter
+from kvcache.daemon.tenant import Tenant
+from kvcache.tier.tier import Outcome
+from tests.contract.caches import Engine
+from tests.daemon.house import LAYOUT, bound_to, load, store
+from tests.daemon.test_tenant import ACME, BETA, came_in, everybody
+from tests.daemon.within import Within
+
+
+class Turned:
+    """A clock that tests turn."""
+
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def now(self) -> float:
+        return self.time
+
+    def wall(self) -> float:
+        return self.time
+
+
+class TestBucket:
+    @given(
+        rate=st.floats(0.5, 1000),
+        steps=st.lists(st.tuples(st.floats(0, 5), st.floats(0.01, 3000)), max_size=60),
+    )
+    def test_no_window_gets_more_than_its_rate_and_one_second_and_one_transfer(
+        self, rate: float, steps: list[tuple[float, float]]
+    ) -> None:
+        clock = Turned()
+        bucket = Bucket(rate, clock)
+        taken: list[tuple[float, float]] = []
+        for wait, amount in steps:
+            clock.time += wait
+            if bucket.level() > 0:
+                bucket.take(amount)
+                taken.append((clock.time, amount))
+        for i in range(len(taken)):
+            for j in range(i, len(taken)):
+                window = taken[j][0] - taken[i][0]
+                got = sum(amount for _, amount in taken[i:j])  # the last one may owe
+                assert got <= rate * (window + 1) + 1e-6
+
+    def test_what_is_owed_is_paid_for(self) -> None:
+        clock = Turned()
+        bucket = Bucket(10, clock)
+        bucket.take(35)  # 10 were there
+        assert bucket.level() == -25
+        clock.time += 2.5
+        assert bucket.level() == 0
+        clock.time += 100
+        assert bucket.level() == 10, "no more than a second is saved up"
+
+    def test_none_is_no_limit(self) -> None:
+        bucket = Bucket(None, Turned())
+        bucket.take(1e30)
+        assert bucket.level() == float("inf")
+
+    def test_another_rate_forgives_nothing(self) -> None:
+        clock = Turned()
+        bucket = Bucket(10, clock)
+        bucket.take(50)
+        bucket.change(20)
+        assert bucket.level() == -20
+        clock.time += 1.5
+        assert bucket.level() == 10
+        bucket.change(None)
+        assert bucket.level() == float("inf")
+
+
+class TestMeter:
+    def test_operations_and_bytes_are_counted_apart(self) -> None:
+        clock = Turned()
+        meter = Meter(Tenant(name="t", operations=2, bandwidth=100), clock)
+        assert [meter.ask(), meter.ask(), meter.ask()] == [True, True, False]
+        clock.time += 2
+        meter.move(150)
+        assert meter.ask()
+        assert not meter.ask(moves=True)
+        clock.time += 2
+        assert meter.ask(moves=True)
+        assert (meter.refused, meter.moved_bytes) == (2, 150)
+
+    def test_a_flood_is_told_from_a_burst(self) -> None:
+        meter = Meter(Tenant(name="t", operations=10), Turned())
+        for _ in range(110):
+            meter.ask()
+            assert not meter.flooded
+        meter.ask()
+        assert meter.flooded
+
+
+@pytest.fixture
+def limited(make_within: Callable[..., Within], tmp_path: Path) -> Callable[..., Within]:
+    def make(**limits: Any) -> Within:
+        path = everybody(tmp_path / "tenants", acme=limits)
+        within = make_within(daemon__tenants_file=str(path))
+        within.daemon.door._clock = within.clock = Turned()  # type: ignore[attr-defined]
+        return within
+
+    return make
+
+
+def test_beyond_its_operations_a_tenant_misses_and_others_do_not(
+    limited: Callable[..., Within], tmp_path: Path
+) -> None:
+    within = limited(operations=40)
+    acme, beta = (bound_to(came_in(within, token, tmp_path)) for token in (ACME, BETA))
+    tokens = list(range(16))
+    mine = store(acme, tokens, 1)
+    theirs = store(beta, tokens, 2)
+    reasons = set()
+    for _ in range(40):
+        with acme.request() as r:
+            hit = r.match(tokens)
+            assert hit.blocks in (0, 4)
+            reasons.add(hit.reason)
+    assert reasons == {"", "quota"}
+    engine = Engine(LAYOUT)
+    with acme.request() as r:
+        assert r.match(tokens).reason == "quota"
+        transfer = r.load(4, engine.described, engine.ids([0, 1, 2, 3]))
+        assert transfer.wait(60)
+        assert transfer.outcomes == (Outcome.ABSENT,) * 4
+        transfer = r.store(engine.described, engine.ids([0, 1, 2, 3]))
+        assert transfer.wait(60)
+        assert transfer.outcomes == (Outcome.DROPPED,) * 4
+    assert load(beta, tokens) == theirs
+    counted = within.cache.counters
+    assert counted.get("load_failures", outcome="quota") == counted.get("drops", reason="quota") == 4
+    assert within.daemon.door.meters["acme"].refused > 0
+    within.daemon.door.meters["acme"]._operations._clock.time += 60  # type: ignore[attr-defined]
+    assert load(acme, tokens) == mine, "it is let through again"
+
+
+def test_whoever_floods_is_let_go_and_comes_back(limited: Callable[..., Within], tmp_path: Path) -> None:
+    within = limited(operations=4)
+    cache = came_in(within, ACME, tmp_path)
+    acme = bound_to(cache)
+    reasons = set()
+    for _ in range(60):
+        with acme.request() as r:
+            reasons.add(r.match([1, 2, 3, 4]).reason)
+    assert reasons == {"cold", "quota", "unreachable"}
+    assert bound_to(came_in(within, BETA, tmp_path)).request().match([1, 2, 3, 4]).reason == "cold"
+
+
+def test_beyond_its_bandwidth_a_tenant_moves_nothing(limited: Callable[..., Within], tmp_path: Path) -> None:
+    within = limited(bandwidth="64KiB")  # a record takes 12 KiB of the arena
+    acme = bound_to(came_in(within, ACME, tmp_path))
+    tokens = list(range(32))
+    mine = store(acme, tokens, 1)
+    assert within.daemon.door.meters["acme"].moved_bytes == 8 * (12 << 10)
+    assert load(acme, tokens) == [], "it owes for what it stored"
+    clock = within.daemon.door._clock
+    clock.time += 1  # type: ignore[attr-defined]
+    assert load(acme, tokens) == mine
+    assert load(acme, tokens) == []
