@@ -1,15 +1,72 @@
-"""SGLang's own pool of device memory, a tensor for K and one for V a layer: in the order that all engines read."""
+"""SGLang's own pools of device memory: which ones a model has, and where their pages are.
+
+A pool of keys and values has a tensor for K and one for V a layer, and is told in the order that all engines read. What
+SGLang itself can describe for its own linkers beside these (states, indexers, compressed pools) is taken as opaque
+pieces. Anything else is refused, since a page without all that belongs to it is a wrong answer.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from kvcache.block.layout import Group, KVLayout, Shard
-from kvcache.connector.sglang.pool import DTYPES, Described, Ranks
+from kvcache.connector.sglang.pool import DTYPES, Described, Ranks, opaque_groups
 from kvcache.errors import LayoutError
 from kvcache.transfer.pages import GroupPages
+
+KV, SWA = "kv", "swa"
+_PLAIN = ("MHATokenToKVPool", "MLATokenToKVPool")
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePool:
+    """One pool. `source`: of which of SGLang's transfers its places are told, and `translate` what they are here."""
+
+    name: str
+    source: str
+    described: Described
+    layers: Mapping[int, int]
+    """By layer of the model the pool's own, where its layers arrive one by one."""
+    translate: Callable[[Any], Any]
+    form: str
+    """What its bytes are, where the layout does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePools:
+    all: tuple[DevicePool, ...]
+    layers: int
+    """Of the model, as SGLang waits for them."""
+    replicated: bool
+    """Each rank has the same: the first one stores."""
+
+
+def device_pools(params: Any, components: Sequence[Any], ranks: Ranks) -> DevicePools:
+    """LayoutError for a model with a pool that cannot be told."""
+    pool, tokens = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
+    kinds = {str(component.name) for component in components} or {"FULL"}
+    drafts = [n for n in ("mtp_draft_device_pools", "sidecar_draft_device_pools") if getattr(params, n, None)]
+    if not drafts and kinds == {"FULL"} and type(pool).__name__ in _PLAIN:
+        replicated = type(pool).__name__ == "MLATokenToKVPool"
+        described = describe_device(pool, tokens, ranks)
+        layers = described.shards[0].layers
+        only = DevicePool(KV, KV, described, {i: i for i in range(layers)}, _same, "")
+        return DevicePools((only,), layers, replicated)
+    windows = getattr(pool, "swa_kv_pool", None)
+    if not drafts and kinds == {"FULL", "SWA"} and type(pool).__name__ == "SWAKVPool":
+        parts = ((KV, pool.full_kv_pool, False), (SWA, windows, True))
+        told = []
+        for name, part, swa in parts:
+            if type(part).__name__ != _PLAIN[0]:
+                raise LayoutError(f"SWAKVPool of {type(part).__name__}: expected two of {_PLAIN[0]}")
+            own = {layer: at for layer, (at, is_swa) in pool.layers_mapping.items() if is_swa is swa}
+            told.append(DevicePool(name, name, describe_device(part, tokens, ranks), own, _same, ""))
+        return DevicePools(tuple(told), pool.layer_num, False)
+    return _assembled(pool, params, components, ranks)
 
 
 def describe_device(pool: Any, page_tokens: int, ranks: Ranks) -> Described:
@@ -20,6 +77,8 @@ def describe_device(pool: Any, page_tokens: int, ranks: Ranks) -> Described:
         planes = [list(getattr(pool, "kv_buffer", None) or ())]
     if not all(planes):
         raise LayoutError(f"{type(pool).__name__}: no buffers by layer; use the storage backend with this model")
+    if getattr(pool, "k_scale_buffer", None) is not None:
+        raise LayoutError(f"{type(pool).__name__} has scales beside its keys; use the storage backend with this model")
     first = planes[0][0]
     alike = {(tuple(t.shape), t.stride(), t.dtype, t.device) for plane in planes for t in plane}
     if len(alike) != 1 or str(first.dtype) not in DTYPES or first.ndim != 3 or first.stride(2) != 1:
@@ -50,3 +109,43 @@ def describe_device(pool: Any, page_tokens: int, ranks: Ranks) -> Described:
         owner=planes,
     )
     return Described(layout, (shard,), (there,), page_tokens, pool)
+
+
+def _assembled(pool: Any, params: Any, components: Sequence[Any], ranks: Ranks) -> DevicePools:
+    """As SGLang assembles them for its own linkers; LayoutError with its reason where it does not."""
+    from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import resolve_hybrid_device_pool_group
+
+    try:
+        group = resolve_hybrid_device_pool_group(
+            kvcache=pool, page_size=params.page_size, params=params, components=set(components)
+        )
+    except (ValueError, AssertionError, AttributeError) as error:
+        raise LayoutError(f"{type(pool).__name__}: {error}; use the storage backend with this model") from None
+    ranks = Ranks() if group.rank_replicated else ranks
+    return DevicePools(
+        tuple(_entry(entry, params.page_size, ranks) for entry in group.entries),
+        group.num_layers,
+        bool(group.rank_replicated),
+    )
+
+
+def _entry(entry: Any, block_tokens: int, ranks: Ranks) -> DevicePool:
+    """Pieces of pages, as an entry of SGLang's has them: several components of a buffer a layer."""
+    pieces, pages = [], set()
+    form = [type(entry.device_pool).__name__, *(f"{c[0].dtype} {tuple(c[0].shape[1:])}" for c in entry.components)]
+    for buffers, told in zip(entry.components, entry.buffer_meta, strict=True):
+        for buffer, (base, row_step, size) in zip(buffers, told, strict=True):
+            rows = size * int(buffer.shape[0]) // int(buffer.nbytes)
+            if rows > 1 and row_step * rows != size:
+                raise LayoutError(f"pool {entry.name}: the bytes of a page do not lie together")
+            pieces.append((int(base), int(size), int(row_step) * rows))
+            pages.add(int(buffer.shape[0]) // rows)
+    described = opaque_groups(pieces, min(pages), block_tokens, ranks, entry, device=str(entry.components[0][0].device))
+    # Pages are counted in tokens as SGLang's transfers count them: of a state each slot is one.
+    described = Described(described.layout, described.shards, described.pages, int(entry.page_size), entry)
+    source = str(entry.indices_from_pool)
+    return DevicePool(str(entry.name), source, described, {}, entry.translate_indices, " ".join(form))
+
+
+def _same(places: Any) -> Any:
+    return places

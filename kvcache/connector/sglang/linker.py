@@ -13,31 +13,38 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
-from sglang.srt.mem_cache.unified_cache.components import ComponentType
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
-from kvcache.connector.sglang.device import describe_device
+from kvcache.connector.sglang.agreement import Agreement
+from kvcache.connector.sglang.device import KV, DevicePool, device_pools
 from kvcache.connector.sglang.identity import identify
-from kvcache.connector.sglang.opening import close_cache, open_cache
+from kvcache.connector.sglang.opening import close_cache, engine_name, open_cache
 from kvcache.connector.sglang.pool import Ranks
 from kvcache.connector.sglang.promises import Promises
 from kvcache.connector.sglang.wishes import Wishes
-from kvcache.errors import ConfigError
-from kvcache.hierarchy.face import Request, Transfer
+from kvcache.errors import ConfigError, LayoutError
+from kvcache.hierarchy.face import Bound, Request, Transfer
 from kvcache.tier.tier import Outcome
 
 _log = logging.getLogger("kvcache.sglang")
 
 
-class _Load(NamedTuple):
-    request: Request
+class _Part(NamedTuple):
+    """Pages of one pool."""
+
+    pool: DevicePool
+    keys: list[str]
     page_ids: list[int]
+
+
+class _Load(NamedTuple):
+    parts: list[_Part]
+    requests: dict[str, Request]  # by pool
 
 
 class _Offload(NamedTuple):
-    keys: list[str]
-    page_ids: list[int]
+    parts: list[_Part]
     ready: Sequence[Any]  # events of the device
 
 
@@ -51,36 +58,48 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         extra_config: dict[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        other = set(components or ()) - {ComponentType.FULL}
-        if other:
-            names = ", ".join(sorted(component.name for component in other))
-            raise ConfigError(f"components {names}: this linker keeps full attention only; use the storage backend")
         wishes = Wishes.read(extra_config)
-        ranks = Ranks(tp_size=getattr(server_args, "tp_size", 1), pp_size=getattr(server_args, "pp_size", 1))
-        if not ranks.alone:
+        for name in ("pp_size", "attn_cp_size"):
+            count = getattr(params, name, 1)
+            if count > 1:
+                raise ConfigError(
+                    f"{name} = {count}: SGLang lets only tensor ranks agree on what a linker promises; "
+                    "use the storage backend"
+                )
+        self._agreement = Agreement.of(params)
+        ranks = Ranks(self._agreement.rank, self._agreement.size)
+        try:
+            told = device_pools(params, tuple(components or ()), ranks)
+        except LayoutError as error:
+            raise ConfigError(f"the linker cannot keep this model's pages: {error}") from None
+        self._pools = {pool.name: pool for pool in told.all}
+        if wishes.share_across_engines and set(self._pools) != {KV}:
             raise ConfigError(
-                f"tp_size = {ranks.tp_size}, pp_size = {ranks.pp_size}: this linker serves one rank, since a promise "
-                "has to hold on all of them; use the storage backend"
+                f"pools {', '.join(self._pools)}: no other engine reads them; share_across_engines = false"
             )
-        pool = params.token_to_kv_pool_allocator.get_kvcache()
+        self._stores = ranks.tp_rank == 0 or not told.replicated
         self.forward_stream = forward_stream
-        self.pools = {PoolName.KV: pool}
-        self.cache = open_cache(wishes)
-        self._described = describe_device(pool, params.page_size, ranks)
+        self.pools = {PoolName(name): pool.described.owner for name, pool in self._pools.items()}
+        self.cache = open_cache(wishes, engine_name(server_args, ranks, wishes))
         identity = identify(server_args, None, wishes)
-        bound = self.cache.namespace(
-            self._described.layout,
-            model=identity.model,
-            revision=identity.revision,
-            tenant=wishes.tenant,
-            cache_salt=wishes.cache_salt,
-            facts=identity.facts_of(PoolName.KV.value, ""),
-            shards=self._described.shards,
-        )
-        self._bound, self._deadline_s = bound, wishes.deadline_s
-        self._promises = Promises(bound, wishes.lookup_wait_s)
-        self._layers = self._described.shards[0].layers
+        self._bounds: dict[str, Bound] = {
+            name: self.cache.namespace(
+                pool.described.layout,
+                model=identity.model,
+                revision=identity.revision,
+                tenant=wishes.tenant,
+                cache_salt=wishes.cache_salt,
+                facts=identity.facts_of(name, pool.form),
+                shards=pool.described.shards,
+            )
+            for name, pool in self._pools.items()
+        }
+        self._deadline_s = wishes.deadline_s
+        self._promises = Promises(self._bounds, wishes.lookup_wait_s)
+        self._layers = told.layers
         self.layer_done_counter = LayerWiseLoadCounter(self._layers)
+        if PoolName.MAMBA in self.pools:
+            params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
         self._queued: dict[str, _Load] = {}
         self._completed: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._offloads: queue.Queue[_Offload | None] = queue.Queue()
@@ -91,25 +110,33 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
     # --- from the cache ------------------------------------------------------------------------------------------
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every length up to what is in host memory, verified and held. Waits `lookup_wait_s` at most."""
-        keys = _of(transfers).keys or []
+        """Every length at which all pools are in host memory, verified and held. Waits `lookup_wait_s` at most."""
+        by_source = {str(transfer.name): transfer for transfer in transfers}
+        keys = by_source[KV].keys or []
+        last = {
+            name: len(by_source[pool.source].keys or ())
+            for name, pool in self._pools.items()
+            if by_source[pool.source].hit_policy == PoolHitPolicy.TRAILING_PAGES
+        }
         try:
-            return list(range(1, self._promises.pages(rid, keys) + 1))
+            return self._promises.ends(rid, keys, last)
         except Exception:  # noqa: BLE001  law: never in the way
             _log.exception("a lookup failed; it is a miss")
             return []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """False, and SGLang computes, where what was promised is gone all the same."""
-        transfer = _of(transfers)
+        """False, and SGLang computes, where what was promised is gone all the same: on any rank, since each of them
+        has to answer the same."""
+        parts, requests = self._parts(transfers), None
         try:
-            request = self._promises.take(rid, transfer.keys or [])
+            requests = self._promises.take(rid, {part.pool.name: part.keys for part in parts})
         except Exception:  # noqa: BLE001  law: never in the way
             _log.exception("a load was refused")
+        if not self._agreement.all(requests is not None):
+            _close(requests)
             return False
-        if request is None:
-            return False
-        self._queued[rid] = _Load(request, self._page_ids(transfer))
+        assert requests is not None, "this rank is one of them"
+        self._queued[rid] = _Load(parts, requests)
         return True
 
     def start_layer_wise_loading(self) -> int:
@@ -129,40 +156,52 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         self._promises.give_up(rid)
         load = self._queued.pop(rid, None)
         if load is not None:
-            load.request.close()
+            _close(load.requests)
         return load is not None
 
     def _load_all(self, index: int, loads: Sequence[_Load]) -> None:
-        """Tell each layer once it is there; the last one only once all of it is known to have come."""
+        """Tell each layer once it is there; the last one only once all of it is known to have come. Pools that do not
+        come layer by layer come before the first."""
         until = time.monotonic() + self._deadline_s
-        transfers: list[tuple[Transfer, int]] = []
+        under_way: list[tuple[_Part, Transfer]] = []
         try:
             for load in loads:
-                count = len(load.page_ids)
-                transfers.append((load.request.load(count, self._described.pages, [load.page_ids]), count))
+                for part in load.parts:
+                    described = part.pool.described
+                    ids = [part.page_ids] * len(described.pages)
+                    request = load.requests[part.pool.name]
+                    under_way.append((part, request.load(len(part.keys), described.pages, ids)))
+            for part, transfer in under_way:
+                if not part.pool.layers:
+                    self._came(part, transfer, until)
             for layer in range(self._layers):
-                for transfer, count in transfers:
-                    transfer.wait_layer(layer, max(0.0, until - time.monotonic()))
-                    if layer == self._layers - 1 and not transfer.wait(max(0.0, until - time.monotonic())):
-                        raise TimeoutError(f"a load took longer than {self._deadline_s} s")
-                    if transfer.done and transfer.blocks < count:
-                        raise LookupError(f"{transfer.blocks} of {count} promised pages came")
+                for part, transfer in under_way:
+                    if layer in part.pool.layers:
+                        transfer.wait_layer(part.pool.layers[layer], max(0.0, until - time.monotonic()))
+                    if layer == self._layers - 1 or transfer.done:
+                        self._came(part, transfer, until)
                 self.layer_done_counter.complete(index, layer)
         except Exception as error:  # noqa: BLE001  SGLang takes it from the counter
             _log.warning("a load failed: %s", error)
-            for transfer, _ in transfers:
+            for _, transfer in under_way:
                 transfer.cancel()
                 transfer.wait(self._deadline_s)  # the pages are given to others afterwards
             self.layer_done_counter.fail(index, error)
         finally:
             for load in loads:
-                load.request.close()
+                _close(load.requests)
+
+    def _came(self, part: _Part, transfer: Transfer, until: float) -> None:
+        if not transfer.wait(max(0.0, until - time.monotonic())):
+            raise TimeoutError(f"a load took longer than {self._deadline_s} s")
+        if transfer.blocks < len(part.keys):
+            raise LookupError(f"pool {part.pool.name}: {transfer.blocks} of {len(part.keys)} promised pages came")
 
     # --- to the cache --------------------------------------------------------------------------------------------
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        transfer = _of(transfers)
-        self._offloads.put(_Offload(list(transfer.keys or []), self._page_ids(transfer), self.record_offload_ready()))
+        parts = self._parts(transfers) if self._stores else []
+        self._offloads.put(_Offload(parts, self.record_offload_ready()))
         return True
 
     def num_completed_offloads(self) -> int:
@@ -184,19 +223,31 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
     def _store(self, work: _Offload) -> bool:
         for event in work.ready:
             event.synchronize()
-        with self._bound.request() as request:
-            request.match(digests=[bytes.fromhex(key) for key in work.keys], after=b"")
-            transfer = request.store(self._described.pages, [work.page_ids])
+        kept = [self._store_part(part) for part in work.parts]
+        return all(kept)
+
+    def _store_part(self, part: _Part) -> bool:
+        described = part.pool.described
+        with self._bounds[part.pool.name].request() as request:
+            request.match(digests=[bytes.fromhex(key) for key in part.keys], after=b"")
+            transfer = request.store(described.pages, [part.page_ids] * len(described.pages))
             if not transfer.wait(self._deadline_s):
                 transfer.cancel()
                 transfer.wait(self._deadline_s)
             return all(outcome is Outcome.DONE for outcome in transfer.outcomes)
 
-    def _page_ids(self, transfer: PoolTransfer) -> list[int]:
-        """Of whole pages, each by its first token's place."""
-        tokens = self._described.page_tokens
-        assert transfer.device_indices is not None, "a load and a store name their places"
-        return [place // tokens for place in transfer.device_indices[::tokens].tolist()]
+    def _parts(self, transfers: Sequence[PoolTransfer]) -> list[_Part]:
+        """By pool the pages of these transfers; those that SGLang names nothing of are not among them."""
+        by_source = {str(transfer.name): transfer for transfer in transfers}
+        parts = []
+        for pool in self._pools.values():
+            transfer = by_source.get(pool.source)
+            if transfer is None or not transfer.keys:
+                continue
+            assert transfer.device_indices is not None, "a load and a store name their places"
+            tokens, places = pool.described.page_tokens, pool.translate(transfer.device_indices)
+            parts.append(_Part(pool, list(transfer.keys), [place // tokens for place in places[::tokens].tolist()]))
+        return parts
 
     # --- the rest ------------------------------------------------------------------------------------------------
 
@@ -219,6 +270,6 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         close_cache(self.cache)
 
 
-def _of(transfers: Sequence[PoolTransfer]) -> PoolTransfer:
-    """The only pool that this linker has."""
-    return next(transfer for transfer in transfers if transfer.name == PoolName.KV)
+def _close(requests: dict[str, Request] | None) -> None:
+    for request in (requests or {}).values():
+        request.close()

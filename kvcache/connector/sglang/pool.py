@@ -12,7 +12,7 @@ are opaque, and can be read by that kind of pool only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -167,8 +167,22 @@ def _opaque(pool: Any, ranks: Ranks) -> Described:
         raise LayoutError(
             f"{type(pool).__name__} in {pool.layout}: expected pages that are equally far from each other"
         )
+    pieces = [(here, size, step) for (here, size), step in zip(first, steps, strict=True)]
+    return opaque_groups(pieces, pool.page_num, pool.page_size, ranks, pool)
+
+
+def opaque_groups(
+    pieces: Sequence[tuple[int, int, int]],
+    count: int,
+    page_tokens: int,
+    ranks: Ranks,
+    owner: Any,
+    *,
+    device: str = "cpu",
+) -> Described:
+    """Of `count` pages the pieces of the first: where it is, its bytes, and how far it is to the next page's."""
     alike: dict[tuple[int, int], list[int]] = {}  # by size and step: where the pieces of page 0 are
-    for (here, size), step in zip(first, steps, strict=True):
+    for here, size, step in pieces:
         alike.setdefault((size, step), []).append(here)
     all_ranks, mine = ranks.tp_size * ranks.pp_size, ranks.pp_rank * ranks.tp_size + ranks.tp_rank
     layout = KVLayout(
@@ -176,7 +190,7 @@ def _opaque(pool: Any, ranks: Ranks) -> Described:
             Group(kind="opaque", layers=len(bases), kv_heads=all_ranks, opaque_bytes=size * all_ranks, name=f"part {g}")
             for g, ((size, _), bases) in enumerate(alike.items())
         ),
-        pool.page_size,
+        page_tokens,
     )
     shards = tuple(Shard(0, len(bases), mine, mine + 1) for bases in alike.values())
     pages = tuple(
@@ -185,15 +199,16 @@ def _opaque(pool: Any, ranks: Ranks) -> Described:
             group=g,
             shard=shards[g],
             bases=np.array(bases, np.uint64)[:, None],
-            pages=pool.page_num,
+            pages=count,
             page_stride=step,
             token_stride=0,
             head_stride=0,
-            owner=pool,
+            device=device,
+            owner=owner,
         )
         for g, ((_, step), bases) in enumerate(alike.items())
     )
-    return Described(layout, shards, pages, pool.page_size, pool)
+    return Described(layout, shards, pages, page_tokens, owner)
 
 
 def _pieces(pool: Any, page: int) -> list[tuple[int, int]]:

@@ -3,14 +3,17 @@
 SGLang answers a load that fails with an error, so that nothing is promised of what lies lower: it begins to move up,
 and a later lookup of the same request finds it. What was looked up and never loaded is given back after a while, or
 when too many are.
+
+A model may have several pools. Of some every page of the prefix is needed, of others (a window, a state) only the last
+ones before its end: those are there at some ends and not at others, and an end is promised where all pools agree.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvcache.hierarchy.face import Bound, Request
 
@@ -18,82 +21,179 @@ HOST = "host"
 MOST = 256
 LONGEST_S = 60.0
 AGAIN_S, POLL_S = 0.25, 0.001
+ENDS = 4
+"""Ends of a prefix that are held for a pool of which only the last pages are needed: the ranks have to agree on one."""
+LOOKS = 256
+"""Places that are looked at for them, from the end on."""
+
+
+@dataclass(slots=True)
+class _Tail:
+    end: int
+    keys: tuple[str, ...]
+    request: Request
 
 
 @dataclass(slots=True)
 class _Promise:
     keys: tuple[str, ...]
-    request: Request
+    last: Mapping[str, int]
     since: float
+    whole: dict[str, Request] = field(default_factory=dict)
+    tails: dict[str, list[_Tail]] = field(default_factory=dict)
+    reach: int = 0  # how far the tails were looked for
+
+    def close(self) -> None:
+        for request in self.whole.values():
+            request.close()
+        for tails in self.tails.values():
+            for tail in tails:
+                tail.request.close()
 
 
 class Promises:
     """Not for use by several threads at once: SGLang's scheduler asks, and waits `wait_s` at the first lookup of a
-    request, where something is on its way, so that one on an idle server need not be computed."""
+    request, where something is on its way, so that one on an idle server need not be computed.
 
-    def __init__(self, bound: Bound, wait_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._bound, self._wait_s, self._now = bound, wait_s, now
+    `pools`: by name the namespace of each; every page of a prefix is needed of those that a lookup says nothing of.
+    """
+
+    def __init__(self, pools: Mapping[str, Bound], wait_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._pools, self._wait_s, self._now = pools, wait_s, now
         self._open: OrderedDict[str, _Promise] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def pages(self, rid: str, keys: Sequence[str]) -> int:
-        """How many of these pages, from the first on, can be loaded for certain."""
+    def ends(self, rid: str, keys: Sequence[str], last: Mapping[str, int] | None = None) -> list[int]:
+        """How many of these pages, from the first on, can be loaded for certain: every number that will do.
+
+        `last`: of which pools only so many pages before the end are needed.
+        """
         self._expire()
-        promise, wanted = self._open.get(rid), tuple(keys)
+        promise, wanted, last = self._open.get(rid), tuple(keys), dict(last or {})
         until = self._now()
-        if promise is None or promise.keys != wanted:
+        if promise is None or promise.keys != wanted or promise.last != last:
             until += self._wait_s
-            self._begin(rid, wanted)
+            promise = self._begin(rid, wanted, last)
         elif until - promise.since > AGAIN_S:
-            self._begin(rid, wanted)  # a request brings as much as a load has under way: the next part
-        request = self._open[rid].request
+            promise = self._begin(rid, wanted, last)  # a request brings as much as a load has under way: the next part
         while True:
-            hit = request.match()
-            if not hit.pending:
-                request.admit()
-            near = hit.by_tier.get(HOST, 0)
-            if (near == hit.blocks and not hit.pending) or self._now() >= until:
-                return self._near(wanted, hit.blocks, near)
+            ends, moving = self._look(promise)
+            if not moving or self._now() >= until:
+                return ends
             time.sleep(POLL_S)
 
-    def _begin(self, rid: str, keys: tuple[str, ...]) -> None:
-        before = self._open.pop(rid, None)
-        request = self._bound.request()
-        request.match(digests=_digests(keys), after=b"")
-        self._open[rid] = _Promise(keys, request, self._now())
-        if before is not None:
-            before.request.close()  # after the new one holds what it held
-
-    def take(self, rid: str, keys: Sequence[str]) -> Request | None:
-        """The request of these pages, now the caller's; None where one of them is not in host memory any more."""
+    def take(self, rid: str, wanted: Mapping[str, Sequence[str]]) -> dict[str, Request] | None:
+        """By pool the request of these pages, now the caller's; None where one of them is not in host memory any
+        more."""
         promise = self._open.pop(rid, None)
         if promise is None:
             return None
-        if promise.keys[: len(keys)] == tuple(keys):
-            hit = promise.request.match()
-            if self._near(promise.keys, hit.blocks, hit.by_tier.get(HOST, 0)) >= len(keys):
-                return promise.request
-        promise.request.close()
-        return None
+        taken = {name: self._held(promise, name, tuple(keys)) for name, keys in wanted.items()}
+        kept = {name: request for name, request in taken.items() if request is not None}
+        if len(kept) < len(taken):
+            promise.close()
+            return None
+        for name, request in kept.items():
+            if promise.whole.get(name) is request:
+                del promise.whole[name]
+            promise.tails[name] = [tail for tail in promise.tails.get(name, ()) if tail.request is not request]
+        promise.close()
+        return kept
 
     def give_up(self, rid: str) -> None:
         promise = self._open.pop(rid, None)
         if promise is not None:
-            promise.request.close()
+            promise.close()
 
     def clear(self) -> None:
         for rid in list(self._open):
             self.give_up(rid)
 
-    def _near(self, keys: Sequence[str], blocks: int, in_host: int) -> int:
+    def _begin(self, rid: str, keys: tuple[str, ...], last: Mapping[str, int]) -> _Promise:
+        before = self._open.pop(rid, None)
+        promise = self._open[rid] = _Promise(keys, last, self._now())
+        for name, bound in self._pools.items():
+            if name not in last:
+                promise.whole[name] = self._ask(bound, keys)
+        if before is not None:
+            before.close()  # after the new one holds what it held
+        return promise
+
+    @staticmethod
+    def _ask(bound: Bound, keys: Sequence[str]) -> Request:
+        request = bound.request()
+        request.match(digests=_digests(keys), after=b"")
+        return request
+
+    def _look(self, promise: _Promise) -> tuple[list[int], bool]:
+        """The ends that can be promised now, and whether more are on their way."""
+        known, near, moving = len(promise.keys), len(promise.keys), False
+        for name, request in promise.whole.items():
+            hit = request.match()
+            if not hit.pending:
+                request.admit()
+            in_host = hit.by_tier.get(HOST, 0)
+            moving = moving or hit.pending or in_host < hit.blocks
+            known = min(known, hit.blocks)
+            near = min(near, self._near(name, promise.keys, hit.blocks, in_host))
+        ends = set(range(1, near + 1))
+        for name, count in promise.last.items():
+            if name not in promise.tails or promise.reach < known:
+                for old in promise.tails.pop(name, ()):
+                    old.request.close()
+                promise.tails[name] = self._tails(name, promise.keys[:known], count)
+            here = set()
+            for tail in promise.tails[name]:
+                if tail.request.match().by_tier.get(HOST, 0) == len(tail.keys):
+                    here.add(tail.end)
+                else:
+                    moving = True
+            ends &= here
+        promise.reach = max(promise.reach, known)
+        return sorted(ends), moving
+
+    def _tails(self, name: str, keys: tuple[str, ...], count: int) -> list[_Tail]:
+        """The last ends before which so many pages are there, in whatever tier; those begin to move up."""
+        found: list[_Tail] = []
+        end = len(keys)
+        for _ in range(LOOKS):
+            if end <= 0 or len(found) == ENDS:
+                break
+            first = max(0, end - max(1, count))
+            wanted = keys[first:end]
+            request = self._ask(self._pools[name], wanted)
+            run = request.match().blocks
+            if run == len(wanted):
+                request.admit()
+                found.append(_Tail(end, wanted, request))
+                end -= 1
+            else:
+                request.close()
+                end = first + run  # what is missing there is missing to each end that needs it
+        return found
+
+    def _held(self, promise: _Promise, name: str, keys: tuple[str, ...]) -> Request | None:
+        request = promise.whole.get(name)
+        if request is not None:
+            if promise.keys[: len(keys)] != keys:
+                return None
+            hit = request.match()
+            near = self._near(name, promise.keys, hit.blocks, hit.by_tier.get(HOST, 0))
+            return request if near >= len(keys) else None
+        for tail in promise.tails.get(name, ()):
+            if tail.keys == keys and tail.request.match().by_tier.get(HOST, 0) == len(keys):
+                return tail.request
+        return None
+
+    def _near(self, name: str, keys: Sequence[str], blocks: int, in_host: int) -> int:
         """Leading blocks in host memory, given how many of the leading ones are there and how many lie in host."""
         if blocks == in_host:
             return blocks
         low, high = 0, blocks
         digests = _digests(keys[:blocks])
-        with self._bound.request() as probe:
+        with self._pools[name].request() as probe:
             while low < high:
                 middle = (low + high + 1) // 2
                 hit = probe.match(digests=digests[:middle], after=b"")

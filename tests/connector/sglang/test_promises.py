@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 
 from kvcache.connector.sglang import promises
 from kvcache.connector.sglang.device import describe_device
-from kvcache.connector.sglang.pool import Ranks
+from kvcache.connector.sglang.pool import Ranks, describe
 from kvcache.connector.sglang.promises import Promises
+from kvcache.connector.sglang.restorable import trailing
 from kvcache.errors import LayoutError
 from tests.connector.sglang.drives import Drive
 from tests.connector.sglang.test_depot import chain, depot, opened, pool
@@ -25,6 +27,12 @@ class Clock:
         return self.seconds
 
 
+def length(told: Promises, rid: str, keys: list[str]) -> int:
+    ends = told.ends(rid, keys)
+    assert ends == list(range(1, len(ends) + 1))
+    return len(ends)
+
+
 def kept(place: Path, count: int, drive: Drive | None = None) -> Any:
     with opened(place) as cache:
         depot(cache, pool(1)).keep(chain(count), range(count))
@@ -36,16 +44,16 @@ def test_what_lies_in_memory_is_promised_at_once(tmp_path: Path) -> None:
         store = depot(cache, pool(1))
         keys = chain(9)
         store.keep(keys[:6], range(6))
-        told = Promises(store.bound, 0.0)
-        assert told.pages("a", keys) == 6
-        assert told.pages("a", keys) == 6
-        assert told.pages("b", keys[2:4]) == 2
-        assert told.pages("c", chain(3, seed=9)) == 0
-        request = told.take("a", keys[:6])
+        told = Promises({"kv": store.bound}, 0.0)
+        assert length(told, "a", keys) == 6
+        assert length(told, "a", keys) == 6
+        assert length(told, "b", keys[2:4]) == 2
+        assert length(told, "c", chain(3, seed=9)) == 0
+        request = (told.take("a", {"kv": keys[:6]}) or {}).get("kv")
         assert request is not None
         request.close()
-        assert told.take("a", keys[:6]) is None, "a promise is kept once"
-        assert told.take("b", keys[:2]) is None, "of other pages nothing was promised"
+        assert told.take("a", {"kv": keys[:6]}) is None, "a promise is kept once"
+        assert told.take("b", {"kv": keys[:2]}) is None, "of other pages nothing was promised"
         told.clear()
         assert len(told) == 0
         assert cache.stats()["tiers"]["host"]["held_bytes"] == 0
@@ -55,13 +63,13 @@ def test_a_hung_drive_is_not_waited_for_and_never_promised(tmp_path: Path) -> No
     drive, clock = Drive(), Clock()
     cache = kept(tmp_path, 20, drive)
     drive.hang()
-    told = Promises(depot(cache, pool()).bound, 0.05, clock)
-    assert told.pages("a", chain(20)) == 0
+    told = Promises({"kv": depot(cache, pool()).bound}, 0.05, clock)
+    assert length(told, "a", chain(20)) == 0
     assert clock.seconds < 0.2
     waited = clock.seconds
-    assert told.pages("a", chain(20)) == 0
+    assert length(told, "a", chain(20)) == 0
     assert clock.seconds - waited < 0.05, "only the first lookup waits"
-    assert told.take("a", chain(20)) is None
+    assert told.take("a", {"kv": chain(20)}) is None
     drive.go()
     told.clear()
     cache.close()
@@ -69,8 +77,8 @@ def test_a_hung_drive_is_not_waited_for_and_never_promised(tmp_path: Path) -> No
 
 def test_what_comes_up_is_promised_later(tmp_path: Path) -> None:
     with kept(tmp_path, 20) as cache:
-        told = Promises(depot(cache, pool()).bound, 30.0)
-        assert told.pages("a", chain(20)) == 20
+        told = Promises({"kv": depot(cache, pool()).bound}, 30.0)
+        assert length(told, "a", chain(20)) == 20
         assert cache.stats()["tiers"]["host"]["records"] == 20
         told.clear()
 
@@ -81,12 +89,12 @@ def test_what_is_promised_does_not_leave(tmp_path: Path) -> None:
         host, keys = pool(1), chain(4)
         store = depot(cache, host)
         assert store.keep(keys, range(4)) == [True] * 4
-        told = Promises(store.bound, 0.0)
-        promised = told.pages("a", keys)
+        told = Promises({"kv": store.bound}, 0.0)
+        promised = length(told, "a", keys)
         assert promised
         for seed in range(1, 20):
             store.keep(chain(40, seed=seed), range(40))
-        request = told.take("a", keys[:promised])
+        request = (told.take("a", {"kv": keys[:promised]}) or {}).get("kv")
         assert request is not None
         other = pool()
         transfer = request.load(promised, depot(cache, other).described.pages, [list(range(50, 50 + promised))])
@@ -101,12 +109,12 @@ def test_old_promises_are_given_back(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         store, clock = depot(cache, pool(1)), Clock()
         store.keep(chain(4), range(4))
-        told = Promises(store.bound, 0.0, clock)
-        assert told.pages("a", chain(4)) == 4
+        told = Promises({"kv": store.bound}, 0.0, clock)
+        assert length(told, "a", chain(4)) == 4
         clock.seconds += promises.LONGEST_S
-        assert told.pages("b", chain(4)) == 4
+        assert length(told, "b", chain(4)) == 4
         assert len(told) == 1
-        assert told.take("a", chain(4)) is None
+        assert told.take("a", {"kv": chain(4)}) is None
         told.clear()
 
 
@@ -129,3 +137,59 @@ def test_a_device_pool_is_told_by_its_buffers() -> None:
     for wrong in (Uneven(), object()):
         with pytest.raises(LayoutError, match=type(wrong).__name__):
             describe_device(wrong, 16, Ranks())
+
+
+def test_a_pool_of_windows_is_promised_where_all_of_a_window_is_there(tmp_path: Path) -> None:
+    """Against every end looked at by hand, over pages with holes between."""
+    rng = Random(7)
+    with opened(tmp_path) as cache:
+        for turn in range(12):
+            keys, window = chain(12, seed=100 + turn), rng.randint(1, 4)
+            whole = depot(cache, pool(1), facts={"pool": f"kv {turn}"})
+            last = depot(cache, pool(2), facts={"pool": f"swa {turn}"})
+            count = rng.randint(0, 12)
+            whole.keep(keys[:count], range(count))
+            here = [rng.random() < 0.7 for _ in keys]
+            for i in range(12):
+                if here[i]:
+                    last.keep(keys[i : i + 1], [i])
+            told = Promises({"kv": whole.bound, "swa": last.bound}, 0.0)
+            right = sorted(trailing(here[:count], window))
+            ends = told.ends("a", keys, {"swa": window})
+            assert ends == right[-promises.ENDS :], (here, count, window)
+            assert told.ends("a", keys, {"swa": window}) == ends
+            if not ends:
+                assert told.take("a", {"kv": keys[:1], "swa": keys[:1]}) is None
+                continue
+            end = rng.choice(ends)
+            wanted = {"kv": keys[:end], "swa": keys[max(0, end - window) : end]}
+            requests = told.take("a", wanted)
+            assert requests is not None
+            for store, name in ((whole, "kv"), (last, "swa")):
+                other, moved = pool(), wanted[name]
+                target = describe(other, Ranks()).pages
+                transfer = requests[name].load(len(moved), target, [list(range(40, 40 + len(moved)))])
+                assert transfer.wait(30)
+                assert transfer.blocks == len(moved)
+                source = pool(1 if name == "kv" else 2)
+                for i, key in enumerate(moved):
+                    assert torch.equal(other.page(40 + i), source.page(keys.index(key)))
+                requests[name].close()
+                assert store.bound.id
+            assert len(told) == 0
+        assert cache.stats()["tiers"]["host"]["held_bytes"] == 0
+
+
+def test_a_window_on_the_drive_is_promised_once_it_is_up(tmp_path: Path) -> None:
+    keys = chain(20)
+    with opened(tmp_path) as cache:
+        for name in ("kv", "swa"):
+            depot(cache, pool(1), facts={"pool": name}).keep(keys, range(20))
+    drive = Drive()
+    with opened(tmp_path, drive) as cache:
+        drive.hang()
+        bounds = {name: depot(cache, pool(), facts={"pool": name}).bound for name in ("kv", "swa")}
+        hung = Promises(bounds, 0.0).ends("a", keys, {"swa": 4})
+        drive.go()
+        assert hung == []
+        assert Promises(bounds, 30.0).ends("a", keys, {"swa": 4}) == [17, 18, 19, 20]

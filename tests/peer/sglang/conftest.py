@@ -25,6 +25,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tests.engine import tiny
+
+    return tiny.make(tmp_path_factory.mktemp("model"), "llama", max_position_embeddings=2048)
+
+
+@pytest.fixture(scope="session")
+def answers(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """Of a server without any cache of ours."""
+    from tests.peer.sglang.serving import PROMPTS, Server
+
+    with Server(model, tmp_path_factory.mktemp("plain")) as server:
+        return [server.generate(prompt)[0] for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="session")
 def sglang_here(tmp_path_factory: pytest.TempPathFactory) -> None:
     """SGLang in this process, with host pools that copy by torch."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"

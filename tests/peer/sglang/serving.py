@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from tests.peer.port import free_port
@@ -21,6 +22,16 @@ ROOT = Path(__file__).parents[3]
 PAGE = 16
 READY_S = 240.0
 KEY = "test-admin"
+WATCHED = ("--enable-metrics", "--admin-api-key", KEY)
+STORED = "sglang:backuped_tokens_total"
+FETCHED = "sglang:prefetched_tokens_total"
+PROMPTS = [[random.randrange(3, 250) for _ in range(40 * PAGE + 7)] for random in map(Random, range(3))]
+
+
+def ours(place: Path, **more: Any) -> dict[str, Any]:
+    """Settings of the cache: host memory, and a drive at `place`."""
+    nvme = {"path": str(place / "nvme"), "capacity_bytes": 256 << 20, "free_floor_bytes": 0}
+    return {"host": {"capacity_bytes": 64 << 20}, "nvme": nvme, "control": {"enabled": False}} | more
 
 
 def extra(**ours: Any) -> str:
@@ -137,16 +148,22 @@ class Server:
             time.sleep(0.1)
 
     def forget(self) -> None:
-        """What it holds itself, on device and host; refused while it is busy."""
+        """What it holds itself, on device and host."""
+        self.order("POST", "/flush_cache")
 
-        def flushed() -> bool:
+    def order(self, method: str, path: str, body: Any = None) -> None:
+        """Something that SGLang refuses while it is busy, which it is for a little after an answer."""
+
+        def done() -> bool:
             try:
-                self.ask("POST", "/flush_cache")
-            except urllib.error.HTTPError:
+                self.ask(method, path, body)
+            except urllib.error.HTTPError as error:
+                if error.code != 400:
+                    raise
                 return False
             return True
 
-        self.wait(flushed)
+        self.wait(done)
 
     def close(self) -> None:
         """As an operator stops it."""

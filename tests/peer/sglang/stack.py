@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-PAGE, TOKENS, LAYERS, HEADS, DIM = 16, 4096, 4, 2, 32
+from tests.peer.sglang.pools import PAGE, make
 
 
 @dataclass
@@ -29,24 +29,22 @@ class Stack:
     ours: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16
     model: str = "tiny"
+    kind: str = "mha"
 
     def __post_init__(self) -> None:
-        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-        from sglang.srt.mem_cache.unified_cache.components import ComponentType
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
         arguments = self._arguments()
-        self.kv = MHATokenToKVPool(TOKENS, PAGE, self.dtype, HEADS, DIM, LAYERS, "cpu", False)
-        self.allocator = PagedTokenToKVPoolAllocator(TOKENS, PAGE, self.dtype, "cpu", self.kv, False)
+        self.pools = make(self.kind, self.dtype)
         params = CacheInitParams(
             disable=False,
-            req_to_token_pool=ReqToTokenPool(8, TOKENS, "cpu", False),
-            token_to_kv_pool_allocator=self.allocator,
+            req_to_token_pool=self.pools.requests,
+            token_to_kv_pool_allocator=self.pools.allocator,
             page_size=PAGE,
             tp_cache_group=torch.distributed.group.WORLD,
-            tree_components=(ComponentType.FULL,),
+            tree_components=self.pools.components,
+            sliding_window_size=self.pools.window,
         )
         self.tree = UnifiedRadixCache(params)
         self.tree.init_hicache(arguments, params)
@@ -91,34 +89,24 @@ class Stack:
             assert time.monotonic() < end, "SGLang's cache did not get there"
             time.sleep(0.002)
 
-    def compute(self, tokens: list[int], seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def compute(self, tokens: list[int], seed: int = 0) -> list[tuple[torch.Tensor, ...]]:
         """Fill device pages with the keys and values of these tokens and put them into the tree; what they are."""
         made = torch.Generator().manual_seed(seed)
-        return self.put(tokens, torch.randn(LAYERS, 2, len(tokens), HEADS, DIM, generator=made))
+        return self.put(tokens, self.pools.random(len(tokens), made))
 
-    def put(self, tokens: list[int], computed: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """These keys and values, (layer, K and V, token, head, dim), as a request's that has just been computed."""
+    def put(self, tokens: list[int], computed: Any) -> list[tuple[torch.Tensor, ...]]:
+        """These, by layer and plane (token, head, dim), as a request's that has just been computed."""
         from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 
-        at = self.allocator.alloc(len(tokens))
-        for layer in range(LAYERS):
-            for kv, buffers in enumerate((self.kv.k_buffer, self.kv.v_buffer)):
-                buffers[layer][at] = computed[layer, kv].to(self.dtype)
-        self.tree.insert(InsertParams(key=self.key(tokens), value=at))
-        return self.read(at)
-
-    def read(self, at: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return [(self.kv.k_buffer[i][at].clone(), self.kv.v_buffer[i][at].clone()) for i in range(LAYERS)]
-
-    def key(self, tokens: list[int]) -> Any:
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        return RadixKey(array("q", tokens))
+        at = self.pools.alloc(len(tokens))
+        self.pools.write(at, computed)
+        self.tree.insert(InsertParams(key=key_of(tokens), value=at))
+        return self.pools.read(at)
 
     def match(self, tokens: list[int]) -> Any:
         from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 
-        return self.tree.match_prefix(MatchPrefixParams(key=self.key(tokens)))
+        return self.tree.match_prefix(MatchPrefixParams(key=key_of(tokens)))
 
     def prefetch_of(self, tokens: list[int], rid: str = "r") -> int:
         """Ask the backend for these, to the end; tokens that lie in the host pool afterwards."""
@@ -132,7 +120,7 @@ class Stack:
         self.pump(lambda: self.tree.check_prefetch_progress(handle))
         return int(self.match(tokens).host_hit_length)
 
-    def bring_back(self, tokens: list[int], rid: str = "r") -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def bring_back(self, tokens: list[int], rid: str = "r") -> list[tuple[torch.Tensor, ...]]:
         """From the host pool into device pages; what is there then."""
         from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
@@ -152,7 +140,7 @@ class Stack:
         self.tree.ready_to_load_host_cache()
         self.pump(lambda: not self.tree.cache_controller.ack_load_queue)
         found = self.match(tokens)
-        return self.read(self.tree.path_device_indices(found.last_device_node)[: found.device_prefix_len])
+        return self.pools.read(self.tree.path_device_indices(found.last_device_node)[: found.device_prefix_len])
 
     def stored(self, pages: int) -> None:
         """Wait until so many pages are in the cache."""
@@ -162,3 +150,102 @@ class Stack:
 
     def close(self) -> None:
         self.tree.shutdown()
+
+
+@dataclass
+class LinkedStack:
+    """SGLang's tree over our linker: device pools and nothing of its own below."""
+
+    place: Any
+    kind: str = "mha"
+    dtype: torch.dtype = torch.bfloat16
+    ours: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+        from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+        from sglang.srt.runtime_context import get_context
+
+        from kvcache.connector.sglang import KVCacheLinker
+
+        served = get_context().override_server_args(model_path="tiny", device="cpu", page_size=PAGE).install()
+        self.pools = make(self.kind, self.dtype)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.pools.requests,
+            token_to_kv_pool_allocator=self.pools.allocator,
+            page_size=PAGE,
+            tp_cache_group=torch.distributed.group.WORLD,
+            tree_components=self.pools.components,
+            sliding_window_size=self.pools.window,
+        )
+        self.tree = UnifiedRadixCache(params)
+        nvme = {"path": str(self.place / "nvme"), "capacity_bytes": 64 << 20, "free_floor_bytes": 0}
+        ours = {"revision": "1", "host": {"capacity_bytes": 32 << 20}, "nvme": nvme, "control": {"enabled": False}}
+        self.linker = KVCacheLinker(
+            served,
+            params,
+            components=set(self.tree.components),
+            extra_config={"kvcache": ours | {"lookup_wait_s": 5.0} | self.ours},
+        )
+        self.tree.init_cache_linker(self.linker)
+
+    def compute(self, tokens: list[int], seed: int = 0) -> list[tuple[torch.Tensor, ...]]:
+        from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+
+        made = torch.Generator().manual_seed(seed)
+        at = self.pools.alloc(len(tokens))
+        self.pools.write(at, self.pools.random(len(tokens), made))
+        self.tree.insert(InsertParams(key=key_of(tokens), value=at))
+        end = time.monotonic() + 30
+        while self.tree.linker.pending_offloads:
+            self.tree.check_hicache_events()
+            assert time.monotonic() < end, "the offload did not end"
+            time.sleep(0.002)
+        return self.pools.read(at)
+
+    def found(self, tokens: list[int], rid: str = "r") -> tuple[int, Any]:
+        """Tokens that the linker promises, and the request as SGLang's scheduler has it."""
+        from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
+
+        request = SimpleNamespace(
+            rid=rid,
+            session=None,
+            last_node=None,
+            kv=None,
+            swa_branching_seqlen=None,
+            extra_key=None,
+        )
+        result = self.tree.match_prefix(MatchPrefixParams(key=key_of(tokens), req=request))
+        request.last_node, request.result = result.last_device_node, result
+        return int(result.host_hit_length), request
+
+    def load(self, request: Any) -> list[tuple[torch.Tensor, ...]] | None:
+        """What lies in the request's pages then; None where SGLang would answer with an error."""
+        from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
+
+        found = request.result
+        wanted = InitLoadBackParams(
+            best_match_node=found.best_match_node, host_hit_length=found.host_hit_length, req=request
+        )
+        count, _ = self.tree.init_load_back(wanted)
+        at = self.tree.linker.private_load_indices.get(request.rid)
+        self.tree.ready_to_load_host_cache()
+        if self.tree.linker.finish_loads():
+            return None
+        assert at is not None
+        assert len(at) == count
+        loaded = self.pools.read(at)
+        self.pools.allocator.free(at)
+        return loaded
+
+    def close(self) -> None:
+        assert self.linker.cache.flush(20)
+        assert self.linker.cache.check() == []
+        self.linker.close()
+
+
+def key_of(tokens: list[int]) -> Any:
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+    return RadixKey(array("q", tokens))

@@ -14,7 +14,8 @@ from kvcache.hierarchy.cache import Cache
 from kvcache.port import Port
 from tests.connector.sglang.drives import Drive
 from tests.engine import tiny
-from tests.peer.sglang.stack import PAGE, Stack
+from tests.peer.sglang.pools import PAGE
+from tests.peer.sglang.stack import Stack
 
 LAYOUTS = (
     ("layer_first", "direct"),
@@ -41,6 +42,23 @@ def test_what_comes_back_after_a_restart_is_what_was_computed(layout: str, io: s
     first.close()
     second = Stack(tmp_path, layout=layout, io=io, v1=v1)
     assert second.match(PROMPT).host_hit_length == 0
+    assert second.prefetch_of(PROMPT) == len(PROMPT)
+    assert equal(second.bring_back(PROMPT), computed)
+    assert second.backend.cache.check() == []
+    second.close()
+
+
+@pytest.mark.parametrize("kind", ["mla", "swa"])
+@pytest.mark.parametrize(("layout", "io"), LAYOUTS, ids=[" ".join(pair) for pair in LAYOUTS])
+def test_models_with_other_pools(kind: str, layout: str, io: str, tmp_path: Path) -> None:
+    """A latent; windows, whose pages are a side pool of their own (v2)."""
+    if kind == "mla" and layout == "page_head":
+        pytest.skip("SGLang itself has no page_head for a latent")
+    first = Stack(tmp_path, kind=kind, layout=layout, io=io)
+    computed = first.compute(PROMPT)
+    first.stored(40)
+    first.close()
+    second = Stack(tmp_path, kind=kind, layout=layout, io=io)
     assert second.prefetch_of(PROMPT) == len(PROMPT)
     assert equal(second.bring_back(PROMPT), computed)
     assert second.backend.cache.check() == []

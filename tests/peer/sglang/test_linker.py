@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.peer.sglang.stack import DIM, HEADS, LAYERS, PAGE
+from tests.peer.sglang.pools import DIM, HEADS, LAYERS, PAGE
 
 PAGES = 64
 
@@ -38,7 +38,7 @@ class Bench:
         params = SimpleNamespace(
             page_size=PAGE, token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: self.pool)
         )
-        served = SimpleNamespace(model_path="tiny", tp_size=1, pp_size=1)
+        served = SimpleNamespace(model_path="tiny")
         self.linker = KVCacheLinker(served, params, extra_config={"kvcache": given | ours})
 
     def fill(self, seed: int) -> None:
@@ -189,9 +189,11 @@ def test_what_it_cannot_serve_is_refused_at_start(tmp_path: Path) -> None:
     from kvcache.connector.sglang import KVCacheLinker
     from kvcache.errors import ConfigError
 
-    for served, components, why in (
-        (SimpleNamespace(tp_size=2), (), "tp_size = 2"),
-        (SimpleNamespace(tp_size=1), (ComponentType.FULL, ComponentType.MAMBA), "MAMBA"),
-    ):
-        with pytest.raises(ConfigError, match=why):
-            KVCacheLinker(served, SimpleNamespace(), components=components, extra_config={})
+    for name in ("pp_size", "attn_cp_size"):
+        with pytest.raises(ConfigError, match=f"{name} = 2"):
+            KVCacheLinker(SimpleNamespace(), SimpleNamespace(**{name: 2}), extra_config={})
+    pool = SimpleNamespace(page_size=PAGE)
+    params = SimpleNamespace(page_size=PAGE, token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool))
+    for components in ({ComponentType.FULL, ComponentType.MAMBA}, {ComponentType.FULL, ComponentType.SWA}):
+        with pytest.raises(ConfigError, match=r"No matching HiCache strategy.*use the storage backend"):
+            KVCacheLinker(SimpleNamespace(), params, components=components, extra_config={})

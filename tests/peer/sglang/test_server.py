@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from random import Random
-from typing import Any
 
-import pytest
-
-from tests.peer.sglang.serving import HICACHE, KEY, PAGE, Server, extra, hicache, linker
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from tests.engine import tiny
-
-    return tiny.make(tmp_path_factory.mktemp("model"), "llama", max_position_embeddings=2048)
-
-
-PROMPTS = [[random.randrange(3, 250) for _ in range(40 * PAGE + 7)] for random in map(Random, range(3))]
-
-
-@pytest.fixture(scope="session")
-def answers(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    """Without any cache of ours."""
-    with Server(model, tmp_path_factory.mktemp("plain")) as server:
-        return [server.generate(prompt)[0] for prompt in PROMPTS]
-
-
-def ours(place: Path, **more: Any) -> dict[str, Any]:
-    nvme = {"path": str(place / "nvme"), "capacity_bytes": 256 << 20, "free_floor_bytes": 0}
-    return {"host": {"capacity_bytes": 64 << 20}, "nvme": nvme, "control": {"enabled": False}} | more
+from tests.peer.sglang.serving import (
+    FETCHED,
+    HICACHE,
+    PAGE,
+    PROMPTS,
+    STORED,
+    WATCHED,
+    Server,
+    extra,
+    hicache,
+    linker,
+    ours,
+)
 
 
 def test_the_first_request_after_a_restart_hits_storage(model: str, answers: list[list[int]], tmp_path: Path) -> None:
@@ -67,18 +53,15 @@ def test_the_linker_across_a_restart(model: str, answers: list[list[int]], tmp_p
             assert cached["host"] == 40 * PAGE, (cached, second.tail())
 
 
-STORED = "sglang:backuped_tokens_total"
-FETCHED = "sglang:prefetched_tokens_total"
-WATCHED = ("--enable-metrics", "--admin-api-key", KEY)
-
-
 def test_an_operator_attaches_clears_and_detaches(model: str, answers: list[list[int]], tmp_path: Path) -> None:
     with Server(model, tmp_path, *HICACHE, *WATCHED) as server:
 
         def attach(revision: str) -> None:
             given = {"hicache_storage_backend": "dynamic", "hicache_storage_prefetch_policy": "wait_complete"}
             config = extra(**ours(tmp_path, revision=revision))
-            server.ask("PUT", "/hicache/storage-backend", given | {"hicache_storage_backend_extra_config_json": config})
+            server.order(
+                "PUT", "/hicache/storage-backend", given | {"hicache_storage_backend_extra_config_json": config}
+            )
 
         def all_of(storage: int) -> None:
             server.forget()
@@ -92,11 +75,11 @@ def test_an_operator_attaches_clears_and_detaches(model: str, answers: list[list
         server.wait(lambda: server.metric(STORED) >= 3 * 40 * PAGE)
         all_of(40 * PAGE)
         assert server.metric(FETCHED) == 3 * 40 * PAGE
-        server.ask("POST", "/hicache/storage-backend/clear")
+        server.order("POST", "/hicache/storage-backend/clear")
         all_of(0)
         server.wait(lambda: server.metric(STORED) >= 2 * 3 * 40 * PAGE)
         all_of(40 * PAGE)
-        server.ask("DELETE", "/hicache/storage-backend")
+        server.order("DELETE", "/hicache/storage-backend")
         all_of(0)
         attach("2")  # other weights, an operator says
         all_of(0)

@@ -11,7 +11,8 @@ import torch
 import kvcache
 from tests.engine import tiny
 from tests.peer.server import BINARY, MISSING, Server
-from tests.peer.sglang.stack import PAGE, Stack
+from tests.peer.sglang.pools import PAGE
+from tests.peer.sglang.stack import Stack
 
 pytestmark = [pytest.mark.usefixtures("sglang_here"), pytest.mark.skipif(not BINARY, reason=MISSING)]
 PROMPT = [3 + (7 * i + i * i) % 240 for i in range(20 * PAGE + 5)]

@@ -19,10 +19,10 @@ def tokens_of(pool: Any, buffer: torch.Tensor, layer: int) -> torch.Tensor:
     return buffer[:, :, :, layer].transpose(1, 2)
 
 
-def pairs(pool: Any, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def pairs(pool: Any, device_pool: Any, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Of each plane of a layer what the host has and what the device has."""
     if hasattr(pool, "kv_cache_dim"):
-        return [(tokens_of(pool, pool.kv_buffer, layer), pool.device_pool.kv_buffer[layer])]
+        return [(tokens_of(pool, pool.kv_buffer, layer), device_pool.kv_buffer[layer])]
     host = tokens_of(pool, pool.k_buffer, layer), tokens_of(pool, pool.v_buffer, layer)
     return list(zip(host, (pool.device_k_buffers[layer], pool.device_v_buffers[layer]), strict=True))
 
@@ -38,14 +38,14 @@ def load(
     is_draft: bool = False,
 ) -> None:
     host, device = host.cpu(), device.cpu()
-    for there, here in pairs(pool, layer):
+    for there, here in pairs(pool, device_pool, layer):
         here[device] = there[host // pool.page_size, host % pool.page_size]
 
 
 def back_up(pool: Any, device_pool: Any, host: torch.Tensor, device: torch.Tensor, io: str) -> None:
     host, device = host.cpu(), device.cpu()
     for layer in range(pool.layer_num):
-        for there, here in pairs(pool, layer):
+        for there, here in pairs(pool, device_pool, layer):
             there[host // pool.page_size, host % pool.page_size] = here[device]
 
 

@@ -1,0 +1,79 @@
+"""SGLang's own pools of device memory on a processor, for models of several kinds, and what lies in their pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PAGE, TOKENS, LAYERS, HEADS, DIM, LATENT, ROPE, WINDOW = 16, 4096, 4, 2, 32, 48, 16, 64
+
+
+@dataclass
+class Pools:
+    """`planes`: by layer of the model its buffers, each (tokens, heads, dim), and whether they are of a window."""
+
+    kv: Any
+    allocator: Any
+    components: tuple[Any, ...]
+    planes: list[tuple[list[torch.Tensor], bool]]
+    window: int | None = None
+    requests: Any = None
+
+    def alloc(self, tokens: int) -> torch.Tensor:
+        if self.window is None:
+            return self.allocator.alloc(tokens)
+        full = self.allocator.full_attn_allocator.alloc(tokens)
+        self.allocator.set_full_to_swa_mapping(full, self.allocator.swa_attn_allocator.alloc(tokens))
+        return full
+
+    def rows(self, at: torch.Tensor, windowed: bool) -> torch.Tensor:
+        return self.allocator.full_to_swa_index_mapping[at] if windowed else at
+
+    def random(self, tokens: int, made: torch.Generator) -> list[list[torch.Tensor]]:
+        """By layer and plane (tokens, heads, dim)."""
+        return [
+            [torch.randn(tokens, *buffer.shape[1:], generator=made) for buffer in buffers] for buffers, _ in self.planes
+        ]
+
+    def write(self, at: torch.Tensor, computed: Any) -> None:
+        """The like of these at these places."""
+        for (buffers, windowed), values in zip(self.planes, computed, strict=True):
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer[self.rows(at, windowed)] = value.to(buffer.dtype)
+
+    def read(self, at: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
+        """The same, of a window only its last tokens."""
+        read = []
+        for buffers, windowed in self.planes:
+            wanted = at[-self.window :] if windowed and self.window is not None else at
+            read.append(tuple(buffer[self.rows(wanted, windowed)].clone() for buffer in buffers))
+        return read
+
+
+def make(kind: str, dtype: torch.dtype) -> Pools:
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+    requests = ReqToTokenPool(8, TOKENS, "cpu", False)
+    if kind == "swa":
+        swa = SWAKVPool(TOKENS, TOKENS // 2, PAGE, dtype, HEADS, DIM, [0, 2], [1, 3], "cpu")
+        allocator = SWATokenToKVPoolAllocator(TOKENS, TOKENS // 2, PAGE, dtype, "cpu", swa, False)
+        planes = []
+        for layer in range(LAYERS):
+            number, windowed = swa.layers_mapping[layer]
+            of = swa.swa_kv_pool if windowed else swa.full_kv_pool
+            planes.append(([of.k_buffer[number], of.v_buffer[number]], windowed))
+        return Pools(swa, allocator, (ComponentType.FULL, ComponentType.SWA), planes, WINDOW, requests)
+    if kind == "mla":
+        kv: Any = MLATokenToKVPool(TOKENS, PAGE, dtype, LATENT, ROPE, LAYERS, "cpu", False)
+        planes = [([kv.kv_buffer[layer]], False) for layer in range(LAYERS)]
+    else:
+        kv = MHATokenToKVPool(TOKENS, PAGE, dtype, HEADS, DIM, LAYERS, "cpu", False)
+        planes = [([kv.k_buffer[layer], kv.v_buffer[layer]], False) for layer in range(LAYERS)]
+    allocator = PagedTokenToKVPoolAllocator(TOKENS, PAGE, dtype, "cpu", kv, False)
+    return Pools(kv, allocator, (ComponentType.FULL,), planes, None, requests)

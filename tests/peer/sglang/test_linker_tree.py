@@ -1,0 +1,86 @@
+"""SGLang's own tree over our linker, for each kind of model that it can keep: what was computed comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.peer.sglang.pools import PAGE, WINDOW
+from tests.peer.sglang.stack import LinkedStack
+
+PROMPT = list(range(2, 2 + 40 * PAGE))
+KINDS = ["mha", "mla", "swa"]
+
+pytestmark = pytest.mark.usefixtures("sglang_here")
+
+
+def equal(left: Any, right: Any) -> bool:
+    return all(torch.equal(a, b) for pair in zip(left, right, strict=True) for a, b in zip(*pair, strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_comes_back_after_a_restart_is_what_was_computed(kind: str, tmp_path: Path) -> None:
+    first = LinkedStack(tmp_path, kind)
+    computed = first.compute(PROMPT)
+    assert first.found(PROMPT)[0] == 0, "it is on the device"
+    first.close()
+    second = LinkedStack(tmp_path, kind)
+    found, request = second.found([*PROMPT, 7, 7])
+    assert found == len(PROMPT)
+    assert equal(second.load(request), computed)
+    second.close()
+
+
+def test_a_window_ends_only_where_it_was_computed(tmp_path: Path) -> None:
+    """A prompt that leaves another one in the middle: its keys are there so far, the window before that point is too
+    only where SGLang kept it."""
+    first = LinkedStack(tmp_path, "swa")
+    first.compute(PROMPT)
+    longer = [*PROMPT, *range(1000, 1000 + 8 * PAGE)]
+    computed = first.compute(longer, seed=1)
+    first.close()
+    second = LinkedStack(tmp_path, "swa")
+    found, request = second.found(longer)
+    assert found == len(longer)
+    loaded = second.load(request)
+    assert loaded is not None
+    for layer in (0, 2):
+        assert len(loaded[layer][0]) == WINDOW
+        assert all(torch.equal(a, b) for a, b in zip(loaded[layer], computed[layer], strict=True))
+    second.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drive_that_cannot_be_read_is_never_an_error(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvcache import port
+
+    first = LinkedStack(tmp_path, kind)
+    computed = first.compute(PROMPT)
+    first.close()
+    second = LinkedStack(tmp_path, kind, ours={"lookup_wait_s": 0.1})
+    reads = 0
+    read = port.LocalFile.read
+
+    def broken(self: Any, offset: int, buffers: Any) -> int:
+        nonlocal reads
+        reads += 1
+        if reads % 3 == 0:
+            raise OSError(5, "said the test")
+        return read(self, offset, buffers)
+
+    monkeypatch.setattr(port.LocalFile, "read", broken)
+    for turn in range(8):
+        found, request = second.found(PROMPT, f"r{turn}")
+        if found:
+            loaded = second.load(request)
+            assert loaded is not None, "SGLang answers this with an error"
+            if kind != "swa":
+                assert equal(loaded, [tuple(plane[:found] for plane in layer) for layer in computed])
+    assert reads > 3
+    monkeypatch.undo()
+    second.linker.close()

@@ -1,0 +1,170 @@
+"""SGLang's server while a tier is full, hangs or lies: the same tokens, never an error, and hits again afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from kvcache.block.record import MAGIC
+from tests.peer import server as redis
+from tests.peer.sglang.serving import PAGE, PROMPTS, STORED, WATCHED, Server, hicache, linker, ours
+
+ROOM = 16 << 20
+WHOLE = 3 * 40 * PAGE
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of `ROOM` bytes."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={ROOM}", "tmpfs", place], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"no file system of its own can be mounted here: {made.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", place], check=True)
+
+
+def fill(place: Path) -> Path:
+    filler = place / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            return filler
+
+
+def small(place: Path, **more: Any) -> dict[str, Any]:
+    settings = ours(place, **more)
+    return settings | {"nvme": settings["nvme"] | {"segment_bytes": 1 << 20}}
+
+
+def test_a_full_disk(model: str, answers: list[list[int]], disk: Path, tmp_path: Path) -> None:
+    later = [[random.randrange(3, 250) for _ in range(20 * PAGE + 7)] for random in map(Random, range(10, 40))]
+    with Server(model, tmp_path, *hicache(**small(disk)), *WATCHED) as first:
+        filler = fill(disk)
+        assert [first.generate(prompt)[0] for prompt in PROMPTS] == answers
+        first.wait(lambda: first.metric(STORED) >= WHOLE)
+        assert os.statvfs(disk).f_bavail == 0
+        first.forget()
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            tokens, cached = first.generate(prompt)
+            assert tokens == answer
+            assert cached["storage"] == 40 * PAGE, "from memory"
+        filler.unlink()
+        before = journal(disk)
+        turns = iter(later)
+        first.wait(lambda: first.generate(next(turns)) and journal(disk) > before, 120)
+        last = next(turns)
+        answer = first.generate(last)[0]
+        stored = first.metric(STORED)
+        first.wait(lambda: first.metric(STORED) >= stored)
+    with Server(model, tmp_path, *hicache(**small(disk))) as second:
+        tokens, cached = second.generate(last)
+        assert tokens == answer
+        assert cached["storage"] == 20 * PAGE, (cached, second.tail())
+
+
+def journal(place: Path) -> int:
+    return sum(file.stat().st_size for file in (place / "nvme").rglob("journal*"))
+
+
+@pytest.mark.skipif(not redis.BINARY, reason=redis.MISSING)
+def test_a_hung_redis(model: str, answers: list[list[int]], tmp_path: Path) -> None:
+    """SGLang's one reading thread goes on, its threads can be stopped, and hits come back by themselves."""
+    there = redis.Server()
+    tiers = {"redis": {"enabled": True, "url": there.tcp}, "nvme": {"enabled": False}, "deadline_s": 1.0}
+    try:
+        with Server(model, tmp_path, *hicache(**ours(tmp_path) | tiers)) as first:
+            assert [first.generate(prompt)[0] for prompt in PROMPTS] == answers
+        with Server(model, tmp_path, *hicache(**ours(tmp_path) | tiers), *WATCHED) as second:
+            there.pause()
+            for _ in range(2):
+                assert [second.generate(prompt)[0] for prompt in PROMPTS] == answers
+                second.forget()  # fails where one of SGLang's threads does not end within ten seconds
+            there.go_on()
+
+            def all_there() -> bool:
+                second.forget()
+                told = [second.generate(prompt) for prompt in PROMPTS]
+                assert [tokens for tokens, _ in told] == answers
+                return all(cached["storage"] == 40 * PAGE for _, cached in told)
+
+            second.wait(all_there, 120)
+    finally:
+        there.end()
+
+
+def test_a_hung_daemon_of_two_ranks(model: str, tmp_path: Path) -> None:
+    flags = ("--tp-size", "2", *hicache(**ours(tmp_path, deadline_s=1.0)), *WATCHED)
+    env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "XDG_RUNTIME_DIR": str(tmp_path)}
+    with Server(model, tmp_path, *flags, env=env) as server:
+        told = [server.generate(prompt) for prompt in PROMPTS]
+        assert not any(cached.get("storage") for _, cached in told)
+        computed = [tokens for tokens, _ in told]
+        server.wait(lambda: server.metric(STORED) >= WHOLE)
+        [where] = tmp_path.rglob("engine-*.socket")
+        daemon = owner(where)
+        os.kill(daemon, signal.SIGSTOP)
+        try:
+            for _ in range(2):
+                server.forget()
+                assert [server.generate(prompt)[0] for prompt in PROMPTS] == computed
+        finally:
+            os.kill(daemon, signal.SIGCONT)
+
+        def all_there() -> bool:
+            server.forget()
+            told = [server.generate(prompt) for prompt in PROMPTS]
+            assert [tokens for tokens, _ in told] == computed
+            return all(cached.get("storage", 0) == 40 * PAGE for _, cached in told)
+
+        server.wait(all_there, 120)
+
+
+def owner(path: Path) -> int:
+    """The process that listens there."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.connect(os.fspath(path))
+        return int(struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+
+def test_a_linker_over_a_drive_that_lies(model: str, answers: list[list[int]], tmp_path: Path) -> None:
+    """To SGLang a load that fails is an error 503: there is none, though every third record is damaged."""
+    with Server(model, tmp_path, *linker(**ours(tmp_path))) as first:
+        assert [first.generate(prompt)[0] for prompt in PROMPTS] == answers
+    damaged = sum(damage(file) for file in (tmp_path / "nvme").rglob("*") if file.stat().st_size > 1 << 20)
+    assert damaged > 20
+    with Server(model, tmp_path, *linker(**ours(tmp_path, lookup_wait_s=1))) as second:
+        for _ in range(2):
+            for prompt, answer in zip(PROMPTS, answers, strict=True):
+                tokens, cached = second.generate(prompt)
+                assert tokens == answer
+                assert cached.get("host", 0) < 40 * PAGE, "what is damaged was not promised"
+            second.forget()
+
+
+def damage(file: Path, every: int = 3) -> int:
+    """Turn a byte in the middle of every so many records of a segment."""
+    if not file.is_file():
+        return 0
+    held, at, number = bytearray(file.read_bytes()), 0, 0
+    while (at := held.find(MAGIC, at)) >= 0:
+        number += 1
+        if not number % every:
+            held[at + 4096 + 100] ^= 0x55
+        at += 4096
+    file.write_bytes(held)
+    return number // every
