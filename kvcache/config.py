@@ -105,7 +105,7 @@ def _keywords(keywords: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and not (above + name in TABLE and TABLE[above + name].is_table):
             yield from _flat(value, f"{above}{name}.")
         else:
             yield above + name, value
@@ -149,4 +149,5 @@ def _refusal(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
         return inner
     name = ".".join(map(str, first["loc"]))
     reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
-    return ConfigError(f"{name} = {first['input']!r} (from {origins.get(name, 'default')}): {reason}")
+    origin = next((origins[row] for row in origins if f"{name}.".startswith(f"{row}.")), "default")
+    return ConfigError(f"{name} = {first['input']!r} (from {origin}): {reason}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,11 @@ def as_directories(value: Any) -> Any:
     if not isinstance(parts, (list, tuple)) or len(set(map(str, parts))) != len(parts):
         raise ValueError("expected a list of directories, each once")
     return tuple(map(as_directory, parts))
+
+
+def as_table(value: Any) -> Any:
+    """A table, or one as JSON, as variables have it."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def as_number(value: Any) -> Any:

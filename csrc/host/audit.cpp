@@ -28,6 +28,7 @@ Index::Index(const Index& other, Nodes copied)
       blocks_(other.blocks_),
       holds_(other.holds_),
       resident_(other.resident_),
+      of_kind_(other.of_kind_),
       nodes_(std::move(copied)),
       named_(other.table_.size()),
       remembered_(other.ghosts_.size()),
@@ -67,6 +68,7 @@ std::vector<std::string> Index::audit() const {
     };
     std::vector<ByTier> children(nodes_.made(), ByTier{});
     ByTier resident{}, listed{};
+    std::vector<ByTier> of_kind(kinds(), ByTier{});
     std::vector<std::uint64_t> at_place(places_.size());
     std::uint64_t nodes = 0, blocks = 0, holds = 0;
     for (std::uint32_t i = 0; i < nodes_.made(); ++i) {
@@ -79,6 +81,7 @@ std::vector<std::string> Index::audit() const {
         ++nodes, blocks += node.tiers != 0, holds += node.holds, ++at_place[node.place];
         for (unsigned t = 0; t < tiers_; ++t) {
             resident[t] += node.resident(t), listed[t] += node.stands(t);
+            of_kind[kind(node)][t] += node.resident(t);
             if (node.resident(t) && node.has_parent()) ++children[node.parent][t];
         }
     }
@@ -87,6 +90,7 @@ std::vector<std::string> Index::audit() const {
     compare("holds", holds_, holds);
     for (std::size_t p = 0; p < places_.size(); ++p) compare("nodes at a place", places_[p].nodes, at_place[p]);
     for (unsigned t = 0; t < tiers_; ++t) compare("residents of a tier", resident_[t], resident[t]);
+    if (of_kind != of_kind_) faults.push_back("index: counts residents of a kind wrong");
 
     for (std::uint32_t i = 0; i < nodes_.made(); ++i) {
         const Node& node = nodes_[i];
@@ -103,8 +107,9 @@ std::vector<std::string> Index::audit() const {
     }
     for (unsigned t = 0; t < tiers_; ++t) {
         std::uint64_t standing = 0;
-        for (std::size_t list = 0; list < 2 * classes(); ++list) {
-            const std::uint32_t top = roots_[2 * t * classes() + list];
+        for (std::size_t list = 0; list < 2 * classes() * kinds(); ++list) {
+            const std::size_t within = list % (2 * classes()), its_kind = list / (2 * classes());
+            const std::uint32_t top = roots_[2 * (its_kind * tiers_ + t) * classes() + within];
             std::vector<std::uint32_t> in_order, path;
             for (std::uint32_t at = top; at != NIL || !path.empty();) {
                 for (; at != NIL; at = nodes_[at].in(t).before) path.push_back(at);
@@ -119,7 +124,8 @@ std::vector<std::string> Index::audit() const {
             standing += in_order.size();
             for (std::size_t i = 0; i < in_order.size(); ++i) {
                 const Node& node = nodes_[in_order[i]];
-                const bool at_home = list == below(node, t) * classes() + use_class(node.uses);
+                const bool at_home =
+                    its_kind == kind(node) && within == below(node, t) * classes() + use_class(node.uses);
                 if (!at_home) faults.push_back(label(node) + " stands in the wrong order");
                 if (i > 0 && !order(t).earlier(in_order[i - 1], in_order[i])) {
                     faults.push_back(label(node) + " stands in the wrong place of its order");

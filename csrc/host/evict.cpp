@@ -12,6 +12,7 @@ namespace kvcache {
 // What could leave next: a node, or (NIL) the best of what an order has from a time on.
 struct Index::Cell {
     double value;
+    unsigned kind;
     bool below;
     unsigned use_class;
     std::uint32_t node;
@@ -20,21 +21,29 @@ struct Index::Cell {
 
 class Index::Victims {
   public:
-    Victims(Index& index, unsigned tier, const double* values, std::uint64_t before, bool stored_below)
+    Victims(Index& index, unsigned tier, const double* values, const std::vector<double>& weights, std::uint64_t before,
+            bool stored_below, double most)
         : index_(index),
           order_(index.order(tier)),
           tier_(tier),
           values_(values),
+          weights_(weights),
           before_(before),
           stored_below_(stored_below),
+          most_(most),
           least_(index.classes() * index.bins()) {
         for (unsigned c = 0; c < index.classes(); ++c) {
             double least = value(c, 0);
             for (std::size_t b = 0; b < index.bins(); ++b) {
                 least_[c * index.bins() + b] = least = std::min(least, value(c, b));
             }
-            for (const bool below : {true, false}) {
-                if (below || !stored_below) explore(below, c, 0);
+        }
+        for (unsigned kind = 0; kind < index.kinds(); ++kind) {
+            if (weight(kind) == STAYS) continue;
+            for (unsigned c = 0; c < index.classes(); ++c) {
+                for (const bool below : {true, false}) {
+                    if (below || !stored_below) explore(kind, below, c, 0);
+                }
             }
         }
     }
@@ -45,7 +54,7 @@ class Index::Victims {
             const Cell cell = cells_.top();
             cells_.pop();
             if (cell.node == NIL) {
-                explore(cell.below, cell.use_class, cell.from);
+                explore(cell.kind, cell.below, cell.use_class, cell.from);
             } else if (index_.nodes_[cell.node].stands(tier_)) {  // else it left since
                 return cell.node;
             }
@@ -54,29 +63,31 @@ class Index::Victims {
     }
 
     // A node of this kind left, and its parent (or NIL) may have come to the front.
-    void left(bool below, unsigned use_class, std::uint64_t stamp, std::uint32_t parent) {
+    void left(unsigned kind, bool below, unsigned use_class, std::uint64_t stamp, std::uint32_t parent) {
         const std::size_t bin = index_.ages_.bin(index_.age(stamp));
         const std::uint64_t oldest = bin + 1 < index_.bins() ? index_.ages_.edge(bin + 1) : NEVER;
         const std::uint64_t from = oldest <= index_.clock_ ? index_.clock_ - oldest + 1 : 0;
-        const std::uint32_t next = order_.first(*index_.root(tier_, below, use_class), from);
+        const std::uint32_t next = order_.first(*index_.root(kind, tier_, below, use_class), from);
         const bool same_bin = next != NIL && index_.ages_.bin(index_.age(index_.nodes_[next].stamp)) == bin;
         if (same_bin) offer(next);
         if (parent != NIL && index_.nodes_[parent].stands(tier_) && !(same_bin && parent == next)) offer(parent);
     }
 
   private:
-    static constexpr double STAYS = std::numeric_limits<double>::infinity();
-
     double value(unsigned use_class, std::size_t bin) const { return values_[use_class * index_.bins() + bin]; }
 
-    void explore(bool below, unsigned use_class, std::uint64_t from) {
-        const std::uint32_t node = order_.first(*index_.root(tier_, below, use_class), from);
+    double weight(unsigned kind) const { return kind < weights_.size() ? weights_[kind] : 1; }
+
+    bool may_leave(double worth) const { return worth < STAYS && worth <= most_; }
+
+    void explore(unsigned kind, bool below, unsigned use_class, std::uint64_t from) {
+        const std::uint32_t node = order_.first(*index_.root(kind, tier_, below, use_class), from);
         if (node == NIL || !offer(node)) return;
         const std::size_t bin = index_.ages_.bin(index_.age(index_.nodes_[node].stamp));
         if (bin == 0) return;
         const std::uint64_t younger = index_.clock_ - index_.ages_.edge(bin) + 1;
-        const double promise = least_[use_class * index_.bins() + bin - 1];
-        if (promise < STAYS) cells_.push({promise, below, use_class, NIL, younger});
+        const double promise = least_[use_class * index_.bins() + bin - 1] * weight(kind);
+        if (may_leave(promise)) cells_.push({promise, kind, below, use_class, NIL, younger});
     }
 
     // False where neither this one nor a younger one of its order can leave.
@@ -85,8 +96,9 @@ class Index::Victims {
         const bool below = index_.below(node, tier_);
         if (node.stamp >= before_ || (stored_below_ && !below)) return false;
         const unsigned c = index_.use_class(node.uses);
-        const double worth = value(c, index_.ages_.bin(index_.age(node.stamp)));
-        if (worth < STAYS) cells_.push({worth, below, c, i, 0});
+        const unsigned kind = index_.kind(node);
+        const double worth = value(c, index_.ages_.bin(index_.age(node.stamp))) * weight(kind);
+        if (may_leave(worth)) cells_.push({worth, kind, below, c, i, 0});
         return true;
     }
 
@@ -104,22 +116,25 @@ class Index::Victims {
     const TierOrder order_;
     const unsigned tier_;
     const double* const values_;
+    const std::vector<double>& weights_;
     const std::uint64_t before_;
     const bool stored_below_;
+    const double most_;
     std::vector<double> least_;  // of (class, bin): over that bin and all younger ones
     std::priority_queue<Cell, std::vector<Cell>, Later> cells_{Later{order_}};
 };
 
-std::vector<Index::Victim> Index::evict(unsigned tier, const double* values, std::size_t count, std::uint64_t before,
-                                        bool stored_below) {
+std::vector<Index::Victim> Index::evict(unsigned tier, const double* values, const std::vector<double>& weights,
+                                        std::size_t count, std::uint64_t before, bool stored_below, double most) {
     std::vector<Victim> taken;
     taken.reserve(std::min<std::size_t>(count, resident_[tier]));
-    Victims victims(*this, tier, values, before, stored_below);
+    Victims victims(*this, tier, values, weights, before, stored_below, most);
     while (taken.size() < count) {
         const std::uint32_t i = victims.next();
         if (i == NIL) break;
         const Node node = nodes_[i];
         const bool was_below = below(node, tier);
+        const unsigned its_kind = kind(node);  // its place may go with it
         Victim victim{};
         std::memcpy(victim.signature, node.signature, SIGNATURE);
         std::memcpy(victim.place, places_[node.place].name.data(), PLACE);
@@ -131,7 +146,7 @@ std::vector<Index::Victim> Index::evict(unsigned tier, const double* values, std
         }
         victim.kept = (node.tiers & ~(1u << tier)) != 0;
         drop(i, tier);
-        victims.left(was_below, use_class(node.uses), node.stamp, node.has_parent() ? node.parent : NIL);
+        victims.left(its_kind, was_below, use_class(node.uses), node.stamp, node.has_parent() ? node.parent : NIL);
         taken.push_back(victim);
     }
     return taken;

@@ -26,6 +26,34 @@ std::uint64_t Index::tick() {
     return clock_;
 }
 
+void Index::assign(const std::vector<std::string>& places, unsigned kind) {
+    if (kind >= kinds()) {
+        roots_.resize((kind + 1) * 2 * tiers_ * ages_.classes(), NIL);
+        of_kind_.resize(kind + 1);
+    }
+    std::vector<std::uint32_t> moving;
+    for (const std::string& name : places) {
+        assigned_[name] = static_cast<std::uint16_t>(kind);
+        const std::uint32_t place = find_place(reinterpret_cast<const std::uint8_t*>(name.data()));
+        if (place != NIL && places_[place].kind != kind) moving.push_back(place);
+    }
+    if (moving.empty()) return;
+    const auto each = [&](auto call) {
+        for (std::uint32_t i = 0; i < nodes_.made(); ++i) {
+            const Node& node = nodes_[i];
+            if (node.tiers && std::find(moving.begin(), moving.end(), node.place) != moving.end()) call(i);
+        }
+    };
+    each([&](std::uint32_t i) {
+        leave_orders(i);
+        for (unsigned t = 0; t < tiers_; ++t) {
+            of_kind_[this->kind(nodes_[i])][t] -= nodes_[i].resident(t), of_kind_[kind][t] += nodes_[i].resident(t);
+        }
+    });
+    for (const std::uint32_t place : moving) places_[place].kind = static_cast<std::uint16_t>(kind);
+    each([&](std::uint32_t i) { enter_orders(i); });
+}
+
 // changing
 
 std::uint32_t Index::create(std::uint32_t place, const std::uint8_t* signature) {
@@ -112,7 +140,7 @@ void Index::settle(std::uint32_t i, unsigned tier) {
     leave_orders(i);
     if (node.has_parent()) count_child(node.parent, tier, 1);
     node.tiers |= 1u << tier;
-    ++resident_[tier];
+    ++resident_[tier], ++of_kind_[kind(node)][tier];
     enter_orders(i);
 }
 
@@ -120,7 +148,7 @@ void Index::drop(std::uint32_t i, unsigned tier) {
     Node& node = nodes_[i];
     leave_orders(i);
     node.tiers &= ~(1u << tier);
-    --resident_[tier];
+    --resident_[tier], --of_kind_[kind(node)][tier];
     enter_orders(i);
     const std::uint32_t parent = node.has_parent() ? node.parent : NIL;
     if (!node.tiers) {
@@ -259,12 +287,12 @@ unsigned Index::use_class(std::uint64_t uses) const {
     return c;
 }
 
-std::uint32_t* Index::root(unsigned tier, bool below, unsigned use_class) {
-    return &roots_[(2 * tier + below) * ages_.classes() + use_class];
+std::uint32_t* Index::root(unsigned kind, unsigned tier, bool below, unsigned use_class) {
+    return &roots_[(2 * (kind * tiers_ + tier) + below) * ages_.classes() + use_class];
 }
 
 std::uint32_t* Index::root(const Node& node, unsigned tier) {
-    return root(tier, below(node, tier), use_class(node.uses));
+    return root(kind(node), tier, below(node, tier), use_class(node.uses));
 }
 
 bool Index::may_leave(const Node& node, unsigned tier) const {

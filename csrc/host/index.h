@@ -3,9 +3,9 @@
 //
 // A node is one block at one place (namespace, group, shard). 52 bytes and 8 a tier, and 8 for each slot of a table
 // that is at most three quarters full: 85 to 90 bytes with two tiers at 10^6. Ghosts take 12 bytes and a slot. Who may
-// leave a tier stands in an order for each class of use, and for whether a tier below has it too; orders are kept
-// within the nodes. Nothing here is ever copied or walked whole, but for audits, which copy the nodes and walk the
-// copy.
+// leave a tier stands in an order for each kind and class of use, and for whether a tier below has it too; orders are
+// kept within the nodes. Nothing here is ever copied or walked whole, but for audits, which copy the nodes and walk the
+// copy, and where a place that has nodes is given another kind.
 //
 // Not thread-safe: callers lock `mutex`. Strong only against memory running out: then std::bad_alloc, the index sound.
 #pragma once
@@ -19,6 +19,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "ages.h"
@@ -43,6 +44,8 @@ using ByTier = std::array<std::uint64_t, Node::MOST_TIERS>;
 class Index {
   public:
     static constexpr std::uint64_t NEVER = std::numeric_limits<std::uint64_t>::max();
+    static constexpr double STAYS = std::numeric_limits<double>::infinity();  // of what does not leave
+    static constexpr unsigned MOST_KINDS = 1 << 12;
 
     struct Victim {
         std::uint8_t signature[SIGNATURE], parent[SIGNATURE], place[PLACE];
@@ -55,6 +58,12 @@ class Index {
 
     std::uint64_t tick();
     std::uint64_t clock() const { return clock_; }
+
+    // What is at these places is of this kind from now on, what comes later too. Takes as long as a walk over all nodes
+    // where nodes are there.
+    void assign(const std::vector<std::string>& places, unsigned kind);
+    unsigned kinds() const { return static_cast<unsigned>(of_kind_.size()); }
+    std::uint64_t resident(unsigned kind, unsigned tier) const { return of_kind_[kind][tier]; }
 
     // The longest prefix for which each run has its last `needs[i]` blocks; by tier, how many have all of theirs there
     // or nearer.
@@ -70,9 +79,10 @@ class Index {
     ByTier hold(const Run& run, ByTier room);
     bool release(const Run& run);  // false at the first one that is not held
 
-    // Takes at most `count`. `values`: of (class, bin), the least valuable leaves first; infinity: none of it leaves.
-    std::vector<Victim> evict(unsigned tier, const double* values, std::size_t count, std::uint64_t before,
-                              bool stored_below);
+    // Takes at most `count`. `values`: of (class, bin), multiplied by the weight of a block's kind (1 for kinds beyond
+    // the vector); the least valuable leaves first; infinity: none of it leaves, nor what is worth more than `most`.
+    std::vector<Victim> evict(unsigned tier, const double* values, const std::vector<double>& weights,
+                              std::size_t count, std::uint64_t before, bool stored_below, double most);
 
     std::size_t size() const { return table_.size(); }
     std::size_t ghosts() const { return ghosts_.size(); }
@@ -116,6 +126,7 @@ class Index {
 
     struct PlaceName {
         std::array<std::uint8_t, PLACE> name;
+        std::uint16_t kind;
         std::uint32_t nodes;
         std::uint64_t hash;  // of the name: numbers are given out again, while ghosts remember
     };
@@ -130,7 +141,8 @@ class Index {
     TierOrder order(unsigned tier) const { return {nodes_, tier, static_cast<std::uint32_t>(secret_[0]), {places_}}; }
     std::uint64_t age(std::uint64_t stamp) const { return stamp < clock_ ? clock_ - stamp : 0; }
     std::uint32_t* root(const Node& node, unsigned tier);
-    std::uint32_t* root(unsigned tier, bool below, unsigned use_class);
+    std::uint32_t* root(unsigned kind, unsigned tier, bool below, unsigned use_class);
+    unsigned kind(const Node& node) const { return places_[node.place].kind; }
     bool below(const Node& node, unsigned tier) const { return node.tiers >> (tier + 1) != 0; }
     bool may_leave(const Node& node, unsigned tier) const;
 
@@ -164,7 +176,8 @@ class Index {
     const double ghosts_a_block_;
     std::array<std::uint64_t, 3> secret_;
     std::uint64_t clock_ = 0, blocks_ = 0, holds_ = 0;  // blocks: nodes that some tier has
-    std::array<std::uint64_t, Node::MOST_TIERS> resident_{};
+    ByTier resident_{};
+    std::vector<ByTier> of_kind_ = std::vector<ByTier>(1);  // residents
     Nodes nodes_;
     Table table_;
     std::size_t named_ = 0;  // of a picture: what the table and the ghosts counted
@@ -172,7 +185,8 @@ class Index {
     std::deque<PlaceName> places_;
     std::vector<std::uint32_t> free_places_;
     Table place_table_;
-    std::vector<std::uint32_t> roots_;  // (tier, below, class)
+    std::unordered_map<std::string, std::uint16_t> assigned_;  // kinds by place; those that have no blocks as well
+    std::vector<std::uint32_t> roots_;                         // (kind, tier, below, class)
     Ages ages_;
     std::vector<std::int64_t> reused_, forgotten_;  // (class, bin)
     Ghosts ghosts_;

@@ -46,11 +46,13 @@ std::uint32_t Index::take_place(const std::uint8_t* name) {
         places_.emplace_back();
     }
     place = free_places_.back();
+    const auto assigned = assigned_.find(std::string(reinterpret_cast<const char*>(name), PLACE));
     const std::uint64_t hash = place_hash(name);
     place_table_.insert(static_cast<std::uint32_t>(hash), place);
     free_places_.pop_back();
     std::copy_n(name, PLACE, places_[place].name.begin());
     places_[place].hash = hash;
+    places_[place].kind = assigned == assigned_.end() ? 0 : assigned->second;
     return place;
 }
 

@@ -71,6 +71,7 @@ PYBIND11_MODULE(_native, module) {
     module.doc() = "The compiled core of kvcache.";
     bind_chain(module);
     bind_index(module);
+    bind_play(module);
     module.def("populate", &py_populate, py::arg("memory"),
                R"(Have the system find this memory (a writable buffer) now, not at its first touch.
 

@@ -1,10 +1,10 @@
 // The block index, for Python.
 #include <pybind11/stl.h>
 
+#include <limits>
 #include <memory>
 #include <mutex>
 
-#include "classics.h"
 #include "index.h"
 #include "objects.h"
 #include "play.h"
@@ -72,32 +72,6 @@ class Groups {
     std::vector<std::uint64_t> needs_;
 };
 
-void check_chains(const Buffer& starts, const Buffer& blocks, std::size_t unique, std::size_t first, std::size_t end) {
-    expect(starts.integers("lq", 8, "int64") > end, "requests to play: more than there are");
-    const std::size_t accesses = blocks.integers("i", 4, "int32");
-    const std::int64_t* begins = reinterpret_cast<const std::int64_t*>(starts.data());
-    const std::int32_t* numbers = reinterpret_cast<const std::int32_t*>(blocks.data());
-    for (std::size_t r = first; r < end; ++r) {
-        expect(0 <= begins[r] && begins[r] <= begins[r + 1] && static_cast<std::size_t>(begins[r + 1]) <= accesses,
-               "where requests begin: expected ascending positions within the blocks");
-    }
-    for (std::int64_t i = begins[first]; i < begins[end]; ++i) {
-        expect(numbers[i] >= 0 && static_cast<std::size_t>(numbers[i]) < unique, "a block that nothing is known of");
-    }
-}
-
-bool play_one(const std::string& policy, const py::object& starts, const py::object& blocks, std::size_t unique,
-              std::size_t capacity, const py::object& hits) {
-    const Buffer begins(starts, PyBUF_FORMAT), numbers(blocks, PyBUF_FORMAT), out(hits, PyBUF_FORMAT | PyBUF_WRITABLE);
-    const std::size_t requests = out.integers("i", 4, "int32");
-    check_chains(begins, numbers, unique, 0, requests);
-    expect(capacity > 0, "no room: expected a capacity of one block at least");
-    const Chains chains{reinterpret_cast<const std::int64_t*>(begins.data()),
-                        reinterpret_cast<const std::int32_t*>(numbers.data()), requests, unique};
-    py::gil_scoped_release unlocked;
-    return play_classic(policy, chains, capacity, reinterpret_cast<std::int32_t*>(out.data()));
-}
-
 // The module's class: an index that knows how many tiers it has, and checks what it is given.
 class PyIndex {
   public:
@@ -163,6 +137,25 @@ class PyIndex {
         locked(index_, input.blocks(), [&] { return index_.insert(input.run(), known, tier), true; });
     }
 
+    void assign(const std::vector<std::string>& places, unsigned kind) {
+        for (const std::string& place : places) {
+            expect(place.size() == PLACE,
+                   "a place of " + std::to_string(place.size()) + " bytes: expected " + std::to_string(PLACE));
+        }
+        expect(kind < Index::MOST_KINDS,
+               "kind " + std::to_string(kind) + ": expected less than " + std::to_string(Index::MOST_KINDS));
+        locked(index_, BRIEF + 1, [&] { return index_.assign(places, kind), true; });
+    }
+
+    std::vector<std::uint64_t> residents(unsigned tier) {
+        check_tier(tier);
+        return locked(index_, 1, [&] {
+            std::vector<std::uint64_t> of_kind;
+            for (unsigned kind = 0; kind < index_.kinds(); ++kind) of_kind.push_back(index_.resident(kind, tier));
+            return of_kind;
+        });
+    }
+
     void refuse(const py::object& place, const py::object& signatures) {
         const RunInput input(place, signatures);
         locked(index_, input.blocks(), [&] { return index_.refuse(input.run()), true; });
@@ -195,7 +188,7 @@ class PyIndex {
     }
 
     py::list evict(unsigned tier, const py::object& values, std::size_t count, const py::object& before,
-                   bool stored_below) {
+                   bool stored_below, const std::vector<double>& weights, double most) {
         const Buffer table(values, PyBUF_FORMAT);
         check_tier(tier);
         const std::size_t cells = index_.classes() * index_.bins();
@@ -203,8 +196,9 @@ class PyIndex {
                "a table of " + std::to_string(table.bytes()) + " bytes: expected float64 of (class, age bin)");
         const std::uint64_t earlier = before.is_none() ? Index::NEVER : before.cast<std::uint64_t>();
         const double* numbers = reinterpret_cast<const double*>(table.data());
-        const auto victims =
-            locked(index_, count, [&] { return index_.evict(tier, numbers, count, earlier, stored_below); });
+        for (const double weight : weights) expect(weight > 0, "a weight that is not more than 0");
+        const auto victims = locked(
+            index_, count, [&] { return index_.evict(tier, numbers, weights, count, earlier, stored_below, most); });
         py::list out;
         for (const Index::Victim& victim : victims) {
             out.append(py::make_tuple(bytes(victim.place, PLACE), bytes(victim.signature, SIGNATURE),
@@ -369,7 +363,10 @@ for more than a few blocks. ValueError where arguments make no sense.)")
         .def("hold", &PyIndex::hold, py::arg("place"), py::arg("signatures"), py::arg("room"))
         .def("release", &PyIndex::release, py::arg("place"), py::arg("signatures"))
         .def("evict", &PyIndex::evict, py::arg("tier"), py::arg("values"), py::arg("count"), py::arg("before"),
-             py::arg("stored_below"))
+             py::arg("stored_below"), py::arg("weights") = std::vector<double>{},
+             py::arg("most") = std::numeric_limits<double>::infinity())
+        .def("assign", &PyIndex::assign, py::arg("places"), py::arg("kind"))
+        .def("residents", &PyIndex::residents, py::arg("tier"))
         .def("resident", &PyIndex::resident, py::arg("tier"))
         .def("names", &PyIndex::names, py::arg("tier"))
         .def("waiting", &PyIndex::waiting)
@@ -387,11 +384,6 @@ for more than a few blocks. ValueError where arguments make no sense.)")
 
 }  // namespace
 
-void bind_index(py::module_& module) {
-    PyIndex::bind(module);
-    module.def("play_classic", &play_one, py::arg("policy"), py::arg("starts"), py::arg("blocks"), py::arg("unique"),
-               py::arg("capacity"), py::arg("hits"),
-               "Writes how many of each request's first blocks were there; false where there is no such policy.");
-}
+void bind_index(py::module_& module) { PyIndex::bind(module); }
 
 }  // namespace kvcache

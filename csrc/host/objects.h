@@ -73,7 +73,11 @@ class ChainInput {
     bool has_extras_;
 };
 
+// Requests `first` to `end` of a trace: where each begins in `blocks`, numbers of blocks below `unique`. ValueError.
+void check_chains(const Buffer& starts, const Buffer& blocks, std::size_t unique, std::size_t first, std::size_t end);
+
 void bind_chain(pybind11::module_& module);
 void bind_index(pybind11::module_& module);
+void bind_play(pybind11::module_& module);
 
 }  // namespace kvcache

@@ -2,28 +2,13 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <vector>
 
 namespace kvcache {
-namespace {
-
-// A newcomer takes the place of nothing that is worth more than itself.
-std::vector<double> worth_at_most(const Index& index, const double* values, unsigned use_class) {
-    std::vector<double> table(values, values + index.classes() * index.bins());
-    const double own = values[use_class * index.bins()];
-    for (double& value : table) {
-        if (value > own) value = std::numeric_limits<double>::infinity();
-    }
-    return table;
-}
-
-}  // namespace
 
 void play(Index& index, const std::uint8_t* place, const Requests& requests, std::uint64_t capacity,
           const double* values, std::int32_t* hits) {
     constexpr std::uint64_t ALL = Index::NEVER;
-    std::vector<std::vector<double>> tables(index.classes());
     std::vector<std::uint8_t> signatures, uses;
     for (std::size_t r = requests.first; r < requests.end; ++r) {
         const std::int32_t* chain = requests.blocks + requests.starts[r];
@@ -49,9 +34,9 @@ void play(Index& index, const std::uint8_t* place, const Requests& requests, std
             const unsigned own = index.use_class(uses[end]);
             std::size_t alike = 1;
             while (end + alike < blocks && index.use_class(uses[end + alike]) == own) ++alike;
-            if (alike > room) {
-                if (tables[own].empty()) tables[own] = worth_at_most(index, values, own);
-                room += index.evict(0, tables[own].data(), alike - room, now, false).size();
+            if (alike > room) {  // a newcomer takes the place of nothing that is worth more than itself
+                const double most = values[own * index.bins()];
+                room += index.evict(0, values, {}, alike - room, now, false, most).size();
             }
             const std::size_t fits = std::min<std::uint64_t>(alike, room);
             end += fits, room -= fits;

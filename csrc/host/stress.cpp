@@ -192,7 +192,13 @@ void index_round(Random& random, Index& index) {
     for (double& value : values) value = static_cast<double>(pick(random, 0, 5));
     const u64 count = pick(random, 0, 60), earlier = pick(random, 0, 1) ? Index::NEVER : now;
     const bool stored_below = pick(random, 0, 1);
-    locked([&] { return index.evict(tier, values.data(), count, earlier, stored_below).size(); });
+    const std::vector<double> weights{1, static_cast<double>(pick(random, 1, 3)), Index::STAYS};
+    if (!pick(random, 0, 20)) {
+        const auto kind = static_cast<unsigned>(pick(random, 0, 3));
+        locked([&] { return index.assign({std::string(place.begin(), place.end())}, kind), true; });
+    }
+    const double most = pick(random, 0, 1) ? Index::STAYS : 3;
+    locked([&] { return index.evict(tier, values.data(), weights, count, earlier, stored_below, most).size(); });
     Memory masks(blocks);
     locked([&] { return index.where(run, masks.data()), true; });
     for (u64 i = 0; i < kept.blocks; ++i) demand(masks[i] != 0, "a held block left");

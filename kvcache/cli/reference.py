@@ -55,7 +55,7 @@ def _sections() -> Iterator[str]:
 
 
 def _row(row: Setting) -> str:
-    default = row.made or (f"`{_default(row)}`" if row.field.default not in ("", ()) else "none")
+    default = row.made or (f"`{_default(row)}`" if row.field.default not in ("", ()) and not row.is_table else "none")
     return f"| `{row.name}` | {_kind(row)} | {default} | {row.field.description} |"
 
 
@@ -79,5 +79,6 @@ def _kind(row: Setting) -> str:
         "float": "seconds",
         "str": "text",
         "tuple": "list",
+        "dict": "table",
     }
     return names[getattr(kind, "__name__", "")]

@@ -6,6 +6,16 @@ valuable first, deeper blocks before shallower ones on ties, and takes in nothin
 a decision costs the same for a thousand blocks and for a million, and a policy knows nothing of bytes, tiers or I/O.
 
 Age is counted in requests. Bins of age are logarithmic: `age_bin(age)`.
+
+**Kinds, weights, shares.** A policy's value is that of a byte of an ordinary block: expected uses for the time that it
+is held, 0 at least. What differs between blocks that were used alike is told to the index beside the table, and kept
+whatever the policy says: every block is of a *kind* (a tenant, a model, its bytes in each tier), and each kind has a
+*weight* in each tier that multiplies the policy's value. It is what computing the block anew costs for each of its
+bytes, against the mean of the models that are known (`hierarchy/kinds.py`); infinity keeps a kind from leaving. Shares
+are kept by the same weights (`shares.py`): a tenant at its least share weighs infinitely where others want room, all
+others do where a tenant that has its quota wants some, and one below its least share takes room whatever it is worth.
+To bind a tenant of one's own: give the namespace its name, and call `cache.shares.set(tenant, tier, Limit(...))`, at
+any time.
 """
 
 from __future__ import annotations
@@ -56,7 +66,7 @@ class Policy(Protocol):
     """How many blocks that left are remembered for each one that is there."""
 
     def values(self, evidence: Evidence) -> NDArray[np.float64]:
-        """The value of a block by (class, age bin), of shape (len(bounds) + 1, AGE_BINS)."""
+        """The value of a block by (class, age bin), of shape (len(bounds) + 1, AGE_BINS); none below 0."""
 
 
 def requests_between_tables(clock: int) -> int:

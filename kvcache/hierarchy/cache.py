@@ -13,6 +13,7 @@ from kvcache.errors import ClosedError, ConfigError
 from kvcache.evict.hazard import Hazard
 from kvcache.evict.lru import LRU
 from kvcache.evict.policy import Policy
+from kvcache.evict.shares import UNLIMITED, Limit, Shares
 from kvcache.hierarchy.ask import Ask, SharedTier
 from kvcache.hierarchy.canary import Canary
 from kvcache.hierarchy.census import Census
@@ -20,6 +21,7 @@ from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.edge import check_shards
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.kinds import Kind, Kinds, Model
 from kvcache.hierarchy.plan import Plan
 from kvcache.hierarchy.register import Register
 from kvcache.hierarchy.request import BoundCache, CacheRequest
@@ -34,6 +36,7 @@ from kvcache.tier.nvme import NvmeTier, open_drives
 from kvcache.tier.tier import Scrubbed, Tier, Usage
 from kvcache.transfer.copiers import Copiers
 from kvcache.units import show_bytes
+from kvcache.values import no_larger
 
 POLICIES: Mapping[str, type[Policy]] = {"hazard": Hazard, "lru": LRU}
 
@@ -60,7 +63,11 @@ class Cache:
             shared=shared,
             port=port,
         )
-        self.index = Index([self.host.name, *(tier.name for tier in self.below)], _policy(settings.evict.policy))
+        names = [self.host.name, *(tier.name for tier in self.below)]
+        self.index = Index(names, _policy(settings.evict.policy))
+        self.shares = _shares(settings)
+        self.kinds = Kinds(self.index, names, self.shares)
+        self.host.arena.quota = lambda tenant: self.shares.of(tenant, self.host.name).quota_bytes
         self.why = Why(
             self.index, port.clock, settings.explain.memory_bytes, [tier.name for tier in self.below if tier.shared]
         )
@@ -70,6 +77,7 @@ class Cache:
                 _take_in(self.index, tier)
         self.flow = Flow(
             index=self.index,
+            kinds=self.kinds,
             host=self.host,
             below=self.below,
             coder=self._coder,
@@ -135,11 +143,25 @@ class Cache:
         self._coder.bind(namespace)
         key = (namespace.id, held, everywhere)
         if key not in self._bound:
-            self._bound[key] = BoundCache(
+            bound = BoundCache(
                 self.flow, self.copiers, self._register, namespace, held, everywhere, self.settings.flow.deadline_s
             )
+            self._weigh(bound)
+            self._bound[key] = bound
             _log.info("%s: room for %s", model, self._fits(self._bound[key]))
         return self._bound[key]
+
+    def _weigh(self, bound: BoundCache) -> None:
+        """Tell what its records take in each tier, and whose they are."""
+        tiers = [self.host.name, *(tier.name for tier in self.below)]
+        sizes = [
+            tuple(self._coder.stored_bytes(tier, bound.layout, place.group, place.shard) for tier in tiers)
+            for place in bound.everywhere
+        ]
+        name = (bound.namespace.model, bound.namespace.revision, bound.namespace.adapter or "")
+        bound.model = Model(name, bound.layout.block_tokens, tuple(map(sum, zip(*sizes, strict=True))))
+        for place, size in zip(bound.everywhere, sizes, strict=True):
+            self.kinds.bind(Kind(bound.tenant, bound.model, size), place.name)
 
     def _fits(self, bound: BoundCache) -> str:
         """How many tokens of this model fit into each tier of ours, all ranks together; what of a model does not grow
@@ -280,6 +302,19 @@ def _policy(name: str) -> Policy:
     if name not in POLICIES:
         raise ConfigError(f"evict.policy = {name!r}: no such policy; there is {', '.join(POLICIES)}")
     return POLICIES[name]()
+
+
+def _shares(settings: Settings) -> Shares:
+    shares, capacities = Shares(), {"host": settings.host.capacity_bytes}
+    if settings.nvme.enabled:
+        capacities[NvmeTier.name] = settings.nvme.capacity_bytes
+    for tier, capacity in capacities.items():
+        for tenant, limits in settings.evict.tenants.items():
+            quota, least = getattr(limits, f"{tier}_quota_bytes"), getattr(limits, f"{tier}_least_bytes")
+            shares.set(tenant, tier, Limit(UNLIMITED if quota is None else quota, least))
+        least = sum(limit.least_bytes for limit in shares.all(tier).values())
+        no_larger(f"{tier}_least_bytes of all in evict.tenants", least, f"{tier}.capacity_bytes", capacity)
+    return shares
 
 
 def _size(tier: Tier) -> str:

@@ -12,6 +12,7 @@ from kvcache.hierarchy.canary import Canary
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.index import Index, Victim
+from kvcache.hierarchy.kinds import Kinds
 from kvcache.hierarchy.lane import Lane, WriteMode
 from kvcache.hierarchy.pins import Pins
 from kvcache.hierarchy.plan import Plan
@@ -35,6 +36,7 @@ class Flow:
         self,
         *,
         index: Index,
+        kinds: Kinds,
         host: HostTier,
         below: Sequence[Tier],
         coder: Coder,
@@ -50,7 +52,7 @@ class Flow:
         threads: int,
     ) -> None:
         """`write`: by tier, when records go there."""
-        self.index, self.host, self.below, self.port = index, host, below, port
+        self.index, self.host, self.below, self.port, self.kinds = index, host, below, port, kinds
         self.counters, self.events, self.bypass, self.ask, self.why, self.plan = (
             counters,
             events,
@@ -64,6 +66,7 @@ class Flow:
             Lane(
                 tier,
                 index=index,
+                kinds=kinds,
                 host=host,
                 coder=coder,
                 counters=counters,
@@ -102,26 +105,38 @@ class Flow:
         return slots[0] if slots else None
 
     def slots(
-        self, count: int, payload_bytes: int, tenant: str, *, before: int, worth: int | None = None
+        self,
+        count: int,
+        payload_bytes: int,
+        tenant: str,
+        *,
+        before: int,
+        worth: int | None = None,
+        place: bytes = b"",
     ) -> list[Slot]:
         """Host slots, at most `count`: free ones, then those of victims that a tier below has too, then of others.
         Never of one used at `before` or later. Fewer where there is no more room.
 
-        Victims leave by their value, whatever their size and tenant. What leaves from extents of another kind is of use
+        Victims leave by the value of their bytes, whatever their size and tenant, as far as shares allow; a tenant that
+        has its quota makes room by what is its own. What leaves from extents of another kind is of use
         only once a whole extent is empty: by moving what is left of it together or, where an extent's worth of
         victims did not get that far, by letting go of what is in the emptiest one.
 
-        `worth`: of newcomers, how often they were used. Where host is the last tier, they take the place of nothing
-        that is worth more; else they go through it on their way down, whatever they are worth.
+        `worth`: of newcomers at `place`, how often they were used. Where host is the last tier, they take the place of
+        nothing that is worth more; else they go through it on their way down, whatever they are worth.
         """
         size, arena = record_bytes(payload_bytes), self.host.arena
         slots = arena.take(size, tenant, count)
         for stored_below in (True, False) if self.lanes else (False,):
             in_vain = 0  # bytes of victims since the last slot
             while len(slots) < count and in_vain <= arena.extent_bytes:
-                victims = self.index.evict(
+                own = arena.spare_bytes(tenant) < size
+                victims = self.kinds.evict(
                     self.host.name,
                     count - len(slots),
+                    tenant=tenant,
+                    place=place,
+                    own=own,
                     before=before,
                     stored_below=stored_below,
                     worth=None if self.lanes else worth,
@@ -135,7 +150,7 @@ class Flow:
                     slots += arena.take(size, tenant, count - len(slots))
                 if len(slots) > found:
                     in_vain = 0
-                elif in_vain > arena.extent_bytes and self._clear(size, tenant):
+                elif in_vain > arena.extent_bytes and not own and self._clear(size, tenant):
                     slots += arena.take(size, tenant, count - len(slots))
                     in_vain = 0
         return slots
@@ -160,11 +175,14 @@ class Flow:
         return sum(map(sum, fates.values()))
 
     def _clear(self, slot_bytes: int, tenant: str) -> bool:
-        """Let go of all in the extent of another kind that has the least in it. True where that emptied it."""
-        extent = self.host.arena.emptiest(slot_bytes, tenant)
-        if extent is None:
+        """Let go of all in the extent of another kind that has the least in it, of those that may go. True where that
+        emptied it."""
+        for extent in self.host.arena.emptiest(slot_bytes, tenant):
+            there = self.host.within(extent)
+            if len(self.kinds.losable(self.host.name, there, tenant)) == len(there):
+                break
+        else:
             return False
-        there = self.host.within(extent)
         gone = [a for a in there if self.index.discard(a, self.host.name, unless_held=True)]
         self._leave_host([Victim(place_of_address(a), a.signature, a.parent, self.index.contains(a)) for a in gone])
         return not extent.slots

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,10 +19,9 @@ from kvcache.block.address import KEY_BYTES, Address
 from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, Policy, requests_between_tables
+from kvcache.evict.shares import UNLIMITED
 from kvcache.hierarchy.plain_index import MOST_USES, PlainIndex
 from kvcache.hierarchy.run import PLACE_BYTES, Packed, Run, joined, place_of_address
-
-UNLIMITED = (1 << 63) - 1
 
 
 def evidence_of(core: Any) -> Evidence:
@@ -31,8 +31,8 @@ def evidence_of(core: Any) -> Evidence:
 
 def table_of(policy: Policy, evidence: Evidence) -> NDArray[np.float64]:
     values = np.ascontiguousarray(policy.values(evidence), np.float64)
-    if np.isnan(values).any():
-        raise ValueError(f"policy {policy.name!r} values blocks as NaN")
+    if not (values >= 0).all():
+        raise ValueError(f"policy {policy.name!r} values blocks below 0, or as NaN")
     return values
 
 
@@ -108,8 +108,8 @@ class Index:
         self._number = {tier: t for t, tier in enumerate(tiers)}
         core = PlainIndex if plain or not native.available() else native.core.Index
         self._core: Any = core(len(tiers), policy.bounds, AGE_EDGES, policy.ghosts)
-        self._evidence: Evidence | None = None  # what the tables below were made from, once they were
-        self._tables: dict[int | None, NDArray[np.float64]] = {}
+        self._evidence: Evidence | None = None  # what the table below is made from, where it is
+        self._table: NDArray[np.float64] | None = None
         self._due = 0  # when the next evidence is taken
         self.departed: Callable[[str, list[bytes]], None] = lambda tier, signatures: None
         """Told of what made room in the last tier that had it."""
@@ -126,7 +126,7 @@ class Index:
         """A request begins: the new time."""
         clock = self.clock
         if clock >= self._due:  # its table is worked out when somebody has to leave
-            self._evidence, self._tables = self.evidence(), {}
+            self._evidence, self._table = self.evidence(), None
             self._due = clock + requests_between_tables(clock)
         return int(self._core.tick())
 
@@ -166,7 +166,17 @@ class Index:
     def resident(self, tier: str) -> int:
         return int(self._core.resident(self._number[tier]))
 
+    def residents(self, tier: str) -> list[int]:
+        """By kind, how many records of it the tier has."""
+        counts: list[int] = self._core.residents(self._number[tier])
+        return counts
+
     # changing
+
+    def assign(self, places: Sequence[bytes], kind: int) -> None:
+        """What is at these places, now and later, is of this kind; it was of kind 0. Takes as long as a walk over all
+        blocks where some are there already."""
+        self._core.assign(list(places), kind)
 
     def insert(self, address: Address, tier: str) -> None:
         """The tier has this record now."""
@@ -213,14 +223,20 @@ class Index:
         before: int | None = None,
         stored_below: bool = False,
         worth: int | None = None,
+        weight: float = 1.0,
+        weights: Sequence[float] = (),
     ) -> list[Victim]:
         """Take the least valuable records out of a tier, at most `count`.
 
         `before`: only those last used earlier than this time (a request never evicts its own chain). `stored_below`:
-        only those that a tier below has too. `worth`: none that is worth more than one that comes now and was used so
-        often.
+        only those that a tier below has too. `worth`: none that is worth more than one that comes now, was used so
+        often and has this `weight`. `weights`: by kind, what multiplies the policy's values, infinity for what stays; 1
+        for kinds that are not given.
         """
-        victims = self._core.evict(self._number[tier], self._values(worth), count, before, stored_below)
+        table, most = self._values(), inf
+        if worth is not None and self.policy.bounds:
+            most = float(table[sum(worth >= bound for bound in self.policy.bounds), 0]) * weight
+        victims = self._core.evict(self._number[tier], table, count, before, stored_below, weights, most)
         gone = [signature for _, signature, _, kept in victims if not kept]
         if gone:
             self.departed(tier, gone)
@@ -269,15 +285,9 @@ class Index:
 
     # within
 
-    def _values(self, worth: int | None) -> NDArray[np.float64]:
-        """The policy's table of these days; with `worth`, what is worth more than a newcomer of so many uses stays."""
-        tables = self._tables
-        if None not in tables:
-            tables[None] = table_of(self.policy, self._evidence or self.evidence())
-        table = tables[None]
-        if worth is None or not self.policy.bounds:
-            return table
-        own = sum(worth >= bound for bound in self.policy.bounds)
-        if own not in tables:
-            tables[own] = np.where(table > table[own, 0], np.inf, table)
-        return tables[own]
+    def _values(self) -> NDArray[np.float64]:
+        """The policy's table of these days."""
+        table = self._table
+        if table is None:
+            table = self._table = table_of(self.policy, self._evidence or self.evidence())
+        return table

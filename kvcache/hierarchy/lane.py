@@ -13,9 +13,11 @@ from itertools import groupby
 from typing import Literal
 
 from kvcache.block.address import Address
+from kvcache.evict.shares import UNLIMITED
 from kvcache.hierarchy.ask import Ask
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.kinds import Kinds
 from kvcache.hierarchy.leaving import Leaving
 from kvcache.hierarchy.run import Chained, chained, joined, place_of_address
 from kvcache.hierarchy.why import Why
@@ -38,6 +40,9 @@ IN_VAIN_SHARE = 8
 WriteMode = Literal["write_through", "write_back", "on_second_use", "off"]
 """When a record goes down: when it is stored, when it leaves host, when it is used again, never."""
 
+Going = tuple[Held, Segments]
+"""A record on its way down, and the form that it has there."""
+
 _log = logger("kvcache.lane")
 
 
@@ -47,6 +52,7 @@ class Lane:
         tier: Tier,
         *,
         index: Index,
+        kinds: Kinds,
         host: HostTier,
         coder: Coder,
         counters: Counters,
@@ -58,7 +64,7 @@ class Lane:
         ask: Ask,
     ) -> None:
         self.tier, self.queue_blocks, self.mode, self._ask = tier, queue_blocks, mode, ask
-        self._index, self._host, self._coder = index, host, coder
+        self._index, self._kinds, self._host, self._coder = index, kinds, host, coder
         self._counters, self._events, self._why = counters, events, why
         self._queue: deque[Address] = deque()
         self._names: set[bytes] = set()  # queued or being written
@@ -183,15 +189,16 @@ class Lane:
             there = {held.address.name: held for held in borrowed}
             found = [there.get(a.name) or self._leaving.find(a) for a in batch]
             records = self._with_heads([held for held in found if held is not None])
-            forms = [self._form(held) for held in records]
-            fit = len(records) if self.tier.shared else self._with_room(records, forms)
-            addresses = [held.address for held in records[:fit]]
-            ticket = self.tier.submit("write", addresses, forms[:fit], priority=BACKGROUND)
+            going = list(zip(records, map(self._form, records), strict=True))
+            going = going if self.tier.shared else self._with_room(self._within_quota(going))
+            addresses = [held.address for held, _ in going]
+            forms = [form for _, form in going]
+            ticket = self.tier.submit("write", addresses, forms, priority=BACKGROUND)
             ticket.wait()
             self._settle(addresses, ticket.outcomes)
             if self.tier.shared:
                 self._ask.bound(self.tier)
-            if records:
+            if forms:
                 self._a_batch = max(1, min(MOST_RECORDS, BATCH_BYTES // max(sum(map(len, form)) for form in forms)))
         finally:
             self._host.arena.release(*[held.slot for held in borrowed])
@@ -245,33 +252,65 @@ class Lane:
         self._host.seal(held)
         return segments(held)
 
-    def _with_room(self, records: Sequence[Held], forms: Sequence[Segments]) -> int:
-        """Evict from the tier until these fit; how many, from the front, do."""
-        sizes = [sum(map(len, form)) for form in forms]
+    def _within_quota(self, going: Sequence[Going]) -> list[Going]:
+        """Those for which each tenant's quota has room, its own victims having left; the others are dropped."""
+        kept: list[Going] = []
+        lacking: dict[str, int] = {}  # by tenant, from its first record on that found no room
+        planned: dict[str, int] = {}
+        for held, form in going:
+            tenant, size = held.slot.extent.tenant, sum(map(len, form))
+            if self._kinds.shares.of(tenant, self.tier.name).quota_bytes != UNLIMITED and tenant not in lacking:
+                need = planned.get(tenant, 0) + size
+                while (spare := self._kinds.spare_bytes(self.tier.name, tenant)) < need:
+                    before = self._index.stamp(held.address)
+                    victims = self._kinds.evict(self.tier.name, 1, tenant=tenant, own=True, before=before)
+                    if not victims or not self._remove([victim.address for victim in victims]):
+                        break
+                if spare >= need:
+                    planned[tenant] = need
+                else:
+                    lacking[tenant] = 0
+            if tenant in lacking:
+                self._lack(held, f"{self.tier.name} quota")
+            else:
+                kept.append((held, form))
+        return kept
+
+    def _with_room(self, going: Sequence[Going]) -> list[Going]:
+        """Evict from the tier until these fit; those that do. A tenant that finds no room costs no other its own."""
+        kept: list[Going] = []
+        lacking: set[str] = set()
         room: dict[int, int] = {}  # by size, as the tier counts it: without the records of this batch
-        for i, size in enumerate(sizes):
+        for i, (held, form) in enumerate(going):
+            tenant, size = held.slot.extent.tenant, sum(map(len, form))
             if size not in room:
                 room[size] = self.tier.room(size)
             in_vain = 0  # bytes that left since there was more room
-            while room[size] <= i:
-                stamp = self._index.stamp(records[i].address)
-                lacking = sum(1 for other in sizes[i:] if other == size)
-                victims = self._index.evict(self.tier.name, min(lacking, MOST_VICTIMS), before=stamp)
-                freed = self._leave([victim.address for victim in victims], size) if victims else 0
+            while room[size] <= len(kept) and tenant not in lacking:
+                stamp = self._index.stamp(held.address)
+                alike = sum(1 for h, f in going[i:] if sum(map(len, f)) == size and h.slot.extent.tenant == tenant)
+                victims = self._kinds.evict(self.tier.name, min(alike, MOST_VICTIMS), tenant=tenant, before=stamp)
+                freed = self._leave([victim.address for victim in victims], size, tenant) if victims else 0
                 found = self.tier.room(size)
                 in_vain = 0 if found > room[size] else in_vain + freed
                 room = {size: found}
                 if not freed or in_vain > self.tier.usage().capacity_bytes // IN_VAIN_SHARE:
-                    reason = f"{self.tier.name} full"
-                    self._counters.add("drops", len(records) - i, reason=reason)
-                    self._say("dropped", records[i].address, reason, len(records) - i)
-                    self._why.dropped(self.tier.name, [left.address.signature for left in records[i:]], reason)
-                    return i
-        return len(records)
+                    lacking.add(tenant)
+            if tenant in lacking:
+                self._lack(held, f"{self.tier.name} full")
+            else:
+                kept.append((held, form))
+        return kept
 
-    def _leave(self, victims: Sequence[Address], size: int) -> int:
+    def _lack(self, held: Held, reason: str) -> None:
+        """Say that there was no room for this one."""
+        self._counters.add("drops", reason=reason)
+        self._say("dropped", held.address, reason)
+        self._why.dropped(self.tier.name, [held.address.signature], reason)
+
+    def _leave(self, victims: Sequence[Address], size: int, tenant: str) -> int:
         """The index let go of them; the tier lets go of them too, and of all siblings of the first where their size is
-        another. How many bytes left.
+        another and shares allow it. How many bytes left.
 
         A tier that cannot write may not be able to forget either: what it keeps is found as before, and nobody asks it
         for more.
@@ -280,7 +319,8 @@ class Lane:
         names = {address.name for address in victims}
         siblings = [a for a in self.tier.siblings(victims[0]) if a.name not in names]
         if self._remove(victims) and self.tier.room(size) == room:
-            self._remove([a for a in siblings if self._index.discard(a, self.tier.name, unless_held=True)])
+            may = self._kinds.losable(self.tier.name, siblings, tenant)
+            self._remove([a for a in may if self._index.discard(a, self.tier.name, unless_held=True)])
         return used - self.tier.usage().used_bytes
 
     def _remove(self, victims: Sequence[Address]) -> bool:

@@ -27,7 +27,7 @@ class Node:
         self.known = False  # some tier has, or had it
         self.tiers = 0
         self.children = [0] * tiers  # how many of its children each tier has
-        self.listed: list[tuple[int, int, int] | None] = [None] * tiers  # the order in which it stands
+        self.listed: list[tuple[int, int, int, int] | None] = [None] * tiers  # the order in which it stands
         self.depth = self.uses = self.holds = 0
         self.stamp = stamp
 

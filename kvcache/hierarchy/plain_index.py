@@ -1,8 +1,9 @@
 """The index in plain Python: the twin of `kvcache._native.Index`, and what each of its calls means.
 
 A node is one block at one place (namespace, group, shard). A node's parent is the block before it at the same place.
-In each tier the nodes that it has, without children there and without holds, stand in orders, one for each class of use
-and for whether a tier below has it too: the least recently used first, among equals the deeper, then by name. A parent
+In each tier the nodes that it has, without children there and without holds, stand in orders, one for each kind and
+class of use and for whether a tier below has it too: the least recently used first, among equals the deeper, then by
+name. What is at one place is of one kind; kinds compare by their weights (`evict`). A parent
 enters when its last child leaves, at its place. A node that no tier has is remembered while somebody holds it or a
 child of it is somewhere; after that it is a ghost, of which a bounded number is kept.
 
@@ -13,8 +14,7 @@ consecutive blocks of one chain; tiers are numbers, the nearest 0; a mask has bi
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import inf
 from typing import Any
 
@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from kvcache.block.key import SIGNATURE_BYTES, digest_chain
 from kvcache.hierarchy.ages import Ages
 from kvcache.hierarchy.ghosts import PlainGhosts, Use
-from kvcache.hierarchy.node import UNKNOWN, Name, Node, Standing, names_of
+from kvcache.hierarchy.node import UNKNOWN, Name, Node, names_of
+from kvcache.hierarchy.orders import PlainOrders
 from kvcache.hierarchy.prefix import usable
 from kvcache.hierarchy.run import Packed
 
@@ -46,10 +47,11 @@ class PlainIndex:
         self._resident = [0] * tiers
         self._blocks = 0  # nodes that some tier has
         classes = len(bounds) + 1
-        self._orders: dict[tuple[int, int, int], list[Standing]] = {
-            (t, below, c): [] for t in range(tiers) for below in (0, 1) for c in range(classes)
-        }
+        self._kinds: dict[bytes, int] = {}  # by place; 0 where it is not here
+        self._of_kind = [[0] * tiers]  # residents
         self._ages = Ages(classes, edges)
+        self._orders = PlainOrders(tiers, self._bounds, self._ages)
+        self.use_class = self._orders.use_class
         self._reused = np.zeros((classes, len(edges)), np.int64)
         self._forgotten = np.zeros((classes, len(edges)), np.int64)
         self._ghosts = PlainGhosts()
@@ -61,6 +63,19 @@ class PlainIndex:
             self.clock += 1
             self._ages.tick(self.clock)
             return self.clock
+
+    def assign(self, places: Sequence[bytes], kind: int) -> None:
+        """What is at these places is of this kind from now on, what comes later too; else it is of kind 0."""
+        with self._lock:
+            self._of_kind += [[0] * self._tiers for _ in range(kind + 1 - len(self._of_kind))]
+            moving = [node for node in self._nodes.values() if node.name[0] in places]
+            for node in moving:
+                self._orders.leave(node)
+                self._count_residents(node, -1)
+            self._kinds.update(dict.fromkeys(places, kind))
+            for node in moving:
+                self._orders.enter(node, kind)
+                self._count_residents(node, 1)
 
     # asking
 
@@ -138,11 +153,12 @@ class PlainIndex:
                 if not node.tiers:
                     self._attach(node, parent)
                 if not node.tiers >> tier & 1:
-                    self._leave_orders(node)
+                    self._orders.leave(node)
                     self._resident[tier] += 1
+                    self._of_kind[self._kind(name)][tier] += 1
                     node.tiers |= 1 << tier
                     self._count_child(node.parent_name, tier, 1)
-                    self._enter_orders(node)
+                    self._orders.enter(node, self._kind(node.name))
                 parent = name[1]
 
     def refuse(self, place: bytes, signatures: Packed) -> None:
@@ -170,7 +186,7 @@ class PlainIndex:
                 node = self._nodes.get(name)
                 if node is None:
                     continue
-                self._leave_orders(node)
+                self._orders.leave(node)
                 if node.tiers:
                     self._ages.add(self.use_class(node.uses), node.stamp, -1)
                     self._count_reuse(node.uses, max(0, stamp - node.stamp))
@@ -178,7 +194,7 @@ class PlainIndex:
                 node.stamp = max(node.stamp, stamp)
                 if node.tiers:
                     self._ages.add(self.use_class(node.uses), node.stamp, 1)
-                self._enter_orders(node)
+                self._orders.enter(node, self._kind(node.name))
 
     def hold(self, place: bytes, signatures: Packed, room: Sequence[int]) -> tuple[int, ...]:
         """Keep these from leaving, from the first up to one that no tier has or for which the nearest tier that has it
@@ -192,7 +208,7 @@ class PlainIndex:
                 nearest = (node.tiers & -node.tiers).bit_length() - 1
                 if held[nearest] == room[nearest]:
                     break
-                self._leave_orders(node)
+                self._orders.leave(node)
                 node.holds += 1
                 held[nearest] += 1
         return tuple(held)
@@ -204,30 +220,46 @@ class PlainIndex:
                 if node is None or not node.holds:
                     raise ValueError("release of a block that is not held: give back what `hold` took, once")
                 node.holds -= 1
-                self._enter_orders(node)
+                self._orders.enter(node, self._kind(node.name))
                 self._forget(node)
             self._trim_ghosts()
 
     def evict(
-        self, tier: int, values: NDArray[np.float64], count: int, before: int | None, stored_below: bool
+        self,
+        tier: int,
+        values: NDArray[np.float64],
+        count: int,
+        before: int | None,
+        stored_below: bool,
+        weights: Sequence[float] = (),
+        most: float = inf,
     ) -> list[Victim]:
         """Take at most `count` records out of a tier, the least valuable first: `values` says it by (class, bin of
-        age); infinity: none of it leaves. Among equals those that a tier below has too, then as they stand in their
-        orders.
+        age), times the weight of a block's kind (1 for kinds beyond those given); infinity: none of it leaves. Among
+        equals those that a tier below has too, then as they stand in their orders.
 
         `before`: only those last used earlier than this time. `stored_below`: only those that a tier below has too.
+        `most`: none that is worth more.
         """
         victims: list[Victim] = []
         with self._lock:
             while len(victims) < count:
-                node = self._worst(tier, (1,) if stored_below else (0, 1), values, before)
-                if node is None:
+                worst = self._orders.worst(tier, values, weights, self.clock, before, stored_below, most)
+                if worst is None:
                     break
+                node = self._nodes[worst[3], worst[2]]
                 victims.append((*node.name, node.parent, node.tiers != 1 << tier))
                 self._drop(node, tier)
         return victims
 
     # within
+
+    def _kind(self, name: Name) -> int:
+        return self._kinds.get(name[0], 0)
+
+    def _count_residents(self, node: Node, change: int) -> None:
+        for t in range(self._tiers):
+            self._of_kind[self._kind(node.name)][t] += change * (node.tiers >> t & 1)
 
     def _get(self, name: Name) -> Node:
         """Its node, made where there is none."""
@@ -257,10 +289,11 @@ class PlainIndex:
 
     def _drop(self, node: Node, tier: int) -> None:
         parent = node.parent_name
-        self._leave_orders(node)
+        self._orders.leave(node)
         node.tiers &= ~(1 << tier)
         self._resident[tier] -= 1
-        self._enter_orders(node)
+        self._of_kind[self._kind(node.name)][tier] -= 1
+        self._orders.enter(node, self._kind(node.name))
         if not node.tiers:
             self._blocks -= 1
             self._ages.add(self.use_class(node.uses), node.stamp, -1)
@@ -273,9 +306,9 @@ class PlainIndex:
     def _count_child(self, parent: Name | None, tier: int, change: int) -> None:
         if parent is not None:
             node = self._nodes[parent]
-            self._leave_orders(node)
+            self._orders.leave(node)
             node.children[tier] += change
-            self._enter_orders(node)
+            self._orders.enter(node, self._kind(node.name))
 
     def _forget(self, node: Node) -> None:
         if node.tiers or node.holds or any(node.children):
@@ -303,49 +336,8 @@ class PlainIndex:
             self._ages.add(c, ghost.stamp, -1)
             self._forgotten[c, self._ages.bin(self.clock - ghost.stamp)] += 1
 
-    def use_class(self, uses: int) -> int:
-        return sum(uses >= bound for bound in self._bounds)
-
     def _count_reuse(self, uses: int, age: int) -> None:
         self._reused[self.use_class(uses), self._ages.bin(age)] += 1
-
-    def _leave_orders(self, node: Node) -> None:
-        for t, place in enumerate(node.listed):
-            if place is not None:
-                order = self._orders[place]
-                del order[bisect_left(order, node.standing)]
-                node.listed[t] = None
-
-    def _enter_orders(self, node: Node) -> None:
-        if node.holds:
-            return
-        for t in range(self._tiers):
-            if node.listed[t] is None and node.tiers >> t & 1 and not node.children[t]:
-                order = t, int(node.tiers >> (t + 1) != 0), self.use_class(node.uses)
-                insort(self._orders[order], node.standing)
-                node.listed[t] = order
-
-    def _worst(self, tier: int, belows: Sequence[int], values: NDArray[np.float64], before: int | None) -> Node | None:
-        worst: tuple[float, int, Standing] | None = None
-        for below in belows:
-            for c in range(len(self._bounds) + 1):
-                for value, standing in self._heads(self._orders[tier, below, c], values[c]):
-                    candidate = (value, -below, standing)
-                    if value == inf:
-                        continue
-                    if (before is None or standing[0] < before) and (worst is None or candidate < worst):
-                        worst = candidate
-        return None if worst is None else self._nodes[worst[2][3], worst[2][2]]
-
-    def _heads(self, order: list[Standing], values: NDArray[np.float64]) -> Iterator[tuple[float, Standing]]:
-        """The first of each bin of age."""
-        at = 0
-        while at < len(order):
-            b = self._ages.bin(self.clock - order[at][0])
-            yield float(values[b]), order[at]
-            if b == 0:
-                return
-            at = bisect_left(order, (self.clock - self._ages.edges[b] + 1,), at)
 
     # audits
 
@@ -354,6 +346,10 @@ class PlainIndex:
 
     def resident(self, tier: int) -> int:
         return self._resident[tier]
+
+    def residents(self, tier: int) -> list[int]:  # by kind
+        with self._lock:
+            return [of_kind[tier] for of_kind in self._of_kind]
 
     def ghosts(self) -> int:
         return len(self._ghosts)
@@ -385,15 +381,17 @@ class PlainIndex:
                 for t, place in enumerate(node.listed):
                     if (place is not None) != bool(node.tiers >> t & 1 and not node.children[t] and not node.holds):
                         faults.append(f"{label} {'is missing in' if place is None else 'stands in'} an order")
-                    if place is not None and node.standing not in self._orders[place]:
+                    if place is not None and node.standing not in self._orders.all[place]:
                         faults.append(f"{label} stands in the wrong order")
             resident = [sum(node.tiers >> t & 1 for node in self._nodes.values()) for t in range(self._tiers)]
             if resident != self._resident:
                 faults.append(f"index: counts {self._resident} residents, {resident} are there")
+            if [sum(of_kind[t] for of_kind in self._of_kind) for t in range(self._tiers)] != resident:
+                faults.append("index: counts residents of a kind wrong")
             listed = sum(place is not None for node in self._nodes.values() for place in node.listed)
-            if listed != sum(map(len, self._orders.values())):
+            if listed != sum(map(len, self._orders.all.values())):
                 faults.append("index: orders with strangers in them")
-            if any(order != sorted(order) for order in self._orders.values()):
+            if any(order != sorted(order) for order in self._orders.all.values()):
                 faults.append("index: an order out of order")
             if self.waiting().sum() != self._blocks + len(self._ghosts):
                 faults.append(f"index: {self.waiting().sum()} blocks and ghosts by age, {self._blocks} are there")

@@ -23,6 +23,7 @@ from kvcache.hierarchy.edge import check_blocks, check_origin, check_transfer
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import Holds
+from kvcache.hierarchy.kinds import Model
 from kvcache.hierarchy.load import Load
 from kvcache.hierarchy.miss import Miss
 from kvcache.hierarchy.mover import Mover, PagesMover
@@ -72,6 +73,7 @@ class BoundCache:
         self.shards, self.register = shards, register
         self.id, self.layout, self.tenant = namespace.id, namespace.layout, namespace.tenant
         self.open = True
+        self.model: Model | None = None  # what computing its blocks is compared by, once the cache has told
         self.places = [self._place(g, shard) for g, shard in enumerate(shards)]
         self.everywhere = [self._place(g, shard) for g, of_group in enumerate(everywhere) for shard in of_group]
         """What all ranks hold: a block counts where all of these have their part of it."""
@@ -84,6 +86,8 @@ class BoundCache:
 
     def computed(self, tokens: int, seconds: float) -> None:
         self.flow.plan.computed(self.id, tokens, seconds)
+        if self.model is not None:
+            self.flow.kinds.computed(self.model, tokens, seconds)
 
     def canary(self, recompute: Recompute) -> None:
         self.flow.canary.register(self.id, self.layout, [place.payload_bytes for place in self.places], recompute)

@@ -14,7 +14,7 @@ from kvcache.block.address import Address
 from kvcache.hierarchy.bypass import BYPASS
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.mover import Mover, NotMovedError
-from kvcache.hierarchy.run import Chained, runs
+from kvcache.hierarchy.run import Chained, place_of, runs
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import logger, working_for
 from kvcache.tier.arena import Slot
@@ -128,7 +128,14 @@ class Store:
                 filled.append((lacking, slots))
                 for worth, alike in groupby(lacking, self._uses(chain, lacking).__getitem__):
                     wanted = len(list(alike))
-                    found = self.flow.slots(wanted, chain.payload_bytes, self.tenant, before=self.before, worth=worth)
+                    found = self.flow.slots(
+                        wanted,
+                        chain.payload_bytes,
+                        self.tenant,
+                        before=self.before,
+                        worth=worth,
+                        place=place_of(self.namespace, chain.group, chain.shard),
+                    )
                     slots += found
                     if len(found) < wanted:
                         break

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 from pydantic import BaseModel, Field, PrivateAttr
 from pydantic.fields import FieldInfo
@@ -65,6 +65,11 @@ class Setting:
     def made(self) -> str:
         extra = self.field.json_schema_extra
         return str(extra.get("made", "")) if isinstance(extra, dict) else ""
+
+    @property
+    def is_table(self) -> bool:
+        """Its value is a table itself."""
+        return get_origin(self.field.annotation) is dict
 
     @property
     def origin(self) -> str:

@@ -4,15 +4,37 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from kvcache.values import Bytes, Count, MiB, Seconds, Section, as_number
+from kvcache.values import Bytes, Count, MiB, Seconds, Section, as_number, as_table, no_larger
+
+
+class Tenant(Section):
+    """What a tenant may take of each tier."""
+
+    host_quota_bytes: Bytes | None = Field(default=None, description="At most, of host memory.")
+    host_least_bytes: Bytes = Field(default=0, description="Of host memory, what others cannot take from it.")
+    nvme_quota_bytes: Bytes | None = Field(default=None, description="At most, of the drive.")
+    nvme_least_bytes: Bytes = Field(default=0, description="Of the drive, what others cannot take from it.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> Tenant:
+        for tier in ("host", "nvme"):
+            quota, least = getattr(self, f"{tier}_quota_bytes"), getattr(self, f"{tier}_least_bytes")
+            if quota is not None:
+                no_larger(f"{tier}_least_bytes of a tenant in evict.tenants", least, f"its {tier}_quota_bytes", quota)
+        return self
 
 
 class Evict(Section):
     """Who leaves a full tier."""
 
     policy: Literal["hazard", "lru"] = Field(default="hazard", description="`hazard`: expected use. `lru`: last use.")
+    tenants: Annotated[dict[str, Tenant], BeforeValidator(as_table)] = Field(
+        default_factory=dict,
+        description="By tenant, what it may take at most (`host_quota_bytes`, `nvme_quota_bytes`), and what others "
+        "cannot take from it (`host_least_bytes`, `nvme_least_bytes`): a table each, or all of them as JSON.",
+    )
 
 
 class Flow(Section):

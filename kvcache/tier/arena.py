@@ -87,6 +87,9 @@ class Arena:
         self._spare: Region | None = None  # ahead of need; its bytes are within the capacity
         self._executor = executor
         self.used_bytes = 0
+        self._used_by: dict[str, int] = {}
+        self.quota: Callable[[str], int] = lambda tenant: capacity_bytes
+        """What a tenant may have in use at most."""
         self._extents: dict[Kind, list[Extent]] = {}
         self._open: dict[Kind, dict[Extent, None]] = {}  # those with a free slot; the last one is filled first
         self._came: Watcher = _ignore
@@ -105,16 +108,18 @@ class Arena:
         regions = [e.region for extents in self._extents.values() for e in extents]
         return regions if self._spare is None else [*regions, self._spare]
 
-    def allocate(self, slot_bytes: int, tenant: str) -> Slot | None:
+    def allocate(self, slot_bytes: int, tenant: str, *, moving: bool = False) -> Slot | None:
         """A slot with one reference, or None where there is no room."""
-        taken = self.take(slot_bytes, tenant, 1)
+        taken = self.take(slot_bytes, tenant, 1, moving=moving)
         return taken[0] if taken else None
 
-    def take(self, slot_bytes: int, tenant: str, count: int) -> list[Slot]:
-        """As many slots as there is room for, at most `count`, each with one reference."""
+    def take(self, slot_bytes: int, tenant: str, count: int, *, moving: bool = False) -> list[Slot]:
+        """As many slots as there is room for, at most `count`, each with one reference. `moving`: for what leaves
+        another slot, whatever the quota."""
         taken: list[Slot] = []
         fresh = False
         with self._lock:
+            count = count if moving else min(count, self._spare_bytes(tenant) // slot_bytes)
             while len(taken) < count:
                 extent = self._next((slot_bytes, tenant))
                 if extent is None:
@@ -122,10 +127,24 @@ class Arena:
                     if extent is None:
                         break
                 self._give_out(extent, taken, count)
-            self.used_bytes += len(taken) * slot_bytes
+            self._use(tenant, len(taken) * slot_bytes)
         if fresh:
             self._executor.submit(self.prepare)
         return taken
+
+    def spare_bytes(self, tenant: str) -> int:
+        """What its quota leaves it."""
+        with self._lock:
+            return self._spare_bytes(tenant)
+
+    def _spare_bytes(self, tenant: str) -> int:
+        return self.quota(tenant) - self._used_by.get(tenant, 0)
+
+    def _use(self, tenant: str, change_bytes: int) -> None:
+        self.used_bytes += change_bytes
+        used = self._used_by[tenant] = self._used_by.get(tenant, 0) + change_bytes
+        if not used:
+            del self._used_by[tenant]
 
     def _next(self, kind: Kind) -> Extent | None:
         return next((e for e in reversed(self._open.get(kind, {})) if not e.closing), None)
@@ -205,7 +224,7 @@ class Arena:
         extent.generations[slot.i] += 1
         extent.free.append(slot.i)
         del extent.slots[slot.i]
-        self.used_bytes -= extent.slot_bytes
+        self._use(extent.tenant, -extent.slot_bytes)
         if extent.slots:
             self._open[extent.kind][extent] = None
             return
@@ -239,12 +258,12 @@ class Arena:
                 found += [e for e in fitting if all(s.references == 1 and s.name for s in e.slots.values())]
             return min(found, key=lambda e: len(e.slots) * e.slot_bytes, default=None)
 
-    def emptiest(self, slot_bytes: int, tenant: str) -> Extent | None:
-        """Of the extents of other kinds that one of these slots fits into, the one with the fewest bytes in use."""
+    def emptiest(self, slot_bytes: int, tenant: str) -> list[Extent]:
+        """The extents of other kinds that one of these slots fits into, those with the fewest bytes in use first."""
         with self._lock:
             others = (e for kind, extents in self._extents.items() if kind != (slot_bytes, tenant) for e in extents)
             fitting = (e for e in others if e.region.bytes >= slot_bytes)
-            return min(fitting, key=lambda e: len(e.slots) * e.slot_bytes, default=None)
+            return sorted(fitting, key=lambda e: len(e.slots) * e.slot_bytes)
 
     def extents(self) -> Iterator[Extent]:
         for extents in list(self._extents.values()):
@@ -262,6 +281,8 @@ class Arena:
                     if sorted([*e.free, *e.slots]) != list(range(e.count)):
                         faults.append(f"arena: an extent of {tenant!r} lost or doubled slots of {size} bytes")
                     faults += [f"arena: slot {i} has no reference" for i, s in e.slots.items() if s.references < 1]
+            if sum(self._used_by.values()) != used:
+                faults.append(f"arena: tenants use {self._used_by}, {used} bytes are in use")
             if (mapped, used) != (self.mapped_bytes, self.used_bytes):
                 faults.append(f"arena: counts {self.mapped_bytes}, {self.used_bytes} bytes, {mapped}, {used} are there")
             if mapped > self.capacity_bytes:

@@ -129,7 +129,7 @@ class HostTier(Waits):
         extent.closing = True
         try:
             for slot in list(extent.slots.values()):
-                target = self.arena.allocate(*extent.kind)
+                target = self.arena.allocate(*extent.kind, moving=True)
                 if target is None or not self._move(slot, target):
                     return not extent.slots
         finally:

@@ -43,8 +43,7 @@ def play(
             while stop + alike < len(classes) and classes[stop + alike] == own:
                 alike += 1
             if alike > room:
-                table = np.where(values > values[own, 0], np.inf, values)
-                room += len(index.evict(0, table, alike - room, now, False))
+                room += len(index.evict(0, values, alike - room, now, False, most=float(values[own, 0])))
             fits = min(alike, room)
             stop, room = stop + fits, room - fits
             if fits < alike:

@@ -34,7 +34,7 @@ class Ranks:
     ghosts = 0.0
 
     def values(self, evidence: Evidence) -> NDArray[np.float64]:
-        return np.arange(3)[:, None] * 2.0 - np.arange(AGE_BINS)[None, :] // 4
+        return np.arange(3)[:, None] * 2.0 + (AGE_BINS - np.arange(AGE_BINS))[None, :] // 4
 
 
 class Holes(Ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from hashlib import sha256
@@ -36,6 +37,7 @@ TABLES = [
     np.random.default_rng(4).integers(0, 3, (4, AGE_BINS)).astype(np.float64),
 ]
 TABLES.append(np.where(TABLES[3] > 0, np.inf, TABLES[3]))  # half of all stay
+WEIGHTS = [(), (1.0, 3.0), (0.5, math.inf, 2.0), (math.inf, 1.0, 1.0, 1.0)]  # by kind
 
 
 def branch(number: int, length: int) -> bytes:
@@ -132,13 +134,29 @@ class Twins(RuleBasedStateMachine):
         count=st.integers(1, 40),
         back=st.none() | st.sampled_from([0, 1, 5, 100]),
         below=st.booleans(),
+        weights=st.sampled_from(WEIGHTS),
+        most=st.sampled_from([math.inf, 0.5]),
     )
-    def evict(self, tier: int, table: int, count: int, back: int | None, below: bool) -> None:
+    def evict(
+        self,
+        tier: int,
+        table: int,
+        count: int,
+        back: int | None,
+        below: bool,
+        weights: tuple[float, ...] = (),
+        most: float = math.inf,
+    ) -> None:
         self.both(
             lambda twin: twin.evict(
-                tier, TABLES[table], count, None if back is None else max(0, twin.clock - back), below
+                tier, TABLES[table], count, None if back is None else max(0, twin.clock - back), below, weights, most
             )
         )
+
+    @rule(place=places, kind=st.integers(0, 3))
+    def assign(self, place: int, kind: int) -> None:
+        """Whether blocks are there or not, and again."""
+        self.both(lambda twin: twin.assign([PLACES[place]], kind))
 
     @rule(chain=chains, end=st.integers(0, 9), window=st.integers(1, 4))
     def match(self, chain: int, end: int, window: int) -> None:
@@ -155,6 +173,7 @@ class Twins(RuleBasedStateMachine):
                 self.both(lambda twin: (twin.where(place, chain), twin.stamp(place, chain[-32:])))  # noqa: B023
                 self.both(lambda twin: twin.uses(place, chain))  # noqa: B023
         self.both(lambda twin: (len(twin), twin.ghosts(), twin.held(), [twin.resident(t) for t in range(3)]))
+        self.both(lambda twin: [twin.residents(t) for t in range(3)])
         self.both(lambda twin: [sorted(rows(twin.names(t))) for t in range(3)])
         self.both(lambda twin: bytes(memoryview(twin.waiting()).cast("B")))
         self.both(lambda twin: bytes(memoryview(twin.reused()).cast("B")))
@@ -183,7 +202,7 @@ def test_long_lives(seed: int) -> None:
     for _ in range(60):
         chain, place, tier = random.randrange(4), random.randrange(3), random.randrange(3)
         ends, some = sorted(random.choices(range(10), k=2)), random.random() < 0.5
-        match random.randrange(12):
+        match random.randrange(13):
             case 0:
                 twins.tick(random.choice([1, 3, 30, 400]))
             case 1 | 2:
@@ -202,9 +221,12 @@ def test_long_lives(seed: int) -> None:
                 twins.insert_odd(random.randrange(5), random.randrange(5), place, tier)
             case 9:
                 twins.discard_odd(random.randrange(5), place, tier)
+            case 10:
+                twins.assign(place, random.randrange(4))
             case _:
                 back = random.choice([None, None, 0, 1, 5, 100])
-                twins.evict(tier, random.randrange(len(TABLES)), random.choice([1, 4, 16]), back, some)
+                weights, most = random.choice(WEIGHTS), random.choice([math.inf, 0.5])
+                twins.evict(tier, random.randrange(len(TABLES)), random.choice([1, 4, 16]), back, some, weights, most)
         twins.agree()
     twins.teardown()
 
@@ -317,6 +339,9 @@ def test_threads_at_once() -> None:
         (lambda i: i.release(PLACES[0], bytes(32)), "not held"),
         (lambda i: i.match([PLACES[0]], [1, 2], bytes(32)), "1 places and 2 needs"),
         (lambda i: i.evict(0, np.zeros(3), 1, None, False), "expected float64 of"),
+        (lambda i: i.evict(0, np.zeros((1, AGE_BINS)), 1, None, False, [0.0]), "not more than 0"),
+        (lambda i: i.assign([PLACES[0]], 1 << 12), "kind 4096: expected less than 4096"),
+        (lambda i: i.assign([b"short"], 1), "a place of 5 bytes"),
         (lambda i: native.core.Index(5, (), AGE_EDGES, 0.0), "5 tiers: expected 1 to 4"),
         (lambda i: native.core.Index(1, (3, 2), AGE_EDGES, 0.0), "ascending numbers up to 255"),
         (lambda i: native.core.Index(1, (), (1, 2), 0.0), "begin with 0"),

@@ -1,0 +1,205 @@
+"""What kinds of blocks there are, what a byte of each is worth, and who may take whose place.
+
+A kind is a tenant, a model and what a record takes in each tier. A byte is worth what computing its block anew costs,
+as engines told it, for each byte that the block takes in all; against the geometric mean of all models that are known,
+and in steps of a quarter octave, so that noise ranks nobody. A model of which nothing is known yet counts as the mean.
+
+What no namespace was bound for (records of an earlier run, before their engine comes) is of kind 0: nobody's, worth
+the mean. So is what comes when there are too many kinds.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, log2
+
+from kvcache.block.address import Address
+from kvcache.evict.shares import UNLIMITED, Shares
+from kvcache.hierarchy.index import Index, Victim
+from kvcache.hierarchy.run import place_of_address
+
+MOST_KINDS = 1 << 12
+"""As the compiled index has it."""
+HALF_TOKENS = 1 << 20
+"""After so many tokens what an engine told before weighs half."""
+A_STEP = 4
+"""Steps an octave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What costs the same to compute: a name, and the bytes of a block in each tier, all of its records together."""
+
+    name: tuple[str, ...]
+    block_tokens: int
+    block_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    tenant: str
+    model: Model
+    record_bytes: tuple[int, ...]  # by tier
+
+
+class Cost:
+    """Seconds for a token, as an engine told."""
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds = 0.0, 0.0
+
+    def learn(self, tokens: int, seconds: float) -> None:
+        if self.tokens > HALF_TOKENS:
+            self.tokens, self.seconds = self.tokens / 2, self.seconds / 2
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+
+
+class Kinds:
+    """Thread-safe. `tiers`: those of the index that are ours, the nearest first."""
+
+    def __init__(self, index: Index, tiers: Sequence[str], shares: Shares) -> None:
+        self._index, self.shares = index, shares
+        self._number = {tier: t for t, tier in enumerate(tiers)}
+        self._kinds: list[Kind | None] = [None]
+        self._of: dict[Kind, int] = {}
+        self._places: dict[bytes, int] = {}
+        self._costs: dict[Model, Cost] = {}
+        self._weights: list[list[float]] = [[1.0] for _ in tiers]
+        self._stale = False
+        self._lock = threading.RLock()
+
+    # what there is
+
+    def bind(self, kind: Kind, place: bytes) -> None:
+        """What is at this place, now and later, is of this kind."""
+        with self._lock:
+            number = self._of.get(kind)
+            if number is None:
+                if len(self._kinds) == MOST_KINDS:
+                    return
+                number = self._of[kind] = len(self._kinds)
+                self._kinds.append(kind)
+                self._stale = True
+            if self._places.get(place) != number:
+                self._places[place] = number
+                self._index.assign([place], number)
+
+    def computed(self, model: Model, tokens: int, seconds: float) -> None:
+        """An engine computed so many tokens in one step."""
+        if tokens > 0 and 0 < seconds < inf:
+            with self._lock:
+                self._costs.setdefault(model, Cost()).learn(tokens, seconds)
+                self._stale = True
+
+    def weights(self, tier: str) -> list[float]:
+        """By kind."""
+        with self._lock:
+            if self._stale:
+                self._stale = False
+                self._weights = [self._weigh(t) for t in range(len(self._number))]
+            return self._weights[self._number[tier]]
+
+    def _weigh(self, t: int) -> list[float]:
+        worth = {
+            model: log2(cost.seconds / cost.tokens * model.block_tokens / model.block_bytes[t])
+            for model, cost in self._costs.items()
+        }
+        mean = sum(worth.values()) / max(1, len(worth))
+        return [
+            1.0 if kind is None else 2.0 ** (round(A_STEP * (worth.get(kind.model, mean) - mean)) / A_STEP)
+            for kind in self._kinds
+        ]
+
+    # who has what
+
+    def used_bytes(self, tier: str) -> dict[str, int]:
+        """By tenant, as records of its kinds take at most; those of nobody are left out."""
+        used: dict[str, int] = {}
+        t = self._number[tier]
+        for kind, count in zip(list(self._kinds), self._index.residents(tier), strict=False):
+            if kind is not None:
+                used[kind.tenant] = used.get(kind.tenant, 0) + count * kind.record_bytes[t]
+        return used
+
+    def spare_bytes(self, tier: str, tenant: str) -> int:
+        """What its quota leaves it."""
+        quota = self.shares.of(tenant, tier).quota_bytes
+        return UNLIMITED if quota == UNLIMITED else quota - self.used_bytes(tier).get(tenant, 0)
+
+    # who leaves
+
+    def evict(
+        self,
+        tier: str,
+        count: int,
+        *,
+        tenant: str,
+        place: bytes = b"",
+        own: bool = False,
+        before: int | None = None,
+        stored_below: bool = False,
+        worth: int | None = None,
+    ) -> list[Victim]:
+        """As the index's, for a tenant that wants room; `worth` is of newcomers at `place`. `own`: only what is its
+        own. Fewer than there could be where a tenant comes near its least share: ask again."""
+        with self._lock:
+            weights = self.weights(tier)
+            weight = weights[self._places.get(place, 0)]
+        if not own and not self.shares.all(tier):
+            return self._index.evict(
+                tier, count, before=before, stored_below=stored_below, worth=worth, weight=weight, weights=weights
+            )
+        with self._lock:  # nobody else takes what was counted
+            weights, used = self.weights(tier), self.used_bytes(tier)
+            lacks = used.get(tenant, 0) < self.shares.of(tenant, tier).least_bytes
+            keeps, most = self._kept(tier, used, tenant)
+            kept = [
+                inf if keep or (own and (kind is None or kind.tenant != tenant)) else its
+                for keep, kind, its in zip(keeps, self._kinds, weights, strict=True)
+            ]
+            victims: list[Victim] = []
+            for others in (True, False) if lacks and not own else (False,):
+                given = [
+                    inf if others and kind is not None and kind.tenant == tenant else its
+                    for kind, its in zip(self._kinds, kept, strict=True)
+                ]
+                victims = victims or self._index.evict(
+                    tier,
+                    min(count, most),
+                    before=before,
+                    stored_below=stored_below,
+                    worth=None if lacks else worth,
+                    weight=weight,
+                    weights=given,
+                )
+            return victims
+
+    def _kept(self, tier: str, used: dict[str, int], tenant: str) -> tuple[list[bool], int]:
+        """By kind, whether none of it may go to a tenant; and how many of the others at a time."""
+        t, most, kept = self._number[tier], UNLIMITED, []
+        for kind in self._kinds:
+            left = UNLIMITED
+            if kind is not None:
+                bytes_ = self.shares.losable(kind.tenant, tier, used.get(kind.tenant, 0), to=tenant)
+                left = bytes_ if bytes_ == UNLIMITED else bytes_ // kind.record_bytes[t]
+            kept.append(left == 0)
+            most = min(most, left or most)
+        return kept, most
+
+    def losable(self, tier: str, addresses: Sequence[Address], tenant: str) -> list[Address]:
+        """Of these, in order, what may go to a tenant without anybody's least share being touched."""
+        if not self.shares.all(tier):
+            return list(addresses)
+        used, t = self.used_bytes(tier), self._number[tier]
+        found = []
+        for address in addresses:
+            kind = self._kinds[self._places.get(place_of_address(address), 0)]
+            if kind is not None:
+                size, has = kind.record_bytes[t], used.get(kind.tenant, 0)
+                if self.shares.losable(kind.tenant, tier, has, to=tenant) < size:
+                    continue
+                used[kind.tenant] = has - size
+            found.append(address)
+        return found

@@ -1,0 +1,246 @@
+"""Quotas and least shares of tenants, and what a byte is worth: kept under every policy, in host and on the drive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache.block.record import record_bytes
+from kvcache.config import load
+from kvcache.errors import ConfigError
+from kvcache.evict.shares import UNLIMITED, Limit, Shares
+from kvcache.hierarchy.cache import POLICIES, Cache
+from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.kinds import Kind, Kinds, Model
+from kvcache.hierarchy.run import Run, place_of
+from tests.hierarchy.test_room import EXTENT, INLINE, LARGE, SMALL, found, put
+
+KiB = 1 << 10
+SLOT = record_bytes(SMALL.block_bytes())
+policies = pytest.mark.parametrize("policy", sorted(POLICIES))
+
+
+@contextmanager
+def opened(policy: str, tenants: dict[str, Any], place: Path | None = None, extents: int = 4) -> Iterator[Cache]:
+    nvme: dict[str, Any] = {"enabled": False}
+    if place is not None:
+        nvme = {"path": place, "capacity_bytes": "2MiB", "segment_bytes": "192KiB", "free_floor_bytes": 0}
+        nvme["durability"] = "none"
+    host = {"capacity_bytes": extents * EXTENT, "extent_bytes": EXTENT}
+    cache = Cache(load(environ={}, host=host, nvme=nvme, evict={"policy": policy, "tenants": tenants}), INLINE)
+    with cache:
+        yield cache
+        assert cache.check() == []
+
+
+def used(cache: Cache, tier: str) -> dict[str, int]:
+    return cache.kinds.used_bytes(tier)
+
+
+@policies
+def test_a_greedy_tenant_cannot_push_another_below_its_share_of_host(policy: str) -> None:
+    with opened(policy, {"small": {"host_least_bytes": 10 * SLOT}}) as cache:
+        for i in range(3):
+            assert put(cache, SMALL, i, 5, "small") == 5
+        for i in range(40):  # the tier has 48 slots
+            put(cache, SMALL, 100 + i, 8, "greedy")
+            for again in range(3):  # and what it has is used much more often
+                found(cache, SMALL, 100 + i - again, 8, "greedy")
+            assert used(cache, "host")["small"] >= 10 * SLOT
+        assert sum(found(cache, SMALL, i, 5, "small") for i in range(3)) >= 10
+
+
+@policies
+def test_below_its_share_a_tenant_takes_room_whatever_it_is_worth(policy: str) -> None:
+    with opened(policy, {"late": {"host_least_bytes": 20 * SLOT}}) as cache:
+        for turn in range(6):
+            for i in range(6):
+                put(cache, SMALL, i, 8, "early")
+                found(cache, SMALL, i, 8, "early")
+            assert turn < 1 or used(cache, "host")["early"] == 48 * SLOT
+        for i in range(4):
+            put(cache, SMALL, i, 5, "late")
+        assert used(cache, "host")["late"] == 20 * SLOT
+
+
+@policies
+def test_a_quota_of_host_is_never_exceeded_and_its_tenant_makes_room_for_itself(policy: str) -> None:
+    with opened(policy, {"bounded": {"host_quota_bytes": 12 * SLOT}}) as cache:
+        for i in range(2):
+            put(cache, SMALL, i, 5, "other")
+        for i in range(10):
+            put(cache, SMALL, i, 8, "bounded")
+            assert used(cache, "host")["bounded"] <= 12 * SLOT
+            assert cache.host.arena.spare_bytes("bounded") >= 0
+        assert used(cache, "host") == {"other": 10 * SLOT, "bounded": 12 * SLOT}  # half of the tier is free
+        assert put(cache, SMALL, 50, 13, "bounded") == 12  # none of its own may leave for itself
+
+
+@policies
+def test_the_same_on_the_drive(policy: str, tmp_path: Path) -> None:
+    size = record_bytes(SMALL.block_bytes())
+    tenants = {"small": {"nvme_least_bytes": 40 * size}, "bounded": {"nvme_quota_bytes": 24 * size}}
+    with opened(policy, tenants, tmp_path) as cache:
+        for i in range(6):
+            put(cache, SMALL, i, 8, "small")
+        for i in range(40):
+            put(cache, SMALL, 100 + i, 8, "greedy")
+            put(cache, SMALL, 300 + i, 4, "bounded")
+            now = used(cache, "nvme")
+            assert now["small"] >= 40 * size
+            assert now.get("bounded", 0) <= 24 * size
+        assert cache.counters.get("evicted_blocks", tier="nvme") > 100
+        assert used(cache, "nvme")["bounded"] == 24 * size
+        assert found(cache, SMALL, 339, 4, "bounded") == 4
+
+
+def test_other_sizes_do_not_get_around_a_share(tmp_path: Path) -> None:
+    """Where a whole extent or segment would go to make room for another size, a share keeps it."""
+    tenants = {"small": {"host_least_bytes": 10 * SLOT, "nvme_least_bytes": 30 * SLOT}}
+    with opened("lru", tenants, tmp_path) as cache:
+        for i in range(6):
+            put(cache, SMALL, i, 6, "small")
+        for i in range(40):
+            put(cache, LARGE, 100 + i, 2, "greedy")
+            assert used(cache, "host")["small"] >= 10 * SLOT
+            assert used(cache, "nvme")["small"] >= 30 * SLOT
+        assert used(cache, "nvme")["greedy"] > 0
+
+
+def test_a_share_can_be_changed_while_it_is_in_use() -> None:
+    with opened("lru", {}) as cache:
+        put(cache, SMALL, 0, 10, "small")
+        cache.shares.set("small", "host", Limit(least_bytes=10 * SLOT))
+        for i in range(12):
+            put(cache, SMALL, 10 + i, 8, "greedy")
+        assert used(cache, "host")["small"] == 10 * SLOT
+        cache.shares.set("small", "host", Limit())
+        for i in range(12):
+            put(cache, SMALL, 30 + i, 8, "greedy")
+        assert "small" not in used(cache, "host") or used(cache, "host")["small"] == 0
+
+
+@pytest.mark.parametrize(
+    ("tenants", "said"),
+    [
+        ({"a": {"host_least_bytes": "1MiB"}}, r"evict.tenants = 1 MiB: more than host.capacity_bytes"),
+        ({"a": {"host_quota_bytes": 10, "host_least_bytes": 11}}, "host_quota_bytes"),
+        ({"a": {"host_quotum": 10}}, "evict.tenants.a.host_quotum"),
+    ],
+)
+def test_limits_that_make_no_sense_are_refused_at_start(tenants: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        opened("lru", tenants).__enter__()
+
+
+def test_limits_are_read_from_a_file_and_from_a_variable(tmp_path: Path) -> None:
+    path = tmp_path / "kvcache.toml"
+    path.write_text('[evict.tenants.acme]\nhost_quota_bytes = "8GiB"\n', encoding="utf-8")
+    assert load(path, environ={}).evict.tenants["acme"].host_quota_bytes == 8 << 30
+    environ = {"KVCACHE_EVICT__TENANTS": '{"acme": {"nvme_least_bytes": "1GiB"}}'}
+    assert load(environ=environ).evict.tenants["acme"].nvme_least_bytes == 1 << 30
+    with pytest.raises(ConfigError, match=r"KVCACHE_EVICT__TENANTS"):
+        load(environ={"KVCACHE_EVICT__TENANTS": "no JSON"})
+
+
+# what a byte is worth
+
+LIGHT, DEAR, UNKNOWN = (Model((name,), 16, (16 * KiB,)) for name in ("light", "dear", "unknown"))
+SPACES = {model: bytes([i]) * 32 for i, model in enumerate((LIGHT, DEAR, UNKNOWN))}
+
+
+def weighed(policy: str, paces: dict[Model, float], tenants: Sequence[str] = ("t", "t", "t")) -> tuple[Index, Kinds]:
+    index = Index(["host"], POLICIES[policy]())
+    kinds = Kinds(index, ["host"], Shares())
+    for (model, space), tenant in zip(SPACES.items(), tenants, strict=True):
+        kinds.bind(Kind(tenant, model, model.block_bytes), place_of(space, 0, SMALL.whole[0]))
+    for model, seconds in paces.items():
+        kinds.computed(model, 1000, 1000 * seconds)
+    return index, kinds
+
+
+def come(index: Index, model: Model, number: int) -> None:
+    space = SPACES[model]
+    signature = Random(f"{model.name} {number}").randbytes(32)
+    index.insert_run(Run(place_of(space, 0, SMALL.whole[0]), signature), space, "host")
+
+
+@policies
+def test_of_blocks_used_alike_the_one_that_costs_less_to_compute_leaves(policy: str) -> None:
+    index, kinds = weighed(policy, {LIGHT: 1e-5, DEAR: 1e-3})
+    for i in range(20):
+        for model in SPACES:
+            come(index, model, i)
+    for model in (LIGHT, UNKNOWN, DEAR):
+        assert {victim.namespace for victim in kinds.evict("host", 20, tenant="t")} == {SPACES[model]}
+    assert index.check() == []
+
+
+def test_models_that_cost_about_the_same_are_ranked_by_use_alone() -> None:
+    index, kinds = weighed("lru", {LIGHT: 1.00e-4, DEAR: 1.05e-4})
+    for i in range(10):
+        index.tick()
+        for model in (DEAR, LIGHT):
+            come(index, model, i)
+    assert kinds.weights("host") == [1.0] * 4
+    oldest = kinds.evict("host", 10, tenant="t")
+    assert len({v.namespace for v in oldest}) == 2
+
+
+def test_a_block_twice_as_large_is_worth_half_a_byte() -> None:
+    index = Index(["host"], POLICIES["lru"]())
+    kinds = Kinds(index, ["host"], Shares())
+    small, large = Model(("a",), 16, (1000,)), Model(("b",), 16, (4000,))
+    for i, model in enumerate((small, large)):
+        kinds.bind(Kind("t", model, model.block_bytes), place_of(bytes([i]) * 32, 0, SMALL.whole[0]))
+        kinds.computed(model, 1000, 1.0)
+    _, one, other = kinds.weights("host")
+    assert one / other == 4
+    assert one * other == 1
+
+
+@given(
+    has=st.lists(st.integers(0, 12), min_size=3, max_size=3),
+    least=st.lists(st.integers(0, 12), min_size=3, max_size=3),
+    wants=st.integers(0, 2),
+    count=st.integers(1, 50),
+    own=st.booleans(),
+)
+def test_no_victims_ever_take_a_tenant_below_its_share(
+    has: list[int], least: list[int], wants: int, count: int, own: bool
+) -> None:
+    names = ["a", "b", "c"]
+    index, kinds = weighed("hazard", {}, names)
+    size = 16 * KiB
+    for name, model, blocks, share in zip(names, SPACES, has, least, strict=True):
+        kinds.shares.set(name, "host", Limit(least_bytes=share * size))
+        for i in range(blocks):
+            come(index, model, i)
+            index.tick()
+    taken = 0
+    while taken < count and (victims := kinds.evict("host", count - taken, tenant=names[wants], own=own)):
+        taken += len(victims)
+    now = kinds.used_bytes("host")
+    may = 0
+    for i, name in enumerate(names):
+        floor = 0 if i == wants else has[i] if own else min(has[i], least[i])
+        assert now[name] >= floor * size
+        may += has[i] - floor
+    assert taken == min(count, may)
+
+
+def test_limits_that_contradict_themselves_are_refused() -> None:
+    with pytest.raises(ValueError, match="quota at most"):
+        Limit(quota_bytes=1, least_bytes=2)
+    shares = Shares()
+    shares.set("a", "host", Limit(5))
+    shares.set("a", "host", Limit())
+    assert shares.all("host") == {}
+    assert shares.losable("a", "host", 7, to="b") == UNLIMITED
