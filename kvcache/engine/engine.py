@@ -20,7 +20,7 @@ import torch
 
 from kvcache.block.key import tokens as checked_tokens
 from kvcache.block.layout import KVLayout
-from kvcache.block.page_chain import IDENTITY
+from kvcache.block.shared import shared, shared_layout
 from kvcache.engine.batch import Batch, Span
 from kvcache.engine.pool import Pool
 from kvcache.engine.prefix import Prefix
@@ -42,6 +42,7 @@ class Runner(Protocol):
     layout: KVLayout
     max_tokens: int
     vocab_size: int
+    directory: str
     revision: str
     dtype: torch.dtype
     device: torch.device
@@ -59,7 +60,7 @@ class Engine:
     """`pages` blocks of device memory; at most `max_batch_tokens` rows a step of at most `max_sequences` requests.
 
     `decode` turns an answer's tokens into text, for stop strings. What the cache does not answer within `patience_s`
-    is computed. `share_across_engines` names blocks as SGLang does, with the model's `name` as it has it there.
+    is computed. `share_across_engines` names model and blocks as other engines do, so that each finds the other's.
     """
 
     def __init__(
@@ -95,8 +96,13 @@ class Engine:
         described = GroupPages.from_tensors(layout, list(self._kv), axes=("kv", "page", "token", "head", "dim"))
         bound = None
         if cache is not None:
-            facts = {**model.facts, "identity": IDENTITY} if share_across_engines else model.facts
-            bound = cache.namespace(layout, model=name, revision=model.revision, facts=facts)
+            if share_across_engines:
+                same = shared(model.directory, revision=model.revision)
+                bound = cache.namespace(
+                    shared_layout(layout), model=same.model, revision=same.revision, facts=same.facts
+                )
+            else:
+                bound = cache.namespace(layout, model=name, revision=model.revision, facts=model.facts)
             if isinstance(bound, Canaried) and not share_across_engines:  # a name that others gave tells no tokens
                 bound.canary(Recompute(model, max_batch_tokens))
         prefix = Prefix(

@@ -10,6 +10,7 @@ from typing import Any
 from kvcache.block.hf import engine_facts, read_config
 from kvcache.block.page_chain import IDENTITY
 from kvcache.block.revision import model_revision
+from kvcache.block.shared import shared
 from kvcache.connector.sglang.wishes import Wishes
 from kvcache.errors import ModelError
 
@@ -24,7 +25,10 @@ class Identity:
     shared: bool = False
 
     def facts_of(self, pool: str, tag: str) -> dict[str, Any]:
-        """Of one pool: the name that SGLang gives it, and what format it says it has. Others know no pools."""
+        """Of one pool: the name that SGLang gives it, and what format it says it has. Others know no pools: ModelError
+        where there are more than the first."""
+        if self.shared and pool != "kv":
+            raise ModelError(f"pool {pool!r}: no other engine has such pools; share_across_engines = false")
         return dict(self.facts) if self.shared else {**self.facts, "pool": pool, "pool_format": tag}
 
 
@@ -40,15 +44,21 @@ def identify(served: Any, name: str | None, wishes: Wishes) -> Identity:
     model = wishes.model or path or "model"
     revision = wishes.revision or model_revision(snapshot or path)
     config = _config_facts(snapshot) if snapshot is not None else None
+    told = {name: getattr(served, name, None) for name in _SERVED}
+    given = {
+        name: value
+        for name, value in told.items()
+        if isinstance(value, (str, int, float)) and value not in {"", "auto", "{}"}
+    }
     if wishes.share_across_engines:
-        if config is None:
+        if snapshot is None:
             raise ModelError(f"model {path!r}: share_across_engines compares configurations; give its directory")
-        return Identity(model, revision, {**config, "identity": IDENTITY}, shared=True)
-    facts: dict[str, Any] = {"identity": IDENTITY, "engine": "sglang", "config": config}
-    for field in _SERVED:
-        value = getattr(served, field, None)
-        if isinstance(value, (str, int, float)) and value not in {"", "auto", "{}"}:
-            facts[field] = value
+        given.pop("kv_cache_dtype", None)  # the layout has it
+        if "quantization_config" in engine_facts(snapshot):
+            given.pop("quantization", None)  # SGLang found it there
+        same = shared(snapshot, model=wishes.model, revision=wishes.revision, changed=given)
+        return Identity(same.model, same.revision, same.facts, shared=True)
+    facts: dict[str, Any] = {"identity": IDENTITY, "engine": "sglang", "config": config, **given}
     return Identity(model, revision, facts)
 
 

@@ -13,12 +13,10 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, Literal
 
-import numpy as np
-
 from kvcache.block.key import Chain
+from kvcache.block.page_chain import page_digests
 
 ROOT = sha256(b"kvcache vllm chain 1\n").digest()
-PAGES = "sglang page chain sha256"
 
 Origin = Literal["vllm", "chain", "pages"]
 
@@ -51,10 +49,9 @@ class Digests:
         self._known += self._chain.signatures[known:full]
 
     def _pages(self, full: int) -> None:
-        size = self._block_tokens
-        for i in range(len(self._known), full):
-            ids = np.asarray(self._request.all_token_ids[i * size : (i + 1) * size], "<u4").tobytes()
-            self._known.append(sha256((self._known[-1] if i else b"") + ids).digest())
+        size, known = self._block_tokens, len(self._known)
+        tokens = self._request.all_token_ids[known * size : full * size]
+        self._known += page_digests(list(tokens), size, self._known[-1] if known else b"")
 
 
 def unnamed(request: Any, origin: Origin) -> str:

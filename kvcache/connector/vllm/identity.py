@@ -36,7 +36,7 @@ def model_of(config: Any, options: Options) -> tuple[str, str]:
     if options.revision:
         return name, options.revision
     try:
-        return name, model_revision(_local(model))
+        return name, model_revision(local_model(model))
     except (ModelError, OSError) as error:
         unique = f"engine:{config.kv_transfer_config.engine_id}"
         _log.warning(
@@ -47,7 +47,7 @@ def model_of(config: Any, options: Options) -> tuple[str, str]:
         return name, unique
 
 
-def _local(model: Any) -> str:
+def local_model(model: Any) -> str:
     """Where the weights are on this machine."""
     if Path(model.model).exists():
         return str(model.model)
@@ -69,22 +69,22 @@ def facts_of(config: Any) -> dict[str, Any]:
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(cache.cache_dtype),
         "quantization": str(model.quantization),
-        "rope": _plain(rope),
-        "max_tokens": int(model.max_model_len) if _depends_on_length(rope) else 0,
-        "hf_overrides": _plain(getattr(model, "hf_overrides", None)),
+        "rope": plain(rope),
+        "max_tokens": int(model.max_model_len) if depends_on_length(rope) else 0,
+        "hf_overrides": plain(getattr(model, "hf_overrides", None)),
     }
 
 
-def _depends_on_length(rope: Mapping[str, Any]) -> bool:
+def depends_on_length(rope: Mapping[str, Any]) -> bool:
     return any(kind in str(rope).lower() for kind in ("dynamic", "longrope", "su'"))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """What a namespace can encode; what it cannot, by its text."""
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return value if value is None or type(value) in {bool, int, float, str, bytes} else str(value)
 
 

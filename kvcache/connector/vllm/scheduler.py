@@ -13,11 +13,12 @@ from time import monotonic
 from typing import Any
 
 from kvcache.connector.vllm import version
-from kvcache.connector.vllm.digest import PAGES, Digests, Origin, unnamed
+from kvcache.connector.vllm.digest import Digests, Origin, unnamed
 from kvcache.connector.vllm.identity import Adapters, Who, facts_of, model_of
 from kvcache.connector.vllm.message import Described, Message, Move
 from kvcache.connector.vllm.model import Model, Rank, combine
 from kvcache.connector.vllm.options import Options
+from kvcache.connector.vllm.sharing import share_model
 from kvcache.connector.vllm.tracked import Tracked, Wishes
 from kvcache.connector.vllm.trial import Trial
 from kvcache.errors import KVCacheError
@@ -68,8 +69,11 @@ class Scheduling:
                 {rank: told.shapes for rank, told in self._ranks.items()},
                 replicas=next(iter(self._ranks.values())).replicas,
             )
+            if self._options.share_across_engines:
+                self._model = share_model(self._config, self._options, Model("", "", {}, layout, shards, of))
+                return
             name, revision = model_of(self._config, self._options)
-        except KVCacheError as error:
+        except (KVCacheError, OSError) as error:
             self._turn_off(str(error))
             return
         facts = facts_of(self._config) | {"packing": packing}
@@ -88,8 +92,9 @@ class Scheduling:
             algorithm = self._config.cache_config.prefix_caching_hash_algo
             own = version.hash_origin(algorithm)
             if self._options.share_across_engines:
-                self._origin, origin = "pages", PAGES
-            elif own is not None and self._layout_tokens % self._hash_tokens == 0:
+                self._origin = "pages"
+                return self._origin
+            if own is not None and self._layout_tokens % self._hash_tokens == 0:
                 self._origin, origin = "vllm", own
             else:
                 self._origin, origin = "chain", "kvcache vllm chain 1"

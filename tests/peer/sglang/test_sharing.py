@@ -27,7 +27,7 @@ def engine(path: str, cache: kvcache.KVCache | None) -> Any:
     from kvcache.engine.engine import Engine
     from kvcache.engine.model import load_model
 
-    return Engine(load_model(path), cache, pages=64, name="shared", share_across_engines=True)
+    return Engine(load_model(path), cache, pages=64, share_across_engines=True)
 
 
 def answer(engine: Any) -> Any:
@@ -45,7 +45,7 @@ def model(tmp_path: Path) -> str:
 
 
 def sglang(place: Path, model: str, url: str) -> Stack:
-    ours = {"share_across_engines": True, "model": "shared", "revision": None, **settings(url)}
+    ours = {"share_across_engines": True, "revision": None, **settings(url)}
     return Stack(place, layout="page_first", io="kernel", dtype=torch.float32, ours=ours, model=model)
 
 

@@ -1,0 +1,157 @@
+"""What engines of several makes share: one namespace, computed by each from the model alone, and one order of bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.block.layout import Group, KVLayout
+from kvcache.block.page_chain import page_digests
+from kvcache.block.shared import shared, shared_layout
+from kvcache.connector.sglang.identity import identify
+from kvcache.connector.sglang.pool import Described, Ranks, describe
+from kvcache.connector.sglang.wishes import Wishes
+from kvcache.connector.vllm.digest import Digests
+from kvcache.connector.vllm.model import Model, combine
+from kvcache.connector.vllm.options import Options
+from kvcache.connector.vllm.shape import describe as describe_vllm
+from kvcache.connector.vllm.shape import pages_of
+from kvcache.connector.vllm.sharing import share_model
+from kvcache.engine.engine import Engine
+from kvcache.engine.model import load_model
+from kvcache.errors import LayoutError, ModelError
+from kvcache.hierarchy.naive import NaiveCache
+from kvcache.transfer.cpu import CpuCopier
+from tests.connector.sglang.pools import MHATokenToKVPoolHost
+from tests.connector.vllm.test_shape import Elsewhere
+from tests.engine import tiny
+
+LAYERS, HEADS, DIM, PAGE, PAGES = 4, 2, 32, 16, 6
+SIZES = {"num_hidden_layers": LAYERS, "num_key_value_heads": HEADS, "head_dim": DIM}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny.make(tmp_path_factory.mktemp("model"), "llama", **SIZES)
+
+
+def sglang(path: str, layout: str = "page_first", **served: Any) -> tuple[bytes, Described]:
+    """The namespace's id, and the pool."""
+    identity = identify(
+        SimpleNamespace(model_path=path, **served), None, Wishes.read({"kvcache": {"share_across_engines": True}})
+    )
+    pool = MHATokenToKVPoolHost(
+        layout, pages=PAGES, page=PAGE, layers=LAYERS, heads=HEADS, dim=DIM, dtype=torch.float32
+    )
+    pool.fill(1)
+    described = describe(pool, Ranks(), canonical=True)
+    bound = NaiveCache().namespace(
+        described.layout, model=identity.model, revision=identity.revision, facts=identity.facts_of("kv", "")
+    )
+    return bound.id, described
+
+
+def caches(seed: int = 1) -> dict[str, torch.Tensor]:
+    """As vLLM has them on a GPU."""
+    made = torch.Generator().manual_seed(seed)
+    return {f"layer{i}": torch.randn((PAGES, HEADS, PAGE, 2 * DIM), generator=made) for i in range(LAYERS)}
+
+
+def vllm_group(names: list[str]) -> Any:
+    class FullAttentionSpec:
+        block_size, num_kv_heads, head_size, prefix_cacheable = PAGE, HEADS, DIM, True
+
+    return SimpleNamespace(layer_names=names, kv_cache_spec=FullAttentionSpec())
+
+
+def vllm(path: str, tensors: dict[str, Any] | None = None, **served: Any) -> tuple[bytes, Model, Any]:
+    given = tensors or {name: Elsewhere(tensor) for name, tensor in caches().items()}
+    [shape] = describe_vllm(given, [vllm_group(list(given))], PAGES, packing="amx")
+    layout, shards, of, _ = combine({(0, 0): (shape,)})
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            **{"model": path, "quantization": None, "max_model_len": 512, "hf_overrides": {}} | served
+        )
+    )
+    made = share_model(config, Options(share_across_engines=True), Model("", "", {}, layout, shards, of))
+    bound = NaiveCache().namespace(made.layout, model=made.name, revision=made.revision, facts=made.facts)
+    return bound.id, made, shape
+
+
+def reference(path: str) -> bytes:
+    engine = Engine(load_model(path), NaiveCache(), pages=8, name="as it is served", share_across_engines=True)
+    bound = engine._prefix._bound
+    assert bound is not None
+    return bound.id
+
+
+def test_all_engines_name_the_same_model_alike(model: str) -> None:
+    assert sglang(model)[0] == vllm(model)[0] == reference(model)
+
+
+def test_every_order_of_pages_is_one_order_of_bytes(model: str) -> None:
+    """What vLLM gathers is what SGLang scatters, whatever each of them has in its own memory."""
+    tensors = caches()
+    _, made, shape = vllm(model)
+    pages = pages_of(shape, tensors, PAGES, made.layout, 0, made.shards[0, 0][0])
+    payload = memoryview(bytearray(pages.block_bytes))
+    CpuCopier().gather(pages, [2], [payload])
+    told = np.frombuffer(payload, np.float32).reshape(LAYERS, 2, PAGE, HEADS, DIM)
+    for i, tensor in enumerate(tensors.values()):
+        keys, values = tensor[2].transpose(0, 1).split(DIM, -1)
+        assert np.array_equal(told[i], np.stack([keys.numpy(), values.numpy()]))
+    for layout in ("layer_first", "page_first", "page_first_direct", "page_head"):
+        _, described = sglang(model, layout)
+        CpuCopier().scatter(described.pages[0], [4], [payload])
+        assert np.array_equal(described.owner.page(4).numpy(), told)
+
+
+def test_the_names_of_blocks_are_the_same() -> None:
+    tokens = [(7 * i + i * i) % 250 for i in range(5 * PAGE + 3)]
+    digests = Digests(SimpleNamespace(all_token_ids=tokens, num_tokens=len(tokens)), "pages", PAGE, PAGE)
+    digests.first(2)
+    assert list(digests.first(9)) == page_digests(tokens, PAGE)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"json_model_override_args": '{"rope_theta": 5}'}, {"quantization": "fp8"}, {"load_format": "dummy"}],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_server_that_was_told_otherwise_is_apart(model: str, changed: dict[str, Any]) -> None:
+    assert sglang(model, **changed)[0] not in {sglang(model)[0], reference(model)}
+
+
+@pytest.mark.parametrize("changed", [{"hf_overrides": {"rope_theta": 5}}, {"quantization": "fp8"}])
+def test_a_vllm_that_was_told_otherwise_is_apart(model: str, changed: dict[str, Any]) -> None:
+    assert vllm(model, **changed)[0] != reference(model)
+
+
+def test_other_weights_and_other_settings_are_apart(model: str, tmp_path: Path) -> None:
+    told = [shared(tiny.make(tmp_path / str(i), family, seed=seed, **SIZES))
+            for i, (family, seed) in enumerate([("llama", 0), ("llama", 1), ("llama-rope-linear", 0),
+                                                ("mistral-window", 0), ("mistral", 0)])]  # fmt: skip
+    layout = KVLayout.mha(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, dtype="fp32")
+    cache = NaiveCache()
+    ids = {cache.namespace(layout, model=t.model, revision=t.revision, facts=t.facts).id for t in told}
+    assert len(ids) == len(told)
+
+
+def test_what_others_cannot_read_is_refused(model: str) -> None:
+    with pytest.raises(LayoutError, match=r"opaque.*share_across_engines = false"):
+        vllm(model, dict(caches()))  # on a processor
+    one = Group(layers=2, kv_heads=2, head_dim=8)
+    for layout in (KVLayout((one, one)), KVLayout((replace(one, rule="window", window_tokens=8),))):
+        with pytest.raises(LayoutError, match="share_across_engines = false"):
+            shared_layout(layout)
+    identity = identify(
+        SimpleNamespace(model_path=model), None, Wishes.read({"kvcache": {"share_across_engines": True}})
+    )
+    with pytest.raises(ModelError, match="swa"):
+        identity.facts_of("swa", "")
