@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "queue.h"
+#include "ring.h"
 
 namespace kvcache {
 namespace {
@@ -57,6 +58,7 @@ class S3FIFO : public Classic {
     void touch(Block block, double) {
         std::uint8_t& uses = uses_[static_cast<std::size_t>(block)];
         uses = static_cast<std::uint8_t>(std::min(3, uses + 1));
+        look(block);
     }
 
     void admit(Block block, double) {
@@ -64,36 +66,62 @@ class S3FIFO : public Classic {
         const bool known = ghosts_.has(block);
         if (known) ghosts_.erase(block);
         uses_[static_cast<std::size_t>(block)] = 0;
-        (known ? main_ : small_).push(block);
+        if (!known) small_.push(block);
         enter(block);
+        if (known) to_main(block);
+        look(parents[static_cast<std::size_t>(block)]);
     }
 
   private:
     void make_room() {
-        if (small_.size() && (small_.size() >= capacity / 4 || free_of(main_) == NONE)) {
+        if (small_.size() && (small_.size() >= capacity / 4 || free_in_main_ == 0)) {
             const Block small = small_.first();
             small_.erase(small);
             if (uses_[static_cast<std::size_t>(small)] || !free(small)) {
                 uses_[static_cast<std::size_t>(small)] = 0;
-                return main_.push(small);
+                return to_main(small);
             }
-            leave(small);
+            go(small);
             ghosts_.push(small);
             if (ghosts_.size() > capacity) ghosts_.erase(ghosts_.first());
             return;
         }
-        const Block main = main_.first();
+        const Block main = main_.next();  // parents without uses are passed
         std::uint8_t& uses = uses_[static_cast<std::size_t>(main)];
-        if (uses || !free(main)) {
-            uses = static_cast<std::uint8_t>(std::max(0, uses - 1));
-            return main_.renew(main);
+        if (uses) {
+            uses = static_cast<std::uint8_t>(uses - 1);
+            main_.renew(main);
+            return look(main);
         }
         main_.erase(main);
-        leave(main);
+        --free_in_main_;
+        go(main);
     }
 
-    std::vector<std::uint8_t> uses_ = std::vector<std::uint8_t>(parents.size());
-    Queue small_{links}, main_{links}, ghosts_{links};
+    void to_main(Block block) {
+        main_.push(block);
+        free_there_[static_cast<std::size_t>(block)] = 0;
+        look(block);
+    }
+
+    void go(Block block) {
+        leave(block);
+        look(parents[static_cast<std::size_t>(block)]);
+    }
+
+    // Something changed about a block, which may stand in the main queue.
+    void look(Block block) {
+        if (block == NONE || !main_.has(block)) return;
+        std::uint8_t& free_there = free_there_[static_cast<std::size_t>(block)];
+        free_in_main_ = free_in_main_ - free_there + free(block);
+        free_there = free(block);
+        main_.mark(block, free(block) || uses_[static_cast<std::size_t>(block)]);
+    }
+
+    std::vector<std::uint8_t> uses_ = std::vector<std::uint8_t>(parents.size()), free_there_ = uses_;
+    std::size_t free_in_main_ = 0;
+    Queue small_{links}, ghosts_{links};
+    Ring main_{parents.size()};
 };
 
 class Sieve : public Classic {
