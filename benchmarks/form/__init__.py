@@ -29,7 +29,7 @@ from form.machine import facts
 
 MORE_IS_BETTER = frozenset({"GB/s", "MB/s", "op/s", "tokens/s", "GFLOP/s", "%", "times"})
 LESS_IS_BETTER = frozenset(
-    {"s", "ms", "us", "ns", "B", "KiB", "MiB", "GiB", "% waste", "% error", "perplexity", "ratio"}
+    {"s", "ms", "us", "ns", "B", "KiB", "MiB", "GiB", "% waste", "% error", "perplexity", "points", "ratio"}
 )
 
 
