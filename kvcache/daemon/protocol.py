@@ -87,7 +87,7 @@ OPS: Mapping[str, Op] = {
     "extend": Op("control", {"request": int, "signatures": bytes}),
     "join": Op("control", {"request": int, "namespace": int, "id": str}),
     "signatures": Op("control", {"request": int}),
-    "admit": Op("control", {"request": int}),
+    "admit": Op("control", {"request": int}, {"ids": bytes}),
     "close": Op("control", {"request": int}, answered=False),
     "stats": Op("control", {}),
     "load": Op("mover", {"request": int, "first": int, "end": int}),

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvcache.block.key import Chain, Signatures
+from kvcache.block.key import Chain, Signatures, tokens
 from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
-from kvcache.daemon.protocol import describe_shards
+from kvcache.daemon.protocol import FRAME_BYTES, describe_shards
 from kvcache.daemon.taker import Taker
 from kvcache.errors import KVCacheError
 from kvcache.hierarchy.edge import check_origin, check_transfer
@@ -106,6 +106,7 @@ class RemoteRequest:
         self._bound, self._cache = bound, bound.cache
         self._deadline_s = bound.cache.deadline_s if deadline_s is None else deadline_s
         self._joined = joined
+        self._ids = b""  # of a prompt not all of which was found, until the daemon is told, so that it can explain
         self._known = 0  # blocks of a joined request, when it was last asked
         self._chain = Chain(bound.id, bound.layout.block_tokens)
         self._number = next(bound.cache.numbers)
@@ -172,6 +173,8 @@ class RemoteRequest:
             with self._cache.asking() as link:
                 told = link.ask("match", request=self.number(link, tell=not anew), **fields)
                 blocks = int(told["blocks"])
+                if anew:
+                    self._ids = b"" if blocks == len(self._chain.signatures) else self._packed(token_ids)
                 return Hit(
                     tokens=blocks * block_tokens,
                     blocks=blocks,
@@ -207,9 +210,17 @@ class RemoteRequest:
     def admit(self) -> None:
         try:
             with self._cache.asking() as link:
-                link.ask("admit", request=self.number(link))
+                ids, self._ids = self._ids, b""
+                link.ask("admit", request=self.number(link), **({"ids": ids} if ids else {}))
         except KVCacheError as error:
             _log.debug("not admitted: %s", error)
+
+    def _packed(self, token_ids: Any) -> bytes:
+        """Those of full blocks as a message has them; nothing where they are more than one takes."""
+        if token_ids is None:
+            return b""
+        ids = tokens(token_ids)[: len(self._chain.signatures) * self._bound.layout.block_tokens]
+        return ids.tobytes() if ids.nbytes <= FRAME_BYTES // 2 else b""
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         return self._move("load", pages, page_ids, first_block, blocks)

@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from kvcache.block.key import SIGNATURE_BYTES, bind_signatures
 from kvcache.daemon.door import Door, Shown
 from kvcache.daemon.meter import QUOTA
@@ -23,7 +25,8 @@ NAMESPACES, REQUESTS = 256, 8192
 """That a session may have open at a time."""
 ALL_NAMESPACES = 8192
 SIGNATURES_BYTES = 64 << 20
-"""Of all its requests together: 32 million tokens, in blocks of 16."""
+"""Of all its requests together: 32 million tokens, in blocks of 16. Token ids, told so that a miss can be explained,
+count as well; what finds no room among them is not kept."""
 
 LONGEST_DEADLINE_S = 3600.0
 LONGEST_AGENT = 128
@@ -45,6 +48,7 @@ class Session:
         self._requests: dict[int, CacheRequest] = {}
         self._sizes: dict[int, int] = {}  # bytes of signatures, of those that were opened here and not joined
         self._within = True  # whether what is asked now is within the tenant's operations
+        self._told: dict[int, int] = {}  # bytes of token ids, of those that told some
         self.ended = False
 
     # what is asked
@@ -141,12 +145,18 @@ class Session:
         return {"blocks": len(request.signatures)}
 
     def _admit(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        self.request(message["request"]).admit()
+        number, ids = message["request"], message.get("ids", b"")
+        request = self.request(number)
+        if number in self._sizes and ids and len(ids) % 4 == 0 and self._has_room(len(ids)):
+            self._told[number] = len(ids)
+            request.miss.told(np.frombuffer(ids, "<u4"))
+        request.admit()
         return {}
 
     def _close(self, message: Mapping[str, Any]) -> dict[str, Any]:
         request = self._requests.pop(message["request"], None)
         self._sizes.pop(message["request"], None)
+        self._told.pop(message["request"], None)
         if request is not None:
             request.close()
         return {}
@@ -196,9 +206,13 @@ class Session:
     def _check_room(self, number: int, size: int) -> None:
         if size % SIGNATURE_BYTES:
             raise TokenError(f"signatures of {size} bytes: expected a multiple of {SIGNATURE_BYTES}")
-        total = sum(self._sizes.values()) - self._sizes.get(number, 0) + size if size else 0
-        if total > SIGNATURES_BYTES:
+        more = size - self._sizes.get(number, 0) if size else 0
+        if not self._has_room(more):
+            total = sum(self._sizes.values()) + more
             raise RequestError(f"signatures of {total} bytes: a client may have {SIGNATURES_BYTES}; close some")
+
+    def _has_room(self, more: int) -> bool:
+        return sum(self._sizes.values()) + sum(self._told.values()) + more <= SIGNATURES_BYTES
 
     # the end
 

@@ -54,7 +54,7 @@ class Prefix:
             sequence.hashed = len(sequence.tokens)
             sequence.give_up_s = self._clock.now() + self._patience_s
             if self._shared:
-                hit = request.match(digests=page_digests(sequence.tokens, self._block_tokens))
+                hit = request.match(sequence.tokens, digests=page_digests(sequence.tokens, self._block_tokens))
             else:
                 hit = request.match(sequence.tokens)
             if not hit.pending:

@@ -94,7 +94,8 @@ class Request(Protocol):
 
         `after`: the digest of the block before the first of `digests` where those begin within a prefix, empty where
         it is not known. Blocks are counted from the first of them, as far as they are there; whoever asks has those
-        before. A store behind a known block that nobody has is dropped.
+        before. A store behind a known block that nobody has is dropped. `token_ids` beside `digests`, from the first
+        of their tokens on, name nothing: they let a miss be told by its token.
 
         Called again without arguments it looks again, hashing nothing."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.block.key import digest_chain
+from kvcache.block.key import digest_chain, tokens
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.hierarchy.why import OUTCOMES, Why
 from kvcache.observe.asked import Asked, kept
@@ -38,10 +38,18 @@ class Miss:
         self._admitted = self._counted = False
 
     def look(
-        self, packed: bytes, found: int, ids: NDArray[Any] | None = None, *, reason: str | None = None, **detail: Any
+        self,
+        packed: bytes,
+        found: int,
+        ids: NDArray[Any] | None = None,
+        beside: Any = None,
+        *,
+        reason: str | None = None,
+        **detail: Any,
     ) -> str:
         """So many blocks of this chain were found; why no more, as the asker may know it. `ids`: of its full blocks,
-        where the chain is new. `reason`: where it is known, and is not that the next block is not there."""
+        where the chain is new; `beside`: any tokens from the first on, where it was named by digests. `reason`: where
+        it is known, and is not that the next block is not there."""
         asked = self._asked
         if packed is not asked.packed:
             if asked.kept:  # another prompt in the same request
@@ -55,6 +63,8 @@ class Miss:
                 asked.known_from = found * asked.block_tokens
             asked.reason = reason or ""
             return asked.reason
+        if self._why.ring.most_bytes and ids is None and beside is not None:
+            ids = tokens(beside)[: asked.blocks * asked.block_tokens]
         if ids is not None and self._why.ring.most_bytes:
             asked.ids = [kept(ids)]
         asked.reason = self._why.reason(asked) if reason is None else reason
@@ -72,6 +82,15 @@ class Miss:
         behind, self._behind = self._behind, []
         if packed is not self._asked.packed:
             self._why.ring.grow(self._asked, behind, packed)
+
+    def told(self, ids: Any) -> None:
+        """Tokens of the chain from the first on, by a client that named its blocks itself. As `look`, for one that has
+        answered without them."""
+        asked = self._asked
+        if asked.found < asked.blocks and not asked.kept and self._why.ring.most_bytes:
+            asked.ids, asked.known_from = [kept(tokens(ids)[: asked.blocks * asked.block_tokens])], 0
+            if asked.reason in {"cold", "diverged"}:
+                asked.reason = self._why.reason(asked)
 
     def admit(self, clock: int, time: float) -> None:
         self._admitted = True
@@ -110,7 +129,7 @@ class Miss:
     def _failed(self, asked: Asked, outcome: Outcome) -> tuple[str, dict[str, Any]]:
         """Why a block that was found did not come."""
         reason = OUTCOMES.get(outcome.value)
+        asked.fate = fate = self._why.lost.find(asked.signature(asked.found))
         if reason is None:  # it left between the question and the load; or the tier found that it has it no more
-            fate = self._why.lost.find(asked.signature(asked.found))
             return ("refused", {"outcome": outcome.value}) if fate is None else (fate.reason, {})
         return reason, {"outcome": outcome.value}

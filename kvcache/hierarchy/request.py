@@ -167,9 +167,10 @@ class CacheRequest:
         for which nothing is looked for."""
         bound, layout = self._bound, self._bound.layout
         check_origin(self._origin, token_ids, digests, signatures)
-        lookup = self._flow.index.lookup(bound.names, bound.needs)
+        lookup, beside = self._flow.index.lookup(bound.names, bound.needs), None
         if digests is not None:
             self._own = Chain.from_digests(bound.id, digests, layout.block_tokens, after=after)
+            beside, token_ids = token_ids, None
         elif token_ids is not None:
             chain = Chain(bound.id, layout.block_tokens)
             chain.extend(token_ids, extras, digest=lookup)
@@ -204,9 +205,9 @@ class CacheRequest:
         if self._choice.blocks < self._found:
             self._found, self._by_tier = self._choice.blocks, kept(self._choice)
             told = {"load_s": self._choice.load_s, "compute_s": self._choice.compute_s}
-            reason = self.miss.look(self.chain.packed, self._found, lookup.ids, reason=BELOW_PLAN, plan=told)
+            reason = self.miss.look(self.chain.packed, self._found, lookup.ids, beside, reason=BELOW_PLAN, plan=told)
         else:
-            reason = self.miss.look(self.chain.packed, self._found, lookup.ids)
+            reason = self.miss.look(self.chain.packed, self._found, lookup.ids, beside)
         tokens = self._found * layout.block_tokens
         by_tier = dict(self._by_tier)
         return Hit(tokens=tokens, blocks=self._found, by_tier=by_tier, reason=reason, pending=pending)

@@ -67,9 +67,9 @@ class Why:
         """For the first block of `asked` that was not found; "" where all were."""
         if asked.found == asked.blocks:
             return ""
-        fate = self.lost.find(asked.signature(asked.found))
-        if fate is not None:
-            return fate.reason
+        asked.fate = self.lost.find(asked.signature(asked.found))
+        if asked.fate is not None:
+            return asked.fate.reason
         if self._apart(asked) is not None:
             return "apart"
         return "cold" if self._parted(asked) is None else "diverged"
@@ -141,8 +141,7 @@ class Why:
         return told
 
     def _fate(self, asked: Asked, now: float) -> dict[str, Any]:
-        signature = asked.signature(asked.found)
-        fate = self.lost.find(signature)
+        fate = asked.fate or self.lost.find(asked.signature(asked.found))  # a tier may tell of it after the load ended
         if fate is None:
             return {}
         told = {"tier": fate.tier, "why": fate.why, "lost_time": fate.time, "lost_ago_s": now - fate.time}

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.observe.lost import Fate
 
 REQUESTS = 1024
 LOOKS = 64
@@ -43,6 +44,7 @@ class Asked:
     known_from: int = 0
     found: int = 0
     reason: str = ""
+    fate: Fate | None = None  # of that block, as it was remembered then
     detail: dict[str, Any] = field(default_factory=dict)
     kept: bool = False  # in the ring
 

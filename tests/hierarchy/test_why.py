@@ -152,6 +152,26 @@ def test_diverged_behind_the_answer_of_an_earlier_request() -> None:
         assert (told["token"], told["ours"][0], told["theirs"][0]) == (26, 99, 56)
 
 
+def test_diverged_at_a_token_of_a_prompt_that_was_named_by_digests() -> None:
+    ours, theirs = list(range(40)), list(range(40))
+    theirs[22] = 501
+    with closing(opened()) as cache:
+        bound = cache.namespace(LAYOUT, model="m", revision="r", facts={"digests": "test"})
+        for name, ids in (("old", ours), ("new", theirs), ("untold", [*range(30), *range(600, 610)])):
+            with bound.request(id=name) as r:
+                digests = [hashlib.sha256(str(ids[: end + 4]).encode()).digest() for end in range(0, 40, 4)]
+                hit = r.match(None if name == "untold" else ids, digests=digests)
+                r.admit()
+                ids[:4] = [9] * 4  # the caller's buffer is his own
+                assert r.store(pages(), [list(range(10 - hit.blocks))], first_block=hit.blocks).wait(30)
+        assert misses(cache) == {"cold": 1, "diverged": 2}
+        told = story(cache, "new")
+        assert (told["block"], told["token"], told["other"]["request"]) == (5, 22, "old")
+        assert (told["before"][-2:], told["ours"][:2], told["theirs"][:2]) == ([20, 21], [501, 23], [22, 23])
+        told = story(cache, "untold")
+        assert (told["block"], told["other"]["request"], "token" in told) == (7, "old", False)
+
+
 @pytest.mark.parametrize(
     ("field", "value", "differs"),
     [

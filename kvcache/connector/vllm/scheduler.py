@@ -204,7 +204,8 @@ class Scheduling:
             )
             tracked.asked = limit
             tracked.give_up_s = monotonic() + self._options.lookup_s
-            tracked.hit = tracked.face.match(digests=list(tracked.digests.first(limit)))
+            ids = tracked.request.prompt_token_ids  # None where it is given as embeddings
+            tracked.hit = tracked.face.match(ids, digests=list(tracked.digests.first(limit)))
         else:
             tracked.hit = tracked.face.match()
         return tracked.hit

@@ -1,0 +1,95 @@
+"""Why a daemon's client missed: as well told as in the process, though the client hashes its tokens itself."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+
+from kvcache.block.layout import KVLayout
+from kvcache.daemon.session import SIGNATURES_BYTES
+from kvcache.observe.asked import Asked
+from tests.contract.caches import Engine
+from tests.daemon.house import LAYOUT, bound_to
+from tests.daemon.within import Within, until
+
+OLD, NEW = list(range(40)), [*range(22), 501, 502, *range(23, 39)]
+
+
+def ask(bound: Any, ids: list[int], name: str, *, store: bool = False, **more: Any) -> None:
+    with bound.request(id=name) as r:
+        r.match(ids, **more)
+        r.admit()
+        if store:
+            engine, blocks = Engine(LAYOUT), list(range(len(r.signatures)))
+            assert r.store(engine.described, engine.ids(blocks)).wait(60)
+
+
+def asked(within: Within, name: str) -> Asked:
+    found = within.cache.why.ring.find(name)
+    assert found is not None
+    return found
+
+
+def story(within: Within, name: str) -> dict[str, Any]:
+    return within.cache.why.story(asked(within, name), within.cache.namespaces)
+
+
+@pytest.mark.parametrize("digests", [False, True])
+def test_diverged_at_a_token(within: Within, digests: bool) -> None:
+    def named(ids: list[int]) -> dict[str, Any]:
+        ends = range(4, len(ids) + 1, 4)
+        return {"digests": [hashlib.sha256(str(ids[:end]).encode()).digest() for end in ends]} if digests else {}
+
+    bound = bound_to(within.open())
+    ask(bound, OLD, "old", store=True, **named(OLD))
+    ask(bound, NEW, "new", **named(NEW))
+    told = story(within, "new")
+    assert (told["reason"], told["block"], told["token"]) == ("diverged", 5, 22)
+    assert told["other"]["request"] == "old"
+    assert (told["before"][-2:], told["ours"][:3], told["theirs"][:2]) == ([20, 21], [501, 502, 23], [22, 23])
+    assert told["meet"]["tokens"] >= 8
+    until(lambda: within.cache.counters.tree()["misses"] == {"cold": 1, "diverged": 1})
+
+
+def test_diverged_within_the_first_block(within: Within) -> None:
+    wide = KVLayout.mha(layers=1, kv_heads=1, head_dim=4, block_tokens=16)
+    bound = within.open().namespace(wide, model="m", revision="1")
+    ask(bound, OLD, "old")
+    ask(bound, [*range(9), 77, *range(10, 40)], "new")
+    told = story(within, "new")
+    assert (told["reason"], told["token"], told["other"]["request"]) == ("diverged", 9, "old")
+    until(lambda: within.cache.counters.tree()["misses"] == {"cold": 1, "diverged": 1})
+
+
+def test_apart_by_which_field(within: Within) -> None:
+    cache = within.open()
+    ask(bound_to(cache), OLD, "old", store=True)
+    with cache.namespace(LAYOUT, model="another", revision="1").request(id="apart") as r:
+        assert r.match(OLD).reason == "cold", "an answer tells nothing of other namespaces"
+        r.admit()
+    told = story(within, "apart")
+    assert (told["reason"], told["other"]["request"]) == ("apart", "old")
+    assert "model" in told["differs"]
+
+
+def test_what_was_found_whole_sends_no_tokens(within: Within) -> None:
+    bound = bound_to(within.open())
+    ask(bound, OLD, "old", store=True)
+    ask(bound, OLD, "again")
+    assert asked(within, "old").ids[0].tolist() == OLD
+    assert asked(within, "again").ids == []
+
+
+def test_tokens_count_among_what_a_client_may_have(within: Within, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = bound_to(within.open())
+    assert SIGNATURES_BYTES > 1 << 20
+    monkeypatch.setattr("kvcache.daemon.session.SIGNATURES_BYTES", 10 * 32 + 40 * 4 - 1)
+    with bound.request(id="much") as r:
+        r.match(OLD)
+        r.admit()
+        assert asked(within, "much").ids == [], "passed over, and nothing fails"
+    monkeypatch.setattr("kvcache.daemon.session.SIGNATURES_BYTES", 10 * 32 + 40 * 4)
+    ask(bound, OLD, "enough")
+    assert asked(within, "enough").ids[0].tolist() == OLD
