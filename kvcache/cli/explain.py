@@ -32,7 +32,7 @@ ADVICE: Mapping[str, str] = {
     "failed": "see the cache's log, which has this request's id.",
     "below_plan": "nothing, but a faster tier: what was not loaded is computed sooner.",
     "bypass": "`kvcache bypass off` puts the cache back.",
-    "quota": "the tenant asks for more than it may: raise `bandwidth` or `operations` in the tenants file, or ask less.",
+    "quota": "the tenant asks for more than it may: raise `bandwidth` or `operations` in the file of tenants.",
 }
 
 
