@@ -202,15 +202,14 @@ class CacheRequest:
         self._choice = Choice(self._found, self._found)
         if self._found and not pending and self._flow.plan.enabled:
             self._choice = self._planned()
+        told: dict[str, Any] = {}
         if self._choice.blocks < self._found:
             self._found, self._by_tier = self._choice.blocks, kept(self._choice)
-            told = {"load_s": self._choice.load_s, "compute_s": self._choice.compute_s}
-            reason = self.miss.look(self.chain.packed, self._found, lookup.ids, beside, reason=BELOW_PLAN, plan=told)
-        else:
-            reason = self.miss.look(self.chain.packed, self._found, lookup.ids, beside)
+            plan = {"load_s": self._choice.load_s, "compute_s": self._choice.compute_s}
+            told = {"reason": BELOW_PLAN, "plan": plan}
+        reason = self.miss.look(self.chain.packed, self._found, lookup.ids, beside, **told)
         tokens = self._found * layout.block_tokens
-        by_tier = dict(self._by_tier)
-        return Hit(tokens=tokens, blocks=self._found, by_tier=by_tier, reason=reason, pending=pending)
+        return Hit(tokens=tokens, blocks=self._found, by_tier=dict(self._by_tier), reason=reason, pending=pending)
 
     def extend(
         self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
