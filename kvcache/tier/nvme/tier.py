@@ -5,16 +5,14 @@ What was asked for together is done in pieces, the most urgent one next. Nothing
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block.address import Address
-from kvcache.errors import ClosedError, ConfigError
+from kvcache.errors import ConfigError
 from kvcache.port import Port
 from kvcache.tier.nvme.audit import audit
 from kvcache.tier.nvme.chains import runs, scan
@@ -24,9 +22,9 @@ from kvcache.tier.nvme.space import Space
 from kvcache.tier.nvme.store import Durability, Settle, Store
 from kvcache.tier.nvme.stretch import MOST_BYTES
 from kvcache.tier.nvme.survey import holdings
-from kvcache.tier.queue import Batch, Queue
-from kvcache.tier.ticket import TimedTicket
-from kvcache.tier.tier import WAITING, Op, Outcome, Scrubbed, Segments, Ticket, Usage, Waits, check_segments
+from kvcache.tier.queue import Batch
+from kvcache.tier.queued import QueuedTier
+from kvcache.tier.tier import Outcome, Scrubbed, Usage
 
 _LEAST_BYTES = 768 << 10
 _FLUSH_BYTES = 64 << 20
@@ -36,7 +34,7 @@ _HANG_S = 10.0  # a write under way for so long, and no new one begins
 _CLOSE_S = 30.0  # how long closing waits for a drive
 
 
-class NvmeTier(Waits):
+class NvmeTier(QueuedTier):
     """Records in a directory of a local drive, there again after a restart.
 
     `durability` says when written data is made safe against a power cut (a killed process loses nothing that said
@@ -72,113 +70,40 @@ class NvmeTier(Waits):
         for setting, value in (("segment_bytes", segment_bytes), ("threads", threads), ("queue_bytes", queue_bytes)):
             if value < 1:
                 raise ConfigError(f"nvme.{setting} = {value}: expected at least 1")
-        port = port or Port()
-        self._port, self.path = port, path
+        super().__init__(threads=threads, queue_bytes=queue_bytes, port=port, log=log, piece_bytes=MOST_BYTES)
+        self.path = path
         self._store = Store(
             path,
             space=Space(capacity_bytes, segment_bytes),
             durability=durability,
             floor_bytes=free_floor_bytes,
             serves=serves,
-            port=port,
+            port=self._port,
         )
-        self._threads = threads
-        self._queue = Queue(threads, queue_bytes, piece_bytes=MOST_BYTES)
-        self._lock = threading.Lock()  # of the queue
-        self._running = 0  # threads at work or asked for
-        self._writing: dict[object, float] = {}  # since when
         self._tending = False
-        self._idle = port.condition()
-        self._executor = port.executor(threads, self.name)
         self._flush_after = 0.0
-        self._closed = False
         self._safe = False  # what `close` said
 
-    def submit(
-        self,
-        op: Op,
-        addresses: Sequence[Address],
-        segments: Sequence[Segments] = (),
-        *,
-        priority: int = WAITING,
-        deadline: float | None = None,
-        on_outcome: Callable[[int, Outcome], None] | None = None,
-    ) -> Ticket:
-        """`contains` is answered from memory before this returns; everything else has a thread to wait for."""
-        if self._closed:
-            raise ClosedError("nvme tier: it was closed")
-        check_segments(op, addresses, segments)
-        ticket = TimedTicket(len(addresses), on_outcome, deadline, self.expire, self._port)
-        batch = Batch(op, addresses, segments, ticket, 0, len(addresses))
-        if deadline is not None and deadline < self._port.clock.now():
-            self._end(batch, Outcome.LATE)
-        elif op == "contains":
-            self._store.contains(addresses, self._settling(batch))
-        elif op == "write" and self._hangs():
+    def _at_once(self, batch: Batch) -> bool:
+        """`contains` is answered from memory; everything else has a thread to wait for."""
+        if batch.op == "contains":
+            self._store.contains(batch.addresses, self._settling(batch))
+        elif batch.op == "write" and self._hangs():
             self._end(batch, Outcome.FAILED, "hung")
-        elif addresses:
-            self._start(batch, priority, deadline)
-        return ticket
-
-    def _start(self, batch: Batch, priority: int, deadline: float | None) -> None:
-        self.expire()
-        blocks = batch.end
-        with self._lock:
-            if self._closed:
-                raise ClosedError("nvme tier: it was closed")
-            taken = self._queue.push(batch, priority, deadline)
-        if taken < blocks:
-            self._end(replace(batch, first=taken, end=blocks), Outcome.DROPPED)
-        self._hire()
-
-    def _hire(self) -> None:
-        """Put as many threads to work as there is work for."""
-        with self._lock:
-            more = min(self._threads - self._running, len(self._queue))
-            self._running += more
-        for _ in range(more):
-            self._executor.submit(self._work)
-
-    def expire(self) -> None:
-        """End what waited past its deadline."""
-        with self._lock:
-            late = list(self._queue.expired(self._port.clock.now()))
-        for batch in late:
-            self._end(batch, Outcome.LATE)
-
-    def _work(self) -> None:
-        """Do the most urgent piece of work until there is none that may begin."""
-        while True:
-            self.expire()
-            with self._lock:
-                piece = self._queue.pop()
-                if piece is None:
-                    self._running -= 1
-                    break
-                if piece.op == "write":
-                    self._writing[piece] = self._port.clock.now()
-            try:
-                self._do(piece)
-            except Exception as error:  # noqa: BLE001  what was submitted ends, whatever happened
-                self._store.counters.add("faults")
-                log.exception("nvme tier: a defect")
-                self._end(piece, Outcome.FAILED, repr(error))
-            with self._lock:
-                self._writing.pop(piece, None)
-                self._queue.leave(piece)
-            self._tend()
-        with self._idle:
-            self._idle.notify_all()
+        else:
+            return False
+        return True
 
     def _do(self, piece: Batch) -> None:
-        if piece.ticket.cancelled:
-            self._end(piece, Outcome.CANCELLED)
-        elif piece.op == "read":
+        if piece.op == "read":
             self._store.read(piece, self._settling(piece))
         elif piece.op == "write":
             self._store.write(piece, self._settling(piece))
         else:
             self._store.remove(piece, self._settling(piece))
+
+    def _defect(self) -> None:
+        self._store.counters.add("faults")
 
     def _settling(self, batch: Batch) -> Settle:
         counters, ticket = self._store.counters, batch.ticket
@@ -317,15 +242,11 @@ class NvmeTier(Waits):
             if self._closed:
                 return self._safe
             self._closed = True
-        with self._idle:
-            idle = self._idle.wait_for(lambda: not self._running, _CLOSE_S)
+        idle = self._stop(_CLOSE_S)
         if idle:
             self._executor.close()
             self._safe = self._store.close()
             return self._safe
         log.warning("nvme directory %s: the drive does not answer; left as it is", self._store.directory.path)
-        with self._lock:
-            left = list(self._queue.clear())
-        for batch in left:
-            self._end(batch, Outcome.FAILED, "hung")
+        self._give_up("hung")
         return False

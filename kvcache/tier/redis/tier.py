@@ -6,7 +6,6 @@ Nothing is remembered here of what is there. Threads are bounded and have one co
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -21,7 +20,8 @@ from kvcache.observe.reasons import REASONS
 from kvcache.port import Port
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
-from kvcache.tier.queue import Batch, Queue
+from kvcache.tier.queue import Batch
+from kvcache.tier.queued import QueuedTier
 from kvcache.tier.redis.entrance import Entrance
 from kvcache.tier.redis.lookup import Lookup
 from kvcache.tier.redis.name import Names, in_order
@@ -31,8 +31,7 @@ from kvcache.tier.redis.pool import log, reason
 from kvcache.tier.redis.settling import Settling
 from kvcache.tier.redis.store import Store
 from kvcache.tier.redis.survey import Survey
-from kvcache.tier.ticket import TimedTicket
-from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments
+from kvcache.tier.tier import Outcome, Usage
 
 _CLOSE_S = 2.0  # how long closing waits for what is under way before it cuts the connections
 _MOST_LOOKUPS = 64
@@ -41,7 +40,7 @@ _MOST_MOVES = 3  # how often a call follows keys that are moved between servers
 Work = Callable[..., None]
 
 
-class RedisTier(Waits):
+class RedisTier(QueuedTier):
     """Records in a Redis or Valkey server (6.2 or newer), under keys that begin with `prefix`.
 
     `part_bytes`: a longer payload is split; a multiple of 256 KiB, 16 MiB at most. `expire_s`: after so long a record
@@ -88,7 +87,7 @@ class RedisTier(Waits):
         ):
             if value < least:
                 raise ConfigError(f"redis.{setting} = {value}: expected at least {least}")
-        self._port = port or Port()
+        super().__init__(threads=connections, queue_bytes=queue_bytes, port=port, log=log)
         self._counters = Counters()
         entrance = Entrance(
             url,
@@ -114,85 +113,14 @@ class RedisTier(Waits):
         )
         self._survey = Survey(names, self._store)
         self._lookup = Lookup(self._nodes, names, self._store, self._port.clock)
-        self._threads, self._timeout_s = connections, timeout_s
-        self._queue = Queue(connections, queue_bytes)
-        self._lock = threading.Lock()  # of the queue
-        self._running = 0
+        self._timeout_s = timeout_s
         self._lookups = 0
-        self._idle = self._port.condition()
-        self._executor = self._port.executor(connections, self.name)
         self._asking = self._port.executor(1, f"{self.name}-lookup")
-        self._closed = False
 
     def __repr__(self) -> str:
         return f"RedisTier({self.where!r})"
 
-    def submit(
-        self,
-        op: Op,
-        addresses: Sequence[Address],
-        segments: Sequence[Segments] = (),
-        *,
-        priority: int = WAITING,
-        deadline: float | None = None,
-        on_outcome: Callable[[int, Outcome], None] | None = None,
-    ) -> Ticket:
-        if self._closed:
-            raise ClosedError("redis tier: it was closed")
-        check_segments(op, addresses, segments)
-        ticket = TimedTicket(len(addresses), on_outcome, deadline, self.expire, self._port)
-        batch = Batch(op, addresses, segments, ticket, 0, len(addresses), deadline=deadline)
-        if deadline is not None and deadline < self._port.clock.now():
-            self._end(batch, Outcome.LATE)
-        elif addresses:
-            self._start(batch, priority, deadline)
-        return ticket
-
-    def _start(self, batch: Batch, priority: int, deadline: float | None) -> None:
-        self.expire()
-        blocks = batch.end
-        with self._lock:
-            if self._closed:
-                raise ClosedError("redis tier: it was closed")
-            taken = self._queue.push(batch, priority, deadline)
-            more = min(self._threads - self._running, len(self._queue))
-            self._running += more
-        if taken < blocks:
-            self._end(replace(batch, first=taken, end=blocks), Outcome.DROPPED)
-        for _ in range(more):
-            self._executor.submit(self._work)
-
-    def expire(self) -> None:
-        """End what waited past its deadline."""
-        with self._lock:
-            late = list(self._queue.expired(self._port.clock.now()))
-        for batch in late:
-            self._end(batch, Outcome.LATE)
-
-    def _work(self) -> None:
-        """Do the most urgent piece of work until there is none that may begin."""
-        while True:
-            self.expire()
-            with self._lock:
-                piece = self._queue.pop()
-                if piece is None:
-                    self._running -= 1
-                    break
-            try:
-                self._do(piece)
-            except Exception as error:  # noqa: BLE001  what was submitted ends, whatever happened
-                self._counters.add("defects")
-                log.exception("redis tier: a defect")
-                self._end(piece, Outcome.FAILED, type(error).__name__)
-            with self._lock:
-                self._queue.leave(piece)
-        with self._idle:
-            self._idle.notify_all()
-
     def _do(self, piece: Batch) -> None:
-        if piece.ticket.cancelled:
-            self._end(piece, Outcome.CANCELLED)
-            return
         left: dict[int, str] | None = None  # all of it
         try:
             for _ in range(_MOST_MOVES):
@@ -236,6 +164,9 @@ class RedisTier(Waits):
     def _end(self, batch: Batch, outcome: Outcome, check: str = "") -> None:
         """Settle what of a batch is not settled."""
         Settling(batch, self._counters).rest(outcome, check)
+
+    def _defect(self) -> None:
+        self._counters.add("defects")
 
     def leading(self, addresses: Sequence[Address], *, deadline: float | None = None) -> Future[int]:
         """How many of a chain are here, from its head: in a few round trips however long it is, since a tail is stored
@@ -337,13 +268,8 @@ class RedisTier(Waits):
             if self._closed:
                 return True
             self._closed = True
-        with self._idle:
-            idle = self._idle.wait_for(lambda: not self._running, _CLOSE_S)
-        if not idle:
-            with self._lock:
-                left = list(self._queue.clear())
-            for batch in left:
-                self._end(batch, Outcome.FAILED, "closed")
+        if not self._stop(_CLOSE_S):
+            self._give_up("closed")
         self._nodes.close()
         self._executor.close()
         self._asking.close()
