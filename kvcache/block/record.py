@@ -30,6 +30,8 @@ FIXED_BYTES = 136
 
 PARENT, CHUNK_SUMS, TOKEN_IDS, EXTRAS, KEYED_DIGEST, COST, EXPIRY = range(1, 8)
 ENCRYPTION = 0x8008
+ENCRYPTION_BYTES = 36
+"""Key id, nonce and tag: see `kvcache/block/sealed.py`."""
 MUST_KNOW = 0x8000
 """Bit of a field's tag: a reader that does not know the field cannot use the record."""
 
@@ -137,6 +139,11 @@ def with_field(head: bytes, header: Header, tag: int, body: bytes) -> bytes:
     packed = _pack_fields({**header.fields, tag: body}, 1 << 20)
     fixed = head[: _FIXED.size - 8] + len(packed).to_bytes(4, "little") + bytes(4)
     return fixed + _SUM.pack(_header_sum(fixed, packed)) + packed
+
+
+def expires_ms(fields: Mapping[int, bytes]) -> int:
+    """When a record with these fields expires, in milliseconds since 1970; 0 for never."""
+    return int.from_bytes(fields.get(EXPIRY, b"")[:8], "little")
 
 
 def read_header(buf: Any) -> Header:
@@ -283,7 +290,7 @@ def _unpack_fields(packed: bytes) -> dict[int, bytes]:
             raise RecordError("field", f"field {tag:#06x} of {size} bytes: {len(packed) - at} are there")
         if tag <= last:
             raise RecordError("field", f"field {tag:#06x} behind {last:#06x}: expected ascending tags, each once")
-        if tag & MUST_KNOW:
+        if tag & MUST_KNOW and (tag, size) != (ENCRYPTION, ENCRYPTION_BYTES):
             raise RecordError("field", f"field {tag:#06x}: this reader does not know it, and must", foreign=True)
         fields[tag] = packed[at : at + size]
         at += size

@@ -94,7 +94,7 @@ class Cache:
                 deadline_s=settings.flow.ask_deadline_s,
             ),
             canary=Canary(settings.canary.one_in, self._coder.loss, self.counters, port),
-            write={NvmeTier.name: settings.nvme.write, "redis": settings.redis.write},
+            write={name: getattr(settings, name).write for name in (NvmeTier.name, "redis", "object")},
             queue_blocks=settings.flow.queue_blocks,
             threads=settings.flow.threads,
         )
@@ -345,4 +345,8 @@ def _tiers_below(settings: Settings, port: Port, serves: str) -> list[Tier]:
         from kvcache.tier.redis import RedisTier
 
         tiers.append(RedisTier(**redis.model_dump(exclude={"enabled", "write"}), port=port))
+    if settings.object.enabled:
+        from kvcache.tier.object import ObjectTier
+
+        tiers.append(ObjectTier(**settings.object.model_dump(exclude={"enabled", "write"}), port=port))
     return tiers

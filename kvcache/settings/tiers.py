@@ -38,7 +38,7 @@ def _host_capacity() -> int:
     return max(16 * MiB, mine // MiB * MiB)
 
 
-def _write() -> Any:
+def write_mode() -> Any:
     return Field(
         default="write_through",
         description="When a block goes there: `write_through`, soon after it is stored; `write_back`, when it leaves "
@@ -126,7 +126,7 @@ class Nvme(Section):
         description="How records are kept: `raw`, as they are; `zstd`, smaller and exact (`kvcache-tiers[zstd]`); "
         "`fp8`, `int8`, half or a quarter of the size, with the loss that docs/codecs.md bounds.",
     )
-    write: Write = _write()
+    write: Write = write_mode()
     threads: Count = Field(default=4, description="Threads that read and write.")
     queue_bytes: Bytes = Field(
         default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."
@@ -193,7 +193,7 @@ class Redis(Section):
     part_expire_s: Annotated[float, BeforeValidator(as_number), Field(ge=1, allow_inf_nan=False)] = Field(
         default=86_400, description="After so long the parts of a long record go in any case."
     )
-    write: Write = _write()
+    write: Write = write_mode()
     connections: Count = Field(default=4, description="Connections to each server, with a thread for each.")
     queue_bytes: Bytes = Field(
         default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."

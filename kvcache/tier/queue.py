@@ -51,8 +51,11 @@ class Batch:
 
 
 class Queue:
-    def __init__(self, threads: int, most_write_bytes: int, *, piece_bytes: int = PIECE_BYTES) -> None:
-        self._threads, self._most_writers, self._most_write_bytes = threads, max(1, threads - 1), most_write_bytes
+    def __init__(self, threads: int, most_write_bytes: int, *, piece_bytes: int = PIECE_BYTES, spread: int = 0) -> None:
+        """`spread`: over how many threads a batch is divided where it has less than a piece for each; all of them
+        where not given."""
+        self._spread = spread or threads
+        self._most_writers, self._most_write_bytes = max(1, threads - 1), most_write_bytes
         self._piece_bytes = piece_bytes
         self._lines: dict[tuple[int, int], deque[Batch]] = {}
         self._deadlines: list[tuple[float, int, Batch]] = []
@@ -73,7 +76,7 @@ class Queue:
             batch.end = self._admit(batch)
         taken = batch.end - batch.first
         if taken > 0:
-            shared = -(-taken // self._threads)
+            shared = -(-taken // self._spread)
             batch.share = QUESTIONS if batch.op == "contains" else min(PIECE_BLOCKS, shared)
             self._waiting += taken
             self._lines.setdefault((priority, _RANK[batch.op]), deque()).append(batch)

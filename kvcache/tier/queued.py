@@ -11,7 +11,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 from kvcache.block.address import Address
 from kvcache.errors import ClosedError
@@ -24,7 +23,7 @@ from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Waits, che
 class QueuedTier(Waits, ABC):
     """To inherit. What a tier says for itself: `_do`, `_end` and, where something is special, the other hooks."""
 
-    name: ClassVar[str]
+    name: str
 
     def __init__(
         self,
@@ -34,10 +33,11 @@ class QueuedTier(Waits, ABC):
         port: Port | None,
         log: logging.Logger | logging.LoggerAdapter[logging.Logger],
         piece_bytes: int = PIECE_BYTES,
+        spread: int = 0,
     ) -> None:
         self._port = port or Port()
         self._log, self._threads = log, threads
-        self._queue = Queue(threads, queue_bytes, piece_bytes=piece_bytes)
+        self._queue = Queue(threads, queue_bytes, piece_bytes=piece_bytes, spread=spread)
         self._lock = threading.Lock()  # of the queue
         self._running = 0  # threads at work or asked for
         self._writing: dict[object, float] = {}  # since when

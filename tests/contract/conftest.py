@@ -38,6 +38,7 @@ def served(directory: Path) -> tuple[Any, Callable[[], None]]:
         "host",
         "host+nvme",
         pytest.param("daemon", marks=pytest.mark.skipif(sys.platform != "linux", reason="files in memory are Linux's")),
+        "host+object",
         pytest.param("host+redis", marks=pytest.mark.skipif(bool(MISSING), reason=MISSING)),
     ]
 )
@@ -57,6 +58,7 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
                 "free_floor_bytes": 0,
             },
             redis={"enabled": True, "url": empty(tmp_path).unix} if request.param == "host+redis" else {},
+            object={"enabled": True, "url": f"file://{tmp_path}/objects"} if request.param == "host+object" else {},
         )
     yield made
     assert made.flush(30)

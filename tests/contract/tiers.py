@@ -14,6 +14,7 @@ from kvcache.tier.host import HostTier
 from kvcache.tier.memory import MemoryTier
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme.drives import open_drives
+from kvcache.tier.object import ObjectTier
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.tier import Tier
 from tests.peer.fleet import empty_cluster
@@ -51,6 +52,10 @@ def cluster(path: Path, capacity_bytes: int, port: Port) -> Tier:
     return RedisTier(empty_cluster(path).url, mode="cluster", port=port)
 
 
+def objects(path: Path, capacity_bytes: int, port: Port) -> Tier:
+    return ObjectTier(f"file://{path}/objects", pack_bytes=MIB, port=port)
+
+
 TIERS: dict[str, Factory] = {
     "host": lambda path, capacity, port: HostTier(capacity_bytes=capacity, extent_bytes=MIB // 4, port=port),
     "host-verified": lambda path, capacity, port: HostTier(
@@ -63,11 +68,12 @@ TIERS: dict[str, Factory] = {
     "nvme-drives": drives,
     "redis": redis,
     "redis-cluster": cluster,
+    "object": objects,
 }
-SHARED = {"redis", "redis-cluster"}
+SHARED = {"redis", "redis-cluster", "object"}
 """Tiers whose room is not their own: how much fits is not theirs to say."""
 
-_NEEDS = dict.fromkeys(SHARED, pytest.mark.skipif(bool(MISSING), reason=MISSING))
+_NEEDS = dict.fromkeys(SHARED - {"object"}, pytest.mark.skipif(bool(MISSING), reason=MISSING))
 KINDS = [pytest.param(kind, marks=_NEEDS.get(kind, ())) for kind in TIERS]
 OWN = [kind for kind in TIERS if kind not in SHARED]
 

@@ -120,18 +120,3 @@ def write_id_of(head: bytes) -> int:
 def header_bytes_of(head: bytes) -> int:
     """The used length of the header that begins so."""
     return FIXED_BYTES + int.from_bytes(head[120:124], "little")
-
-
-def in_order(addresses: Sequence[Address]) -> list[Address]:
-    """Each behind its parent, where both are here."""
-    here = {address.signature for address in addresses}
-    children: dict[bytes, list[Address]] = {}
-    ordered = []
-    for address in addresses:
-        if address.parent in here:
-            children.setdefault(address.parent, []).append(address)
-        else:
-            ordered.append(address)
-    for address in ordered:  # grows while it is walked
-        ordered += children.pop(address.signature, ())
-    return ordered

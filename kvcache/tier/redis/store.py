@@ -25,6 +25,7 @@ from kvcache.block.record import (
 )
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
+from kvcache.tier.piece import cut, flat
 from kvcache.tier.queue import Batch
 from kvcache.tier.redis.name import (
     HEAD_BYTES,
@@ -37,7 +38,7 @@ from kvcache.tier.redis.name import (
     stored_bytes_of,
     write_id_of,
 )
-from kvcache.tier.redis.piece import cut, flat, groups
+from kvcache.tier.redis.piece import groups
 from kvcache.tier.redis.settling import Settling
 from kvcache.tier.redis.wire import MOST_TAKEN, Wire, Wrong
 from kvcache.tier.tier import Outcome, Segments, same_record

@@ -8,7 +8,8 @@ from itertools import islice
 
 from kvcache.block.address import Address
 from kvcache.block.record import CHUNK_BYTES
-from kvcache.tier.redis.name import Names, address_of, header_bytes_of, in_order, is_head_of, stored_bytes_of
+from kvcache.tier.order import in_order
+from kvcache.tier.redis.name import Names, address_of, header_bytes_of, is_head_of, stored_bytes_of
 from kvcache.tier.redis.store import Store
 from kvcache.tier.redis.wire import Wire, Wrong
 from kvcache.tier.tier import Usage

@@ -20,11 +20,12 @@ from kvcache.observe.reasons import REASONS
 from kvcache.port import Port
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
+from kvcache.tier.order import in_order
 from kvcache.tier.queue import Batch
 from kvcache.tier.queued import QueuedTier
 from kvcache.tier.redis.entrance import Entrance
 from kvcache.tier.redis.lookup import Lookup
-from kvcache.tier.redis.name import Names, in_order
+from kvcache.tier.redis.name import Names
 from kvcache.tier.redis.nodes import One, Share, ask
 from kvcache.tier.redis.piece import IN_FLIGHT_BYTES
 from kvcache.tier.redis.pool import log, reason

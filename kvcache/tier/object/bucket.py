@@ -1,0 +1,294 @@
+"""Calls to an object store, each within its deadline; and whether to try it at all.
+
+Retries with jitter are obstore's, inside the time that a call has. A call that is out of time is dropped together with
+its request, so a store that hangs holds no thread. What fails opens the breaker: from then on nothing waits for the
+store until a probe finds it well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+from kvcache.errors import ConfigError
+from kvcache.observe.request import logger
+from kvcache.port import Clock
+from kvcache.tier.breaker import Breaker
+from kvcache.tier.counters import Counters
+
+T = TypeVar("T")
+RETRIES = 3
+NEAR_BYTES = 1 << 20
+"""Between two pieces of an object: reading them costs less than another request."""
+_PAGE = 1000
+_FAIR_S = 0.02  # a call given less than this says nothing of the store by being late
+_QUIET_S = 5.0
+
+log = logger("kvcache.tier.object")
+
+
+class RefusedError(OSError):
+    """The store did not do it; `reason` in a word."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class TakenError(Exception):
+    """Something of this name is there already."""
+
+
+class Listed:
+    """An object as a listing tells of it; `mark` changes with its contents."""
+
+    __slots__ = ("age_s", "mark", "path", "size")
+
+    def __init__(self, meta: Mapping[str, Any], now: float) -> None:
+        self.path = str(meta["path"])
+        self.size = int(meta["size"])
+        self.mark = str(meta["e_tag"] or meta["last_modified"])
+        self.age_s = now - float(meta["last_modified"].timestamp())
+
+
+def _options(file: str) -> dict[str, str]:
+    """Of a file with `name = value` a line, which may hold secrets; nothing of it stands in an error."""
+    try:
+        lines = Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"object.credentials_file = {file!r}: {type(error).__name__}; expected a file") from None
+    found = {}
+    for line in (line.strip() for line in lines):
+        name, equals, value = line.partition("=")
+        if line and not line.startswith("#"):
+            if not equals:
+                raise ConfigError(f"object.credentials_file = {file!r}: expected `name = value` a line")
+            found[name.strip().lower()] = value.strip().strip("\"'")
+    return found
+
+
+def opened(url: str, *, endpoint: str, region: str, credentials_file: str, timeout_s: float) -> Any:
+    """The store of a URL, of which nothing is asked yet. ConfigError where it is none."""
+    try:
+        from obstore.store import from_url
+    except ModuleNotFoundError:
+        raise ConfigError("object.enabled: needs obstore; pip install 'kvcache-tiers[object]'") from None
+    parts = urlsplit(url)
+    config: dict[str, Any] = _options(credentials_file) if credentials_file else {}
+    if "@" in parts.netloc or parts.query:
+        raise ConfigError("object.url: holds credentials; give them in object.credentials_file or the environment")
+    if not parts.scheme:
+        raise ConfigError(f"object.url = {url!r}: expected s3://, gs://, az:// or file:///")
+    try:
+        if parts.scheme == "file":
+            return from_url(url, mkdir=True, automatic_cleanup=True)
+        if parts.scheme == "memory":
+            return from_url(url)
+        config |= {"endpoint": endpoint} if endpoint else {}
+        config |= {"region": region} if region else {}
+        options = {"timeout": f"{timeout_s}s", "connect_timeout": f"{timeout_s}s"}
+        if endpoint.startswith("http://"):
+            options["allow_http"] = True  # type: ignore[assignment]  # a table of both
+        retries = {
+            "max_retries": RETRIES,
+            "retry_timeout": timedelta(seconds=timeout_s),
+            "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
+        }
+        make = cast(Callable[..., Any], from_url)
+        return make(url, config=config, client_options=options, retry_config=retries)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001  whatever obstore makes of a URL or an option
+        said = type(error).__name__ if credentials_file else str(error).splitlines()[0]
+        raise ConfigError(f"object.url = {url!r}: {said}; expected s3://, gs://, az:// or file:///") from None
+
+
+class Bucket:
+    def __init__(
+        self, store: Any, where: str, *, timeout_s: float, most_at_once: int, clock: Clock, counters: Counters
+    ) -> None:
+        self.where, self._store, self._timeout_s = where, store, timeout_s
+        self._clock, self._counters, self._most = clock, counters, most_at_once
+        self.breaker = Breaker(clock, pause_s=0.25, most_s=10.0)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvcache-object", daemon=True)
+        self._thread.start()
+        self._said, self._unsaid = float("-inf"), 0
+
+    # calls
+
+    async def _fetch(self, path: str, first: int, end: int | None) -> memoryview:
+        """Bytes `first` to `end` of an object, or as many as there are."""
+        from obstore import get_async
+
+        options = {} if end is None else {"range": (first, end)}
+        try:
+            got = await get_async(self._store, path, options=cast(Any, options))
+            return memoryview(await got.bytes_async())
+        except Exception as error:
+            if _is_short(error):
+                return memoryview(b"")
+            raise
+
+    def get(self, path: str, deadline: float | None, *, end: int | None = None) -> bytes | None:
+        """The first `end` bytes of an object, or all there are; None where there is none."""
+        came = self._run(lambda: self._fetch(path, 0, end), deadline)
+        return None if came is None else bytes(came)
+
+    def heads(self, paths: Sequence[str], end: int, deadline: float | None) -> list[bytes | None]:
+        """The first `end` bytes of each of these, a bounded number at a time."""
+
+        async def one(path: str, turn: asyncio.Semaphore) -> bytes | None:
+            async with turn:
+                try:
+                    return bytes(await self._fetch(path, 0, end))
+                except FileNotFoundError:
+                    return None
+
+        async def call() -> list[bytes | None]:
+            turn = asyncio.Semaphore(self._most)
+            return await asyncio.gather(*(one(path, turn) for path in paths))
+
+        return self._run(call, deadline) or []
+
+    def ranges(self, path: str, parts: Sequence[tuple[int, int]], deadline: float | None) -> list[memoryview] | None:
+        """Pieces of an object, (first, end) each, in ascending order; near ones come together. Short where the object
+        ends before; None where it is gone."""
+        spans: list[tuple[int, int]] = []
+        for first, end in parts:
+            if spans and first - spans[-1][1] <= NEAR_BYTES:
+                spans[-1] = spans[-1][0], end
+            else:
+                spans.append((first, end))
+
+        async def call() -> list[memoryview]:
+            return await asyncio.gather(*(self._fetch(path, first, end) for first, end in spans))
+
+        came = self._run(call, deadline)
+        if came is None:
+            return None
+        found, at = [], 0
+        for first, end in parts:
+            while first >= spans[at][1]:
+                at += 1
+            found.append(came[at][first - spans[at][0] : end - spans[at][0]])
+        return found
+
+    def put(
+        self,
+        path: str,
+        pieces: Sequence[memoryview],
+        deadline: float | None,
+        *,
+        create: bool,
+        part_bytes: int | None = None,
+    ) -> str:
+        """Write an object; its mark. `create`: TakenError where there is one. `part_bytes`: in parts of this size, some
+        at a time; it appears when the last is there."""
+        from obstore import put_async
+
+        async def call() -> str:
+            mode: Any = "create" if create else "overwrite"
+            if part_bytes is not None:
+                done = await put_async(
+                    self._store, path, iter(pieces), use_multipart=True, chunk_size=part_bytes, max_concurrency=4
+                )
+            else:
+                done = await put_async(self._store, path, iter(pieces), mode=mode, use_multipart=False)
+            return str(done["e_tag"] or "")
+
+        return self._run(call, deadline) or ""
+
+    def list(self, prefix: str, deadline: float | None) -> list[Listed]:
+        from obstore import list as listing
+
+        async def call() -> list[Listed]:
+            now = self._clock.wall()
+            found: list[Listed] = []
+            async for page in listing(self._store, prefix, chunk_size=_PAGE):
+                found += [Listed(cast(Mapping[str, Any], meta), now) for meta in page]
+            return found
+
+        return self._run(call, deadline) or []
+
+    def delete(self, paths: Sequence[str], deadline: float | None) -> None:
+        """What is gone already is no fault."""
+        from obstore import delete_async
+
+        for path in paths:
+            self._run(lambda path=path: delete_async(self._store, path), deadline)  # type: ignore[misc]  # bound by a default
+
+    # how they end
+
+    def _run(self, make: Callable[[], Awaitable[T]], deadline: float | None) -> T | None:
+        """What a call comes to; None where the object is not there. OSError where the store did not do it: TimeoutError
+        for time, RefusedError with a reason."""
+        if not self.breaker.allows():
+            raise RefusedError("breaker")
+        began = self._clock.now()
+        left = self._timeout_s if deadline is None else min(self._timeout_s, deadline - began)
+        future = asyncio.run_coroutine_threadsafe(_bounded(make, max(0.0, left)), self._loop)
+        try:
+            result = future.result()
+        except FileNotFoundError:
+            self.breaker.passed()
+            return None
+        except concurrent.futures.CancelledError:
+            raise RefusedError("closed") from None
+        except (TimeoutError, asyncio.TimeoutError):
+            if left >= _FAIR_S:
+                self._failed("timeout", "it did not answer in time")
+            raise TimeoutError("timeout") from None
+        except Exception as error:  # noqa: BLE001  whatever obstore makes of what the store did
+            kind = type(error).__name__
+            if kind in {"AlreadyExistsError", "PreconditionError"}:
+                self.breaker.passed()
+                raise TakenError from None
+            reason = {"PermissionDeniedError": "denied", "UnauthenticatedError": "denied"}.get(kind, "failed")
+            reason = "unsupported" if kind in {"NotSupportedError", "NotImplementedError"} else reason
+            self._failed(reason, (str(error).splitlines() or [kind])[0][:200])
+            raise RefusedError(reason) from None
+        self.breaker.passed()
+        return result
+
+    def _failed(self, reason: str, said: str) -> None:
+        self._counters.add("faults")
+        self._counters.add(f"faults_{reason}")
+        if self.breaker.failed():
+            self._counters.add("breaker_opened")
+        self._unsaid += 1
+        now = self._clock.now()
+        if now - self._said >= _QUIET_S:
+            log.warning("object %s: %s: %s; %d faults since the last line", self.where, reason, said, self._unsaid)
+            self._said, self._unsaid = now, 0
+
+    def close(self) -> None:
+        """End what is under way."""
+
+        async def end() -> None:
+            others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            self._loop.stop()
+
+        if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(end(), self._loop)
+            self._thread.join()
+            self._loop.close()
+
+
+def _is_short(error: Exception) -> bool:
+    """Stores have no name of their own for a range that begins behind the end: HTTP says 416, a directory in words."""
+    said = str(error).lower()
+    return type(error).__name__ == "GenericError" and ("416" in said or "range was invalid" in said)
+
+
+async def _bounded(make: Callable[[], Awaitable[T]], seconds: float) -> T:
+    return await asyncio.wait_for(cast(Coroutine[Any, Any, T], make()), seconds)

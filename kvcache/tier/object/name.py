@@ -1,0 +1,71 @@
+"""Where packs lie in a store. See `docs/spec/object.md`.
+
+PREFIX/o1r1/NAMESPACE/PLACE/FIRST              a pack: the records behind the block of this signature
+PREFIX/o1r1/NAMESPACE/PLACE/FIRST.WRITE        another one that begins with the same block
+PREFIX/o1r1/NAMESPACE/catalogue                a copy of the tables of many packs
+PREFIX/o1r1/NAMESPACE/about                    whose namespace this is
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import NamedTuple
+
+from kvcache.block.address import Address
+from kvcache.block.layout import Shard
+from kvcache.block.record import VERSION
+from kvcache.errors import ConfigError
+from kvcache.tier.object.pack import VERSION as PACK_VERSION
+
+FORM = f"o{PACK_VERSION}r{VERSION}"
+CATALOGUE, ABOUT = "catalogue", "about"
+_PREFIX = re.compile(r"([A-Za-z0-9._-]{1,64}/?)*")
+
+
+class Place(NamedTuple):
+    """Where a record's packs lie: its namespace, group and shard."""
+
+    namespace: bytes
+    group: int
+    shard: Shard
+
+    @classmethod
+    def of(cls, address: Address) -> Place:
+        return cls(address.namespace, address.group, address.shard)
+
+
+class Names:
+    def __init__(self, prefix: str) -> None:
+        if not _PREFIX.fullmatch(prefix) or ".." in prefix:
+            raise ConfigError(f"object.prefix = {prefix!r}: expected letters, digits and ._- with / between")
+        self.root = "/".join(part for part in (*prefix.split("/"), FORM) if part)
+
+    def namespace(self, namespace: bytes) -> str:
+        return f"{self.root}/{namespace.hex()}"
+
+    def about(self, namespace: bytes) -> str:
+        return f"{self.namespace(namespace)}/{ABOUT}"
+
+    def catalogue(self, namespace: bytes) -> str:
+        return f"{self.namespace(namespace)}/{CATALOGUE}"
+
+    def pack(self, place: Place, first: bytes, *, other: bool = False) -> str:
+        """Of the pack that begins with the block of this signature; `other`: beside one of that name."""
+        shard = place.shard
+        part = f"{place.group}-{shard.first_layer}-{shard.end_layer}-{shard.first_head}-{shard.end_head}"
+        end = f".{secrets.token_hex(8)}" if other else ""
+        return f"{self.namespace(place.namespace)}/{part}/{first.hex()}{end}"
+
+    def namespace_of(self, path: str) -> bytes | None:
+        """Whose object this is; None for what is not ours."""
+        parts = path[len(self.root) + 1 :].split("/") if path.startswith(self.root + "/") else []
+        if len(parts) < 2 or len(parts[0]) != 64:
+            return None
+        try:
+            return bytes.fromhex(parts[0])
+        except ValueError:
+            return None
+
+    def is_pack(self, path: str) -> bool:
+        return self.namespace_of(path) is not None and path.count("/", len(self.root) + 1) == 2

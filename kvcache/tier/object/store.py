@@ -1,0 +1,282 @@
+"""What one call does to a batch of records. An OSError leaves what was not settled to the caller.
+
+A read takes the records of a pack in one request, compares the whole identity and every checksum, and only then fills
+the caller's segments: one that comes too late touches nothing. A write packs what is new and puts it where nothing is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from kvcache.block.address import Address
+from kvcache.block.keyed import Signer
+from kvcache.block.record import KEYED_DIGEST, RecordError, read_header, verify, with_field
+from kvcache.tier.breaker import Breaker
+from kvcache.tier.counters import Counters
+from kvcache.tier.object.bucket import Bucket, RefusedError, TakenError
+from kvcache.tier.object.catalogue import Catalogue, Pack
+from kvcache.tier.object.name import Names, Place
+from kvcache.tier.object.pack import Cut, Row, made
+from kvcache.tier.piece import flat
+from kvcache.tier.queue import Batch
+from kvcache.tier.tier import Outcome, Segments, same_record
+
+DONE, ABSENT, FAILED = Outcome.DONE, Outcome.ABSENT, Outcome.FAILED
+Settle = Callable[[int, Outcome, str], None]
+MULTIPART_BYTES = 32 << 20
+"""A larger object goes in parts."""
+_TRIES = 3  # to write where others do
+
+
+class Store:
+    def __init__(
+        self,
+        bucket: Bucket,
+        catalogue: Catalogue,
+        names: Names,
+        counters: Counters,
+        shut: Breaker,
+        *,
+        pack_bytes: int,
+        signer: Signer | None,
+    ) -> None:
+        """`shut`: of writes, which a store may refuse while it is read. `signer`: what is written is signed, and only
+        what is signed is read."""
+        self._bucket, self._catalogue, self._names, self._counters = bucket, catalogue, names, counters
+        self._shut, self._signer, self._pack_bytes = shut, signer, pack_bytes
+        self._creates = True  # the store can write only where nothing is
+        self._removing = threading.Lock()
+
+    def contains(self, batch: Batch, settle: Settle) -> None:
+        for i, found in zip(batch.blocks, self._catalogue.find(batch.wanted, batch.deadline), strict=True):
+            settle(i, ABSENT if found is None else DONE, "")
+
+    # reading
+
+    def read(self, batch: Batch, settle: Settle) -> None:
+        left = list(batch.blocks)
+        for again in (False, True):  # a pack that is gone may have been written anew without some of its records
+            found = self._catalogue.find([batch.addresses[i] for i in left], batch.deadline)
+            packs: dict[Pack, list[tuple[int, Row]]] = {}
+            for i, there in zip(left, found, strict=True):
+                if there is None:
+                    settle(i, ABSENT, "")
+                else:
+                    packs.setdefault(there[0], []).append((i, there[1]))
+            left = []
+            for pack, wanted in packs.items():
+                left += self._read_pack(batch, pack, sorted(wanted, key=lambda each: each[1].at), settle)
+            if not left:
+                return
+            if not again:
+                self._catalogue.refresh(batch.addresses[left[0]].namespace, batch.deadline, now=True)
+        for i in left:
+            settle(i, ABSENT, "")
+
+    def _read_pack(self, batch: Batch, pack: Pack, wanted: Sequence[tuple[int, Row]], settle: Settle) -> list[int]:
+        """Of one pack; the blocks of one that is not there any more."""
+        parts = [(row.at, row.at + row.size) for _, row in wanted]
+        got = self._bucket.ranges(pack.path, parts, batch.deadline)
+        if got is None:
+            self._counters.add("gone_packs")
+            self._catalogue.forget(pack.path)
+            return [i for i, _ in wanted]
+        bad: list[tuple[int, Row, str]] = []
+        for (i, row), data in zip(wanted, got, strict=True):
+            try:
+                self._take(batch.addresses[i], data, row, batch.segments[i])
+                settle(i, DONE, "")
+            except RecordError as error:
+                if error.check == "room":
+                    settle(i, FAILED, "length")
+                elif error.foreign:
+                    settle(i, Outcome.FOREIGN, error.check)
+                else:
+                    bad.append((i, row, error.check))
+        if bad and self._catalogue.learn(pack.path, batch.deadline, mark=pack.mark) != pack.table:
+            return [i for i, _, _ in bad]  # it changed since its table was read
+        for i, row, check in bad:
+            self._counters.add("damaged")
+            self._counters.add(f"damaged_{check}")
+            self.remove_rows(pack, {row.signature}, batch.deadline)
+            settle(i, Outcome.DAMAGED, check)
+        return []
+
+    def _take(self, address: Address, data: memoryview, row: Row, segments: Segments) -> None:
+        """Judge what came of a record, and bring it where it belongs; RecordError where that cannot be."""
+        if len(data) != row.size:
+            raise RecordError("short", f"{len(data)} bytes of {row.size}")
+        header = read_header(data)
+        body = data[header.header_bytes :]
+        if len(body) != header.stored_bytes:
+            raise RecordError("length", f"{len(body)} bytes of payload: {header.stored_bytes} were stored")
+        verify(data, body, address)
+        if self._signer is not None and not self._signer.signed(bytes(data[: header.header_bytes]), header, [body]):
+            raise RecordError("digest", "not signed by a key that is known here")
+        area, pieces = segments[0].cast("B"), flat(segments[1:], len(body))
+        if len(area) < header.header_bytes or sum(map(len, pieces)) < len(body):
+            raise RecordError("room", "the caller's segments are too small")
+        area[: header.header_bytes] = data[: header.header_bytes]
+        area[header.header_bytes :] = bytes(len(area) - header.header_bytes)
+        at = 0
+        for piece in pieces:
+            piece[:] = body[at : at + len(piece)]
+            at += len(piece)
+
+    # writing
+
+    def write(self, batch: Batch, settle: Settle) -> None:
+        new: list[Cut] = []
+        known = self._catalogue.find(batch.wanted, batch.deadline, ask=False)
+        for i, there in zip(batch.blocks, known, strict=True):
+            try:
+                record = self._cut(i, batch.addresses[i], batch.segments[i])
+            except RecordError as error:
+                settle(i, FAILED, error.check)
+                continue
+            if there is None:
+                new.append(record)
+            else:
+                settle(i, DONE, "")
+        if new and not self._shut.allows():
+            for record in new:
+                settle(record.i, FAILED, "breaker")
+            return
+        for run in self._runs(new):
+            self._write_run(run, batch.deadline, settle)
+
+    def _cut(self, i: int, address: Address, segments: Segments) -> Cut:
+        """A record as it goes out; RecordError where it is not that of the address."""
+        header = read_header(segments[0])
+        if header.address.name != address.name or not same_record(header.address, address):
+            raise RecordError("address", "the header names another record than the call")
+        pieces = flat(segments[1:], header.stored_bytes)
+        if sum(map(len, pieces)) < header.stored_bytes:
+            raise RecordError("length", f"{header.stored_bytes} stored bytes: fewer are there")
+        head = bytes(segments[0][: header.header_bytes])
+        if self._signer is not None:
+            head = with_field(head, header, KEYED_DIGEST, self._signer.sign(head, header, pieces))
+        return Cut(i, address, [memoryview(head), *pieces])
+
+    def _runs(self, records: Sequence[Cut]) -> Iterator[list[Cut]]:
+        """Those that follow each other in a chain, as many as make a pack."""
+        run: list[Cut] = []
+        size = 0
+        for record in records:
+            behind = bool(run) and record.address.parent == run[-1].address.signature
+            together = behind and Place.of(record.address) == Place.of(run[0].address)
+            if run and (not together or size + record.size > self._pack_bytes):
+                yield run
+                run, size = [], 0
+            run.append(record)
+            size += record.size
+        if run:
+            yield run
+
+    def _write_run(self, run: list[Cut], deadline: float | None, settle: Settle) -> None:
+        for _ in range(_TRIES):
+            try:
+                self._put(run, deadline)
+            except TakenError:
+                run = self._beside(run, deadline, settle)
+                if not run:
+                    return
+                continue
+            except RefusedError as error:
+                if error.reason == "unsupported" and self._creates:
+                    self._creates = False
+                    continue
+                self._refused(run, error.reason, settle)
+                return
+            self._shut.passed()
+            for record in run:
+                settle(record.i, DONE, "")
+            return
+        for record in run:
+            settle(record.i, FAILED, "raced")
+
+    def _refused(self, run: Sequence[Cut], reason: str, settle: Settle) -> None:
+        self._counters.add("refused", len(run))
+        if self._shut.failed():
+            self._counters.add("writes_stopped")
+        for record in run:
+            settle(record.i, FAILED, reason)
+
+    def _put(self, run: Sequence[Cut], deadline: float | None) -> None:
+        """Make a pack. TakenError where there is one that begins with the same block."""
+        table, pieces = made(run)
+        place, size = Place.of(run[0].address), table.size_bytes
+        create = self._creates and size <= MULTIPART_BYTES
+        if not create and self._catalogue.ask(run[0].address, deadline):
+            raise TakenError
+        path = self._names.pack(place, table.rows[0].signature, other=not create)
+        part_bytes = self._pack_bytes if size > MULTIPART_BYTES else None
+        mark = self._bucket.put(path, pieces, deadline, create=create, part_bytes=part_bytes)
+        self._catalogue.add(Pack(path, mark, table))
+        self._counters.add("written_packs")
+
+    def _beside(self, run: list[Cut], deadline: float | None, settle: Settle) -> list[Cut]:
+        """Somebody has written a pack that begins with the same block: what of a run is left to write."""
+        path = self._names.pack(Place.of(run[0].address), run[0].address.signature)
+        table = self._catalogue.learn(path, deadline)
+        if table is None:  # nobody can use it
+            self._bucket.delete([path], deadline)
+        there = {row.signature for row in table.rows} if table is not None else set()
+        expired = self._catalogue.find([record.address for record in run], deadline, ask=False)
+        left = []
+        for record, found in zip(run, expired, strict=True):
+            if found is not None and record.address.signature in there:
+                settle(record.i, DONE, "")
+            else:
+                left.append(record)
+        if left and left[0].address.signature in there:  # expired, or of another parent: it makes room
+            self._bucket.delete([path], deadline)
+            self._catalogue.forget(path)
+        return left
+
+    # removing
+
+    def remove(self, batch: Batch, settle: Settle) -> None:
+        packs: dict[Pack, list[tuple[int, Row]]] = {}
+        for i, there in zip(batch.blocks, self._catalogue.find(batch.wanted, batch.deadline), strict=True):
+            if there is None:
+                settle(i, ABSENT, "")
+            else:
+                packs.setdefault(there[0], []).append((i, there[1]))
+        for pack, wanted in packs.items():
+            gone = self.remove_rows(pack, {row.signature for _, row in wanted}, batch.deadline)
+            for i, row in wanted:
+                settle(i, DONE if row.signature in gone else ABSENT, "")
+
+    def remove_rows(self, pack: Pack, leaving: set[bytes], deadline: float | None) -> set[bytes]:
+        """Take these out of a pack, which is written anew where others are left in it; those that were there."""
+        with self._removing:
+            table = self._catalogue.learn(pack.path, deadline, mark=pack.mark)
+            if table is None:
+                return set()
+            kept = [row for row in table.rows if row.signature not in leaving]
+            data = self._bucket.get(pack.path, deadline) if kept else None
+            if data is not None:
+                view = memoryview(data)
+                whole = [row for row in kept if row.at + row.size <= len(data)]
+                rest = [Cut(k, table.address(r), [view[r.at : r.at + r.size]]) for k, r in enumerate(whole)]
+                self._rewrite(rest, deadline)
+            self._bucket.delete([pack.path], deadline)
+            self._catalogue.forget(pack.path)
+            self._catalogue.refresh(table.namespace, deadline)
+            return leaving & {row.signature for row in table.rows}
+
+    def _rewrite(self, rest: Sequence[Cut], deadline: float | None) -> None:
+        sound = []
+        for record in rest:
+            try:
+                read_header(record.pieces[0])
+                sound.append(record)
+            except RecordError:
+                self._counters.add("damaged")
+        if sound:
+            table, pieces = made(sound)
+            path = self._names.pack(Place.of(sound[0].address), table.rows[0].signature, other=True)
+            mark = self._bucket.put(path, pieces, deadline, create=False)
+            self._catalogue.add(Pack(path, mark, table))

@@ -1,0 +1,103 @@
+"""Looking at a store as a whole: what is there, whether it is sound, what is too old."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvcache.block.address import Address
+from kvcache.tier.object.bucket import Bucket, Listed
+from kvcache.tier.object.catalogue import Catalogue, Pack
+from kvcache.tier.object.name import Names
+from kvcache.tier.order import in_order
+from kvcache.tier.tier import Usage
+
+
+@dataclass(slots=True)
+class Space:
+    """What lies there of one namespace."""
+
+    namespace: bytes
+    packs: int = 0
+    size_bytes: int = 0
+    oldest_s: float = 0.0
+    newest_s: float = float("inf")
+
+
+class Survey:
+    def __init__(self, bucket: Bucket, catalogue: Catalogue, names: Names) -> None:
+        self._bucket, self._catalogue, self._names = bucket, catalogue, names
+
+    def listed(self, namespace: bytes | None = None) -> list[Listed]:
+        """Every object of ours."""
+        under = self._names.root if namespace is None else self._names.namespace(namespace)
+        listed = self._bucket.list(under + "/", None)
+        return [each for each in listed if self._names.namespace_of(each.path) is not None]
+
+    def namespaces(self) -> list[bytes]:
+        found = (self._names.namespace_of(each.path) for each in self.listed() if self._names.is_pack(each.path))
+        return list(dict.fromkeys(namespace for namespace in found if namespace is not None))
+
+    def spaces(self) -> list[Space]:
+        """By namespace, from the listing alone."""
+        spaces: dict[bytes, Space] = {}
+        for each in self.listed():
+            namespace = self._names.namespace_of(each.path)
+            if namespace is not None and self._names.is_pack(each.path):
+                space = spaces.setdefault(namespace, Space(namespace))
+                space.packs, space.size_bytes = space.packs + 1, space.size_bytes + each.size
+                space.oldest_s, space.newest_s = max(space.oldest_s, each.age_s), min(space.newest_s, each.age_s)
+        return list(spaces.values())
+
+    def packs(self) -> Iterator[Pack]:
+        for namespace in self.namespaces():
+            self._catalogue.refresh(namespace, None, now=True)
+            yield from self._catalogue.packs(namespace)
+
+    def addresses(self, namespace: bytes | None = None) -> list[Address]:
+        found = []
+        for each in self.namespaces() if namespace is None else [namespace]:
+            self._catalogue.refresh(each, None, now=True)
+            found += in_order([pack.table.address(row) for pack, row in self._catalogue.rows(each)])
+        return found
+
+    def usage(self) -> Usage:
+        listed = [each for each in self.listed() if self._names.is_pack(each.path)]
+        return Usage(len(self.addresses()), sum(each.size for each in listed), 0)
+
+    def check(self) -> list[str]:
+        faults = []
+        sizes = {each.path: each.size for each in self.listed() if self._names.is_pack(each.path)}
+        known = {pack.path: pack for pack in self.packs()}
+        for path, size in sizes.items():
+            pack = known.get(path)
+            if pack is None:
+                faults.append(f"object: {path} is no pack that this version can read")
+            elif pack.table.size_bytes != size:
+                faults.append(f"object: {path} has {size} bytes, its table says {pack.table.size_bytes}")
+        return faults
+
+    def prune(self, *, older_s: float | None, most_bytes: int | None, dry_run: bool) -> Space:
+        """Delete packs that are older than so much, and the oldest beyond so many bytes; what went. With the last pack
+        of a namespace goes what else there is of it."""
+        packs = sorted((each for each in self.listed() if self._names.is_pack(each.path)), key=lambda each: each.age_s)
+        gone, kept_bytes = Space(b""), 0
+        leaving: list[Listed] = []
+        for each in packs:  # the youngest first
+            old = older_s is not None and each.age_s > older_s
+            if old or (most_bytes is not None and kept_bytes + each.size > most_bytes):
+                leaving.append(each)
+            else:
+                kept_bytes += each.size
+        gone.packs, gone.size_bytes = len(leaving), sum(each.size for each in leaving)
+        gone.oldest_s = max((each.age_s for each in leaving), default=0.0)
+        if not dry_run:
+            self._bucket.delete([each.path for each in reversed(leaving)], None)
+            self.drop_empty()
+        return gone
+
+    def drop_empty(self) -> None:
+        """Of namespaces without a pack, delete what else there is."""
+        listed = self.listed()
+        full = {self._names.namespace_of(each.path) for each in listed if self._names.is_pack(each.path)}
+        self._bucket.delete([each.path for each in listed if self._names.namespace_of(each.path) not in full], None)

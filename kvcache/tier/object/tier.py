@@ -1,0 +1,218 @@
+"""The object tier: the contract of a tier over an object store that others use as well.
+
+Its room is the store's, and so is the end of what lies there: lifecycle rules, `kvcache object prune`, an expiry of
+the record's own. Threads are bounded; none of them is held by a store that hangs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+
+from kvcache.block.address import Address
+from kvcache.block.keyed import Signer
+from kvcache.errors import ConfigError
+from kvcache.observe.reasons import REASONS
+from kvcache.port import Port
+from kvcache.tier.breaker import Breaker
+from kvcache.tier.counters import Counters
+from kvcache.tier.object.bucket import Bucket, RefusedError, log, opened
+from kvcache.tier.object.catalogue import Catalogue
+from kvcache.tier.object.name import Names
+from kvcache.tier.object.store import Store
+from kvcache.tier.object.survey import Survey
+from kvcache.tier.queue import Batch
+from kvcache.tier.queued import QueuedTier
+from kvcache.tier.tier import Outcome, Usage
+
+_CLOSE_S = 5.0  # how long closing waits for what is under way before it drops it
+_MOST_LOOKUPS = 64
+_ROOM_BYTES = 1 << 60
+
+
+class ObjectTier(QueuedTier):
+    """Records in an object store: S3 and what speaks like it, Google's, Azure's, a directory.
+
+    `url`: `s3://BUCKET`, `gs://BUCKET`, `az://ACCOUNT/CONTAINER`, `file:///DIRECTORY`. `pack_bytes`: records of a chain
+    that are written together lie in one object, up to this size. `refresh_s`: how often the store is asked to list what
+    is there. `timeout_s`: what a call without a deadline of its own may take, and the most that any may.
+
+    Opening asks nothing of the store: one that is away is a miss until it is there.
+    """
+
+    name = "object"
+    durable = shared = True
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        endpoint: str = "",
+        region: str = "",
+        credentials_file: str = "",
+        prefix: str = "kvcache",
+        pack_bytes: int = 16 << 20,
+        refresh_s: float = 30.0,
+        connections: int = 8,
+        queue_bytes: int = 256 << 20,
+        signing_key_file: str = "",
+        timeout_s: float = 10.0,
+        port: Port | None = None,
+    ) -> None:
+        for setting, value, least in (
+            ("pack_bytes", pack_bytes, 1),
+            ("connections", connections, 1),
+            ("queue_bytes", queue_bytes, 1),
+            ("timeout_s", timeout_s, 0.001),
+            ("refresh_s", refresh_s, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"object.{setting} = {value}: expected at least {least}")
+        names = Names(prefix)
+        signer = Signer.of(signing_key_file, "object.signing_key_file") if signing_key_file else None
+        found = opened(url, endpoint=endpoint, region=region, credentials_file=credentials_file, timeout_s=timeout_s)
+        super().__init__(
+            threads=connections, queue_bytes=queue_bytes, port=port, log=log, piece_bytes=pack_bytes, spread=1
+        )
+        clock = self._port.clock
+        self.where, self._timeout_s, self._names = url, timeout_s, names
+        self._counters = Counters()
+        self._bucket = Bucket(
+            found, url, timeout_s=timeout_s, most_at_once=4 * connections, clock=clock, counters=self._counters
+        )
+        self._catalogue = Catalogue(self._bucket, names, clock, self._counters, refresh_s=refresh_s)
+        self._shut = Breaker(clock, pause_s=0.25, most_s=10.0)
+        self._store = Store(
+            self._bucket,
+            self._catalogue,
+            names,
+            self._counters,
+            self._shut,
+            pack_bytes=pack_bytes,
+            signer=signer,
+        )
+        self.survey = Survey(self._bucket, self._catalogue, names)
+        self._asking = self._port.executor(1, f"{self.name}-lookup")
+        self._lookups = 0
+
+    def __repr__(self) -> str:
+        return f"ObjectTier({self.where!r})"
+
+    def _do(self, piece: Batch) -> None:
+        settle = self._settle(piece)
+        try:
+            getattr(self._store, piece.op)(piece, settle)
+        except TimeoutError:
+            self._end(piece, Outcome.LATE, "timeout")
+        except RefusedError as error:
+            self._end(piece, Outcome.FAILED, error.reason)
+
+    def _settle(self, batch: Batch):  # type: ignore[no-untyped-def]  # a Settle
+        counters, ticket = self._counters, batch.ticket
+
+        def settle(i: int, outcome: Outcome, check: str = "") -> None:
+            counters.add(f"{batch.op}_{outcome.value}")
+            if outcome is Outcome.DONE and batch.segments:
+                counters.add(f"{batch.op}_bytes", batch.size_bytes(i))
+            ticket.settle(i, outcome, check)
+
+        return settle
+
+    def _end(self, batch: Batch, outcome: Outcome, check: str = "") -> None:
+        settle = self._settle(batch)
+        for i in batch.blocks:
+            if not batch.ticket.settled(i):
+                settle(i, outcome, check)
+
+    def _defect(self) -> None:
+        self._counters.add("defects")
+
+    def leading(self, addresses: Sequence[Address], *, deadline: float | None = None) -> Future[int]:
+        """How many of a chain are here, from its head: from what is known, and by asking for what goes on. 0 where the
+        store does not answer in time and nothing is known."""
+        nothing: Future[int] = Future()
+        with self._lock:
+            if self._closed or self._lookups >= _MOST_LOOKUPS or not addresses:
+                nothing.set_result(0)
+                return nothing
+            self._lookups += 1
+        return self._asking.submit(lambda: self._look(addresses, deadline))
+
+    def _look(self, addresses: Sequence[Address], deadline: float | None) -> int:
+        try:
+            return self._catalogue.leading(addresses, deadline)
+        except OSError:
+            return 0
+        finally:
+            with self._lock:
+                self._lookups -= 1
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What happened since the tier was opened, by name."""
+        return self._counters.snapshot()
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """Of the counters those that tell of something wrong."""
+        return {name: count for name, count in self.counters.items() if name in REASONS["tier_faults", "fault"]}
+
+    @property
+    def breaker(self) -> str:
+        return "open" if self._bucket.breaker.is_open() else "closed"
+
+    def room(self, record_bytes: int) -> int:
+        """A store has no end that it tells of."""
+        return 0 if self._shut.is_open() else _ROOM_BYTES // record_bytes
+
+    def siblings(self, address: Address) -> list[Address]:
+        """Only itself: a store gives room back record by record."""
+        try:
+            (found,) = self._catalogue.find([address], None)
+        except OSError:
+            return []
+        return [found[0].table.address(found[1])] if found else []
+
+    def scan(self) -> Iterator[Address]:
+        """All records under this prefix, each behind its parent. Reads the tables of all packs."""
+        try:
+            return iter(self.survey.addresses())
+        except OSError:
+            return iter(())
+
+    def sync(self) -> bool:
+        """What was acknowledged is as safe as the store makes it."""
+        return True
+
+    def usage(self) -> Usage:
+        """Of all namespaces under this prefix, whoever wrote them; nothing while the store does not answer."""
+        try:
+            return self.survey.usage()
+        except OSError:
+            return Usage(0, 0, 0)
+
+    def check(self) -> list[str]:
+        """Whether each object is a pack, whole in length. Reads no payload."""
+        if self._closed:
+            return []
+        try:
+            return self.survey.check()
+        except OSError:
+            return [f"object {self.where}: it does not answer"]
+
+    def troubles(self) -> list[str]:
+        shut = not self._closed and (self._bucket.breaker.is_open() or self._shut.is_open())
+        return [f"object {self.where}: it does not answer, or refuses; it is tried again by itself"] if shut else []
+
+    def close(self) -> bool:
+        """Run what was submitted, for a moment; what the store leaves unanswered then fails. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return True
+            self._closed = True
+        if not self._stop(_CLOSE_S):
+            self._give_up("closed")
+        self._bucket.close()
+        self._executor.close()
+        self._asking.close()
+        return True

@@ -1,0 +1,301 @@
+"""What the object tier adds to the contract: packs, what a cold process finds, two writers, and objects that others
+delete, cut or replace."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache.block.record import RecordError, read_header
+from kvcache.errors import ConfigError
+from kvcache.port import Port
+from kvcache.testing.blocks import PAYLOAD_BYTES, chain, record
+from kvcache.testing.tier import Clock, intact, write
+from kvcache.tier.object import ObjectTier
+from kvcache.tier.object import catalogue as module
+from kvcache.tier.object.name import Names, Place
+from kvcache.tier.object.pack import Cut, made, read_table
+from kvcache.tier.tier import Outcome
+
+DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
+MIB = 1 << 20
+Open = Callable[..., ObjectTier]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    """Opens tiers in one directory, as processes of a fleet do; each is closed at the end."""
+    tiers: list[ObjectTier] = []
+
+    def open_tier(**settings: Any) -> ObjectTier:
+        settings = {"port": Port(clock=Clock()), "refresh_s": 1e9, **settings}
+        tiers.append(ObjectTier(f"file://{tmp_path}/store", **settings))
+        return tiers[-1]
+
+    yield open_tier
+    for tier in tiers:
+        tier.close()
+
+
+def objects(place: Path) -> list[Path]:
+    return sorted(path for path in (place / "store").rglob("*") if path.is_file())
+
+
+def test_a_chain_lies_in_few_objects(opened: Open, tmp_path: Path) -> None:
+    tier, blocks = opened(), chain(60)
+    assert set(write(tier, blocks)) == {DONE}
+    assert len(objects(tmp_path)) == 1
+    tier = opened(pack_bytes=10 * (PAYLOAD_BYTES + 4096))
+    others = chain(60, seed=1)
+    assert set(write(tier, others)) == {DONE}
+    assert 6 <= len(objects(tmp_path)) - 1 <= 8
+    assert intact(opened(), others)
+    assert opened().check() == []
+
+
+def test_chains_stand_apart(opened: Open, tmp_path: Path) -> None:
+    tier = opened()
+    assert set(write(tier, chain(3) + chain(3, seed=1) + chain(2, group=1))) == {DONE}
+    assert len(objects(tmp_path)) == 3
+
+
+def test_a_cold_process_finds_any_block(opened: Open) -> None:
+    blocks = chain(40)
+    write(opened(), blocks)
+    assert opened().contains(blocks[17:20]) == (DONE,) * 3
+    assert intact(opened(), blocks[39:])
+    assert list(opened().scan()) == blocks
+    assert opened().leading(blocks + chain(3, seed=1)).result(30) == 40
+
+
+def test_what_others_write_later_is_found_by_its_name(opened: Open) -> None:
+    """Between two listings: a new prefix, and what goes on where a known one ends."""
+    one, other, blocks = opened(), opened(), chain(12)
+    assert other.leading(blocks).result(30) == 0
+    write(one, blocks[:5])
+    other._catalogue._missing.clear()  # the moment for which it is remembered is over
+    assert other.leading(blocks).result(30) == 5
+    write(one, blocks[5:])
+    other._catalogue._missing.clear()
+    assert other.contains(blocks) == (DONE,) * 12
+    assert intact(other, blocks)
+
+
+def test_what_lies_within_a_pack_is_found_by_the_next_listing(opened: Open) -> None:
+    one, blocks, clock = opened(), chain(6), Clock()
+    other = opened(port=Port(clock=clock), refresh_s=30)
+    assert other.contains(blocks[3:]) == (ABSENT,) * 3
+    write(one, blocks)
+    assert other.contains(blocks[3:]) == (ABSENT,) * 3
+    clock.seconds += 31
+    assert other.contains(blocks[3:]) == (DONE,) * 3
+
+
+def test_two_that_store_the_same_store_one_copy(opened: Open, tmp_path: Path) -> None:
+    blocks = chain(30)
+    tiers = [opened() for _ in range(4)]
+    for tier in tiers:
+        assert tier.contains(blocks[:1]) == (ABSENT,)
+    outcomes: list[tuple[Outcome, ...]] = []
+
+    def store(tier: ObjectTier, at: int) -> None:
+        outcomes.append(write(tier, blocks[:at]) + write(tier, blocks[at:]))
+
+    threads = [threading.Thread(target=store, args=(tier, 7 + 4 * i)) for i, tier in enumerate(tiers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {outcome for each in outcomes for outcome in each} == {DONE}
+    stored = [row.signature for path in objects(tmp_path) for row in read_table(path.read_bytes()).rows]
+    assert sorted(stored) == sorted(address.signature for address in blocks)
+    assert intact(opened(), blocks)
+
+
+def test_a_large_record_goes_in_parts(opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("kvcache.tier.object.store.MULTIPART_BYTES", 6 * MIB)
+    tier, blocks = opened(pack_bytes=5 * MIB), chain(2)
+    assert write(tier, blocks, 12 * MIB) == (DONE, DONE)
+    assert len(objects(tmp_path)) == 2
+    assert all("." in path.name for path in objects(tmp_path))
+    assert write(opened(), blocks, 12 * MIB) == (DONE, DONE)
+    assert len(objects(tmp_path)) == 2
+    assert intact(opened(), blocks, 12 * MIB)
+
+
+def test_a_store_that_cannot_write_only_where_nothing_is(opened: Open, tmp_path: Path) -> None:
+    tier, blocks = opened(), chain(4)
+    tier._store._creates = False
+    assert set(write(tier, blocks)) == {DONE}
+    other = opened()
+    other._store._creates = False
+    assert set(write(other, blocks)) == {DONE}
+    assert len(objects(tmp_path)) == 1
+    assert intact(opened(), blocks)
+
+
+# tables of many packs
+
+
+def test_the_catalogue_spares_the_next_process(opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "WORTH_COPYING", 8)
+    blocks = [chain(2, seed=seed) for seed in range(12)]
+    for each in blocks:
+        write(opened(), each)
+    first, later = opened(), opened()
+    assert first.contains([each[1] for each in blocks]) == (DONE,) * 12
+    (copy,) = [path for path in objects(tmp_path) if path.name == "catalogue"]
+    for path in {*objects(tmp_path)} - {copy}:  # whoever reads a table now finds none
+        stat = path.stat()
+        with path.open("r+b") as file:
+            file.write(b"none")
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert later.contains([each[1] for each in blocks[:8]]) == (DONE,) * 8  # the writer of the ninth left the copy
+
+
+@pytest.mark.parametrize("how", ["garbage", "stale"])
+def test_a_catalogue_is_never_believed(opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str) -> None:
+    monkeypatch.setattr(module, "WORTH_COPYING", 4)
+    blocks = [chain(2, seed=seed) for seed in range(6)]
+    for each in blocks:
+        write(opened(), each)
+    assert opened().contains([each[1] for each in blocks]) == (DONE,) * 6
+    (copy,) = [path for path in objects(tmp_path) if path.name == "catalogue"]
+    if how == "garbage":
+        copy.write_bytes(b"\xff" * 1000)
+        assert opened().contains([each[1] for each in blocks]) == (DONE,) * 6
+    else:
+        opened().remove(blocks[0])
+        assert opened().contains(blocks[0] + blocks[1]) == (ABSENT, ABSENT, DONE, DONE)
+    assert intact(opened(), blocks[1])
+
+
+# what others do to the objects
+
+
+def test_a_pack_that_a_lifecycle_rule_deletes_is_a_miss(opened: Open, tmp_path: Path) -> None:
+    tier, blocks = opened(), chain(6)
+    write(tier, blocks)
+    objects(tmp_path)[0].unlink()
+    assert tier.read(blocks, [record(address) for address in blocks]) == (ABSENT,) * 6
+    assert tier.contains(blocks) == (ABSENT,) * 6
+    tier._catalogue._missing.clear()
+    assert set(write(tier, blocks)) == {DONE}
+    assert intact(opened(), blocks)
+
+
+@pytest.mark.parametrize("how", ["cut", "empty", "other", "flipped table"])
+def test_an_object_that_somebody_else_changed_is_never_a_hit(opened: Open, tmp_path: Path, how: str) -> None:
+    tier, blocks = opened(), chain(6)
+    write(tier, blocks)
+    (path,) = objects(tmp_path)
+    data = bytearray(path.read_bytes())
+    if how == "flipped table":
+        data[70] ^= 1
+    path.write_bytes({"cut": data[: len(data) // 2], "empty": b"", "other": b"nothing of ours" * 999}.get(how, data))
+    for reader in (tier, opened()):
+        assert reader.breaker == "closed"
+        outcomes = reader.read(blocks, [record(address) for address in blocks])
+        good = [a for a, outcome in zip(blocks, outcomes, strict=True) if outcome is DONE]
+        assert intact(reader, good)
+        assert len(good) < 6 or (reader is tier and how == "flipped table")  # it has read the table before
+        assert Outcome.PENDING not in outcomes
+    writer = opened()
+    lost = [address for address in blocks if writer.contains([address]) == (ABSENT,)]
+    assert set(write(writer, lost)) <= {DONE}
+    assert intact(opened(), blocks)
+
+
+def test_a_flipped_bit_costs_one_record(opened: Open, tmp_path: Path) -> None:
+    tier, blocks = opened(), chain(6)
+    write(tier, blocks)
+    (path,) = objects(tmp_path)
+    data = bytearray(path.read_bytes())
+    row = read_table(bytes(data)).rows[2]
+    data[row.at + row.size - 1] ^= 4
+    path.write_bytes(data)
+    reader = opened()
+    outcomes = reader.read(blocks, [record(address) for address in blocks])
+    assert outcomes == (DONE, DONE, Outcome.DAMAGED, DONE, DONE, DONE)
+    assert reader.counters["damaged_payload_sum"] == 1
+    left = blocks[:2] + blocks[3:]
+    assert intact(opened(), left)
+    assert opened().contains(blocks[2:3]) == (ABSENT,)
+    assert write(reader, blocks[2:3]) == (DONE,)
+    assert intact(opened(), blocks)
+
+
+def test_removed_from_a_pack_that_another_process_reads(opened: Open, tmp_path: Path) -> None:
+    one, other, blocks = opened(), opened(), chain(6)
+    write(one, blocks)
+    assert intact(other, blocks)
+    assert one.remove(blocks[4:]) == (DONE, DONE)
+    assert intact(other, blocks[:4])
+    assert other.read(blocks[4:], [record(address) for address in blocks[4:]]) == (ABSENT, ABSENT)
+    assert one.remove(blocks[:4]) == (DONE,) * 4
+    assert objects(tmp_path) == []
+
+
+# bounds and edges
+
+
+@given(st.lists(st.integers(1, 9000), min_size=1, max_size=8), st.data())
+def test_a_table_is_read_or_refused(sizes: list[int], data: st.DataObject) -> None:
+    blocks = chain(len(sizes))
+    cuts = []
+    for i, (address, size) in enumerate(zip(blocks, sizes, strict=True)):
+        head, body = record(address, size)
+        cuts.append(Cut(i, address, [head[: read_header(head).header_bytes], body[:size]]))
+    table, pieces = made(cuts)
+    whole = b"".join(pieces)
+    assert read_table(whole) == table
+    assert table.size_bytes == len(whole)
+    assert [table.address(row) for row in table.rows] == blocks
+    broken = bytearray(whole)
+    at = data.draw(st.integers(0, table.table_bytes - 1))
+    broken[at] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(RecordError):
+        read_table(bytes(broken))
+    with pytest.raises(RecordError):
+        read_table(whole[: data.draw(st.integers(0, table.table_bytes - 1))])
+
+
+@given(st.binary(max_size=300))
+def test_any_bytes_are_no_table(data: bytes) -> None:
+    with pytest.raises(RecordError):
+        read_table(data)
+
+
+def test_names() -> None:
+    names, (address,) = Names("a/b"), chain(1)
+    path = names.pack(Place.of(address), address.signature)
+    assert path.startswith(f"a/b/o1r1/{address.namespace.hex()}/0-")
+    assert names.namespace_of(path) == address.namespace
+    assert names.is_pack(path)
+    assert names.is_pack(names.pack(Place.of(address), address.signature, other=True))
+    assert not names.is_pack(names.catalogue(address.namespace))
+    assert names.namespace_of("elsewhere/x/y") is None
+    with pytest.raises(ConfigError, match=r"object\.prefix"):
+        Names("../up")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"url": "s3://user:secret@bucket"}, "object.url"),
+        ({"url": "nowhere"}, "object.url"),
+        ({"url": "file:///tmp/x", "connections": 0}, "object.connections"),
+        ({"url": "s3://bucket", "credentials_file": "/nowhere/at/all"}, "object.credentials_file"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        ObjectTier(**settings)
+    assert "secret" not in str(caught.value)
