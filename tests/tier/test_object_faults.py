@@ -1,0 +1,183 @@
+"""An object store that is slow, hung, refuses, cuts or lies: a miss, a counter, a line in the log, and it comes back by
+itself."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvcache.port import Port
+from kvcache.testing.blocks import chain, record
+from kvcache.testing.tier import Clock, intact, write
+from kvcache.tier.object import ObjectTier
+from kvcache.tier.tier import Outcome
+from tests.peer.objects import MISSING, Gate, shared
+
+pytestmark = pytest.mark.skipif(bool(MISSING["seaweedfs"]), reason=MISSING["seaweedfs"])
+
+DONE, ABSENT, FAILED, LATE = Outcome.DONE, Outcome.ABSENT, Outcome.FAILED, Outcome.LATE
+_numbers = itertools.count()
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate(shared("seaweedfs").port)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def tier(gate: Gate, clock: Clock) -> Iterator[ObjectTier]:
+    made = through(gate, clock, f"faults-{next(_numbers)}")
+    yield made
+    gate.well()
+    made.close()
+
+
+def through(gate: Gate, clock: Clock, prefix: str, **settings: Any) -> ObjectTier:
+    given = {**shared("seaweedfs").settings, "endpoint": gate.endpoint, "timeout_s": 60, **settings}
+    return ObjectTier(**given, prefix=prefix, port=Port(clock=clock))
+
+
+def read(tier: ObjectTier, blocks: Any) -> tuple[Outcome, ...]:
+    return tier.read(blocks, [record(address) for address in blocks])
+
+
+def test_a_server_error_is_tried_again_within_the_call(tier: ObjectTier, gate: Gate) -> None:
+    blocks = chain(3)
+    assert set(write(tier, blocks)) == {DONE}
+    gate.status, gate.times = 500, 2
+    assert intact(tier, blocks)
+    assert "faults" not in tier.counters
+
+
+@pytest.mark.parametrize(("status", "reason"), [(403, "denied"), (401, "denied"), (500, "failed"), (503, "failed")])
+def test_refused(
+    tier: ObjectTier, gate: Gate, clock: Clock, caplog: pytest.LogCaptureFixture, status: int, reason: str
+) -> None:
+    """Each call is a miss; after three nothing waits for the store, until a probe finds it well."""
+    blocks, new = chain(3), chain(2, seed=1)
+    assert set(write(tier, blocks)) == {DONE}
+    gate.status = status
+    for _ in range(3):
+        assert set(read(tier, blocks)) == {FAILED}
+    assert tier.breaker == "open"
+    asked = gate.requests
+    assert set(read(tier, blocks)) == {FAILED}
+    assert set(write(tier, new)) == {FAILED}
+    assert tier.leading(chain(3, seed=2)).result(30) == 0
+    assert gate.requests == asked
+    assert tier.troubles() != []
+    assert tier.counters[f"faults_{reason}"] == 3
+    assert [r.levelno for r in caplog.records] == [logging.WARNING]
+    assert "test" not in caplog.text.replace("test_", "").split("object s3")[1]
+    gate.well()
+    clock.seconds += 1
+    assert intact(tier, blocks)
+    assert (tier.breaker, tier.troubles()) == ("closed", [])
+    clock.seconds += 1
+    assert set(write(tier, new)) == {DONE}
+
+
+def test_a_store_that_refuses_only_writes_is_read(tier: ObjectTier, gate: Gate, clock: Clock) -> None:
+    blocks = chain(3)
+    assert set(write(tier, blocks)) == {DONE}
+    gate.status = 403
+    for seed in range(1, 4):
+        assert set(write(tier, chain(1, seed=seed))) == {FAILED}
+        gate.status = 0
+        assert intact(tier, blocks)
+        gate.status = 403
+    assert tier.counters["writes_stopped"] == 1
+    asked = gate.requests
+    assert set(write(tier, chain(1, seed=9))) == {FAILED}
+    assert gate.requests == asked
+    gate.well()
+    clock.seconds += 60
+    assert set(write(tier, chain(1, seed=9))) == {DONE}
+
+
+def test_hung(gate: Gate) -> None:
+    """Each call ends by its deadline, touches nothing afterwards, and holds no thread."""
+    tier = through(gate, Clock(), f"faults-{next(_numbers)}", timeout_s=60, connections=2)
+    try:
+        blocks = chain(4)
+        assert set(write(tier, blocks)) == {DONE}
+        gate.hang = True
+        into = [record(address, data=bytes(12_000)) for address in blocks]
+        before = [bytes(segment) for segments in into for segment in segments]
+        tickets = [tier.submit("read", blocks, into, deadline=tier._port.clock.now() + 0.05) for _ in range(3)]
+        assert all(ticket.wait(60) for ticket in tickets)
+        assert {outcome for ticket in tickets for outcome in ticket.outcomes} == {LATE}
+        assert tier.breaker == "open"
+        gate.well()
+        assert [bytes(segment) for segments in into for segment in segments] == before
+        tier._port.clock.seconds += 1  # type: ignore[attr-defined]
+        assert intact(tier, blocks)
+    finally:
+        gate.well()
+        tier.close()
+
+
+def test_closing_does_not_wait_for_a_hung_store(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache.tier.object.tier._CLOSE_S", 0.05)
+    tier = through(gate, Clock(), f"faults-{next(_numbers)}", connections=1, timeout_s=1000)
+    gate.hang = True
+    tickets = [tier.submit("contains", chain(2, seed=seed)) for seed in range(4)]
+    assert tier.close()
+    assert all(ticket.wait(60) for ticket in tickets)
+    assert {outcome for ticket in tickets for outcome in ticket.outcomes} == {FAILED}
+
+
+@pytest.mark.parametrize("fault", ["cut", "body"])
+def test_what_comes_cut_or_is_something_else_is_never_a_hit(
+    tier: ObjectTier, gate: Gate, clock: Clock, fault: str
+) -> None:
+    blocks = chain(6)
+    assert set(write(tier, blocks)) == {DONE}
+    setattr(gate, fault, True if fault == "cut" else b"somebody else's")
+    first = tier.submit("read", blocks, [record(a) for a in blocks], deadline=clock.now() + 30)
+    assert first.wait(60)
+    assert DONE not in first.outcomes
+    gate.well()
+    clock.seconds += 100
+    cold = through(gate, clock, tier._names.root.split("/")[0])
+    try:
+        lost = [a for a, outcome in zip(blocks, cold.contains(blocks), strict=True) if outcome is ABSENT]
+        assert intact(cold, [a for a in blocks if a not in lost])
+        assert set(write(cold, lost)) <= {DONE}
+        assert intact(cold, blocks)
+    finally:
+        cold.close()
+
+
+def test_a_store_that_is_not_there(clock: Clock) -> None:
+    settings = {**shared("seaweedfs").settings, "endpoint": "http://127.0.0.1:9", "timeout_s": 60}
+    tier = ObjectTier(**settings, port=Port(clock=clock))
+    try:
+        blocks = chain(2)
+        for _ in range(3):
+            assert read(tier, blocks) == (FAILED, FAILED)
+        assert (tier.breaker, tier.usage().records, list(tier.scan())) == ("open", 0, [])
+        assert len(tier.check()) == 1
+    finally:
+        tier.close()
+
+
+def test_a_bucket_that_is_not_there(clock: Clock) -> None:
+    tier = ObjectTier(
+        **{**shared("seaweedfs").settings, "url": "s3://nowhere", "timeout_s": 60}, port=Port(clock=clock)
+    )
+    try:
+        assert set(read(tier, chain(2))) <= {ABSENT, FAILED}
+    finally:
+        tier.close()
