@@ -26,6 +26,8 @@ from kvcache.daemon.route import Route
 from kvcache.daemon.wire import Wire
 from kvcache.errors import ClosedError, ConfigError, KVCacheError, UnreachableError
 from kvcache.hierarchy.edge import check_shards
+from kvcache.hierarchy.face import Bound
+from kvcache.observe.changes import Change, Told
 from kvcache.observe.request import logger
 from kvcache.port import Port
 from kvcache.transfer.copiers import Copiers
@@ -195,6 +197,21 @@ class RemoteCache:
                 return link.ask("stats")
         except KVCacheError as error:
             return {"tiers": {}, "unreachable": str(error)}
+
+    def changes(self, after: int | None, bounds: Sequence[Bound]) -> Told:
+        """Where the daemon does not answer, nothing: the next answer says what was lost."""
+        try:
+            with self.asking() as link:
+                numbers = [bound.number(link) for bound in bounds if isinstance(bound, RemoteBound)]
+            told = self.ask_apart("changes", self.patience_s, {"after": after, "namespaces": numbers})
+        except KVCacheError as error:
+            _log.debug("no changes: %s", error)
+            return Told(-1 if after is None else after, lost=False, changes=())
+        changes = [
+            Change(kind, tier, namespace, group, tuple(shard), parent, signatures)
+            for kind, tier, namespace, group, shard, parent, signatures in told["changes"]
+        ]
+        return Told(told["next"], told["lost"], changes)
 
     def check(self) -> list[str]:
         """The daemon's audit of all of it."""

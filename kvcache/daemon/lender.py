@@ -183,6 +183,8 @@ def _answer(op: str, message: Mapping[str, Any], session: Session, cache: Cache,
         return {"faults": cache.check()[:1000]}
     if op == "clear":
         return {"records": session.bound(message).clear()}
+    if op == "changes":
+        return _changes(message, session, cache)
     request = session.request(message["request"])
     if not within:
         return _refused(op, message, request, cache)
@@ -201,6 +203,17 @@ def _refused(op: str, message: Mapping[str, Any], request: CacheRequest, cache: 
         cache.flow.drop(end - first, QUOTA, request.chain.namespace_id, tier=cache.host.name)
     outcome = Outcome.ABSENT if op == "load" else Outcome.DROPPED
     return {"outcomes": bytes([_CODES[outcome]]) * (end - first)}
+
+
+def _changes(message: Mapping[str, Any], session: Session, cache: Cache) -> dict[str, Any]:
+    """Of namespaces that this session has bound: nobody is told of another's."""
+    bounds = [session.bound({"namespace": number}) for number in message["namespaces"]]
+    told = cache.changes(message.get("after"), bounds)
+    return {
+        "next": told.next,
+        "lost": told.lost,
+        "changes": [[c.kind, c.tier, c.namespace, c.group, c.shard, c.parent, c.signatures] for c in told.changes],
+    }
 
 
 def _here(call: Callable[[], None]) -> None:

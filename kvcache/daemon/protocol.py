@@ -94,6 +94,7 @@ OPS: Mapping[str, Op] = {
     "store": Op("mover", {"request": int, "first": int, "end": int}),
     "flush": Op("mover", {}, {"timeout_s": _NUMBER}),
     "check": Op("mover", {}),
+    "changes": Op("mover", {"namespaces": list}, {"after": int}),
     "clear": Op("mover", {"namespace": int}),
 }
 

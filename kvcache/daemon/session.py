@@ -187,8 +187,8 @@ class Session:
 
     def _of(self, message: Mapping[str, Any]) -> BoundCache:
         number: int = message["namespace"]
-        if not 0 <= number < len(self._bound):
-            raise RequestError(f"namespace {number}: {len(self._bound)} are bound")
+        if type(number) is not int or not 0 <= number < len(self._bound):
+            raise RequestError(f"namespace {number!r:.40}: {len(self._bound)} are bound")
         return self._bound[number]
 
     def _name(self, message: Mapping[str, Any]) -> str:

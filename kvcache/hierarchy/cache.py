@@ -19,6 +19,7 @@ from kvcache.hierarchy.canary import Canary
 from kvcache.hierarchy.census import Census
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.edge import check_shards
+from kvcache.hierarchy.face import Bound
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.kinds import Kind, Kinds, Model
@@ -27,6 +28,7 @@ from kvcache.hierarchy.register import Register
 from kvcache.hierarchy.request import BoundCache, CacheRequest
 from kvcache.hierarchy.run import Run, place_of
 from kvcache.hierarchy.why import Why
+from kvcache.observe.changes import Told
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.port import Port
@@ -64,7 +66,7 @@ class Cache:
             port=port,
         )
         names = [self.host.name, *(tier.name for tier in self.below)]
-        self.index = Index(names, _policy(settings.evict.policy))
+        self.index = Index(names, _policy(settings.evict.policy), clock=port.clock)
         self.shares = _shares(settings)
         self.kinds = Kinds(self.index, names, self.shares)
         self.host.arena.quota = lambda tenant: self.shares.of(tenant, self.host.name).quota_bytes
@@ -232,6 +234,9 @@ class Cache:
             "canary": canary,
             "counters": self.counters.tree(),
         }
+
+    def changes(self, after: int | None, bounds: Sequence[Bound]) -> Told:
+        return self.index.changes.since(after, {bound.id for bound in bounds})
 
     def check(self) -> list[str]:
         """A shared tier is left out: what is known of it need not be true, and it belongs to others as well."""

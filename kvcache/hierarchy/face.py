@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from kvcache.block.layout import KVLayout, Shard
+from kvcache.observe.changes import Told
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
 
@@ -162,6 +163,15 @@ class Canaried(Protocol):
         """`recompute` computes these tokens, whole blocks, apart from the engine's work and from any cache, and
         answers the last block's payload in the layout's order, one a group. It is called on another thread, where
         `canary.one_in` asks for it."""
+
+
+@runtime_checkable
+class Followed(Protocol):
+    """A `KVCache` that tells which blocks come into its tiers and leave them, for routers."""
+
+    def changes(self, after: int | None, bounds: Sequence[Bound]) -> Told:
+        """What changed of these namespaces from number `after` on; None begins, and nothing is kept before somebody
+        has. What is in the tiers by then is not told. Not for a scheduler's busy thread: a daemon has to be asked."""
 
 
 class KVCache(Protocol):

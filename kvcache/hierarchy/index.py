@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,8 @@ from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, Policy, requests
 from kvcache.evict.shares import UNLIMITED
 from kvcache.hierarchy.plain_index import MOST_USES, PlainIndex
 from kvcache.hierarchy.run import PLACE_BYTES, Packed, Run, joined, place_of_address
+from kvcache.observe.changes import Change, Changes
+from kvcache.port import Clock, Port
 
 
 def evidence_of(core: Any) -> Evidence:
@@ -95,10 +97,26 @@ def _shard(packed: bytes) -> Shard:
     return Shard.unpack(packed)
 
 
+def _change(kind: Literal["stored", "removed"], tier: str, place: bytes, packed: bytes, parent: bytes = b"") -> Change:
+    at = SIGNATURE_BYTES
+    shard = _shard(place[at + 2 :])
+    return Change(
+        kind=kind,
+        tier=tier,
+        namespace=place[:at],
+        group=int.from_bytes(place[at : at + 2], "little"),
+        shard=(shard.first_layer, shard.end_layer, shard.first_head, shard.end_head),
+        parent=parent,
+        signatures=packed,
+    )
+
+
 class Index:
     """Thread-safe; no call does I/O. `plain` takes the twin even where the compiled index is there."""
 
-    def __init__(self, tiers: Sequence[str], policy: Policy, *, plain: bool = False) -> None:
+    def __init__(
+        self, tiers: Sequence[str], policy: Policy, *, plain: bool = False, clock: Clock | None = None
+    ) -> None:
         if policy.bounds and max(policy.bounds) > MOST_USES:
             raise ValueError(
                 f"policy {policy.name!r} tells {max(policy.bounds)} uses apart: expected {MOST_USES} at most"
@@ -113,6 +131,8 @@ class Index:
         self._due = 0  # when the next evidence is taken
         self.departed: Callable[[str, list[bytes]], None] = lambda tier, signatures: None
         """Told of what made room in the last tier that had it."""
+        self.changes = Changes(clock or Port().clock)
+        """All that comes into a tier or leaves it, for those who follow."""
 
     def __len__(self) -> int:
         return len(self._core)
@@ -184,11 +204,18 @@ class Index:
 
     def insert_run(self, run: Run, parent: bytes, tier: str) -> None:
         """The tier has these now. `parent` as in an address: of the first of them."""
-        self._core.insert(*run, parent, self._number[tier])
+        with self.changes.order:
+            self._core.insert(*run, parent, self._number[tier])
+            if self.changes.on:
+                self.changes.add(_change("stored", tier, run.place, bytes(run.signatures), parent))
 
     def discard(self, address: Address, tier: str, *, unless_held: bool = False) -> bool:
         """The tier has it no more. True where it had it."""
-        had = bool(self._core.discard(*Run.of(address), self._number[tier], unless_held))
+        run = Run.of(address)
+        with self.changes.order:
+            had = bool(self._core.discard(*run, self._number[tier], unless_held))
+            if had and self.changes.on:
+                self.changes.add(_change("removed", tier, run.place, address.signature))
         if had and unless_held and not self.mask(address):
             self.departed(tier, [address.signature])
         return had
@@ -236,7 +263,10 @@ class Index:
         table, most = self._values(), inf
         if worth is not None and self.policy.bounds:
             most = float(table[sum(worth >= bound for bound in self.policy.bounds), 0]) * weight
-        victims = self._core.evict(self._number[tier], table, count, before, stored_below, weights, most)
+        with self.changes.order:
+            victims = self._core.evict(self._number[tier], table, count, before, stored_below, weights, most)
+            if victims and self.changes.on:
+                self._tell_gone(tier, victims)
         gone = [signature for _, signature, _, kept in victims if not kept]
         if gone:
             self.departed(tier, gone)
@@ -284,6 +314,13 @@ class Index:
         return faults
 
     # within
+
+    def _tell_gone(self, tier: str, victims: Sequence[tuple[bytes, bytes, bytes, bool]]) -> None:
+        places: dict[bytes, list[bytes]] = {}
+        for place, signature, _, _ in victims:
+            places.setdefault(place, []).append(signature)
+        for place, signatures in places.items():
+            self.changes.add(_change("removed", tier, place, b"".join(signatures)))
 
     def _values(self) -> NDArray[np.float64]:
         """The policy's table of these days."""

@@ -10,6 +10,7 @@ import pytest
 
 import kvcache
 from kvcache.block.layout import KVLayout
+from kvcache.hierarchy.face import Followed
 from kvcache.hierarchy.naive import NaiveCache
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import FULL, HYBRID, Engine, bind, store
@@ -332,3 +333,28 @@ def test_a_cache_is_left_closed(cache: Any) -> None:
 def test_implementations_have_the_face() -> None:
     faces: list[kvcache.KVCache] = [NaiveCache()]
     assert {name for name in vars(kvcache.KVCache) if not name.startswith("_")} <= set(dir(faces[0]))
+
+
+def test_a_chain_is_told_in_order_with_its_parent(cache: Any) -> None:
+    if not isinstance(cache, Followed):
+        pytest.skip("this one tells nothing")
+    bound, other, engine = bind(cache), bind(cache, model="other"), Engine(FULL)
+    tokens = list(range(32))
+    number = cache.changes(None, [bound]).next
+    store(bound, engine, tokens[:16], [0, 1, 2, 3])
+    store(other, engine, tokens, list(range(8)))
+    with bound.request() as r:
+        r.match(tokens)
+        assert r.store(engine.described, engine.ids([4, 5, 6, 7]), first_block=4).wait(30)
+        signatures = list(r.signatures)
+    told = cache.changes(number, [bound])
+    stored = [c for c in told.changes if c.tier == "host"]
+    assert not told.lost
+    assert [c.kind for c in stored] == ["stored", "stored"]
+    assert [c.each for c in stored] == [signatures[:4], signatures[4:]]
+    assert [c.parent for c in stored] == [bound.id, signatures[3]]
+    bound.clear()
+    gone = [
+        s for c in cache.changes(told.next, [bound]).changes if c.kind == "removed" and c.tier == "host" for s in c.each
+    ]
+    assert sorted(gone) == sorted(signatures)
