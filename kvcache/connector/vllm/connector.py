@@ -169,7 +169,13 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, [])
 
     def take_events(self) -> Iterable[Any]:
-        return ()
+        events = self._scheduling.events
+        return () if events is None else events.take()
+
+    def has_pending_push_work(self) -> bool:
+        """Events go out with a step: the engine makes some more, also when no request is left."""
+        events = self._scheduling.events if self.role == KVConnectorRole.SCHEDULER else None
+        return events is not None and events.pending
 
     def reset_cache(self) -> bool | None:
         return self._scheduling.reset()

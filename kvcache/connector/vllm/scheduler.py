@@ -14,6 +14,7 @@ from typing import Any
 
 from kvcache.connector.vllm import version
 from kvcache.connector.vllm.digest import Digests, Origin, unnamed
+from kvcache.connector.vllm.events import Announcer
 from kvcache.connector.vllm.identity import Adapters, Who, facts_of, model_of
 from kvcache.connector.vllm.message import Described, Message, Move
 from kvcache.connector.vllm.model import Model, Rank, combine
@@ -22,7 +23,7 @@ from kvcache.connector.vllm.sharing import share_model
 from kvcache.connector.vllm.tracked import Tracked, Wishes
 from kvcache.connector.vllm.trial import Trial
 from kvcache.errors import KVCacheError
-from kvcache.hierarchy.face import Bound, KVCache
+from kvcache.hierarchy.face import Bound, Followed, KVCache
 
 _log = logging.getLogger("kvcache.connector.vllm")
 
@@ -45,6 +46,9 @@ class Scheduling:
         self._pending: list[Move] = []
         self._healed: set[str] = set()
         self._said: set[str] = set()
+        told = getattr(config, "kv_events_config", None)
+        wanted = told is not None and told.enable_kv_cache_events
+        self.events = Announcer(cache, version) if wanted and isinstance(cache, Followed) else None
         self.declined: dict[str, int] = {}  # requests by why they were not cached
 
     @property
@@ -189,13 +193,8 @@ class Scheduling:
     def _match(self, tracked: Tracked, limit: int) -> Any:
         if tracked.face is None or tracked.asked != limit:
             tracked.close()
-            assert self._model is not None
-            assert not isinstance(self.cache, Trial)
-            bound = self._bound.get(tracked.who)
-            if bound is None:
-                bound = self._bound[tracked.who] = self._model.bind(self.cache, tracked.who)
             wishes = tracked.wishes
-            tracked.face = bound.request(
+            tracked.face = self._bind(tracked.who).request(
                 tracked.request.request_id,
                 agent=wishes.agent,
                 session=wishes.session,
@@ -209,6 +208,16 @@ class Scheduling:
         else:
             tracked.hit = tracked.face.match()
         return tracked.hit
+
+    def _bind(self, who: Who) -> Bound:
+        bound = self._bound.get(who)
+        if bound is None:
+            assert self._model is not None
+            assert not isinstance(self.cache, Trial)
+            bound = self._bound[who] = self._model.bind(self.cache, who)
+            if self.events is not None:
+                self.events.follow(self._model, bound)
+        return bound
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """The engine admits the request, and has pages for `tokens` of ours."""
@@ -225,9 +234,9 @@ class Scheduling:
             tracked.stored = hit.blocks
             tracked.close()
             return
-        tracked.face.admit()
         first, end = tracked.local_tokens // size, (tracked.local_tokens + tokens) // size
         self._pending.append(self._move(tracked, first, end))
+        tracked.face.admit()
         tracked.stored, tracked.loading, tracked.hit = end, True, None
 
     def _move(self, tracked: Tracked, first: int, end: int) -> Move:
@@ -235,6 +244,9 @@ class Scheduling:
         known = tracked.told
         digests = tuple(tracked.digests.first(end)[known:])
         tracked.told += len(digests)
+        if self.events is not None and digests:
+            bound = self._bind(tracked.who)
+            self.events.name(bound, tracked.request, digests, known, self._layout_tokens // self._hash_tokens)
         return Move(
             request_id=tracked.request.request_id,
             who=tracked.who,
@@ -344,12 +356,16 @@ class Scheduling:
         """What was stored until now is another namespace from now on: this engine finds none of it."""
         self._since = uuid.uuid4().hex
         self._bound.clear()
+        if self.events is not None:
+            self.events.forget()
         for request_id, tracked in list(self.requests.items()):
             tracked.close()
             del self.requests[request_id]
         return True
 
     def close(self) -> None:
+        if self.events is not None:
+            self.events.close()
         for tracked in self.requests.values():
             tracked.close()
         self.requests.clear()

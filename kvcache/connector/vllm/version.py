@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import vllm
+from vllm.distributed import kv_events
 from vllm.v1.core import kv_cache_utils
 
 try:  # from 0.31 on
@@ -24,6 +25,9 @@ __all__ = [
     "CacheHitSource",
     "KVConnectorTransferResults",
     "block_table",
+    "event",
+    "event_hash",
+    "event_keys",
     "hash_origin",
     "hash_tokens",
 ]
@@ -56,3 +60,29 @@ def hash_origin(algorithm: str) -> str | None:
     if root is None or bytes(root) != bytes(get_hash_fn_by_name(algorithm)(FIXED_ROOT)):
         return None
     return f"vllm {algorithm} {FIXED_ROOT}"
+
+
+def event(kind: str, **fields: Any) -> Any:
+    """One of vLLM's KV events, without the fields that this version does not know."""
+    made = getattr(kv_events, kind)
+    known = set(made.__struct_fields__)
+    return made(**{name: value for name, value in fields.items() if name in known})
+
+
+def event_hash(block_hash: bytes) -> int | bytes:
+    """A block hash as this version publishes it: its last 64 bits, or all of it."""
+    told: int | bytes = kv_cache_utils.maybe_convert_block_hash(kv_cache_utils.BlockHash(block_hash))
+    return told
+
+
+def event_keys(request: Any, first_token: int, end_token: int) -> tuple[Any, ...] | None:
+    """What beside its tokens a block's hash is made from, as this version publishes it."""
+    plain = request.lora_request is None and not request.mm_features and not request.cache_salt
+    if plain and getattr(request, "prompt_embeds", None) is None:
+        return None
+    keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, first_token, end_token, 0)
+    untagged = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    if keys is None or untagged is None:
+        return None if keys is None else tuple(keys)
+    told: list[tuple[Any, ...] | None] = untagged([keys])
+    return told[0]

@@ -1,0 +1,250 @@
+"""KV events: which blocks are in which tier, for routers, through vLLM's own publisher.
+
+The cache tells what comes and goes by signature; here it gets vLLM's hash, its parent, its tokens and a medium, so that
+an event explains itself. Blocks that no request of this engine has named cannot be explained and are not told of; so a
+store that engines share is told of by each of them as far as it has seen it.
+
+Bounded: when more blocks are known than `MOST_BLOCKS`, the oldest are told to be gone. Where the cache says that
+changes were lost, all of them are.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from time import monotonic
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.connector.vllm.model import Model
+from kvcache.hierarchy.face import Bound, Followed
+from kvcache.observe.changes import Change
+
+EVERY_S = 0.05
+MOST_BLOCKS = 1 << 17
+LINGER_S = 1.0
+"""So long after a store the engine goes on making empty steps, so that what became of it is told though no request
+comes: vLLM publishes with a step."""
+
+MEDIA = {"host": ("CPU", "LOCAL"), "nvme": ("STORAGE", "LOCAL")}
+ELSEWHERE = ("STORAGE", "REMOTE")
+
+_log = logging.getLogger("kvcache.connector.vllm")
+
+
+@dataclass(slots=True)
+class Named:
+    """A block as a router knows it."""
+
+    hash: bytes
+    parent: bytes | None
+    tokens: NDArray[np.uint32]
+    lora: tuple[int, str] | None
+    extra: tuple[Any, ...] | None
+    there: dict[str, int] = field(default_factory=dict)  # by tier: which of the model's parts it has
+
+
+class Words(Protocol):
+    """What of this depends on vLLM's version: `version.py`."""
+
+    def event(self, kind: str, **fields: Any) -> Any: ...
+    def event_hash(self, block_hash: bytes) -> int | bytes: ...
+    def event_keys(self, request: Any, first_token: int, end_token: int) -> tuple[Any, ...] | None: ...
+
+
+class Announcer:
+    """`name` and `take` are called on the scheduler's thread; the cache is asked on a thread of its own."""
+
+    def __init__(self, cache: Followed, words: Words, most_blocks: int = MOST_BLOCKS) -> None:
+        self._cache, self._words, self._most = cache, words, most_blocks
+        self._known: OrderedDict[bytes, Named] = OrderedDict()
+        self._parts: dict[tuple[int, tuple[int, int, int, int]], int] = {}  # a bit for each group and shard of ours
+        self._groups: dict[int, int] = {}  # by vLLM's group, all bits of it
+        self._block_tokens = 0
+        self._bounds: list[Bound] = []
+        self._ready: deque[Any] = deque()
+        self._busy_until = 0.0
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._next: int | None = None
+        self._thread = threading.Thread(target=self._run, name="kvcache-events", daemon=True)
+        self._thread.start()
+
+    # the scheduler's thread
+
+    def follow(self, model: Model, bound: Bound) -> None:
+        """Tell of this namespace as well."""
+        with self._lock:
+            self._block_tokens = model.layout.block_tokens
+            for held in model.shards.values():
+                for group, s in enumerate(held):
+                    part = (group, (s.first_layer, s.end_layer, s.first_head, s.end_head))
+                    bit = self._parts.setdefault(part, 1 << len(self._parts))
+                    self._groups[model.of[group]] = self._groups.get(model.of[group], 0) | bit
+            self._bounds.append(bound)
+
+    def name(self, bound: Bound, request: Any, digests: Sequence[bytes], first: int, hashes_a_block: int) -> None:
+        """What these blocks of a request, from `first` on, are called."""
+        size, ids = self._block_tokens, request.all_token_ids
+        lora = request.lora_request
+        adapter = None if lora is None else (lora.adapter_id, lora.lora_name)
+        with self._lock:
+            for i, digest in enumerate(digests, first):
+                signature = sha256(bound.id + digest).digest()
+                if signature in self._known:
+                    self._known.move_to_end(signature)
+                    continue
+                self._known[signature] = Named(
+                    bytes(request.block_hashes[(i + 1) * hashes_a_block - 1]),
+                    bytes(request.block_hashes[i * hashes_a_block - 1]) if i else None,
+                    np.asarray(ids[i * size : (i + 1) * size], np.uint32),
+                    adapter,
+                    self._words.event_keys(request, i * size, (i + 1) * size),
+                )
+            while len(self._known) > self._most:
+                self._gone([self._known.popitem(last=False)[1]])
+            self._busy_until = monotonic() + LINGER_S
+
+    def take(self) -> list[Any]:
+        with self._lock:
+            events = list(self._ready)
+            self._ready.clear()
+        return events
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to tell, or may be soon."""
+        return bool(self._ready) or monotonic() < self._busy_until
+
+    def forget(self) -> None:
+        """A reset: what this engine knew is nothing that it will find again."""
+        with self._lock:
+            self._gone(list(self._known.values()))
+            self._known.clear()
+            self._bounds.clear()
+
+    def close(self) -> None:
+        self._end.set()
+        self._thread.join(EVERY_S * 20)
+
+    # the other thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.poll()
+            except Exception as error:  # noqa: BLE001  law: never in the way
+                _log.debug("no events this time: %s", error)
+            if self._end.wait(EVERY_S):
+                return
+
+    def poll(self) -> None:
+        """Hear of all that has changed by now."""
+        while True:
+            told = self._cache.changes(self._next, list(self._bounds))
+            self.hear(told.changes, lost=told.lost)
+            if told.next == self._next or not told.changes:
+                self._next = told.next
+                return
+            self._next = told.next
+
+    def hear(self, changes: Iterable[Change], *, lost: bool = False) -> None:
+        with self._lock:
+            if lost:
+                self._gone(list(self._known.values()))
+            for change in changes:
+                bit = self._parts.get((change.group, change.shard))
+                blocks = [self._known[s] for s in change.each if s in self._known]
+                if bit is None or not blocks:
+                    continue
+                if change.kind == "stored":
+                    self._came(change.tier, blocks, bit)
+                else:
+                    self._left(change.tier, blocks, bit)
+                    for signature in change.each:
+                        if signature in self._known and not self._known[signature].there:
+                            del self._known[signature]
+
+    def _came(self, tier: str, blocks: Sequence[Named], bit: int) -> None:
+        new: dict[int, list[Named]] = {}
+        for block in blocks:
+            before = block.there.get(tier, 0)
+            block.there[tier] = now = before | bit
+            for group, whole in self._groups.items():
+                if now & whole == whole != before & whole:
+                    new.setdefault(group, []).append(block)
+        for group, whole_blocks in new.items():
+            for run in _chained(whole_blocks):
+                self._ready.append(self._stored(tier, group, run))
+
+    def _left(self, tier: str, blocks: Sequence[Named], bit: int) -> None:
+        gone: dict[int, list[bytes]] = {}
+        for block in blocks:
+            before = block.there.get(tier, 0)
+            now = before & ~bit
+            if now:
+                block.there[tier] = now
+            else:
+                block.there.pop(tier, None)
+            for group, whole in self._groups.items():
+                if before & whole == whole != now & whole:
+                    gone.setdefault(group, []).append(block.hash)
+        self._ready.extend(self._removed(tier, group, hashes) for group, hashes in gone.items())
+
+    def _gone(self, blocks: Iterable[Named]) -> None:
+        gone: dict[tuple[str, int], list[bytes]] = {}
+        for block in blocks:
+            for tier, bits in block.there.items():
+                for group, whole in self._groups.items():
+                    if bits & whole == whole:
+                        gone.setdefault((tier, group), []).append(block.hash)
+            block.there.clear()
+        self._ready.extend(self._removed(tier, group, hashes) for (tier, group), hashes in gone.items())
+
+    def _stored(self, tier: str, group: int, blocks: Sequence[Named]) -> Any:
+        medium, locality = MEDIA.get(tier, ELSEWHERE)
+        first = blocks[0]
+        extra = [block.extra for block in blocks]
+        return self._words.event(
+            "BlockStored",
+            block_hashes=[self._words.event_hash(block.hash) for block in blocks],
+            parent_block_hash=None if first.parent is None else self._words.event_hash(first.parent),
+            token_ids=[int(t) for block in blocks for t in block.tokens],
+            block_size=self._block_tokens,
+            lora_id=first.lora[0] if first.lora else None,
+            lora_name=first.lora[1] if first.lora else None,
+            medium=medium,
+            extra_keys=extra if any(extra) else None,
+            group_idx=group,
+            locality=locality,
+            ownership=f"kvcache {tier}",
+        )
+
+    def _removed(self, tier: str, group: int, hashes: Iterable[bytes]) -> Any:
+        medium, locality = MEDIA.get(tier, ELSEWHERE)
+        return self._words.event(
+            "BlockRemoved",
+            block_hashes=[self._words.event_hash(h) for h in hashes],
+            medium=medium,
+            group_idx=group,
+            locality=locality,
+            ownership=f"kvcache {tier}",
+        )
+
+
+def _chained(blocks: Sequence[Named]) -> Iterator[list[Named]]:
+    """In runs of which each block is the parent of the next, of one adapter."""
+    run: list[Named] = []
+    for block in blocks:
+        if run and (block.parent != run[-1].hash or block.lora != run[-1].lora):
+            yield run
+            run = []
+        run.append(block)
+    if run:
+        yield run

@@ -1,0 +1,167 @@
+"""KV events: what a router builds from them is what is in the tiers, and each explains itself."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.block.layout import Shard
+from kvcache.connector.vllm.events import Announcer
+from kvcache.connector.vllm.model import Model
+from kvcache.observe.changes import Change, Told
+from tests.contract.caches import FULL, HYBRID, Engine, MiB
+
+WORDS: Any = SimpleNamespace(
+    event=lambda kind, **fields: SimpleNamespace(kind=kind, **fields),
+    event_hash=lambda h: h,
+    event_keys=lambda request, first, end: None,
+)
+
+
+class Silent:
+    """A cache whose changes a test tells by hand."""
+
+    def changes(self, after: int | None, bounds: Any) -> Told:
+        return Told(0, lost=False, changes=())
+
+
+def hashed(ids: list[int], size: int) -> list[bytes]:
+    return [bytes(str(ids[: (i + 1) * size]), "ascii").hex().encode()[-40:] for i in range(len(ids) // size)]
+
+
+def request_of(ids: list[int], size: int = 4, lora: Any = None) -> Any:
+    return SimpleNamespace(all_token_ids=ids, block_hashes=hashed(ids, size), lora_request=lora)
+
+
+def whole_model(layout: Any) -> Model:
+    held = tuple(Shard(0, g.layers, 0, g.kv_heads) for g in layout.groups)
+    return Model("m", "r", {}, layout, {(0, 0): held}, tuple(range(len(layout.groups))))
+
+
+class Router:
+    """Keeps what events say: by medium and group, hashes and the tokens from the front."""
+
+    def __init__(self) -> None:
+        self.there: dict[tuple[str, int], set[bytes]] = defaultdict(set)
+        self.prompts: dict[bytes, list[int]] = {}
+
+    def hear(self, events: list[Any]) -> None:
+        for event in events:
+            place = event.ownership.split()[-1], event.group_idx
+            if event.kind == "BlockRemoved":
+                self.there[place] -= set(event.block_hashes)
+                continue
+            assert event.block_size * len(event.block_hashes) == len(event.token_ids)
+            before = [] if event.parent_block_hash is None else self.prompts[event.parent_block_hash]
+            for i, block_hash in enumerate(event.block_hashes):
+                before = before + event.token_ids[i * event.block_size : (i + 1) * event.block_size]
+                self.prompts[block_hash] = before
+            self.there[place] |= set(event.block_hashes)
+
+
+@pytest.mark.parametrize("layout", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_a_router_knows_what_is_there(tmp_path: Path, layout: Any) -> None:
+    rng, engine, router = random.Random(1), Engine(layout), Router()
+    with kvcache.open(
+        host={"capacity_bytes": MiB, "extent_bytes": MiB // 4},
+        nvme={"path": tmp_path, "capacity_bytes": 4 * MiB, "segment_bytes": MiB, "free_floor_bytes": 0},
+        control={"enabled": False},
+    ) as cache:
+        announcer, model = Announcer(cache, WORDS), whole_model(layout)
+        cache.changes(None, [])  # it listens from here on, whether or not its thread has asked
+        bound = model.bind(cache, SimpleNamespace(adapter=None, tenant="default", salt="", since=""))  # type: ignore[arg-type]
+        announcer.follow(model, bound)
+        hashes = {}
+        for _ in range(40):
+            start = rng.randrange(20) * 1000
+            ids = list(range(start, start + 4 * rng.randrange(4, 40)))
+            asked = request_of(ids)
+            with bound.request() as r:
+                r.match(digests=asked.block_hashes)
+                announcer.name(bound, asked, asked.block_hashes, 0, 1)
+                r.admit()
+                blocks = len(asked.block_hashes)
+                r.store(engine.described, engine.ids(list(range(blocks)))).wait(30)
+                hashes.update(zip(r.signatures, asked.block_hashes, strict=True))
+        assert cache.flush(30)
+        cache.flow.promoter.wait_idle()
+        announcer.close()
+        announcer.poll()
+        events = announcer.take()
+        router.hear(events)
+        assert {event.kind for event in events} == {"BlockStored", "BlockRemoved"}
+        for tier in (cache.host, *cache.below):
+            for group in range(len(layout.groups)):
+                found = {hashes[a.signature] for a in tier.scan() if a.group == group}
+                assert router.there[tier.name, group] == found
+        for block_hash, prompt in router.prompts.items():
+            assert hashed(prompt, 4)[-1] == block_hash
+
+
+def told(kind: Any, bound: Any, digests: list[bytes], shard: tuple[int, int, int, int], tier: str = "host") -> Change:
+    packed = b"".join(sha256(bound.id + digest).digest() for digest in digests)
+    return Change(kind, tier, bound.id, 0, shard, b"", packed)
+
+
+@pytest.fixture
+def two_ranks() -> Any:
+    left, right = Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)
+    model = Model("m", "r", {}, FULL, {(0, 0): (left,), (0, 1): (right,)}, (0,))
+    bound: Any = SimpleNamespace(id=bytes(32))
+    announcer = Announcer(Silent(), WORDS, most_blocks=4)
+    announcer.follow(model, bound)
+    yield announcer, bound
+    announcer.close()
+
+
+LEFT, RIGHT = (0, 2, 0, 1), (0, 2, 1, 2)
+
+
+def test_a_block_is_there_when_every_rank_has_it(two_ranks: Any) -> None:
+    announcer, bound = two_ranks
+    asked = request_of(list(range(8)))
+    announcer.name(bound, asked, asked.block_hashes, 0, 1)
+    announcer.hear([told("stored", bound, asked.block_hashes, LEFT)])
+    assert announcer.take() == []
+    announcer.hear([told("stored", bound, asked.block_hashes[:1], RIGHT)])
+    (stored,) = announcer.take()
+    assert (stored.block_hashes, stored.token_ids) == (asked.block_hashes[:1], [0, 1, 2, 3])
+    assert (stored.medium, stored.locality, stored.parent_block_hash) == ("CPU", "LOCAL", None)
+    announcer.hear([told("removed", bound, asked.block_hashes, LEFT)])
+    (gone,) = announcer.take()
+    assert (gone.kind, gone.block_hashes) == ("BlockRemoved", asked.block_hashes[:1])
+    announcer.hear([told("removed", bound, asked.block_hashes, RIGHT)])
+    assert announcer.take() == []
+
+
+@pytest.mark.parametrize("how", ["lost", "reset", "full"])
+def test_what_is_not_known_any_more_is_told_to_be_gone(two_ranks: Any, how: str) -> None:
+    announcer, bound = two_ranks
+    asked = request_of(list(range(12)))
+    announcer.name(bound, asked, asked.block_hashes, 0, 1)
+    for shard in (LEFT, RIGHT):
+        announcer.hear([told("stored", bound, asked.block_hashes, shard, tier="redis")])
+    assert [e.locality for e in announcer.take()] == ["REMOTE"]
+    if how == "lost":
+        announcer.hear([], lost=True)
+    elif how == "reset":
+        announcer.forget()
+    else:
+        other = request_of(list(range(100, 116)))
+        announcer.name(bound, other, other.block_hashes, 0, 1)
+    gone = [h for event in announcer.take() if event.kind == "BlockRemoved" for h in event.block_hashes]
+    assert sorted(gone) == sorted(asked.block_hashes)
+
+
+def test_blocks_that_nobody_here_named_are_not_told_of(two_ranks: Any) -> None:
+    announcer, bound = two_ranks
+    for shard in (LEFT, RIGHT):
+        announcer.hear([told("stored", bound, [b"0" * 32], shard), told("removed", bound, [b"0" * 32], shard)])
+    assert announcer.take() == []
