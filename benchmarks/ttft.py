@@ -2,12 +2,12 @@
 
 SmolLM2 in float32 (or --model), prompts of the project's own documentation. For each length, in ms:
 
-    ttft/2048/transformers   transformers' prefill, sdpa, the same threads and prompt, to the chosen token
-    ttft/2048/cold           a new prompt; peer: transformers
-    ttft/2048/hbm            again, from the engine's pool; peer of this and of the next ones: cold
-    ttft/2048/host           the pool emptied
-    ttft/2048/nvme           a fresh cache over the same directory, in the same process
-    ttft/2048/restart        a new process over the same directory; its start and the model's loading do not count
+    engine/ttft/2048/transformers   transformers' prefill, sdpa, the same threads and prompt, to the chosen token
+    engine/ttft/2048/cold           a new prompt; peer: transformers
+    engine/ttft/2048/hbm            again, from the engine's pool; peer of this and of the next ones: cold
+    engine/ttft/2048/host           the pool emptied
+    engine/ttft/2048/nvme           a fresh cache over the same directory, in the same process
+    engine/ttft/2048/restart        a new process over the same directory; its start does not count
 
 Each is the median of several prompts. All that is found is loaded, whether or not that is sooner. A run in which a tier
 did not bring the whole prefix, or in which two first tokens differ, fails. The floors: the operations of a prefill at
@@ -60,9 +60,9 @@ class Runs:
     def note(self, prompt: Prompt, name: str, seconds: float, token: int, reused: Mapping[str, int], tier: str) -> None:
         expected = {tier: (len(prompt) - 1) // 16 * 16} if tier else {}
         if dict(reused) != expected:
-            raise Wrong(f"ttft/{len(prompt)}/{name}: reused {dict(reused)} tokens, expected {expected}")
+            raise Wrong(f"engine/ttft/{len(prompt)}/{name}: reused {dict(reused)} tokens, expected {expected}")
         if self._tokens.setdefault(tuple(prompt), token) != token:
-            raise Wrong(f"ttft/{len(prompt)}/{name}: first token {token}, not that of another way to it")
+            raise Wrong(f"engine/ttft/{len(prompt)}/{name}: first token {token}, not that of another way to it")
         self.times.setdefault((len(prompt), name), []).append(seconds)
 
 
@@ -164,7 +164,9 @@ def rows(times: Times, lengths: Sequence[int], floor: Callable[[int, str], float
         peers = {"transformers": None, "cold": ms["transformers"]}
         for name in WAYS:
             against = peers.get(name, ms["cold"])
-            found.append(Row(f"ttft/{length}/{name}", ms[name], "ms", floor=1000 * floor(length, name), peer=against))
+            found.append(
+                Row(f"engine/ttft/{length}/{name}", ms[name], "ms", floor=1000 * floor(length, name), peer=against)
+            )
     return found
 
 

@@ -89,9 +89,9 @@ def test_ttft_of_a_tiny_model(tmp_path: Path) -> None:
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=ENVIRON)
     rows = {row["id"]: row for row in json.loads(target.read_text())["rows"]}
     ways = ("transformers", "cold", "hbm", "host", "nvme", "restart")
-    assert list(rows) == [f"ttft/{length}/{way}" for length in (64, 100) for way in ways]
+    assert list(rows) == [f"engine/ttft/{length}/{way}" for length in (64, 100) for way in ways]
     assert {row["unit"] for row in rows.values()} == {"ms"}
-    assert rows["ttft/64/transformers"]["peer"] is None
-    assert rows["ttft/64/cold"]["peer"] == rows["ttft/64/transformers"]["value"]
+    assert rows["engine/ttft/64/transformers"]["peer"] is None
+    assert rows["engine/ttft/64/cold"]["peer"] == rows["engine/ttft/64/transformers"]["value"]
     for way in ways[2:]:
-        assert rows[f"ttft/100/{way}"]["peer"] == rows["ttft/100/cold"]["value"]
+        assert rows[f"engine/ttft/100/{way}"]["peer"] == rows["engine/ttft/100/cold"]["value"]

@@ -8,6 +8,8 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,9 @@ def takes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a model's folder; SmolLM2-135M where none is given")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument(
+        "--peer", choices=["none", "lmcache", "native"], default="none", help="beside it, where it runs"
+    )
 
 
 def python() -> Path:
@@ -45,6 +50,22 @@ def model(given: str | None) -> str:
     return str(MADE)
 
 
+class EndedError(SystemExit):
+    """vLLM ended before it had measured; `why` is the line that says most."""
+
+    def __init__(self, status: int, said: str) -> None:
+        super().__init__(f"vLLM ended with {status}:\n{said[-3000:]}")
+        errors = [line for line in said.splitlines() if "Error" in line and "Engine core initialization" not in line]
+        self.why = (errors or said.splitlines() or ["it said nothing"])[-1].strip()[-300:]
+
+
+PEERS: dict[str, list[Any]] = {
+    "lmcache": ["LMCacheConnectorV1", None, {}],
+    "native": ["OffloadingConnector", None, {"cpu_bytes_to_use": 2 << 30}],
+}
+"""What stands beside ours, each in host memory: LMCACHE_* variables set LMCache's."""
+
+
 def run(job: dict[str, Any], timeout_s: float = 900) -> list[Any]:
     ended = subprocess.run(
         [python(), HERE / "worker.py"],
@@ -56,9 +77,25 @@ def run(job: dict[str, Any], timeout_s: float = 900) -> list[Any]:
         check=False,
     )
     if ended.returncode:
-        raise SystemExit(f"vLLM ended with {ended.returncode}:\n{ended.stderr[-3000:]}")
+        raise EndedError(ended.returncode, ended.stderr)
     found: list[Any] = json.loads(ended.stdout.strip().splitlines()[-1])
     return found
+
+
+@contextmanager
+def redis() -> Iterator[str]:
+    """The URL of a server of this run's own; "" where there is none to start."""
+    sys.path.insert(0, str(ROOT))
+    from tests.peer.server import MISSING, Server
+
+    if MISSING:
+        yield ""
+        return
+    server = Server("--maxmemory", "4gb")
+    try:
+        yield server.tcp
+    finally:
+        server.end()
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
@@ -66,7 +103,16 @@ def prompt(tokens: int, seed: int) -> list[int]:
     return [rng.randrange(1000, 40_000) for _ in range(tokens)]
 
 
-def ours(place: Path, *, host: str = "2GiB", drive: bool = True) -> list[Any]:
-    nvme = {"path": str(place), "capacity_bytes": "4GiB", "free_floor_bytes": 0} if drive else {"enabled": False}
-    settings = {"host": {"capacity_bytes": host}, "nvme": nvme, "control": {"enabled": False}}
+def ours(place: Path | None, *, host: str = "2GiB", redis: str = "") -> list[Any]:
+    """With a drive at a place, where there is one, and a Redis at a URL, where there is one. All that is found is
+    loaded, whether or not that is sooner: a row says where the prefix was."""
+    settings: dict[str, Any] = {
+        "host": {"capacity_bytes": host},
+        "nvme": {"path": str(place), "capacity_bytes": "4GiB", "free_floor_bytes": 0} if place else {"enabled": False},
+        "control": {"enabled": False},
+        "plan": {"enabled": False},
+    }
+    if redis:
+        settings["redis"] = {"enabled": True, "url": redis}
+        return ["KVCacheConnector", "kvcache.connector.vllm", {"settings": settings, "lookup_s": 5.0}]
     return ["KVCacheConnector", "kvcache.connector.vllm", {"settings": settings}]
