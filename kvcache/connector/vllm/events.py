@@ -72,7 +72,7 @@ class Announcer:
         self._busy_until = 0.0
         self._lock = threading.Lock()
         self._end = threading.Event()
-        self._next: int | None = None
+        self._next = cache.changes(None, ()).next  # from here on; a store that comes at once is told of
         self._thread = threading.Thread(target=self._run, name="kvcache-events", daemon=True)
         self._thread.start()
 
@@ -167,9 +167,9 @@ class Announcer:
                     self._came(change.tier, blocks, bit)
                 else:
                     self._left(change.tier, blocks, bit)
-                    for signature in change.each:
+                    for signature in change.each:  # the first to be forgotten; it may be on its way back already
                         if signature in self._known and not self._known[signature].there:
-                            del self._known[signature]
+                            self._known.move_to_end(signature, last=False)
 
     def _came(self, tier: str, blocks: Sequence[Named], bit: int) -> None:
         new: dict[int, list[Named]] = {}

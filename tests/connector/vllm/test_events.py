@@ -75,7 +75,6 @@ def test_a_router_knows_what_is_there(tmp_path: Path, layout: Any) -> None:
         control={"enabled": False},
     ) as cache:
         announcer, model = Announcer(cache, WORDS), whole_model(layout)
-        cache.changes(None, [])  # it listens from here on, whether or not its thread has asked
         bound = model.bind(cache, SimpleNamespace(adapter=None, tenant="default", salt="", since=""))  # type: ignore[arg-type]
         announcer.follow(model, bound)
         hashes = {}

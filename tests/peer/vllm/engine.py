@@ -9,12 +9,14 @@ prompt, how many of it were cached, and the engine's counters.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 for name, value in {
@@ -47,6 +49,8 @@ def main(job_path: str, result_path: str) -> None:
             kv_role=job.get("role", "kv_both"),
             kv_connector_extra_config=job["connector"],
         )
+    elif job.get("transfer") is not None:
+        transfer = KVTransferConfig(**job["transfer"])
     arguments = {
         "max_model_len": 2048,
         "enforce_eager": True,
@@ -57,6 +61,10 @@ def main(job_path: str, result_path: str) -> None:
         "distributed_executor_backend": "uni",
         **job.get("llm", {}),
     }
+    if job.get("events"):
+        from vllm.config.kv_events import KVEventsConfig
+
+        arguments["kv_events_config"] = KVEventsConfig(**job["events"])
     llm = LLM(model=job["model"], kv_transfer_config=transfer, **arguments)
     result = {"ready_s": time.monotonic() - began, "rounds": []}
     for item in job["rounds"]:
@@ -166,7 +174,46 @@ def leaks(llm):
     }
 
 
-ACTS = {"flush": flush, "kill": kill, "counters": counters, "reset": reset, "aborts": aborts, "leaks": leaks}
+def idle(llm):
+    """Empty steps until the connector has nothing under way."""
+    core = llm.llm_engine.engine_core.engine_core
+    for _ in range(2000):
+        core.step()
+        if not core.scheduler.connector.has_pending_push_work():
+            break
+        time.sleep(0.005)
+    return {}
+
+
+def events(llm, replay: str):
+    """All that was published, as whoever comes late reads it; the engine makes steps until there is no more to come."""
+    import msgspec
+    import zmq
+
+    core = llm.llm_engine.engine_core.engine_core
+    while core.scheduler.connector.has_pending_push_work():
+        core.step()
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.connect(replay)
+    found = []
+    try:
+        last = -1
+        while True:  # published on a thread of its own: until nothing new has come
+            socket.send_multipart([b"", (last + 1).to_bytes(8, "big")])
+            before = last
+            while True:
+                *_, number, payload = socket.recv_multipart()
+                if not payload:
+                    break
+                last = int.from_bytes(number, "big")
+                found += msgspec.msgpack.decode(payload)[1]
+            if last == before and found:
+                return found
+    finally:
+        socket.close(0)
+
+
+ACTS = {act.__name__: act for act in (flush, kill, counters, reset, aborts, leaks, events, idle)}
 
 
 def connector(llm):
@@ -184,5 +231,56 @@ def metrics(llm) -> dict:
     return found
 
 
+PRELOADED = (
+    "transformers.models.llama.modeling_llama",
+    "vllm.distributed.kv_transfer.kv_connector.v1.base",
+    "vllm.model_executor.models.transformers",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.engine.core",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+)
+
+
+def nursery() -> None:
+    """Imports what takes long once, then runs each job that is told on stdin in a fork: one line of JSON a job, with
+    `job`, `result`, `log`, `env` and `path`; answered by the process id, and when it has ended by its exit status."""
+    from vllm import LLM  # noqa: F401
+
+    for module in PRELOADED:
+        with contextlib.suppress(ImportError):
+            __import__(module)
+    for line in sys.stdin:
+        told = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            child(told)
+        print(pid, flush=True)
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def child(told) -> None:
+    log = os.open(told["log"], os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(told["env"])
+    sys.path[:0] = told["path"]
+    try:
+        main(told["job"], told["result"])
+    except BaseException:  # noqa: BLE001  a fork never returns to the nursery
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:] == ["nursery"]:
+        nursery()
+    else:
+        main(*sys.argv[1:])

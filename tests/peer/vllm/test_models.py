@@ -53,7 +53,7 @@ def test_every_algorithm_of_vllms_hashes_is_found_again(run: Run, tmp_path: Path
     """No PYTHONHASHSEED: hashes that differ between processes are replaced by our own."""
     job = {"connector": cache(tmp_path / "nvme"), "llm": {"prefix_caching_hash_algo": algorithm}}
     env = {"PYTHONHASHSEED": ""}
-    first, second = run([ask(A), "flush"], env=env, **job), run([ask(A)], env=env, **job)
+    first, second = (run([ask(A), "flush"], env=env, fresh=True, **job) for _ in range(2))
     assert second["rounds"][0]["cached"] == [672]
     assert second["rounds"][0]["tokens"] == first["rounds"][0]["tokens"]
 

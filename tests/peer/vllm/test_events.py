@@ -1,0 +1,63 @@
+"""KV events as vLLM publishes them: what a router reads from its socket is where the blocks are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.peer.port import free_port
+from tests.peer.vllm.conftest import Run, cache
+from tests.peer.vllm.prompts import ask, ids
+
+A, B = ids(700, 1), ids(700, 2)
+
+
+def published() -> dict[str, Any]:
+    address = f"tcp://127.0.0.1:{free_port()}"
+    return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "inproc://kv", "replay_endpoint": address}
+
+
+def of_medium(events: list[dict[str, Any]], kind: str, medium: str) -> list[dict[str, Any]]:
+    return [e for e in events if e["type"] == kind and e["medium"] == medium]
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-gemma3"])
+def test_host_and_drive_are_told_by_vllms_own_publisher(run: Run, tmp_path: Path, model: str) -> None:
+    options = cache(tmp_path / "nvme")
+    options["settings"]["host"]["capacity_bytes"] = "8MiB"  # one prompt more than that, so that some leave
+    others = [ask(ids(700, seed)) for seed in range(3, 9)]
+    told = published()
+    result = run(
+        [ask(A), ask(B), "flush", *others, "flush", ask(A), f"events {told['replay_endpoint']}"],
+        model=model,
+        connector=options,
+        llm={"enable_prefix_caching": True},
+        events=told,
+    )
+    events = result["rounds"][-1]
+    own = of_medium(events, "BlockStored", "GPU")
+    of_prompt: dict[Any, list[int]] = {}
+    for event in own:
+        size = event["block_size"]
+        for i, block_hash in enumerate(event["block_hashes"]):
+            of_prompt[block_hash] = event["token_ids"][i * size : (i + 1) * size]
+    there: dict[str, set[tuple[int, Any]]] = {"CPU": set(), "STORAGE": set()}
+    for event in events:
+        if event["medium"] not in there:
+            continue
+        named = {(event["group_idx"], block_hash) for block_hash in event["block_hashes"]}
+        if event["type"] == "BlockRemoved":
+            there[event["medium"]] -= named
+            continue
+        there[event["medium"]] |= named
+        size = event["block_size"]
+        for i, block_hash in enumerate(event["block_hashes"]):  # the names that vLLM has for its own blocks
+            assert of_prompt[block_hash] == event["token_ids"][i * size : (i + 1) * size]
+    assert of_medium(events, "BlockRemoved", "CPU")
+    stored = of_medium(events, "BlockStored", "STORAGE")
+    assert {event["ownership"] for event in stored} == {"kvcache nvme"}
+    blocks = 8 * (700 // 32)
+    assert len({h for group, h in there["STORAGE"] if group == 0}) == blocks
+    assert 0 < len({h for group, h in there["CPU"] if group == 0}) < blocks
