@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.block.revision import model_revision
-from kvcache.connector.vllm.options import Options
+from kvcache.connector.vllm.options import Options, TierOptions
 from kvcache.errors import ModelError
 
 _log = logging.getLogger("kvcache.connector.vllm")
@@ -32,13 +32,20 @@ def model_of(config: Any, options: Options) -> tuple[str, str]:
     A path is named by its last part, since the weights are told by the revision; a name of the hub is kept.
     """
     model = config.model_config
-    name = options.model or (Path(model.model).name if Path(model.model).exists() else model.model)
+    return revision_of(model.model, options, str(config.kv_transfer_config.engine_id), model.revision)
+
+
+def revision_of(
+    model: str, options: Options | TierOptions, engine_id: str, commit: str | None = None
+) -> tuple[str, str]:
+    """The same, of a path or a name of the hub."""
+    name = options.model or (Path(model).name if Path(model).exists() else model)
     if options.revision:
         return name, options.revision
     try:
-        return name, model_revision(local_model(model))
+        return name, model_revision(local_model(model, commit))
     except (ModelError, OSError) as error:
-        unique = f"engine:{config.kv_transfer_config.engine_id}"
+        unique = f"engine:{engine_id}"
         _log.warning(
             "which weights these are cannot be told (%s): blocks are not shared beyond this engine; "
             "kv_connector_extra_config.revision names them",
@@ -47,15 +54,15 @@ def model_of(config: Any, options: Options) -> tuple[str, str]:
         return name, unique
 
 
-def local_model(model: Any) -> str:
+def local_model(model: str, commit: str | None = None) -> str:
     """Where the weights are on this machine."""
-    if Path(model.model).exists():
-        return str(model.model)
+    if Path(model).exists():
+        return model
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    found = try_to_load_from_cache(model, "config.json", revision=commit)
     if not isinstance(found, str):
-        raise ModelError(f"{model.model}: not on this machine")
+        raise ModelError(f"{model}: not on this machine")
     return str(Path(found).parent)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -43,16 +43,34 @@ class Options(BaseModel):
     )
 
 
-def read(extra: dict[str, Any]) -> Options:
+class TierOptions(BaseModel):
+    """Of a tier below vLLM's own offloading, beside `type` and `module_path`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    config: Path | None = Field(default=None, description="A settings file for the cache, `kvcache.toml`.")
+    settings: dict[str, Any] = Field(default_factory=dict, description="Settings that weigh more than the file.")
+    address: str | None = Field(default=None, description="A daemon that engines of this host share, `unix:/...`.")
+    lookup_s: float = Field(default=0.1, gt=0, description="How long a lookup may wait for shared tiers to answer.")
+    load_s: float = Field(default=5.0, gt=0, description="After so long a chunk that has not come is computed.")
+    tenant: str = Field(default="default", min_length=1, description="Who pays.")
+    model: str | None = Field(default=None, description="The model's name in the namespace, instead of the engine's.")
+    revision: str | None = Field(
+        default=None, description="Which weights these are, instead of the hub's commit or a sample of the files."
+    )
+
+
+Read = TypeVar("Read", bound=BaseModel)
+
+
+def read(extra: dict[str, Any], made: type[Read], *, where: str = "kv_connector_extra_config") -> Read:
     """ConfigError names the setting, what was given and what would do."""
     try:
-        return Options(**extra)
+        return made(**extra)
     except ValidationError as error:
         first = error.errors()[0]
-        name = ".".join(map(str, first["loc"])) or "kv_connector_extra_config"
+        name = ".".join(map(str, first["loc"])) or where
         if first["type"] == "extra_forbidden":
-            known = ", ".join(Options.model_fields)
-            raise ConfigError(f"kv_connector_extra_config has {name!r}: no such setting; there are {known}") from None
-        raise ConfigError(
-            f"kv_connector_extra_config: {name} = {cast('Any', first['input'])!r}: {first['msg'].lower()}"
-        ) from None
+            known = ", ".join(made.model_fields)
+            raise ConfigError(f"{where} has {name!r}: no such setting; there are {known}") from None
+        raise ConfigError(f"{where}: {name} = {cast('Any', first['input'])!r}: {first['msg'].lower()}") from None

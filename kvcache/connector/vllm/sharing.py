@@ -15,7 +15,7 @@ from kvcache.connector.vllm.options import Options
 def share_model(config: Any, options: Options, mine: Model) -> Model:
     """The model as every engine names it. LayoutError where no other engine reads its blocks (on a processor vLLM packs
     them), ModelError where its configuration is not on this machine."""
-    layout, place = shared_layout(mine.layout), local_model(config.model_config)
+    layout, place = shared_layout(mine.layout), local_model(config.model_config.model, config.model_config.revision)
     same = shared(place, model=options.model, revision=options.revision, changed=_changed(config.model_config, place))
     return Model(same.model, same.revision, same.facts, layout, mine.shards, mine.of)
 

@@ -12,7 +12,7 @@ from kvcache.errors import ConfigError
 
 
 def test_nothing_is_needed() -> None:
-    assert read({}) == Options()
+    assert read({}, Options) == Options()
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_nothing_is_needed() -> None:
 )
 def test_what_makes_no_sense_is_refused(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        read(extra)
+        read(extra, Options)
 
 
 def test_wishes_that_make_no_sense_are_left_out_and_said() -> None:
