@@ -20,13 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvcache.connector.vllm.message import Described, Heard, Message
-from kvcache.connector.vllm.options import read
+from kvcache.connector.vllm.options import Options, read
 from kvcache.connector.vllm.process import share
 from kvcache.connector.vllm.refuse import declines, refuse
 from kvcache.connector.vllm.scheduler import Scheduling
 from kvcache.connector.vllm.shape import describe
 from kvcache.connector.vllm.stats import Prometheus, Sampler, Stats
-from kvcache.connector.vllm.version import KVConnectorTransferResults
+from kvcache.connector.vllm.version import KVConnectorTransferResults, hit_source
 from kvcache.connector.vllm.worker import Working
 from kvcache.errors import LayoutError
 
@@ -37,7 +37,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         refuse(vllm_config)
-        self._options = read(vllm_config.kv_transfer_config.kv_connector_extra_config)
+        self._options = read(vllm_config.kv_transfer_config.kv_connector_extra_config, Options)
         self._kv_config = kv_cache_config
         self._share = share(vllm_config, self._options)
         self._described: Described | None = None
@@ -146,6 +146,13 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduling.allocated(request, blocks, num_external_tokens)
 
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        sources: dict[Any, int] = {}
+        for tier, tokens in self._scheduling.sources(request, num_external_tokens).items():
+            source = hit_source(tier)
+            sources[source] = sources.get(source, 0) + tokens
+        return sources or super().get_external_cache_hit_sources(request, num_external_tokens)
+
     def build_connector_meta(self, scheduler_output: Any) -> Message:
         return self._scheduling.message(scheduler_output)
 
@@ -169,6 +176,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, [])
 
     def take_events(self) -> Iterable[Any]:
+        self._scheduling.steps.end()  # vLLM asks once a step, when the output is there
         events = self._scheduling.events
         return () if events is None else events.take()
 

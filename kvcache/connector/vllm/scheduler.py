@@ -20,7 +20,8 @@ from kvcache.connector.vllm.message import Described, Message, Move
 from kvcache.connector.vllm.model import Model, Rank, combine
 from kvcache.connector.vllm.options import Options
 from kvcache.connector.vllm.sharing import share_model
-from kvcache.connector.vllm.tracked import Tracked, Wishes
+from kvcache.connector.vllm.steps import Steps
+from kvcache.connector.vllm.tracked import Tracked, Wishes, behind
 from kvcache.connector.vllm.trial import Trial
 from kvcache.errors import KVCacheError
 from kvcache.hierarchy.face import Bound, Followed, KVCache
@@ -49,6 +50,7 @@ class Scheduling:
         told = getattr(config, "kv_events_config", None)
         wanted = told is not None and told.enable_kv_cache_events
         self.events = Announcer(cache, version) if wanted and isinstance(cache, Followed) else None
+        self.steps = Steps()
         self.declined: dict[str, int] = {}  # requests by why they were not cached
 
     @property
@@ -235,6 +237,7 @@ class Scheduling:
             tracked.close()
             return
         first, end = tracked.local_tokens // size, (tracked.local_tokens + tokens) // size
+        tracked.sources = behind(hit.by_tier, first, end, size)
         self._pending.append(self._move(tracked, first, end))
         tracked.face.admit()
         tracked.stored, tracked.loading, tracked.hit = end, True, None
@@ -260,6 +263,11 @@ class Scheduling:
     # a step
 
     def message(self, out: Any) -> Message:
+        message = self._message(out)
+        self.steps.begin(out.total_num_scheduled_tokens)
+        return message
+
+    def _message(self, out: Any) -> Message:
         message = Message(loads=self._pending, ended=set(out.finished_req_ids), idle=not out.total_num_scheduled_tokens)
         message.healed, self._healed = self._healed, set()
         self._pending = []
@@ -291,6 +299,8 @@ class Scheduling:
         if tracked.loading and not anew:  # loaded within the step before
             tracked.loading = False
             tracked.close()
+        scheduled = out.num_scheduled_tokens[request_id]
+        self.steps.prompt(self._bound.get(tracked.who), min(scheduled, tracked.request.num_prompt_tokens - computed))
         table = version.block_table(out, request_id)
         if table is not None:
             tracked.blocks = [list(group) for group in table]
@@ -302,7 +312,7 @@ class Scheduling:
         if not self._stores or tracked.wishes.skip_store:
             return
         # Drafts lie behind the tokens that are known, and are not counted among them.
-        end = min(computed + out.num_scheduled_tokens[request_id], tracked.request.num_tokens) // size
+        end = min(computed + scheduled, tracked.request.num_tokens) // size
         end = min(end, len(tracked.digests.first(end)), *map(len, tracked.blocks))
         first = self._storable(tracked, min(tracked.stored, end), end)
         if first < end and isinstance(self.cache, Trial):
@@ -310,6 +320,11 @@ class Scheduling:
         elif first < end:
             message.stores.append(self._move(tracked, first, end))
         tracked.stored = max(tracked.stored, end)
+
+    def sources(self, request: Any, tokens: int) -> dict[str, int]:
+        """By tier, the tokens that a request was promised of ours."""
+        tracked = self.requests.get(request.request_id)
+        return {} if tracked is None or sum(tracked.sources.values()) != tokens else dict(tracked.sources)
 
     def _storable(self, tracked: Tracked, first: int, end: int) -> int:
         """From where on every group has its own page: what a window has left behind is page 0, which is nobody's."""

@@ -57,6 +57,7 @@ class Tracked:
     stored: int = 0  # blocks that are stored, on their way, or not to be stored
     told: int = 0  # digests that the ranks know
     loading: bool = False
+    sources: dict[str, int] = field(default_factory=dict)  # by tier, the tokens of the last load
     failed: bool = False  # a load failed: this request computes
 
     def close(self) -> None:
@@ -64,3 +65,15 @@ class Tracked:
             self.face.close()
         self.face = self.hit = None
         self.asked = 0
+
+
+def behind(by_tier: Mapping[str, int], first: int, end: int, block_tokens: int) -> dict[str, int]:
+    """Of a prefix whose blocks are so many by tier, nearest first, the tokens of blocks `first` to `end`. Tails leave a
+    tier before heads, so that what is nearest is taken to be in front."""
+    found, at = {}, 0
+    for tier, blocks in by_tier.items():
+        mine = min(at + blocks, end) - max(at, first)
+        if mine > 0:
+            found[tier] = mine * block_tokens
+        at += blocks
+    return found

@@ -30,11 +30,18 @@ __all__ = [
     "event_keys",
     "hash_origin",
     "hash_tokens",
+    "hit_source",
 ]
 
 VERSION: str = vllm.__version__
 FIXED_ROOT = "vllm-none-hash"
 """What the chain of block hashes begins with where nobody sets PYTHONHASHSEED, from 0.30 on; random before."""
+
+
+def hit_source(tier: str) -> Any:
+    """What vLLM calls the tier that a hit came from."""
+    names = {"host": "HOST", "nvme": "DISK"}
+    return getattr(CacheHitSource, names.get(tier, "EXTERNAL_UNSPECIFIED"))
 
 
 def block_table(out: Any, request_id: str) -> tuple[list[int], ...] | None:

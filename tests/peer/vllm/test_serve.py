@@ -41,6 +41,7 @@ def served(model: Path, place: Path, *more: str) -> Iterator[str]:
         "KVCACHE_HOST__CAPACITY_BYTES": "128MiB",
         "KVCACHE_NVME__CAPACITY_BYTES": "512MiB",
         "KVCACHE_NVME__FREE_FLOOR_BYTES": "0",
+        "KVCACHE_PLAN__ENABLED": "false",
     }
     words = ["serve", str(model), "--kv-transfer-config", TRANSFER, "--host", "127.0.0.1", "--port", str(port)]
     fitting = ["--enforce-eager", "--dtype", "float32", "--max-model-len", "2048", "--enable-prompt-tokens-details"]

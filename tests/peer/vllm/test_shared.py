@@ -64,6 +64,7 @@ def daemon(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         "KVCACHE_HOST__CAPACITY_BYTES": "128MiB",
         "KVCACHE_NVME__CAPACITY_BYTES": "512MiB",
         "KVCACHE_NVME__FREE_FLOOR_BYTES": "0",
+        "KVCACHE_PLAN__ENABLED": "false",
     }
     command = [sys.executable, "-m", "kvcache.cli.main", "daemon", "--socket", str(socket)]
     process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,0 +1,58 @@
+"""How long the engine's steps take, for the plan: a prefix is loaded only where that is sooner than computing it.
+
+A step begins when it is scheduled and ends when its output comes back to the scheduler, in the same order. Where steps
+overlap, one begins for us when the one before it has ended. Only steps that mostly compute prompts are told.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import monotonic
+
+from kvcache.hierarchy.face import Bound
+
+MOST_STEPS = 64
+"""Under way at a time; engines have a few."""
+
+
+@dataclass(slots=True)
+class Step:
+    begun: float = 0.0
+    tokens: int = 0  # of all requests
+    prompts: int = 0  # of these, of prompts
+    bounds: list[Bound] = field(default_factory=list)  # whose prompts they are
+
+
+class Steps:
+    """Asked on the scheduler's thread."""
+
+    def __init__(self, now: Callable[[], float] = monotonic) -> None:
+        self._now = now
+        self._next = Step()
+        self._under_way: deque[Step] = deque(maxlen=MOST_STEPS)
+        self._ended = float("-inf")
+
+    def prompt(self, bound: Bound | None, tokens: int) -> None:
+        """The step that is being scheduled computes so many tokens of a prompt, if any."""
+        if tokens > 0 and bound is not None:
+            self._next.prompts += tokens
+            if bound not in self._next.bounds:
+                self._next.bounds.append(bound)
+
+    def begin(self, tokens: int) -> None:
+        """It is scheduled, with so many tokens in all."""
+        step, self._next = self._next, Step()
+        step.begun, step.tokens = self._now(), tokens
+        self._under_way.append(step)
+
+    def end(self) -> None:
+        """The output of the oldest is there."""
+        if not self._under_way:
+            return
+        step, now = self._under_way.popleft(), self._now()
+        seconds, self._ended = now - max(step.begun, self._ended), now
+        if step.prompts * 2 > step.tokens and seconds > 0:
+            for bound in step.bounds:
+                bound.computed(step.tokens, seconds)

@@ -1,0 +1,82 @@
+"""What the plan is told of an engine's steps, and where a hit came from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcache.connector.vllm.steps import Steps
+from kvcache.connector.vllm.tracked import behind
+
+
+class Told:
+    def __init__(self) -> None:
+        self.heard: list[tuple[int, float]] = []
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        self.heard.append((tokens, seconds))
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_steps_of_prompts_are_told_and_others_not() -> None:
+    clock, bound = Clock(), Told()
+    steps, mine = Steps(clock), bound
+    face: Any = mine
+    for prompts, tokens, seconds in ((512, 520, 2.0), (0, 8, 0.1), (3, 8, 0.2), (64, 64, 0.5)):
+        steps.prompt(face, prompts)
+        steps.begin(tokens)
+        clock.now += seconds
+        steps.end()
+        clock.now += 7  # between steps nothing is computed
+    assert bound.heard == [(520, 2.0), (64, pytest.approx(0.5))]
+
+
+def test_where_steps_overlap_one_begins_when_the_one_before_ends() -> None:
+    clock, bound = Clock(), Told()
+    steps: Steps = Steps(clock)
+    face: Any = bound
+    for _ in range(3):  # all scheduled at once, as pipelines do
+        steps.prompt(face, 100)
+        steps.begin(100)
+    for _ in range(3):
+        clock.now += 1.5
+        steps.end()
+    steps.end()  # more outputs than steps
+    assert bound.heard == [(100, 1.5)] * 3
+
+
+def test_each_namespace_whose_prompt_is_in_a_step_hears_of_it_once() -> None:
+    clock, one, other = Clock(), Told(), Told()
+    steps = Steps(clock)
+    for bound in (one, other, one, None):
+        face: Any = bound
+        steps.prompt(face, 10)
+    steps.prompt(None, 5)
+    steps.begin(30)
+    clock.now += 1
+    steps.end()
+    assert one.heard == other.heard == [(30, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("first", "end", "expected"),
+    [
+        (0, 10, {"host": 64, "nvme": 64, "redis": 32}),
+        (3, 10, {"host": 16, "nvme": 64, "redis": 32}),
+        (4, 9, {"nvme": 64, "redis": 16}),
+        (9, 10, {"redis": 16}),
+        (0, 2, {"host": 32}),
+        (5, 5, {}),
+    ],
+)
+def test_what_of_a_hit_came_from_where(first: int, end: int, expected: dict[str, int]) -> None:
+    found = behind({"host": 4, "nvme": 4, "redis": 2}, first, end, 16)
+    assert found == expected
+    assert sum(found.values()) == (end - first) * 16
