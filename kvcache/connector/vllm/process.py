@@ -7,10 +7,13 @@ import threading
 from typing import Any
 
 import kvcache
-from kvcache.connector.vllm.options import Options
+from kvcache.connector.vllm.options import Options, TierOptions
 from kvcache.connector.vllm.trial import Trial
 from kvcache.daemon.private import find_or_start
 from kvcache.hierarchy.face import KVCache
+
+HOST_BYTES = "1GiB"
+"""Our own host memory under vLLM's, where nobody sets it: what passes through, since what is near stands in vLLM's."""
 
 _lock = threading.Lock()
 _open: dict[str, tuple[KVCache | Trial, int]] = {}  # by engine: its cache, and how many roles use it
@@ -43,6 +46,13 @@ def share(config: Any, options: Options) -> Share:
             cache = _find(config, options)
         _open[engine_id] = (cache, users + 1)
     return Share(engine_id, cache)
+
+
+def below(options: TierOptions) -> KVCache:
+    """The cache under vLLM's own offloading: this process alone reaches it, unless it is a daemon's."""
+    if options.address is not None:
+        return kvcache.open(options.address)
+    return kvcache.open(options.config, **{"host": {"capacity_bytes": HOST_BYTES}, **options.settings})
 
 
 def one_process(config: Any) -> bool:

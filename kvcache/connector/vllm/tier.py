@@ -24,16 +24,13 @@ import numpy as np
 from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-import kvcache
 from kvcache.block.layout import Group, KVLayout
 from kvcache.connector.vllm import version
 from kvcache.connector.vllm.identity import revision_of
 from kvcache.connector.vllm.options import TierOptions, read
+from kvcache.connector.vllm.process import below
 from kvcache.hierarchy.face import Bound, Hit, Request, Transfer
 from kvcache.transfer.pages import GroupPages
-
-HOST_BYTES = "1GiB"
-"""Our own host memory, where nobody sets it: what passes through, since vLLM keeps what is near in its own."""
 
 PATIENCE_S = 60.0
 
@@ -100,10 +97,7 @@ class KVCacheTier(SecondaryTierManager):
                 owner=self._view,
             )
         ]
-        where = self._options.address or self._options.config
-        host = {} if self._options.address else {"host": {"capacity_bytes": HOST_BYTES}}
-        settings = {**host, **self._options.settings}
-        self._cache = kvcache.open(where, **({} if self._options.address else settings))
+        self._cache = below(self._options)
         self._bound: Bound | None = None
         self._since = ""
         self._off = ""

@@ -58,6 +58,6 @@ def test_host_and_drive_are_told_by_vllms_own_publisher(run: Run, tmp_path: Path
     assert of_medium(events, "BlockRemoved", "CPU")
     stored = of_medium(events, "BlockStored", "STORAGE")
     assert {event["ownership"] for event in stored} == {"kvcache nvme"}
-    blocks = 8 * (700 // 32)
+    blocks = 8 * ((700 + 7) // 32)  # the last token of an answer has no keys yet
     assert len({h for group, h in there["STORAGE"] if group == 0}) == blocks
     assert 0 < len({h for group, h in there["CPU"] if group == 0}) < blocks
