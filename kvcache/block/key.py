@@ -74,6 +74,8 @@ class Chain:
         self.block_tokens = block_tokens
         self.head = self.namespace_id
         self.packed = b""
+        self.said = b""
+        """What a daemon's client calls its blocks, where the daemon binds that to the namespace."""
         self._tail = np.empty(0, np.uint32)
         self._tail_extras = b""
         self._from_digests = False

@@ -14,6 +14,10 @@ def daemon(
     check_config: Annotated[
         bool, typer.Option("--check-config", help="Say what would be served, and leave: 2 where it makes no sense.")
     ] = False,
+    insecure_loopback: Annotated[
+        bool,
+        typer.Option("--insecure-loopback", help="Let daemon.listen be on 127.0.0.1 without TLS and tokens."),
+    ] = False,
     linger_s: Annotated[
         float | None, typer.Option(min=0.1, help="End once nobody has been connected for so long.")
     ] = None,
@@ -23,10 +27,13 @@ def daemon(
     from kvcache.config import load
     from kvcache.daemon.address import Claim, socket_of
     from kvcache.daemon.control.server import listen
+    from kvcache.daemon.door import Door
     from kvcache.daemon.ground import prepare
     from kvcache.daemon.server import Daemon
+    from kvcache.daemon.tcp import Port
     from kvcache.hierarchy.cache import Cache
     from kvcache.log import apply
+    from kvcache.port import SystemClock
     from kvcache.trace.recorder import record
     from kvcache.units import show_bytes
 
@@ -37,9 +44,13 @@ def daemon(
     path = socket_of(loaded.daemon.socket)
     places = ", ".join(map(str, loaded.nvme.directories))
     nvme = f", {show_bytes(loaded.nvme.capacity_bytes)} at {places}" if loaded.nvme.enabled else ""
+    door = Door(loaded.daemon.tenants_file, SystemClock())
+    port = Port(loaded.daemon, door, insecure=insecure_loopback) if loaded.daemon.listen else None
     what = f"unix:{path}, {show_bytes(loaded.host.capacity_bytes)} of host memory{nvme}"
     if check_config:
-        print(f"kvcache: would serve {what}")
+        print(f"kvcache: would serve {what}{also(port)}")
+        if port is not None:
+            port.close()
         return
     claim = Claim(path, int(loaded.daemon.mode, 8))
     try:
@@ -56,10 +67,16 @@ def daemon(
             claim,
             version=kvcache.__version__,
             linger_s=linger_s,
-            began=lambda: print(f"kvcache: serving {what}", flush=True),
+            began=lambda: print(f"kvcache: serving {what}{also(port)}", flush=True),
+            door=door,
+            port=port,
         )
         served.run()
         print("kvcache: ending; what is queued is written first", flush=True)
+
+
+def also(port: object) -> str:
+    return "" if port is None else f", {port}"
 
 
 def register(app: typer.Typer) -> None:

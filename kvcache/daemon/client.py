@@ -19,6 +19,7 @@ from typing import Any
 
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
+from kvcache.daemon.carrier import Stagings
 from kvcache.daemon.mapping import Mappings
 from kvcache.daemon.protocol import VERSION, ProtocolError, answer
 from kvcache.daemon.remote import RemoteBound
@@ -129,6 +130,7 @@ class RemoteCache:
         self.executor = self.port.executor(threads, "copy")
         self._background = self.port.executor(1, "map")
         self.copiers = Copiers(self._background.submit)
+        self.stagings = Stagings(self.copiers)
         self.prefix = uuid.uuid4().hex[:8]  # of the ids of requests that are given none
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)

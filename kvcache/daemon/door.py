@@ -19,6 +19,8 @@ class Shown:
     user: int | None = None
     token_hash: str = ""
     certificates: Sequence[str] = ()
+    remote: bool = False
+    """Not of this host: it can map nothing, and there is no user."""
 
 
 class Door:
@@ -55,7 +57,7 @@ class Door:
         elif shown.user is not None:
             found = self.tenants.by_user(shown.user)
         if found is None:
-            what = "token" if shown.token_hash else "certificate" if shown.certificates else "user"
+            what = "token" if shown.token_hash else "certificate" if shown.certificates or shown.remote else "user"
             raise AccessError(
                 f"no tenant has this {what}: give token_file or KVCACHE_TOKEN, or be entered in the tenants file of "
                 f"the daemon (process {os.getpid()})"

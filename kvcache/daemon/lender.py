@@ -20,6 +20,7 @@ import numpy as np
 from kvcache.daemon.meter import QUOTA
 from kvcache.daemon.protocol import DESCRIPTORS, LENT, ProtocolError, asked, refusal
 from kvcache.daemon.session import Session
+from kvcache.daemon.streamer import Streamer
 from kvcache.daemon.wire import Wire
 from kvcache.errors import AccessError, KVCacheError, UnreachableError
 from kvcache.hierarchy.cache import Cache
@@ -48,6 +49,9 @@ class Lender:
         self._known: dict[int, tuple[Extent, bool]] = {}  # extents that this connection told of; whether writable
         self._lent: list[Slot] = []  # to a client that did not answer in time
         self.broken = False
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """A load or a store. The client knows the payloads' sizes."""
 
     def gather(self, parts: Sequence[Part]) -> None:
         slots = [slot for _, _, slot in parts]
@@ -138,7 +142,11 @@ class Moving:
 def serve(moving: Moving, cache: Cache, lease_s: float) -> None:
     """Answer this connection until it ends, or a message makes no sense, or all of it ends."""
     wire, session = Wire(moving.connection, takes=False), moving.session
-    lender = Lender(wire, cache.host.arena, lease_s, session.meter.move)
+    lender: Lender | Streamer
+    if session.copies:
+        lender = Streamer(wire, lease_s, session.meter.move)
+    else:
+        lender = Lender(wire, cache.host.arena, lease_s, session.meter.move)
     try:
         while not (lender.broken or session.ended or moving.ending):
             message, _ = wire.receive()
@@ -159,7 +167,9 @@ def serve(moving: Moving, cache: Cache, lease_s: float) -> None:
         wire.close()
 
 
-def _answered(op: str, message: Mapping[str, Any], session: Session, cache: Cache, lender: Lender) -> dict[str, Any]:
+def _answered(
+    op: str, message: Mapping[str, Any], session: Session, cache: Cache, lender: Lender | Streamer
+) -> dict[str, Any]:
     try:
         return {"ok": _answer(op, message, session, cache, lender)}
     except ProtocolError:
@@ -171,7 +181,9 @@ def _answered(op: str, message: Mapping[str, Any], session: Session, cache: Cach
         return refusal(KVCacheError(f"{op} failed: {error!r:.200}"))
 
 
-def _answer(op: str, message: Mapping[str, Any], session: Session, cache: Cache, lender: Lender) -> dict[str, Any]:
+def _answer(
+    op: str, message: Mapping[str, Any], session: Session, cache: Cache, lender: Lender | Streamer
+) -> dict[str, Any]:
     within = session.meter.ask(moves=op in ("load", "store"))
     if session.meter.flooded:
         raise ProtocolError(f"tenant {session.tenant.name!r} asks far more than its operations a second")
@@ -188,6 +200,7 @@ def _answer(op: str, message: Mapping[str, Any], session: Session, cache: Cache,
     request = session.request(message["request"])
     if not within:
         return _refused(op, message, request, cache)
+    lender.begin(session.sizes(message["request"]))
     move = request.bring if op == "load" else request.keep
     transfer: BlockTransfer = move(lender, message["first"], message["end"], _here)
     return {"outcomes": bytes(_CODES[outcome] for outcome in transfer.outcomes)}

@@ -17,9 +17,11 @@ from kvcache.observe.request import logger
 
 UNREAD_BYTES = 16 << 20
 """Of answers that a client does not take, beyond which it is let go."""
+FIRST_BYTES = 64 << 10
+"""Of the first message: nobody knows yet who says it."""
 AT_ONCE = 32
 """Messages of one client that are answered before others have their turn."""
-_RECEIVED = memoryview(bytearray(BUFFER_BYTES))  # of the loop's thread: a long message comes in one piece
+RECEIVED = memoryview(bytearray(BUFFER_BYTES))  # of the loop's thread: a long message comes in one piece
 _CREDENTIALS = struct.Struct("3i")
 
 _log = logger("kvcache.daemon")
@@ -35,8 +37,10 @@ class Peer:
         on_message: Callable[[Peer, dict[str, Any]], None],
         on_end: Callable[[Peer], None],
     ) -> None:
-        self.pid, self.uid, _ = credentials(connection)
+        self.pid = self.uid = 0
+        self._know(connection)
         self.connection = connection
+        self.most_bytes = FIRST_BYTES  # of a message
         self._loop, self._on_message, self._on_end = loop, on_message, on_end
         self._read = bytearray()
         self._unread: deque[memoryview] = deque()
@@ -47,6 +51,10 @@ class Peer:
             with suppress(OSError):
                 connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
         loop.add_reader(connection, self._readable)
+
+    def _know(self, connection: socket.socket) -> None:
+        """Who it is, as the system tells."""
+        self.pid, self.uid, _ = credentials(connection)
 
     def __str__(self) -> str:
         return f"user {self.uid} (process {self.pid})"
@@ -71,7 +79,7 @@ class Peer:
         self._unread.append(rest)
         self._unread_bytes += len(rest)
         if self._unread_bytes > UNREAD_BYTES:
-            _log.warning("process %d does not take its answers: let go", self.pid)
+            _log.warning("%s does not take its answers: let go", self)
             self.close()
 
     def detach(self) -> socket.socket:
@@ -95,12 +103,18 @@ class Peer:
 
     def _put(self, data: memoryview) -> int:
         try:
-            return self.connection.send(data)
+            return self._transmit(data)
         except BlockingIOError:
             return 0
         except OSError:
             self.close()
             return 0
+
+    def _transmit(self, data: memoryview) -> int:
+        return self.connection.send(data)
+
+    def _receive(self) -> int:
+        return self.connection.recv_into(RECEIVED)
 
     def _writable(self) -> None:
         while self._unread and self.open:
@@ -116,7 +130,7 @@ class Peer:
 
     def _readable(self) -> None:
         try:
-            count = self.connection.recv_into(_RECEIVED)
+            count = self._receive()
         except BlockingIOError:
             return
         except OSError:
@@ -124,7 +138,7 @@ class Peer:
         if not count:
             self.close()
             return
-        self._read += _RECEIVED[:count]
+        self._read += RECEIVED[:count]
         self._answer_some()
 
     def _answer_some(self) -> None:
@@ -146,7 +160,10 @@ class Peer:
     def _next(self) -> dict[str, Any] | None:
         if len(self._read) < HEAD_BYTES:
             return None
-        end = HEAD_BYTES + body_bytes(self._read[:HEAD_BYTES])
+        size = body_bytes(self._read[:HEAD_BYTES])
+        if size > self.most_bytes:
+            raise ProtocolError(f"a hello of {size} bytes: at most {self.most_bytes} are read")
+        end = HEAD_BYTES + size
         if len(self._read) < end:
             return None
         with memoryview(self._read) as view:

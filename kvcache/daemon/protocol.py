@@ -41,6 +41,11 @@ LENT = np.dtype(
 )
 """One slot that is lent: `block` counts from the first that the transfer moves."""
 
+SENT = np.dtype([("block", "<u4"), ("group", "<u2"), ("unused", "<u2"), ("bytes", "<u8"), ("sum", "<u8")])
+"""One payload whose bytes go over the socket, and its XXH3-64; 0 where that is not known yet."""
+SENT_BYTES = 8 << 20
+"""Of records, padded, that go behind one message; a larger one goes alone."""
+
 
 class ProtocolError(KVCacheError):
     """What came is no message of this protocol; the connection cannot go on."""

@@ -238,7 +238,9 @@ class RemoteRequest:
         check_transfer(self._bound.layout, self._bound.shards, pages, page_ids, first, end, known)
         transfer = BlockTransfer(end - first)
         mover = PagesMover(self._cache.copiers, pages, page_ids)
-        taker = Taker(self._cache, self, op, first, end, len(pages), mover, transfer, self._deadline_s)
+        taker = Taker(
+            self._cache, self, op, first, end, [p.block_bytes for p in pages], mover, transfer, self._deadline_s
+        )
         self._cache.moves()
         self._cache.executor.submit(taker.run)
         return transfer

@@ -20,10 +20,12 @@ from typing import Any
 
 from kvcache.daemon.address import Claim
 from kvcache.daemon.door import Door
+from kvcache.daemon.guest import Guest
 from kvcache.daemon.lender import Moving, serve
 from kvcache.daemon.peer import Peer
-from kvcache.daemon.protocol import VERSION, ProtocolError, asked, refusal
+from kvcache.daemon.protocol import FRAME_BYTES, VERSION, ProtocolError, asked, refusal
 from kvcache.daemon.session import Session
+from kvcache.daemon.tcp import Port
 from kvcache.daemon.token import token_hash
 from kvcache.errors import AccessError, KVCacheError, UnreachableError
 from kvcache.hierarchy.cache import Cache
@@ -50,15 +52,18 @@ class Daemon:
         linger_s: float | None = None,
         began: Callable[[], object] = lambda: None,
         door: Door | None = None,
+        port: Port | None = None,
     ) -> None:
         """`linger_s`: end by itself once nobody has been connected for so long; never, where not given. `began` is
-        called when it listens. `door`: who comes in; by the settings, where not given."""
+        called when it listens. `door`: who comes in; by the settings, where not given. `port`: for those of
+        other hosts; closed with it."""
         self.began = began
         self.cache, self.claim, self._version, self._linger_s = cache, claim, version, linger_s
         self._settings = cache.settings.daemon
         self.door = door or Door(self._settings.tenants_file, cache.flow.port.clock)
         self.boot = secrets.token_bytes(8)
         """Another one after every start."""
+        self._port = port
         self._loop = new_loop()
         self._peers: set[Peer] = set()
         self._sessions: dict[bytes, Session] = {}
@@ -76,7 +81,10 @@ class Daemon:
                 for number in (signal.SIGTERM, signal.SIGINT):
                     self._loop.add_signal_handler(number, self._end)
             self.claim.listen()
-            self._loop.add_reader(self.claim.listener, self._accept)
+            if self._port is not None:
+                self._port.listen()
+            for listener in self._listeners():
+                self._loop.add_reader(listener, self._accept, listener)
             self.began()
             if self._linger_s is not None:  # whoever started this may take a while to come
                 self._lingering = self._loop.call_later(max(self._linger_s, FIRST_S), self._end)
@@ -84,6 +92,8 @@ class Daemon:
             self._drain()
         finally:
             self.claim.release()
+            if self._port is not None:
+                self._port.close()
             self._loop.close()
 
     def stop(self) -> None:
@@ -97,39 +107,42 @@ class Daemon:
 
     # connections
 
-    def _accept(self) -> None:
+    def _listeners(self) -> list[socket.socket]:
+        return [self.claim.listener] if self._port is None else [self.claim.listener, self._port.listener]
+
+    def _accept(self, listener: socket.socket) -> None:
         try:
-            connection, _ = self.claim.listener.accept()
+            connection, _ = listener.accept()
         except BlockingIOError:
             return
         except OSError as error:  # no descriptors left: those who wait in the queue are accepted when there are
             _log.warning("nobody can be accepted for now: %s", error)
-            self._loop.remove_reader(self.claim.listener)
-            self._loop.call_later(_PAUSE_S, self._accept_again)
+            self._loop.remove_reader(listener)
+            self._loop.call_later(_PAUSE_S, self._accept_again, listener)
             return
         if len(self._peers) + len(self._moving) >= self._settings.connections:
             _log.warning("more than %d connections (daemon.connections): one was refused", self._settings.connections)
             connection.close()
             return
         try:
-            peer = Peer(self._loop, connection, self._said, self._left)
+            if self._port is not None and listener is self._port.listener:
+                peer: Peer = Guest(self._loop, connection, self._port.context, self._said, self._left)
+            else:
+                peer = Peer(self._loop, connection, self._said, self._left)
         except OSError:  # it hung up already
             connection.close()
             return
         self._peers.add(peer)
-        if self._lingering is not None:  # somebody looks whether it is there, and comes in a moment
-            self._lingering.cancel()
-            self._lingering = self._loop.call_at(max(self._lingering.when(), self._loop.time() + HELLO_S), self._end)
-        if not self.claim.admits(peer.uid):
-            _log.warning("user %d (process %d) was refused: this is user %d's cache", peer.uid, peer.pid, os.geteuid())
+        if listener is self.claim.listener and not self.claim.admits(peer.uid):
+            _log.warning("%s was refused: this is user %d's cache", peer, os.geteuid())
             peer.send(refusal(UnreachableError(f"this cache is user {os.geteuid()}'s alone: see daemon.mode")))
             peer.close()
             return
         self._loop.call_later(HELLO_S, self._unless_known, peer)
 
-    def _accept_again(self) -> None:
+    def _accept_again(self, listener: socket.socket) -> None:
         if not self._ending:
-            self._loop.add_reader(self.claim.listener, self._accept)
+            self._loop.add_reader(listener, self._accept, listener)
 
     def _unless_known(self, peer: Peer) -> None:
         if peer.open and peer not in self._of_peer:
@@ -189,6 +202,7 @@ class Daemon:
         token = message.get("token") or ""
         session = Session(self.cache, engine, peer.pid, peer.shown(token_hash(token) if token else ""), self.door)
         self._sessions[session.secret] = self._of_peer[peer] = session
+        peer.most_bytes = FRAME_BYTES
         self._watch(session)
         if self._lingering is not None:
             self._lingering.cancel()
@@ -201,6 +215,7 @@ class Daemon:
             "boot": self.boot,
             "session": session.secret,
             "facts": facts,
+            "share": "copy" if session.copies else "map",
             "tenant": "" if session.tenant.operator else session.tenant.name,
         }
 
@@ -239,6 +254,8 @@ class Daemon:
 
     def _watch(self, session: Session) -> None:
         """End the session when its process ends, whoever else has its descriptors."""
+        if not session.pid:
+            return
         try:
             descriptor = os.pidfd_open(session.pid)
         except (OSError, AttributeError):  # of another pid namespace: its connection alone tells
@@ -266,7 +283,8 @@ class Daemon:
     def _end(self) -> None:
         if not self._ending:
             self._ending = True
-            self._loop.remove_reader(self.claim.listener)
+            for listener in self._listeners():
+                self._loop.remove_reader(listener)
             self.claim.hide()
             self._ended.set()
 

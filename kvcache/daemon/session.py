@@ -16,6 +16,7 @@ from kvcache.block.key import SIGNATURE_BYTES, bind_signatures
 from kvcache.daemon.door import Door, Shown
 from kvcache.daemon.meter import QUOTA
 from kvcache.daemon.protocol import ProtocolError, read_layout, read_shards
+from kvcache.daemon.report import Report
 from kvcache.daemon.tenant import Tenant
 from kvcache.errors import AccessError, ConfigError, RequestError, TokenError
 from kvcache.hierarchy.cache import Cache
@@ -43,9 +44,12 @@ class Session:
         self.tenant: Tenant = door.tenant(shown)
         self.meter = door.meter(self.tenant)
         self._apart = door.apart
+        self.copies = shown.remote or self.tenant.share == "copy"
+        """Whether bytes go over the socket, since it maps nothing."""
         self._cache = cache
         self._bound: list[BoundCache] = []
         self._requests: dict[int, CacheRequest] = {}
+        self._bound_of: dict[int, BoundCache] = {}  # by request
         self._sizes: dict[int, int] = {}  # bytes of signatures, of those that were opened here and not joined
         self._within = True  # whether what is asked now is within the tenant's operations
         self._told: dict[int, int] = {}  # bytes of token ids, of those that told some
@@ -62,7 +66,7 @@ class Session:
             "match": self._match,
             "extend": self._extend,
             "join": self._join,
-            "signatures": lambda m: {"signatures": self.request(m["request"]).chain.packed},
+            "signatures": self._signatures,
             "admit": self._admit,
             "close": self._close,
             "stats": lambda _: self._stats(),
@@ -77,6 +81,11 @@ class Session:
         if found is None:
             raise RequestError(f"request {number}: none of this number is open here")
         return found
+
+    def sizes(self, number: int) -> list[int]:
+        """Payload bytes by group, of the blocks of a request."""
+        bound = self._bound_of.get(number)
+        return [] if bound is None else [place.payload_bytes for place in bound.places]
 
     def _namespace(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if len(self._bound) >= NAMESPACES or self._cache.bindings >= ALL_NAMESPACES:
@@ -103,8 +112,9 @@ class Session:
         if number in self._requests:
             raise RequestError(f"request {number} is open already")
         agent = (message.get("agent") or "")[:LONGEST_AGENT]
-        made = self._of(message).request(self._name(message), agent=agent, deadline_s=_deadline(message))
-        self._take(number, made)
+        bound = self._of(message)
+        made = bound.request(self._name(message), agent=agent, deadline_s=_deadline(message))
+        self._take(number, bound, made)
         self._sizes[number] = 0
         return {}
 
@@ -119,12 +129,14 @@ class Session:
             self._own(number)
             self._check_room(number, len(signatures))
             self._sizes[number] = len(signatures)
-            signatures = self._bind(request, signatures)
+        bound = None if signatures is None else self._bind(request, signatures)
         head = message.get("head")
         if head is not None and len(head) not in (0, SIGNATURE_BYTES):
             raise TokenError(f"a head of {len(head)} bytes: expected {SIGNATURE_BYTES}, or 0 where it is not known")
         head = head and self._bind(request, head)
-        hit = request.match(signatures=signatures, head=head, refused="" if self._within else QUOTA)
+        hit = request.match(signatures=bound, head=head, refused="" if self._within else QUOTA)
+        if signatures is not None and self._apart:
+            request.chain.said = signatures
         return {"blocks": hit.blocks, "by_tier": dict(hit.by_tier), "reason": hit.reason, "pending": hit.pending}
 
     def _extend(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,6 +146,8 @@ class Session:
         size = self._sizes[number] + len(signatures)
         self._check_room(number, size)
         request.chain.append(self._bind(request, signatures))
+        if self._apart:
+            request.chain.said += signatures
         request.miss.extended(request.chain.packed)
         self._sizes[number] = size
         return {}
@@ -141,8 +155,14 @@ class Session:
     def _join(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if message["request"] in self._requests:
             raise RequestError(f"request {message['request']} is open: a joined one needs a number of its own")
-        request = self._take(message["request"], self._of(message).join(self._name(message)))
+        bound = self._of(message)
+        request = self._take(message["request"], bound, bound.join(self._name(message)))
         return {"blocks": len(request.signatures)}
+
+    def _signatures(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """As they were said, by whomever."""
+        chain = self.request(message["request"]).chain
+        return {"signatures": chain.said if self._apart else chain.packed}
 
     def _admit(self, message: Mapping[str, Any]) -> dict[str, Any]:
         number, ids = message["request"], message.get("ids", b"")
@@ -157,6 +177,7 @@ class Session:
         request = self._requests.pop(message["request"], None)
         self._sizes.pop(message["request"], None)
         self._told.pop(message["request"], None)
+        self._bound_of.pop(message["request"], None)
         if request is not None:
             request.close()
         return {}
@@ -165,20 +186,14 @@ class Session:
         """An operator's are the cache's; a tenant's are of what is its own, so that it learns of nobody else."""
         if self.tenant.operator:
             return self._cache.stats()
-        name, host = self.tenant.name, self._cache.host
-        extents = [extent for extent in host.arena.extents() if extent.tenant == name]
-        own = {
-            "records": sum(len(extent.slots) for extent in extents),
-            "used_bytes": sum(len(extent.slots) * extent.slot_bytes for extent in extents),
-        }
         moved = {"moved_bytes": self.meter.moved_bytes, "refused": self.meter.refused}
-        return {"tenant": name, "tiers": {host.name: own}, **moved}
+        return {"tenant": self.tenant.name, **Report(self._cache, self.tenant.name).stats(), **moved}
 
-    def _take(self, number: int, request: CacheRequest) -> CacheRequest:
+    def _take(self, number: int, bound: BoundCache, request: CacheRequest) -> CacheRequest:
         if len(self._requests) >= REQUESTS:
             request.close()
             raise RequestError(f"{REQUESTS} requests are open: no client may have more; close some")
-        self._requests[number] = request
+        self._requests[number], self._bound_of[number] = request, bound
         return request
 
     def bound(self, message: Mapping[str, Any]) -> BoundCache:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvcache.daemon.carrier import laid_out, room
 from kvcache.daemon.lender import OUTCOMES
 from kvcache.daemon.mapping import Lent, Mappings
 from kvcache.daemon.protocol import ProtocolError, answer
 from kvcache.daemon.wire import LateError, Wire
 from kvcache.errors import KVCacheError, UnreachableError
-from kvcache.hierarchy.mover import PagesMover, wait_all
+from kvcache.hierarchy.mover import PagesMover, PlacedPart, wait_all
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import logger, working_for
 from kvcache.tier.tier import Outcome
@@ -32,10 +34,11 @@ class Taker:
     op: str
     first: int
     end: int
-    groups: int
+    sizes: Sequence[int]  # payload bytes by group
     mover: PagesMover  # made on the engine's thread
     transfer: BlockTransfer
     deadline_s: float
+    spoilt: bool = False  # of what goes over the socket, something was bad or could not be had
 
     def run(self) -> None:
         """Never raises: an engine that waits for this must not fail for a fault of a cache."""
@@ -74,12 +77,18 @@ class Taker:
     def _take(self, wire: Wire, mappings: Mappings, timeout_s: float) -> None:
         while True:
             message, descriptors = wire.receive(timeout_s)
+            if "sent" in message and self.op == "load":
+                self._sent(wire, message, timeout_s)
+                continue
+            if "wanted" in message and self.op == "store":
+                self._wanted(wire, message, timeout_s)
+                continue
             if "lent" not in message:
                 codes = answer(message)["outcomes"]
                 break
             lent = self._lent(message, descriptors, mappings)
             taken = not self.transfer.cancelled and (
-                self._fill(lent) if self.op == "store" else self._empty(lent, message["blocks"])
+                self._fill(lent.parts) if self.op == "store" else self._empty(lent, message["blocks"])
             )
             wire.send({"taken": taken}, timeout_s=timeout_s)
         if self.transfer.cancelled:
@@ -89,15 +98,56 @@ class Taker:
         for i, code in enumerate(codes):
             self.transfer.settle(i, OUTCOMES[code])
 
+    def _sent(self, wire: Wire, message: dict[str, Any], timeout_s: float) -> None:
+        """Take payloads off the socket and into pages; once one was bad, off the socket only."""
+        rows, size = room(message["sent"], blocks=self.end - self.first, sizes=self.sizes)
+        blocks = message.get("blocks")
+        if not isinstance(blocks, int) or not 0 <= blocks <= self.end - self.first:
+            raise ProtocolError(f"payloads of {blocks!r:.40} blocks: expected at most {self.end - self.first}")
+        with self.cache.stagings.take(size) as staging:
+            batch = laid_out(rows, staging)
+            wire.receive_bytes(batch.payloads, timeout_s)
+            if self.transfer.cancelled or self.spoilt:
+                return
+            bad = batch.damaged()
+            if bad is not None:
+                self.spoilt = True
+                self.transfer.settle_rest(bad, Outcome.DAMAGED)
+                return
+            try:
+                copies = self.mover.scatter(batch.parts)
+                self.transfer.begun(blocks, copies)
+                wait_all(copies)
+            except Exception:  # noqa: BLE001  what comes behind it must be taken off the socket all the same
+                _log.exception("pages could not be filled")
+                self.spoilt = True
+                self.transfer.settle_rest(batch.first, Outcome.FAILED)
+                return
+        self.transfer.settle_run(batch.first, max(batch.first, blocks), Outcome.DONE)
+
+    def _wanted(self, wire: Wire, message: dict[str, Any], timeout_s: float) -> None:
+        """Send payloads out of pages, unless one could not be had before: then the daemon waits for no more."""
+        rows, size = room(message["wanted"], blocks=self.end - self.first, sizes=self.sizes)
+        if self.spoilt:
+            return
+        with self.cache.stagings.take(size) as staging:
+            batch = laid_out(rows, staging)
+            if self.transfer.cancelled or not self._fill(batch.parts):
+                self.spoilt = True
+                wire.send({"taken": False}, timeout_s=timeout_s)
+                return
+            wire.send({"taken": True, "sums": batch.packed_sums()}, timeout_s=timeout_s)
+            wire.send_bytes(batch.payloads, timeout_s=timeout_s)
+
     def _lent(self, message: dict[str, Any], descriptors: list[int], mappings: Mappings) -> Lent:
         mappings.take_in(message.get("extents", ()), descriptors, message.get("gone", ()))
         if not isinstance(message["lent"], bytes) or not isinstance(message.get("blocks"), int):
             raise ProtocolError("slots that are lent in no form that is known")
-        return mappings.lent(message["lent"], blocks=self.end - self.first, groups=self.groups)
+        return mappings.lent(message["lent"], blocks=self.end - self.first, groups=len(self.sizes))
 
-    def _fill(self, lent: Lent) -> bool:
+    def _fill(self, parts: Sequence[PlacedPart]) -> bool:
         try:
-            self.mover.gather(lent.parts)
+            self.mover.gather(parts)
         except Exception:  # noqa: BLE001  the daemon waits for an answer, whatever happens here
             _log.exception("pages could not be gathered")
             return False

@@ -1,10 +1,15 @@
-"""Frames over a connected Unix socket, one side waiting for the other; descriptors of memory travel with them."""
+"""Frames over a connected stream socket, one side waiting for the other.
+
+Over a Unix socket descriptors of memory travel with them; over any, bytes behind a frame, straight from and into the
+caller's memory.
+"""
 
 from __future__ import annotations
 
 import array
 import os
 import socket
+import ssl
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -29,7 +34,8 @@ class Wire:
 
     def __init__(self, connection: socket.socket, *, takes: bool) -> None:
         self.connection = connection
-        self._room = socket.CMSG_SPACE(DESCRIPTORS * _DESCRIPTOR_BYTES) if takes else 0
+        self._unix = connection.family == socket.AF_UNIX
+        self._room = socket.CMSG_SPACE(DESCRIPTORS * _DESCRIPTOR_BYTES) if takes and self._unix else 0
         self._read = bytearray()
         self._descriptors: list[int] = []
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -52,6 +58,9 @@ class Wire:
     ) -> None:
         """UnreachableError where the other side does not take it in time."""
         head, body = pieces({**message, "descriptors": len(descriptors)} if descriptors else message)
+        if not self._unix:
+            self.send_bytes([head + body], timeout_s=timeout_s)
+            return
         rights = []
         if descriptors:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())]
@@ -64,6 +73,39 @@ class Wire:
             raise LateError("nobody took a message within the deadline") from None
         except OSError as error:
             raise UnreachableError(f"the connection ended: {error}") from None
+
+    def send_bytes(self, pieces: Sequence[bytes | memoryview], *, timeout_s: float | None = None) -> None:
+        """These, one behind the other, and nothing around them. `timeout_s` is for each."""
+        try:
+            self.connection.settimeout(timeout_s)
+            for piece in pieces:
+                self.connection.sendall(piece)
+        except TimeoutError:
+            raise LateError("nobody took what was sent within the deadline") from None
+        except OSError as error:
+            raise UnreachableError(f"the connection ended: {error}") from None
+
+    def receive_bytes(self, into: Sequence[memoryview], timeout_s: float | None = None) -> None:
+        """Fill these with what comes next, which the other side sent by `send_bytes`. `timeout_s` is for all of it."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        for view in into:
+            at = min(len(view), len(self._read))
+            view[:at] = self._read[:at]
+            del self._read[:at]
+            while at < len(view):
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    raise LateError("what was announced did not come within the deadline")
+                try:
+                    self.connection.settimeout(left)
+                    count = self.connection.recv_into(view[at:])
+                except TimeoutError:
+                    raise LateError("what was announced did not come within the deadline") from None
+                except OSError as error:
+                    raise UnreachableError(f"the connection ended: {error}") from None
+                if not count:
+                    raise UnreachableError("the connection ended")
+                at += count
 
     def receive(self, timeout_s: float | None = None) -> tuple[dict[str, Any], list[int]]:
         """The next message and the descriptors that came with it, which are the caller's to close. `timeout_s` is for
@@ -88,7 +130,10 @@ class Wire:
                 raise LateError("no answer within the deadline")
             try:
                 self.connection.settimeout(left)
-                piece, rights, flags, _ = self.connection.recvmsg(_CHUNK_BYTES, self._room, socket.MSG_CMSG_CLOEXEC)
+                if self._unix:
+                    piece, rights, flags, _ = self.connection.recvmsg(_CHUNK_BYTES, self._room, socket.MSG_CMSG_CLOEXEC)
+                else:
+                    piece, rights, flags = self.connection.recv(_CHUNK_BYTES), [], 0
             except TimeoutError:
                 raise LateError("no answer within the deadline") from None
             except OSError as error:
@@ -108,8 +153,11 @@ class Wire:
         """Whether the other side hung up, or speaks unasked, which is as bad. Asked between two questions."""
         try:
             self.connection.settimeout(0)
-            self.connection.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
+            if isinstance(self.connection, ssl.SSLSocket):  # which cannot look without taking; nothing is expected
+                self.connection.recv(1)
+            else:
+                self.connection.recv(1, socket.MSG_PEEK)
+        except (BlockingIOError, ssl.SSLWantReadError):
             return bool(self._read)
         except OSError:
             pass

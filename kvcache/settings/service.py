@@ -21,6 +21,14 @@ class Daemon(Section):
         default="600",
         description="Who may connect: the socket's mode, in octal. Others than the owner need group or other.",
     )
+    listen: str = Field(
+        default="",
+        description="`HOST:PORT` for clients of other hosts, beside the socket; with TLS, and never without tokens or "
+        "client certificates (docs/daemon.md). Nothing: none.",
+    )
+    tls_cert_file: str = Field(default="", description="The certificate of that port (PEM), with its signers.")
+    tls_key_file: str = Field(default="", description="Its key; nothing where the certificate's file holds it.")
+    tls_client_ca_file: str = Field(default="", description="Who signs the certificates of clients, if any.")
     tenants_file: str = Field(
         default="",
         description="Who may come in, as whom, and within which limits (docs/daemon.md); read again at SIGHUP. Without "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,22 +15,43 @@ from kvcache.hierarchy.naive import NaiveCache
 from tests.contract.caches import MiB
 from tests.peer.server import MISSING, empty
 
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="files in memory are Linux's")
 
-def served(directory: Path) -> tuple[Any, Callable[[], None]]:
-    """A client of a daemon in this process, and what ends the daemon."""
+
+def served(directory: Path, how: str) -> tuple[Any, Callable[[], None]]:
+    """A client of a daemon in this process, and what ends the daemon. `how`: "daemon" maps its memory, "daemon+copy"
+    has the bytes sent over the same socket, "daemon+tls" over the network."""
     from kvcache.config import load
     from kvcache.daemon.address import Claim
+    from kvcache.daemon.door import Door
     from kvcache.daemon.server import Daemon, start
+    from kvcache.daemon.tcp import Port
     from kvcache.hierarchy.cache import Cache
+    from kvcache.port import SystemClock
+    from tests.daemon.authority import Authority
 
-    own = Cache(load(None, host={"capacity_bytes": 8 * MiB}, nvme={"enabled": False}), shared=True)
-    stop = start(Daemon(own, Claim(directory / "daemon", 0o600)))
+    settings: dict[str, Any] = {}
+    if how != "daemon":
+        authority, tenants = Authority(directory), directory / "tenants"
+        tenants.write_text(f'["*"]\nusers = [{os.getuid()}]\ncertificates = ["engine"]\nshare = "copy"\n')
+        settings["tenants_file"] = str(tenants)
+    if how == "daemon+tls":
+        settings["tls_cert_file"] = str(authority.sign("daemon", "127.0.0.1"))
+        settings |= {"listen": "127.0.0.1:0", "tls_client_ca_file": str(authority.file)}
+    loaded = load(None, host={"capacity_bytes": 8 * MiB}, nvme={"enabled": False}, daemon=settings)
+    own = Cache(loaded, shared=True)
+    door = Door(loaded.daemon.tenants_file, SystemClock())
+    port = Port(loaded.daemon, door, insecure=False) if loaded.daemon.listen else None
+    stop = start(Daemon(own, Claim(directory / "daemon", 0o600), door=door, port=port))
 
     def end() -> None:
         stop()
         own.close()
 
-    return kvcache.open(f"unix:{directory / 'daemon'}", patience_s=30.0), end
+    if port is None:
+        return kvcache.open(f"unix:{directory / 'daemon'}", patience_s=30.0), end
+    shown = {"ca_file": str(authority.file), "cert_file": str(authority.sign("engine"))}
+    return kvcache.open(str(port), patience_s=30.0, **shown), end
 
 
 @pytest.fixture(
@@ -37,8 +59,10 @@ def served(directory: Path) -> tuple[Any, Callable[[], None]]:
         "naive",
         "host",
         "host+nvme",
-        pytest.param("daemon", marks=pytest.mark.skipif(sys.platform != "linux", reason="files in memory are Linux's")),
         "host+object",
+        pytest.param("daemon", marks=LINUX),
+        pytest.param("daemon+copy", marks=LINUX),
+        pytest.param("daemon+tls", marks=LINUX),
         pytest.param("host+redis", marks=pytest.mark.skipif(bool(MISSING), reason=MISSING)),
     ]
 )
@@ -46,8 +70,8 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     end = None
     if request.param == "naive":
         made: Any = NaiveCache()
-    elif request.param == "daemon":
-        made, end = served(tmp_path)
+    elif request.param.startswith("daemon"):
+        made, end = served(tmp_path, request.param)
     else:
         made = kvcache.open(
             host={"capacity_bytes": 8 * MiB},

@@ -10,8 +10,11 @@ import pytest
 
 from kvcache.config import load as load_settings
 from kvcache.daemon.address import Claim
+from kvcache.daemon.door import Door
 from kvcache.daemon.server import Daemon, start
+from kvcache.daemon.tcp import Port
 from kvcache.hierarchy.cache import Cache
+from kvcache.port import SystemClock
 from tests.daemon.house import House
 from tests.daemon.within import Within, until
 
@@ -43,7 +46,7 @@ def make_within() -> Iterator[Callable[..., Within]]:
     with tempfile.TemporaryDirectory(prefix="kv-") as directory, ExitStack() as undo:
         houses: list[Within] = []
 
-        def make(**more: Any) -> Within:
+        def make(*, insecure: bool = False, **more: Any) -> Within:
             settings = load_settings(
                 None,
                 host={"capacity_bytes": "768KiB", "extent_bytes": "192KiB"},  # 64 records, in extents of 16
@@ -52,9 +55,11 @@ def make_within() -> Iterator[Callable[..., Within]]:
             cache = Cache(settings, shared=True)
             undo.callback(cache.close)
             path = Path(directory, str(len(houses)))
-            daemon = Daemon(cache, Claim(path, 0o600))
+            door = Door(settings.daemon.tenants_file, SystemClock())
+            port = Port(settings.daemon, door, insecure=insecure) if settings.daemon.listen else None
+            daemon = Daemon(cache, Claim(path, 0o600), door=door, port=port)
             undo.callback(start(daemon))
-            houses.append(Within(cache, daemon, path, undo))
+            houses.append(Within(cache, daemon, path, undo, port))
             return houses[-1]
 
         yield make
@@ -66,3 +71,9 @@ def make_within() -> Iterator[Callable[..., Within]]:
 @pytest.fixture
 def within(make_within: Callable[..., Within]) -> Within:
     return make_within()
+
+
+@pytest.fixture
+def loopback(make_within: Callable[..., Within]) -> Within:
+    """By TCP, without TLS."""
+    return make_within(insecure=True, daemon__listen="127.0.0.1:0", daemon__lease_s=5)

@@ -38,10 +38,10 @@ class House:
     def command(self, *words: str) -> list[str]:
         return [sys.executable, "-m", "kvcache.cli.main", "daemon", "--socket", str(self.socket), *words]
 
-    def start(self) -> House:
+    def start(self, *words: str) -> House:
         """Running, and listening."""
         self.process = subprocess.Popen(
-            self.command(), env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            self.command(*words), env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()

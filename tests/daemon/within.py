@@ -24,6 +24,13 @@ class Within:
     daemon: Daemon
     path: Path
     undo: ExitStack
+    port: Any = None
+
+    def reach(self, **more: Any) -> Any:
+        """As `open`, by its port."""
+        made = kvcache.open(str(self.port), **{"patience_s": 30.0, **more})
+        self.undo.callback(made.close)
+        return made
 
     def open(self, **more: Any) -> Any:
         made = kvcache.open(f"unix:{self.path}", **{"patience_s": 30.0, **more})

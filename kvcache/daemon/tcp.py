@@ -1,0 +1,159 @@
+"""Where a daemon listens for other hosts, and who may come in there.
+
+Refused at the start: a port that lets in whoever reaches it. Either clients show tokens or certificates, over TLS, or
+`--insecure-loopback` says that everybody on this host may come, and nobody else can.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import ssl
+from contextlib import suppress
+
+from kvcache.daemon.door import Door
+from kvcache.daemon.route import Token
+from kvcache.daemon.tls import client_context, server_context
+from kvcache.daemon.wire import Wire
+from kvcache.errors import AccessError, ConfigError, StoreError, UnreachableError
+from kvcache.settings.service import Daemon as Settings
+
+_BACKLOG = 512
+_ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000))
+
+
+def host_and_port(where: str, setting: str) -> tuple[str, int]:
+    """Of `HOST:PORT`, an address of version 6 in brackets."""
+    host, _, port = where.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 0xFFFF:
+        raise ConfigError(f"{setting} = {where!r}: expected HOST:PORT, for instance 10.0.0.5:8090 or [::1]:8090")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Its end is seen within half a minute also where the other host is gone without a word."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _ALIVE:
+        option = getattr(socket, name, None)
+        if option is not None:
+            with suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class Port:
+    """A listening socket, with TLS but on loopback. ConfigError for settings by which it may not be."""
+
+    def __init__(self, settings: Settings, door: Door, *, insecure: bool) -> None:
+        self.host, self.number = host_and_port(settings.listen, "daemon.listen")
+        self.context: ssl.SSLContext | None = None
+        if insecure and not is_loopback(self.host):
+            raise ConfigError(
+                f"daemon.listen = {settings.listen!r} with --insecure-loopback: expected an address of this "
+                "host alone, 127.0.0.1 or [::1]"
+            )
+        if not insecure:
+            _check_closed(settings, door)
+        if settings.tls_cert_file:
+            self.context = server_context(
+                settings.tls_cert_file,
+                settings.tls_key_file,
+                settings.tls_client_ca_file,
+                required=door.tenants is None or not door.tenants.tokens,
+            )
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        self.listener = socket.socket(family, socket.SOCK_STREAM)
+
+    def listen(self) -> None:
+        """StoreError where the system does not give the address."""
+        try:
+            self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.listener.bind((self.host, self.number))
+            self.listener.listen(_BACKLOG)
+            self.listener.setblocking(False)
+        except OSError as error:
+            raise StoreError(f"daemon.listen: {self}: {error.strerror or error}") from None
+        self.number = self.listener.getsockname()[1]
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'tcp' if self.context is None else 'tls'}://{host}:{self.number}"
+
+    def close(self) -> None:
+        self.listener.close()
+
+
+def _check_closed(settings: Settings, door: Door) -> None:
+    if not settings.tls_cert_file:
+        raise ConfigError(
+            f"daemon.listen = {settings.listen!r} without TLS: give daemon.tls_cert_file and daemon.tls_key_file; or "
+            "--insecure-loopback, on 127.0.0.1 only"
+        )
+    tokens = door.tenants is not None and (door.tenants.tokens or door.tenants.certificates)
+    if not tokens and not settings.tls_client_ca_file:
+        raise ConfigError(
+            f"daemon.listen = {settings.listen!r} would let in whoever reaches it: give daemon.tenants_file with "
+            "tokens, or daemon.tls_client_ca_file; or --insecure-loopback, on 127.0.0.1 only"
+        )
+    if door.tenants is not None and not door.tenants.tokens and not settings.tls_client_ca_file:
+        raise ConfigError(
+            f"daemon.tenants_file = {door.path!r}: names certificates, which nobody is asked for; give "
+            "daemon.tls_client_ca_file"
+        )
+
+
+class TcpRoute:
+    """To a daemon at `HOST:PORT`. ConfigError for files that cannot be used."""
+
+    def __init__(
+        self,
+        where: str,
+        token: Token,
+        *,
+        secure: bool,
+        ca_file: str = "",
+        cert_file: str = "",
+        key_file: str = "",
+        server_name: str = "",
+    ) -> None:
+        self.token, self._name = token, f"{'tls' if secure else 'tcp'}://{where}"
+        self._host, self._port = host_and_port(where.rstrip("/"), "where")
+        self._server_name = server_name or self._host
+        if not secure and not is_loopback(self._host):
+            raise ConfigError(f"where = {self._name!r}: without TLS only on this host; give tls://{where}")
+        self._context = client_context(ca_file, cert_file, key_file) if secure else None
+
+    def __str__(self) -> str:
+        return self._name
+
+    def connect(self, timeout_s: float) -> Wire:
+        connection: socket.socket | None = None
+        try:
+            connection = socket.create_connection((self._host, self._port), timeout_s)
+            keep_alive(connection)
+            if self._context is not None:
+                connection = self._context.wrap_socket(connection, server_hostname=self._server_name)
+        except ssl.SSLCertVerificationError as error:
+            _close(connection)
+            raise AccessError(
+                f"{self}: its certificate is not trusted ({error.verify_message}); give ca_file, or server_name"
+            ) from None
+        except OSError as error:
+            _close(connection)
+            raise UnreachableError(f"{self}: {error.strerror or error}; is `kvcache daemon` running?") from None
+        return Wire(connection, takes=False)
+
+
+def _close(connection: socket.socket | None) -> None:
+    if connection is not None:
+        connection.close()

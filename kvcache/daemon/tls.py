@@ -1,0 +1,73 @@
+"""TLS for daemons of other hosts: the two ends' contexts, and what a certificate says of whoever shows it."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from typing import Any
+
+from kvcache.errors import ConfigError
+
+
+def server_context(cert_file: str, key_file: str, client_ca_file: str, *, required: bool) -> ssl.SSLContext:
+    """`client_ca_file`: who signs clients' certificates, which are asked for then; `required`: nobody comes without."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.options |= ssl.OP_NO_RENEGOTIATION
+    _load(context, "daemon.tls_cert_file", cert_file, key_file)
+    if client_ca_file:
+        _trust(context, "daemon.tls_client_ca_file", client_ca_file)
+        context.verify_mode = ssl.CERT_REQUIRED if required else ssl.CERT_OPTIONAL
+    return context
+
+
+def client_context(ca_file: str, cert_file: str, key_file: str) -> ssl.SSLContext:
+    """The daemon's name is checked against its certificate, by those whom the system trusts or by `ca_file`."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if ca_file:
+        _trust(context, "ca_file", ca_file)
+    else:
+        context.load_default_certs()
+    if cert_file:
+        _load(context, "cert_file", cert_file, key_file)
+    return context
+
+
+def shown_by(connection: ssl.SSLSocket) -> tuple[str, ...]:
+    """The fingerprint and the names of the certificate that the other side showed; none where it showed none."""
+    encoded, told = connection.getpeercert(binary_form=True), connection.getpeercert()
+    if not encoded or not told:
+        return ()
+    return f"sha256:{sha256(encoded).hexdigest()}", *_names(told)
+
+
+def _names(told: Mapping[str, Any]) -> Iterator[str]:
+    for kind, name in told.get("subjectAltName", ()):
+        if kind in ("DNS", "URI"):
+            yield name
+    for part in told.get("subject", ()):
+        yield from (value for kind, value in part if kind == "commonName")
+
+
+def _load(context: ssl.SSLContext, setting: str, cert_file: str, key_file: str) -> None:
+    try:
+        context.load_cert_chain(cert_file, key_file or None, password=_no_password)
+    except (OSError, ValueError) as error:  # of which SSLError is one
+        reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
+        raise ConfigError(
+            f"{setting} = {cert_file!r}: no certificate with its key ({reason}); give both as PEM"
+        ) from None
+
+
+def _trust(context: ssl.SSLContext, setting: str, ca_file: str) -> None:
+    try:
+        context.load_verify_locations(ca_file)
+    except OSError as error:
+        reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
+        raise ConfigError(f"{setting} = {ca_file!r}: no certificates ({reason}); give a PEM file") from None
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password, and nobody is there to be asked")

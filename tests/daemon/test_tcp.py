@@ -1,0 +1,339 @@
+"""Daemons of other hosts: who is let in over TCP, and that what comes is what was stored."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvcache
+from kvcache.config import load as load_settings
+from kvcache.daemon.door import Door
+from kvcache.daemon.protocol import SENT, VERSION, pack
+from kvcache.daemon.tcp import Port, host_and_port
+from kvcache.daemon.token import token_hash
+from kvcache.daemon.wire import Wire
+from kvcache.errors import AccessError, ConfigError, StoreError, UnreachableError
+from kvcache.port import SystemClock
+from kvcache.tier.tier import Outcome
+from tests.contract.caches import Engine
+from tests.daemon.authority import Authority
+from tests.daemon.house import LAYOUT, House, bound_to, load, store
+from tests.daemon.test_tenant import ACME, BETA, everybody, written
+from tests.daemon.within import Within, until
+from tests.peer.port import free_port
+
+Make = Callable[..., Within]
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def secure(make_within: Make, authority: Authority, tmp_path: Path) -> Make:
+    """Daemons that listen with TLS."""
+    certificate = authority.sign("daemon", "127.0.0.1", "kv.example")
+
+    def make(**more: Any) -> Within:
+        return make_within(daemon__listen="127.0.0.1:0", daemon__tls_cert_file=str(certificate), **more)
+
+    return make
+
+
+def reach(within: Within, authority: Authority, token: str = "", **more: Any) -> Any:
+    if token:
+        file = authority.directory / f"token-{token_hash(token)[7:15]}"
+        file.write_text(token)
+        more["token_file"] = str(file)
+    made = kvcache.open(str(within.port), **{"ca_file": str(authority.file), "patience_s": 30.0, **more})
+    within.undo.callback(made.close)
+    return made
+
+
+class TestStart:
+    """What would let in whoever reaches it does not begin."""
+
+    def settings(self, tmp_path: Path, **more: Any) -> Any:
+        return load_settings(
+            None, nvme__enabled=False, **{f"daemon__{name}": str(v) for name, v in more.items()}
+        ).daemon
+
+    def port(self, settings: Any, *, insecure: bool = False) -> Port:
+        return Port(settings, Door(settings.tenants_file, SystemClock()), insecure=insecure)
+
+    @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "[::]"])
+    def test_without_tls_it_is_refused(self, tmp_path: Path, host: str) -> None:
+        with pytest.raises(ConfigError, match="without TLS"):
+            self.port(self.settings(tmp_path, listen=f"{host}:0", tenants_file=everybody(tmp_path / "t")))
+
+    def test_without_tokens_and_certificates_it_is_refused(self, tmp_path: Path, authority: Authority) -> None:
+        given = {"listen": "0.0.0.0:0", "tls_cert_file": authority.sign("d")}
+        nobody = written(tmp_path / "nobody", acme={"users": [1]})
+        for more in ({}, {"tenants_file": nobody}):
+            with pytest.raises(ConfigError, match="whoever reaches it"):
+                self.port(self.settings(tmp_path, **given, **more))
+        named = written(tmp_path / "named", acme={"certificates": ["acme"]})
+        with pytest.raises(ConfigError, match="nobody is asked for"):
+            self.port(self.settings(tmp_path, **given, tenants_file=named))
+        for more in (
+            {"tenants_file": everybody(tmp_path / "t")},
+            {"tls_client_ca_file": authority.file},
+            {"tenants_file": named, "tls_client_ca_file": authority.file},
+        ):
+            self.port(self.settings(tmp_path, **given, **more)).close()
+
+    def test_insecure_is_loopback_alone(self, tmp_path: Path) -> None:
+        for host in ("127.0.0.1", "[::1]", "localhost"):
+            self.port(self.settings(tmp_path, listen=f"{host}:0"), insecure=True).close()
+        for host in ("0.0.0.0", "[::]", "10.0.0.1", "example.org"):
+            with pytest.raises(ConfigError, match="this host alone"):
+                self.port(self.settings(tmp_path, listen=f"{host}:0"), insecure=True)
+
+    def test_files_that_cannot_be_used_are_named(self, tmp_path: Path, authority: Authority) -> None:
+        given = {"listen": "127.0.0.1:0", "tenants_file": everybody(tmp_path / "t")}
+        with pytest.raises(ConfigError, match="tls_cert_file"):
+            self.port(self.settings(tmp_path, **given, tls_cert_file=tmp_path / "none"))
+        with pytest.raises(ConfigError, match="tls_cert_file"):
+            self.port(self.settings(tmp_path, **given, tls_cert_file=authority.file))
+        with pytest.raises(ConfigError, match="tls_client_ca_file"):
+            self.port(
+                self.settings(
+                    tmp_path, **given, tls_cert_file=authority.sign("d"), tls_client_ca_file=tmp_path / "none"
+                )
+            )
+
+    @pytest.mark.parametrize("where", ["", "8090", "host:", ":1", "host:65536", "host:-1", "host:x", "::1"])
+    def test_an_address_is_host_and_port(self, where: str) -> None:
+        if where == "::1":
+            assert host_and_port("[::1]:80", "s") == ("::1", 80)
+            return
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            host_and_port(where, "s")
+
+    def test_the_command_refuses_too(self, make_house: Callable[..., House]) -> None:
+        house = make_house(DAEMON__LISTEN="127.0.0.1:0")
+        for words in ((), ("--check-config",)):
+            done = house.run(*words)
+            assert done.returncode == 2
+            assert "without TLS" in done.stderr
+        done = house.run("--insecure-loopback", "--check-config")
+        assert "tcp://127.0.0.1:" in done.stdout
+        assert done.returncode == 0
+
+    def test_a_port_that_is_taken_is_said(self, make_house: Callable[..., House]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            house = make_house(DAEMON__LISTEN=f"127.0.0.1:{other.getsockname()[1]}")
+            done = house.run("--insecure-loopback")
+        assert done.returncode == 2
+        assert "daemon.listen" in done.stderr
+        assert not house.socket.exists()
+
+
+class TestDoor:
+    def test_a_token_lets_in_its_tenant(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
+        within = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
+        acme, beta = (bound_to(reach(within, authority, token)) for token in (ACME, BETA))
+        tokens = list(range(32))
+        mine = store(acme, tokens, 1)
+        assert load(acme, tokens) == mine
+        assert load(beta, tokens) == []
+        assert load(bound_to(reach(within, authority, ACME)), tokens) == mine
+        with pytest.raises(AccessError, match="token"):
+            reach(within, authority, f"{ACME}y")
+        with pytest.raises(AccessError, match="KVCACHE_TOKEN"):
+            reach(within, authority)
+
+    def test_a_certificate_lets_in_its_tenant(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
+        path = written(tmp_path / "t", acme={"certificates": ["acme.example"]}, beta={"certificates": ["b"]})
+        within = secure(daemon__tenants_file=str(path), daemon__tls_client_ca_file=str(authority.file))
+        shown = {name: str(authority.sign(*name)) for name in (("x", "acme.example"), ("b",), ("c",))}
+        for name, tenant in ((("x", "acme.example"), "acme"), (("b",), "beta")):
+            assert bound_to(reach(within, authority, cert_file=shown[name])).namespace.tenant == tenant
+        with pytest.raises(AccessError, match="certificate"):
+            reach(within, authority, cert_file=shown["c",])
+        (tmp_path / "other").mkdir()
+        forged = Authority(tmp_path / "other").sign("x", "acme.example")
+        for more in ({"cert_file": str(forged)}, {}):
+            with pytest.raises(UnreachableError):
+                reach(within, authority, **more)
+
+    def test_whom_the_authority_signed_is_an_operator_where_there_are_no_tenants(
+        self, secure: Make, authority: Authority
+    ) -> None:
+        within = secure(daemon__tls_client_ca_file=str(authority.file))
+        cache = reach(within, authority, cert_file=str(authority.sign("ops")))
+        assert bound_to(cache, tenant="any").namespace.tenant == "any"
+
+    def test_a_daemon_that_is_not_trusted_is_not_spoken_to(
+        self, secure: Make, authority: Authority, tmp_path: Path
+    ) -> None:
+        within = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
+        with pytest.raises(AccessError, match="not trusted"):
+            kvcache.open(str(within.port))
+        with pytest.raises(AccessError, match="not trusted"):
+            reach(within, authority, ACME, server_name="other.example")
+        assert reach(within, authority, ACME, server_name="kv.example").flush(30)
+
+    def test_without_tls_only_on_this_host(self) -> None:
+        with pytest.raises(ConfigError, match="tls://"):
+            kvcache.open("tcp://10.0.0.1:1")
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            kvcache.open("tls://10.0.0.1")
+        with pytest.raises(ConfigError, match="ca_file"):
+            kvcache.open("tls://127.0.0.1:1", ca_file="/nowhere")
+        with pytest.raises(ConfigError, match="here are"):
+            kvcache.open("tcp://127.0.0.1:1", ca_file="/nowhere")
+        with pytest.raises(UnreachableError, match="is `kvcache daemon` running"):
+            kvcache.open(f"tcp://127.0.0.1:{free_port()}")
+
+    def test_whoever_speaks_no_tls_is_hung_up_on(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
+        within = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
+        for said in (
+            pack({"op": "hello", "version": VERSION, "role": "control"}),
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"\x16\3\1",
+        ):
+            with socket.create_connection(("127.0.0.1", within.port.number), 30) as raw:
+                raw.sendall(said)
+                raw.shutdown(socket.SHUT_WR)
+                with suppress(ConnectionResetError):
+                    while raw.recv(4096):
+                        pass
+        assert reach(within, authority, ACME).flush(30)
+
+    def test_a_stranger_s_hello_is_short(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
+        within = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
+        context = ssl.create_default_context(cafile=str(authority.file))
+        raw = socket.create_connection(("127.0.0.1", within.port.number), 30)
+        wire = Wire(context.wrap_socket(raw, server_hostname="127.0.0.1"), takes=False)
+        wire.send_bytes([(1 << 20).to_bytes(4, "little")])
+        message, _ = wire.receive(30)
+        assert message["error"] == "protocol"
+        wire.close()
+
+
+class TestBytes:
+    def test_what_does_not_fit_one_batch_comes_whole(self, loopback: Within) -> None:
+        """More than a window, over several connections at once."""
+        cache = loopback.reach(threads=3)
+        tokens = [list(range(100 * i, 100 * i + 64)) for i in range(3)]
+        bound = bound_to(cache)
+        stored = [store(bound, each, i) for i, each in enumerate(tokens)]
+        engine = [Engine(LAYOUT) for _ in tokens]
+        transfers = []
+        for each, its in zip(tokens, engine, strict=True):
+            r = bound.request()
+            hit = r.match(each)
+            assert hit.blocks == 16
+            transfers.append(r.load(16, its.described, its.ids(list(range(16)))))
+        assert all(t.wait(60) for t in transfers)
+        assert [[its.block(i) for i in range(16)] for its in engine] == stored
+
+    def test_a_byte_that_changed_on_the_way_is_a_miss(self, loopback: Within, monkeypatch: pytest.MonkeyPatch) -> None:
+        from kvcache.daemon import streamer
+
+        cache = loopback.reach()
+        bound, tokens = bound_to(cache), list(range(32))
+        store(bound, tokens, 1)
+        true = streamer.Streamer._rows
+
+        def lying(self: Any, batch: Any, payloads: Any = ()) -> np.ndarray:
+            rows = true(self, batch, payloads)
+            if payloads:
+                rows["sum"][3] ^= np.uint64(1)
+            return rows
+
+        monkeypatch.setattr(streamer.Streamer, "_rows", lying)
+        engine = Engine(LAYOUT)
+        with bound.request() as r:
+            assert r.match(tokens).blocks == 8
+            transfer = r.load(8, engine.described, engine.ids(list(range(8))))
+            assert transfer.wait(60)
+        assert transfer.outcomes[3] is Outcome.DAMAGED
+        assert transfer.blocks == 3
+        monkeypatch.undo()
+        assert len(load(bound, tokens)) == 8, "the connection goes on"
+
+    def test_what_arrives_other_than_it_was_sent_is_not_kept(
+        self, loopback: Within, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from kvcache.daemon import carrier
+
+        cache = loopback.reach()
+        bound, tokens, engine = bound_to(cache), list(range(32)), Engine(LAYOUT)
+        monkeypatch.setattr(carrier.Batch, "packed_sums", lambda self: bytes(8 * len(self.payloads)))
+        with bound.request() as r:
+            r.match(tokens)
+            transfer = r.store(engine.described, engine.ids(list(range(8))))
+            assert transfer.wait(60)
+            assert transfer.blocks == 0
+            assert r.match().blocks == 0
+        monkeypatch.undo()
+        assert cache.wait_reachable(60)
+        expected = store(bound, tokens, 1)
+        assert load(bound, tokens) == expected
+
+    def test_what_a_daemon_says_is_checked(self) -> None:
+        from kvcache.daemon.carrier import room
+        from kvcache.daemon.protocol import ProtocolError
+
+        good = np.array([(0, 0, 0, 64, 0), (1, 0, 0, 64, 0)], SENT)
+        rows, size = room(good.tobytes(), blocks=2, sizes=[64])
+        assert len(rows) == 2
+        assert size == 2 * 8192
+        for field, value in (("block", 2), ("group", 1), ("bytes", 65), ("bytes", 1 << 63)):
+            bad = good.copy()
+            bad[field][1] = value
+            with pytest.raises(ProtocolError):
+                room(bad.tobytes(), blocks=2, sizes=[64])
+        for nonsense in (b"", b"x", None, "text", 7, [1]):
+            with pytest.raises(ProtocolError):
+                room(nonsense, blocks=2, sizes=[64])
+        with pytest.raises(ProtocolError, match="behind one message"):
+            room(np.zeros(4096, SENT).tobytes(), blocks=2, sizes=[0])
+
+
+def test_a_client_that_is_gone_leaves_nothing(loopback: Within) -> None:
+    """It hangs up in the middle of a store: what it was asked for is nobody's again."""
+    cache = loopback.reach()
+    bound = bound_to(cache)
+    with bound.request() as r:
+        r.match(list(range(32)))
+        with cache.asking() as link:
+            number = r.number(link)
+        with suppress(ConnectionAbortedError), link.mover(30) as wire:
+            wire.send({"op": "store", "request": number, "first": 0, "end": 8}, timeout_s=30)
+            message, _ = wire.receive(30)
+            assert "wanted" in message
+            wire.send({"taken": True, "sums": bytes(64)}, timeout_s=30)
+            wire.send_bytes([b"half"], timeout_s=30)
+            raise ConnectionAbortedError
+        until(lambda: loopback.lost == 0)
+        assert r.match().blocks == 0
+    assert load(bound, list(range(32))) == []
+
+
+def test_a_port_that_was_given_up_is_free(make_house: Callable[..., House]) -> None:
+    house = make_house(DAEMON__LISTEN=f"127.0.0.1:{free_port()}")
+    for _ in range(2):
+        house.start("--insecure-loopback")
+        with kvcache.open(f"tcp://{house.environ['KVCACHE_DAEMON__LISTEN']}", patience_s=30.0) as cache:
+            assert len(store(bound_to(cache), list(range(16)), 1)) == 4
+        assert house.end()[0] == 0
+
+
+def test_two_cannot_have_one_port(make_within: Make) -> None:
+    first = make_within(daemon__listen="127.0.0.1:0", insecure=True)
+    settings = first.cache.settings.daemon.model_copy(update={"listen": f"127.0.0.1:{first.port.number}"})
+    second = Port(settings, Door("", SystemClock()), insecure=True)
+    with pytest.raises(StoreError, match="in use"):
+        second.listen()
+    second.close()
