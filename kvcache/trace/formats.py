@@ -64,19 +64,25 @@ def azure(name: str, lines: Lines, *, block_tokens: int = 512) -> Trace:
 
 
 def vllm(name: str, lines: Lines) -> Trace:
-    """KV events as vLLM publishes them, a batch a line: [ts, [event, ...]] or {"ts", "events"}, each event with `type`.
-    Events tell what was stored and not who asked: a request is a run that was stored, with all that stands before it,
-    so what was found whole leaves nothing here."""
+    """KV events as vLLM publishes them, a batch a line: [ts, [event, ...], ...] or {"ts", "events"}. An event is a map
+    with `type`, or, as older versions have it, a list that begins with it. Events tell what was stored and not
+    who asked: a request is a run that was stored, with all that stands before it, so what was found whole leaves
+    nothing here. Only what the GPU keeps, and of several groups of layers the first that is told of."""
     names: dict[Any, int] = {}
     chain_of: dict[Any, list[Any]] = {}
-    chains, times, block_tokens = [], [], 16
+    chains, times, block_tokens, group = [], [], 16, None
     for line in lines:
         if not line.strip():
             continue
         batch = json.loads(line)
         time, events = (batch["ts"], batch["events"]) if isinstance(batch, dict) else batch[:2]
-        for event in events:
-            if event.get("type") != "BlockStored":
+        for told in events:
+            event = told if isinstance(told, dict) else _stored(told)
+            if event.get("type") != "BlockStored" or event.get("medium", "GPU") not in ("GPU", None):
+                continue
+            if group is None:
+                group = event.get("group_idx")
+            if event.get("group_idx") != group:
                 continue
             block_tokens = event["block_size"]
             chain = list(chain_of.get(event.get("parent_block_hash"), []))
@@ -89,25 +95,21 @@ def vllm(name: str, lines: Lines) -> Trace:
     return Trace.of(name, block_tokens, chains, times, lengths, [0] * len(chains))
 
 
+def _stored(event: Sequence[Any]) -> Mapping[str, Any]:
+    """Of an event as a list, what is told by place."""
+    return dict(zip(("type", "block_hashes", "parent_block_hash", "token_ids", "block_size"), event, strict=False))
+
+
 def recorded(name: str, lines: Lines) -> Trace:
-    """As a running cache records it: JSON lines with `t` (seconds), `block_tokens`, `keys` (of the chain's blocks, in
-    hexadecimal) and perhaps `tokens` and `output_tokens`; other lines are passed over."""
-    rows = [row for row in map(json.loads, filter(str.strip, lines)) if "keys" in row]
-    sizes = {row["block_tokens"] for row in rows}
+    """As a running cache writes it down (`trace.path`): Mooncake's lines with `block_tokens` in each. Whole blocks of
+    each request that was admitted, of all namespaces: a block's name tells them apart."""
+    rows = list(filter(str.strip, lines))
+    sizes = {json.loads(row)["block_tokens"] for row in rows}
     if len(sizes) > 1:
         raise ConfigError(
-            f"trace {name!r} has blocks of {sorted(sizes)} tokens; expected one size: split it by namespace"
+            f"trace {name!r} has blocks of {sorted(sizes)} tokens; expected one size: split it by `namespace`"
         )
-    block_tokens = sizes.pop() if sizes else 16
-    names: dict[Any, int] = {}
-    return Trace.of(
-        name,
-        block_tokens,
-        [_numbers(names, row["keys"]) for row in rows],
-        [row["t"] for row in rows],
-        [row.get("tokens", len(row["keys"]) * block_tokens) for row in rows],
-        [row.get("output_tokens", 0) for row in rows],
-    )
+    return mooncake.read(name, rows, block_tokens=sizes.pop() if sizes else 16)
 
 
 def _numbers(names: dict[Any, int], blocks: Iterable[Any]) -> NDArray[np.int64]:
@@ -133,10 +135,10 @@ FORMATS: Mapping[str, Callable[..., Trace]] = {
 }
 
 _SIGNS = (  # what the first line of a format says, and no other's
+    ("found_tokens", "recorded"),
     ("hash_ids", "mooncake"),
     ("tool_tokens", "agentic"),
     ("TIMESTAMP,", "azure"),
-    ('"keys"', "recorded"),
     ("BlockStored", "vllm"),
     ('"input"', "text"),
 )

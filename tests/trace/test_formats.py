@@ -87,12 +87,28 @@ def test_vllm_events_are_runs_with_all_before_them(tmp_path: Path) -> None:
         tmp_path, [1.0, [stored(None, 11, 12)]], {"ts": 2.0, "events": [{"type": "BlockRemoved"}, stored(11, 13)]}
     )
     assert chains(path) == [[0, 1], [0, 2]]
+    older = [1.0, [["BlockStored", [11, 12], None, [0] * 32, 16, None], ["AllBlocksCleared"]]], stored(11, 13)
+    assert chains(written(tmp_path, older[0], [2.0, [older[1]]])) == [[0, 1], [0, 2]]
+
+
+def test_vllm_events_of_one_medium_and_group(tmp_path: Path) -> None:
+    def stored(*blocks: int, **more: object) -> dict[str, object]:
+        return {"type": "BlockStored", "block_hashes": blocks, "parent_block_hash": None, "block_size": 16, **more}
+
+    events = [stored(1, 2, medium="GPU", group_idx=1), stored(3, group_idx=2), stored(1, medium="CPU", group_idx=1)]
+    assert chains(written(tmp_path, [1.0, events, 0])) == [[0, 1]]
 
 
 def test_what_a_cache_recorded(tmp_path: Path) -> None:
-    rows = [{"t": 1.5, "block_tokens": 32, "keys": ["aa", "bb"]}, {"t": 2.5, "block_tokens": 32, "keys": ["aa"]}]
-    trace = read(written(tmp_path, *rows))
-    assert ([chain.tolist() for chain in trace], trace.block_tokens) == ([[0, 1], [0]], 32)
+    def row(time: int, *ids: int, block_tokens: int = 32) -> dict[str, object]:
+        told = {"timestamp": time, "input_length": block_tokens * len(ids), "output_length": 0, "hash_ids": ids}
+        return {**told, "block_tokens": block_tokens, "namespace": "ab", "found_tokens": 0}
+
+    trace = read(written(tmp_path, row(1500, 1 << 52, 7), row(2500, 1 << 52)))
+    assert ([chain.tolist() for chain in trace], trace.block_tokens) == ([[1, 0], [1]], 32)
+    assert (trace.times_s.tolist(), trace.input_tokens.tolist()) == ([1.5, 2.5], [64, 32])
+    with pytest.raises(ConfigError, match="one size"):
+        read(written(tmp_path, row(1, 1), row(2, 2, block_tokens=16)))
 
 
 @pytest.mark.parametrize(

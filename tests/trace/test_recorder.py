@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 from contextlib import closing
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvcache
 from kvcache.block.layout import KVLayout
+from kvcache.block.record import record_bytes
+from kvcache.hierarchy.cache import Cache
 from kvcache.observe.asked import Asked
-from kvcache.trace.recorder import BITS, Recorder
+from kvcache.settings import Settings
+from kvcache.trace import formats
+from kvcache.trace.recorder import BITS, Recorder, record
 from kvcache.trace.replay import read
+from kvcache.trace.simulate import simulate
+from tests.trace.test_simulate import traffic
 
 LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=4, block_tokens=4)
+SIXTEEN = KVLayout.mha(layers=1, kv_heads=1, head_dim=8, dtype="fp32", block_tokens=16)
 SECRET = 424242
 
 
@@ -50,6 +59,38 @@ def test_a_cache_writes_what_it_is_asked_and_no_content(tmp_path: Path) -> None:
     arrivals, block_tokens = read(path)
     assert (len(arrivals), block_tokens) == (2, 4)
     assert arrivals[1].names.tolist() == second["hash_ids"]
+
+
+@pytest.mark.parametrize("policy", ["hazard", "lru"])
+def test_what_was_written_is_played_as_it_was_lived(tmp_path: Path, policy: str) -> None:
+    """The simulator says of the written trace what the cache reported, which had room for some of it."""
+    path, room = tmp_path / "trace.jsonl", 64
+    slot = record_bytes(SIXTEEN.block_bytes())
+    settings = {
+        "host": {"capacity_bytes": room * slot, "extent_bytes": room * slot},
+        "nvme": {"enabled": False},
+        "evict": {"policy": policy},
+        "trace": {"path": str(path)},
+    }
+    lived = traffic(5, 400)
+    tensors: Any = np.zeros((1, 2, 512, 16, 1, 8), np.float32)
+    pages = [kvcache.GroupPages.from_tensors(SIXTEEN, tensors, axes=("kv", "page", "token", "head", "dim"))]
+    with Cache(Settings.model_validate(settings)) as cache:
+        ended = record(cache)
+        assert ended is not None
+        bound = cache.namespace(SIXTEEN, model="m", revision="1")
+        for chain in lived:
+            with bound.request() as r:
+                hit = r.match(digests=[sha256(b"%d" % block).digest() for block in chain])
+                r.admit()
+                r.store(pages, [list(range(len(chain) - hit.blocks))], first_block=hit.blocks).wait()
+        ended()
+        asked, found = (cache.counters.get(name) for name in ("asked_tokens", "hit_tokens"))
+    trace = formats.read(path)
+    assert (trace.name, trace.block_tokens, len(trace)) == ("trace", 16, 400)
+    assert [row["found_tokens"] for row in lines(path)] == [16 * n for n in simulate(trace, policy, room).hits]
+    assert simulate(trace, policy, room).hit_rate == found / asked
+    assert 0 < found < asked
 
 
 def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
