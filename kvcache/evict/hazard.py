@@ -10,6 +10,9 @@ until then. Nothing is set by hand but how much evidence outweighs the prior.
 While evidence is thin, the hazard of a class is drawn to that of all classes, that to the one of the bin before, and
 the first to a prior. So what was never seen counts as what is nearest to it: a scan makes nothing old dear. The prior
 is one chance for each bin, bins grow with age, and of what is worth the same the older leaves: it begins as LRU does.
+
+Whoever could leave was not used by the request that asks for room, so it has outlived its age in requests: it is worth
+what the next age is. Without that a session that has just ended looks as if its next request was due now.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence
+from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, age_bin
 
 Table = NDArray[np.float64]
 
@@ -31,7 +34,8 @@ _ENDS = np.append(_EDGES[1:], 2 * _EDGES[-1])
 _WIDE = np.flatnonzero(_ENDS > _EDGES)  # bins in which an age can be: the first ones are narrower than one request
 _WIDTH = (_ENDS - _EDGES)[_WIDE]
 _PART = _WIDTH / (_EDGES + _ENDS)[_WIDE]  # of an age, that a bin spans: alike but where bins are rounded to requests
-_OF_BIN = np.maximum(np.searchsorted(_WIDE, np.arange(AGE_BINS), "right") - 1, 0)  # where each bin's value stands
+_NEXT = [0, *(age_bin(edge + 1) for edge in AGE_EDGES[1:])]  # the bin of what has outlived its age; 0: newcomers
+_OF_BIN = np.maximum(np.searchsorted(_WIDE, _NEXT, "right") - 1, 0)  # where each bin's value stands
 _YOUNGER_FIRST = 1 - 1e-6 * np.arange(AGE_BINS)  # of blocks worth the same, the older leaves
 _LATER = np.tri(len(_WIDE), dtype=bool).T  # [a, T]: T ends after a begins
 
