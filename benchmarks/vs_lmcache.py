@@ -14,7 +14,8 @@ median of rounds in which either side goes first as often. The value is ours, th
     disk/*/buffered              ours as it is; LMCache's path through the page cache, which is emptied before reads
     redis/store, redis/retrieve  to a server on loopback until it is there, and back after it left memory
     redis/contains               until a process that has just begun knows that 131,072 tokens are there
-    redis/*/native               beside LMCache's client in C++ instead of its redis://
+    redis/*/native               beside LMCache's client in C++ instead of its redis://, which loses answers and then
+                                 waits for ever: a lock of ours keeps it from that
     bytes_a_token/*              beside keys and values; LMCache's in-process engine, and its multiprocess server
 
 LMCache copies by what it brings for processors, which says nothing of its CUDA kernels. --truth does the same faults to
