@@ -31,6 +31,7 @@ def daemon(
     from kvcache.daemon.ground import prepare
     from kvcache.daemon.server import Daemon
     from kvcache.daemon.tcp import Port
+    from kvcache.fleet.node import join
     from kvcache.hierarchy.cache import Cache
     from kvcache.log import apply
     from kvcache.port import SystemClock
@@ -60,6 +61,7 @@ def daemon(
         raise
     with cache:
         record(cache)
+        join(cache)
         if loaded.control.enabled:
             listen(cache, kvcache.__version__)
         served = Daemon(

@@ -39,6 +39,7 @@ SUBCOMMANDS = (
     "size",
     "stats",
     "token",
+    "warm",
 )
 
 EXTRAS: Mapping[str, str] = {

@@ -45,6 +45,8 @@ def serve(
         from kvcache.engine.model import load_model
         from kvcache.engine.server import Server
         from kvcache.engine.tokenizer import Tokenizer
+        from kvcache.fleet.node import warm_up
+        from kvcache.hierarchy.cache import Cache
 
         runner = load_model(model, dtype=dtype, block_tokens=settings.block_tokens)
         tokenizer = Tokenizer(runner.directory)
@@ -62,7 +64,8 @@ def serve(
                 max_sequences=max_sequences,
                 decode=tokenizer.decode,
             )
-            app = Server(EngineLoop(engine), tokenizer, model=name).application()
+            ready = opened.ready if isinstance(opened, Cache) else lambda: True
+            app = Server(EngineLoop(engine), tokenizer, model=name, ready=ready).application()
             listener.listen()  # so that whoever reads the next line can connect
             where = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
             held = show_bytes(pages * runner.layout.block_bytes())
@@ -71,6 +74,8 @@ def serve(
             )
             if host not in LOOPBACK:
                 print(f"kvcache: {host} is not loopback: whoever reaches it may use this model", flush=True)
+            if settings.warm.file and isinstance(opened, Cache):
+                warm_up(opened, where)
             uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
 
 

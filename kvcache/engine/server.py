@@ -1,4 +1,4 @@
-"""The engine behind HTTP: `/v1/completions` and `/v1/models`, not streaming, in OpenAI's shapes.
+"""The engine behind HTTP: `/v1/completions` and `/v1/models`, not streaming, in OpenAI's shapes; `/readyz`.
 
 Meant for loopback: it asks nobody who they are.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from queue import Full
@@ -34,15 +34,18 @@ NOBODY_LISTENS = 499  # nginx's code for a client that has gone; nobody sees it
 class Server:
     """Answers for one model. The application owns the loop: it is closed when the application ends."""
 
-    def __init__(self, loop: EngineLoop, tokenizer: Tokenizer, *, model: str) -> None:
+    def __init__(
+        self, loop: EngineLoop, tokenizer: Tokenizer, *, model: str, ready: Callable[[], bool] = lambda: True
+    ) -> None:
         self._loop = loop
         self._tokenizer = tokenizer
-        self._model = model
+        self._model, self._ready = model, ready
         self._since = int(time.time())
 
     def application(self) -> Starlette:
         return Starlette(
             routes=[
+                Route("/readyz", self._readiness, methods=["GET"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/completions", self._completions, methods=["POST"]),
             ],
@@ -54,6 +57,11 @@ class Server:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         yield
         await run_in_threadpool(self._loop.close)
+
+    async def _readiness(self, _: Request) -> Response:
+        """Whether to send requests here: 200, or 503 while what is to be near is not. It answers them all the same."""
+        ready = self._ready()
+        return JSONResponse({"ready": ready}, status_code=200 if ready else 503)
 
     async def _models(self, _: Request) -> Response:
         model = {"id": self._model, "object": "model", "created": self._since, "owned_by": "kvcache"}

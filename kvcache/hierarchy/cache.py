@@ -108,6 +108,12 @@ class Cache:
         self._register: Register[CacheRequest] = Register()
         self.at_close: list[Callable[[], object]] = []
         """Called when closing begins: what reaches this cache from outside lets go of it."""
+        self.at_bind: list[Callable[[BoundCache], object]] = []
+        """Called with each namespace that an engine binds for the first time."""
+        self.waits: list[Callable[[], bool]] = []
+        """What must be true before the cache is ready."""
+        self.answers: dict[str, Callable[[dict[Any, Any]], dict[str, Any]]] = {}
+        """By name, questions that rooms above answer on the control socket."""
         self._closed = False
         self._flushed = False  # by `close`
         _log.info(
@@ -151,6 +157,8 @@ class Cache:
             self._weigh(bound)
             self._bound[key] = bound
             _log.info("%s: room for %s", model, self._fits(self._bound[key]))
+            for call in self.at_bind:
+                call(self._bound[key])
         return self._bound[key]
 
     def _weigh(self, bound: BoundCache) -> None:
@@ -203,6 +211,10 @@ class Cache:
     def bindings(self) -> int:
         """How many there are of namespaces and shards, bound by whomever."""
         return len(self._bound)
+
+    def ready(self) -> bool:
+        """Whether engines should be sent requests: what is to be near before is, or had its time."""
+        return all(wait() for wait in self.waits)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         return self._flushed if self._closed else self.flow.flush(timeout_s)

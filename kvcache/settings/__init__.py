@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 from kvcache.settings.object import Object
 from kvcache.settings.service import Control, Daemon, Log, Trace
 from kvcache.settings.tiers import Host, Nvme, Redis
+from kvcache.settings.warm import Warm
 from kvcache.settings.work import Canary, Evict, Explain, Flow, Plan
 from kvcache.values import Count, Section
 
@@ -35,6 +36,7 @@ class Settings(Section):
     evict: Evict = Field(default_factory=Evict)
     flow: Flow = Field(default_factory=Flow)
     plan: Plan = Field(default_factory=Plan)
+    warm: Warm = Field(default_factory=Warm)
     explain: Explain = Field(default_factory=Explain)
     canary: Canary = Field(default_factory=Canary)
     daemon: Daemon = Field(default_factory=Daemon)

@@ -33,6 +33,8 @@ DEADLINE_S = 2.0
 """For a client to ask, and again for it to take the answer."""
 AT_ONCE = 4
 """Questions that are answered at a time; who asks beyond them is turned away."""
+LONGEST_S = 60.0
+"""That a question may wait for the tiers."""
 FAULTS = 1000
 """Lines of an audit that go into an answer."""
 _PAUSE_S = 0.1
@@ -130,6 +132,7 @@ class Control:
             "check": self._check,
             "scrub": self._scrub,
             "bypass": _bypass,
+            "flush": _flush,
             "namespaces": lambda cache, _: {"namespaces": Report(cache).namespaces()},
             "tenants": lambda cache, _: {"tenants": Report(cache).tenants()},
             "agents": lambda cache, _: {"agents": Report(cache).agents()},
@@ -141,6 +144,8 @@ class Control:
         cache, op = self._cache(), asked.get("op")
         if cache is None:
             raise FrameError("the cache is gone")
+        for name, of_others in cache.answers.items():
+            answers[name] = lambda _, asked, answer=of_others: answer(asked)  # type: ignore[misc]  # bound to this turn
         if not isinstance(op, str) or op not in answers:
             return {"error": f"op = {op!r:.40}: this version knows {', '.join(answers)}"}
         try:
@@ -200,6 +205,14 @@ def _bypass(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
         if mode != was:
             _log.warning("bypass was %s and is %s, by the control socket", was, mode)
     return {"mode": bypass.mode, "was": was}
+
+
+def _flush(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
+    """Wait until what was stored is where it should be, for so long at most."""
+    seconds = asked.get("seconds", DEADLINE_S)
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 <= seconds <= LONGEST_S:
+        raise ConfigError(f"seconds = {seconds!r:.40}: expected at most {LONGEST_S:g}")
+    return {"flushed": cache.flush(seconds)}
 
 
 _OPEN: weakref.WeakSet[Control] = weakref.WeakSet()

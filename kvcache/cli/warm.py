@@ -1,0 +1,161 @@
+"""`kvcache warm`: prefixes near before they are asked for, each computed once in the fleet."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.cli.running import Address, the_one
+from kvcache.errors import ConfigError, KVCacheError
+
+if TYPE_CHECKING:
+    from kvcache.fleet.warm import Step
+
+_LOOK_S = 0.2
+
+
+def warm(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help='A JSON value a line: {"text": ...}, {"messages": [...]} or {"token_ids": [...]}.'),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="URL of this node's engine (OpenAI's API).")] = "",
+    model: Annotated[str, typer.Option(help="What to ask it for; without one, the first that it names.")] = "",
+    hot: Annotated[
+        int | None, typer.Option(min=1, max=256, help="Fetch so many of the chains that the fleet uses most.")
+    ] = None,
+    settings: Annotated[
+        Path | None, typer.Option(help="The engine's settings file (TOML), which says where the fleet's Redis is.")
+    ] = None,
+    max_bytes: Annotated[str | None, typer.Option(help="Bring near at most so much: 4GiB.")] = None,
+    patience_s: Annotated[float, typer.Option(min=0.1, help="After so long it ends, whatever is left.")] = 3600.0,
+    address: Address = None,
+    output: Output = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Have prefixes near before they are asked for: those of FILE are read where the fleet has them, and computed once
+    in the fleet where it has not; those of --hot are fetched from the fleet's Redis.
+
+    Run it on each node, beside the engine. Exit code 1 where a prompt failed.
+    """
+    if (file is None) == (hot is None):
+        raise ConfigError("give a FILE of prompts with --engine, or --hot N: one of them")
+    most = _bytes(max_bytes)
+    quiet = as_json or output is Format.json
+    if file is not None:
+        rows = prefill(file, engine, model, settings, most, patience_s, quiet=quiet)
+    else:
+        assert hot is not None, "one of them"
+        rows = [fetch(the_one(address), hot, most, patience_s)]
+    if quiet:
+        print_json(rows)
+    else:
+        columns = tuple(rows[0]) if rows else ("prompt",)
+        print_table(columns, [tuple(str(value) for value in row.values()) for row in rows])
+    if any(row.get("what") == "failed" or row.get("fault") for row in rows):
+        raise typer.Exit(1)
+
+
+def fetch(cache: Path, hot: int, most_bytes: int | None, patience_s: float) -> dict[str, Any]:
+    """By a running cache; what came of it."""
+    from kvcache.daemon.control.client import ask
+
+    told = ask(cache, "warm", hot=hot, **({} if most_bytes is None else {"max_bytes": most_bytes}))
+    end = time.monotonic() + patience_s
+    while not told["done"] and time.monotonic() < end:
+        time.sleep(_LOOK_S)
+        told = ask(cache, "warm")
+    return told
+
+
+def prefill(
+    file: Path, url: str, model: str, path: Path | None, most_bytes: int | None, patience_s: float, *, quiet: bool
+) -> list[dict[str, Any]]:
+    """By an engine; a row a prompt."""
+    from kvcache.config import load
+    from kvcache.fleet.board import Board
+    from kvcache.fleet.engine import Engine
+    from kvcache.fleet.prompts import read
+    from kvcache.fleet.warm import Warm
+    from kvcache.port import Port
+
+    if not url:
+        raise ConfigError("--engine is missing: the URL of this node's engine, which computes what nobody has")
+    loaded, prompts, port = load(path), read(file), Port()
+    served = Engine(url, model, timeout_s=patience_s)
+    _ = served.model  # where nobody answers, that is said at once
+    board = Board(loaded.redis, port) if loaded.redis.enabled else None
+    if board is None:
+        typer.echo("kvcache: the settings name no Redis: each prompt is this engine's alone", err=True)
+
+    def tell(step: Step) -> None:
+        if not quiet:
+            why = f", {step.why}" if step.why else ""
+            said = f"{step.what}: {step.usage.tokens} tokens, {step.usage.cached} of them cached{why}"
+            typer.echo(f"{step.number + 1}/{len(prompts)} {said}", err=True)
+
+    work = Warm(
+        served,
+        prompts,
+        board,
+        port.clock,
+        settle=_flush,
+        held=_held,
+        most_bytes=most_bytes,
+        patience_s=patience_s,
+        tell=tell,
+    )
+    try:
+        work.run()
+    finally:
+        if board is not None:
+            board.close()
+    return [
+        {
+            "prompt": step.number + 1,
+            "what": step.what,
+            "tokens": step.usage.tokens,
+            "cached": step.usage.cached,
+            "why": step.why,
+        }
+        for step in sorted(work.steps, key=lambda step: step.number)
+    ]
+
+
+def _flush() -> bool:
+    """Whether all running caches of this user, of which one is the engine's, have written what they were given."""
+    from kvcache.daemon.control.client import ask, find
+    from kvcache.fleet.node import SETTLE_S
+
+    try:
+        found = [each.path for each in find() if not each.fault]
+        said = [ask(path, "flush", seconds=SETTLE_S, timeout_s=2 * SETTLE_S) for path in found]
+    except KVCacheError:
+        return False
+    return bool(said) and all(each["flushed"] for each in said)
+
+
+def _held() -> int:
+    """Bytes in host memory of all running caches of this user."""
+    from kvcache.daemon.control.client import find
+
+    return sum(found.info["tiers"]["host"]["used_bytes"] for found in find() if not found.fault)
+
+
+def _bytes(text: str | None) -> int | None:
+    from kvcache.values import as_size
+
+    if text is None:
+        return None
+    try:
+        return int(as_size(text))
+    except ValueError as error:
+        raise ConfigError(f"--max-bytes {text}: {error}; expected a size such as 4GiB") from None
+
+
+def register(app: typer.Typer) -> None:
+    app.command("warm")(warm)

@@ -1,0 +1,123 @@
+"""Which chains a fleet uses most these days: a count a chain in Redis that halves as time goes by, told by every node.
+
+A node tells now and then, on a thread of its own, what its last requests found: nothing here is on an engine's path.
+A score is the logarithm of the count with time added on: log2(count) + now / half life. Scores of long ago need no
+touch then, and are compared with those of today as they stand. A use adds to a score s what 2^s + 2^now says.
+
+The number of chains is bounded, and so is the length of each: the coldest but the one just told goes, since else no
+newcomer would ever be told twice; a long one is known by its head.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+
+from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.fleet.board import Board
+from kvcache.hierarchy.cache import Cache
+from kvcache.observe.request import logger
+
+CHAINS = 256
+"""Of a namespace, in the server."""
+BLOCKS = 2048
+"""Of a chain: 64 KiB of signatures."""
+TOLD = 64
+"""Chains that one node tells of at a time, the most used of them."""
+EVERY_S = 30.0
+HALF_LIFE_S = 3600.0
+_EXPIRE_S = 7 * 86_400
+
+_ADD = b"""local new = tonumber(ARGV[2]) + math.log(tonumber(ARGV[3])) / math.log(2)
+local was = tonumber(redis.call('ZSCORE', KEYS[1], ARGV[1]))
+if was then
+  local high, low = math.max(was, new), math.min(was, new)
+  new = high + math.log(1 + 2 ^ (low - high)) / math.log(2)
+end
+redis.call('ZADD', KEYS[1], string.format('%.17g', new), ARGV[1])
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[4])
+local over = redis.call('ZCARD', KEYS[1]) - tonumber(ARGV[5])
+if over > 0 then
+  for _, cold in ipairs(redis.call('ZRANGE', KEYS[1], 0, over)) do
+    if over > 0 and cold ~= ARGV[1] then
+      redis.call('ZREM', KEYS[1], cold)
+      redis.call('HDEL', KEYS[2], cold)
+      over = over - 1
+    end
+  end
+end
+redis.call('EXPIRE', KEYS[1], ARGV[6])
+redis.call('EXPIRE', KEYS[2], ARGV[6])
+return 1"""
+_HOTTEST = b"""local found = {}
+for _, chain in ipairs(redis.call('ZREVRANGE', KEYS[1], 0, ARGV[1] - 1)) do
+  found[#found + 1] = redis.call('HGET', KEYS[2], chain) or ''
+end
+return found"""
+
+_log = logger("kvcache.fleet")
+
+
+class Heat:
+    """The counts of a fleet, of any namespace. OSError where no server answers."""
+
+    def __init__(self, board: Board, *, half_life_s: float = HALF_LIFE_S, chains: int = CHAINS) -> None:
+        self._board, self._half_life_s, self._chains = board, half_life_s, chains
+
+    def _keys(self, namespace: bytes) -> list[bytes]:
+        name = f"{self._board.prefix}:h1:{{{namespace[:16].hex()}}}".encode()
+        return [name + b":heat", name + b":chains"]
+
+    def add(self, namespace: bytes, packed: bytes, uses: int, wall_s: float) -> None:
+        """`packed`: the signatures of a chain that was used so often, at that time."""
+        packed = packed[: BLOCKS * SIGNATURE_BYTES]
+        name, now = packed[-SIGNATURE_BYTES:], wall_s / self._half_life_s
+        bounds = (b"%d" % self._chains, b"%d" % _EXPIRE_S)
+        self._board.script(_ADD, self._keys(namespace), name, b"%.17g" % now, b"%d" % uses, packed, *bounds)
+
+    def hottest(self, namespace: bytes, count: int) -> list[bytes]:
+        """The signatures of that many chains, the hottest first; those that make no sense are left out."""
+        found = self._board.script(_HOTTEST, self._keys(namespace), b"%d" % max(1, count))
+        if not isinstance(found, list):
+            return []
+        return [each for each in found if isinstance(each, bytes) and each and not len(each) % SIGNATURE_BYTES]
+
+
+class Teller:
+    """Tells the fleet what one cache's requests found. Owns a thread until `close`, or until nobody has the cache."""
+
+    def __init__(self, cache: Cache, heat: Heat, *, every_s: float = EVERY_S) -> None:
+        self._cache, self._heat, self._every_s = weakref.ref(cache), heat, every_s
+        self._told = 0  # the cache's clock, in requests
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvcache-heat", daemon=True)
+        self._thread.start()
+
+    def tell(self) -> int:
+        """What was found since the last time; how many chains were told of."""
+        cache = self._cache()
+        asked = [] if cache is None else [a for a in cache.why.ring.last() if a.clock > self._told and a.found]
+        if cache is None or not asked:
+            return 0
+        self._told = max(each.clock for each in asked)
+        uses = Counter((each.namespace, each.packed[: each.found * SIGNATURE_BYTES]) for each in asked)
+        now = cache.flow.port.clock.wall()
+        most = uses.most_common(TOLD)
+        for (namespace, packed), count in most:
+            self._heat.add(namespace, packed, count, now)
+        return len(most)
+
+    def _run(self) -> None:
+        while not self._over.wait(self._every_s) and self._cache() is not None:
+            try:
+                self.tell()
+            except OSError as error:  # the tier says so in its own counters
+                _log.debug("the fleet's counts: %s", error)
+            except Exception:  # noqa: BLE001  never in the way
+                _log.exception("the fleet's counts: a defect")
+
+    def close(self) -> None:
+        """Waits for what is being told, which has a deadline."""
+        self._over.set()
+        self._thread.join()

@@ -1,0 +1,100 @@
+"""Who of a fleet computes a prompt: one node at a time, known by a number that never comes twice.
+
+Three notes a prompt. The lease holds the number of the node that computes it, and goes by itself when that node no
+longer renews it. The mark says that the prompt's blocks are stored; only who still has the lease may set it, so a node
+that slept through its lease cannot speak for the one after it. The blocks themselves need no such care: they are named
+by their content, and two nodes that compute the same store the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum
+
+from kvcache.fleet.board import Board
+
+LEASE_S = 10.0
+MARK_S = 600.0
+"""For so long a prompt counts as stored. Afterwards a node asks its engine again, which finds what is still there."""
+_NUMBERS_S = 86_400
+
+_TAKE = b"""local n = redis.call('INCR', KEYS[3])
+redis.call('PEXPIRE', KEYS[3], ARGV[2])
+if redis.call('EXISTS', KEYS[2]) == 1 then return -1 end
+if redis.call('SET', KEYS[1], n, 'NX', 'PX', ARGV[1]) then return n end
+return 0"""
+_RENEW = b"""if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('PEXPIRE', KEYS[1], ARGV[2])"""
+_LEAVE = b"""if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+redis.call('DEL', KEYS[1])
+if ARGV[2] ~= '0' then redis.call('SET', KEYS[2], ARGV[1], 'PX', ARGV[2]) end
+return 1"""
+
+
+class Turn(Enum):
+    """What became of asking for a lease."""
+
+    MINE = "mine"
+    ANOTHERS = "another's"
+    STORED = "stored"
+
+
+class Lease:
+    """Of one prompt, known by a digest. Every call may raise OSError: no server, no lease."""
+
+    def __init__(self, board: Board, digest: str, *, lease_s: float = LEASE_S, mark_s: float = MARK_S) -> None:
+        name = f"{board.prefix}:w1:{{{digest}}}".encode()
+        self._board, self._keys = board, [name + b":lease", name + b":stored", name + b":number"]
+        self._lease_s, self._mark_s = lease_s, mark_s
+        self.number = 0
+
+    def take(self) -> Turn:
+        number = self._board.script(_TAKE, self._keys, _ms(self._lease_s), _ms(_NUMBERS_S))
+        if number > 0:
+            self.number = number
+            return Turn.MINE
+        return Turn.STORED if number < 0 else Turn.ANOTHERS
+
+    def renew(self) -> bool:
+        """Whether it is still ours."""
+        return bool(self._board.script(_RENEW, self._keys[:1], b"%d" % self.number, _ms(self._lease_s)))
+
+    def stored(self) -> bool:
+        """Leave the lease and say that the blocks are there. False where it was another's by now: nothing is said."""
+        return self._leave(self._mark_s)
+
+    def give_up(self) -> bool:
+        """Leave the lease to whoever asks next."""
+        return self._leave(0)
+
+    def _leave(self, mark_s: float) -> bool:
+        return bool(self._board.script(_LEAVE, self._keys[:2], b"%d" % self.number, _ms(mark_s)))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Renew it on a thread of its own, for as long as the work takes; given up where that fails."""
+        over = threading.Event()
+
+        def renew() -> None:
+            while not over.wait(self._lease_s / 3):
+                with suppress(OSError):  # it may answer again before the lease is over
+                    if not self.renew():
+                        return
+
+        thread = threading.Thread(target=renew, name="kvcache-lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        except BaseException:
+            with suppress(OSError):
+                self.give_up()
+            raise
+        finally:
+            over.set()
+            thread.join()
+
+
+def _ms(seconds: float) -> bytes:
+    return b"%d" % int(1000 * seconds)

@@ -1,0 +1,110 @@
+"""A cache as a node of its fleet: it tells what it uses, fetches what the others use, and answers `kvcache warm`."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvcache.errors import ConfigError
+from kvcache.fleet.board import Board
+from kvcache.fleet.engine import Engine
+from kvcache.fleet.fetch import Fetch
+from kvcache.fleet.heat import CHAINS, Heat, Teller
+from kvcache.fleet.prompts import read
+from kvcache.fleet.warm import Warm
+from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.request import BoundCache
+
+SETTLE_S = 30.0
+"""For what was computed to reach the fleet."""
+_MOST_KEPT = 16  # of fetches, for whoever asks how far they are
+
+
+def join(cache: Cache) -> Node | None:
+    """Where the settings name a Redis; ends with the cache."""
+    return Node(cache) if cache.settings.redis.enabled else None
+
+
+def warm_up(cache: Cache, url: str) -> Warm:
+    """Have the engine at `url`, whose cache this is, read or compute the prompts of `warm.file`, in the background."""
+    settings, clock = cache.settings.warm, cache.flow.port.clock
+    board = Board(cache.settings.redis, cache.flow.port) if cache.settings.redis.enabled else None
+    warm = Warm(
+        Engine(url),
+        read(Path(settings.file)),
+        board,
+        clock,
+        settle=lambda: cache.flush(SETTLE_S),
+        held=lambda: cache.host.usage().used_bytes,
+        most_bytes=min(settings.max_bytes, cache.settings.host.capacity_bytes // 2),
+        patience_s=settings.deadline_s,
+    )
+    if settings.before_ready:
+        end = clock.now() + settings.deadline_s
+        cache.waits.append(lambda: warm.ready or clock.now() >= end)
+    cache.at_close.append(warm.stop)
+    if board is not None:
+        cache.at_close.append(board.close)
+    warm.start()
+    return warm
+
+
+class Node:
+    def __init__(self, cache: Cache) -> None:
+        settings, self._cache = cache.settings.warm, cache
+        self._board = Board(cache.settings.redis, cache.flow.port)
+        self._heat = Heat(self._board, half_life_s=settings.heat_half_life_s)
+        self._most_bytes = min(settings.max_bytes, cache.settings.host.capacity_bytes // 2)
+        self._fetches: list[Fetch] = []
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        telling = settings.heat and cache.settings.explain.memory_bytes > 0
+        self._teller = Teller(cache, self._heat, every_s=settings.heat_every_s) if telling else None
+        self._end = cache.flow.port.clock.now() + settings.deadline_s
+        if settings.hot:
+            cache.at_bind.append(lambda bound: self.fetch([bound], settings.hot, self._most_bytes))
+            if settings.before_ready:
+                cache.waits.append(self.ready)
+        cache.answers["warm"] = self.answer
+        cache.at_close.append(self.close)
+
+    def ready(self) -> bool:
+        """All that was to be fetched was, or had its time."""
+        return self._cache.flow.port.clock.now() >= self._end or all(fetch.ready for fetch in self._fetches)
+
+    def fetch(self, bounds: list[BoundCache], count: int, most_bytes: int) -> Fetch:
+        fetch = Fetch(self._cache, self._heat, bounds, count, most_bytes=most_bytes)
+        with self._lock:
+            self._fetches = [*self._fetches[-_MOST_KEPT:], fetch]
+            self._threads = [*(thread for thread in self._threads if thread.is_alive()), fetch.start()]
+        return fetch
+
+    def answer(self, asked: dict[Any, Any]) -> dict[str, Any]:
+        """`hot`: begin to fetch so many chains; without, how far the last fetch is. `max_bytes`: at most."""
+        count, most = asked.get("hot"), asked.get("max_bytes")
+        if count is not None:
+            if not isinstance(count, int) or isinstance(count, bool) or not 0 < count <= CHAINS:
+                raise ConfigError(f"hot = {count!r:.40}: expected 1 to {CHAINS} chains")
+            if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
+                raise ConfigError(f"max_bytes = {most!r:.40}: expected a number of bytes")
+            bounds = self._cache.bounds
+            if not bounds:
+                raise ConfigError("no engine has bound a namespace here yet: there is nothing to fetch for")
+            self.fetch(bounds, count, self._most_bytes if most is None else most)
+        if not self._fetches:
+            return {"done": True}
+        last = self._fetches[-1]
+        return {"done": last.ready, **asdict(last.fetched)}
+
+    def close(self) -> None:
+        with self._lock:
+            fetches, threads = list(self._fetches), list(self._threads)
+        for fetch in fetches:
+            fetch.stop()
+        self._board.close()  # wakes who waits for a server
+        for thread in threads:
+            thread.join()
+        if self._teller is not None:
+            self._teller.close()

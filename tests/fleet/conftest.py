@@ -1,0 +1,37 @@
+"""A real server for each test of the fleet, emptied before it, and boards on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcache.fleet.board import Board
+from kvcache.settings.tiers import Redis
+from tests.peer.server import MISSING, Server, empty
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    if MISSING:
+        pytest.skip(MISSING)
+    return empty(tmp_path)
+
+
+@pytest.fixture
+def boards(server: Server) -> Iterator[Callable[[], Board]]:
+    made: list[Board] = []
+
+    def make() -> Board:
+        made.append(Board(Redis(enabled=True, url=server.tcp)))
+        return made[-1]
+
+    yield make
+    for board in made:
+        board.close()
+
+
+@pytest.fixture
+def board(boards: Callable[[], Board]) -> Board:
+    return boards()

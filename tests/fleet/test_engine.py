@@ -1,0 +1,123 @@
+"""What is asked of an engine, and what it may answer: a server of the test's own that says what it is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from kvcache.errors import ConfigError, UnreachableError
+from kvcache.fleet.engine import KEY, Engine, EngineError, Usage
+from kvcache.fleet.prompts import Prompt
+
+
+class Spoken(ThreadingHTTPServer):
+    """`say`: status and body of what it answers next, by path; `heard`: path, headers and body of each question."""
+
+    daemon_threads = False
+
+    def __init__(self) -> None:
+        self.say: dict[str, tuple[int, bytes]] = {"/v1/models": (200, b'{"data": [{"id": "m"}, {"id": "n"}]}')}
+        self.heard: list[tuple[str, Any, Any]] = []
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Spoken
+
+    def do_GET(self) -> None:
+        self._answer(None)
+
+    def do_POST(self) -> None:
+        self._answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+
+    def _answer(self, body: Any) -> None:
+        self.server.heard.append((self.path, self.headers, body))
+        status, said = self.server.say.get(self.path, (404, b"nothing here"))
+        self.send_response(status)
+        self.send_header("content-length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def spoken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spoken]:
+    monkeypatch.delenv(KEY, raising=False)
+    with Spoken() as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+USED = b'{"usage": {"prompt_tokens": 40, "prompt_tokens_details": {"cached_tokens": 32}}}'
+
+
+def test_each_kind_goes_where_it_belongs(spoken: Spoken, monkeypatch: pytest.MonkeyPatch) -> None:
+    spoken.say |= {"/v1/completions": (200, USED), "/v1/chat/completions": (200, USED)}
+    monkeypatch.setenv(KEY, "secret")
+    engine = Engine(spoken.url + "/v1/")
+    messages = [{"role": "user", "content": "hi"}]
+    for kind, content in (("text", "a"), ("token_ids", [1, 2]), ("messages", messages)):
+        assert engine.prefill(Prompt(kind, content)) == Usage(40, 32)  # type: ignore[arg-type]
+    asked = {"model": "m", "max_tokens": 1, "temperature": 0}
+    assert [(path, body) for path, _, body in spoken.heard] == [
+        ("/v1/models", None),
+        ("/v1/completions", {**asked, "prompt": "a"}),
+        ("/v1/completions", {**asked, "prompt": [1, 2]}),
+        ("/v1/chat/completions", {**asked, "messages": messages}),
+    ]
+    assert {headers["authorization"] for _, headers, _ in spoken.heard} == {"Bearer secret"}
+
+
+def test_a_model_that_is_named_is_not_asked_for(spoken: Spoken) -> None:
+    assert Engine(spoken.url, "mine").model == "mine"
+    assert spoken.heard == []
+
+
+def test_an_engine_that_does_not_tell_what_was_cached(spoken: Spoken) -> None:
+    for said in (b"{}", b'{"usage": null}', b'{"usage": {"prompt_tokens": 7, "prompt_tokens_details": null}}'):
+        spoken.say["/v1/completions"] = (200, said)
+        assert Engine(spoken.url, "m").prefill(Prompt("text", "a")).cached == 0
+
+
+def test_refusals_are_told_in_the_engines_words(spoken: Spoken) -> None:
+    spoken.say["/v1/completions"] = (400, b'{"error": {"message": "too long"}}')
+    with pytest.raises(EngineError, match="400, too long"):
+        Engine(spoken.url, "m").prefill(Prompt("text", "a"))
+    with pytest.raises(EngineError, match="404, nothing here"):
+        Engine(spoken.url, "m").prefill(Prompt("messages", [{}]))
+
+
+@pytest.mark.parametrize("said", [b"no json", b"[]", b"", b"\xff"])
+def test_what_speaks_something_else(spoken: Spoken, said: bytes) -> None:
+    spoken.say["/v1/completions"] = (200, said)
+    with pytest.raises(UnreachableError, match="/v1/completions"):
+        Engine(spoken.url, "m").prefill(Prompt("text", "a"))
+
+
+@pytest.mark.parametrize("said", [b"{}", b'{"data": []}', b'{"data": [{}]}', b'{"data": 7}'])
+def test_no_model_is_named(spoken: Spoken, said: bytes) -> None:
+    spoken.say["/v1/models"] = (200, said)
+    with pytest.raises(UnreachableError, match="--model"):
+        _ = Engine(spoken.url).model
+
+
+def test_nobody_is_there() -> None:
+    with pytest.raises(UnreachableError, match="is an engine serving"):
+        _ = Engine("http://127.0.0.1:1").model
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "file:///etc/passwd", ""])
+def test_urls_that_are_none(url: str) -> None:
+    with pytest.raises(ConfigError, match="--engine"):
+        Engine(url)

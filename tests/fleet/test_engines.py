@@ -1,0 +1,142 @@
+"""Three real engines and one empty Redis: `kvcache warm` beside each, and each prompt is computed once in all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.daemon.control.client import ask
+from tests.engine import tiny
+from tests.peer.fleet import until
+from tests.peer.server import MISSING, Server
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-c", "from kvcache.cli.main import main; main()"]
+TEXT = "Rules of the house, which every conversation begins with. " * 4  # one token a byte
+IDS = list(range(5, 5 + 10 * 16))
+BOOT = "What is near when a node begins. " * 6
+WHOLE = [(len(prompt) - 1) // 16 * 16 for prompt in (TEXT, IDS)]
+"""Of each, the tokens in whole blocks: at least the last token is computed anew."""
+
+
+class Node:
+    """`kvcache serve` of the tiny model, with a directory of sockets of its own, as a host would have."""
+
+    def __init__(self, model: str, server: Server, place: Path, warm: Path) -> None:
+        place.mkdir(mode=0o700)
+        self.settings = place / "kvcache.toml"
+        self.settings.write_text(f"""
+            [host]
+            capacity_bytes = "16MiB"
+            [nvme]
+            enabled = false
+            [redis]
+            enabled = true
+            url = "{server.tcp}"
+            [flow]
+            ask_deadline_s = 30
+            deadline_s = 30
+            [plan]
+            enabled = false
+            [warm]
+            file = "{warm}"
+            before_ready = true
+        """)
+        self.environment = {**os.environ, "KVCACHE_DIR": str(place), "XDG_RUNTIME_DIR": str(place)}
+        self.environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [*COMMAND, "serve", model, "--port", "0", "--cache", str(self.settings), "--pages", "60"],
+            cwd=ROOT,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def url(self) -> str:
+        if not hasattr(self, "_url"):
+            assert self.process.stdout is not None
+            self._url = self.process.stdout.readline().split(" at ")[1].split(",")[0]
+        return self._url
+
+    def warm(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [*COMMAND, "warm", *arguments, "--settings", str(self.settings), "--json"]
+        return subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=subprocess.PIPE, text=True)
+
+    def end(self) -> None:
+        try:
+            self.process.communicate(timeout=60)
+        finally:
+            self.process.kill()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server("--maxmemory", "256mb")
+    yield server
+    server.end()
+
+
+@pytest.fixture(scope="module")
+def nodes(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
+    """Three that boot at once, each to be ready when the same prefix is near."""
+    place = tmp_path_factory.mktemp("fleet")
+    model = tiny.make(place / "model")
+    (place / "warm.jsonl").write_text(f"{json.dumps(BOOT)}\n")
+    started: list[Node] = []
+    try:
+        for i in range(3):
+            started.append(Node(model, server, place / f"n{i}", place / "warm.jsonl"))  # noqa: PERF401  to be ended
+        yield started
+    finally:
+        for node in started:
+            node.process.send_signal(signal.SIGTERM)
+        for node in started:
+            node.end()
+
+
+def stored(node: Node) -> int:
+    """Blocks that its engine stored, as its cache tells over the control socket."""
+    (path,) = (node.settings.parent / "kvcache").glob("*.sock")
+    return int(ask(path, "stats", timeout_s=60)["counters"].get("stored_blocks", 0))
+
+
+def answers(node: Node, path: str) -> tuple[int, Any]:
+    try:
+        with urllib.request.urlopen(node.url + path, timeout=60) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def test_nodes_that_boot_are_ready_when_their_prefixes_are_near(nodes: list[Node], server: Server) -> None:
+    for node in nodes:
+        until(lambda node=node: answers(node, "/readyz") == (200, {"ready": True}), "it is ready", 120)
+    assert len(server.client.keys("kvcache:k1*")) == len(BOOT) // 16, "one copy of the prompt"
+    computed = [blocks for node in nodes if (blocks := stored(node))]
+    assert computed == [len(BOOT) // 16], "one node computed it"
+
+
+def test_one_prefill_in_all(nodes: list[Node], tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f"{json.dumps(TEXT)}\n{json.dumps(IDS)}\n")
+    works = [node.warm(str(file), "--engine", node.url) for node in nodes]
+    rows = [json.loads(work.communicate(timeout=120)[0]) for work in works]
+    assert [work.returncode for work in works] == [0, 0, 0]
+    for number, whole in enumerate(WHOLE):
+        steps = [each[number] for each in rows]
+        assert sorted(step["what"] for step in steps) == ["computed", "fetched", "fetched"], steps
+        assert sorted(step["cached"] for step in steps) == [0, whole, whole], steps

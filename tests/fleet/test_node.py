@@ -1,0 +1,178 @@
+"""A cache as a node of its fleet: what one node's requests find, another has near before anyone asks it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.errors import ConfigError
+from tests.contract.caches import FULL, HYBRID, Engine, bind, store
+from tests.peer.fleet import until
+from tests.peer.server import Server
+
+KIB = 1 << 10
+BLOCK = FULL.block_tokens
+PROMPTS = [[1000 * p + t for t in range(8 * BLOCK)] for p in range(4)]
+
+
+@pytest.fixture
+def fleet(server: Server) -> Iterator[Any]:
+    with ExitStack() as stack:
+
+        def node(**warm: Any) -> Any:
+            settings = {"host": {"capacity_bytes": 1024 * KIB, "extent_bytes": 64 * KIB}, "nvme": {"enabled": False}}
+            redis = {"enabled": True, "url": server.tcp}
+            heat = {"heat_every_s": 0.02, **warm}
+            opened = kvcache.open(**settings, redis=redis, warm=heat, control={"enabled": False})
+            return stack.enter_context(opened)
+
+        yield node
+
+
+def use(bound: Any, tokens: list[int]) -> None:
+    with bound.request() as r:
+        r.match(tokens)
+        r.admit()
+
+
+def near(cache: Any, bound: Any, tokens: list[int]) -> int:
+    """Blocks that are in the cache's own host memory."""
+    with bound.request() as r:
+        return int(r.match(tokens).by_tier.get("host", 0))
+
+
+def heated(server: Server, chains: int) -> None:
+    keys = lambda: server.client.keys("*:heat")  # noqa: E731
+    until(lambda: keys() and server.client.zcard(keys()[0]) == chains, "the fleet was told")
+
+
+@pytest.mark.parametrize("layout", [FULL, HYBRID], ids=["one group", "groups of three rules"])
+def test_what_one_node_uses_another_has_near(fleet: Any, server: Server, layout: Any) -> None:
+    first = fleet()
+    bound, engine = bind(first, layout), Engine(layout)
+    for prompt in PROMPTS:
+        store(bound, engine, prompt, list(range(8)))
+    for prompt, uses in zip(PROMPTS, (1, 4, 0, 3), strict=True):
+        for _ in range(uses):
+            use(bound, prompt)
+    assert first.flush(30)
+    heated(server, 3)
+    second = fleet(hot=2, before_ready=True)
+    assert second.ready(), "nothing is bound yet: nothing is waited for"
+    mine = bind(second, layout)
+    until(second.ready, "it has fetched")
+    lookup = [near(second, mine, prompt) for prompt in PROMPTS]
+    assert [bool(blocks) for blocks in lookup] == [False, True, False, True]
+    if layout is FULL:
+        assert lookup == [0, 8, 0, 8]
+    told = second.answers["warm"]({})
+    assert (told["done"], told["chains"], told["whole"], told["fault"]) == (True, 2, 2, "")
+    assert second.check() == []
+
+
+def test_what_was_fetched_is_what_was_stored(fleet: Any, server: Server) -> None:
+    first = fleet()
+    bound, engine = bind(first), Engine(FULL)
+    engine.fill(7, list(range(8)))
+    expected = [engine.block(page) for page in range(8)]
+    store(bound, engine, PROMPTS[0], list(range(8)))
+    use(bound, PROMPTS[0])
+    assert first.flush(30)
+    heated(server, 1)
+    second = fleet(hot=1)
+    mine = bind(second)
+    until(lambda: second.answers["warm"]({})["done"], "it has fetched")
+    server.client.flushall()  # it must be here
+    engine.poison()
+    with mine.request() as r:
+        hit = r.match(PROMPTS[0])
+        assert hit.by_tier == {"host": 8}
+        r.admit()
+        assert r.load(8, engine.described, engine.ids(list(range(8)))).wait(30)
+    assert [engine.block(page) for page in range(8)] == expected
+
+
+def test_a_limit_on_bytes_keeps_the_head(fleet: Any, server: Server) -> None:
+    first = fleet()
+    bound, engine = bind(first), Engine(FULL)
+    for prompt in PROMPTS:
+        store(bound, engine, prompt, list(range(8)))
+        use(bound, prompt)
+    assert first.flush(30)
+    heated(server, 4)
+    second = fleet(hot=4, max_bytes=2 * 8 * FULL.block_bytes())
+    mine = bind(second)
+    until(lambda: second.answers["warm"]({})["done"], "it has fetched")
+    told = second.answers["warm"]({})
+    assert (told["whole"], told["blocks"], told["full"]) == (2, 16, True)
+    assert sorted(near(second, mine, prompt) for prompt in PROMPTS) == [0, 0, 8, 8]
+
+
+def test_an_operator_asks_for_it(fleet: Any, server: Server) -> None:
+    first, second = fleet(), fleet()
+    bound, engine = bind(first), Engine(FULL)
+    store(bound, engine, PROMPTS[0], list(range(8)))
+    use(bound, PROMPTS[0])
+    assert first.flush(30)
+    heated(server, 1)
+    assert second.answers["warm"]({}) == {"done": True}
+    with pytest.raises(ConfigError, match="no engine"):
+        second.answers["warm"]({"hot": 1})
+    mine = bind(second)
+    for wrong in ({"hot": 0}, {"hot": True}, {"hot": "many"}, {"hot": 257}, {"hot": 1, "max_bytes": -1}):
+        with pytest.raises(ConfigError, match=r"hot|max_bytes"):
+            second.answers["warm"](wrong)
+    second.answers["warm"]({"hot": 1})
+    until(lambda: second.answers["warm"]({})["done"], "it has fetched")
+    assert near(second, mine, PROMPTS[0]) == 8
+
+
+def test_chains_that_left_the_server_are_no_fault(fleet: Any, server: Server) -> None:
+    first = fleet(heat=True)
+    bound, engine = bind(first), Engine(FULL)
+    store(bound, engine, PROMPTS[0], list(range(8)))
+    use(bound, PROMPTS[0])
+    assert first.flush(30)
+    heated(server, 1)
+    for key in server.client.keys("kvcache:k1*"):
+        server.client.delete(key)
+    second = fleet(hot=5)
+    bind(second)
+    until(lambda: second.answers["warm"]({})["done"], "it has looked")
+    told = second.answers["warm"]({})
+    assert (told["chains"], told["whole"], told["blocks"], told["fault"]) == (1, 0, 0, "")
+
+
+def test_a_server_that_is_away_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+    settings = {"host": {"capacity_bytes": 256 * KIB}, "nvme": {"enabled": False}, "control": {"enabled": False}}
+    away = {"enabled": True, "url": "redis://127.0.0.1:1/0", "timeout_s": 0.2}
+    warm = {"hot": 3, "before_ready": True, "heat_every_s": 0.01}
+    with kvcache.open(**settings, redis=away, warm=warm) as cache:
+        bound, engine = bind(cache), Engine(FULL)
+        store(bound, engine, PROMPTS[0], list(range(8)))
+        use(bound, PROMPTS[0])
+        until(cache.ready, "it is ready")  # type: ignore[attr-defined]
+        assert cache.answers["warm"]({})["fault"]  # type: ignore[attr-defined]
+
+
+def test_readiness_waits_no_longer_than_it_may(fleet: Any, server: Server) -> None:
+    cache = fleet(hot=1, before_ready=True, deadline_s=0.2)
+    server.pause()
+    try:
+        bind(cache)
+        until(cache.ready, "its time is over")
+    finally:
+        server.go_on()
+
+
+def test_heat_may_be_off(fleet: Any, server: Server) -> None:
+    first = fleet(heat=False)
+    bound, engine = bind(first), Engine(FULL)
+    store(bound, engine, PROMPTS[0], list(range(8)))
+    use(bound, PROMPTS[0])
+    assert first.close()
+    assert server.client.keys("*:heat") == []

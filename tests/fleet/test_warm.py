@@ -1,0 +1,169 @@
+"""Warming up: computed once in the fleet, whoever dies, sleeps or is not there; and never in the way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from kvcache.errors import UnreachableError
+from kvcache.fleet.board import Board
+from kvcache.fleet.engine import EngineError, Usage
+from kvcache.fleet.lease import Lease, Turn
+from kvcache.fleet.prompts import Prompt
+from kvcache.fleet.warm import Warm
+from kvcache.port import Port
+from kvcache.settings.tiers import Redis
+
+PROMPTS = [Prompt("text", f"prompt {i}") for i in range(6)]
+CLOCK = Port().clock
+
+
+class Fleet:
+    """What its engines have computed, and what of that the others can read."""
+
+    def __init__(self) -> None:
+        self.stored: set[str] = set()
+        self.computed: list[str] = []
+        self.lock = threading.Lock()
+
+
+class Node:
+    """A stand-in for an engine with a cache: what is computed here is for the others only once it is settled."""
+
+    model = "m"
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet, self.own, self.asked = fleet, [], 0
+
+    def prefill(self, prompt: Prompt) -> Usage:
+        self.asked += 1
+        with self.fleet.lock:
+            if prompt.content in self.fleet.stored:
+                return Usage(10, 10)
+            self.fleet.computed.append(prompt.content)
+        self.own.append(prompt.content)
+        return Usage(10, 0)
+
+    def settle(self) -> bool:
+        with self.fleet.lock:
+            self.fleet.stored |= set(self.own)
+        return True
+
+
+def warm(node: Any, board: Board | None, **options: Any) -> Warm:
+    return Warm(node, PROMPTS, board, CLOCK, **{"settle": node.settle, **options})
+
+
+def whats(work: Warm) -> list[str]:
+    return [step.what for step in sorted(work.steps, key=lambda step: step.number)]
+
+
+def test_three_nodes_compute_each_prompt_once(boards: Callable[[], Board]) -> None:
+    fleet = Fleet()
+    works = [warm(Node(fleet), boards()) for _ in range(3)]
+    threads = [work.start() for work in works]
+    for thread in threads:
+        thread.join(60)
+    assert all(work.ready for work in works)
+    assert sorted(fleet.computed) == [prompt.content for prompt in PROMPTS]
+    for of_prompt in zip(*map(whats, works), strict=True):
+        assert sorted(of_prompt) == ["computed", "fetched", "fetched"]
+    counts = [work.counts for work in works]
+    assert sum(each["cached_tokens"] for each in counts) == 2 * 10 * len(PROMPTS)
+    assert {each["tokens"] for each in counts} == {60}
+    assert {each["waiting"] for each in counts} == {0}
+
+
+def test_a_node_that_dies_is_replaced(boards: Callable[[], Board]) -> None:
+    """Its lease goes by itself, since nobody renews it."""
+    dead = Lease(boards(), PROMPTS[2].digest("m"), lease_s=0.05)
+    assert dead.take() is Turn.MINE
+    fleet = Fleet()
+    work = warm(Node(fleet), boards())
+    work.run()
+    assert whats(work) == ["computed"] * 6
+    assert not dead.stored()
+
+
+def test_while_another_computes_one_the_rest_goes_on(boards: Callable[[], Board]) -> None:
+    other = Lease(boards(), PROMPTS[0].digest("m"))
+    assert other.take() is Turn.MINE
+    fleet, order = Fleet(), []
+
+    def tell(step: Any) -> None:
+        order.append(step.number)
+        if len(order) == 5:  # only the other's is left
+            fleet.stored.add(PROMPTS[0].content)
+            assert other.stored()
+
+    work = warm(Node(fleet), boards(), tell=tell)
+    work.run()
+    assert order == [1, 2, 3, 4, 5, 0]
+    assert whats(work) == ["fetched", *["computed"] * 5]
+
+
+def test_what_did_not_reach_the_fleet_is_not_said_to_be_there(boards: Callable[[], Board]) -> None:
+    fleet = Fleet()
+    first = warm(Node(fleet), boards(), settle=lambda: False)
+    first.run()
+    assert {step.why for step in first.steps} == {"what was computed did not reach the fleet in time"}
+    second = warm(Node(fleet), boards())
+    second.run()
+    assert whats(second) == ["computed"] * 6
+
+
+def test_without_a_server_each_is_alone(boards: Callable[[], Board]) -> None:
+    away = Board(Redis(enabled=True, url="redis://127.0.0.1:1/0", timeout_s=0.2))
+    for board in (None, away):
+        work = warm(Node(Fleet()), board)
+        work.run()
+        assert whats(work) == ["alone"] * 6
+    away.close()
+
+
+def test_an_engine_that_refuses_or_is_gone_fails_a_prompt_and_no_more(boards: Callable[[], Board]) -> None:
+    class Refusing(Node):
+        def prefill(self, prompt: Prompt) -> Usage:
+            if prompt.content in ("prompt 1", "prompt 4"):
+                raise EngineError("too long") if prompt.content == "prompt 1" else UnreachableError("gone")
+            return super().prefill(prompt)
+
+    fleet = Fleet()
+    work = warm(Refusing(fleet), boards())
+    work.run()
+    assert whats(work) == ["computed", "failed", "computed", "computed", "failed", "computed"]
+    assert [step.why for step in work.steps if step.what == "failed"] == ["too long", "gone"]
+    another = warm(Node(fleet), boards())
+    another.run()
+    assert whats(another) == ["fetched", "computed", "fetched", "fetched", "computed", "fetched"]
+
+
+def test_a_defect_ends_it_and_it_is_ready(boards: Callable[[], Board]) -> None:
+    class Broken(Node):
+        def prefill(self, prompt: Prompt) -> Usage:
+            raise ZeroDivisionError
+
+    work = warm(Broken(Fleet()), boards())
+    work.run()
+    assert work.ready
+    assert work.counts["waiting"] == 6
+    assert Lease(boards(), PROMPTS[0].digest("m")).take() is Turn.MINE, "the lease was given up"
+
+
+def test_limits_on_bytes_and_on_time(boards: Callable[[], Board]) -> None:
+    node = Node(Fleet())
+    work = warm(node, boards(), held=lambda: 100 * node.asked, most_bytes=250)
+    work.run()
+    assert whats(work) == ["computed"] * 3 + ["left"] * 3
+    late = warm(Node(Fleet()), boards(), patience_s=0.0)
+    late.run()
+    assert whats(late) == ["left"] * 6
+
+
+def test_stopped_it_ends_behind_the_prompt_under_way(boards: Callable[[], Board]) -> None:
+    work: list[Warm] = []
+    node = Node(Fleet())
+    work.append(warm(node, boards(), tell=lambda step: work[0].stop()))
+    work[0].run()
+    assert (node.asked, work[0].ready) == (1, True)
