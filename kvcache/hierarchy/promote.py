@@ -97,8 +97,10 @@ class Promoter:
                     started.append(arrival)
                 answers.append(arrival)
             self._host.arena.release(*[slot for left in slots.values() for slot in left])  # asked for twice in one call
-        for tier in self._below:
-            self._ask(tier, [arrival for arrival in started if arrival.tiers[0] is tier])
+        # who is asked for what is settled first: what one tier answers at once to be missing goes to the next by itself
+        asked = [(tier, [arrival for arrival in started if arrival.tiers[0] is tier]) for tier in self._below]
+        for tier, arrivals in asked:
+            self._ask(tier, arrivals)
         return answers
 
     def wait(self, arrival: Arrival, timeout_s: float | None) -> Outcome:
