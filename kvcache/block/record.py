@@ -31,7 +31,7 @@ FIXED_BYTES = 136
 PARENT, CHUNK_SUMS, TOKEN_IDS, EXTRAS, KEYED_DIGEST, COST, EXPIRY = range(1, 8)
 ENCRYPTION = 0x8008
 ENCRYPTION_BYTES = 36
-"""Key id, nonce and tag: see `kvcache/block/sealed.py`."""
+"""Key id, nonce and tag: see `kvcache/block/cipher.py`."""
 MUST_KNOW = 0x8000
 """Bit of a field's tag: a reader that does not know the field cannot use the record."""
 
@@ -113,7 +113,26 @@ def seal(
     if address.parent:
         wanted[PARENT] = address.parent
     packed = _pack_fields(wanted, len(area) - FIXED_BYTES)
-    fixed = _FIXED.pack(
+    decoded_bytes = stored_bytes if decoded_bytes is None else decoded_bytes
+    write_id = new_write_id() if write_id is None else write_id
+    fixed = fixed_part(address, codec, stored_bytes, decoded_bytes, write_id, xxh3_64_intdigest(sums), len(packed))
+    used = FIXED_BYTES + len(packed)
+    area[:used] = fixed + _SUM.pack(_header_sum(fixed, packed)) + packed
+    area[used:] = bytes(len(area) - used)
+    return used
+
+
+def fixed_part(
+    address: Address,
+    codec: str,
+    stored_bytes: int,
+    decoded_bytes: int,
+    write_id: int,
+    payload_sum: int = 0,
+    fields_bytes: int = 0,
+) -> bytes:
+    """The first 128 bytes of a header."""
+    return _FIXED.pack(
         MAGIC,
         VERSION,
         address.group,
@@ -122,16 +141,12 @@ def seal(
         address.namespace,
         address.signature,
         stored_bytes,
-        stored_bytes if decoded_bytes is None else decoded_bytes,
-        new_write_id() if write_id is None else write_id,
-        xxh3_64_intdigest(sums),
-        len(packed),
+        decoded_bytes,
+        write_id,
+        payload_sum,
+        fields_bytes,
         0,
     )
-    used = FIXED_BYTES + len(packed)
-    area[:used] = fixed + _SUM.pack(_header_sum(fixed, packed)) + packed
-    area[used:] = bytes(len(area) - used)
-    return used
 
 
 def with_field(head: bytes, header: Header, tag: int, body: bytes) -> bytes:

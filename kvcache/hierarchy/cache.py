@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, cast
 
+from kvcache.block.cipher import Keys
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
 from kvcache.errors import ClosedError, ConfigError
@@ -56,7 +57,12 @@ class Cache:
         port = port or Port()
         self.counters = Counters()
         self.events = Events(port.clock)
-        self._coder = Coder({NvmeTier.name: settings.nvme.codec} if settings.nvme.enabled else {}, self.counters)
+        key_file = settings.encryption.key_file
+        self._coder = Coder(
+            {NvmeTier.name: settings.nvme.codec} if settings.nvme.enabled else {},
+            self.counters,
+            keys=Keys.of(key_file, "encryption.key_file") if key_file else None,
+        )
         self.below = _tiers_below(settings, port, serves)
         self.host = HostTier(
             capacity_bytes=settings.host.capacity_bytes,

@@ -14,9 +14,21 @@ from typing import Any
 import numpy as np
 
 from kvcache.block.address import Address
+from kvcache.block.cipher import Keys, binding
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
-from kvcache.block.record import ALIGNMENT, header_area, read_header, record_bytes, seal
+from kvcache.block.record import (
+    ALIGNMENT,
+    ENCRYPTION,
+    FIXED_BYTES,
+    PARENT,
+    fixed_part,
+    header_area,
+    new_write_id,
+    read_header,
+    record_bytes,
+    seal,
+)
 from kvcache.codec.codec import Codec, codec, codecs
 from kvcache.errors import ConfigError
 from kvcache.observe.metrics import Counters
@@ -28,10 +40,11 @@ FACT = "lossy_codecs"
 
 
 class Coder:
-    """`names`: the codec by tier, `raw` for those that are not named. ConfigError for one that is not there."""
+    """`names`: the codec by tier, `raw` for those that are not named. ConfigError for one that is not there. `keys`:
+    what goes down is encrypted, in each tier."""
 
-    def __init__(self, names: Mapping[str, str], counters: Counters) -> None:
-        self._counters = counters
+    def __init__(self, names: Mapping[str, str], counters: Counters, *, keys: Keys | None = None) -> None:
+        self._counters, self._keys = counters, keys
         self._codecs = codecs()
         self._of_tier: dict[str, Codec] = {}
         for tier, name in names.items():
@@ -77,27 +90,47 @@ class Coder:
         return self._of_tier[tier].name if tier in self._of_tier else "raw"
 
     def encoded(self, held: Held, tier: str) -> Segments | None:
-        """The record as the tier keeps it, sealed, in memory of its own. None: as it stands in its slot, since the
-        codec is `raw`, leaves this payload alone, or saves nothing. The caller has a reference."""
+        """The record as the tier keeps it, sealed, in memory of its own. None: as it stands in its slot, since nothing
+        is encrypted and the codec is `raw`, leaves this payload alone, or saves nothing. The caller has a reference."""
         made, address, whole = self._of_tier.get(tier), held.address, held.payload_bytes
-        if made is None or made.name == "raw":
-            return None
-        area = header_area(whole)
         payload = segments(held)[1][:whole]
-        stored = made.encode(payload, self._layouts[address.namespace], address.group, address.shard)
-        if stored is not None and slot_bytes(area + len(stored), made.varies) >= record_bytes(whole):
-            stored = None
-        self._counters.add("encoded_bytes", whole, tier=tier, codec="raw" if stored is None else made.name)
-        if stored is None:
+        codec, stored, size = "raw", None, record_bytes(whole)
+        if made is not None and made.name != "raw":
+            stored = made.encode(payload, self._layouts[address.namespace], address.group, address.shard)
+            smaller = slot_bytes(header_area(whole) + len(stored), made.varies) if stored is not None else size
+            if smaller >= size:
+                stored = None
+            self._counters.add("encoded_bytes", whole, tier=tier, codec="raw" if stored is None else made.name)
+            if stored is not None:
+                self._counters.add("encoded_stored_bytes", len(stored), tier=tier, codec=made.name)
+                codec, size = made.name, smaller
+        if stored is None and self._keys is None:
             return None
-        self._counters.add("encoded_stored_bytes", len(stored), tier=tier, codec=made.name)
-        record = _aligned(slot_bytes(area + len(stored), made.varies))
-        end = area + len(stored)
-        record[area:end] = stored
+        record, area = _aligned(size), header_area(whole)
+        end = area + (whole if stored is None else len(stored))
+        record[area:end] = payload if stored is None else stored
         record[end:] = bytes(len(record) - end)
-        header, body = record[:area], record[area:]
-        seal(header, body, address, stored_bytes=len(stored), decoded_bytes=whole, codec=made.name)
-        return header, body
+        self._seal(record[:area], record[area:end], held, codec)
+        return record[:area], record[area:]
+
+    def _seal(self, header: memoryview, body: memoryview, held: Held, codec: str) -> None:
+        """Encrypt a payload where that is asked for, and write the header: checksums are of what is stored."""
+        address, whole, write_id = held.address, held.payload_bytes, new_write_id()
+        fields: dict[int, bytes] = {}
+        if self._keys is not None:
+            known = {**fields, PARENT: address.parent} if address.parent else fields
+            bound = binding(fixed_part(address, codec, len(body), whole, write_id), known)
+            fields[ENCRYPTION] = self._keys.encrypt(body, bound)
+        seal(
+            header,
+            body,
+            address,
+            stored_bytes=len(body),
+            decoded_bytes=whole,
+            codec=codec,
+            write_id=write_id,
+            fields=fields,
+        )
 
     def decode(self, address: Address, slot: Slot, payload_bytes: int) -> Outcome:
         """Make the payload of a record that a tier read into a slot, and verified, in place. DONE, or DAMAGED or
@@ -106,11 +139,18 @@ class Coder:
         header = read_header(slot.view[:area])
         if header.codec not in self._codecs:
             return Outcome.FOREIGN
-        if header.decoded_bytes != payload_bytes:
+        if header.decoded_bytes != payload_bytes or header.stored_bytes > payload_bytes:
             return Outcome.DAMAGED
         payload = slot.view[area : area + payload_bytes]
         slot.sealed = header.codec == "raw"
-        if slot.sealed:
+        if ENCRYPTION in header.fields:
+            slot.sealed = False
+            if self._keys is None or not self._keys.knows(header):
+                return Outcome.FOREIGN
+            bound = binding(bytes(slot.view[:FIXED_BYTES]), header.fields)
+            if not self._keys.decrypt(payload[: header.stored_bytes], header, bound):
+                return Outcome.DAMAGED
+        if header.codec == "raw":
             return Outcome.DONE if header.stored_bytes == payload_bytes else Outcome.DAMAGED
         stored = memoryview(bytes(payload[: header.stored_bytes]))  # decoding writes where it lies
         try:

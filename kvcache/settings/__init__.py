@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_origin
 from pydantic import BaseModel, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
-from kvcache.settings.object import Object
+from kvcache.settings.object import Encryption, Object
 from kvcache.settings.service import Control, Daemon, Log, Trace
 from kvcache.settings.tiers import Host, Nvme, Redis
 from kvcache.settings.warm import Warm
@@ -33,6 +33,7 @@ class Settings(Section):
     nvme: Nvme = Field(default_factory=Nvme)
     redis: Redis = Field(default_factory=Redis)
     object: Object = Field(default_factory=Object)
+    encryption: Encryption = Field(default_factory=Encryption)
     evict: Evict = Field(default_factory=Evict)
     flow: Flow = Field(default_factory=Flow)
     plan: Plan = Field(default_factory=Plan)

@@ -1,4 +1,4 @@
-"""An object store behind the other tiers."""
+"""An object store behind the other tiers; and how what lies below host is kept to itself."""
 
 from __future__ import annotations
 
@@ -56,3 +56,13 @@ class Object(Section):
                 "object.url: holds credentials; give them in object.credentials_file or in the environment"
             )
         return self
+
+
+class Encryption(Section):
+    """Payloads below host memory: on the drive, in Redis, in the object store (`kvcache-tiers[encryption]`)."""
+
+    key_file: str = Field(
+        default="",
+        description="A file with a key a line, 64 hexadecimal digits: what goes below host is encrypted with the first "
+        "one (AES-256-GCM), and what any of them encrypted is read. Nothing: as it is.",
+    )

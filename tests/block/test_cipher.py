@@ -1,0 +1,129 @@
+"""Encrypted payloads: what was encrypted comes back, and nothing else is ever taken for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache.block.address import Address
+from kvcache.block.cipher import Keys, binding
+from kvcache.block.record import (
+    ENCRYPTION,
+    EXPIRY,
+    FIXED_BYTES,
+    PARENT,
+    RecordError,
+    fixed_part,
+    read_header,
+    seal,
+    verify,
+)
+from kvcache.errors import ConfigError
+from kvcache.testing.blocks import chain
+
+pytest.importorskip("cryptography", reason="encryption needs cryptography")
+
+KEY, OLD, OTHER = bytes(range(32)), b"o" * 32, b"x" * 32
+ADDRESS = chain(2)[1]
+
+
+def encrypted(
+    payload: bytes, keys: Keys, address: Address = ADDRESS, write_id: int = 7, expiry: bytes = b""
+) -> tuple[memoryview, memoryview]:
+    """A record's header and stored bytes."""
+    body, header = memoryview(bytearray(payload)), memoryview(bytearray(4096))
+    fields = {EXPIRY: expiry} if expiry else {}
+    known = {**fields, PARENT: address.parent}
+    bound = binding(fixed_part(address, "raw", len(body), len(body), write_id), known)
+    fields[ENCRYPTION] = keys.encrypt(body, bound)
+    seal(header, body, address, stored_bytes=len(body), write_id=write_id, fields=fields)
+    return header, body
+
+
+def decrypted(header: memoryview, body: memoryview, keys: Keys) -> bytes | None:
+    found = read_header(header)
+    plain = memoryview(bytearray(body))
+    right = keys.decrypt(plain, found, binding(bytes(header[:FIXED_BYTES]), found.fields))
+    return bytes(plain) if right else None
+
+
+@given(st.binary(max_size=3000))
+def test_there_and_back(payload: bytes) -> None:
+    header, body = encrypted(payload, Keys([KEY]))
+    assert verify(header, body, ADDRESS).stored_bytes == len(payload)
+    assert len(payload) < 16 or payload not in bytes(body)
+    assert decrypted(header, body, Keys([KEY])) == payload
+
+
+def test_more_than_a_step() -> None:
+    payload = bytes(range(256)) * 12_000
+    header, body = encrypted(payload, Keys([KEY]))
+    assert decrypted(header, body, Keys([KEY])) == payload
+
+
+def test_two_writes_of_the_same_bytes_have_nothing_in_common() -> None:
+    one, other = (encrypted(bytes(1000), Keys([KEY]))[1] for _ in range(2))
+    assert bytes(one) != bytes(other)
+
+
+@given(st.data())
+def test_whoever_changes_a_bit_is_found_out(data: st.DataObject) -> None:
+    """Also where he writes all checksums anew, which anybody can."""
+    header, body = encrypted(b"secret" * 50, Keys([KEY]), expiry=bytes(8))
+    found = read_header(header)
+    what = data.draw(st.sampled_from(["payload", "nonce", "tag", "write id", "address", "parent", "expiry", "length"]))
+    field, address, write_id = bytearray(found.fields[ENCRYPTION]), ADDRESS, found.write_id
+    expiry, forged = bytes(8), bytearray(body)
+    if what == "payload":
+        forged[data.draw(st.integers(0, len(forged) - 1))] ^= data.draw(st.integers(1, 255))
+    elif what in ("nonce", "tag"):
+        field[data.draw(st.integers(8, 19) if what == "nonce" else st.integers(20, 35))] ^= 1
+    elif what == "write id":
+        write_id += 1
+    elif what == "address":
+        address = replace(ADDRESS, signature=bytes(32))
+    elif what == "parent":
+        address = replace(ADDRESS, parent=bytes(32))
+    elif what == "expiry":
+        expiry = b"\xff" * 8
+    else:
+        del forged[-1]
+    area = memoryview(bytearray(4096))
+    fields = {ENCRYPTION: bytes(field), EXPIRY: expiry}
+    seal(area, memoryview(forged), address, stored_bytes=len(forged), write_id=write_id, fields=fields)
+    assert decrypted(area, memoryview(forged), Keys([KEY])) is None
+
+
+def test_a_new_key_is_put_before_the_old_one() -> None:
+    before, both, after = Keys([OLD]), Keys([KEY, OLD]), Keys([KEY])
+    old, new = encrypted(b"one", before), encrypted(b"two", both)
+    assert decrypted(*old, both) == b"one"
+    assert decrypted(*new, after) == b"two"
+    assert [after.knows(read_header(header)) for header, _ in (old, new)] == [False, True]
+    assert not Keys([OTHER]).knows(read_header(new[0]))
+
+
+def test_a_cipher_of_another_length_is_foreign() -> None:
+    header = memoryview(bytearray(4096))
+    seal(header, memoryview(b"x"), ADDRESS, stored_bytes=1, fields={ENCRYPTION: bytes(40)})
+    with pytest.raises(RecordError) as caught:
+        read_header(header)
+    assert caught.value.foreign
+
+
+@pytest.mark.parametrize("content", ["", "00" * 31, "xy" * 32, "00" * 32 + "\n" + "11" * 16])
+def test_a_file_that_holds_no_keys(content: str, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(content)
+    with pytest.raises(ConfigError, match=r"encryption\.key_file") as caught:
+        Keys.of(str(tmp_path / "keys"), "encryption.key_file")
+    assert not content or content not in str(caught.value)
+    with pytest.raises(ConfigError, match="file of keys"):
+        Keys.of(str(tmp_path / "none"), "encryption.key_file")
+
+
+def test_keys_show_no_key() -> None:
+    assert KEY.hex() not in repr(Keys([KEY]))
