@@ -20,6 +20,7 @@ from kvcache.errors import ClosedError, KVCacheError, UnreachableError
 SUBCOMMANDS = (
     "bypass",
     "check",
+    "clear",
     "config",
     "daemon",
     "demo",
@@ -46,6 +47,7 @@ EXTRAS: Mapping[str, str] = {
     "cupy": "cuda12",
     "gguf": "engine",
     "matplotlib": "demo",
+    "cryptography": "encryption",
     "obstore": "object",
     "safetensors": "engine",
     "starlette": "engine",

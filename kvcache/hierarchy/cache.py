@@ -20,6 +20,7 @@ from kvcache.hierarchy.canary import Canary
 from kvcache.hierarchy.census import Census
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.edge import check_shards
+from kvcache.hierarchy.erase import Erasure
 from kvcache.hierarchy.face import Bound
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.index import Index
@@ -107,6 +108,7 @@ class Cache:
             threads=settings.flow.threads,
         )
         self.census = Census(self.index, (self.host, *self.below), port.clock, self._sizes)
+        self.erasure = Erasure(self.index, (self.host, *self.below), self.census, self.flow.flush, port)
         self._pinner = port.executor(1, "pin")
         self.copiers = Copiers(self._pinner.submit)
         self.host.arena.watch(self.copiers.came, self.copiers.gone)
@@ -155,6 +157,7 @@ class Cache:
             facts={**(facts or {}), **self._coder.facts},
         )
         self._coder.bind(namespace)
+        self.erasure.note(namespace)
         key = (namespace.id, held, everywhere)
         if key not in self._bound:
             bound = BoundCache(
@@ -300,6 +303,7 @@ class Cache:
         self._flushed = self.flow.close()
         self.host.arena.watch()
         self._pinner.close()
+        self.erasure.close()
         self.copiers.close()
         closed = [tier.close() for tier in (self.host, *self.below)]  # each, also where one failed
         self._flushed = self._flushed and all(closed)

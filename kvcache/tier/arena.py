@@ -23,6 +23,9 @@ from kvcache.tier.region import PAGE, Region
 Kind = tuple[int, str]
 """Slot size and tenant."""
 
+_WIPED_BYTES = 16 << 20
+"""Taken at a time to be overwritten."""
+
 Watcher = Callable[[memoryview], None]
 
 
@@ -242,6 +245,40 @@ class Arena:
             left, self._spare = self._spare, extent.region
         if left is not None:
             self._gone(left.view)
+
+    def wipe(self) -> None:
+        """Overwrite every slot that is free at the moment; those in use are their users' to leave clean."""
+        for extent in self.extents():
+            done: set[int] = set()
+            while slots := self._free_of(extent, done):
+                for slot in slots:
+                    slot.view[:] = bytes(extent.slot_bytes)
+                done.update(slot.i for slot in slots)
+                self.release(*slots)
+        with self._lock:
+            spare, self._spare = self._spare, None
+        if spare is not None:
+            spare.view[:] = bytes(spare.bytes)
+            with self._lock:
+                if self._spare is None and spare.bytes <= self.capacity_bytes - self.mapped_bytes:
+                    self._spare, spare = spare, None
+            if spare is not None:
+                self._gone(spare.view)
+
+    def _free_of(self, extent: Extent, done: set[int]) -> list[Slot]:
+        """Some of its free slots that were not done, each with one reference."""
+        with self._lock:
+            found = [i for i in extent.free if i not in done][: max(1, _WIPED_BYTES // extent.slot_bytes)]
+            if extent.gone or not found:
+                return []
+            taken = set(found)
+            extent.free[:] = [i for i in extent.free if i not in taken]
+            slots = [Slot(extent, i) for i in found]
+            extent.slots.update((slot.i, slot) for slot in slots)
+            if not extent.free:
+                self._open[extent.kind].pop(extent)
+            self._use(extent.tenant, len(slots) * extent.slot_bytes)
+            return slots
 
     # another kind's extents
 

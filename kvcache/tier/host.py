@@ -272,6 +272,10 @@ class HostTier(Waits):
         """Memory has nothing to wait for."""
         return True
 
+    def wipe(self) -> bool:
+        self.arena.wipe()
+        return True
+
     def usage(self) -> Usage:
         return Usage(len(self._records), self.arena.used_bytes, self.arena.capacity_bytes)
 

@@ -23,12 +23,13 @@ A block's first segment is the record's header area, the rest its payload, in or
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol
 
 from kvcache.block.address import Address
+from kvcache.block.owner import Owner
 from kvcache.block.record import ALIGNMENT
 
 Op = Literal["read", "write", "contains", "remove"]
@@ -211,6 +212,19 @@ class Tier(Protocol):
     def scrub(self) -> Scrubbed:
         """Read and verify every record; what is damaged leaves. Then a drive suspected for such is trusted again."""
 
+    def purge(self, namespace: bytes) -> int | None:
+        """Remove all of a namespace, whatever knows of it; how many records there were. None where the tier has no
+        other way than record by record."""
+
+    def wipe(self) -> bool:
+        """Overwrite what records that left have left behind; False where not all of it could be."""
+
+    def note_owner(self, namespace: bytes, owner: Owner) -> None:
+        """Keep whose a namespace is for as long as its records, where they outlive the process."""
+
+    def owners(self) -> Mapping[bytes, Owner]:
+        """What was noted and is not forgotten, by namespace, by whatever process."""
+
     def close(self) -> bool:
         """Run what was submitted, make it durable, let go of everything; False where not all became as durable as the
         tier makes it. Idempotent, with the same answer."""
@@ -239,6 +253,19 @@ class Waits:
     def scrub(self) -> Scrubbed:
         """Nothing here lies on a medium of its own."""
         return Scrubbed()
+
+    def purge(self, namespace: bytes) -> int | None:
+        return None
+
+    def wipe(self) -> bool:
+        """What left is gone."""
+        return True
+
+    def note_owner(self, namespace: bytes, owner: Owner) -> None:
+        """Nothing here outlives the process."""
+
+    def owners(self) -> Mapping[bytes, Owner]:
+        return {}
 
     def _wait(self, op: Op, addresses: Sequence[Address], segments: Sequence[Segments] = ()) -> tuple[Outcome, ...]:
         ticket = self.submit(op, addresses, segments)

@@ -77,6 +77,22 @@ def prune(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
     return {"pruned": rows, "dry_run": dry_run}
 
 
+def erase(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
+    """Remove what is of a `tenant`, a `cache_salt` or a `namespace` (all that is given must fit) from every tier,
+    shared ones too, and overwrite what it left. Answers when it is done, or says in which tier it is not. `dry_run`:
+    only count."""
+    given = {name: asked.get(name) for name in ("tenant", "cache_salt", "namespace")}
+    for name, value in given.items():
+        if value is not None and (not isinstance(value, str) or (name == "namespace" and len(value) < 8)):
+            raise ConfigError(f"{name}: expected a text, of a namespace's id 8 digits or more")
+    erased = cache.erasure.erase(**given, dry_run=bool(asked.get("dry_run")))
+    return {
+        "namespaces": [namespace.hex() for namespace in erased.namespaces],
+        "records": erased.records,
+        "left": erased.left,
+    }
+
+
 def _which(cache: Cache, asked: dict[Any, Any]) -> tuple[Asked, int] | None:
     """The prompt that is meant, and up to which block."""
     request, name, ids = asked.get("request"), asked.get("prefix"), asked.get("ids")

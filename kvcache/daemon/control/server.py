@@ -140,6 +140,7 @@ class Control:
             "pin": orders.pin,
             "unpin": orders.unpin,
             "prune": orders.prune,
+            "erase": orders.erase,
         }
         cache, op = self._cache(), asked.get("op")
         if cache is None:

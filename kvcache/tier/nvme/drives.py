@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvcache.block.address import Address
+from kvcache.block.owner import Owner
 from kvcache.errors import ClosedError, ConfigError, StoreError
 from kvcache.port import Port
 from kvcache.tier.nvme.chains import runs, scan
@@ -199,6 +200,17 @@ class Drives(Waits):
         for tier in self.tiers:
             found.add(tier.scrub())
         return found
+
+    def wipe(self) -> bool:
+        wiped = [tier.wipe() for tier in self.tiers]
+        return all(wiped)
+
+    def note_owner(self, namespace: bytes, owner: Owner) -> None:
+        for tier in self.tiers:
+            tier.note_owner(namespace, owner)
+
+    def owners(self) -> Mapping[bytes, Owner]:
+        return {namespace: owner for tier in self.tiers for namespace, owner in tier.owners().items()}
 
     def close(self) -> bool:
         self._closed = True

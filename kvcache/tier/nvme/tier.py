@@ -5,23 +5,26 @@ What was asked for together is done in pieces, the most urgent one next. Nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block.address import Address
+from kvcache.block.owner import Owner
 from kvcache.errors import ConfigError
 from kvcache.port import Port
 from kvcache.tier.nvme.audit import audit
 from kvcache.tier.nvme.chains import runs, scan
 from kvcache.tier.nvme.ledger import Ledger, log
+from kvcache.tier.nvme.owners import Owners
 from kvcache.tier.nvme.scrub import scrub
 from kvcache.tier.nvme.space import Space
 from kvcache.tier.nvme.store import Durability, Settle, Store
 from kvcache.tier.nvme.stretch import MOST_BYTES
 from kvcache.tier.nvme.survey import holdings
+from kvcache.tier.nvme.wipe import wipe
 from kvcache.tier.queue import Batch
 from kvcache.tier.queued import QueuedTier
 from kvcache.tier.tier import Outcome, Scrubbed, Usage
@@ -80,6 +83,7 @@ class NvmeTier(QueuedTier):
             serves=serves,
             port=self._port,
         )
+        self._owners = Owners(self._store.directory)
         self._tending = False
         self._flush_after = 0.0
         self._safe = False  # what `close` said
@@ -184,6 +188,24 @@ class NvmeTier(QueuedTier):
         if not dry_run:
             self._store.trust()
         return found
+
+    def wipe(self) -> bool:
+        """Overwrite what lies here and is no record, and drop from the journal what is no longer true."""
+        try:
+            wipe(self.ledger)
+        except OSError as error:
+            log.warning("nvme directory %s: not all could be overwritten: %s", self.path, error)
+            return False
+        return self.compact()
+
+    def note_owner(self, namespace: bytes, owner: Owner) -> None:
+        try:
+            self._owners.note(namespace, owner)
+        except OSError as error:
+            log.warning("nvme directory %s: it is not kept whose a namespace is: %s", self.path, error)
+
+    def owners(self) -> Mapping[bytes, Owner]:
+        return self._owners.all()
 
     def compact(self) -> bool:
         """Write the journal anew, as short as can be; False where the drive did not let it."""

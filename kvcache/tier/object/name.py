@@ -3,7 +3,7 @@
 PREFIX/o1r1/NAMESPACE/PLACE/FIRST              a pack: the records behind the block of this signature
 PREFIX/o1r1/NAMESPACE/PLACE/FIRST.WRITE        another one that begins with the same block
 PREFIX/o1r1/NAMESPACE/catalogue                a copy of the tables of many packs
-PREFIX/o1r1/NAMESPACE/about                    whose namespace this is
+PREFIX/o1r1/NAMESPACE/owner                    whose namespace this is
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcache.errors import ConfigError
 from kvcache.tier.object.pack import VERSION as PACK_VERSION
 
 FORM = f"o{PACK_VERSION}r{VERSION}"
-CATALOGUE, ABOUT = "catalogue", "about"
+CATALOGUE, OWNER = "catalogue", "owner"
 _PREFIX = re.compile(r"([A-Za-z0-9._-]{1,64}/?)*")
 
 
@@ -44,8 +44,8 @@ class Names:
     def namespace(self, namespace: bytes) -> str:
         return f"{self.root}/{namespace.hex()}"
 
-    def about(self, namespace: bytes) -> str:
-        return f"{self.namespace(namespace)}/{ABOUT}"
+    def owner(self, namespace: bytes) -> str:
+        return f"{self.namespace(namespace)}/{OWNER}"
 
     def catalogue(self, namespace: bytes) -> str:
         return f"{self.namespace(namespace)}/{CATALOGUE}"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvcache.block.address import Address
-from kvcache.tier.object.bucket import Bucket, Listed
+from kvcache.block.owner import OWNER_BYTES, Owner
+from kvcache.tier.object.bucket import Bucket, Listed, TakenError
 from kvcache.tier.object.catalogue import Catalogue, Pack
-from kvcache.tier.object.name import Names
+from kvcache.tier.object.name import OWNER, Names
 from kvcache.tier.order import in_order
 from kvcache.tier.tier import Usage
 
@@ -95,6 +97,28 @@ class Survey:
             self._bucket.delete([each.path for each in reversed(leaving)], None)
             self.drop_empty()
         return gone
+
+    def purge(self, namespace: bytes) -> int:
+        """Delete every object of a namespace, until none is listed; how many records there were."""
+        records = len(self.addresses(namespace))
+        while listed := self.listed(namespace):
+            self._bucket.delete([each.path for each in listed], None)
+            for each in listed:
+                self._catalogue.forget(each.path)
+        return records
+
+    def note_owner(self, namespace: bytes, owner: Owner) -> None:
+        with suppress(TakenError):
+            self._bucket.put(self._names.owner(namespace), [memoryview(owner.pack())], None, create=True)
+
+    def owners(self) -> dict[bytes, Owner]:
+        paths = [each.path for each in self.listed() if each.path.endswith(f"/{OWNER}")]
+        found = {}
+        for path, data in zip(paths, self._bucket.heads(paths, OWNER_BYTES, None) if paths else (), strict=True):
+            namespace, owner = self._names.namespace_of(path), Owner.read(data or b"")
+            if namespace is not None and owner is not None:
+                found[namespace] = owner
+        return found
 
     def drop_empty(self) -> None:
         """Of namespaces without a pack, delete what else there is."""

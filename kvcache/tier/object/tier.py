@@ -6,11 +6,12 @@ the record's own. Threads are bounded; none of them is held by a store that hang
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 from kvcache.block.address import Address
 from kvcache.block.keyed import Signer
+from kvcache.block.owner import Owner
 from kvcache.errors import ConfigError
 from kvcache.observe.reasons import REASONS
 from kvcache.port import Port
@@ -19,7 +20,7 @@ from kvcache.tier.counters import Counters
 from kvcache.tier.object.bucket import Bucket, RefusedError, log, opened
 from kvcache.tier.object.catalogue import Catalogue
 from kvcache.tier.object.name import Names
-from kvcache.tier.object.store import Store
+from kvcache.tier.object.store import Settle, Store
 from kvcache.tier.object.survey import Survey
 from kvcache.tier.queue import Batch
 from kvcache.tier.queued import QueuedTier
@@ -107,7 +108,7 @@ class ObjectTier(QueuedTier):
         except RefusedError as error:
             self._end(piece, Outcome.FAILED, error.reason)
 
-    def _settle(self, batch: Batch):  # type: ignore[no-untyped-def]  # a Settle
+    def _settle(self, batch: Batch) -> Settle:
         counters, ticket = self._counters, batch.ticket
 
         def settle(i: int, outcome: Outcome, check: str = "") -> None:
@@ -183,6 +184,21 @@ class ObjectTier(QueuedTier):
     def sync(self) -> bool:
         """What was acknowledged is as safe as the store makes it."""
         return True
+
+    def purge(self, namespace: bytes) -> int | None:
+        """Deletes all objects of the namespace, copies and leftovers too, until none is listed. OSError where the store
+        did not let it."""
+        return self.survey.purge(namespace)
+
+    def note_owner(self, namespace: bytes, owner: Owner) -> None:
+        try:
+            self.survey.note_owner(namespace, owner)
+        except OSError as error:
+            log.warning("object %s: it is not kept whose a namespace is: %s", self.where, error)
+
+    def owners(self) -> Mapping[bytes, Owner]:
+        """OSError where the store does not answer."""
+        return self.survey.owners()
 
     def usage(self) -> Usage:
         """Of all namespaces under this prefix, whoever wrote them; nothing while the store does not answer."""

@@ -2,6 +2,7 @@
 
 PREFIX:k1r1:NAMESPACE:KEY:GROUP:SHARD                 a record, or the first part of a long one
 PREFIX:k1r1:NAMESPACE:KEY:GROUP:SHARD:WRITE:NUMBER    a further part of the record that this write made
+PREFIX:k1r1:NAMESPACE:owner                           whose the namespace is
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ class Names:
         self._start = f"{prefix}:{FORM}:{'{' if cluster else ''}"
         self._end = "}" if cluster else ""
         self.pattern = f"{self._start}*".encode()
+
+        self.owners = f"{self._start}*:owner{self._end}".encode()
+
+    def owner(self, namespace: bytes) -> bytes:
+        """The key that says whose a namespace is."""
+        return f"{self._start}{namespace[:16].hex()}:owner{self._end}".encode()
 
     def record(self, address: Address) -> bytes:
         return self.records([address])[0]

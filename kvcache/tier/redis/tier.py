@@ -6,7 +6,7 @@ Nothing is remembered here of what is there. Threads are bounded and have one co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Literal
 
 from kvcache.block.address import Address
 from kvcache.block.keyed import Signer
+from kvcache.block.owner import Owner
 from kvcache.block.record import CHUNK_BYTES
 from kvcache.errors import ClosedError, ConfigError
 from kvcache.observe.reasons import REASONS
@@ -23,6 +24,7 @@ from kvcache.tier.counters import Counters
 from kvcache.tier.order import in_order
 from kvcache.tier.queue import Batch
 from kvcache.tier.queued import QueuedTier
+from kvcache.tier.redis import owners
 from kvcache.tier.redis.entrance import Entrance
 from kvcache.tier.redis.lookup import Lookup
 from kvcache.tier.redis.name import Names
@@ -235,6 +237,19 @@ class RedisTier(QueuedTier):
     def sync(self) -> bool:
         """What was acknowledged is as safe as the server makes it."""
         return True
+
+    def note_owner(self, namespace: bytes, owner: Owner) -> None:
+        try:
+            owners.note(self._nodes, self._names, namespace, owner)
+        except OSError as error:
+            log.warning("redis %s: it is not kept whose a namespace is: %s", self.where, reason(error))
+
+    def owners(self) -> Mapping[bytes, Owner]:
+        """OSError where a server does not answer."""
+        found = owners.find(self._nodes, self._names)
+        if found is None:
+            raise OSError(f"redis {self.where}: it does not answer")
+        return found
 
     def usage(self) -> Usage:
         """Keys of the database, whoever wrote them; bytes of whole servers. Nothing while one does not answer."""

@@ -1,0 +1,143 @@
+"""Erasure: what is a tenant's, of a salt or of a namespace leaves every tier, and so do the bytes that it left behind.
+
+A tier keeps beside its records whose each namespace is, so that what another process stored, or this one before it was
+restarted, is found as well. What is being loaded at the moment is still brought, and an engine that goes on storing
+makes new records: so it is looked again afterwards, and said whether anything is there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.namespace import Namespace
+from kvcache.block.owner import Owner
+from kvcache.errors import ConfigError
+from kvcache.hierarchy.census import Census
+from kvcache.hierarchy.clear import CLEAR_S, remove
+from kvcache.hierarchy.index import Index
+from kvcache.observe.request import logger
+from kvcache.port import Port
+from kvcache.tier.tier import Tier
+
+_ROUNDS = 3  # for what was stored meanwhile
+
+_log = logger("kvcache.erase")
+
+
+@dataclass(slots=True)
+class Erased:
+    """What became of it. `left` says by tier why it is not done: else no tier has a record of these namespaces, nor
+    bytes of one that left."""
+
+    namespaces: list[bytes]
+    records: dict[str, int] = field(default_factory=dict)  # by tier, those that were removed
+    left: dict[str, str] = field(default_factory=dict)
+
+
+class Erasure:
+    def __init__(
+        self, index: Index, tiers: Sequence[Tier], census: Census, flush: Callable[[float], object], port: Port
+    ) -> None:
+        """`flush`: waits for what is on its way down, which would arrive afterwards."""
+        self._index, self._tiers, self._census, self._flush = index, tiers, census, flush
+        self._owners: dict[bytes, Owner] = {}
+        self._executor = port.executor(1, "owners")
+
+    def note(self, namespace: Namespace) -> None:
+        """Keep whose this is, in every tier, in the background."""
+        if namespace.id in self._owners:
+            return
+        owner = self._owners[namespace.id] = Owner.of(namespace)
+        for tier in self._tiers:
+            self._executor.submit(lambda tier=tier: self._note(tier, namespace.id, owner))  # type: ignore[misc]  # bound by a default
+
+    def _note(self, tier: Tier, namespace: bytes, owner: Owner) -> None:
+        try:
+            tier.note_owner(namespace, owner)
+        except Exception:  # noqa: BLE001  law: never in the way
+            _log.exception("%s: it is not kept whose a namespace is", tier.name)
+
+    def erase(
+        self,
+        *,
+        tenant: str | None = None,
+        cache_salt: str | None = None,
+        namespace: str | None = None,
+        dry_run: bool = False,
+    ) -> Erased:
+        """Remove what is a tenant's, of a salt, or of namespaces whose id begins so, from every tier, shared ones too,
+        and overwrite what it left. All that is given must fit. Waits for stores that are on their way, and for every
+        tier. ConfigError where nothing is given, or an id fits nothing that is known here. `dry_run`: only count."""
+        if tenant is None and cache_salt is None and namespace is None:
+            raise ConfigError("which records: expected a tenant, a cache salt, or a namespace")
+        owners, unknown = dict(self._owners), {}
+        for tier in self._tiers:
+            try:
+                owners |= tier.owners()
+            except OSError as error:
+                unknown[tier.name] = str(error)
+        if namespace is None:
+            meant = [space for space, owner in owners.items() if owner.fits(tenant, cache_salt)]
+        else:
+            found = _matching(namespace, {*owners, *self._census.take(anew=True)})
+            meant = [space for space in found if space not in owners or owners[space].fits(tenant, cache_salt)]
+            if not meant:
+                raise ConfigError(f"namespace {namespace!r:.80}: none is known whose id begins so; see `kvcache ls`")
+        erased = self._count(meant) if dry_run else self._erase(meant)
+        erased.left = unknown | erased.left
+        for name, why in erased.left.items():
+            _log.warning("%d namespaces were to be erased: %s: %s", len(meant), name, why)
+        return erased
+
+    def _count(self, namespaces: list[bytes]) -> Erased:
+        records: Counter[str] = Counter()
+        for tier in self._tiers:
+            records[tier.name] = sum(address.namespace in namespaces for address in tier.scan())
+        return Erased(namespaces, dict(records))
+
+    def _erase(self, namespaces: list[bytes]) -> Erased:
+        erased = Erased(namespaces)
+        if not namespaces:
+            return erased
+        for _ in range(_ROUNDS):
+            self._flush(CLEAR_S)
+            found = 0
+            for tier in self._tiers:
+                try:
+                    removed = remove(namespaces, self._index, tier)
+                    removed += sum(tier.purge(namespace) or 0 for namespace in namespaces)
+                    erased.left.pop(tier.name, None)
+                except OSError as error:
+                    erased.left[tier.name] = str(error)
+                    continue
+                found += removed
+                erased.records[tier.name] = erased.records.get(tier.name, 0) + removed
+            if not found:
+                break
+        for tier in self._tiers:
+            if not tier.wipe():
+                erased.left[tier.name] = "not all that is free could be overwritten"
+            elif tier.name not in erased.left and (still := _still(namespaces, tier)):
+                erased.left[tier.name] = still
+        return erased
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def _still(namespaces: Collection[bytes], tier: Tier) -> str:
+    """Why a tier is not rid of them. One that others share may not answer, and then nothing is known of it."""
+    if tier.shared and tier.troubles():
+        return "it does not answer"
+    there = sum(address.namespace in namespaces for address in tier.scan())
+    return f"{there} records were stored meanwhile" if there else ""
+
+
+def _matching(given: str, known: Collection[bytes]) -> list[bytes]:
+    """The namespaces that an operator means by an id, whole or as it begins."""
+    found = [namespace for namespace in known if namespace.hex().startswith(given.lower())]
+    whole = len(given) == 2 * SIGNATURE_BYTES and not set(given.lower()) - set("0123456789abcdef")
+    return [bytes.fromhex(given)] if whole and not found else found

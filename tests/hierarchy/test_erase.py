@@ -1,0 +1,180 @@
+"""Erasure: what is a tenant's leaves every tier, and no byte of it is found there any more; the rest stays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.errors import ConfigError
+from tests.contract.caches import FULL, Engine, store
+from tests.hierarchy.test_object import settled
+from tests.peer.server import MISSING, empty
+
+MiB = 1 << 20
+TOKENS = list(range(40))  # ten blocks
+PAGES = list(range(10))
+_seeds = itertools.count(100)
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Opens caches on every tier that there is, one at a time."""
+    caches: list[Any] = []
+    server = empty(tmp_path)
+
+    def end() -> None:
+        while caches:
+            cache = caches.pop()
+            assert cache.flush(30)
+            assert cache.check() == []
+            cache.close()
+
+    def open_cache(**nvme: Any) -> Any:
+        end()
+        caches.append(
+            kvcache.open(
+                host={"capacity_bytes": 8 * MiB},
+                nvme={"path": tmp_path / "nvme", "capacity_bytes": 64 * MiB, "free_floor_bytes": 0, **nvme},
+                redis={"enabled": True, "url": server.unix},
+                object={"enabled": True, "url": f"file://{tmp_path}/objects"},
+                flow={"ask_deadline_s": 30, "deadline_s": 30},
+                control={"enabled": False},
+            )
+        )
+        return caches[-1]
+
+    yield open_cache
+    end()
+
+
+def bind(cache: Any, tenant: str, cache_salt: str = "") -> Any:
+    return cache.namespace(FULL, model="m", revision="1", tenant=tenant, cache_salt=cache_salt)
+
+
+def kept(bound: Any) -> list[bytes]:
+    """Store ten blocks that nobody else has; their bytes."""
+    engine = Engine(FULL)
+    engine.fill(next(_seeds), PAGES)
+    assert store(bound, engine, TOKENS, PAGES).blocks == 10
+    return [engine.block(page) for page in PAGES]
+
+
+def found(bound: Any) -> int:
+    with bound.request() as r:
+        return int(settled(r, TOKENS).blocks)
+
+
+def lies(cache: Any, place: Path, blocks: list[bytes]) -> set[str]:
+    """In which tiers a piece of one of these blocks lies, whatever says that it does."""
+    client = empty(place).client
+    media = {
+        "host": b"".join(bytes(region.view) for region in cache.host.arena._regions()),
+        "nvme": b"".join(path.read_bytes() for path in (place / "nvme").iterdir()),
+        "redis": b"".join(client.get(name) for name in client.scan_iter()),
+        "object": b"".join(path.read_bytes() for path in (place / "objects").rglob("*") if path.is_file()),
+    }
+    pieces = [block[at : at + 64] for block in blocks for at in range(0, len(block), len(block) // 4)]
+    return {tier for tier, data in media.items() if any(piece in data for piece in pieces)}
+
+
+ALL = {"host", "nvme", "redis", "object"}
+
+
+@pytest.mark.parametrize("how", ["tenant", "cache_salt", "namespace"])
+def test_no_byte_of_it_is_left_in_any_tier(opened: Any, tmp_path: Path, how: str) -> None:
+    cache = opened()
+    mine, others = bind(cache, "mine", "my secret salt"), bind(cache, "other")
+    blocks, rest = kept(mine), kept(others)
+    assert cache.flush(30)
+    assert lies(cache, tmp_path, blocks) == lies(cache, tmp_path, rest) == ALL
+    given = {"tenant": "mine", "cache_salt": "my secret salt", "namespace": mine.id.hex()[:12]}
+    counted = cache.erasure.erase(**{how: given[how]}, dry_run=True)
+    erased = cache.erasure.erase(**{how: given[how]})
+    assert (erased.namespaces, erased.left) == ([mine.id], {})
+    assert erased.records == counted.records == dict.fromkeys(ALL, 10)
+    assert lies(cache, tmp_path, blocks) == set()
+    assert lies(cache, tmp_path, rest) == ALL
+    assert (found(mine), found(others)) == (0, 10)
+    kept(mine)
+    assert found(mine) == 10
+
+
+def test_what_was_stored_before_a_restart_is_found_by_its_tenant(opened: Any, tmp_path: Path) -> None:
+    """Nobody has the namespace bound any more: the tiers know whose it is."""
+    cache = opened()
+    blocks, rest = kept(bind(cache, "mine", "salt")), kept(bind(cache, "other"))
+    assert cache.flush(30)
+    cache = opened()
+    erased = cache.erasure.erase(tenant="mine")
+    assert (len(erased.namespaces), erased.left) == (1, {})
+    assert erased.records == {"host": 0, "nvme": 10, "redis": 10, "object": 10}
+    assert lies(cache, tmp_path, blocks) == set()
+    assert lies(cache, tmp_path, rest) == ALL - {"host"}
+    assert found(bind(opened(), "mine", "salt")) == 0
+    assert found(bind(opened(), "other")) == 10
+
+
+def test_what_was_evicted_before_is_overwritten_too(opened: Any, tmp_path: Path) -> None:
+    """A slot that is free has what was in it until it is used again."""
+    cache = opened()
+    mine = bind(cache, "mine")
+    blocks = kept(mine)
+    assert cache.flush(30)
+    for tier in (cache.host, cache.below[0]):
+        gone = [address for address in tier.scan() if address.namespace == mine.id]
+        for address in gone:
+            cache.index.discard(address, tier.name)
+        tier.remove(gone)
+    assert {"host", "nvme"} <= lies(cache, tmp_path, blocks)
+    assert cache.erasure.erase(tenant="mine").left == {}
+    assert lies(cache, tmp_path, blocks) == set()
+
+
+def test_all_that_is_given_must_fit(opened: Any) -> None:
+    cache = opened()
+    spaces = {(t, s): bind(cache, t, s) for t in ("a", "b") for s in ("", "x")}
+    for bound in spaces.values():
+        kept(bound)
+    erased = cache.erasure.erase(tenant="a", cache_salt="x")
+    assert erased.namespaces == [spaces["a", "x"].id]
+    assert {key: found(bound) for key, bound in spaces.items()} == {
+        ("a", ""): 10,
+        ("a", "x"): 0,
+        ("b", ""): 10,
+        ("b", "x"): 10,
+    }
+    assert cache.erasure.erase(tenant="nobody").namespaces == []
+    for given in ({}, {"namespace": "00000000"}):
+        with pytest.raises(ConfigError):
+            cache.erasure.erase(**given)
+
+
+def test_a_tier_that_does_not_answer_is_said(opened: Any, tmp_path: Path) -> None:
+    cache = opened()
+    blocks = kept(bind(cache, "mine"))
+    assert cache.flush(30)
+    redis = next(tier for tier in cache.below if tier.name == "redis")
+    for _ in range(3):
+        redis._nodes.pools()[0].breaker.failed()
+    erased = cache.erasure.erase(tenant="mine")
+    assert set(erased.left) == {"redis"}
+    assert lies(cache, tmp_path, blocks) == {"redis"}
+
+
+def test_a_server_learns_no_name_of_a_tenant(opened: Any, tmp_path: Path) -> None:
+    cache = opened()
+    kept(bind(cache, "customer of ours", "my secret salt"))
+    assert cache.flush(30)
+    cache.erasure.close()
+    client = empty(tmp_path).client
+    there = b"".join(name + client.get(name) for name in client.scan_iter())
+    there += b"".join(path.read_bytes() for path in (tmp_path / "objects").rglob("*") if path.is_file())
+    assert b"customer" not in there
+    assert b"secret" not in there
