@@ -1,0 +1,92 @@
+"""`kvcache clear` over a running cache, and over a daemon."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.cli import main as frame
+from kvcache.hierarchy.cache import Cache
+from tests.daemon.house import bound_to, store
+
+
+@pytest.fixture(autouse=True)
+def wide(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[Cache]:
+    with kvcache.open(
+        host__capacity_bytes="4MiB",
+        host__extent_bytes="1MiB",
+        nvme={"path": tmp_path / "nvme", "capacity_bytes": "64MiB", "free_floor_bytes": 0},
+    ) as made:
+        assert isinstance(made, Cache)
+        for tenant in ("acme", "zeta"):
+            store(bound_to(made, tenant=tenant), list(range(32)), 1)
+        assert made.flush(30)
+        yield made
+        assert made.check() == []
+
+
+@pytest.fixture
+def kv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvcache", *arguments])
+        with pytest.raises(SystemExit) as left:
+            frame.main()
+        said = capsys.readouterr()
+        return int(left.value.code or 0), said.out, said.err
+
+    return run
+
+
+def held(cache: Cache, tenant: str) -> set[str]:
+    own = bound_to(cache, tenant=tenant).id
+    return {tier.name for tier in (cache.host, *cache.below) for address in tier.scan() if address.namespace == own}
+
+
+def test_a_tenant_is_erased_and_it_is_said(cache: Cache, kv: Any) -> None:
+    code, out, _ = kv("clear", "--tenant", "acme", "--dry-run")
+    assert code == 0
+    assert "nothing was removed" in out
+    assert held(cache, "acme") == {"host", "nvme"}
+    code, out, _ = kv("clear", "--tenant", "acme")
+    assert code == 0
+    assert "done: nothing of 1 namespaces is left" in out
+    assert (held(cache, "acme"), held(cache, "zeta")) == (set(), {"host", "nvme"})
+
+
+def test_a_namespace_by_the_beginning_of_its_id(cache: Cache, kv: Any) -> None:
+    given = bound_to(cache, tenant="zeta").id.hex()[:8]
+    code, out, _ = kv("clear", "--namespace", given, "--json")
+    assert code == 0
+    (told,) = json.loads(out).values()
+    assert told["left"] == {}
+    assert set(told["records"]) == {"host", "nvme"}
+    assert held(cache, "zeta") == set()
+
+
+def test_a_tier_that_is_not_done_is_a_failure(cache: Cache, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache.below[0], "wipe", lambda: False)
+    code, out, _ = kv("clear", "--tenant", "acme")
+    assert code == 1
+    assert "nvme" in out
+    assert "done: nothing" not in out
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--namespace", "00"), ("--namespace", "0" * 12), ("--tenant", "a", "--all", "-a", "x")]
+)
+def test_what_makes_no_sense_removes_nothing(cache: Cache, kv: Any, arguments: tuple[str, ...]) -> None:
+    code, _, said = kv("clear", *arguments)
+    assert code != 0
+    assert said
+    assert held(cache, "acme") == held(cache, "zeta") == {"host", "nvme"}

@@ -1,0 +1,32 @@
+"""`kvcache clear` over a daemon: what its clients stored is erased, and they go on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import kvcache
+from tests.daemon.house import LAYOUT, House, bound_to, store
+
+
+def test_a_tenant_is_erased_while_clients_are_there(make_house: Callable[..., House], runtime: Path) -> None:
+    house = make_house(nvme=True, CONTROL__ENABLED="true")
+    house.environ["XDG_RUNTIME_DIR"] = str(runtime.parent)
+    house.start()
+    with kvcache.open(f"unix:{house.socket}", patience_s=30.0) as cache:
+        mine, other = bound_to(cache, tenant="mine"), bound_to(cache, tenant="other")
+        for bound in (mine, other):
+            store(bound, list(range(32)), 1)
+        assert cache.flush(30)
+        command = [sys.executable, "-m", "kvcache.cli.main", "clear", "--tenant", "mine", "--all"]
+        done = subprocess.run(command, env=house.environ, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "done: nothing of 1 namespaces is left" in done.stdout
+        for bound, blocks in ((mine, 0), (other, 32 // LAYOUT.block_tokens)):
+            with bound.request() as r:
+                assert r.match(list(range(32))).blocks == blocks
+        store(mine, list(range(32)), 2)
+        with mine.request() as r:
+            assert r.match(list(range(32))).blocks == 32 // LAYOUT.block_tokens
