@@ -77,7 +77,7 @@ def describe_device(pool: Any, page_tokens: int, ranks: Ranks) -> Described:
         planes = [list(getattr(pool, "kv_buffer", None) or ())]
     if not all(planes):
         raise LayoutError(f"{type(pool).__name__}: no buffers by layer; use the storage backend with this model")
-    if getattr(pool, "k_scale_buffer", None) is not None:
+    if any(getattr(pool, name, None) is not None for name in ("k_scale_buffer", "native_k_scale_buffer")):
         raise LayoutError(f"{type(pool).__name__} has scales beside its keys; use the storage backend with this model")
     first = planes[0][0]
     alike = {(tuple(t.shape), t.stride(), t.dtype, t.device) for plane in planes for t in plane}

@@ -54,6 +54,7 @@ def sglang_here(tmp_path_factory: pytest.TempPathFactory) -> None:
         hicache.install()
         ranks = ("tp", "pp", "attn_tp", "attn_cp", "attn_dp", "dp", "moe_ep", "attn_dcp")
         get_parallel().override_permanently(launch_world_rank=0, **{f"{name}_rank": 0 for name in ranks})
+        get_parallel().override_permanently(attn_dcp_size=1)
         group = f"file://{tmp_path_factory.mktemp('group')}/store"
         from sglang.srt.mem_cache.utils import get_hash_str
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 PAGE, TOKENS, LAYERS, HEADS, DIM, LATENT, ROPE, WINDOW = 16, 4096, 4, 2, 32, 48, 16, 64
+DSA_PAGE = 64  # what its indexer wants
 
 
 @dataclass
@@ -20,6 +21,7 @@ class Pools:
     planes: list[tuple[list[torch.Tensor], bool]]
     window: int | None = None
     requests: Any = None
+    page: int = PAGE
 
     def alloc(self, tokens: int) -> torch.Tensor:
         if self.window is None:
@@ -55,7 +57,7 @@ class Pools:
 def make(kind: str, dtype: torch.dtype) -> Pools:
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
+    from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
@@ -69,11 +71,74 @@ def make(kind: str, dtype: torch.dtype) -> Pools:
             of = swa.swa_kv_pool if windowed else swa.full_kv_pool
             planes.append(([of.k_buffer[number], of.v_buffer[number]], windowed))
         return Pools(swa, allocator, (ComponentType.FULL, ComponentType.SWA), planes, WINDOW, requests)
-    if kind == "mla":
-        kv: Any = MLATokenToKVPool(TOKENS, PAGE, dtype, LATENT, ROPE, LAYERS, "cpu", False)
+    if kind == "mamba":
+        return _mamba(dtype)
+    page = PAGE
+    if kind == "dsa":
+        page = DSA_PAGE
+        kv: Any = DSATokenToKVPool(
+            TOKENS,
+            page,
+            kv_lora_rank=LATENT,
+            dtype=dtype,
+            qk_rope_head_dim=ROPE,
+            layer_num=LAYERS,
+            device="cpu",
+            index_head_dim=128,
+            enable_memory_saver=False,
+            kv_cache_dim=LATENT + ROPE,
+        )
+        planes = [([kv.kv_buffer[layer]], False) for layer in range(LAYERS)]
+    elif kind == "mla":
+        kv = MLATokenToKVPool(TOKENS, PAGE, dtype, LATENT, ROPE, LAYERS, "cpu", False)
         planes = [([kv.kv_buffer[layer]], False) for layer in range(LAYERS)]
     else:
         kv = MHATokenToKVPool(TOKENS, PAGE, dtype, HEADS, DIM, LAYERS, "cpu", False)
         planes = [([kv.k_buffer[layer], kv.v_buffer[layer]], False) for layer in range(LAYERS)]
+    allocator = PagedTokenToKVPoolAllocator(TOKENS, page, dtype, "cpu", kv, False)
+    return Pools(kv, allocator, (ComponentType.FULL,), planes, None, requests, page)
+
+
+def _mamba(dtype: torch.dtype) -> Pools:
+    """States in two layers, latents in the other two."""
+    from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+    from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
+    from sglang.srt.mem_cache.unified_cache.components import ComponentType
+
+    shape = Mamba2StateShape.create(
+        tp_world_size=1,
+        intermediate_size=64,
+        n_groups=1,
+        num_heads=2,
+        head_dim=32,
+        state_size=16,
+        conv_kernel=4,
+    )
+    requests = HybridReqToTokenPool(
+        size=8,
+        mamba_size=16,
+        mamba_spec_state_size=8,
+        max_context_len=TOKENS,
+        device="cpu",
+        enable_memory_saver=False,
+        cache_params=Mamba2CacheParams(shape=shape, layers=[0, 2]),
+        mamba_layer_ids=[0, 2],
+        enable_mamba_extra_buffer=False,
+    )
+    kv = HybridLinearKVPool(
+        TOKENS,
+        dtype,
+        PAGE,
+        1,
+        DIM,
+        [1, 3],
+        "cpu",
+        requests.mamba_pool,
+        use_mla=True,
+        kv_lora_rank=LATENT,
+        qk_rope_head_dim=ROPE,
+    )
     allocator = PagedTokenToKVPoolAllocator(TOKENS, PAGE, dtype, "cpu", kv, False)
-    return Pools(kv, allocator, (ComponentType.FULL,), planes, None, requests)
+    planes = [([buffer], False) for buffer in kv.full_kv_pool.kv_buffer]
+    return Pools(kv, allocator, (ComponentType.FULL, ComponentType.MAMBA), planes, None, requests)

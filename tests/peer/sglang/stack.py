@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.peer.sglang.pools import PAGE, make
+from tests.peer.sglang.pools import PAGE, Pools, make
 
 
 @dataclass
@@ -32,20 +32,11 @@ class Stack:
     kind: str = "mha"
 
     def __post_init__(self) -> None:
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
         arguments = self._arguments()
         self.pools = make(self.kind, self.dtype)
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=self.pools.requests,
-            token_to_kv_pool_allocator=self.pools.allocator,
-            page_size=PAGE,
-            tp_cache_group=torch.distributed.group.WORLD,
-            tree_components=self.pools.components,
-            sliding_window_size=self.pools.window,
-        )
+        params = params_of(self.pools)
         self.tree = UnifiedRadixCache(params)
         self.tree.init_hicache(arguments, params)
 
@@ -162,32 +153,11 @@ class LinkedStack:
     ours: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-        from sglang.srt.runtime_context import get_context
 
-        from kvcache.connector.sglang import KVCacheLinker
-
-        served = get_context().override_server_args(model_path="tiny", device="cpu", page_size=PAGE).install()
         self.pools = make(self.kind, self.dtype)
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=self.pools.requests,
-            token_to_kv_pool_allocator=self.pools.allocator,
-            page_size=PAGE,
-            tp_cache_group=torch.distributed.group.WORLD,
-            tree_components=self.pools.components,
-            sliding_window_size=self.pools.window,
-        )
-        self.tree = UnifiedRadixCache(params)
-        nvme = {"path": str(self.place / "nvme"), "capacity_bytes": 64 << 20, "free_floor_bytes": 0}
-        ours = {"revision": "1", "host": {"capacity_bytes": 32 << 20}, "nvme": nvme, "control": {"enabled": False}}
-        self.linker = KVCacheLinker(
-            served,
-            params,
-            components=set(self.tree.components),
-            extra_config={"kvcache": ours | {"lookup_wait_s": 5.0} | self.ours},
-        )
+        self.tree = UnifiedRadixCache(params_of(self.pools))
+        self.linker = linker_over(self.place, self.pools, **{"lookup_wait_s": 4.0} | self.ours)
         self.tree.init_cache_linker(self.linker)
 
     def compute(self, tokens: list[int], seed: int = 0) -> list[tuple[torch.Tensor, ...]]:
@@ -249,3 +219,30 @@ def key_of(tokens: list[int]) -> Any:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
     return RadixKey(array("q", tokens))
+
+
+def params_of(pools: Pools) -> Any:
+    from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+
+    return CacheInitParams(
+        disable=False,
+        req_to_token_pool=pools.requests,
+        token_to_kv_pool_allocator=pools.allocator,
+        page_size=pools.page,
+        tp_cache_group=torch.distributed.group.WORLD,
+        tree_components=pools.components,
+        sliding_window_size=pools.window,
+    )
+
+
+def linker_over(place: Any, pools: Pools, **ours: Any) -> Any:
+    from sglang.srt.runtime_context import get_context
+
+    from kvcache.connector.sglang import KVCacheLinker
+
+    served = get_context().override_server_args(model_path="tiny", device="cpu", page_size=pools.page).install()
+    nvme = {"path": str(place / "nvme"), "capacity_bytes": 64 << 20, "free_floor_bytes": 0}
+    given = {"revision": "1", "host": {"capacity_bytes": 32 << 20}, "nvme": nvme, "control": {"enabled": False}}
+    return KVCacheLinker(
+        served, params_of(pools), components=set(pools.components), extra_config={"kvcache": given | ours}
+    )

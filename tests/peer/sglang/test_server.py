@@ -46,7 +46,7 @@ def test_two_ranks_share_a_daemon_of_their_own(model: str, tmp_path: Path) -> No
 def test_the_linker_across_a_restart(model: str, answers: list[list[int]], tmp_path: Path) -> None:
     with Server(model, tmp_path, *linker(**ours(tmp_path))) as first:
         assert [first.generate(prompt)[0] for prompt in PROMPTS] == answers
-    with Server(model, tmp_path, *linker(**ours(tmp_path, lookup_wait_s=5))) as second:
+    with Server(model, tmp_path, *linker(**ours(tmp_path, lookup_wait_s=4))) as second:
         for prompt, answer in zip(PROMPTS, answers, strict=True):
             tokens, cached = second.generate(prompt)
             assert tokens == answer
