@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 import kvcache
 from kvcache.errors import ConfigError
+from kvcache.fleet.heat import HALF_LIFE_S
 from tests.contract.caches import FULL, HYBRID, Engine, bind, store
 from tests.peer.fleet import until
 from tests.peer.server import Server
@@ -45,9 +47,15 @@ def near(cache: Any, bound: Any, tokens: list[int]) -> int:
         return int(r.match(tokens).by_tier.get("host", 0))
 
 
-def heated(server: Server, chains: int) -> None:
-    keys = lambda: server.client.keys("*:heat")  # noqa: E731
-    until(lambda: keys() and server.client.zcard(keys()[0]) == chains, "the fleet was told")
+def heated(server: Server, *uses: int) -> None:
+    """Wait until the fleet was told of chains that were used so often: all of it, since a part would look alike."""
+
+    def told() -> list[int]:
+        found = [server.client.zrange(key, 0, -1, withscores=True) for key in server.client.keys("*:heat")]
+        now = time.time() / HALF_LIFE_S
+        return sorted(round(2 ** (score - now)) for chains in found for _, score in chains)
+
+    until(lambda: told() == sorted(uses), "the fleet was told")
 
 
 @pytest.mark.parametrize("layout", [FULL, HYBRID], ids=["one group", "groups of three rules"])
@@ -60,7 +68,7 @@ def test_what_one_node_uses_another_has_near(fleet: Any, server: Server, layout:
         for _ in range(uses):
             use(bound, prompt)
     assert first.flush(30)
-    heated(server, 3)
+    heated(server, 1, 4, 3)
     second = fleet(hot=2, before_ready=True)
     assert second.ready(), "nothing is bound yet: nothing is waited for"
     mine = bind(second, layout)
@@ -103,7 +111,7 @@ def test_a_limit_on_bytes_keeps_the_head(fleet: Any, server: Server) -> None:
         store(bound, engine, prompt, list(range(8)))
         use(bound, prompt)
     assert first.flush(30)
-    heated(server, 4)
+    heated(server, 1, 1, 1, 1)
     second = fleet(hot=4, max_bytes=2 * 8 * FULL.block_bytes())
     mine = bind(second)
     until(lambda: second.answers["warm"]({})["done"], "it has fetched")
