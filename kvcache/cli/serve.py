@@ -34,9 +34,11 @@ def serve(
     """Serve a model over HTTP, /v1/completions and /v1/models, until SIGINT or SIGTERM."""
     import kvcache
     from kvcache.config import load
+    from kvcache.fleet.prompts import read
     from kvcache.units import show_bytes
 
     settings = load(cache)  # what can be wrong at once is known at once: the rest takes seconds to import
+    prompts = read(Path(settings.warm.file)) if settings.warm.file else []
     with bind(host, port) as listener:
         import uvicorn
 
@@ -74,8 +76,8 @@ def serve(
             )
             if host not in LOOPBACK:
                 print(f"kvcache: {host} is not loopback: whoever reaches it may use this model", flush=True)
-            if settings.warm.file and isinstance(opened, Cache):
-                warm_up(opened, where)
+            if prompts and isinstance(opened, Cache):
+                warm_up(opened, where, prompts)
             uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from kvcache.errors import ConfigError
@@ -12,7 +12,7 @@ from kvcache.fleet.board import Board
 from kvcache.fleet.engine import Engine
 from kvcache.fleet.fetch import Fetch
 from kvcache.fleet.heat import CHAINS, Heat, Teller
-from kvcache.fleet.prompts import read
+from kvcache.fleet.prompts import Prompt
 from kvcache.fleet.warm import Warm
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.request import BoundCache
@@ -27,13 +27,13 @@ def join(cache: Cache) -> Node | None:
     return Node(cache) if cache.settings.redis.enabled else None
 
 
-def warm_up(cache: Cache, url: str) -> Warm:
-    """Have the engine at `url`, whose cache this is, read or compute the prompts of `warm.file`, in the background."""
+def warm_up(cache: Cache, url: str, prompts: Sequence[Prompt]) -> Warm:
+    """Have the engine at `url`, whose cache this is, read or compute these prompts, in the background."""
     settings, clock = cache.settings.warm, cache.flow.port.clock
     board = Board(cache.settings.redis, cache.flow.port) if cache.settings.redis.enabled else None
     warm = Warm(
         Engine(url),
-        read(Path(settings.file)),
+        prompts,
         board,
         clock,
         settle=lambda: cache.flush(SETTLE_S),

@@ -101,3 +101,10 @@ def test_pages_for_two_contexts_or_a_quarter_of_the_memory() -> None:
     assert fitting(KVLayout(small.groups, max_tokens=100)) == 13
     huge = KVLayout.mha(layers=1000, kv_heads=64, head_dim=1024)
     assert 1 <= fitting(KVLayout(huge.groups, max_tokens=10**9)) < 10**6
+
+
+def test_prompts_to_warm_up_with_are_read_before_all_else(tmp_path: Path) -> None:
+    settings = tmp_path / "kvcache.toml"
+    settings.write_text(f'[warm]\nfile = "{tmp_path / "none"}"\n')
+    with pytest.raises(ConfigError, match="No such file"):
+        serve("/nowhere", port=0, cache=settings)

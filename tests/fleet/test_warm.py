@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from kvcache.errors import UnreachableError
 from kvcache.fleet.board import Board
 from kvcache.fleet.engine import EngineError, Usage
@@ -14,6 +16,9 @@ from kvcache.fleet.prompts import Prompt
 from kvcache.fleet.warm import Warm
 from kvcache.port import Port
 from kvcache.settings.tiers import Redis
+from tests.peer.server import MISSING, Server
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 PROMPTS = [Prompt("text", f"prompt {i}") for i in range(6)]
 CLOCK = Port().clock
@@ -167,3 +172,27 @@ def test_stopped_it_ends_behind_the_prompt_under_way(boards: Callable[[], Board]
     work.append(warm(node, boards(), tell=lambda step: work[0].stop()))
     work[0].run()
     assert (node.asked, work[0].ready) == (1, True)
+
+
+def test_a_server_that_goes_in_the_middle_leaves_each_alone() -> None:
+    server = Server()
+    board = Board(Redis(enabled=True, url=server.tcp, timeout_s=0.5))
+    try:
+        work = warm(Node(Fleet()), board, tell=lambda step: server.stop() if step.number == 2 else None)
+        work.run()
+        assert whats(work) == ["computed"] * 3 + ["alone"] * 3
+    finally:
+        board.close()
+        server.end()
+
+
+def test_a_server_that_hangs_in_the_middle_holds_nobody_up_for_long() -> None:
+    server = Server()
+    board = Board(Redis(enabled=True, url=server.tcp, timeout_s=0.2))
+    try:
+        work = warm(Node(Fleet()), board, tell=lambda step: server.pause() if step.number == 2 else None)
+        work.run()
+        assert whats(work) == ["computed"] * 3 + ["alone"] * 3
+    finally:
+        board.close()
+        server.end()
