@@ -86,7 +86,8 @@ def test_a_wheel_has_what_runs_and_nothing_else(plain: Path) -> None:
     assert {name.partition("/")[0].split("-")[0] for name in names} == {"kvcache", "kvcache_tiers"}
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "kvcache").rglob("*.py")}
     kernels = {f"kvcache/{path.relative_to(ROOT)}" for path in (ROOT / "csrc" / "cuda").iterdir()}
-    assert (sources | kernels | {"kvcache/py.typed", "kvcache/_native.pyi"}) - set(names) == set()
+    page = {str(path.relative_to(ROOT)) for path in (ROOT / "kvcache" / "daemon" / "http" / "page").iterdir()}
+    assert (sources | kernels | page | {"kvcache/py.typed", "kvcache/_native.pyi"}) - set(names) == set()
     assert {name.rpartition("/")[2] for name in names if "/licenses/" in name} == {"LICENSE", "NOTICE"}
     needed = [line.partition(";")[0] for line in described.splitlines() if line.startswith("Requires-Dist:")]
     assert [line for line in needed if re.search("==|~=|<", line)] == [], "lower bounds only: engines pin"

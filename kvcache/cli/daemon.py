@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +12,9 @@ import typer
 def daemon(
     settings: Annotated[Path | None, typer.Argument(help="A settings file (TOML); without one, defaults.")] = None,
     socket: Annotated[str | None, typer.Option(help="The Unix socket; weighs more than daemon.socket.")] = None,
+    http: Annotated[
+        bool, typer.Option("--http", help="Figures and a page over HTTP as well, where http.host and http.port say.")
+    ] = False,
     check_config: Annotated[
         bool, typer.Option("--check-config", help="Say what would be served, and leave: 2 where it makes no sense.")
     ] = False,
@@ -31,6 +35,7 @@ def daemon(
     from kvcache.daemon.ground import prepare
     from kvcache.daemon.server import Daemon
     from kvcache.daemon.tcp import Port
+    from kvcache.daemon.web import http_listener, planned, serve_http
     from kvcache.fleet.node import join
     from kvcache.hierarchy.cache import Cache
     from kvcache.log import apply
@@ -39,6 +44,7 @@ def daemon(
     from kvcache.units import show_bytes
 
     given: dict[str, Any] = {} if socket is None else {"daemon__socket": socket}
+    given |= {"http__enabled": True} if http else {}
     loaded = load(settings, **given)
     apply(loaded.log)
     prepare(loaded)
@@ -49,17 +55,24 @@ def daemon(
     port = Port(loaded.daemon, door, insecure=insecure_loopback) if loaded.daemon.listen else None
     what = f"unix:{path}, {show_bytes(loaded.host.capacity_bytes)} of host memory{nvme}"
     if check_config:
-        print(f"kvcache: would serve {what}{also(port)}")
+        page = f"; {planned(loaded.http)}" if loaded.http.enabled else ""
+        print(f"kvcache: would serve {what}{also(port)}{page}")
         if port is not None:
             port.close()
         return
-    claim = Claim(path, int(loaded.daemon.mode, 8))
-    try:
-        cache = Cache(loaded, shared=True, serves=f"unix:{path}")
-    except BaseException:
-        claim.release()
-        raise
-    with cache:
+    with ExitStack() as ends:
+        listener = None
+        if loaded.http.enabled:
+            listener = http_listener(loaded.http, needed=linger_s is None)
+            if listener is not None:
+                ends.callback(listener.close)
+        claim = Claim(path, int(loaded.daemon.mode, 8))
+        try:
+            cache = Cache(loaded, shared=True, serves=f"unix:{path}")
+        except BaseException:
+            claim.release()
+            raise
+        ends.enter_context(cache)
         record(cache)
         join(cache)
         if loaded.control.enabled:
@@ -73,6 +86,10 @@ def daemon(
             door=door,
             port=port,
         )
+        if listener is not None:
+            page, end = serve_http(served, listener, loaded.http, kvcache.__version__)
+            ends.callback(end)
+            what += f"; {page}"
         served.run()
         print("kvcache: ending; what is queued is written first", flush=True)
 

@@ -50,10 +50,10 @@ EXTRAS: Mapping[str, str] = {
     "cryptography": "encryption",
     "obstore": "object",
     "safetensors": "engine",
-    "starlette": "engine",
+    "starlette": "daemon",
     "tokenizers": "engine",
     "torch": "engine",
-    "uvicorn": "engine",
+    "uvicorn": "daemon",
 }
 """What a subcommand may find missing, and the extra that brings it."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from kvcache.block.namespace import Namespace
 from kvcache.daemon.control.explain import explain
 from kvcache.errors import ConfigError
+from kvcache.evict.shares import UNLIMITED
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.census import Counted
 from kvcache.observe.prefixes import prefixes
@@ -49,14 +50,17 @@ class Report:
         return sorted(rows, key=lambda row: (-(row["last"] or 0.0), row["id"]))[:ROWS]
 
     def tenants(self) -> list[dict[str, Any]]:
-        """What of each is where, and what it asked for. Namespaces that nobody has bound here have no tenant's name."""
+        """What of each is where, what it may take (`quotas`), what others leave it (`least`), and what
+        it asked for. Namespaces that nobody has bound here have no tenant's name."""
         rows: dict[str, dict[str, Any]] = {}
+        for tier in (self._cache.host.name, *(tier.name for tier in self._cache.below)):
+            for tenant, limit in self._cache.shares.all(tier).items():
+                if self._tenant in (None, tenant):
+                    row = rows.setdefault(tenant, _tenant(tenant))
+                    row["quotas"] |= {tier: limit.quota_bytes} if limit.quota_bytes < UNLIMITED else {}
+                    row["least"] |= {tier: limit.least_bytes} if limit.least_bytes else {}
         for space in self.namespaces():
-            row = rows.setdefault(
-                space["tenant"] or "",
-                {"tenant": space["tenant"], "namespaces": 0, "tiers": {}, "last": None}
-                | {"requests": 0, "asked_tokens": 0, "hit_tokens": {}},
-            )
+            row = rows.setdefault(space["tenant"] or "", _tenant(space["tenant"]))
             row["namespaces"] += 1
             row["last"] = max(filter(None, (row["last"], space["last"])), default=None)
             for name in ("requests", "asked_tokens"):
@@ -67,7 +71,9 @@ class Report:
                 of_tier = row["tiers"].setdefault(tier, {"records": 0, "bytes": 0})
                 of_tier["records"] += had["records"]
                 of_tier["bytes"] += had["bytes"]
-        return sorted(rows.values(), key=lambda row: (-sum(t["bytes"] for t in row["tiers"].values()), row["tenant"]))
+        return sorted(
+            rows.values(), key=lambda row: (-sum(t["bytes"] for t in row["tiers"].values()), row["tenant"] or "")
+        )
 
     def agents(self) -> list[dict[str, Any]]:
         """Those that requests named, who asked for most first."""
@@ -120,6 +126,10 @@ class Report:
                 story["reason"] = "cold" if story["reason"] == "apart" else story["reason"]
         return stories
 
+    def curve(self) -> dict[str, Any] | None:
+        """What more memory would find; nil where that is not known."""
+        return None
+
     @property
     def _owned(self) -> set[bytes]:
         return {space.id for space in self._cache.namespaces if self._tenant in (None, space.tenant)}
@@ -142,6 +152,20 @@ def _namespace(
         "hit_tokens": {} if use is None else use.hit_tokens,
         "last": None if use is None else use.last,
         "since": since,
+    }
+
+
+def _tenant(tenant: str | None) -> dict[str, Any]:
+    return {
+        "tenant": tenant,
+        "namespaces": 0,
+        "tiers": {},
+        "quotas": {},
+        "least": {},
+        "requests": 0,
+        "asked_tokens": 0,
+        "hit_tokens": {},
+        "last": None,
     }
 
 

@@ -70,7 +70,7 @@ class Daemon:
         self._of_peer: dict[Peer, Session] = {}
         self._watched: dict[bytes, int] = {}  # by session, the descriptor of its process
         self._moving: dict[Moving, threading.Thread] = {}
-        self._ending = False
+        self._serving = self._ending = False
         self._ended = asyncio.Event()
         self._lingering: asyncio.TimerHandle | None = None
 
@@ -85,6 +85,7 @@ class Daemon:
                 self._port.listen()
             for listener in self._listeners():
                 self._loop.add_reader(listener, self._accept, listener)
+            self._serving = True
             self.began()
             if self._linger_s is not None:  # whoever started this may take a while to come
                 self._lingering = self._loop.call_later(max(self._linger_s, FIRST_S), self._end)
@@ -100,6 +101,12 @@ class Daemon:
         """From any thread."""
         with suppress(RuntimeError):  # over already
             self._loop.call_soon_threadsafe(self._end)
+
+    def why_not(self) -> str:
+        """Why no engine should be sent here now; nothing where one may: what `/readyz` says."""
+        if self._ending or not self._serving:
+            return "ending" if self._ending else "starting"
+        return "" if self.cache.ready() else "prefixes of warm.* are still on their way here"
 
     @property
     def sessions(self) -> list[Session]:

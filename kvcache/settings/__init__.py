@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_origin
 from pydantic import BaseModel, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
+from kvcache.settings.http import Http
 from kvcache.settings.object import Encryption, Object
 from kvcache.settings.service import Control, Daemon, Log, Trace
 from kvcache.settings.tiers import Host, Nvme, Redis
@@ -41,6 +42,7 @@ class Settings(Section):
     explain: Explain = Field(default_factory=Explain)
     canary: Canary = Field(default_factory=Canary)
     daemon: Daemon = Field(default_factory=Daemon)
+    http: Http = Field(default_factory=Http)
     trace: Trace = Field(default_factory=Trace)
     control: Control = Field(default_factory=Control)
     log: Log = Field(default_factory=Log)

@@ -44,9 +44,11 @@ class House:
             self.command(*words), env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert "serving" in line, line + self.process.stdout.read()
-        self.said = [line]
+        self.said = []
+        while not any("serving" in line for line in self.said):
+            line = self.process.stdout.readline()
+            assert line, "".join(self.said)
+            self.said.append(line)
         self._listener = threading.Thread(target=self._listen, args=(self.process.stdout,))
         self._listener.start()
         return self

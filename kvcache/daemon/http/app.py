@@ -1,0 +1,224 @@
+"""What the daemon answers over HTTP: it only tells. Whoever wants to change something uses the control socket.
+
+Figures for Prometheus at `/metrics`, `/healthz` and `/readyz`, JSON below `/api/`, and a page at `/` that is made of
+it. Nothing of what is in prompts is told here: text, tokens and their ids stay with `kvcache explain`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
+from importlib.resources import files
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from kvcache.daemon.http.entry import Entry, Owner
+from kvcache.daemon.http.history import EVERY_S, History
+from kvcache.daemon.report import Report
+from kvcache.errors import ConfigError
+from kvcache.hierarchy.cache import Cache
+from kvcache.observe.exporter import exposition
+from kvcache.observe.request import logger
+
+BODY_BYTES = 8 << 20
+HEADERS: Mapping[str, str] = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+PAGE: Mapping[str, str] = {
+    "index.html": "text/html",
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "chart.js": "text/javascript",
+    "table.js": "text/javascript",
+    "words.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+"""Files of the page, and what each is."""
+_IDS = ("ids", "before", "ours", "theirs")
+
+Told = Callable[[Report, Request], Any]
+
+_log = logger("kvcache.daemon.http")
+
+
+class Site:
+    """`waits`: why the daemon cannot serve engines now, a line a reason; none when it can."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        *,
+        version: str = "",
+        owner: Owner | None = None,
+        local: bool = True,
+        waits: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
+        self._cache, self._version, self._waits = cache, version, waits
+        self._entry = Entry(owner, local=local)
+        self.history = History()
+
+    def application(self) -> Starlette:
+        told: dict[str, Told] = {
+            "stats": lambda report, _: report.stats(),
+            "namespaces": lambda report, _: report.namespaces(),
+            "tenants": lambda report, _: report.tenants(),
+            "agents": lambda report, _: report.agents(),
+            "prefixes": lambda report, request: report.prefixes(_count(request, 10)),
+            "events": lambda report, request: report.events(_count(request, 100)),
+            "curve": lambda report, _: report.curve(),
+        }
+        routes = [Route(f"/api/{name}", self._api(name, call), methods=["GET"]) for name, call in told.items()]
+        routes += [
+            Route("/api/explain", self._explain, methods=["GET", "POST"]),
+            Route("/api/history", self._history, methods=["GET"]),
+            Route("/api/info", self._info, methods=["GET"]),
+            Route("/metrics", self._metrics, methods=["GET"]),
+            Route("/healthz", self._health, methods=["GET"]),
+            Route("/readyz", self._ready, methods=["GET"]),
+            Route("/", self._page, methods=["GET"]),
+            Route("/{file}", self._page, methods=["GET"]),
+        ]
+        site = Starlette(
+            routes=routes,
+            exception_handlers={HTTPException: _refused, ConfigError: _senseless, Exception: _defect},
+            lifespan=self._lifespan,
+        )
+        site.add_middleware(_Headers)
+        return site
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        sampling = asyncio.ensure_future(self._sample())
+        yield
+        sampling.cancel()
+        with suppress(asyncio.CancelledError):
+            await sampling
+
+    async def _sample(self) -> None:
+        while True:
+            await run_in_threadpool(self.take)
+            await asyncio.sleep(EVERY_S)
+
+    def take(self) -> None:
+        """A sample for the history, now."""
+        self.history.add(self._cache.stats(), self._cache.flow.port.clock.wall())
+
+    # what is open
+
+    def _metrics(self, _: Request) -> Response:
+        return Response(exposition(self._cache.stats()), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    def _health(self, _: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    def _ready(self, _: Request) -> Response:
+        reasons = [reason for reason in self._waits() if reason]
+        return PlainTextResponse("\n".join(reasons or ["ok"]) + "\n", status_code=503 if reasons else 200)
+
+    # what is told to some
+
+    def _api(self, name: str, call: Told) -> Callable[[Request], Response]:
+        def answer(request: Request) -> Response:
+            return self._answer(name, call(Report(self._cache, self._entry.tenant(request)), request))
+
+        return answer
+
+    def _answer(self, name: str, told: Any) -> Response:
+        return JSONResponse({"time": self._cache.flow.port.clock.wall(), name: told})
+
+    def _info(self, request: Request) -> Response:
+        tenant = self._entry.tenant(request)
+        since = self._cache.flow.uses.since
+        return self._answer("info", {"version": self._version, "since": since, "tenant": tenant})
+
+    def _history(self, request: Request) -> Response:
+        """Of all tenants together, so only the operator's."""
+        return self._answer("history", self.history.all() if self._entry.tenant(request) is None else [])
+
+    async def _explain(self, request: Request) -> Response:
+        report = Report(self._cache, self._entry.tenant(request))
+        question = await _question(request)
+        stories = await run_in_threadpool(report.explain, question)
+        return self._answer("stories", [_without_ids(story) for story in stories])
+
+    def _page(self, request: Request) -> Response:
+        self._entry.tenant(request)
+        name = request.path_params.get("file", "index.html")
+        if name not in PAGE:
+            raise HTTPException(404, f"no {name[:80]!r} here")
+        return Response((files(__package__) / "page" / name).read_bytes(), media_type=PAGE[name])
+
+
+class _Headers:
+    """Puts `HEADERS` on every answer."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+        self._headers = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def answered(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), *self._headers]}
+            await send(message)
+
+        await self._app(scope, receive, answered)
+
+
+def _count(request: Request, default: int) -> int:
+    given = request.query_params.get("count", str(default))
+    if not given.isdecimal() or len(given) > 9:
+        raise ConfigError(f"count = {given!r:.40}: expected how many")
+    return int(given)
+
+
+async def _question(request: Request) -> dict[str, Any]:
+    """`request` or `count` in the address; or, posted, a map with `ids`, a list, and perhaps `namespace`."""
+    if request.method == "GET":
+        named = request.query_params.get("request")
+        return {"count": _count(request, 10)} if named is None else {"request": named}
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > BODY_BYTES:
+            raise HTTPException(413, f"a body of more than {BODY_BYTES} bytes")
+    try:
+        asked = json.loads(body)
+        return {"ids": array("I", asked["ids"]).tobytes(), "namespace": str(asked.get("namespace", ""))}
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        raise ConfigError('expected {"ids": [...]}, token ids, and perhaps "namespace", first digits of one') from None
+
+
+def _without_ids(story: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in story.items() if name not in _IDS}
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=error.headers)
+
+
+async def _senseless(_: Request, error: Exception) -> Response:
+    return JSONResponse({"error": str(error)}, status_code=400)
+
+
+async def _defect(_: Request, error: Exception) -> Response:
+    _log.error("an answer over HTTP failed", exc_info=error)
+    return JSONResponse({"error": "a defect of the daemon; its log has more"}, status_code=500)

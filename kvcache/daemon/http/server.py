@@ -1,0 +1,94 @@
+"""Listens for HTTP on a thread of its own: whatever is asked there, engines are served as before."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+
+import uvicorn
+from starlette.applications import Starlette
+
+from kvcache.errors import ConfigError, StoreError
+from kvcache.settings.http import Http
+
+AT_ONCE = 64
+"""Connections and questions at a time; who comes beyond them is told to come later (503)."""
+DRAIN_S = 2
+
+
+def listening(settings: Http) -> socket.socket:
+    """A socket that is bound where the settings say. StoreError where that cannot be."""
+    named = f"http.host = {settings.host!r}, http.port = {settings.port}"
+    try:
+        found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(AT_ONCE)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise StoreError(f"{named}: {error.strerror or error}; give an address of this host and a free port") from None
+    return listener
+
+
+def address(settings: Http, port: int) -> str:
+    """As a browser takes it."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{'https' if settings.tls_cert_file else 'http'}://{host}:{port}/"
+
+
+def check_tls(settings: Http) -> None:
+    """ConfigError where certificate and key are not what they should be."""
+    if not settings.tls_cert_file:
+        if settings.tls_key_file:
+            raise ConfigError("http.tls_key_file without http.tls_cert_file: give the certificate too")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert_file, settings.tls_key_file or None)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"http.tls_cert_file = {settings.tls_cert_file!r}: {error.strerror or error}; expected a certificate and "
+            "its key, as PEM"
+        ) from None
+
+
+def start(app: Starlette, listener: socket.socket, settings: Http) -> Callable[[], None]:
+    """Answer from now on; the function that ends it. Takes the listener over."""
+    config = uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        proxy_headers=False,
+        limit_concurrency=AT_ONCE,
+        timeout_graceful_shutdown=DRAIN_S,
+        ssl_certfile=settings.tls_cert_file or None,
+        ssl_keyfile=settings.tls_key_file or None,
+    )
+    server = uvicorn.Server(config)
+
+    def run() -> None:
+        try:
+            server.run(sockets=[listener])
+        finally:
+            listener.close()
+
+    thread = threading.Thread(target=run, name="kvcache-http", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        server.should_exit = True
+        thread.join()
+
+    return end

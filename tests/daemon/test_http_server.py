@@ -1,0 +1,166 @@
+"""`kvcache daemon --http`, as an operator meets it: a process, its port, its end."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import signal
+import socket
+import ssl
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvcache.daemon.token import new_token, token_hash
+from kvcache.observe.metrics import METRICS
+from tests.daemon.house import House, bound_to, load, store
+from tests.peer.certificates import OPENSSL, authority, certificate
+
+MakeHouse = Callable[..., House]
+
+
+class Web(House):
+    """With a page, on a port that the system gives."""
+
+    words: tuple[str, ...] = ()
+
+    def __init__(self, directory: Path, **variables: object) -> None:
+        super().__init__(directory, **{"HTTP__ENABLED": "true", "HTTP__PORT": 0, **variables})
+
+    def command(self, *words: str) -> list[str]:
+        return super().command(*self.words, *words)
+
+    @property
+    def port(self) -> int:
+        found = re.search(r"https?://[^/]+:(\d+)/", self.serving)
+        assert found, self.said
+        return int(found[1])
+
+    @property
+    def serving(self) -> str:
+        return next(line for line in self.said if "serving" in line)
+
+    def get(self, path: str, token: str = "", context: ssl.SSLContext | None = None) -> tuple[int, str]:
+        if context is None:
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        else:
+            connection = http.client.HTTPSConnection("localhost", self.port, timeout=60, context=context)
+        try:
+            connection.request("GET", path, headers={"Authorization": f"Bearer {token}"} if token else {})
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+        finally:
+            connection.close()
+
+
+@pytest.fixture
+def make_web(make_house: MakeHouse, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Web]:
+    """As `make_house`, which ends them."""
+    monkeypatch.setattr("tests.daemon.conftest.House", Web)
+    return make_house  # type: ignore[return-value]
+
+
+def test_it_serves_what_engines_do(make_web: Callable[..., Web]) -> None:
+    web = make_web().start()
+    with web.open() as cache:
+        bound = bound_to(cache)
+        store(bound, list(range(64)), 1)
+        assert len(load(bound, list(range(64)))) == 16
+        with bound.request(agent="planner") as r:
+            r.match(list(range(64)))
+            r.admit()
+    status, text = web.get("/metrics")
+    assert (status, "kvcache_stored_blocks_total 16.0" in text) == (200, True)
+    assert all(f"# TYPE kvcache_{name}" in text for name in METRICS)
+    assert web.get("/healthz") == (200, "ok\n")
+    assert web.get("/readyz") == (200, "ok\n")
+    assert '"agent":"planner"' in web.get("/api/agents")[1]
+    code, said = web.end()
+    assert (code, "ending" in said) == (0, True)
+
+
+def test_without_it_nothing_listens(house: House) -> None:
+    assert "http" not in house.said[0]
+
+
+def test_a_port_that_is_taken_is_one_line(make_web: Callable[..., Web]) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = make_web(HTTP__PORT=port).run()
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert f"http.port = {port}" in done.stderr
+        # one that an engine waits for goes without
+        web = make_web(HTTP__PORT=port)
+        web.words = ("--linger-s", "60")
+        web.start()
+        assert "http" not in web.serving
+        with web.open() as cache:
+            assert cache.check() == []
+
+
+def test_check_config_says_where_the_page_would_be(make_web: Callable[..., Web]) -> None:
+    done = make_web(HTTP__PORT=9475).run("--check-config")
+    assert (done.returncode, "http://127.0.0.1:9475/" in done.stdout) == (0, True), done
+
+
+@pytest.mark.parametrize("key", ["HTTP__TLS_CERT_FILE", "HTTP__TLS_KEY_FILE"])
+def test_a_certificate_that_is_none_is_one_line(make_web: Callable[..., Web], tmp_path: Path, key: str) -> None:
+    file = tmp_path / "file.pem"
+    file.write_text("no certificate")
+    done = make_web(**{key: file}).run()
+    assert (done.returncode, done.stderr.count("\n"), "http.tls_" in done.stderr) == (2, 1, True)
+
+
+@pytest.mark.skipif(OPENSSL is None, reason="no openssl command to make certificates with")
+def test_over_tls(make_web: Callable[..., Web], tmp_path: Path) -> None:
+    by = authority(tmp_path / "ca")
+    cert, key = certificate(by, "localhost", host="DNS:localhost")
+    web = make_web(HTTP__TLS_CERT_FILE=cert, HTTP__TLS_KEY_FILE=key).start()
+    assert "https://" in web.serving
+    context = ssl.create_default_context(cafile=str(by))
+    assert web.get("/healthz", context=context) == (200, "ok\n")
+    with pytest.raises(ssl.SSLCertVerificationError):
+        web.get("/healthz", context=ssl.create_default_context())
+
+
+def test_tenants_have_tokens_and_a_token_is_in_no_log(make_web: Callable[..., Web], tmp_path: Path) -> None:
+    mine, operators = new_token(), new_token()
+    file = tmp_path / "tenants.toml"
+    file.write_text(f'[acme]\ntokens = ["{token_hash(mine)}"]\n["*"]\ntokens = ["{token_hash(operators)}"]\n')
+    web = make_web(DAEMON__TENANTS_FILE=file, LOG__FORMAT="text", LOG__LEVEL="debug").start()
+    assert web.get("/api/info")[0] == 401
+    assert web.get("/api/info", new_token())[0] == 401
+    assert '"tenant":"acme"' in web.get("/api/info", mine)[1]
+    assert '"tenant":null' in web.get("/api/info", operators)[1]
+    assert web.get("/metrics")[0] == 200
+    _, said = web.end()
+    assert mine not in said
+    assert operators not in said
+
+
+def test_a_client_that_stays_does_not_keep_it_from_ending(make_web: Callable[..., Web]) -> None:
+    web = make_web().start()
+    with (
+        socket.create_connection(("127.0.0.1", web.port)) as idle,
+        socket.create_connection(("127.0.0.1", web.port)) as half,
+    ):
+        half.sendall(b"GET /api/stats HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ")
+        assert web.get("/healthz")[0] == 200
+        assert web.process is not None
+        web.process.send_signal(signal.SIGTERM)
+        assert web.process.wait(60) == 0
+        assert idle.recv(1) == b""
+
+
+def test_what_is_no_http_harms_nobody(make_web: Callable[..., Web]) -> None:
+    web = make_web().start()
+    for nonsense in (b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n", b"\0" * 4096, b"GET " + b"/" * 100_000):
+        with socket.create_connection(("127.0.0.1", web.port), timeout=60) as connection:
+            connection.sendall(nonsense)
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1 << 16):
+                pass
+    assert web.get("/healthz") == (200, "ok\n")
