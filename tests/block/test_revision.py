@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -192,3 +193,36 @@ def test_nothing_there(tmp_path):
 def test_bytes_of_all_weights(tmp_path):
     files = [safetensors(tmp_path / f"{i}.safetensors", 100 * i) for i in range(3)]
     assert weight_bytes(tmp_path) == sum(f.stat().st_size for f in files)
+
+
+def test_what_is_read_of_140_gb_is_bounded(tmp_path, monkeypatch):
+    read = 0
+    open_file = Path.open
+
+    def counted(self, mode="r", **named):
+        stream = open_file(self, mode, **named)
+        plain = stream.read
+
+        class Stream:
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *error):
+                stream.close()
+
+            def seek(self, *to):
+                return stream.seek(*to)
+
+            def read(self, size):
+                nonlocal read
+                data = plain(size)
+                read += len(data)
+                return data
+
+        return Stream()
+
+    for number in range(30):
+        safetensors(tmp_path / f"model-{number}.safetensors", 140_000_000_000 // 30)
+    monkeypatch.setattr(Path, "open", counted)
+    assert model_revision(tmp_path).startswith("sha256:")
+    assert 30 * 64 * PIECE_BYTES <= read <= 30 * (64 * PIECE_BYTES + 1000)
