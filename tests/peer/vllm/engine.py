@@ -81,7 +81,8 @@ def main(job_path: str, result_path: str) -> None:
             for prompt in item
         ]
         began = time.monotonic()
-        out = llm.generate([given(p) for p in item], sampling, use_tqdm=False)
+        adapters = {"lora_request": [lora(p) for p in item]} if any("lora" in p for p in item) else {}
+        out = llm.generate([given(p) for p in item], sampling, use_tqdm=False, **adapters)
         took = time.monotonic() - began
         result["rounds"].append(
             {
@@ -103,6 +104,19 @@ def given(prompt: dict) -> dict:
     return found
 
 
+def lora(prompt: dict):
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(*prompt["lora"])
+
+
+def replace(llm, there: str, here: str):
+    """Other weights under the name of an adapter."""
+    for file in Path(there).iterdir():
+        (Path(here) / file.name).write_bytes(file.read_bytes())
+    return {}
+
+
 def act(llm, what: str):
     name, _, rest = what.partition(" ")
     return ACTS[name](llm, *rest.split())
@@ -111,6 +125,10 @@ def act(llm, what: str):
 def flush(llm):
     cache = connector(llm)._share.cache
     return {"flushed": cache.flush(30), "faults": cache.check()}
+
+
+def origin(llm):
+    return {"origin": connector(llm)._scheduling._origin}
 
 
 def reset(llm):
@@ -213,7 +231,7 @@ def events(llm, replay: str):
         socket.close(0)
 
 
-ACTS = {act.__name__: act for act in (flush, kill, counters, reset, aborts, leaks, events, idle)}
+ACTS = {act.__name__: act for act in (flush, kill, counters, reset, aborts, leaks, events, idle, origin, replace)}
 
 
 def connector(llm):
@@ -246,6 +264,8 @@ PRELOADED = (
 def nursery() -> None:
     """Imports what takes long once, then runs each job that is told on stdin in a fork: one line of JSON a job, with
     `job`, `result`, `log`, `env` and `path`; answered by the process id, and when it has ended by its exit status."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what vLLM says as it is imported is no answer
     from vllm import LLM  # noqa: F401
 
     for module in PRELOADED:
@@ -256,9 +276,9 @@ def nursery() -> None:
         pid = os.fork()
         if not pid:
             child(told)
-        print(pid, flush=True)
+        print(pid, file=answers, flush=True)
         _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
 
 
 def child(told) -> None:

@@ -71,13 +71,15 @@ def served(model: Path, place: Path, *more: str) -> Iterator[str]:
             server.wait()
 
 
-def complete(url: str, prompt: list[int], **more: Any) -> tuple[str, int]:
-    """The answer's text, and how many tokens of the prompt were cached."""
+def complete(url: str, prompt: list[int], rank: int | None = None, **more: Any) -> tuple[str, int]:
+    """The answer's text, and how many tokens of the prompt were cached. `rank`: by which replica."""
     with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as answer:
         model = json.load(answer)["data"][0]["id"]
     body = {"model": model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True, **more}
     request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        f"{url}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json", **({} if rank is None else {"X-data-parallel-rank": str(rank)})},
     )
     with urllib.request.urlopen(request, timeout=WATCHDOG_S) as answer:
         found = json.load(answer)
@@ -85,10 +87,10 @@ def complete(url: str, prompt: list[int], **more: Any) -> tuple[str, int]:
     return str(found["choices"][0].get("token_ids") or found["choices"][0]["text"]), details.get("cached_tokens") or 0
 
 
-def again(url: str, prompt: list[int]) -> tuple[str, int]:
+def again(url: str, prompt: list[int], rank: int | None = None) -> tuple[str, int]:
     """Ask until the blocks of an earlier request are there: they are stored beside the engine's work."""
     for _ in range(50):
-        answer, cached = complete(url, prompt)
+        answer, cached = complete(url, prompt, rank)
         if cached:
             break
     return answer, cached
@@ -121,3 +123,13 @@ def test_two_ranks(models: Path, tmp_path: Path) -> None:
         assert again(url, PROMPT) == (first, 1376)
     with served(models / "tiny-llama", tmp_path, *flags) as url:
         assert complete(url, PROMPT) == (first, 1376)
+
+
+def test_two_replicas_share_one_cache(models: Path, tmp_path: Path) -> None:
+    """One daemon of the engine's own for both: what one computed the other finds."""
+    flags = ("--no-enable-prefix-caching", "--data-parallel-size", "2", "--block-size", "32")
+    with served(models / "tiny-llama", tmp_path, *flags) as url:
+        first, cached = complete(url, PROMPT, rank=0)
+        assert cached == 0
+        assert again(url, PROMPT, rank=1) == (first, 1376)
+        assert again(url, PROMPT, rank=0) == (first, 1376)
