@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,39 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="no vLLM here: scripts/test-peers vllm, or name a VLLM_VENV"))
 
 
+def version_of(python: Path) -> str:
+    """Of the vLLM that this interpreter has."""
+    command = [python, "-c", "import importlib.metadata as m; print(m.version('vllm'))"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Add what the tests said to the file that VLLM_RECORD names: docs/compatibility.md is written from it."""
+    where = os.environ.get("VLLM_RECORD")
+    if not where or PYTHON is None or not OUTCOMES:
+        return
+    path = Path(where)
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    default = version_of(PYTHON)
+    for test, (version, outcome) in OUTCOMES.items():
+        told = results.setdefault(version or default, {"date": "", "tests": {}})
+        told["date"] = datetime.now(timezone.utc).date().isoformat()
+        told["tests"][test] = outcome
+    path.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+
+
+OUTCOMES: dict[str, tuple[str, str]] = {}  # by test: the version that it names, and what it said
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if "tests/peer/vllm/" not in report.nodeid or (report.when != "call" and report.passed):
+        return
+    test = report.nodeid.partition("tests/peer/vllm/")[2]
+    version = dict(report.user_properties).get("version", "")
+    if OUTCOMES.get(test, ("", ""))[1] != "failed":
+        OUTCOMES[test] = str(version), report.outcome
+
+
 @pytest.fixture(scope="session")
 def models() -> Path:
     """The folder of small models, made once."""
@@ -46,11 +80,10 @@ def models() -> Path:
 class Nursery:
     """A process that has imported vLLM and forks for each engine, which saves most of an engine's start."""
 
-    def __init__(self) -> None:
-        assert PYTHON is not None
+    def __init__(self, python: Path) -> None:
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE))), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [PYTHON, HERE / "engine.py", "nursery"],
+            [python, HERE / "engine.py", "nursery"],
             env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
         )  # fmt: skip
 
@@ -79,7 +112,8 @@ class Nursery:
 
 @pytest.fixture(scope="session")
 def nursery(models: Path) -> Iterator[Nursery]:
-    nursery = Nursery()
+    assert PYTHON is not None
+    nursery = Nursery(PYTHON)
     yield nursery
     nursery.close()
 
@@ -88,6 +122,10 @@ def nursery(models: Path) -> Iterator[Nursery]:
 def run(tmp_path: Path, models: Path, nursery: Nursery) -> Run:
     """Runs an engine with a job of `engine.py` in a process of its own, and gives its result. `fresh`: in one that
     shares nothing with another, not even what Python's own hashes begin with."""
+    return runner(tmp_path, models, nursery)
+
+
+def runner(tmp_path: Path, models: Path, nursery: Nursery) -> Run:
     count = 0
 
     def run(
