@@ -53,8 +53,8 @@ std::size_t digest_chain(Sha256 sha256, const std::uint8_t* parent, TokenIds tok
     return blocks;
 }
 
-void bind_signatures(Sha256 sha256, const std::uint8_t* namespace_id, const std::uint8_t* signatures,
-                     std::size_t count, std::uint8_t* out) {
+void bind_signatures(Sha256 sha256, const std::uint8_t* namespace_id, const std::uint8_t* signatures, std::size_t count,
+                     std::uint8_t* out) {
     std::uint8_t message[2 * SHA_BLOCK];
     std::memcpy(message, namespace_id, SHA_DIGEST);
     sha256_pad(message, 2 * SHA_DIGEST);

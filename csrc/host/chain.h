@@ -25,8 +25,9 @@ struct TokenIds {
 std::size_t digest_chain(Sha256 sha256, const std::uint8_t* parent, TokenIds tokens, std::size_t block_tokens,
                          const Bytes* extras, std::size_t blocks, std::uint8_t* out);
 
-// Writes SHA-256(namespace_id, signature) of each of `count` signatures of 32 bytes to `out`, which may be their buffer.
-void bind_signatures(Sha256 sha256, const std::uint8_t* namespace_id, const std::uint8_t* signatures,
-                     std::size_t count, std::uint8_t* out);
+// Writes SHA-256(namespace_id, signature) of each of `count` signatures of 32 bytes to `out`, which may be their
+// buffer.
+void bind_signatures(Sha256 sha256, const std::uint8_t* namespace_id, const std::uint8_t* signatures, std::size_t count,
+                     std::uint8_t* out);
 
 }  // namespace kvcache

@@ -64,8 +64,8 @@ py::bytes py_bind_signatures(const py::object& namespace_id, const py::object& s
     std::uint8_t* bound = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
     {
         py::gil_scoped_release unlocked;
-        bind_signatures(plain ? sha256_plain : sha256_fastest(), space.data(), given.data(),
-                        given.bytes() / SHA_DIGEST, bound);
+        bind_signatures(plain ? sha256_plain : sha256_fastest(), space.data(), given.data(), given.bytes() / SHA_DIGEST,
+                        bound);
     }
     return out;
 }

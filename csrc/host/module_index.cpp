@@ -229,7 +229,7 @@ class PyIndex {
 
     void play(const py::object& place, const py::object& starts, const py::object& blocks, const py::object& signatures,
               std::size_t first, std::size_t end, std::uint64_t capacity, const py::object& values,
-              const py::object& hits) {
+              const py::object& hits, bool refuses) {
         const Buffer where(place, PyBUF_SIMPLE), begins(starts, PyBUF_FORMAT), chain(blocks, PyBUF_FORMAT);
         const Buffer names(signatures, PyBUF_SIMPLE), table(values, PyBUF_FORMAT);
         const Buffer out(hits, PyBUF_FORMAT | PyBUF_WRITABLE);
@@ -243,7 +243,7 @@ class PyIndex {
             kvcache::play(index_, where.data(),
                           {reinterpret_cast<const std::int64_t*>(begins.data()),
                            reinterpret_cast<const std::int32_t*>(chain.data()), names.data(), first, end},
-                          capacity, reinterpret_cast<const double*>(table.data()),
+                          capacity, reinterpret_cast<const double*>(table.data()), refuses,
                           reinterpret_cast<std::int32_t*>(out.data()));
             return true;
         });
@@ -353,7 +353,8 @@ for more than a few blocks. ValueError where arguments make no sense.)")
         .def("where", &PyIndex::where, py::arg("place"), py::arg("signatures"))
         .def("uses", &PyIndex::uses, py::arg("place"), py::arg("signatures"))
         .def("play", &PyIndex::play, py::arg("place"), py::arg("starts"), py::arg("blocks"), py::arg("signatures"),
-             py::arg("first"), py::arg("end"), py::arg("capacity"), py::arg("values"), py::arg("hits"))
+             py::arg("first"), py::arg("end"), py::arg("capacity"), py::arg("values"), py::arg("hits"),
+             py::arg("refuses") = true)
         .def("stamp", &PyIndex::stamp, py::arg("place"), py::arg("signature"))
         .def("insert", &PyIndex::insert, py::arg("place"), py::arg("signatures"), py::arg("parent"), py::arg("tier"))
         .def("refuse", &PyIndex::refuse, py::arg("place"), py::arg("signatures"))

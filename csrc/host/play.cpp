@@ -7,7 +7,7 @@
 namespace kvcache {
 
 void play(Index& index, const std::uint8_t* place, const Requests& requests, std::uint64_t capacity,
-          const double* values, std::int32_t* hits) {
+          const double* values, bool refuses, std::int32_t* hits) {
     constexpr std::uint64_t ALL = Index::NEVER;
     std::vector<std::uint8_t> signatures, uses;
     for (std::size_t r = requests.first; r < requests.end; ++r) {
@@ -34,8 +34,8 @@ void play(Index& index, const std::uint8_t* place, const Requests& requests, std
             const unsigned own = index.use_class(uses[end]);
             std::size_t alike = 1;
             while (end + alike < blocks && index.use_class(uses[end + alike]) == own) ++alike;
-            if (alike > room) {  // a newcomer takes the place of nothing that is worth more than itself
-                const double most = values[own * index.bins()];
+            if (alike > room) {
+                const double most = refuses ? values[own * index.bins()] : Index::STAYS;
                 room += index.evict(0, values, {}, alike - room, now, false, most).size();
             }
             const std::size_t fits = std::min<std::uint64_t>(alike, room);

@@ -1,5 +1,5 @@
 // Part of a trace played to an index of one tier, as a cache would live through it. Plain twin:
-// kvcache/trace/played.py, which must do the same to the letter.
+// kvcache/hierarchy/played.py, which must do the same to the letter.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +17,8 @@ struct Requests {
 };
 
 // `hits`: by request, from `first` on, how many of its first blocks were there. `values` is a policy's table.
+// `refuses`: newcomers take the place of nothing that is worth more.
 void play(Index& index, const std::uint8_t* place, const Requests& requests, std::uint64_t capacity,
-          const double* values, std::int32_t* hits);
+          const double* values, bool refuses, std::int32_t* hits);
 
 }  // namespace kvcache

@@ -19,6 +19,7 @@ from kvcache.hierarchy.ask import Ask, SharedTier
 from kvcache.hierarchy.canary import Canary
 from kvcache.hierarchy.census import Census
 from kvcache.hierarchy.coder import Coder
+from kvcache.hierarchy.curve import Curve
 from kvcache.hierarchy.edge import check_shards
 from kvcache.hierarchy.erase import Erasure
 from kvcache.hierarchy.face import Bound
@@ -84,9 +85,11 @@ class Cache:
         for tier in self.below:
             if not tier.shared:
                 _take_in(self.index, tier)
+        self._player = port.executor(1, "curve")
         self.flow = Flow(
             index=self.index,
             kinds=self.kinds,
+            curve=self._curve(),
             host=self.host,
             below=self.below,
             coder=self._coder,
@@ -169,6 +172,20 @@ class Cache:
             for call in self.at_bind:
                 call(self._bound[key])
         return self._bound[key]
+
+    def _curve(self) -> Curve:
+        own = [tier for tier in (self.host, *self.below) if not tier.shared]
+        return Curve(
+            {tier.name: tier.usage().capacity_bytes for tier in own},
+            self.index.policy,
+            self.index.values,
+            self._player.submit,
+            samples=self.settings.evict.curve_samples,
+            refuses=self.host.name if not self.below else "",
+        )
+
+    def curve(self) -> dict[str, Any]:
+        return self.flow.curve.tell()
 
     def _weigh(self, bound: BoundCache) -> None:
         """Tell what its records take in each tier, and whose they are."""
@@ -253,6 +270,7 @@ class Cache:
             "queued_blocks": queued,
             "bypass": bypass,
             "canary": canary,
+            "curve": self.flow.curve.rates(),
             "counters": self.counters.tree(),
         }
 
@@ -304,6 +322,7 @@ class Cache:
         self.host.arena.watch()
         self._pinner.close()
         self.erasure.close()
+        self._player.close()
         self.copiers.close()
         closed = [tier.close() for tier in (self.host, *self.below)]  # each, also where one failed
         self._flushed = self._flushed and all(closed)

@@ -10,6 +10,7 @@ from kvcache.hierarchy.ask import Ask
 from kvcache.hierarchy.bypass import Bypass
 from kvcache.hierarchy.canary import Canary
 from kvcache.hierarchy.coder import Coder
+from kvcache.hierarchy.curve import Curve
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.index import Index, Victim
 from kvcache.hierarchy.kinds import Kinds
@@ -37,6 +38,7 @@ class Flow:
         *,
         index: Index,
         kinds: Kinds,
+        curve: Curve,
         host: HostTier,
         below: Sequence[Tier],
         coder: Coder,
@@ -53,6 +55,7 @@ class Flow:
     ) -> None:
         """`write`: by tier, when records go there."""
         self.index, self.host, self.below, self.port, self.kinds = index, host, below, port, kinds
+        self.curve = curve
         self.counters, self.events, self.bypass, self.ask, self.why, self.plan = (
             counters,
             events,

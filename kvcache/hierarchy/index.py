@@ -260,7 +260,7 @@ class Index:
         often and has this `weight`. `weights`: by kind, what multiplies the policy's values, infinity for what stays; 1
         for kinds that are not given.
         """
-        table, most = self._values(), inf
+        table, most = self.values(), inf
         if worth is not None and self.policy.bounds:
             most = float(table[sum(worth >= bound for bound in self.policy.bounds), 0]) * weight
         with self.changes.order:
@@ -322,7 +322,7 @@ class Index:
         for place, signatures in places.items():
             self.changes.add(_change("removed", tier, place, b"".join(signatures)))
 
-    def _values(self) -> NDArray[np.float64]:
+    def values(self) -> NDArray[np.float64]:
         """The policy's table of these days."""
         table = self._table
         if table is None:

@@ -37,6 +37,9 @@ class Model:
     block_bytes: tuple[int, ...]
 
 
+NO_MODEL = Model((), 1, ())
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     tenant: str
@@ -88,7 +91,7 @@ class Kinds:
 
     def computed(self, model: Model, tokens: int, seconds: float) -> None:
         """An engine computed so many tokens in one step."""
-        if tokens > 0 and 0 < seconds < inf:
+        if model is not NO_MODEL and tokens > 0 and 0 < seconds < inf:
             with self._lock:
                 self._costs.setdefault(model, Cost()).learn(tokens, seconds)
                 self._stale = True

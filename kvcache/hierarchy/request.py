@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -23,14 +22,14 @@ from kvcache.hierarchy.edge import check_blocks, check_origin, check_transfer
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import Holds
-from kvcache.hierarchy.kinds import Model
+from kvcache.hierarchy.kinds import NO_MODEL
 from kvcache.hierarchy.load import Load
 from kvcache.hierarchy.miss import Miss
 from kvcache.hierarchy.mover import Mover, PagesMover
 from kvcache.hierarchy.plan import Choice, kept
 from kvcache.hierarchy.prefix import needs, wanted
 from kvcache.hierarchy.register import Register
-from kvcache.hierarchy.run import Chained, Run, place_of
+from kvcache.hierarchy.run import Chained, Place, Run, place_of
 from kvcache.hierarchy.spans import spans
 from kvcache.hierarchy.store import Store
 from kvcache.hierarchy.transfer import BlockTransfer
@@ -44,16 +43,6 @@ BELOW_PLAN = "below_plan"
 
 Submit = Callable[[Callable[[], None]], object]
 """Runs a call, here or elsewhere; `Executor.submit` is one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """One shard of one group: its payload size, and what the index knows it by."""
-
-    group: int
-    shard: Shard
-    payload_bytes: int
-    name: bytes
 
 
 class BoundCache:
@@ -73,7 +62,7 @@ class BoundCache:
         self.shards, self.register = shards, register
         self.id, self.layout, self.tenant = namespace.id, namespace.layout, namespace.tenant
         self.open = True
-        self.model: Model | None = None  # what computing its blocks is compared by, once the cache has told
+        self.model = NO_MODEL  # what a block takes, and what computing it is compared by, once the cache has told
         self.places = [self._place(g, shard) for g, shard in enumerate(shards)]
         self.everywhere = [self._place(g, shard) for g, of_group in enumerate(everywhere) for shard in of_group]
         """What all ranks hold: a block counts where all of these have their part of it."""
@@ -86,8 +75,7 @@ class BoundCache:
 
     def computed(self, tokens: int, seconds: float) -> None:
         self.flow.plan.computed(self.id, tokens, seconds)
-        if self.model is not None:
-            self.flow.kinds.computed(self.model, tokens, seconds)
+        self.flow.kinds.computed(self.model, tokens, seconds)
 
     def canary(self, recompute: Recompute) -> None:
         self.flow.canary.register(self.id, self.layout, [place.payload_bytes for place in self.places], recompute)
@@ -138,6 +126,7 @@ class CacheRequest:
         self._choice = Choice(0, 0)
         self._stamp = 0  # the time at which this request was admitted or stored first; 0: not yet
         self._admitted = False
+        self._asked = 0  # blocks, when it was admitted
         self._claim: Holds.Claim = []
         self._claimed: weakref.finalize[..., CacheRequest] | None = None
         self._token_ids: Any = None  # of the prompt, where the canary needs them
@@ -234,7 +223,8 @@ class CacheRequest:
         self._claimed = weakref.finalize(self, flow.holds.abandon, self._claim)  # whoever forgets to close it
         flow.write_used(self._chains(), self._found)
         counters.add("requests")
-        asked_tokens = len(self.signatures) * layout.block_tokens
+        self._asked = len(self.signatures)
+        asked_tokens = self._asked * layout.block_tokens
         counters.add("asked_tokens", asked_tokens)
         hits = {tier: blocks * layout.block_tokens for tier, blocks in self._by_tier.items()}
         for tier, tokens in hits.items():
@@ -320,6 +310,9 @@ class CacheRequest:
 
     def close(self) -> None:
         self._count()
+        if self._asked:
+            bound, asked, self._asked = self._bound, self._asked, 0
+            self._flow.curve.add(self.chain.packed, asked, bound.model, (bound.tenant, self.agent, bound.id[:4].hex()))
         self._flow.holds.give_back(self._claim)
         if self._claimed is not None:
             self._claimed.detach()

@@ -22,6 +22,16 @@ def place_of(namespace: bytes, group: int, shard: Shard) -> bytes:
     return namespace + group.to_bytes(2, "little") + shard.pack()
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One shard of one group: its payload size, and what the index knows it by."""
+
+    group: int
+    shard: Shard
+    payload_bytes: int
+    name: bytes
+
+
 class Run(NamedTuple):
     place: bytes
     signatures: Packed

@@ -70,6 +70,13 @@ METRICS: dict[str, Metric] = {
             "drives or servers that take no new records now",
             "tiers.*.in_trouble",
         ),
+        Metric(
+            "curve_hit_rate",
+            "gauge",
+            ("tier", "times"),
+            "share of tokens that would be found with so many times the tier's memory, from a sample",
+            "curve.*.*",
+        ),
         Metric("held_bytes", "gauge", ("tier",), "bytes that requests keep from leaving a tier", "tiers.*.held_bytes"),
         Metric("pinned_bytes", "gauge", ("tier",), "bytes that an operator keeps in a tier", "tiers.*.pinned_bytes"),
         Metric(

@@ -30,6 +30,11 @@ class Evict(Section):
     """Who leaves a full tier."""
 
     policy: Literal["hazard", "lru"] = Field(default="hazard", description="`hazard`: expected use. `lru`: last use.")
+    curve_samples: Annotated[int, BeforeValidator(as_number), Field(ge=0, le=1 << 20)] = Field(
+        default=2048,
+        description="Blocks that stand for a tier where it is told what more memory would find "
+        "(`kvcache stats --curve`). 0: it is not told.",
+    )
     tenants: Annotated[dict[str, Tenant], BeforeValidator(as_table)] = Field(
         default_factory=dict,
         description="By tenant, what it may take at most (`host_quota_bytes`, `nvme_quota_bytes`), and what others "

@@ -23,9 +23,9 @@ from kvcache.evict.lru import LRU
 from kvcache.evict.policy import AGE_EDGES, Policy, requests_between_tables
 from kvcache.hierarchy.index import evidence_of, table_of
 from kvcache.hierarchy.plain_index import PlainIndex
+from kvcache.hierarchy.played import play
 from kvcache.hierarchy.run import place_of
 from kvcache.trace.classics import CLASSICS, Opt
-from kvcache.trace.played import play
 from kvcache.trace.trace import Trace
 
 RANKING: dict[str, type[Policy]] = {"hazard": Hazard, "lru": LRU}

@@ -127,6 +127,7 @@ class Control:
         answers: dict[Any, Callable[[Cache, dict[Any, Any]], dict[str, Any]]] = {
             "info": self._info,
             "stats": lambda cache, _: cache.stats(),
+            "curve": lambda cache, _: cache.curve(),
             "events": _events,
             "explain": explain,
             "check": self._check,

@@ -27,9 +27,10 @@ def play(
     capacity: int,
     values: NDArray[np.float64],
     hits: NDArray[np.int32],
+    refuses: bool = True,
 ) -> None:
     """Requests `first` to `end`; `signatures` by number of a block. `hits`: how many of a request's first blocks were
-    there, written from 0 on."""
+    there, written from 0 on. Where nobody `refuses`, newcomers take the place of what is worth more as well."""
     for r in range(first, end):
         chain = signatures[blocks[starts[r] : starts[r + 1]]].tobytes()
         now = index.tick()
@@ -43,7 +44,9 @@ def play(
             while stop + alike < len(classes) and classes[stop + alike] == own:
                 alike += 1
             if alike > room:
-                room += len(index.evict(0, values, alike - room, now, False, most=float(values[own, 0])))
+                room += len(
+                    index.evict(0, values, alike - room, now, False, most=float(values[own, 0]) if refuses else np.inf)
+                )
             fits = min(alike, room)
             stop, room = stop + fits, room - fits
             if fits < alike:

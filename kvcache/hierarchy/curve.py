@@ -1,0 +1,253 @@
+"""What a running cache would find with more memory or less: its miss-ratio curve, tier by tier, from a sample.
+
+Miniature simulations (Waldspurger et al., USENIX ATC 2017) of blocks sampled in space (SHARDS, FAST 2015): a block is
+looked at where its signature is below a threshold, so always or never. For each size of a tier a small index lives
+through what is sampled of the same requests, as large as the sample makes it, by the very policy and the table that the
+cache has; what it finds is what the cache would find. Children leave before parents, so a sampled block that is there
+has its whole prefix there, and a sample of a chain can stand for the chain.
+
+A block is sampled with a chance that goes by its bytes, so that one in the sample stands for as many bytes as any
+other, whatever its model. About `samples` blocks stand for a tier, so cost and memory depend on neither its size nor
+the traffic's: 0.3 KiB of memory for each of them and of the ten ghosts that the policy remembers, times the sizes.
+
+Each tier is played by itself, as it lives where all is written through. Shares of tenants and weights of kinds are not
+played: the curve is of the traffic, whoever's it is. Requests count when they are closed, one after the other.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache import native
+from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.layout import Shard
+from kvcache.evict.policy import AGE_EDGES, Policy
+from kvcache.hierarchy.kinds import Model
+from kvcache.hierarchy.plain_index import PlainIndex
+from kvcache.hierarchy.played import play
+from kvcache.hierarchy.run import Packed, place_of
+
+TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""Sizes that are looked at, by that of the tier."""
+ROWS = 32
+"""Requests that are played together."""
+MOST_WAITING = 16 * ROWS
+"""Requests that may wait to be played; beyond them some are skipped, and counted."""
+HALF_REQUESTS = 1 << 17
+"""What lies so many requests back weighs half."""
+MOST_NAMES = 64
+"""Tenants, agents and namespaces that are told apart; the others are one."""
+MOST_MISSING = 0.25
+"""Of what was asked for, that a sample may lack, or have too much, to be put right."""
+OTHERS = "others"
+BY = ("tenant", "agent", "namespace")
+
+_PLACE = place_of(bytes(SIGNATURE_BYTES), 0, Shard(0, 1, 0, 1))
+_WORD = 2  # of a signature: the key, its first two, decides other things
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request: whose it was, and by tier what is sampled of it."""
+
+    names: tuple[str, ...]  # as BY
+    asked_tokens: int
+    sampled: tuple[tuple[bytes, int, float], ...]  # signatures, how many of them were asked for, tokens of each
+
+
+class Count:
+    """Tokens that were asked for, those that the sample stands for, and by size those that were found of these."""
+
+    def __init__(self) -> None:
+        self.asked = self.sampled = 0.0
+        self.found = np.zeros(len(TIMES))
+
+    def add(self, asked: float, sampled: float, found: NDArray[np.float64]) -> None:
+        self.asked, self.sampled, self.found = self.asked + asked, self.sampled + sampled, self.found + found
+
+    def halve(self) -> None:
+        self.asked, self.sampled, self.found = self.asked / 2, self.sampled / 2, self.found / 2
+
+    def rates(self) -> list[float]:
+        """By size. A sample has too much or too little of the few blocks that everybody asks for, which every size has:
+        what it stands for beside what was asked is the difference (SHARDS-adj). Where that is much, chance is."""
+        missing = self.asked - self.sampled
+        if abs(missing) > MOST_MISSING * self.asked:
+            return [float(found / self.sampled) if self.sampled else 0.0 for found in self.found]
+        return [float(min(1.0, max(0.0, (found + missing) / max(1.0, self.asked)))) for found in self.found]
+
+
+class Sampled:
+    """One tier: an index for each size, and what they found."""
+
+    def __init__(self, capacity_bytes: int, sample_bytes: int, policy: Policy, *, refuses: bool) -> None:
+        core = PlainIndex if not native.available() else native.core.Index
+        self.capacity_bytes, self.sample_bytes, self._refuses = capacity_bytes, sample_bytes, refuses
+        self._rooms = [max(1, int(times * capacity_bytes / sample_bytes)) for times in TIMES]
+        self._indexes: list[Any] = [core(1, policy.bounds, AGE_EDGES, policy.ghosts) for _ in TIMES]
+        self.whole = Count()
+        self.by: dict[str, dict[str, Count]] = {name: {} for name in BY}
+
+    def play(self, rows: Sequence[Row], t: int, values: NDArray[np.float64]) -> None:
+        of_row = [row.sampled[t] for row in rows]
+        starts = np.cumsum([0, *(len(packed) // SIGNATURE_BYTES for packed, _, _ in of_row)], dtype=np.int64)
+        signatures = np.frombuffer(b"".join(packed for packed, _, _ in of_row), np.uint64).reshape(-1, 4)
+        blocks = np.arange(len(signatures), dtype=np.int32)
+        asked = np.array([asked for _, asked, _ in of_row])
+        tokens = np.array([tokens for _, _, tokens in of_row])
+        found = np.zeros((len(TIMES), len(rows)))
+        for i, (index, room) in enumerate(zip(self._indexes, self._rooms, strict=True)):
+            hits = np.zeros(len(rows), np.int32)
+            part = starts, blocks, signatures, 0, len(rows), room, values, hits, self._refuses
+            if isinstance(index, PlainIndex):
+                play(index, _PLACE, *part)
+            else:
+                index.play(_PLACE, *part)
+            found[i] = np.minimum(hits, asked) * tokens
+        for row, sampled, of_sizes in zip(rows, asked * tokens, found.T, strict=True):
+            self.whole.add(row.asked_tokens, sampled, of_sizes)
+            for by, name in zip(BY, row.names, strict=True):
+                counts = self.by[by]
+                told_apart = name in counts or len(counts) < MOST_NAMES
+                counts.setdefault(name if told_apart else OTHERS, Count()).add(row.asked_tokens, sampled, of_sizes)
+
+    def halve(self) -> None:
+        for count in (self.whole, *(count for counts in self.by.values() for count in counts.values())):
+            count.halve()
+
+    def tell(self) -> dict[str, Any]:
+        return {
+            "capacity_bytes": self.capacity_bytes,
+            "sample_bytes": self.sample_bytes,
+            **_told(self.whole),
+            "points": [
+                {"times": times, "capacity_bytes": int(times * self.capacity_bytes), "hit_rate": rate}
+                for times, rate in zip(TIMES, self.whole.rates(), strict=True)
+            ],
+            "by": {
+                by: {name: {**_told(count), "hit_rates": count.rates()} for name, count in counts.items()}
+                for by, counts in self.by.items()
+            },
+        }
+
+
+def _told(count: Count) -> dict[str, int]:
+    return {"asked_tokens": round(count.asked), "sampled_tokens": round(count.sampled)}
+
+
+@dataclass
+class _State:
+    tiers: dict[str, Sampled] = field(default_factory=dict)
+    requests: int = 0
+    skipped: int = 0
+
+
+class Curve:
+    """Thread-safe. `capacities`: by tier, what it may hold; `refuses`: that one takes in nothing at the cost of what is
+    worth more. `samples` 0: nothing is done."""
+
+    def __init__(
+        self,
+        capacities: Mapping[str, int],
+        policy: Policy,
+        values: Callable[[], NDArray[np.float64]],
+        submit: Callable[[Callable[[], None]], object],
+        *,
+        samples: int,
+        refuses: str = "",
+    ) -> None:
+        self._capacities, self._policy, self._values, self._submit = capacities, policy, values, submit
+        self._samples, self._refuses = samples, refuses
+        self._state = _State()
+        self._waiting: list[Row] = []
+        self._lock = threading.Lock()
+        self._playing = threading.Lock()
+        self.seconds = 0.0
+        """That all of it took: of playing, on a thread of its own."""
+
+    def add(
+        self,
+        signatures: Packed,
+        asked: int,
+        model: Model,
+        names: tuple[str, str, str],
+    ) -> None:
+        """A request ended: its chain, of which the first `asked` blocks were asked for; tenant, agent, namespace."""
+        if not self._samples or not asked:
+            return
+        block_tokens, block_bytes = model.block_tokens, model.block_bytes
+        words = np.frombuffer(signatures, np.uint64).reshape(-1, 4)
+        sampled = []
+        with self._lock:
+            tiers = self._tiers(block_bytes)
+        for tier, size in zip(tiers, block_bytes, strict=False):
+            chance = min(1.0, size / tier.sample_bytes)
+            if chance < 1:
+                at = np.flatnonzero(words[:, _WORD] < np.uint64(chance * 2.0**64))
+                packed, count = words[at].tobytes(), int(np.searchsorted(at, asked))
+            else:
+                packed, count = bytes(signatures), asked
+            sampled.append((packed, count, block_tokens / chance))
+        row = Row(names, asked * block_tokens, tuple(sampled))
+        with self._lock:
+            self._state.requests += 1
+            if len(self._waiting) >= MOST_WAITING:
+                self._state.skipped += 1
+                return
+            self._waiting.append(row)
+            due = len(self._waiting) % ROWS == 0
+        if due:
+            self._submit(self._play)
+
+    def _tiers(self, block_bytes: Sequence[int]) -> list[Sampled]:
+        """Made at the first request, when it is known what a block takes."""
+        if not self._state.tiers:
+            self._state.tiers = {
+                name: Sampled(
+                    capacity, max(capacity // self._samples, size), self._policy, refuses=name == self._refuses
+                )
+                for (name, capacity), size in zip(self._capacities.items(), block_bytes, strict=False)
+            }
+        return list(self._state.tiers.values())
+
+    def _play(self) -> None:
+        with self._playing:
+            with self._lock:
+                rows, self._waiting = self._waiting, []
+                halve = (self._state.requests - len(rows)) // HALF_REQUESTS < self._state.requests // HALF_REQUESTS
+                tiers = list(self._state.tiers.values())
+            begun = time.perf_counter()
+            for first in range(0, len(rows), ROWS):
+                values = self._values()
+                for t, tier in enumerate(tiers):
+                    tier.play(rows[first : first + ROWS], t, values)
+            if halve:
+                for tier in tiers:
+                    tier.halve()
+            self.seconds += time.perf_counter() - begun
+
+    def tell(self) -> dict[str, Any]:
+        """By tier the hit rate at each size, of the whole and by tenant, agent and namespace."""
+        self._play()
+        with self._playing:
+            return {
+                "requests": self._state.requests,
+                "skipped_requests": self._state.skipped,
+                "times": list(TIMES),
+                "tiers": {name: tier.tell() for name, tier in self._state.tiers.items()},
+            }
+
+    def rates(self) -> dict[str, dict[str, float]]:
+        """By tier and times its size, what would be found."""
+        with self._playing:
+            return {
+                name: {f"{times:g}": rate for times, rate in zip(TIMES, tier.whole.rates(), strict=True)}
+                for name, tier in self._state.tiers.items()
+            }
