@@ -25,10 +25,19 @@ def stats(
     address: Address = None,
     output: Annotated[Form, typer.Option("--output", "-o", help="How to print it.")] = Form.table,
     as_json: Json = False,
+    curve: Annotated[bool, typer.Option("--curve", help="What more memory, or less, would find instead.")] = False,
+    by: Annotated[By | None, typer.Option(help="With --curve: of each of these apart.")] = None,
 ) -> None:
     """Tiers, tokens and reasons of one running cache, since it was opened."""
     from kvcache.daemon.control.client import ask
 
+    if curve or by is not None:
+        told = ask(the_one(address), "curve")
+        if as_json or output is Form.json:
+            print_json(told)
+        else:
+            _show_curve(told, by)
+        return
     found = ask(the_one(address), "stats")
     if as_json or output is Form.json:
         print_json(found)
@@ -38,6 +47,36 @@ def stats(
         print(exposition(found), end="")
     else:
         _show(found)
+
+
+class By(str, Enum):
+    tenant = "tenant"
+    agent = "agent"
+    namespace = "namespace"
+
+
+def _show_curve(told: Stats, by: By | None) -> None:
+    if not told["tiers"]:
+        print("no request was admitted and closed yet, or `evict.curve_samples` is 0")
+        return
+    head = [f"{times:g} times" for times in told["times"]]
+    if by is None:
+        rows = [
+            (f"{name}, {show_bytes(tier['capacity_bytes'])}", *(f"{point['hit_rate']:.1%}" for point in tier["points"]))
+            for name, tier in told["tiers"].items()
+        ]
+        print_table(("found of what was asked for, with", *head), rows)
+    else:
+        rows = [
+            (name, who or "-", f"{count['asked_tokens']:,}", *(f"{rate:.1%}" for rate in count["hit_rates"]))
+            for name, tier in told["tiers"].items()
+            for who, count in sorted(tier["by"][by.value].items(), key=lambda item: -item[1]["asked_tokens"])
+        ]
+        print_table(("tier", by.value, "tokens asked for", *head), rows)
+    skipped = told["skipped_requests"]
+    print(
+        f"\nfrom a sample of {told['requests']:,} requests" + (f", of which {skipped:,} were skipped" * bool(skipped))
+    )
 
 
 def _show(found: Stats) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -204,7 +205,8 @@ class Curve:
             self._waiting.append(row)
             due = len(self._waiting) % ROWS == 0
         if due:
-            self._submit(self._play)
+            with suppress(RuntimeError):  # the cache is being closed
+                self._submit(self._play)
 
     def _tiers(self, block_bytes: Sequence[int]) -> list[Sampled]:
         """Made at the first request, when it is known what a block takes."""

@@ -59,6 +59,21 @@ def kv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> A
     return lambda *arguments: run(monkeypatch, capsys, *arguments)
 
 
+def test_stats_tells_what_more_memory_would_find(kv: Any, cache: Any) -> None:
+    code, said, _ = kv("stats", "--curve")
+    assert code == 0
+    assert "host, 1 MiB" in said
+    assert "4 times" in said
+    assert "from a sample of 2 requests" in said
+    code, said, _ = kv("stats", "--by", "tenant")
+    assert code == 0
+    row = next(line for line in said.splitlines() if "default" in line).split()
+    assert row[:3] == ["host", "default", "84"]
+    told = json.loads(kv("stats", "--curve", "--json")[1])
+    assert told == cache.curve()
+    assert [point["times"] for point in told["tiers"]["host"]["points"]] == told["times"]
+
+
 def test_ps_lists_what_runs(cache: Any, kv: Any, address: str, runtime: Path) -> None:
     code, out, _ = kv("ps")
     assert code == 0

@@ -65,7 +65,8 @@ def test_every_figure_of_a_cache_is_exported(tmp_path: Path) -> None:
     counted = sum(len(found) if isinstance(found, dict) else 1 for found in stats["counters"].values())
     without = sum(m.kind == "counter" and not m.labels and m.name not in stats["counters"] for m in METRICS.values())
     tiers = sum(not isinstance(value, (list, dict)) for tier in stats["tiers"].values() for value in tier.values())
-    assert len(rows) == counted + without + tiers + len(stats["bypass"]) + len(stats["canary"]) + 1
+    curve = sum(map(len, stats["curve"].values()))
+    assert len(rows) == counted + without + tiers + curve + len(stats["bypass"]) + len(stats["canary"]) + 1
 
 
 def test_a_registry_reads_anew_each_time_and_asks_nothing_when_registering() -> None:

@@ -14,7 +14,7 @@ from kvcache.observe.reasons import REASONS, meaning
 from kvcache.tier.tier import Outcome
 
 ROOT = Path(__file__).parents[2]
-FREE = {"tier", "codec"}
+FREE = {"tier", "codec", "times"}
 """Labels whose values are names and not reasons."""
 
 
