@@ -85,6 +85,7 @@ def daemon(
             began=lambda: print(f"kvcache: serving {what}{also(port)}", flush=True),
             door=door,
             port=port,
+            again=lambda: apply(load(settings, **given).log),
         )
         if listener is not None:
             page, end = serve_http(served, listener, loaded.http, kvcache.__version__)

@@ -29,7 +29,7 @@ class Door:
     def __init__(self, path: str, clock: Clock) -> None:
         """`path` of the tenants file, if there is one; ConfigError as `Tenants.read`."""
         self.path, self._clock = path, clock
-        self.tenants = Tenants.read(path) if path else None
+        self.tenants = self.look()
         self._meters: dict[str, Meter] = {}
 
     @property
@@ -37,13 +37,15 @@ class Door:
         """Whether tenants are kept apart."""
         return self.tenants is not None
 
-    def read_again(self) -> None:
-        """The file, as it is now; ConfigError leaves what was."""
-        if not self.path:
-            return
-        self.tenants = Tenants.read(self.path)
+    def look(self) -> Tenants | None:
+        """The file as it is now; ConfigError where it makes no sense."""
+        return Tenants.read(self.path) if self.path else None
+
+    def use(self, tenants: Tenants | None) -> None:
+        """From now on."""
+        self.tenants = tenants
         for name, meter in self._meters.items():
-            meter.change(self.tenants.by_name.get(name, Tenant(name=name)))
+            meter.change((tenants.by_name if tenants is not None else {}).get(name, Tenant(name=name)))
 
     def tenant(self, shown: Shown) -> Tenant:
         """AccessError for whoever is in no table. A token that nobody has is no reason to look at the rest."""

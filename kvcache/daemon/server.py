@@ -22,12 +22,13 @@ from kvcache.daemon.address import Claim
 from kvcache.daemon.door import Door
 from kvcache.daemon.guest import Guest
 from kvcache.daemon.lender import Moving, serve
+from kvcache.daemon.limits import Limits
 from kvcache.daemon.peer import Peer
 from kvcache.daemon.protocol import FRAME_BYTES, VERSION, ProtocolError, asked, refusal
 from kvcache.daemon.session import Session
 from kvcache.daemon.tcp import Port
 from kvcache.daemon.token import token_hash
-from kvcache.errors import AccessError, KVCacheError, UnreachableError
+from kvcache.errors import AccessError, ConfigError, KVCacheError, UnreachableError
 from kvcache.hierarchy.cache import Cache
 from kvcache.observe.request import logger
 
@@ -53,17 +54,20 @@ class Daemon:
         began: Callable[[], object] = lambda: None,
         door: Door | None = None,
         port: Port | None = None,
+        again: Callable[[], object] = lambda: None,
     ) -> None:
         """`linger_s`: end by itself once nobody has been connected for so long; never, where not given. `began` is
         called when it listens. `door`: who comes in; by the settings, where not given. `port`: for those of
-        other hosts; closed with it."""
+        other hosts; closed with it. `again` is called at SIGHUP, for what is read anew beside the tenants; it may raise
+        ConfigError."""
         self.began = began
         self.cache, self.claim, self._version, self._linger_s = cache, claim, version, linger_s
         self._settings = cache.settings.daemon
+        self._limits = Limits(cache)
         self.door = door or Door(self._settings.tenants_file, cache.flow.port.clock)
         self.boot = secrets.token_bytes(8)
         """Another one after every start."""
-        self._port = port
+        self._port, self._again = port, again
         self._loop = new_loop()
         self._peers: set[Peer] = set()
         self._sessions: dict[bytes, Session] = {}
@@ -77,9 +81,11 @@ class Daemon:
     def run(self) -> None:
         """Serve until `stop`, SIGTERM or SIGINT; then let transfers end and hang up."""
         try:
+            self._limits.set(self.door.tenants)
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGTERM, signal.SIGINT):
                     self._loop.add_signal_handler(number, self._end)
+                self._loop.add_signal_handler(signal.SIGHUP, self._read_again)
             self.claim.listen()
             if self._port is not None:
                 self._port.listen()
@@ -108,9 +114,28 @@ class Daemon:
             return "ending" if self._ending else "starting"
         return "" if self.cache.ready() else "prefixes of warm.* are still on their way here"
 
+    def read_again(self) -> None:
+        """As at SIGHUP, from any thread."""
+        self._loop.call_soon_threadsafe(self._read_again)
+
     @property
     def sessions(self) -> list[Session]:
         return list(self._sessions.values())
+
+    def _read_again(self) -> None:
+        """The tenants and their limits. What makes no sense is said, and all stays as it was."""
+        try:
+            tenants = self.door.look()
+            self._limits.set(tenants)
+            self.door.use(tenants)
+            self._again()
+        except ConfigError as error:
+            _log.error("not read again: %s", error)
+            return
+        for session in self.sessions:
+            if not session.known_still(self.door):
+                self._process_ended(session)
+        _log.info("settings were read again")
 
     # connections
 
@@ -160,6 +185,8 @@ class Daemon:
         session = self._of_peer.pop(peer, None)
         if session is not None:
             self._end_session(session)
+            if session.shown.remote:  # whoever keeps only those open has no claim to a thread
+                self._hang_up_movers(session)
 
     # messages
 
@@ -278,10 +305,13 @@ class Daemon:
 
     def _process_ended(self, session: Session) -> None:
         self._end_session(session)
-        for moving in [m for m in self._moving if m.session is session]:
-            hang_up(moving.connection)
+        self._hang_up_movers(session)
         for peer in [p for p, of in self._of_peer.items() if of is session]:
             peer.close()
+
+    def _hang_up_movers(self, session: Session) -> None:
+        for moving in [m for m in self._moving if m.session is session]:
+            hang_up(moving.connection)
 
     def _linger(self) -> None:
         if self._linger_s is not None and not self._sessions and not self._ending and self._lingering is None:

@@ -55,6 +55,16 @@ class Session:
         self._told: dict[int, int] = {}  # bytes of token ids, of those that told some
         self.ended = False
 
+    def known_still(self, door: Door) -> bool:
+        """Whether who it is may come in as before, now that tenants may be others; it has their limits then."""
+        try:
+            tenant = door.tenant(self.shown)
+        except AccessError:
+            return False
+        same = (tenant.name, tenant.share) == (self.tenant.name, self.tenant.share)
+        self.tenant = tenant if same else self.tenant
+        return same
+
     # what is asked
 
     def answer(self, op: str, message: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,8 @@
     share = "copy"                            # bytes over the socket; "map": it maps its own extents
     bandwidth = "2GiB"                        # bytes a second, both ways together
     operations = 5000                         # a second
+    host_quota_bytes = "64GiB"                # at most; nvme_quota_bytes alike
+    host_least_bytes = "8GiB"                 # what others cannot take from it; nvme_least_bytes alike
 
 A table a tenant. The tenant `*` is an operator: it names any tenant, and sees all of them. Without the file whoever
 may connect is an operator, as the socket's mode says. With it nobody is who is not in it.
@@ -21,10 +23,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from kvcache.daemon.token import Tokens, is_hash, token_hash
 from kvcache.errors import ConfigError
+from kvcache.settings.work import Tenant as Bytes
 from kvcache.values import as_number, as_size
 
 if sys.version_info >= (3, 11):
@@ -46,10 +49,8 @@ Hash = Annotated[str, AfterValidator(_a_hash)]
 Rate = Annotated[float, BeforeValidator(as_number), Field(gt=0, allow_inf_nan=False)]
 
 
-class Tenant(BaseModel):
+class Tenant(Bytes):
     """One table of the file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
     tokens: tuple[Hash, ...] = ()

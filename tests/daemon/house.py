@@ -34,14 +34,19 @@ class House:
         }
         self.environ = {**os.environ, **{f"KVCACHE_{name}": str(value) for name, value in settings.items()}}
         self.process: subprocess.Popen[str] | None = None
+        self.before: list[str] = []  # a program that runs it
 
     def command(self, *words: str) -> list[str]:
-        return [sys.executable, "-m", "kvcache.cli.main", "daemon", "--socket", str(self.socket), *words]
+        return [*self.before, sys.executable, "-m", "kvcache.cli.main", "daemon", "--socket", str(self.socket), *words]
 
     def start(self, *words: str) -> House:
         """Running, and listening."""
         self.process = subprocess.Popen(
-            self.command(*words), env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            self.command(*words),
+            env=self.environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         assert self.process.stdout is not None
         self.said = []

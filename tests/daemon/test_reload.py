@@ -1,0 +1,140 @@
+"""SIGHUP: tenants, limits and the log's level are read again; and nothing that is secret is ever written down."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.daemon.token import new_token, token_hash
+from kvcache.errors import AccessError, KVCacheError
+from tests.daemon.house import House, bound_to, load, store
+from tests.daemon.test_tenant import written
+from tests.daemon.within import until
+from tests.peer.port import free_port
+
+
+def hang_up(house: House, said: str) -> None:
+    """SIGHUP, and wait until it says so."""
+    assert house.process is not None
+    before = "".join(house.said).count(said)
+    house.process.send_signal(signal.SIGHUP)
+    until(lambda: "".join(house.said).count(said) > before)
+
+
+@contextmanager
+def opened(house: House, token: str) -> Iterator[Any]:
+    file = house.directory / f"token-{secrets.token_hex(4)}"
+    file.write_text(token)
+    with house.open(token_file=str(file)) as cache:
+        yield cache
+
+
+def test_tenants_come_and_go_without_a_restart(make_house: Callable[..., House]) -> None:
+    house = make_house(LOG__FORMAT="text", LOG__LEVEL="info")
+    tenants, first, second = house.directory / "tenants", new_token(), new_token()
+    house.environ["KVCACHE_DAEMON__TENANTS_FILE"] = str(written(tenants, acme={"tokens": [token_hash(first)]}))
+    house.start()
+    with opened(house, first) as cache:
+        expected = store(bound_to(cache), list(range(16)), 1)
+        with pytest.raises(AccessError), opened(house, second):
+            pass
+        written(tenants, acme={"tokens": [token_hash(first), token_hash(second)], "operations": 1000})
+        hang_up(house, "settings were read again")
+        assert load(bound_to(cache), list(range(16))) == expected, "whoever is known still goes on"
+        with opened(house, second) as other:
+            assert load(bound_to(other), list(range(16))) == expected
+            written(tenants, acme={"tokens": [token_hash(second)]})
+            hang_up(house, "settings were read again")
+            assert load(bound_to(other), list(range(16))) == expected
+        with bound_to(cache).request() as r:
+            assert r.match(list(range(16))).reason == "unreachable", "the first token lets in nobody any more"
+        tenants.write_text("nonsense")
+        hang_up(house, "not read again")
+        with opened(house, second) as other:
+            assert load(bound_to(other), list(range(16))) == expected
+    assert house.end()[0] == 0
+
+
+def test_the_log_s_level_is_read_again(make_house: Callable[..., House], tmp_path: Path) -> None:
+    file = tmp_path / "kvcache.toml"
+    file.write_text('[log]\nformat = "text"\nlevel = "warning"\n')
+    house = make_house().start(str(file))
+    with house.open() as cache:
+        bound_to(cache, model="first")
+        file.write_text('[log]\nformat = "text"\nlevel = "info"\n')
+        hang_up(house, "settings were read again")
+        bound_to(cache, model="second")
+        until(lambda: "second: room for" in "".join(house.said))
+    assert "first: room for" not in "".join(house.said)
+
+
+def test_nothing_sensitive_is_logged(make_house: Callable[..., House]) -> None:
+    """Everything that a daemon can be told, at the level that says most: no token, no salt, no token id, no secret."""
+    address = f"127.0.0.1:{free_port()}"
+    house = make_house(nvme=True, LOG__FORMAT="json", LOG__LEVEL="debug", DAEMON__LISTEN=address)
+    right, wrong, salt = new_token(), new_token(), f"salt-{secrets.token_hex(8)}"
+    house.environ["KVCACHE_DAEMON__TENANTS_FILE"] = str(
+        written(house.directory / "tenants", acme={"tokens": [token_hash(right)], "operations": 200})
+    )
+    house.environ["KVCACHE_TOKEN"] = right
+    house.start("--insecure-loopback")
+    ids = [4_026_531_841 + i for i in range(32)]
+    file = house.directory / "token"
+    for where in (f"unix:{house.socket}", f"tcp://{address}"):
+        for token in (right, wrong):
+            file.write_text(token)
+            try:
+                with kvcache.open(where, token_file=str(file), patience_s=30.0) as cache:
+                    bound = bound_to(cache, cache_salt=salt)
+                    store(bound, ids, 1)
+                    load(bound, ids)
+                    with pytest.raises(KVCacheError):
+                        bound_to(cache, tenant="other", cache_salt=salt)
+                    with bound.request() as r:  # what nobody has, so that the reason is worked out
+                        r.match([*ids[:16], *reversed(ids)])
+                        r.admit()
+                    assert cache.flush(60)
+                    session = cache.link.session
+            except AccessError:
+                assert token == wrong
+    house.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]
+    code, said = house.end()
+    assert code == 0
+    lines = [line for line in said.splitlines() if line.startswith("{")]
+    assert len(lines) > 3
+    assert any(json.loads(line)["level"] == "debug" for line in lines)
+    for secret in (right, wrong, salt, token_hash(right), token_hash(wrong), session.hex(), *map(str, ids)):
+        assert secret not in said
+    for path in Path(house.directory).rglob("*"):
+        if path.is_file() and path.name not in ("tenants", "token"):
+            content = path.read_bytes()
+            assert right.encode() not in content
+            assert wrong.encode() not in content
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="setpriv takes the rights away")
+def test_it_needs_no_rights(make_house: Callable[..., House]) -> None:
+    """Without any capability, and no way to get one."""
+    house = make_house(nvme=True)
+    house.before = ["setpriv", "--no-new-privs", "--inh-caps=-all"]
+    if os.geteuid() == 0:
+        house.before.append("--bounding-set=-all")
+    house.start()
+    assert house.process is not None
+    status = Path(f"/proc/{house.process.pid}/status").read_text()
+    assert "CapEff:\t0000000000000000" in status
+    with house.open() as cache:
+        expected = store(bound_to(cache), list(range(16)), 1)
+        assert cache.flush(60)
+        assert load(bound_to(cache), list(range(16))) == expected
+    assert house.end()[0] == 0
