@@ -39,6 +39,7 @@ SUBCOMMANDS = (
     "simulate",
     "size",
     "stats",
+    "sync",
     "token",
     "warm",
 )
