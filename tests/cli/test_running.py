@@ -144,6 +144,15 @@ def test_bypass_takes_a_cache_out_and_back(cache: Any, kv: Any, address: str) ->
     assert cache.stats()["bypass"] == {"loads": False, "stores": False}
 
 
+def test_sync_waits_until_all_is_where_it_belongs(cache: Any, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kv("sync")[:2] == (0, "all of it is there\n")
+    assert json.loads(kv("sync", "--json")[1]) == {"done": True}
+    monkeypatch.setattr(type(cache), "flush", lambda self, seconds: False)
+    code, out, _ = kv("sync", "--timeout-s", "1")
+    assert code == 1
+    assert "not all of it is there after 1 s" in out
+
+
 def test_of_several_one_is_picked(cache: Any, kv: Any, address: str, runtime: Path) -> None:
     with closing(kvcache.open(host__capacity_bytes="2MiB", nvme__enabled=False)) as other:
         second = f"{os.getpid()}-2"

