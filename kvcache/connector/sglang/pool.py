@@ -12,7 +12,7 @@ are opaque, and can be read by that kind of pool only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -97,7 +97,7 @@ class Described:
 
 def is_logical(pool: Any) -> bool:
     """Whether it has no memory of its own: such a pool only counts what others hold."""
-    return getattr(pool, "kv_buffer", None) is None and pool.get_page_buffer_element_size() is None
+    return getattr(pool, "kv_buffer", None) is None and _asked(pool, pool.get_page_buffer_element_size) is None
 
 
 def describe(pool: Any, ranks: Ranks, *, canonical: bool = False) -> Described:
@@ -216,7 +216,18 @@ def _pieces(pool: Any, page: int) -> list[tuple[int, int]]:
     import torch
 
     tokens = torch.arange(page * pool.page_size, (page + 1) * pool.page_size, dtype=torch.int64)
-    told = pool.get_page_buffer_meta(tokens)
+    told = _asked(pool, pool.get_page_buffer_meta, tokens)
     if not told or not told[0]:
         raise LayoutError(f"{type(pool).__name__}: it does not say where its pages are")
     return list(zip(map(int, told[0]), map(int, told[1]), strict=True))
+
+
+def _asked(pool: Any, ask: Callable[..., Any], *arguments: Any) -> Any:
+    """What the pool says of its pages; LayoutError where it says that it has none to tell in this layout."""
+    try:
+        return ask(*arguments)
+    except ValueError as error:
+        raise LayoutError(
+            f"{type(pool).__name__}: {error}; expected a layout in which it tells its pages, "
+            "--hicache-mem-layout page_first or page_first_direct"
+        ) from None

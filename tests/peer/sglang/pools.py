@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 PAGE, TOKENS, LAYERS, HEADS, DIM, LATENT, ROPE, WINDOW = 16, 4096, 4, 2, 32, 48, 16, 64
-DSA_PAGE = 64  # what its indexer wants
+SIZES = {"dsa": 64, "mamba": 1}
+"""Tokens of a page, where SGLang wants others than `PAGE`."""
 
 
 @dataclass
@@ -22,6 +23,8 @@ class Pools:
     window: int | None = None
     requests: Any = None
     page: int = PAGE
+    extras: tuple[torch.Tensor, ...] = ()
+    """Of an indexer each layer's buffer, (page, bytes); of states each part, (layer, slot, ...)."""
 
     def alloc(self, tokens: int) -> torch.Tensor:
         if self.window is None:
@@ -73,9 +76,8 @@ def make(kind: str, dtype: torch.dtype) -> Pools:
         return Pools(swa, allocator, (ComponentType.FULL, ComponentType.SWA), planes, WINDOW, requests)
     if kind == "mamba":
         return _mamba(dtype)
-    page = PAGE
+    page = SIZES.get(kind, PAGE)
     if kind == "dsa":
-        page = DSA_PAGE
         kv: Any = DSATokenToKVPool(
             TOKENS,
             page,
@@ -96,7 +98,8 @@ def make(kind: str, dtype: torch.dtype) -> Pools:
         kv = MHATokenToKVPool(TOKENS, PAGE, dtype, HEADS, DIM, LAYERS, "cpu", False)
         planes = [([kv.k_buffer[layer], kv.v_buffer[layer]], False) for layer in range(LAYERS)]
     allocator = PagedTokenToKVPoolAllocator(TOKENS, page, dtype, "cpu", kv, False)
-    return Pools(kv, allocator, (ComponentType.FULL,), planes, None, requests, page)
+    extras = tuple(getattr(kv, "index_k_with_scale_buffer", ()))
+    return Pools(kv, allocator, (ComponentType.FULL,), planes, None, requests, page, extras)
 
 
 def _mamba(dtype: torch.dtype) -> Pools:
@@ -106,6 +109,7 @@ def _mamba(dtype: torch.dtype) -> Pools:
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
     from sglang.srt.mem_cache.unified_cache.components import ComponentType
 
+    page = SIZES["mamba"]
     shape = Mamba2StateShape.create(
         tp_world_size=1,
         intermediate_size=64,
@@ -129,7 +133,7 @@ def _mamba(dtype: torch.dtype) -> Pools:
     kv = HybridLinearKVPool(
         TOKENS,
         dtype,
-        PAGE,
+        page,
         1,
         DIM,
         [1, 3],
@@ -139,6 +143,8 @@ def _mamba(dtype: torch.dtype) -> Pools:
         kv_lora_rank=LATENT,
         qk_rope_head_dim=ROPE,
     )
-    allocator = PagedTokenToKVPoolAllocator(TOKENS, PAGE, dtype, "cpu", kv, False)
+    allocator = PagedTokenToKVPoolAllocator(TOKENS, page, dtype, "cpu", kv, False)
     planes = [([buffer], False) for buffer in kv.full_kv_pool.kv_buffer]
-    return Pools(kv, allocator, (ComponentType.FULL, ComponentType.MAMBA), planes, None, requests)
+    cache = requests.mamba_pool.mamba_cache
+    states = (*cache.conv, cache.temporal)
+    return Pools(kv, allocator, (ComponentType.FULL, ComponentType.MAMBA), planes, None, requests, page, states)

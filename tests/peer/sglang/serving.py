@@ -20,7 +20,7 @@ from tests.peer.port import free_port
 
 ROOT = Path(__file__).parents[3]
 PAGE = 16
-READY_S = 240.0
+READY_S = 600.0
 KEY = "test-admin"
 WATCHED = ("--enable-metrics", "--admin-api-key", KEY)
 STORED = "sglang:backuped_tokens_total"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.peer.sglang.pools import PAGE, Pools, make
+from tests.peer.sglang.pools import PAGE, SIZES, Pools, make
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Stack:
         from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
         arguments = self._arguments()
+        arguments._mamba_cache_chunk_size = 64  # else it looks for the model
         self.pools = make(self.kind, self.dtype)
         params = params_of(self.pools)
         self.tree = UnifiedRadixCache(params)
@@ -56,7 +57,7 @@ class Stack:
         override = get_context().override_server_args(
             model_path=self.model,
             device="cpu",
-            page_size=PAGE,
+            page_size=SIZES.get(self.kind, PAGE),
             enable_hierarchical_cache=True,
             hicache_ratio=2.0,
             hicache_mem_layout=self.layout,
@@ -91,7 +92,14 @@ class Stack:
 
         at = self.pools.alloc(len(tokens))
         self.pools.write(at, computed)
-        self.tree.insert(InsertParams(key=key_of(tokens), value=at))
+        state = None
+        if self.kind == "mamba":
+            state = self.pools.requests.mamba_allocator.alloc(1)
+            for part in self.pools.extras:
+                part[:, state] = torch.randn(part[:, state].shape, generator=torch.Generator().manual_seed(9)).to(
+                    part.dtype
+                )
+        self.tree.insert(InsertParams(key=key_of(tokens), value=at, mamba_value=state))
         return self.pools.read(at)
 
     def match(self, tokens: list[int]) -> Any:
@@ -122,8 +130,9 @@ class Stack:
             swa_host_hit_length=0,
             mamba_host_hit_length=0,
             host_hit_length=found.host_hit_length,
-            kv=SimpleNamespace(mamba_pool_idx=None),
+            kv=SimpleNamespace(mamba_pool_idx=None, holds_mamba=False),
         )
+        self.request = request
         wanted = InitLoadBackParams(
             best_match_node=found.best_match_node, host_hit_length=found.host_hit_length, req=request
         )

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from kvcache.config import load
+from kvcache.errors import LayoutError
 from kvcache.hierarchy.cache import Cache
 from kvcache.port import Port
 from tests.connector.sglang.drives import Drive
 from tests.engine import tiny
-from tests.peer.sglang.pools import PAGE
+from tests.peer.sglang.pools import PAGE, SIZES
 from tests.peer.sglang.stack import Stack
 
 LAYOUTS = (
@@ -62,6 +63,47 @@ def test_models_with_other_pools(kind: str, layout: str, io: str, tmp_path: Path
     assert second.prefetch_of(PROMPT) == len(PROMPT)
     assert equal(second.bring_back(PROMPT), computed)
     assert second.backend.cache.check() == []
+    second.close()
+
+
+def test_an_indexer_comes_back_with_its_keys(tmp_path: Path) -> None:
+    """DSA: a side pool of which every page is needed."""
+    size = SIZES["dsa"]
+    whole = PROMPT[: 8 * size]
+    first = Stack(tmp_path, kind="dsa")
+    for layer, buffer in enumerate(first.pools.extras):
+        buffer.copy_(torch.randint(0, 255, buffer.shape, generator=torch.Generator().manual_seed(layer)))
+    computed = first.compute(whole)
+    at = first.tree.path_device_indices(first.match(whole).last_device_node)
+    indexed = [buffer[at[::size] // size].clone() for buffer in first.pools.extras]
+    first.stored(16)
+    first.close()
+    second = Stack(tmp_path, kind="dsa")
+    assert second.prefetch_of(whole) == len(whole)
+    assert equal(second.bring_back(whole), computed)
+    at = second.tree.path_device_indices(second.match(whole).last_device_node)
+    for buffer, was in zip(second.pools.extras, indexed, strict=True):
+        assert torch.equal(buffer[at[::size] // size], was)
+    second.close()
+
+
+def test_an_indexer_that_does_not_tell_its_pages_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match="page_first_direct"):
+        Stack(tmp_path, kind="dsa", layout="layer_first")
+
+
+def test_a_state_comes_back_with_its_prefix(tmp_path: Path) -> None:
+    """Mamba: a side pool of which only the end of the prefix is needed."""
+    first = Stack(tmp_path, kind="mamba")
+    computed = first.compute(PROMPT)
+    first.stored(len(PROMPT) + 1)
+    first.close()
+    second = Stack(tmp_path, kind="mamba")
+    assert second.prefetch_of(PROMPT) == len(PROMPT)
+    assert equal(second.bring_back(PROMPT), computed)
+    slot = int(second.request.kv.mamba_pool_idx)
+    for here, there in zip(second.pools.extras, first.pools.extras, strict=True):
+        assert any(torch.equal(here[:, slot], there[:, i]) for i in range(1, there.shape[1]) if there[:, i].any())
     second.close()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.peer.sglang.pools import DSA_PAGE, PAGE, make
+from tests.peer.sglang.pools import make
 from tests.peer.sglang.stack import linker_over
 
 KEYS = [hashlib.sha256(bytes([number])).hexdigest() for number in range(12)]
@@ -29,7 +29,7 @@ def fill(buffers: list[torch.Tensor]) -> None:
         )
 
 
-def places(*pages: int, size: int = PAGE) -> torch.Tensor:
+def places(*pages: int, size: int) -> torch.Tensor:
     return torch.cat([torch.arange(page * size, (page + 1) * size) for page in pages])
 
 
@@ -59,15 +59,15 @@ def test_an_indexer_comes_with_its_keys(tmp_path: Path) -> None:
     fill([*latents, *indexer])
     linker = linker_over(tmp_path, pools)
     assert set(linker._pools) == {"kv", "indexer"}
-    store(linker, [transfer("kv", KEYS[:6], places(*range(1, 7), size=DSA_PAGE))])
+    store(linker, [transfer("kv", KEYS[:6], places(*range(1, 7), size=pools.page))])
     assert linker.lookup("r", [transfer("kv", KEYS)]) == [1, 2, 3, 4, 5, 6]
 
     def held(first: int) -> list[torch.Tensor]:
-        at = places(*range(first, first + 6), size=DSA_PAGE)
+        at = places(*range(first, first + 6), size=pools.page)
         return [*(buffer[at].clone() for buffer in latents), *(buffer[first : first + 6].clone() for buffer in indexer)]
 
     before = held(1)
-    assert load(linker, [transfer("kv", KEYS[:6], places(*range(20, 26), size=DSA_PAGE))])
+    assert load(linker, [transfer("kv", KEYS[:6], places(*range(20, 26), size=pools.page))])
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(held(20), before, strict=True))
     linker._bounds["indexer"].clear()
     assert linker.lookup("r", [transfer("kv", KEYS)]) == [], "keys without their indexer are a wrong answer"
@@ -83,7 +83,7 @@ def test_a_state_stands_at_the_end_of_what_it_was_computed_from(tmp_path: Path) 
     assert set(linker._pools) == {"kv", "mamba"}
     for first, end, slot in ((0, 4, 3), (4, 9, 5)):  # two nodes of a tree, each with the state at its end
         state = transfer("mamba", KEYS[end - 1 : end], torch.tensor([slot]), "trailing_pages")
-        store(linker, [transfer("kv", KEYS[first:end], places(*range(first + 1, end + 1))), state])
+        store(linker, [transfer("kv", KEYS[first:end], places(*range(first + 1, end + 1), size=pools.page)), state])
 
     def promised(keys: list[str]) -> list[int]:
         ends: list[int] = linker.lookup(
@@ -95,13 +95,13 @@ def test_a_state_stands_at_the_end_of_what_it_was_computed_from(tmp_path: Path) 
     assert promised(KEYS[:3]) == []
     assert promised(KEYS[:6]) == [4]
     wanted = [state[:, 3].clone() for state in states]
-    latents = [buffer[places(*range(1, 5))].clone() for buffer in pools.kv.full_kv_pool.kv_buffer]
+    latents = [buffer[places(*range(1, 5), size=pools.page)].clone() for buffer in pools.kv.full_kv_pool.kv_buffer]
     state = transfer("mamba", KEYS[3:4], torch.tensor([9]), "trailing_pages")
-    assert load(linker, [transfer("kv", KEYS[:4], places(*range(30, 34))), state])
+    assert load(linker, [transfer("kv", KEYS[:4], places(*range(30, 34), size=pools.page)), state])
     assert all(
         torch.equal(state[:, 9].view(torch.uint8), was.view(torch.uint8))
         for state, was in zip(states, wanted, strict=True)
     )
     for buffer, was in zip(pools.kv.full_kv_pool.kv_buffer, latents, strict=True):
-        assert torch.equal(buffer[places(*range(30, 34))].view(torch.uint8), was.view(torch.uint8))
+        assert torch.equal(buffer[places(*range(30, 34), size=pools.page)].view(torch.uint8), was.view(torch.uint8))
     linker.close()

@@ -49,10 +49,58 @@ def back_up(pool: Any, device_pool: Any, host: torch.Tensor, device: torch.Tenso
             there[host // pool.page_size, host % pool.page_size] = here[device]
 
 
+def rows_to_rows(
+    src_layers: list[torch.Tensor],
+    dst_layers: list[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """What the direct backend moves of pools with one row a page (states, indexers), layer by layer."""
+    assert page_size == 1
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]
+
+
+def pages_to_rows(
+    src_ptrs: list[torch.Tensor],
+    dst_ptrs: list[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    """Of one layer, from (page, layer, 1, ...)."""
+    assert page_size == 1
+    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
+        target[dst_indices] = source[src_indices, layer_id].view(len(dst_indices), *target.shape[1:])
+
+
+def rows_to_pages(
+    src_ptrs: list[torch.Tensor],
+    dst_ptrs: list[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Of all layers, to (page, layer, 1, ...)."""
+    assert page_size == 1
+    [target] = dst_ptrs
+    for layer, source in enumerate(src_ptrs):
+        target[dst_indices, layer] = source[src_indices].view(len(dst_indices), *target.shape[2:])
+
+
+DIRECT = {
+    "transfer_kv_direct": rows_to_rows,
+    "transfer_kv_per_layer_direct_pf_lf": pages_to_rows,
+    "transfer_kv_all_layer_direct_lf_pf": rows_to_pages,
+}
+
+
 def install() -> None:
     if torch.cuda.is_available():
         return
-    from sglang.srt.mem_cache.pool_host import base, common, mha, mla
+    from sglang.srt.mem_cache.pool_host import base, common, dsa, mamba, mha, mla
 
     make = base.HostKVCache.__init__
 
@@ -63,6 +111,9 @@ def install() -> None:
     common._cuda_host_register = common._cuda_host_unregister = lambda *_, **__: None
     for kind in (mha.MHATokenToKVPoolHost, mla.MLATokenToKVPoolHost):
         kind.load_to_device_per_layer, kind.backup_from_device_all_layer = load, back_up
+    for module in (dsa, mamba):
+        for name, stand_in in DIRECT.items():
+            setattr(module, name, stand_in)
     if not hasattr(torch.cpu.Stream, "synchronize"):
         torch.cpu.Stream.synchronize = lambda self: None
     if not hasattr(torch.cpu.Event, "elapsed_time"):
