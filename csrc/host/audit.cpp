@@ -22,6 +22,7 @@ std::string label(const Node& node) {
 Index::Index(const Index& other, Nodes copied)
     : tiers_(other.tiers_),
       bounds_(other.bounds_),
+      gaps_(other.gaps_),
       ghosts_a_block_(other.ghosts_a_block_),
       secret_(other.secret_),
       clock_(other.clock_),

@@ -8,15 +8,17 @@
 
 namespace kvcache {
 
-Index::Index(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint64_t> edges, double ghosts)
+Index::Index(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint64_t> edges, double ghosts,
+             std::vector<std::uint64_t> gaps)
     : tiers_(tiers),
       bounds_(std::move(bounds)),
+      gaps_(std::move(gaps)),
       ghosts_a_block_(ghosts),
       nodes_(tiers),
-      roots_(2 * tiers * (bounds_.size() + 1), NIL),
-      ages_(bounds_.size() + 1, std::move(edges)),
+      ages_(1 + bounds_.size() * (gaps_.size() + 1), std::move(edges)),
       reused_(ages_.classes() * ages_.bins()),
       forgotten_(ages_.classes() * ages_.bins()) {
+    roots_.assign(2 * tiers * ages_.classes(), NIL);
     std::random_device random;
     for (std::uint64_t& word : secret_) word = std::uint64_t{random()} << 32 | random();
 }
@@ -115,7 +117,7 @@ void Index::attach(std::uint32_t i, std::uint32_t parent) {
     if (node.parent == Node::NEVER && ghosts_.take(hash(node.place, node.signature), &use)) {
         ages_.add(use_class(use.uses), use.stamp, -1);
         count_reuse(use.uses, age(use.stamp));
-        node.uses = std::min<std::uint64_t>(use.uses + 1, Node::MOST_USES) & Node::MOST_USES;
+        node.uses = used_again(use.uses, age(use.stamp));
     }
     node.parent = descends(parent, i) ? Node::UNKNOWN : parent;
     node.depth = node.has_parent() ? std::min<std::uint32_t>(nodes_[node.parent].depth + 1u, Node::MOST_DEPTH) : 0;
@@ -182,12 +184,12 @@ void Index::refuse(const Run& run) {
         if (node != NIL) return true;
         const std::uint64_t name = hash_at(named, run.signatures + i * SIGNATURE);
         Ghosts::Use use{0, 0};
-        const std::uint64_t before = ghosts_.take(name, &use) ? 1 : 0;
-        if (before) {
+        std::uint64_t uses = 0;
+        if (ghosts_.take(name, &use)) {
+            uses = used_again(use.uses, age(use.stamp));
             ages_.add(use_class(use.uses), use.stamp, -1);
             count_reuse(use.uses, age(use.stamp));
         }
-        const std::uint64_t uses = std::min<std::uint64_t>(use.uses + before, Node::MOST_USES);
         try {
             ghosts_.add(name, {clock_, uses});
             ages_.add(use_class(uses), clock_, 1);
@@ -238,7 +240,7 @@ void Index::touch(const Run& run, std::uint64_t stamp) {
             count_waiting(node, -1);
             count_reuse(node.uses, stamp > node.stamp ? stamp - node.stamp : 0);
         }
-        if (node.uses < Node::MOST_USES) node.uses = node.uses + 1u;
+        node.uses = used_again(node.uses, stamp > node.stamp ? stamp - node.stamp : 0);
         if (stamp > node.stamp) node.stamp = stamp;
         if (node.tiers) count_waiting(node, 1);
         if (stands) enter_orders(i);
@@ -282,9 +284,17 @@ bool Index::release(const Run& run) {
 // orders
 
 unsigned Index::use_class(std::uint64_t uses) const {
+    const std::uint64_t count = uses & Node::MOST_USES;
     unsigned c = 0;
-    while (c < bounds_.size() && bounds_[c] <= uses) ++c;
-    return c;
+    while (c < bounds_.size() && bounds_[c] <= count) ++c;
+    return c ? 1 + (c - 1) * static_cast<unsigned>(gaps_.size() + 1) + static_cast<unsigned>(uses >> Node::USES_BITS)
+             : 0;
+}
+
+std::uint8_t Index::used_again(std::uint64_t uses, std::uint64_t age) const {
+    const std::uint64_t count = std::min<std::uint64_t>((uses & Node::MOST_USES) + 1, Node::MOST_USES);
+    const auto gap = std::upper_bound(gaps_.begin(), gaps_.end(), age) - gaps_.begin();
+    return static_cast<std::uint8_t>(count | static_cast<std::uint64_t>(gap) << Node::USES_BITS);
 }
 
 std::uint32_t* Index::root(unsigned kind, unsigned tier, bool below, unsigned use_class) {

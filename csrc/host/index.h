@@ -52,9 +52,11 @@ class Index {
         bool parent_known, kept;
     };
 
-    // Classes of use: the number of `bounds` that are at most the uses. `edges`: the least age of each bin. `ghosts`:
-    // how many departures are remembered for each resident block.
-    Index(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint64_t> edges, double ghosts);
+    // Classes of use: the number of `bounds` that are at most the uses; all but the first of them apart by the number of
+    // `gaps` that are at most the age at which the last use came. `edges`: the least age of each bin. `ghosts`: how many
+    // departures are remembered for each resident block.
+    Index(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint64_t> edges, double ghosts,
+          std::vector<std::uint64_t> gaps);
 
     std::uint64_t tick();
     std::uint64_t clock() const { return clock_; }
@@ -168,11 +170,13 @@ class Index {
     void enter_orders(std::uint32_t node);
     void count_child(std::uint32_t parent, unsigned tier, int change);
     void count_waiting(const Node& node, int change) { ages_.add(use_class(node.uses), node.stamp, change); }
+    std::uint8_t used_again(std::uint64_t uses, std::uint64_t age) const;
     void count_reuse(std::uint64_t uses, std::uint64_t age);
     void trim_ghosts();
 
     const unsigned tiers_;
     const std::vector<unsigned> bounds_;
+    const std::vector<std::uint64_t> gaps_;
     const double ghosts_a_block_;
     std::array<std::uint64_t, 3> secret_;
     std::uint64_t clock_ = 0, blocks_ = 0, holds_ = 0;  // blocks: nodes that some tier has

@@ -157,11 +157,11 @@ std::uint64_t Index::stamp(const Run& run) const {
 void Index::uses(const Run& run, std::uint8_t* uses) const {
     const std::uint64_t named = place_hash(run.place);
     look_up(run, [&](std::size_t i, std::uint32_t node) {
-        uses[i] = node == NIL ? 0 : nodes_[node].uses & Node::MOST_USES;
+        uses[i] = node == NIL ? 0 : static_cast<std::uint8_t>(nodes_[node].uses);
         Ghosts::Use use;
         const bool known = node != NIL && nodes_[node].parent != Node::NEVER;
         if (!known && ghosts_.find(hash_at(named, run.signatures + i * SIGNATURE), &use)) {
-            uses[i] = static_cast<std::uint8_t>(std::min<std::uint64_t>(use.uses + 1, Node::MOST_USES));
+            uses[i] = used_again(use.uses, age(use.stamp));
         }
         return true;
     });

@@ -75,8 +75,9 @@ class Groups {
 // The module's class: an index that knows how many tiers it has, and checks what it is given.
 class PyIndex {
   public:
-    PyIndex(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint64_t> edges, double ghosts)
-        : tiers_(checked(tiers, bounds, edges, ghosts)), index_(tiers, bounds, edges, ghosts) {}
+    PyIndex(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint64_t> edges, double ghosts,
+            std::vector<std::uint64_t> gaps)
+        : tiers_(checked(tiers, bounds, edges, ghosts, gaps)), index_(tiers, bounds, edges, ghosts, gaps) {}
 
     std::uint64_t tick() {
         return locked(index_, 1, [&] { return index_.tick(); });
@@ -298,14 +299,17 @@ class PyIndex {
 
   private:
     static unsigned checked(unsigned tiers, const std::vector<unsigned>& bounds,
-                            const std::vector<std::uint64_t>& edges, double ghosts) {
+                            const std::vector<std::uint64_t>& edges, double ghosts,
+                            const std::vector<std::uint64_t>& gaps) {
         expect(tiers >= 1 && tiers <= Node::MOST_TIERS, std::to_string(tiers) + " tiers: expected 1 to 4");
         expect(!edges.empty() && edges[0] == 0, "edges of age that do not begin with 0");
         for (std::size_t i = 1; i < edges.size(); ++i) expect(edges[i - 1] <= edges[i], "edges of age out of order");
         for (std::size_t i = 0; i < bounds.size(); ++i) {
             expect((i == 0 || bounds[i - 1] < bounds[i]) && bounds[i] <= Node::MOST_USES,
-                   "bounds of use: expected ascending numbers up to 255");
+                   "bounds of use: expected ascending numbers up to 31");
         }
+        expect(gaps.size() <= Node::MOST_GAPS, "gaps between uses: expected 7 at most");
+        for (std::size_t i = 1; i < gaps.size(); ++i) expect(gaps[i - 1] < gaps[i], "gaps between uses out of order");
         expect(ghosts >= 0 && ghosts <= 100, "ghosts: expected 0 to 100 for each resident block");
         return tiers;
     }
@@ -343,8 +347,10 @@ void PyIndex::bind(py::module_& module) {
 
 A place is 42 bytes: namespace, group, shard; signatures are 32 bytes a block, packed. Lets go of the interpreter lock
 for more than a few blocks. ValueError where arguments make no sense.)")
-        .def(py::init<unsigned, std::vector<unsigned>, std::vector<std::uint64_t>, double>(), py::arg("tiers"),
-             py::arg("bounds"), py::arg("edges"), py::arg("ghosts"))
+        .def(py::init<unsigned, std::vector<unsigned>, std::vector<std::uint64_t>, double,
+                      std::vector<std::uint64_t>>(),
+             py::arg("tiers"), py::arg("bounds"), py::arg("edges"), py::arg("ghosts"),
+             py::arg("gaps") = std::vector<std::uint64_t>())
         .def("tick", &PyIndex::tick)
         .def("match", &PyIndex::match, py::arg("places"), py::arg("needs"), py::arg("signatures"))
         .def("ask", &PyIndex::ask, py::arg("parent"), py::arg("tokens"), py::arg("block_tokens"), py::arg("extras"),

@@ -35,7 +35,9 @@ struct __attribute__((packed, aligned(4))) Node {
     static constexpr std::uint32_t GONE = NIL - 2;     // no tier has this node any more
     static constexpr std::uint32_t NEVER = NIL - 3;    // no tier has had this node yet: only its children are known
 
-    static constexpr unsigned MOST_TIERS = 4, MOST_USES = 0xff, MOST_HOLDS = 0xffff, MOST_DEPTH = 0xffffff;
+    // Of the uses again: how many there were, and in the bits above that after how long the last of them came.
+    static constexpr unsigned MOST_USES = 0x1f, USES_BITS = 5, MOST_GAPS = 7;
+    static constexpr unsigned MOST_TIERS = 4, MOST_HOLDS = 0xffff, MOST_DEPTH = 0xffffff;
 
     Standing& in(unsigned tier) { return reinterpret_cast<Standing*>(this + 1)[tier]; }
     const Standing& in(unsigned tier) const { return reinterpret_cast<const Standing*>(this + 1)[tier]; }

@@ -1,15 +1,17 @@
 """Keep what is expected to be used again soonest for the memory it takes till then.
 
-A block's class is how often it was used. For each class the policy estimates the hazard of reuse, the chance that a
-block which has waited so long is used again within the next bin of age, from all that is known of waiting: uses again
-are events; blocks that are here, ghosts, and ghosts that were forgotten have waited for their age at least and may yet
-come (Kaplan and Meier 1958, so eviction does not bias it). The value of a block that has waited for `a` is the index of
+A block's class is how often it was used, and after how long the last time: who came back soon does so again. For each
+class the policy estimates the hazard of reuse, the chance that a block which has waited so long is used again within
+the next bin of age, from all that is known of waiting: uses again are events; blocks that are here, ghosts, and ghosts
+that were forgotten have waited for their age at least and may yet come (Kaplan and Meier 1958, so eviction does not
+bias it). The value of a block that has waited for `a` is the index of
 Gittins (1979): the best, over all T, of the expected uses again between a and T over the expected time that it is held
 until then. Nothing is set by hand but how much evidence outweighs the prior.
 
-While evidence is thin, the hazard of a class is drawn to that of all classes, that to the one of the bin before, and
-the first to a prior. So what was never seen counts as what is nearest to it: a scan makes nothing old dear. The prior
-is one chance for each bin, bins grow with age, and of what is worth the same the older leaves: it begins as LRU does.
+While evidence is thin, the hazard of a class is drawn to that of all with as many uses, that to the one of all classes,
+that to the one of the bin before, and the first to a prior. So what was never seen counts as what is nearest to it: a
+scan makes nothing old dear. The prior is one chance for each bin, bins grow with age, and of what is worth the same the
+older leaves: it begins as LRU does.
 
 Whoever could leave was not used by the request that asks for room, so it has outlived its age in requests: it is worth
 what the next age is. Without that a session that has just ended looks as if its next request was due now.
@@ -29,6 +31,9 @@ PRIOR = 0.005
 PSEUDO = 30.0
 """How many blocks seen in a bin weigh as much as what they are drawn to."""
 
+PSEUDO_OF_USES = 3000.0
+"""As many, for a class beside all with as many uses: blocks of a long chain come back together, as one would."""
+
 _EDGES = np.asarray(AGE_EDGES, np.float64)
 _ENDS = np.append(_EDGES[1:], 2 * _EDGES[-1])
 _WIDE = np.flatnonzero(_ENDS > _EDGES)  # bins in which an age can be: the first ones are narrower than one request
@@ -37,40 +42,58 @@ _PART = _WIDTH / (_EDGES + _ENDS)[_WIDE]  # of an age, that a bin spans: alike b
 _NEXT = [0, *(age_bin(edge + 1) for edge in AGE_EDGES[1:])]  # the bin of what has outlived its age; 0: newcomers
 _OF_BIN = np.maximum(np.searchsorted(_WIDE, _NEXT, "right") - 1, 0)  # where each bin's value stands
 _YOUNGER_FIRST = 1 - 1e-6 * np.arange(AGE_BINS)  # of blocks worth the same, the older leaves
-_LATER = np.tri(len(_WIDE), dtype=bool).T  # [a, T]: T ends after a begins
+_NO_TIME = 1e-300  # of what nobody waits for any more
+_AT_ONCE = 16  # bins
 
 
 class Hazard:
     name = "hazard"
     bounds: tuple[int, ...] = (1, 2, 3, 5, 9, 31)
+    gaps: tuple[int, ...] = (8, 32, 128, 512)
     ghosts = 10.0
 
     def values(self, evidence: Evidence) -> Table:
         seen = evidence.reused[:, _WIDE].astype(np.float64)
         unseen = (evidence.waiting + evidence.forgotten)[:, _WIDE].astype(np.float64)
-        return index(hazards(seen, unseen))[:, _OF_BIN] * _YOUNGER_FIRST
+        return index(hazards(seen, unseen, self._of_uses()))[:, _OF_BIN] * _YOUNGER_FIRST
+
+    def _of_uses(self) -> NDArray[np.int64]:
+        """By class, the number of bounds that its uses reach."""
+        return np.append(0, np.repeat(np.arange(1, len(self.bounds) + 1), len(self.gaps) + 1))
 
 
-def hazards(seen: Table, unseen: Table) -> Table:
+def hazards(seen: Table, unseen: Table, of_uses: NDArray[np.int64]) -> Table:
     """By (class, bin), the chance that a block which has waited until the bin is used again within it. `seen`: those
-    that were, `unseen`: those that were last seen waiting in the bin, and count for half of it."""
+    that were, `unseen`: those that were last seen waiting in the bin, and count for half of it. `of_uses`: by class,
+    who has as many uses."""
     risk = (seen + unseen)[:, ::-1].cumsum(1)[:, ::-1] - unseen / 2
+    together = (of_uses == np.arange(of_uses[-1] + 1)[:, None]).astype(np.float64)
+    whole = _drawn(together @ seen, together @ risk)[of_uses]
+    chance: Table = np.minimum((seen + PSEUDO_OF_USES * whole) / (risk + PSEUDO_OF_USES), 1 - 1e-6)
+    return chance
+
+
+def _drawn(seen: Table, risk: Table) -> Table:
+    """To all classes and the prior."""
     events, exposed = seen.sum(0), risk.sum(0)
     every, part = np.empty_like(events), PRIOR / _PART[-2]
     for b in range(len(every)):
         every[b] = (events[b] + PSEUDO * part * _PART[b]) / (exposed[b] + PSEUDO)
         part = every[b] / _PART[b]
-    chance: Table = np.minimum((seen + PSEUDO * every) / (risk + PSEUDO), 1 - 1e-6)
-    return chance
+    drawn: Table = (seen + PSEUDO * every) / (risk + PSEUDO)
+    return drawn
 
 
 def index(hazard: Table) -> Table:
     """By (class, bin), the best of expected uses over expected time held, from the bin's beginning on."""
     waits = np.cumprod(np.concatenate([np.ones((len(hazard), 1)), 1 - hazard], 1), 1)  # still waiting at each edge
-    time = np.cumsum(_WIDTH * (waits[:, :-1] + waits[:, 1:]) / 2, 1)  # held until each bin's end
-    held = time[:, None, :] - np.concatenate([np.zeros((len(hazard), 1)), time[:, :-1]], 1)[:, :, None]
-    uses = waits[:, :-1, None] - waits[:, None, 1:]
-    # what still waits at the beginning divides both, and is no more
-    rates = np.divide(uses, held, out=np.zeros_like(held), where=_LATER & (held > 0))
-    best: Table = rates.max(2)
+    held = np.zeros_like(waits)  # until each edge
+    np.cumsum(_WIDTH * (waits[:, :-1] + waits[:, 1:]) / 2, 1, out=held[:, 1:])
+    best = np.empty_like(hazard)
+    for a in range(0, hazard.shape[1], _AT_ONCE):
+        # what still waits at the beginning divides uses and time, and is no more; an end before it has uses below 0
+        uses = waits[:, a : min(a + _AT_ONCE, hazard.shape[1]), None] - waits[:, None, a + 1 :]
+        time = held[:, None, a + 1 :] - held[:, a : min(a + _AT_ONCE, hazard.shape[1]), None]
+        np.divide(uses, np.maximum(time, _NO_TIME, out=time), out=uses)
+        best[:, a : a + _AT_ONCE] = uses.max(2)
     return best

@@ -15,6 +15,7 @@ from kvcache.evict.policy import AGE_BINS, BINS_PER_OCTAVE, Evidence
 class LRU:
     name = "lru"
     bounds: tuple[int, ...] = ()
+    gaps: tuple[int, ...] = ()
     ghosts = 0.0
 
     def values(self, evidence: Evidence) -> NDArray[np.float64]:

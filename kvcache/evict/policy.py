@@ -1,9 +1,10 @@
 """The contract of an eviction policy: it ranks classes of blocks, never blocks.
 
-The index sorts the blocks without resident children into classes by how often they were used, and keeps each class
-ordered by age. A policy answers with the value of a block of each class at each age; the index takes the least
-valuable first, deeper blocks before shallower ones on ties, and takes in nothing at the cost of what is worth more. So
-a decision costs the same for a thousand blocks and for a million, and a policy knows nothing of bytes, tiers or I/O.
+The index sorts the blocks without resident children into classes by how often they were used and after how long the
+last time, and keeps each class ordered by age. A policy answers with the value of a block of each class at each age;
+the index takes the least valuable first, deeper blocks before shallower ones on ties, and takes in nothing at the cost
+of what is worth more. So a decision costs the same for a thousand blocks and for a million, and a policy knows nothing
+of bytes, tiers or I/O.
 
 Age is counted in requests. Bins of age are logarithmic: `age_bin(age)`.
 
@@ -43,7 +44,7 @@ AGE_EDGES = tuple(bisect_left(range(1 << 20), b, key=age_bin) for b in range(AGE
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the index has seen, as counts by (class, bin of age), of shape (len(bounds) + 1, AGE_BINS)."""
+    """What the index has seen, as counts by (class, bin of age), of shape (classes(policy), AGE_BINS)."""
 
     waiting: NDArray[np.int64]
     """Blocks that are here and blocks that are remembered, by their age now."""
@@ -54,7 +55,7 @@ class Evidence:
 
     @classmethod
     def none(cls, policy: Policy) -> Evidence:
-        zeros = np.zeros((len(policy.bounds) + 1, AGE_BINS), np.int64)
+        zeros = np.zeros((classes(policy), AGE_BINS), np.int64)
         return cls(zeros, zeros, zeros)
 
 
@@ -62,11 +63,18 @@ class Policy(Protocol):
     name: str
     bounds: tuple[int, ...]
     """Class of a block used again `u` times: the number of bounds that are at most `u`. No bounds: one class."""
+    gaps: tuple[int, ...]
+    """Each class but the first is as many more as there are gaps: by how many of these are at most the age, in
+    requests, at which the last use came. Seven at most."""
     ghosts: float
     """How many blocks that left are remembered for each one that is there."""
 
     def values(self, evidence: Evidence) -> NDArray[np.float64]:
-        """The value of a block by (class, age bin), of shape (len(bounds) + 1, AGE_BINS); none below 0."""
+        """The value of a block by (class, age bin), of shape (classes, AGE_BINS); none below 0."""
+
+
+def classes(policy: Policy) -> int:
+    return 1 + len(policy.bounds) * (len(policy.gaps) + 1)
 
 
 def requests_between_tables(clock: int) -> int:

@@ -20,7 +20,8 @@ from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, Policy, requests_between_tables
 from kvcache.evict.shares import UNLIMITED
-from kvcache.hierarchy.plain_index import MOST_USES, PlainIndex
+from kvcache.hierarchy.orders import MOST_USES, Classes
+from kvcache.hierarchy.plain_index import PlainIndex
 from kvcache.hierarchy.run import PLACE_BYTES, Packed, Run, joined, place_of_address
 from kvcache.observe.changes import Change, Changes
 from kvcache.port import Clock, Port
@@ -125,7 +126,9 @@ class Index:
         self.policy = policy
         self._number = {tier: t for t, tier in enumerate(tiers)}
         core = PlainIndex if plain or not native.available() else native.core.Index
-        self._core: Any = core(len(tiers), policy.bounds, AGE_EDGES, policy.ghosts)
+        self.use_class = Classes(policy.bounds, policy.gaps).of
+        """By a byte of `uses`."""
+        self._core: Any = core(len(tiers), policy.bounds, AGE_EDGES, policy.ghosts, policy.gaps)
         self._evidence: Evidence | None = None  # what the table below is made from, where it is
         self._table: NDArray[np.float64] | None = None
         self._due = 0  # when the next evidence is taken
@@ -256,13 +259,13 @@ class Index:
         """Take the least valuable records out of a tier, at most `count`.
 
         `before`: only those last used earlier than this time (a request never evicts its own chain). `stored_below`:
-        only those that a tier below has too. `worth`: none that is worth more than one that comes now, was used so
-        often and has this `weight`. `weights`: by kind, what multiplies the policy's values, infinity for what stays; 1
-        for kinds that are not given.
+        only those that a tier below has too. `worth`: none that is worth more than one that comes now, with these
+        `uses` and of this `weight`. `weights`: by kind, what multiplies the policy's values, infinity for what stays;
+        1 for kinds that are not given.
         """
         table, most = self.values(), inf
         if worth is not None and self.policy.bounds:
-            most = float(table[sum(worth >= bound for bound in self.policy.bounds), 0]) * weight
+            most = float(table[self.use_class(worth), 0]) * weight
         with self.changes.order:
             victims = self._core.evict(self._number[tier], table, count, before, stored_below, weights, most)
             if victims and self.changes.on:

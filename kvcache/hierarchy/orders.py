@@ -3,7 +3,7 @@ use, and for whether a tier below has it too. Plain twin of `csrc/host/order` an
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 from math import inf
 
@@ -16,13 +16,34 @@ from kvcache.hierarchy.node import Node, Standing
 Key = tuple[int, int, int, int]  # tier, kind, whether a tier below has it, class
 
 
-class PlainOrders:
-    def __init__(self, tiers: int, bounds: Sequence[int], ages: Ages) -> None:
-        self._tiers, self._bounds, self._ages = tiers, bounds, ages
-        self.all: dict[Key, list[Standing]] = {}
+USES_BITS = 5
+MOST_USES = (1 << USES_BITS) - 1
 
-    def use_class(self, uses: int) -> int:
-        return sum(uses >= bound for bound in self._bounds)
+
+class Classes:
+    """Of use. A block's uses are a byte: how many there were after the first, and in the bits above that how many of
+    `gaps` are at most the age at which the last of them came. Its class goes by how many of `bounds` are at most the
+    former; where any is, the latter tells further."""
+
+    def __init__(self, bounds: Sequence[int], gaps: Sequence[int]) -> None:
+        self._bounds, self._gaps = tuple(bounds), tuple(gaps)
+
+    def __len__(self) -> int:
+        return 1 + len(self._bounds) * (len(self._gaps) + 1)
+
+    def of(self, uses: int) -> int:
+        c = bisect_right(self._bounds, uses & MOST_USES)
+        return 1 + (c - 1) * (len(self._gaps) + 1) + (uses >> USES_BITS) if c else 0
+
+    def again(self, uses: int, age: int) -> int:
+        """After one more, at that age."""
+        return min((uses & MOST_USES) + 1, MOST_USES) | bisect_right(self._gaps, age) << USES_BITS
+
+
+class PlainOrders:
+    def __init__(self, tiers: int, classes: Classes, ages: Ages) -> None:
+        self._tiers, self._classes, self._ages = tiers, classes, ages
+        self.all: dict[Key, list[Standing]] = {}
 
     def leave(self, node: Node) -> None:
         for t, key in enumerate(node.listed):
@@ -36,7 +57,7 @@ class PlainOrders:
             return
         for t in range(self._tiers):
             if node.listed[t] is None and node.tiers >> t & 1 and not node.children[t]:
-                key = t, kind, int(node.tiers >> (t + 1) != 0), self.use_class(node.uses)
+                key = t, kind, int(node.tiers >> (t + 1) != 0), self._classes.of(node.uses)
                 insort(self.all.setdefault(key, []), node.standing)
                 node.listed[t] = key
 

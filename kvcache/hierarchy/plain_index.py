@@ -25,35 +25,37 @@ from kvcache.block.key import SIGNATURE_BYTES, digest_chain
 from kvcache.hierarchy.ages import Ages
 from kvcache.hierarchy.ghosts import PlainGhosts, Use
 from kvcache.hierarchy.node import UNKNOWN, Name, Node, names_of
-from kvcache.hierarchy.orders import PlainOrders
+from kvcache.hierarchy.orders import Classes, PlainOrders
 from kvcache.hierarchy.prefix import usable
 from kvcache.hierarchy.run import Packed
 
 Victim = tuple[bytes, bytes, bytes, bool]  # place, signature, parent, whether another tier still has it
 
-MOST_TIERS, MOST_USES = 4, 0xFF
+MOST_TIERS = 4
 
 
 class PlainIndex:
-    """`bounds`: a block used `u` times is in the class of the number of bounds that are at most `u`. `edges`: the least
-    age of each bin. `ghosts`: how many departures are remembered for each block that some tier has."""
+    """`bounds`, `gaps`: the classes of use, see `orders.Classes`. `edges`: the least age of each bin. `ghosts`: how
+    many departures are remembered for each block that some tier has."""
 
-    def __init__(self, tiers: int, bounds: Sequence[int], edges: Sequence[int], ghosts: float) -> None:
+    def __init__(
+        self, tiers: int, bounds: Sequence[int], edges: Sequence[int], ghosts: float, gaps: Sequence[int] = ()
+    ) -> None:
         if not 1 <= tiers <= MOST_TIERS:
             raise ValueError(f"{tiers} tiers: expected 1 to {MOST_TIERS}")
         self.clock = 0
-        self._tiers, self._bounds, self._ghosts_a_block = tiers, tuple(bounds), ghosts
+        self._tiers, self._ghosts_a_block = tiers, ghosts
         self._nodes: dict[Name, Node] = {}
         self._resident = [0] * tiers
         self._blocks = 0  # nodes that some tier has
-        classes = len(bounds) + 1
+        classes = Classes(bounds, gaps)
         self._kinds: dict[bytes, int] = {}  # by place; 0 where it is not here
         self._of_kind = [[0] * tiers]  # residents
-        self._ages = Ages(classes, edges)
-        self._orders = PlainOrders(tiers, self._bounds, self._ages)
-        self.use_class = self._orders.use_class
-        self._reused = np.zeros((classes, len(edges)), np.int64)
-        self._forgotten = np.zeros((classes, len(edges)), np.int64)
+        self._ages = Ages(len(classes), edges)
+        self._orders = PlainOrders(tiers, classes, self._ages)
+        self.use_class, self._again = classes.of, classes.again
+        self._reused = np.zeros((len(classes), len(edges)), np.int64)
+        self._forgotten = np.zeros((len(classes), len(edges)), np.int64)
         self._ghosts = PlainGhosts()
         self._lock = threading.RLock()
 
@@ -117,14 +119,14 @@ class PlainIndex:
             return self.clock if node is None else node.stamp
 
     def uses(self, place: bytes, signatures: Packed) -> bytes:
-        """How often each was used, as a tier that takes it in now would count: one that comes back was used again."""
+        """Of each, as `use_class` reads them and a tier would count that takes it in now: one more if it comes back."""
         with self._lock:
             return bytes(map(self._uses, names_of(place, signatures)))
 
     def _uses(self, name: Name) -> int:
         node, ghost = self._nodes.get(name), self._ghosts.find(name)
         if ghost is not None and (node is None or not node.known):
-            return min(ghost.uses + 1, MOST_USES)
+            return self._again(ghost.uses, self.clock - ghost.stamp)
         return node.uses if node is not None else 0
 
     def waiting(self) -> NDArray[np.int64]:
@@ -190,7 +192,7 @@ class PlainIndex:
                 if node.tiers:
                     self._ages.add(self.use_class(node.uses), node.stamp, -1)
                     self._count_reuse(node.uses, max(0, stamp - node.stamp))
-                node.uses = min(node.uses + 1, MOST_USES)
+                node.uses = self._again(node.uses, max(0, stamp - node.stamp))
                 node.stamp = max(node.stamp, stamp)
                 if node.tiers:
                     self._ages.add(self.use_class(node.uses), node.stamp, 1)
@@ -328,7 +330,7 @@ class PlainIndex:
             return uses
         self._ages.add(self.use_class(ghost.uses), ghost.stamp, -1)
         self._count_reuse(ghost.uses, self.clock - ghost.stamp)
-        return min(ghost.uses + 1, MOST_USES)
+        return self._again(ghost.uses, self.clock - ghost.stamp)
 
     def _trim_ghosts(self) -> None:
         for ghost in self._ghosts.trim(int(self._ghosts_a_block * self._blocks)):

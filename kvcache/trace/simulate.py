@@ -73,7 +73,8 @@ def signatures(unique: int) -> NDArray[np.uint64]:
 
 
 def _ranked(trace: Trace, policy: Policy, capacity: int, plain: bool) -> NDArray[np.int32]:
-    index: Any = (PlainIndex if plain else native.core.Index)(1, policy.bounds, AGE_EDGES, policy.ghosts)
+    core: Any = PlainIndex if plain else native.core.Index
+    index = core(1, policy.bounds, AGE_EDGES, policy.ghosts, policy.gaps)
     names, hits = signatures(trace.unique), np.zeros(len(trace), np.int32)
     done = 0
     while done < len(trace):

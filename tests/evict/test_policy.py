@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcache.evict import hazard
 from kvcache.evict.hazard import Hazard
 from kvcache.evict.lru import LRU
-from kvcache.evict.policy import AGE_BINS, BINS_PER_OCTAVE, Evidence, Policy, age_bin
+from kvcache.evict.policy import AGE_BINS, BINS_PER_OCTAVE, Evidence, Policy, age_bin, classes
 
 POLICIES = [LRU, Hazard]
 
@@ -17,11 +18,11 @@ POLICIES = [LRU, Hazard]
 @pytest.mark.parametrize("make", POLICIES)
 def test_a_policy_ranks_every_class_and_age(make: type[Policy]) -> None:
     policy = make()
-    classes = len(policy.bounds) + 1
     values = policy.values(Evidence.none(policy))
-    assert values.shape == (classes, AGE_BINS)
+    assert values.shape == (classes(policy), AGE_BINS)
     assert np.isfinite(values).all()
     assert list(policy.bounds) == sorted(set(policy.bounds))
+    assert list(policy.gaps) == sorted(set(policy.gaps))
 
 
 @pytest.mark.parametrize("make", POLICIES)
@@ -39,3 +40,29 @@ def test_an_older_block_stands_in_no_younger_bin(one: int, other: int) -> None:
 def test_bins_are_five_an_octave_and_the_last_is_open() -> None:
     assert [age_bin(1 << octave) for octave in range(4)] == [1 + BINS_PER_OCTAVE * octave for octave in range(4)]
     assert age_bin(1 << 60) == AGE_BINS - 1
+
+
+def test_what_came_back_soon_is_worth_more_than_what_came_back_late_where_that_was_so() -> None:
+    """Of blocks used once again: those after a short while always came back within ten requests, the others never."""
+    policy = Hazard()
+    evidence = Evidence.none(policy)
+    reused, waiting = evidence.reused.copy(), evidence.waiting.copy()
+    soon, late = 1, len(policy.gaps) + 1
+    reused[soon, age_bin(8)] = 100_000
+    waiting[late, age_bin(100)] = 100_000
+    values = policy.values(Evidence(waiting, reused, evidence.forgotten))
+    assert values[soon, age_bin(4)] > 10 * values[late, age_bin(4)]
+
+
+def test_a_rate_is_the_best_over_all_ends() -> None:
+    """The index of Gittins against its definition, on curves of any form."""
+    chance = np.random.default_rng(5).beta(0.2, 2, (4, len(hazard._WIDE)))
+    found = hazard.index(chance)
+    for of_class, best in zip(chance, found, strict=True):
+        for a in range(len(best)):
+            waits, uses, held, rates = 1.0, 0.0, 0.0, []
+            for now, width in zip(of_class[a:], hazard._WIDTH[a:], strict=True):
+                uses, held = uses + waits * now, held + width * waits * (1 - now / 2)
+                waits *= 1 - now
+                rates.append(uses / held)
+            assert best[a] == pytest.approx(max(rates), rel=1e-6)

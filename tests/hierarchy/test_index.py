@@ -31,17 +31,18 @@ class Ranks:
 
     name = "ranks"
     bounds = (1, 3)
+    gaps = (2, 6)
     ghosts = 0.0
 
     def values(self, evidence: Evidence) -> NDArray[np.float64]:
-        return np.arange(3)[:, None] * 2.0 + (AGE_BINS - np.arange(AGE_BINS))[None, :] // 4
+        return np.arange(7)[:, None] * 2.0 + (AGE_BINS - np.arange(AGE_BINS))[None, :] // 4
 
 
 class Holes(Ranks):
     """The oldest are not the least valuable, and many are equal: any bin of any class may be the one to take from."""
 
     def values(self, evidence: Evidence) -> NDArray[np.float64]:
-        values = np.random.default_rng(1).integers(0, 5, (3, AGE_BINS)).astype(np.float64)
+        values = np.random.default_rng(1).integers(0, 5, (7, AGE_BINS)).astype(np.float64)
         values[values == 4] = np.inf  # these stay
         return values
 
@@ -65,6 +66,7 @@ class Known:
     depth: int
     parent: bytes
     uses: int = 0
+    gap: int = 0  # before the last of them
     stamp: int = 0
     holds: int = 0
 
@@ -117,8 +119,8 @@ class IndexMachine(RuleBasedStateMachine):
         self.index.touch(run(addresses), stamp)
         for address in addresses:
             if address.name in self.known:
-                self.known[address.name].uses += 1
-                self.known[address.name].stamp = stamp
+                known = self.known[address.name]
+                known.uses, known.gap, known.stamp = known.uses + 1, stamp - known.stamp, stamp
 
     @rule(
         which=st.integers(0, 3),
@@ -171,6 +173,9 @@ class IndexMachine(RuleBasedStateMachine):
                 if (stored_below and not below) or (before is not None and k.stamp >= before):
                     continue
                 c = sum(k.uses >= bound for bound in self.policy.bounds)
+                if c:  # the second, third... group of as many classes as there are gaps, and one
+                    later = sum(k.gap >= gap for gap in self.policy.gaps)
+                    c = 1 + (c - 1) * (len(self.policy.gaps) + 1) + later
                 if values[c, age_bin(self.index.clock - k.stamp)] == np.inf:
                     continue
                 candidates.append((values[c, age_bin(self.index.clock - k.stamp)], -below, k.stamp, -k.depth, name))

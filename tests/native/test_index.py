@@ -28,13 +28,14 @@ pytestmark = pytest.mark.skipif(not native.built, reason="the compiled core was 
 SPACES = [bytes([s]) * 32 for s in range(2)]
 PLACES = [place_of(SPACES[0], 0, Shard(0, 2, 0, 4)), place_of(SPACES[0], 1, Shard(0, 1, 0, 1))]
 PLACES += [place_of(SPACES[1], 0, Shard(0, 2, 0, 4))]
-BOUNDS = (1, 2, 5)
+BOUNDS, GAPS = (1, 2, 5), (3, 12)
+CLASSES = 1 + 3 * 3
 TABLES = [
-    np.repeat(-np.arange(AGE_BINS, dtype=np.float64)[None, :], 4, axis=0),
-    np.arange(4, dtype=np.float64)[:, None] - np.arange(AGE_BINS)[None, :] // 9,
-    np.zeros((4, AGE_BINS)),
-    np.random.default_rng(3).standard_normal((4, AGE_BINS)),
-    np.random.default_rng(4).integers(0, 3, (4, AGE_BINS)).astype(np.float64),
+    np.repeat(-np.arange(AGE_BINS, dtype=np.float64)[None, :], CLASSES, axis=0),
+    np.arange(CLASSES, dtype=np.float64)[:, None] - np.arange(AGE_BINS)[None, :] // 9,
+    np.zeros((CLASSES, AGE_BINS)),
+    np.random.default_rng(3).standard_normal((CLASSES, AGE_BINS)),
+    np.random.default_rng(4).integers(0, 3, (CLASSES, AGE_BINS)).astype(np.float64),
 ]
 TABLES.append(np.where(TABLES[3] > 0, np.inf, TABLES[3]))  # half of all stay
 WEIGHTS = [(), (1.0, 3.0), (0.5, math.inf, 2.0), (math.inf, 1.0, 1.0, 1.0)]  # by kind
@@ -65,7 +66,7 @@ def rows(packed: bytes) -> list[bytes]:
 class Twins(RuleBasedStateMachine):
     @initialize(ghosts=st.sampled_from([0.0, 0.5, 2.0]))
     def begin(self, ghosts: float) -> None:
-        self.twins: list[Any] = [core(3, BOUNDS, AGE_EDGES, ghosts) for core in (PlainIndex, native.core.Index)]
+        self.twins: list[Any] = [core(3, BOUNDS, AGE_EDGES, ghosts, GAPS) for core in (PlainIndex, native.core.Index)]
         self.held: list[tuple[bytes, bytes]] = []
 
     def both(self, call: Callable[[Any], Any]) -> Any:
@@ -343,7 +344,10 @@ def test_threads_at_once() -> None:
         (lambda i: i.assign([PLACES[0]], 1 << 12), "kind 4096: expected less than 4096"),
         (lambda i: i.assign([b"short"], 1), "a place of 5 bytes"),
         (lambda i: native.core.Index(5, (), AGE_EDGES, 0.0), "5 tiers: expected 1 to 4"),
-        (lambda i: native.core.Index(1, (3, 2), AGE_EDGES, 0.0), "ascending numbers up to 255"),
+        (lambda i: native.core.Index(1, (3, 2), AGE_EDGES, 0.0), "ascending numbers up to 31"),
+        (lambda i: native.core.Index(1, (1, 32), AGE_EDGES, 0.0), "ascending numbers up to 31"),
+        (lambda i: native.core.Index(1, (1,), AGE_EDGES, 0.0, (4, 4)), "gaps between uses out of order"),
+        (lambda i: native.core.Index(1, (1,), AGE_EDGES, 0.0, range(8)), "7 at most"),
         (lambda i: native.core.Index(1, (), (1, 2), 0.0), "begin with 0"),
     ],
 )
