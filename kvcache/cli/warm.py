@@ -107,6 +107,7 @@ def prefill(
         held=_held,
         most_bytes=most_bytes,
         patience_s=patience_s,
+        lease_s=loaded.warm.lease_s,
         tell=tell,
     )
     try:

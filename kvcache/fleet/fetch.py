@@ -34,12 +34,26 @@ class Fetched:
     fault: str = ""
 
 
-class Fetch:
-    """`most_bytes`: that are brought at most; host's memory bounds them too. Nothing that was used after this began
-    leaves for it."""
+class Room:
+    """Bytes that may be brought, by several fetches together. Thread-safe."""
 
-    def __init__(self, cache: Cache, heat: Heat, bounds: Iterable[BoundCache], count: int, *, most_bytes: int) -> None:
-        self._cache, self._heat, self._count, self._most_bytes = cache, heat, count, most_bytes
+    def __init__(self, most_bytes: int) -> None:
+        self._left = most_bytes
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int) -> bool:
+        with self._lock:
+            if size_bytes > self._left:
+                return False
+            self._left -= size_bytes
+            return True
+
+
+class Fetch:
+    """Host memory bounds what is brought, as `room` does. Nothing that was used after this began leaves for it."""
+
+    def __init__(self, cache: Cache, heat: Heat, bounds: Iterable[BoundCache], count: int, room: Room) -> None:
+        self._cache, self._heat, self._count, self._room = cache, heat, count, room
         self._bounds = {bound.id: bound for bound in bounds}.values()
         self.fetched = Fetched()
         self._done = threading.Event()
@@ -56,9 +70,6 @@ class Fetch:
 
     def stop(self) -> None:
         self._stop.set()
-
-    def wait(self, timeout_s: float | None = None) -> bool:
-        return self._done.wait(timeout_s)
 
     def run(self) -> None:
         """Raises for nothing."""
@@ -106,7 +117,7 @@ class Fetch:
                 near = flow.index.where(Run(place.name, packed).part(part.start, part.stop)) if part else b""
                 far += [(chain[i], chain.payload_bytes) for i, mask in zip(part, near, strict=True) if not mask & 1]
             size = sum(payload for _, payload in far)
-            if self.fetched.bytes + size > self._most_bytes:
+            if not self._room.take(size):
                 self.fetched.full = True
                 return False
             arrivals = flow.promoter.begin(

@@ -44,10 +44,19 @@ class Turn(Enum):
 class Lease:
     """Of one prompt, known by a digest. Every call may raise OSError: no server, no lease."""
 
-    def __init__(self, board: Board, digest: str, *, lease_s: float = LEASE_S, mark_s: float = MARK_S) -> None:
+    def __init__(
+        self,
+        board: Board,
+        digest: str,
+        *,
+        lease_s: float = LEASE_S,
+        renew_s: float | None = None,
+        mark_s: float = MARK_S,
+    ) -> None:
+        """`renew_s`: how often it is renewed; thrice in its time where that is not given."""
         name = f"{board.prefix}:w1:{{{digest}}}".encode()
         self._board, self._keys = board, [name + b":lease", name + b":stored", name + b":number"]
-        self._lease_s, self._mark_s = lease_s, mark_s
+        self._lease_s, self._renew_s, self._mark_s = lease_s, renew_s or lease_s / 3, mark_s
         self.number = 0
 
     def take(self) -> Turn:
@@ -78,7 +87,7 @@ class Lease:
         over = threading.Event()
 
         def renew() -> None:
-            while not over.wait(self._lease_s / 3):
+            while not over.wait(self._renew_s):
                 with suppress(OSError):  # it may answer again before the lease is over
                     if not self.renew():
                         return

@@ -10,7 +10,7 @@ from typing import Any
 from kvcache.errors import ConfigError
 from kvcache.fleet.board import Board
 from kvcache.fleet.engine import Engine
-from kvcache.fleet.fetch import Fetch
+from kvcache.fleet.fetch import Fetch, Room
 from kvcache.fleet.heat import CHAINS, Heat, Teller
 from kvcache.fleet.prompts import Prompt
 from kvcache.fleet.warm import Warm
@@ -24,7 +24,14 @@ _MOST_KEPT = 16  # of fetches, for whoever asks how far they are
 
 def join(cache: Cache) -> Node | None:
     """Where the settings name a Redis; ends with the cache."""
-    return Node(cache) if cache.settings.redis.enabled else None
+    if cache.settings.redis.enabled:
+        return Node(cache)
+    cache.answers["warm"] = _alone
+    return None
+
+
+def _alone(asked: dict[Any, Any]) -> dict[str, Any]:
+    raise ConfigError("redis.enabled is false in this cache's settings: it has no fleet to fetch from")
 
 
 def warm_up(cache: Cache, url: str, prompts: Sequence[Prompt]) -> Warm:
@@ -40,6 +47,7 @@ def warm_up(cache: Cache, url: str, prompts: Sequence[Prompt]) -> Warm:
         held=lambda: cache.host.usage().used_bytes,
         most_bytes=min(settings.max_bytes, cache.settings.host.capacity_bytes // 2),
         patience_s=settings.deadline_s,
+        lease_s=settings.lease_s,
     )
     if settings.before_ready:
         end = clock.now() + settings.deadline_s
@@ -57,6 +65,7 @@ class Node:
         self._board = Board(cache.settings.redis, cache.flow.port)
         self._heat = Heat(self._board, half_life_s=settings.heat_half_life_s)
         self._most_bytes = min(settings.max_bytes, cache.settings.host.capacity_bytes // 2)
+        self._room = Room(self._most_bytes)
         self._fetches: list[Fetch] = []
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -64,7 +73,7 @@ class Node:
         self._teller = Teller(cache, self._heat, every_s=settings.heat_every_s) if telling else None
         self._end = cache.flow.port.clock.now() + settings.deadline_s
         if settings.hot:
-            cache.at_bind.append(lambda bound: self.fetch([bound], settings.hot, self._most_bytes))
+            cache.at_bind.append(lambda bound: self.fetch([bound], settings.hot, self._room))
             if settings.before_ready:
                 cache.waits.append(self.ready)
         cache.answers["warm"] = self.answer
@@ -74,8 +83,8 @@ class Node:
         """All that was to be fetched was, or had its time."""
         return self._cache.flow.port.clock.now() >= self._end or all(fetch.ready for fetch in self._fetches)
 
-    def fetch(self, bounds: list[BoundCache], count: int, most_bytes: int) -> Fetch:
-        fetch = Fetch(self._cache, self._heat, bounds, count, most_bytes=most_bytes)
+    def fetch(self, bounds: list[BoundCache], count: int, room: Room) -> Fetch:
+        fetch = Fetch(self._cache, self._heat, bounds, count, room)
         with self._lock:
             self._fetches = [*self._fetches[-_MOST_KEPT:], fetch]
             self._threads = [*(thread for thread in self._threads if thread.is_alive()), fetch.start()]
@@ -92,7 +101,7 @@ class Node:
             bounds = self._cache.bounds
             if not bounds:
                 raise ConfigError("no engine has bound a namespace here yet: there is nothing to fetch for")
-            self.fetch(bounds, count, self._most_bytes if most is None else most)
+            self.fetch(bounds, count, Room(self._most_bytes if most is None else most))
         if not self._fetches:
             return {"done": True}
         last = self._fetches[-1]

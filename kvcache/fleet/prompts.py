@@ -10,7 +10,6 @@ A text or a list of token ids may stand alone. Empty lines, and lines that begin
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -73,9 +72,3 @@ def _is_list_of(content: object, kind: type) -> bool:
         and bool(content)
         and all(isinstance(each, kind) and not isinstance(each, bool) for each in content)
     )
-
-
-def shown(prompts: Sequence[Prompt]) -> str:
-    """For people: how many of each kind."""
-    counts = {kind: sum(prompt.kind == kind for prompt in prompts) for kind in ("text", "messages", "token_ids")}
-    return ", ".join(f"{count} of {kind}" for kind, count in counts.items() if count) or "none"

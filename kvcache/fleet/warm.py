@@ -7,6 +7,7 @@ leases every node has its own engine do it: never in the way.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvcache.errors import KVCacheError, UnreachableError
+from kvcache.errors import KVCacheError
 from kvcache.fleet.board import Board
 from kvcache.fleet.engine import Usage
 from kvcache.fleet.lease import LEASE_S, Lease, Turn
@@ -125,6 +126,9 @@ class Warm:
 
     def _say(self, step: Step) -> None:
         self.steps.append(step)
+        level = logging.WARNING if step.what == "failed" else logging.INFO
+        of = len(self._prompts)
+        _log.log(level, "prompt %d of %d: %s%s", step.number + 1, of, step.what, f", {step.why}" if step.why else "")
         self._tell(step)
 
     def _one(self, number: int, prompt: Prompt) -> Step | None:
@@ -143,8 +147,6 @@ class Warm:
                 return Step(number, "fetched", self._engine.prefill(prompt))
             return self._with_lease(number, prompt, lease)
         except KVCacheError as error:
-            if isinstance(error, UnreachableError):
-                _log.warning("%s", error)
             return Step(number, "failed", why=str(error))
 
     def _with_lease(self, number: int, prompt: Prompt, lease: Lease) -> Step:

@@ -29,6 +29,11 @@ class Warm(Section):
         default=False, description="Whether readiness (`/readyz`) waits for all of this, `warm.deadline_s` at most."
     )
     deadline_s: Seconds = Field(default=600.0, description="After so long warming up ends, whatever is left.")
+    lease_s: Seconds = Field(
+        default=10.0,
+        description="For so long a node that died keeps the others from the prompt it was to compute; one that lives "
+        "renews its lease.",
+    )
     heat: bool = Field(
         default=True, description="Whether this node tells the fleet which chains its requests found, for `hot`."
     )

@@ -45,14 +45,19 @@ class Node:
             [redis]
             enabled = true
             url = "{server.tcp}"
+            timeout_s = 60
             [flow]
-            ask_deadline_s = 30
-            deadline_s = 30
+            ask_deadline_s = 60
+            deadline_s = 60
             [plan]
             enabled = false
+            [log]
+            format = "text"
+            level = "info"
             [warm]
             file = "{warm}"
             before_ready = true
+            lease_s = 120
         """)
         self.environment = {**os.environ, "KVCACHE_DIR": str(place), "XDG_RUNTIME_DIR": str(place)}
         self.environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

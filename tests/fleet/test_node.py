@@ -155,6 +155,29 @@ def test_chains_that_left_the_server_are_no_fault(fleet: Any, server: Server) ->
     assert (told["chains"], told["whole"], told["blocks"], told["fault"]) == (1, 0, 0, "")
 
 
+def test_the_limit_is_of_all_namespaces_together(fleet: Any, server: Server) -> None:
+    first, engine = fleet(), Engine(FULL)
+    for revision in "ab":
+        bound = bind(first, revision=revision)
+        store(bound, engine, PROMPTS[0], list(range(8)))
+        use(bound, PROMPTS[0])
+    assert first.flush(30)
+    heated(server, 1, 1)
+    second = fleet(hot=1, max_bytes=12 * FULL.block_bytes())
+    both = []
+    for revision in "ab":
+        both.append(bind(second, revision=revision))
+        until(lambda: second.answers["warm"]({})["done"], "it has fetched")
+    assert [near(second, bound, PROMPTS[0]) for bound in both] == [8, 0]
+
+
+def test_a_cache_without_a_fleet_says_so() -> None:
+    with kvcache.open(host={"capacity_bytes": 256 * KIB}, nvme={"enabled": False}, control={"enabled": False}) as cache:
+        with pytest.raises(ConfigError, match=r"redis\.enabled"):
+            cache.answers["warm"]({"hot": 1})  # type: ignore[attr-defined]
+        assert cache.ready()  # type: ignore[attr-defined]
+
+
 def test_a_server_that_is_away_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
     settings = {"host": {"capacity_bytes": 256 * KIB}, "nvme": {"enabled": False}, "control": {"enabled": False}}
     away = {"enabled": True, "url": "redis://127.0.0.1:1/0", "timeout_s": 0.2}

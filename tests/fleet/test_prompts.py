@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.errors import ConfigError
-from kvcache.fleet.prompts import Prompt, read, shown
+from kvcache.fleet.prompts import Prompt, read
 
 
 def test_a_value_a_line(tmp_path: Path) -> None:
@@ -19,8 +19,6 @@ def test_a_value_a_line(tmp_path: Path) -> None:
     prompts = read(file)
     assert [prompt.kind for prompt in prompts] == ["text", "text", "token_ids", "token_ids", "messages"]
     assert [prompt.content for prompt in prompts[:4]] == ["You are", "Überall", [1, 2, 3], [7]]
-    assert shown(prompts) == "2 of text, 1 of messages, 2 of token_ids"
-    assert shown([]) == "none"
 
 
 @pytest.mark.parametrize(
