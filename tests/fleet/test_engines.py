@@ -130,7 +130,7 @@ def answers(node: Node, path: str) -> tuple[int, Any]:
 def test_nodes_that_boot_are_ready_when_their_prefixes_are_near(nodes: list[Node], server: Server) -> None:
     for node in nodes:
         until(lambda node=node: answers(node, "/readyz") == (200, {"ready": True}), "it is ready", 120)
-    assert len(server.client.keys("kvcache:k1*")) == len(BOOT) // 16, "one copy of the prompt"
+    assert len(server.client.keys("kvcache:k1*:0:*")) == len(BOOT) // 16, "one copy of the prompt"
     computed = [blocks for node in nodes if (blocks := stored(node))]
     assert computed == [len(BOOT) // 16], "one node computed it"
 
