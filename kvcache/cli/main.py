@@ -31,6 +31,7 @@ SUBCOMMANDS = (
     "ls",
     "metrics",
     "nvme",
+    "object",
     "pin",
     "prune",
     "ps",

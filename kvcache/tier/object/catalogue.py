@@ -141,7 +141,14 @@ class Catalogue:
         row = found[1]
         if row.parent and address.parent and row.parent != address.parent:
             return None
-        return None if 0 < row.expires_ms <= self._clock.wall() * 1000 else found
+        return None if self._over(row) else found
+
+    def _over(self, row: Row) -> bool:
+        return 0 < row.expires_ms <= self._clock.wall() * 1000
+
+    def expired(self, pack: Pack) -> bool:
+        """Whether nothing in it is of use any more."""
+        return all(map(self._over, pack.table.rows))
 
     # learning
 

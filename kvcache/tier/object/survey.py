@@ -79,24 +79,27 @@ class Survey:
                 faults.append(f"object: {path} has {size} bytes, its table says {pack.table.size_bytes}")
         return faults
 
-    def prune(self, *, older_s: float | None, most_bytes: int | None, dry_run: bool) -> Space:
-        """Delete packs that are older than so much, and the oldest beyond so many bytes; what went. With the last pack
-        of a namespace goes what else there is of it."""
+    def prune(
+        self, *, older_s: float | None, most_bytes: int | None, expired: bool = False, dry_run: bool = False
+    ) -> Space:
+        """Delete packs that are older than so much, the oldest beyond so many bytes, those of which every record has
+        expired; what went. With the last pack of a namespace goes what else there is of it."""
+        over = {pack.path for pack in self.packs() if self._catalogue.expired(pack)} if expired else set()
         packs = sorted((each for each in self.listed() if self._names.is_pack(each.path)), key=lambda each: each.age_s)
-        gone, kept_bytes = Space(b""), 0
         leaving: list[Listed] = []
+        kept_bytes = 0
         for each in packs:  # the youngest first
             old = older_s is not None and each.age_s > older_s
-            if old or (most_bytes is not None and kept_bytes + each.size > most_bytes):
+            many = most_bytes is not None and kept_bytes + each.size > most_bytes
+            if old or many or each.path in over:
                 leaving.append(each)
             else:
                 kept_bytes += each.size
-        gone.packs, gone.size_bytes = len(leaving), sum(each.size for each in leaving)
-        gone.oldest_s = max((each.age_s for each in leaving), default=0.0)
         if not dry_run:
             self._bucket.delete([each.path for each in reversed(leaving)], None)
-            self.drop_empty()
-        return gone
+            self._drop_empty()
+        oldest_s = max((each.age_s for each in leaving), default=0.0)
+        return Space(b"", len(leaving), sum(each.size for each in leaving), oldest_s)
 
     def purge(self, namespace: bytes) -> int:
         """Delete every object of a namespace, until none is listed; how many records there were."""
@@ -120,7 +123,7 @@ class Survey:
                 found[namespace] = owner
         return found
 
-    def drop_empty(self) -> None:
+    def _drop_empty(self) -> None:
         """Of namespaces without a pack, delete what else there is."""
         listed = self.listed()
         full = {self._names.namespace_of(each.path) for each in listed if self._names.is_pack(each.path)}

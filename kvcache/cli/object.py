@@ -1,0 +1,105 @@
+"""`kvcache object`: what lies in the object store of these settings, and what of it should go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.errors import ConfigError, KVCacheError
+from kvcache.units import parse_bytes, parse_seconds, show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from kvcache.tier.object import ObjectTier
+
+File = Annotated[str | None, typer.Option("--config", "-c", help="The settings file that names the store.")]
+
+
+def ls(config: File = None, output: Output = Format.table, as_json: Json = False) -> None:
+    """Name the namespaces in the store, whoever wrote them: objects, bytes, ages. Reads the listing only."""
+    with _opened(config) as tier:
+        spaces = tier.survey.spaces()
+    if as_json or output is Format.json:
+        print_json(
+            [
+                {
+                    "namespace": space.namespace.hex(),
+                    "packs": space.packs,
+                    "bytes": space.size_bytes,
+                    "oldest_s": space.oldest_s,
+                    "newest_s": space.newest_s,
+                }
+                for space in spaces
+            ]
+        )
+        return
+    rows = [
+        (
+            space.namespace.hex()[:8],
+            f"{space.packs:,}",
+            show_bytes(space.size_bytes),
+            show_seconds(space.oldest_s),
+            show_seconds(space.newest_s),
+        )
+        for space in spaces
+    ]
+    print_table(("namespace", "objects", "bytes", "oldest", "newest"), rows)
+
+
+def prune(
+    older: Annotated[
+        str | None, typer.Option("--older-than", help="Objects that were written so long ago: 12h, 7d.")
+    ] = None,
+    most: Annotated[str | None, typer.Option("--most", help="The oldest beyond so many bytes: 2TiB.")] = None,
+    expired: Annotated[bool, typer.Option("--expired", help="Objects of which every record has expired.")] = False,
+    config: File = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would go, and remove nothing.")] = False,
+    output: Output = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Delete objects that are old, or more than there should be, whoever wrote them; what was in them is a miss."""
+    if older is None and most is None and not expired:
+        raise ConfigError("which objects: give --older-than, --most or --expired")
+    try:
+        older_s = None if older is None else parse_seconds(older)
+        most_bytes = None if most is None else parse_bytes(most)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    with _opened(config) as tier:
+        gone = tier.survey.prune(older_s=older_s, most_bytes=most_bytes, expired=expired, dry_run=dry_run)
+    if as_json or output is Format.json:
+        print_json({"packs": gone.packs, "bytes": gone.size_bytes, "oldest_s": gone.oldest_s, "dry_run": dry_run})
+        return
+    print_table(
+        ("objects", "bytes", "oldest"),
+        [(f"{gone.packs:,}", show_bytes(gone.size_bytes), show_seconds(gone.oldest_s) if gone.packs else "")],
+    )
+    if dry_run:
+        print("\nnothing was removed: without --dry-run these go")
+
+
+@contextmanager
+def _opened(config: str | None) -> Iterator[ObjectTier]:
+    from kvcache.config import load
+    from kvcache.tier.object import ObjectTier
+
+    settings = load(config, nvme={"enabled": False})
+    if not settings.object.url:
+        raise ConfigError("object.url: no store is named; give a settings file with --config, or KVCACHE_OBJECT__URL")
+    tier = ObjectTier(**settings.object.model_dump(exclude={"enabled", "write"}))
+    try:
+        yield tier
+    except TimeoutError:
+        raise KVCacheError(f"object {tier.where}: it did not answer in time") from None
+    finally:
+        tier.close()
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(no_args_is_help=True, help="The object store of these settings.")
+    group.command("ls")(ls)
+    group.command("prune")(prune)
+    app.add_typer(group, name="object")
