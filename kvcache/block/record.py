@@ -161,6 +161,11 @@ def expires_ms(fields: Mapping[int, bytes]) -> int:
     return int.from_bytes(fields.get(EXPIRY, b"")[:8], "little")
 
 
+def expiry_field(end_ms: int) -> dict[int, bytes]:
+    """The fields that say so; none for 0."""
+    return {EXPIRY: end_ms.to_bytes(8, "little")} if end_ms else {}
+
+
 def read_header(buf: Any) -> Header:
     """The header at the start of a bytes-like object. RecordError for anything but a whole, sound one."""
     view = memoryview(buf).cast("B")

@@ -21,6 +21,7 @@ COLUMNS = ("time", "request", "model", "tokens", "found", "why", "at")
 ADVICE: Mapping[str, str] = {
     "cold": "nothing to do where prompts are new. Where they are not: does the engine store, and into this cache?",
     "evicted": "more memory keeps more: raise host.capacity_bytes or nvme.capacity_bytes.",
+    "expired": "a longer `ttl_s`, of the request or the namespace, keeps it longer.",
     "diverged": "reuse ends at the first token that differs: put what changes from request to request behind what "
     "stays.",
     "apart": "make the two say the same in that field, if they may share blocks.",

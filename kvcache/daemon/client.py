@@ -26,7 +26,7 @@ from kvcache.daemon.remote import RemoteBound
 from kvcache.daemon.route import Route
 from kvcache.daemon.wire import Wire
 from kvcache.errors import ClosedError, ConfigError, KVCacheError, UnreachableError
-from kvcache.hierarchy.edge import check_shards
+from kvcache.hierarchy.edge import check_shards, check_ttl
 from kvcache.hierarchy.face import Bound
 from kvcache.observe.changes import Change, Told
 from kvcache.observe.request import logger
@@ -160,6 +160,7 @@ class RemoteCache:
         facts: Mapping[str, Any] | None = None,
         shards: Sequence[Shard] | None = None,
         ranks: Sequence[Sequence[Shard]] | None = None,
+        ttl_s: float | None = None,
     ) -> RemoteBound:
         self.check_open()
         held, _ = check_shards(layout, shards, ranks)
@@ -172,7 +173,7 @@ class RemoteCache:
             cache_salt=cache_salt,
             facts={**(facts or {}), **self._facts},
         )
-        bound = RemoteBound(self, namespace, held, ranks)
+        bound = RemoteBound(self, namespace, held, ranks, check_ttl(ttl_s))
         try:
             with self.asking() as link:
                 bound.number(link)

@@ -85,7 +85,10 @@ OPS: Mapping[str, Op] = {
         {"adapter": str, "shards": list, "ranks": list},
     ),
     "open": Op(
-        "control", {"request": int, "namespace": int, "id": str}, {"deadline_s": _NUMBER, "agent": str}, answered=False
+        "control",
+        {"request": int, "namespace": int, "id": str},
+        {"deadline_s": _NUMBER, "ttl_s": _NUMBER, "agent": str},
+        answered=False,
     ),
     "computed": Op("control", {"namespace": int, "tokens": int, "seconds": _NUMBER}, answered=False),
     "match": Op("control", {"request": int}, {"signatures": bytes, "head": bytes}),

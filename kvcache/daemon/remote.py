@@ -13,7 +13,7 @@ from kvcache.block.namespace import Namespace
 from kvcache.daemon.protocol import FRAME_BYTES, describe_shards
 from kvcache.daemon.taker import Taker
 from kvcache.errors import KVCacheError
-from kvcache.hierarchy.edge import check_origin, check_transfer
+from kvcache.hierarchy.edge import check_origin, check_transfer, check_ttl
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.mover import PagesMover
 from kvcache.hierarchy.transfer import BlockTransfer
@@ -36,11 +36,12 @@ class RemoteBound:
         namespace: Namespace,
         shards: Sequence[Shard],
         ranks: Sequence[Sequence[Shard]] | None,
+        ttl_s: float | None,
     ) -> None:
         self.cache, self.namespace, self.layout, self.shards = cache, namespace, namespace.layout, shards
         self.id = namespace.id
         """As the daemon has it, which adds what it does to blocks: known from its first answer on."""
-        self._ranks = ranks
+        self._ranks, self.ttl_s = ranks, ttl_s
         self._number: tuple[Link, int] | None = None
 
     def number(self, link: Link) -> int:
@@ -73,7 +74,7 @@ class RemoteBound:
         deadline_s: float | None = None,
     ) -> RemoteRequest:
         made = RemoteRequest(self, id or f"{self.cache.prefix}-{next(self.cache.numbers)}", deadline_s)
-        made.agent = agent or ""
+        made.agent, made.ttl_s = agent or "", check_ttl(self.ttl_s if ttl_s is None else ttl_s)
         made.open()
         return made
 
@@ -102,7 +103,7 @@ class RemoteBound:
 
 class RemoteRequest:
     def __init__(self, bound: RemoteBound, id: str, deadline_s: float | None, *, joined: bool = False) -> None:
-        self.id, self.agent = id, ""
+        self.id, self.agent, self.ttl_s = id, "", bound.ttl_s
         self._bound, self._cache = bound, bound.cache
         self._deadline_s = bound.cache.deadline_s if deadline_s is None else deadline_s
         self._joined = joined
@@ -140,7 +141,7 @@ class RemoteRequest:
             if self._joined:
                 self._known = link.ask("join", **fields)["blocks"]
             else:
-                link.tell("open", **fields, deadline_s=self._deadline_s, agent=self.agent)
+                link.tell("open", **fields, deadline_s=self._deadline_s, ttl_s=self.ttl_s, agent=self.agent)
                 if tell and self._chain.packed and self._chain.namespace_id == self._bound.id:
                     link.ask("match", request=self._number, **self._told())
             self._link = weakref.ref(link)

@@ -123,7 +123,8 @@ class Session:
             raise RequestError(f"request {number} is open already")
         agent = (message.get("agent") or "")[:LONGEST_AGENT]
         bound = self._of(message)
-        made = bound.request(self._name(message), agent=agent, deadline_s=_deadline(message))
+        ttl_s, deadline_s = message.get("ttl_s"), _deadline(message)
+        made = bound.request(self._name(message), agent=agent, ttl_s=ttl_s, deadline_s=deadline_s)
         self._take(number, bound, made)
         self._sizes[number] = 0
         return {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from kvcache.hierarchy.canary import Canary
 from kvcache.hierarchy.census import Census
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.curve import Curve
-from kvcache.hierarchy.edge import check_shards
+from kvcache.hierarchy.edge import check_shards, check_ttl
 from kvcache.hierarchy.erase import Erasure
 from kvcache.hierarchy.face import Bound
 from kvcache.hierarchy.flow import Flow
@@ -112,6 +113,8 @@ class Cache:
         )
         self.census = Census(self.index, (self.host, *self.below), port.clock, self._sizes)
         self.erasure = Erasure(self.index, (self.host, *self.below), self.census, self.flow.flush, port)
+        own = [tier for tier in self.below if not tier.shared]
+        self.learned = [self.erasure.submit(partial(self.flow.expiry.learn, tier.ending)) for tier in own]
         self._pinner = port.executor(1, "pin")
         self.copiers = Copiers(self._pinner.submit)
         self.host.arena.watch(self.copiers.came, self.copiers.gone)
@@ -146,6 +149,7 @@ class Cache:
         facts: Mapping[str, Any] | None = None,
         shards: Sequence[Shard] | None = None,
         ranks: Sequence[Sequence[Shard]] | None = None,
+        ttl_s: float | None = None,
     ) -> BoundCache:
         if self._closed:
             raise ClosedError("this cache was closed; open another one")
@@ -161,10 +165,17 @@ class Cache:
         )
         self._coder.bind(namespace)
         self.erasure.note(namespace)
-        key = (namespace.id, held, everywhere)
+        key = (namespace.id, held, everywhere, ttl_s)
         if key not in self._bound:
             bound = BoundCache(
-                self.flow, self.copiers, self._register, namespace, held, everywhere, self.settings.flow.deadline_s
+                self.flow,
+                self.copiers,
+                self._register,
+                namespace,
+                held,
+                everywhere,
+                self.settings.flow.deadline_s,
+                check_ttl(ttl_s),
             )
             self._weigh(bound)
             self._bound[key] = bound

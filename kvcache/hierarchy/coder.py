@@ -22,6 +22,8 @@ from kvcache.block.record import (
     ENCRYPTION,
     FIXED_BYTES,
     PARENT,
+    expires_ms,
+    expiry_field,
     fixed_part,
     header_area,
     new_write_id,
@@ -116,7 +118,7 @@ class Coder:
     def _seal(self, header: memoryview, body: memoryview, held: Held, codec: str) -> None:
         """Encrypt a payload where that is asked for, and write the header: checksums are of what is stored."""
         address, whole, write_id = held.address, held.payload_bytes, new_write_id()
-        fields: dict[int, bytes] = {}
+        fields = expiry_field(held.slot.expires_ms)
         if self._keys is not None:
             known = {**fields, PARENT: address.parent} if address.parent else fields
             bound = binding(fixed_part(address, codec, len(body), whole, write_id), known)
@@ -142,7 +144,7 @@ class Coder:
         if header.decoded_bytes != payload_bytes or header.stored_bytes > payload_bytes:
             return Outcome.DAMAGED
         payload = slot.view[area : area + payload_bytes]
-        slot.sealed = header.codec == "raw"
+        slot.sealed, slot.expires_ms = header.codec == "raw", expires_ms(header.fields)
         if ENCRYPTION in header.fields:
             slot.sealed = False
             if self._keys is None or not self._keys.knows(header):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvcache.block.layout import KVLayout, Shard
-from kvcache.errors import LayoutError, TokenError
+from kvcache.errors import LayoutError, RequestError, TokenError
 from kvcache.hierarchy.face import PageIds
 from kvcache.transfer.pages import Pages
+
+MOST_TTL_S = 100 * 365 * 86_400.0
 
 
 def check_shards(
@@ -58,6 +60,13 @@ def check_transfer(
 def check_blocks(first: int, end: int, known: int) -> None:
     if not 0 <= first <= end <= known:
         raise LayoutError(f"blocks {first} to {end}: the request knows {known} full blocks; match or extend first")
+
+
+def check_ttl(ttl_s: float | None) -> float | None:
+    """What was given; RequestError where it is no time to come."""
+    if ttl_s is not None and not (isinstance(ttl_s, (int, float)) and 0 < ttl_s < MOST_TTL_S):
+        raise RequestError(f"ttl_s = {ttl_s!r:.40}: expected seconds above 0, or None for no end")
+    return ttl_s
 
 
 def check_origin(origin: object | None, *tokens: object | None) -> None:

@@ -45,6 +45,8 @@ class Erasure:
         self._index, self._tiers, self._census, self._flush = index, tiers, census, flush
         self._owners: dict[bytes, Owner] = {}
         self._executor = port.executor(1, "owners")
+        self.submit = self._executor.submit
+        """For other work that nobody waits for."""
 
     def note(self, namespace: Namespace) -> None:
         """Keep whose this is, in every tier, in the background."""

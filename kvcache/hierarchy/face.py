@@ -139,7 +139,9 @@ class Bound(Protocol):
         ttl_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Request:
-        """`id` names it to the engine's ranks and in what is said of it; one is made up where none is given."""
+        """`id` names it to the engine's ranks and in what is said of it; one is made up where none is given. `ttl_s`:
+        what it stores anew is a miss in every tier after so long, whoever asks, and then leaves; in place of the
+        namespace's. What is there already keeps the end that it has."""
 
     def computed(self, tokens: int, seconds: float) -> None:
         """The engine computed so many tokens of prompts in one step of so long. Told now and then, it is what loads are
@@ -187,6 +189,7 @@ class KVCache(Protocol):
         facts: Mapping[str, Any] | None = None,
         shards: Sequence[Shard] | None = None,
         ranks: Sequence[Sequence[Shard]] | None = None,
+        ttl_s: float | None = None,
     ) -> Bound:
         """Bind to a namespace. `shards`: what this process holds, one a group; all of it where not given.
 
@@ -194,6 +197,8 @@ class KVCache(Protocol):
         match counts a block only where the shards of all of them are there. A scheduler, which has no pages, gives
         only `ranks`; a rank gives both, or only `shards` where it only joins requests. The same shard in several lists
         (a latent that every rank has) is kept once, written by the first.
+
+        `ttl_s`: that of requests that bring none of their own. It is no part of what the namespace is.
         """
 
     def flush(self, timeout_s: float | None = None) -> bool:

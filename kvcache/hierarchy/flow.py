@@ -11,8 +11,9 @@ from kvcache.hierarchy.bypass import Bypass
 from kvcache.hierarchy.canary import Canary
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.curve import Curve
+from kvcache.hierarchy.expiry import Expiry
 from kvcache.hierarchy.holds import Holds
-from kvcache.hierarchy.index import Index, Victim
+from kvcache.hierarchy.index import Index, Lookup, Victim
 from kvcache.hierarchy.kinds import Kinds
 from kvcache.hierarchy.lane import Lane, WriteMode
 from kvcache.hierarchy.pins import Pins
@@ -82,6 +83,9 @@ class Flow:
             )
             for tier in below
         ]
+        self.expiry = Expiry(
+            index=index, host=host, below=below, counters=counters, events=events, why=why, clock=port.clock
+        )
         self.promoter = Promoter(
             index=index,
             host=host,
@@ -91,6 +95,7 @@ class Flow:
             events=events,
             why=why,
             plan=plan,
+            expiry=self.expiry,
             port=port,
         )
         self.holds = Holds(index, [host, *below])
@@ -99,6 +104,11 @@ class Flow:
         self.executor = port.executor(threads, "copy")
         self._storing = 0
         self._changed = port.condition()
+
+    def lookup(self, places: Sequence[bytes], needs: Sequence[int]) -> Lookup:
+        """Of what has not come to its end."""
+        self.expiry.sweep()
+        return self.index.lookup(places, needs)
 
     # host memory
 
@@ -251,6 +261,7 @@ class Flow:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float | None = None) -> bool:
+        self.expiry.sweep()
         clock = self.port.clock
         end = None if timeout_s is None else clock.now() + timeout_s
 
@@ -260,6 +271,8 @@ class Flow:
         with self._changed:
             if not self._changed.wait_for(lambda: self._storing == 0, left()):
                 return False
+        if not self.expiry.wait(left()):
+            return False
         for lane in self.lanes:
             if not lane.wait_empty(left()):
                 return False

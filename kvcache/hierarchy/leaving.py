@@ -35,7 +35,7 @@ class Leaving:
                 return False
             slot = Slot(Extent(region, size, held.slot.extent.tenant), 0)
             slot.view[:] = held.slot.view[:size]
-            slot.sealed = held.slot.sealed
+            slot.sealed, slot.expires_ms = held.slot.sealed, held.slot.expires_ms
             self._copies[held.address.name] = Held(held.address, slot, held.payload_bytes)
             return True
 

@@ -12,11 +12,12 @@ from kvcache.block.key import Chain
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
 from kvcache.errors import ClosedError
-from kvcache.hierarchy.edge import check_origin, check_shards, check_transfer
+from kvcache.hierarchy.edge import check_origin, check_shards, check_transfer, check_ttl
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.prefix import needs, usable, wanted
 from kvcache.hierarchy.register import Register
 from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.port import Clock, SystemClock
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.cpu import PlainCopier
 from kvcache.transfer.pages import Pages
@@ -25,8 +26,10 @@ Name = tuple[bytes, int, Shard]
 
 
 class NaiveCache:
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock | None = None) -> None:
         self.blocks: dict[Name, bytes] = {}
+        self.ends: dict[Name, float] = {}
+        self.clock: Clock = clock or SystemClock()
         self.owners: dict[Name, bytes] = {}  # the namespace of each
         self.register: Register[NaiveRequest] = Register()
         self.closed = False
@@ -43,6 +46,7 @@ class NaiveCache:
         facts: Mapping[str, Any] | None = None,
         shards: Sequence[Shard] | None = None,
         ranks: Sequence[Sequence[Shard]] | None = None,
+        ttl_s: float | None = None,
     ) -> NaiveBound:
         if self.closed:
             raise ClosedError("this cache was closed; open another one")
@@ -55,7 +59,15 @@ class NaiveCache:
             cache_salt=cache_salt,
             facts=facts or {},
         )
-        return NaiveBound(self, namespace, *check_shards(layout, shards, ranks))
+        bound = NaiveBound(self, namespace, *check_shards(layout, shards, ranks))
+        bound.ttl_s = check_ttl(ttl_s)
+        return bound
+
+    def sweep(self) -> None:
+        """Forget what is over."""
+        for name in [name for name, end in self.ends.items() if end <= self.clock.wall()]:
+            del self.ends[name]
+            self.blocks.pop(name, None)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         return True
@@ -88,6 +100,7 @@ class NaiveBound:
     ) -> None:
         self.cache, self.id, self.layout, self.shards = cache, namespace.id, namespace.layout, shards
         self.everywhere = everywhere
+        self.ttl_s: float | None = None
 
     def request(
         self,
@@ -99,6 +112,7 @@ class NaiveBound:
         deadline_s: float | None = None,
     ) -> NaiveRequest:
         request = NaiveRequest(self, id or str(next(self._ids)))
+        request.ttl_s = check_ttl(self.ttl_s if ttl_s is None else ttl_s)
         self.cache.register.add((self.id, request.id), request)
         return request
 
@@ -118,6 +132,7 @@ class NaiveBound:
 class NaiveRequest:
     def __init__(self, bound: NaiveBound, id: str, origin: NaiveRequest | None = None) -> None:
         self.id, self._bound, self._copier, self._origin = id, bound, PlainCopier(), origin
+        self.ttl_s: float | None = bound.ttl_s if origin is None else origin.ttl_s
         self._own = Chain(bound.id, bound.layout.block_tokens)
 
     @property
@@ -146,6 +161,7 @@ class NaiveRequest:
     ) -> Hit:
         layout = self._bound.layout
         check_origin(self._origin, token_ids, digests)
+        self._bound.cache.sweep()
         if digests is not None:
             self._own = Chain.from_digests(self._bound.id, digests, layout.block_tokens, after=after)
         elif token_ids is not None:
@@ -208,6 +224,8 @@ class NaiveRequest:
                 payload = bytearray(there.block_bytes)
                 self._copier.gather(there, [page_ids[group][i]], [memoryview(payload)])
                 name = self._name(first_block + i, group)
+                if name not in self._bound.cache.blocks and self.ttl_s is not None:
+                    self._bound.cache.ends[name] = self._bound.cache.clock.wall() + self.ttl_s
                 self._bound.cache.blocks.setdefault(name, bytes(payload))
                 self._bound.cache.owners[name] = self._bound.id
             transfer.settle(i, Outcome.DONE)

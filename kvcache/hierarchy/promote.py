@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from kvcache.block.address import Address
 from kvcache.block.record import header_area
 from kvcache.hierarchy.coder import Coder
+from kvcache.hierarchy.expiry import Expiry
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.plan import Plan
 from kvcache.hierarchy.why import Why
@@ -50,8 +51,10 @@ class Promoter:
         events: Events,
         why: Why,
         plan: Plan,
+        expiry: Expiry,
         port: Port,
     ) -> None:
+        self._expiry = expiry
         self._index, self._host, self._below, self._coder = index, host, below, coder
         self._counters, self._events, self._why, self._plan = counters, events, why, plan
         self._arrivals: dict[bytes, Arrival] = {}
@@ -155,9 +158,14 @@ class Promoter:
             outcome = self._coder.decode(address, arrival.slot, arrival.payload_bytes)
             if outcome is Outcome.DAMAGED:  # to the tier it is sound
                 tier.submit("remove", [address], priority=BACKGROUND)
+        if outcome is Outcome.DONE and self._expiry.over(arrival.slot.expires_ms):
+            outcome = Outcome.ABSENT
+            tier.submit("remove", [address], priority=BACKGROUND)
         if outcome is Outcome.DONE:
+            expires_ms = arrival.slot.expires_ms
             if self._host.publish(address, arrival.slot, arrival.payload_bytes):
                 self._index.insert(address, self._host.name)
+                self._expiry.note([address], expires_ms)
             else:  # stored anew meanwhile
                 self._host.arena.release(arrival.slot)
             arrival.source = tier.name

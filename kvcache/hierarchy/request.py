@@ -18,7 +18,7 @@ from kvcache.hierarchy.ask import Question
 from kvcache.hierarchy.bypass import BYPASS
 from kvcache.hierarchy.canary import Recompute
 from kvcache.hierarchy.clear import CLEAR_S, clear
-from kvcache.hierarchy.edge import check_blocks, check_origin, check_transfer
+from kvcache.hierarchy.edge import check_blocks, check_origin, check_transfer, check_ttl
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import Holds
@@ -57,18 +57,17 @@ class BoundCache:
         shards: Sequence[Shard],
         everywhere: Sequence[Sequence[Shard]],
         deadline_s: float,
+        ttl_s: float | None = None,
     ) -> None:
         self.flow, self.copiers, self.namespace, self.deadline_s = flow, copiers, namespace, deadline_s
-        self.shards, self.register = shards, register
-        self.id, self.layout, self.tenant = namespace.id, namespace.layout, namespace.tenant
-        self.open = True
+        self.shards, self.register, self.ttl_s = shards, register, ttl_s
+        self.id, self.layout, self.tenant, self.open = namespace.id, namespace.layout, namespace.tenant, True
         self.model = NO_MODEL  # what a block takes, and what computing it is compared by, once the cache has told
         self.places = [self._place(g, shard) for g, shard in enumerate(shards)]
         self.everywhere = [self._place(g, shard) for g, of_group in enumerate(everywhere) for shard in of_group]
         """What all ranks hold: a block counts where all of these have their part of it."""
         self.names = [place.name for place in self.everywhere]
-        of_groups = needs(namespace.layout)
-        self.needs = [of_groups[place.group] for place in self.everywhere]
+        self.needs = [needs(namespace.layout)[place.group] for place in self.everywhere]
 
     def _place(self, group: int, shard: Shard) -> Place:
         return Place(group, shard, self.layout.block_bytes(shard, group=group), place_of(self.id, group, shard))
@@ -90,7 +89,7 @@ class BoundCache:
         deadline_s: float | None = None,
     ) -> CacheRequest:
         made = CacheRequest(self, id or f"r{next(self._ids)}", self.deadline_s if deadline_s is None else deadline_s)
-        made.agent = agent or ""
+        made.agent, made.ttl_s = agent or "", check_ttl(self.ttl_s if ttl_s is None else ttl_s)
         self.register.add((self.id, made.id), made)
         return made
 
@@ -107,9 +106,10 @@ class CacheRequest:
 
     def __init__(self, bound: BoundCache, id: str, deadline_s: float, origin: CacheRequest | None = None) -> None:
         self.id, self.agent = id, ""
+        self.ttl_s: float | None = bound.ttl_s if origin is None else origin.ttl_s
         self._bound, self._flow, self._deadline_s, self._origin = bound, bound.flow, deadline_s, origin
         self._own = Chain(bound.id, bound.layout.block_tokens)
-        self._found = 0
+        self._found, self._admitted = 0, False
         self.miss: Miss = (
             origin.miss
             if origin is not None
@@ -125,7 +125,6 @@ class CacheRequest:
         self._by_tier: dict[str, int] = {}
         self._choice = Choice(0, 0)
         self._stamp = 0  # the time at which this request was admitted or stored first; 0: not yet
-        self._admitted = False
         self._asked = 0  # blocks, when it was admitted
         self._claim: Holds.Claim = []
         self._claimed: weakref.finalize[..., CacheRequest] | None = None
@@ -156,7 +155,7 @@ class CacheRequest:
         for which nothing is looked for."""
         bound, layout = self._bound, self._bound.layout
         check_origin(self._origin, token_ids, digests, signatures)
-        lookup, beside = self._flow.index.lookup(bound.names, bound.needs), None
+        lookup, beside = self._flow.lookup(bound.names, bound.needs), None
         if digests is not None:
             self._own = Chain.from_digests(bound.id, digests, layout.block_tokens, after=after)
             beside, token_ids = token_ids, None
@@ -303,6 +302,7 @@ class CacheRequest:
             tenant=self._bound.tenant,
             before=self.begin(),
             transfer=transfer,
+            ttl_s=self.ttl_s,
         )
         self._flow.begin_store()
         submit(job.run)

@@ -39,6 +39,7 @@ class Store:
     tenant: str
     before: int
     transfer: BlockTransfer
+    ttl_s: float | None = None
 
     def run(self) -> None:
         """Never raises: an engine that stores must not fail for a fault of a cache."""
@@ -161,7 +162,11 @@ class Store:
     def _publish(self, chain: Chained, blocks: list[int], slots: list[Slot]) -> None:
         """Make these visible. What stays in `slots` is not needed: another request stored the same block meanwhile."""
         numbers = [self.first_block + i for i in blocks]
-        made = self.flow.host.publish_all(chain.addresses(numbers), slots, chain.payload_bytes)
+        addresses, expires_ms = chain.addresses(numbers), self.flow.expiry.end_ms(self.ttl_s)
+        for slot in slots:
+            slot.expires_ms = expires_ms
+        made = self.flow.host.publish_all(addresses, slots, chain.payload_bytes)
+        self.flow.expiry.note([a for a, new in zip(addresses, made, strict=True) if new], expires_ms)
         slots[:] = [slot for slot, new in zip(slots, made, strict=True) if not new]
         for first, end in runs([number for number, new in zip(numbers, made, strict=True) if new]):
             self.flow.index.insert_run(chain.run(first, end), chain.parent(first), self.flow.host.name)

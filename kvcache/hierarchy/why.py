@@ -54,6 +54,10 @@ class Why:
             policy, clock = self._index.policy.name, self._index.clock
             self.lost.add(signatures, "evicted", tier=tier, why=policy, clock=clock)
 
+    def expired(self, tier: str, signatures: Iterable[bytes]) -> None:
+        """The end of these had come."""
+        self.lost.add(signatures, "expired", tier=tier, why="ttl_s", clock=self._index.clock)
+
     def dropped(self, tier: str, signatures: Iterable[bytes], why: str, *, failed: bool = False) -> None:
         """These were offered to a tier and are not there."""
         reason = "store_failed" if failed else "store_dropped"
@@ -125,7 +129,7 @@ class Why:
             "ids": asked.tokens(first, first + AROUND).tolist(),
             **asked.detail,
         }
-        if asked.reason in {"evicted", "store_dropped", "store_failed", "refused"}:
+        if asked.reason in {"evicted", "expired", "store_dropped", "store_failed", "refused"}:
             told |= self._fate(asked, now)
         elif asked.reason == "diverged":
             other = self._parted(asked)

@@ -53,6 +53,7 @@ METRICS: dict[str, Metric] = {
         Metric(
             "evicted_blocks", "counter", ("tier", "kept"), "blocks that left a tier; kept: yes where one below has it"
         ),
+        Metric("expired_blocks", "counter", ("tier",), "blocks whose end had come, which then left a tier"),
         Metric("refused_records", "counter", ("tier", "check"), "records that failed a check: a miss, never a hit"),
         Metric(
             "canary_blocks", "counter", ("result",), "loaded blocks that an engine computed again, by how they compare"

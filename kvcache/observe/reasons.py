@@ -22,6 +22,7 @@ _QUOTA = "its tenant asked for more than it may in a second: `bandwidth`, `opera
 _MISSES = {
     "cold": "the next block was never stored, as far as is remembered",
     "evicted": "the next block was there and made room for others",
+    "expired": "the next block was there until the end that its request or namespace gave it (`ttl_s`)",
     "diverged": "an earlier prompt shares all that was found, and goes on with other tokens",
     "apart": "the same tokens are there under another namespace: another model, adapter, tenant, salt...",
     "store_dropped": "the next block was offered and not kept",

@@ -41,6 +41,7 @@ class FaultyCache(NaiveCache):
         facts: Mapping[str, Any] | None = None,
         shards: Sequence[Shard] | None = None,
         ranks: Sequence[Sequence[Shard]] | None = None,
+        ttl_s: float | None = None,
     ) -> FaultyBound:
         namespace = Namespace(
             layout,

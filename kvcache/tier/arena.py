@@ -63,13 +63,14 @@ class Slot:
     last one is released the slot goes back to its extent.
     """
 
-    __slots__ = ("extent", "generation", "i", "name", "references", "sealed")
+    __slots__ = ("expires_ms", "extent", "generation", "i", "name", "references", "sealed")
 
     def __init__(self, extent: Extent, i: int) -> None:
         self.extent, self.i = extent, i
         self.generation = extent.generations[i]
         self.references = 1
         self.sealed = False  # the header is written and the checksums are taken
+        self.expires_ms = 0  # when the record that is in it ends, since 1970; 0: never
         self.name = b""  # of the record that is published in it
 
     @property

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from kvcache.block.address import Address
-from kvcache.block.record import RecordError, header_area, read_header, record_bytes, seal, verify
+from kvcache.block.record import RecordError, expiry_field, header_area, read_header, record_bytes, seal, verify
 from kvcache.errors import ClosedError
 from kvcache.port import Port
 from kvcache.tier.arena import Arena, Extent, Slot
@@ -144,7 +144,7 @@ class HostTier(Waits):
                 gone, moved = target, held is None or held.slot is not slot
             else:
                 target.view[:] = slot.view
-                target.name, target.sealed = slot.name, slot.sealed
+                target.name, target.sealed, target.expires_ms = slot.name, slot.sealed, slot.expires_ms
                 self._records[slot.name] = Held(held.address, target, held.payload_bytes)
                 gone, moved = slot, True
         self.arena.release(gone)
@@ -155,7 +155,8 @@ class HostTier(Waits):
         record leaves the arena; the caller has a reference."""
         if not held.slot.sealed:
             header, payload = segments(held)
-            seal(header, payload, held.address, stored_bytes=held.payload_bytes)
+            fields = expiry_field(held.slot.expires_ms)
+            seal(header, payload, held.address, stored_bytes=held.payload_bytes, fields=fields)
             held.slot.sealed = True
 
     def sound(self, held: Held) -> bool:

@@ -219,6 +219,10 @@ class Tier(Protocol):
     def wipe(self) -> bool:
         """Overwrite what records that left have left behind; False where not all of it could be."""
 
+    def ending(self) -> Sequence[tuple[Address, int]]:
+        """What is here and ends, and when, in milliseconds since 1970; of a tier that outlives the process and is its
+        own. Takes its time."""
+
     def note_owner(self, namespace: bytes, owner: Owner) -> None:
         """Keep whose a namespace is for as long as its records, where they outlive the process."""
 
@@ -260,6 +264,9 @@ class Waits:
     def wipe(self) -> bool:
         """What left is gone."""
         return True
+
+    def ending(self) -> Sequence[tuple[Address, int]]:
+        return ()
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:
         """Nothing here outlives the process."""

@@ -274,7 +274,7 @@ def test_an_unknown_question_is_answered_with_those_there_are(path: Path, op: An
         connection.sendall(framed({"op": op}))
         answer = connection.recv(1 << 16)
     assert "info, stats, events, explain, check, scrub, bypass" in msgpack.unpackb(answer[4:])["error"]
-    assert len(answer) < 200
+    assert len(answer) < 300  # the question is not given back whole
 
 
 @pytest.mark.parametrize(

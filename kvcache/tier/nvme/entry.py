@@ -13,8 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block.address import KEY_BYTES
+from kvcache.block.record import EXPIRY, Header
 
 PUT, REMOVE, QUARANTINE, SEGMENT, RETIRE, NAMESPACE, SYNCED = range(1, 8)
+ENDS = 1
+"""Of a put entry, among its flags: the record says when it ends."""
 FREE = 0
 """Of a row in memory, never in a file: the slot holds nothing."""
 
@@ -62,6 +65,11 @@ class Entry(NamedTuple):
     @classmethod
     def unpack(cls, rows: bytes | bytearray, i: int = 0) -> Entry:
         return cls._make(FORM.unpack_from(rows, i * ENTRY_BYTES))
+
+
+def put_entry(header: Header) -> Entry:
+    """Of a record's header what is to be known of it before it has a place."""
+    return Entry(PUT, ENDS if EXPIRY in header.fields else 0, write_id=header.write_id)
 
 
 def names(entries: NDArray[np.void]) -> list[bytes]:

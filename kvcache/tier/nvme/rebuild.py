@@ -15,7 +15,7 @@ from kvcache.errors import StoreError
 from kvcache.port import File, Port
 from kvcache.tier.nvme import bounce
 from kvcache.tier.nvme.directory import Directory, refusal
-from kvcache.tier.nvme.entry import ENTRY_BYTES, NAMESPACE, PUT, SEGMENT, UNKNOWN, Entry
+from kvcache.tier.nvme.entry import ENTRY_BYTES, NAMESPACE, SEGMENT, UNKNOWN, Entry, put_entry
 from kvcache.tier.nvme.frame import CHECKPOINT, FileHeader
 from kvcache.tier.nvme.journal import Journal, frames
 from kvcache.tier.nvme.label import LABEL_BYTES, Label
@@ -128,8 +128,7 @@ def _record(file: File, label: Label, slot: int) -> tuple[Entry | None, bytes, b
     except (OSError, RecordError):
         return None, b"", b"?"
     address = header.address
-    entry = Entry(
-        PUT,
+    entry = put_entry(header)._replace(
         group=address.group,
         shard=address.shard.pack(),
         signature=address.signature,
@@ -137,6 +136,5 @@ def _record(file: File, label: Label, slot: int) -> tuple[Entry | None, bytes, b
         segment=label.number,
         slot=slot,
         record_bytes=area + record_bytes(header.stored_bytes) - header_area(header.stored_bytes),
-        write_id=header.write_id,
     )
     return entry, address.namespace, address.name

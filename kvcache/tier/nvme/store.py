@@ -13,13 +13,13 @@ from itertools import groupby
 from typing import Literal
 
 from kvcache.block.address import Address
-from kvcache.block.record import RecordError, read_header, verify
+from kvcache.block.record import Header, RecordError, read_header, verify
 from kvcache.port import File, Port
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
 from kvcache.tier.nvme.barrier import Barrier
 from kvcache.tier.nvme.directory import Directory, refusal
-from kvcache.tier.nvme.entry import PUT, Entry
+from kvcache.tier.nvme.entry import put_entry
 from kvcache.tier.nvme.files import FULL
 from kvcache.tier.nvme.ledger import Ledger, log
 from kvcache.tier.nvme.space import Space
@@ -178,15 +178,15 @@ class Store:
     # writing
 
     def write(self, batch: Batch, settle: Settle) -> None:
-        new: list[tuple[int, int]] = []  # block, write id
+        new: list[tuple[int, Header]] = []
         for i, same in zip(batch.blocks, self.ledger.standing(batch.wanted), strict=True):
             try:
-                write_id = _sealed(batch.segments[i][0], batch.addresses[i])
+                header = _sealed(batch.segments[i][0], batch.addresses[i])
             except RecordError as error:
                 settle(i, Outcome.FAILED, error.check)
                 continue
             if same is None:
-                new.append((i, write_id))
+                new.append((i, header))
             else:
                 settle(i, *self._held(same))
         if not new:
@@ -216,7 +216,7 @@ class Store:
             return Outcome.NO_ROOM, "journal"
         return None
 
-    def _take(self, batch: Batch, new: Sequence[tuple[int, int]], settle: Settle) -> list[Place]:
+    def _take(self, batch: Batch, new: Sequence[tuple[int, Header]], settle: Settle) -> list[Place]:
         """A slot for each, as far as there is room."""
         places: list[Place] = []
         for size, group in groupby(new, lambda pair: batch.size_bytes(pair[0])):
@@ -231,8 +231,8 @@ class Store:
                         settle(i, *result)
                     break
                 segment, slots = taken
-                for slot, (i, write_id) in zip(slots, left, strict=False):
-                    pieces, entry = flat(batch.segments[i], size), Entry(PUT, write_id=write_id)
+                for slot, (i, header) in zip(slots, left, strict=False):
+                    pieces, entry = flat(batch.segments[i], size), put_entry(header)
                     places.append(Place(i, batch.addresses[i], pieces, segment, slot, size, entry, segment.failures))
                 del left[: len(slots)]
         return places
@@ -347,12 +347,12 @@ def _check(place: Place, segments: Segments, fault: Fault) -> Fault:
     return fault
 
 
-def _sealed(header: memoryview, address: Address) -> int:
-    """The write id of a record that is to be stored under an address; RecordError where it is not that one."""
+def _sealed(header: memoryview, address: Address) -> Header:
+    """The header of a record that is to be stored under an address; RecordError where it is not that one."""
     found = read_header(header)
     if found.address.name != address.name or not same_record(found.address, address):
         raise RecordError("address", "the header names another record than the call")
-    return found.write_id
+    return found
 
 
 def _name(error: OSError) -> str:

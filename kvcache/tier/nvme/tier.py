@@ -17,6 +17,7 @@ from kvcache.errors import ConfigError
 from kvcache.port import Port
 from kvcache.tier.nvme.audit import audit
 from kvcache.tier.nvme.chains import runs, scan
+from kvcache.tier.nvme.ending import ending
 from kvcache.tier.nvme.ledger import Ledger, log
 from kvcache.tier.nvme.owners import Owners
 from kvcache.tier.nvme.scrub import scrub
@@ -188,6 +189,9 @@ class NvmeTier(QueuedTier):
         if not dry_run:
             self._store.trust()
         return found
+
+    def ending(self) -> list[tuple[Address, int]]:
+        return ending(self.ledger)
 
     def wipe(self) -> bool:
         """Overwrite what lies here and is no record, and drop from the journal what is no longer true."""

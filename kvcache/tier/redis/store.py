@@ -27,6 +27,7 @@ from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
 from kvcache.tier.piece import cut, flat
 from kvcache.tier.queue import Batch
+from kvcache.tier.redis.life import Life
 from kvcache.tier.redis.name import (
     HEAD_BYTES,
     Names,
@@ -89,13 +90,12 @@ class Store:
         shut: Breaker,
         *,
         part_bytes: int,
-        expire_ms: int,
-        part_expire_ms: int,
+        life: Life,
         signer: Signer | None = None,
     ) -> None:
         """`signer`: what is written is signed, and only what is signed is read."""
         self._names, self._counters, self._shut, self._signer = names, counters, shut, signer
-        self._part_bytes, self._expire_ms, self._part_expire_ms = part_bytes, expire_ms, part_expire_ms
+        self._part_bytes, self._life = part_bytes, life
 
     # asking
 
@@ -271,7 +271,8 @@ class Store:
         short = [record for record in new if record.first_bytes == record.header.stored_bytes]
         raced: list[Long] = []
         for group in groups([(record.name, [memoryview(record.head), *record.pieces]) for record in short]):
-            sets = [wire.store(name, value, expire_ms=self._expire_ms) for name, value in group]
+            lives = (self._life.of_record(record.header) for record in short)
+            sets = [wire.store(name, value, expire_ms=ms) for (name, value), ms in zip(group, lives, strict=False)]
             wire.send(list(chain.from_iterable(sets)))
             for _ in group:
                 self._stored(wire.reply(), short[0], settle, raced)
@@ -326,9 +327,9 @@ class Store:
 
     def _write_parts(self, wire: Wire, record: Long, settle: Settling, raced: list[Long]) -> None:
         """The header goes last, and leaves no later than what it needs."""
-        names = []
+        names, part_ms = [], self._life.of_part(record.header)
         for group in groups(record.parts()):
-            sets = [wire.store(name, value, expire_ms=self._part_expire_ms, only_new=False) for name, value in group]
+            sets = [wire.store(name, value, expire_ms=part_ms, only_new=False) for name, value in group]
             wire.send(list(chain.from_iterable(sets)))
             replies = [wire.reply() for _ in group]
             names += [name for name, _ in group]
@@ -338,8 +339,7 @@ class Store:
                 settle(record.i, *self._refused(wrong))
                 return
         value = [memoryview(record.head), *cut(record.pieces, 0, record.first_bytes)]
-        expire_ms = min(self._expire_ms or self._part_expire_ms, self._part_expire_ms * 9 // 10)
-        wire.send(wire.store(record.name, value, expire_ms=expire_ms))
+        wire.send(wire.store(record.name, value, expire_ms=self._life.of_head(record.header)))
         reply = wire.reply()
         if not isinstance(reply, Wrong) and reply is not None:
             self._stored(reply, record, settle, raced)

@@ -26,6 +26,7 @@ from kvcache.tier.queue import Batch
 from kvcache.tier.queued import QueuedTier
 from kvcache.tier.redis import owners
 from kvcache.tier.redis.entrance import Entrance
+from kvcache.tier.redis.life import Life
 from kvcache.tier.redis.lookup import Lookup
 from kvcache.tier.redis.name import Names
 from kvcache.tier.redis.nodes import One, Share, ask
@@ -110,8 +111,7 @@ class RedisTier(QueuedTier):
             self._counters,
             self._shut,
             part_bytes=part_bytes,
-            expire_ms=int(expire_s * 1000),
-            part_expire_ms=int(part_expire_s * 1000),
+            life=Life(int(expire_s * 1000), int(part_expire_s * 1000), self._port.clock),
             signer=Signer.of(signing_key_file, "redis.signing_key_file") if signing_key_file else None,
         )
         self._survey = Survey(names, self._store)

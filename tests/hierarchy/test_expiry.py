@@ -1,0 +1,230 @@
+"""What a request or a namespace gave an end is a miss in every tier from then on, and leaves. On a clock that is
+turned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.config import load as load_settings
+from kvcache.errors import RequestError
+from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.naive import NaiveCache
+from kvcache.port import Port, SystemClock
+from tests.contract.caches import FULL, HYBRID, Engine, bind, store
+from tests.hierarchy.test_object import load, settled
+from tests.peer.server import MISSING, empty
+
+MiB = 1 << 20
+TOKENS = list(range(40))  # ten blocks
+PAGES = list(range(10))
+
+
+class Clock(SystemClock):
+    """Deadlines are real; what is written down for expiry is turned."""
+
+    ahead_s = 0.0
+
+    def wall(self) -> float:
+        return super().wall() + self.ahead_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def opened(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Cache]]:
+    """Opens caches on host and these tiers, all on one clock."""
+    caches: list[Cache] = []
+
+    def open_cache(*tiers: str, encrypted: bool = False, **more: Any) -> Cache:
+        (tmp_path / "keys").write_text("11" * 32)
+        settings = load_settings(
+            None,
+            host={"capacity_bytes": 8 * MiB},
+            nvme={
+                "enabled": "nvme" in tiers,
+                "path": tmp_path / "nvme",
+                "capacity_bytes": 64 * MiB,
+                "free_floor_bytes": 0,
+            },
+            redis={"enabled": "redis" in tiers, "url": empty(tmp_path).unix if "redis" in tiers else "redis://h:1/0"},
+            object={"enabled": "object" in tiers, "url": f"file://{tmp_path}/objects"},
+            flow={"ask_deadline_s": 30, "deadline_s": 30},
+            encryption={"key_file": str(tmp_path / "keys") if encrypted else ""},
+            control={"enabled": False},
+            **more,
+        )
+        caches.append(Cache(settings, Port(clock=clock)))
+        return caches[-1]
+
+    yield open_cache
+    for cache in caches:
+        if not cache._closed:
+            assert cache.flush(30)
+            assert cache.check() == []
+            cache.close()
+
+
+def kept(bound: Any, seed: int, *, ttl_s: float | None = None, first: int = 0, end: int = 10) -> list[bytes]:
+    """Store these blocks; the bytes of all."""
+    engine = Engine(bound.layout)
+    engine.fill(seed, PAGES)
+    with bound.request(ttl_s=ttl_s) as r:
+        r.match(TOKENS)
+        transfer = r.store(engine.described, engine.ids(list(range(first, end))), first_block=first)
+        assert transfer.wait(30)
+    return [engine.block(page) for page in PAGES]
+
+
+def found(bound: Any) -> int:
+    with bound.request() as r:
+        return int(settled(r, TOKENS).blocks)
+
+
+def test_the_naive_one(clock: Clock) -> None:
+    """The model: a dict that forgets."""
+    cache = NaiveCache(clock)
+    kept(bind(cache), 1, ttl_s=60)
+    assert found(bind(cache)) == 10
+    clock.ahead_s = 61
+    assert found(bind(cache)) == 0
+    assert cache.blocks == {}
+
+
+@pytest.mark.parametrize("layout", [FULL, HYBRID], ids=["full", "hybrid"])
+def test_until_its_end_and_no_longer(opened: Any, clock: Clock, layout: Any) -> None:
+    cache = opened("nvme")
+    bound = bind(cache, layout)
+    expected = kept(bound, 1, ttl_s=60)
+    assert cache.flush(30)
+    clock.ahead_s = 59
+    assert load(bound, Engine(layout))[1] == expected
+    clock.ahead_s = 61
+    with bound.request() as r:
+        hit = r.match(TOKENS)
+        assert (hit.blocks, hit.reason) == (0, "expired")
+    assert cache.flush(30)
+    assert [tier.usage().records for tier in (cache.host, *cache.below)] == [0, 0]
+    assert cache.counters.get("expired_blocks", tier="host") == 10 * len(layout.groups)
+    assert cache.counters.get("expired_blocks", tier="nvme") == 10 * len(layout.groups)
+    assert found(bound) == 0
+    kept(bound, 2)
+    clock.ahead_s = 1e6
+    assert found(bound) == 10
+
+
+def test_a_namespace_has_one_and_a_request_another(opened: Any, clock: Clock) -> None:
+    cache = opened()
+    bound = cache.namespace(FULL, model="m", revision="1", ttl_s=600)
+    same = cache.namespace(FULL, model="m", revision="1")
+    assert bound.id == same.id
+    kept(bound, 1, ttl_s=60, end=4)
+    clock.ahead_s = 30
+    kept(bound, 1, first=4, end=7)
+    kept(same, 1, first=7)
+    assert found(same) == 10
+    clock.ahead_s = 61
+    assert found(same) == 0  # what is behind the end has no head
+    kept(same, 1, end=4)
+    assert found(same) == 10
+    clock.ahead_s = 700
+    assert found(same) == 4
+
+
+def test_what_left_meanwhile_and_was_stored_anew_stays(opened: Any, clock: Clock) -> None:
+    cache = opened()
+    bound = bind(cache)
+    kept(bound, 1, ttl_s=60)
+    bound.clear()
+    expected = kept(bound, 2)
+    clock.ahead_s = 100
+    assert load(bound, Engine(FULL))[1] == expected
+
+
+_REDIS = pytest.param("redis", marks=pytest.mark.skipif(bool(MISSING), reason=MISSING))
+
+
+@pytest.mark.parametrize("encrypted", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize(
+    "tier", ["nvme", "object", pytest.param("redis", marks=pytest.mark.skipif(bool(MISSING), reason=MISSING))]
+)
+def test_another_process_knows_it_too(opened: Any, clock: Clock, tier: str, encrypted: bool) -> None:
+    """After a restart, or on another machine: what comes near keeps its end."""
+    cache = opened(tier, encrypted=encrypted)
+    expected = kept(bind(cache), 1, ttl_s=60)
+    assert cache.flush(30)
+    cache.close()
+    clock.ahead_s = 30
+    cache = opened(tier, encrypted=encrypted)
+    bound = bind(cache)
+    assert load(bound, Engine(FULL)) == ({tier: 10}, expected)
+    with bound.request() as r:
+        assert r.match(TOKENS).by_tier == {"host": 10}
+    clock.ahead_s = 61
+    assert load(bound, Engine(FULL))[1] == []
+    assert cache.flush(30)
+    assert cache.host.usage().records == 0
+    cache.close()
+    cache = opened(tier, encrypted=encrypted)
+    assert load(bind(cache), Engine(FULL))[1] == []
+    if tier != "redis":  # a server goes by its own clock, which nobody turned
+        assert found(bind(cache)) == 0
+
+
+def test_after_a_restart_the_drive_lets_go_of_what_is_over(opened: Any, clock: Clock) -> None:
+    """Nobody asks for it: the journal says which records have an end."""
+    cache = opened("nvme")
+    kept(bind(cache), 1, ttl_s=60)
+    other = bind(cache, model="other")
+    expected = kept(other, 2)
+    assert cache.flush(30)
+    cache.close()
+    clock.ahead_s = 61
+    cache = opened("nvme")
+    (drive,) = cache.below
+    assert drive.usage().records == 20
+    for future in cache.learned:
+        future.result()
+    assert cache.flush(30)
+    assert drive.usage().records == 10
+    assert load(bind(cache, model="other"), Engine(FULL))[1] == expected
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_a_server_forgets_it_by_itself(opened: Any, tmp_path: Path) -> None:
+    cache = opened("redis")
+    bound = bind(cache)
+    kept(bound, 1, ttl_s=600, end=5)
+    kept(bound, 1, first=5)
+    assert cache.flush(30)
+    client = empty(tmp_path).client
+    lives = sorted(client.ttl(name) for name in client.scan_iter() if not name.endswith(b":owner"))
+    assert lives[:5] == [-1] * 5
+    assert all(500 < life <= 600 for life in lives[5:])
+    assert len(lives) == 10
+
+
+@pytest.mark.parametrize("ttl_s", [0, -1, float("nan"), float("inf"), "soon"])
+def test_no_time_to_come_is_refused(opened: Any, ttl_s: Any) -> None:
+    cache = opened()
+    with pytest.raises(RequestError, match="ttl_s"):
+        bind(cache).request(ttl_s=ttl_s)
+    with pytest.raises(RequestError, match="ttl_s"):
+        cache.namespace(FULL, model="m", revision="1", ttl_s=ttl_s)
+
+
+def test_store_is_the_same_without_one(opened: Any, clock: Clock) -> None:
+    cache = opened("nvme", "object")
+    bound = bind(cache)
+    engine = Engine(FULL)
+    store(bound, engine, TOKENS, PAGES)
+    assert cache.flush(30)
+    clock.ahead_s = 1e9
+    assert found(bound) == 10
+    assert cache.counters.get("expired_blocks") == 0
