@@ -17,6 +17,7 @@ from kvcache.evict.lru import LRU
 from kvcache.evict.policy import Policy
 from kvcache.evict.shares import UNLIMITED, Limit, Shares
 from kvcache.hierarchy.ask import Ask, SharedTier
+from kvcache.hierarchy.below import tiers_below
 from kvcache.hierarchy.canary import Canary
 from kvcache.hierarchy.census import Census
 from kvcache.hierarchy.coder import Coder
@@ -38,7 +39,7 @@ from kvcache.observe.metrics import Counters
 from kvcache.port import Port
 from kvcache.settings import Settings
 from kvcache.tier.host import HostTier
-from kvcache.tier.nvme import NvmeTier, open_drives
+from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import Scrubbed, Tier, Usage
 from kvcache.transfer.copiers import Copiers
 from kvcache.units import show_bytes
@@ -66,7 +67,7 @@ class Cache:
             self.counters,
             keys=Keys.of(key_file, "encryption.key_file") if key_file else None,
         )
-        self.below = _tiers_below(settings, port, serves)
+        self.below = tiers_below(settings, port, serves)
         self.host = HostTier(
             capacity_bytes=settings.host.capacity_bytes,
             extent_bytes=settings.host.extent_bytes,
@@ -379,31 +380,3 @@ def _size(tier: Tier) -> str:
         return repr(tier)
     usage = tier.usage()
     return f"{show_bytes(usage.capacity_bytes)} with {usage.records} records"
-
-
-def _tiers_below(settings: Settings, port: Port, serves: str) -> list[Tier]:
-    tiers: list[Tier] = []
-    nvme, redis = settings.nvme, settings.redis
-    if nvme.enabled:
-        tiers.append(
-            open_drives(
-                [str(path) for path in nvme.directories],
-                capacity_bytes=nvme.capacity_bytes,
-                segment_bytes=nvme.segment_bytes,
-                durability=nvme.durability,
-                threads=nvme.threads,
-                queue_bytes=nvme.queue_bytes,
-                free_floor_bytes=nvme.free_floor_bytes,
-                serves=serves,
-                port=port,
-            )
-        )
-    if redis.enabled:
-        from kvcache.tier.redis import RedisTier
-
-        tiers.append(RedisTier(**redis.model_dump(exclude={"enabled", "write"}), port=port))
-    if settings.object.enabled:
-        from kvcache.tier.object import ObjectTier
-
-        tiers.append(ObjectTier(**settings.object.model_dump(exclude={"enabled", "write"}), port=port))
-    return tiers

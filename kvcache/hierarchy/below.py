@@ -1,0 +1,36 @@
+"""The tiers below host that the settings ask for, the nearest first."""
+
+from __future__ import annotations
+
+from kvcache.port import Port
+from kvcache.settings import Settings
+from kvcache.tier.nvme import open_drives
+from kvcache.tier.tier import Tier
+
+
+def tiers_below(settings: Settings, port: Port, serves: str) -> list[Tier]:
+    tiers: list[Tier] = []
+    nvme, redis = settings.nvme, settings.redis
+    if nvme.enabled:
+        tiers.append(
+            open_drives(
+                [str(path) for path in nvme.directories],
+                capacity_bytes=nvme.capacity_bytes,
+                segment_bytes=nvme.segment_bytes,
+                durability=nvme.durability,
+                threads=nvme.threads,
+                queue_bytes=nvme.queue_bytes,
+                free_floor_bytes=nvme.free_floor_bytes,
+                serves=serves,
+                port=port,
+            )
+        )
+    if redis.enabled:
+        from kvcache.tier.redis import RedisTier
+
+        tiers.append(RedisTier(**redis.model_dump(exclude={"enabled", "write"}), port=port))
+    if settings.object.enabled:
+        from kvcache.tier.object import ObjectTier
+
+        tiers.append(ObjectTier(**settings.object.model_dump(exclude={"enabled", "write"}), port=port))
+    return tiers
