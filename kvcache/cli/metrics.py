@@ -27,8 +27,24 @@ def page() -> None:
     print(written(), end="")
 
 
+def grafana() -> None:
+    """Print a dashboard for Grafana, which is written from the table of metrics."""
+    from kvcache.observe.grafana import dashboard
+
+    print_json(dashboard())
+
+
+def alerts() -> None:
+    """Print rules for Prometheus by which it calls somebody, written from the same table."""
+    from kvcache.observe.alerts import rules
+
+    print(rules(), end="")
+
+
 def register(app: typer.Typer) -> None:
     group = typer.Typer(no_args_is_help=True, help="What a cache counts.")
     group.command("ls")(ls)
+    group.command("grafana")(grafana)
+    group.command("alerts")(alerts)
     group.command("page", hidden=True)(page)
     app.add_typer(group, name="metrics")

@@ -1,0 +1,177 @@
+"""A dashboard for Grafana, written from the table of metrics: `kvcache metrics grafana`.
+
+What one looks at first is named here. Every metric of the table has a panel below, with what the table says of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvcache.observe.exporter import PREFIX
+from kvcache.observe.metrics import METRICS, Metric
+
+SOURCE = {"type": "prometheus", "uid": "${source}"}
+WHERE = 'instance=~"$instance"'
+WIDE, HIGH = 12, 8  # a panel, of 24 columns
+
+SECTIONS: Mapping[str, Sequence[str]] = {
+    "Requests": ("requests", "asked_tokens", "hit_tokens", "misses", "missed_tokens", "lookups"),
+    "Loads": (
+        "loaded_blocks",
+        "loaded_bytes",
+        "load_failures",
+        "promoted_blocks",
+        "planned_seconds",
+        "plan_regret_seconds",
+    ),
+    "Stores": ("stored_blocks", "stored_bytes", "drops", "written_blocks", "write_failures", "queued_blocks"),
+    "Tiers": ("tier_records", "tier_used_bytes", "tier_capacity_bytes", "held_bytes", "pinned_bytes", "evicted_blocks"),
+    "Faults": ("tier_in_trouble", "tier_faults", "refused_records", "canary_blocks", "canary_worst", "bypass"),
+}
+"""What stands together; a metric that none of them names stands under the last title, `Others`."""
+
+
+def name_of(metric: str) -> str:
+    """As Prometheus knows it; KeyError for one that is not in the table."""
+    return PREFIX + metric + ("_total" if METRICS[metric].kind == "counter" else "")
+
+
+def rate(metric: str, *by: str, where: str = WHERE, over: str = "$__rate_interval") -> str:
+    """A counter's growth a second."""
+    return f"{_sum(by)}(rate({name_of(metric)}{{{where}}}[{over}]))"
+
+
+def level(metric: str, *by: str, where: str = WHERE) -> str:
+    return f"{_sum(by)}({name_of(metric)}{{{where}}})"
+
+
+def _sum(by: Sequence[str]) -> str:
+    return f"sum by ({', '.join(by)}) " if by else "sum "
+
+
+def dashboard() -> dict[str, Any]:
+    ids = itertools.count(1)
+    panels: list[dict[str, Any]] = []
+    y = 0
+    for title, rows in (("At a glance", list(_glance())), *_sections()):
+        panels.append(_row(title, next(ids), y))
+        y += 1
+        for i, (name, about, unit, queries) in enumerate(rows):
+            place = {"h": HIGH, "w": WIDE, "x": WIDE * (i % 2), "y": y + HIGH * (i // 2)}
+            panels.append(_panel(name, about, unit, queries, next(ids), place))
+        y += HIGH * -(-len(rows) // 2)
+    return {
+        "uid": "kvcache",
+        "title": "kvcache",
+        "description": "Written by `kvcache metrics grafana` from the table of metrics; changes are lost.",
+        "tags": ["kvcache"],
+        "editable": True,
+        "graphTooltip": 1,
+        "refresh": "30s",
+        "schemaVersion": 39,
+        "time": {"from": "now-3h", "to": "now"},
+        "timezone": "browser",
+        "templating": {"list": [_source(), _instance()]},
+        "panels": panels,
+    }
+
+
+Query = tuple[str, str]  # expression, legend
+Wanted = tuple[str, str, str, Sequence[Query]]  # title, description, unit, queries
+
+
+def _glance() -> Iterator[Wanted]:
+    asked = rate("asked_tokens")
+    yield (
+        "Hit rate",
+        "Tokens found, of those asked for, by the nearest tier that had them.",
+        "percentunit",
+        [(f"{rate('hit_tokens', 'tier')} / ignoring (tier) group_left {asked}", "{{tier}}")],
+    )
+    yield (
+        "How full each tier is",
+        "Of what it may hold; tiers that others share are left out.",
+        "percentunit",
+        [(f"{level('tier_used_bytes', 'tier')} / ({level('tier_capacity_bytes', 'tier')} > 0)", "{{tier}}")],
+    )
+    yield (
+        "Bytes loaded and stored",
+        "Into and out of engines' pages.",
+        "Bps",
+        [(rate("loaded_bytes", "tier"), "loaded from {{tier}}"), (rate("stored_bytes"), "stored")],
+    )
+    yield (
+        "Misses",
+        "Requests whose prefix ended before its last full block, by reason.",
+        "reqps",
+        [(rate("misses", "reason"), "{{reason}}")],
+    )
+
+
+def _sections() -> Iterator[tuple[str, list[Wanted]]]:
+    named = {name for names in SECTIONS.values() for name in names}
+    others = [name for name in METRICS if name not in named]
+    for title, names in (*SECTIONS.items(), ("Others", others)):
+        if names:
+            yield title, [_wanted(METRICS[name]) for name in names]
+
+
+def _wanted(metric: Metric) -> Wanted:
+    legend = " ".join(f"{{{{{label}}}}}" for label in metric.labels) or metric.name
+    if metric.kind == "counter":
+        query, unit = (
+            rate(metric.name, *metric.labels),
+            {"bytes": "Bps", "seconds": "percentunit"}.get(_last(metric), "cps"),
+        )
+    else:
+        query, unit = level(metric.name, *metric.labels), {"bytes": "bytes"}.get(_last(metric), "short")
+    title = metric.name.replace("_", " ")
+    return title[0].upper() + title[1:], metric.help[0].upper() + metric.help[1:] + ".", unit, [(query, legend)]
+
+
+def _last(metric: Metric) -> str:
+    return metric.name.rpartition("_")[2]
+
+
+def _row(title: str, number: int, y: int) -> dict[str, Any]:
+    place = {"h": 1, "w": 24, "x": 0, "y": y}
+    return {"id": number, "type": "row", "title": title, "collapsed": False, "gridPos": place, "panels": []}
+
+
+def _panel(
+    title: str, about: str, unit: str, queries: Sequence[Query], number: int, place: Mapping[str, int]
+) -> dict[str, Any]:
+    return {
+        "id": number,
+        "type": "timeseries",
+        "title": title,
+        "description": about,
+        "datasource": SOURCE,
+        "gridPos": dict(place),
+        "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "targets": [
+            {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": query, "legendFormat": legend}
+            for i, (query, legend) in enumerate(queries)
+        ],
+    }
+
+
+def _source() -> dict[str, Any]:
+    return {"name": "source", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
+
+
+def _instance() -> dict[str, Any]:
+    return {
+        "name": "instance",
+        "type": "query",
+        "datasource": SOURCE,
+        "query": f"label_values({name_of('requests')}, instance)",
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": ["All"], "value": ["$__all"]},
+    }
