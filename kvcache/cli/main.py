@@ -35,6 +35,7 @@ SUBCOMMANDS = (
     "pin",
     "prune",
     "ps",
+    "quota",
     "replay",
     "serve",
     "simulate",
@@ -42,6 +43,7 @@ SUBCOMMANDS = (
     "stats",
     "sync",
     "token",
+    "top",
     "warm",
 )
 

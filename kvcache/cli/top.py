@@ -1,0 +1,241 @@
+"""`kvcache top`: a running cache, live, in a terminal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvcache.cli.output import Format, Json, Output, print_json
+from kvcache.cli.running import Address, the_one
+from kvcache.units import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+Look = Mapping[str, Any]
+"""What `PARTS` say, and the `time` at which they said it."""
+PARTS = ("stats", "tenants", "agents", "prefixes", "events")
+EVENTS, ROWS = 8, 6
+TIERS = {"host": "blue", "nvme": "cyan", "redis": "yellow", "object": "magenta"}
+
+
+def top(
+    address: Address = None,
+    url: Annotated[str | None, typer.Option(help="A daemon's page instead: http://HOST:PORT/.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="A file with the token for that page; else the variable KVCACHE_TOKEN.")
+    ] = None,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print what is there, and leave.")] = False,
+    output: Output = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Watch a running cache: tiers, hit rate, reasons, prefixes, tenants, agents, events. Ctrl-C leaves."""
+    from rich.console import Console
+
+    look = _over_http(url, token_file) if url is not None else _over_socket(the_one(address))
+    if as_json or output is Format.json:
+        print_json(look())
+        return
+    if once:
+        now = look()
+        Console().print(picture(now, now))
+        return
+    _watch(look, every)
+
+
+def _watch(look: Callable[[], Look], every: float) -> None:
+    from rich.live import Live
+
+    before = now = look()
+    with Live(picture(before, now), screen=True, auto_refresh=False) as live:
+        try:
+            while True:
+                time.sleep(every)
+                before, now = now, look()
+                live.update(picture(before, now), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def _over_socket(path: Path) -> Callable[[], Look]:
+    from kvcache.daemon.control.client import ask
+
+    def look() -> Look:
+        now = time.time()
+        parts = {part: ask(path, part, count=EVENTS, timeout_s=60.0) for part in PARTS}
+        return {"time": now, **{part: told if part == "stats" else told[part] for part, told in parts.items()}}
+
+    return look
+
+
+def _over_http(url: str, token_file: Path | None) -> Callable[[], Look]:
+    from kvcache.daemon.http.visit import visit
+
+    def look() -> Look:
+        parts = {part: visit(url, f"api/{part}?count={EVENTS}", token_file) for part in PARTS}
+        return {"time": parts["stats"]["time"], **{part: told[part] for part, told in parts.items()}}
+
+    return look
+
+
+# what is seen
+
+
+def picture(before: Look, now: Look) -> RenderableType:
+    """Of what was there at two looks: rates are between them."""
+    from rich.console import Group
+    from rich.text import Text
+
+    stats = now["stats"]
+    parts: list[RenderableType] = [_headline(before, now), _tiers(before, now)]
+    outside = [path for path, on in stats.get("bypass", {}).items() if on]
+    if outside:
+        parts.insert(0, Text(f"bypassed: {', '.join(outside)}; `kvcache bypass off` puts the cache back", "bold red"))
+    parts += [table for table in (_misses(now), _prefixes(now), _tenants(now), _agents(now), _events(now)) if table]
+    return Group(*parts)
+
+
+def _headline(before: Look, now: Look) -> RenderableType:
+    from rich.text import Text
+
+    counters = now["stats"]["counters"]
+    asked, hits = counters.get("asked_tokens", 0), sum(counters.get("hit_tokens", {}).values())
+    lately = grown(before, now, "asked_tokens")
+    line = Text()
+    line.append(f"hit rate {hits / asked:.1%}" if asked else "nothing was asked for", "bold")
+    if lately > 0:
+        line.append(f" ({grown(before, now, 'hit_tokens') / lately:.1%} now)")
+    line.append(f"   {hits:,} of {asked:,} tokens in {counters.get('requests', 0):,} requests")
+    line.append(f"   loads {_rate(before, now, 'loaded_bytes')}, stores {_rate(before, now, 'stored_bytes')}")
+    return line
+
+
+def grown(before: Look, now: Look, name: str, label: str | None = None) -> float:
+    """By how much a counter grew, all its labels together or one of them; 0 where the cache began anew between."""
+
+    def value(look: Look) -> float:
+        found = look["stats"]["counters"].get(name, 0)
+        if isinstance(found, Mapping):
+            return sum(found.values()) if label is None else found.get(label, 0)
+        return float(found)
+
+    return max(0.0, value(now) - value(before))
+
+
+def _rate(before: Look, now: Look, name: str, label: str | None = None) -> str:
+    seconds = now["time"] - before["time"]
+    return f"{grown(before, now, name, label) / seconds / 1e9 if seconds > 0 else 0:.3f} GB/s"
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Columns that begin with `>` are numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, expand=False)
+    for column in columns:
+        number = column.startswith(">")
+        table.add_column(column.lstrip(">"), justify="right" if number else "left", no_wrap=number)
+    return table
+
+
+def _tiers(before: Look, now: Look) -> RenderableType:
+    from rich.progress_bar import ProgressBar
+    from rich.text import Text
+
+    counters = now["stats"]["counters"]
+    asked = counters.get("asked_tokens", 0)
+    table = _table("", "tier", ">used", ">of", "full", ">hit rate", ">loads", ">records", ">held", ">pinned", "state")
+    for name, tier in now["stats"]["tiers"].items():
+        used, room = tier["used_bytes"], tier.get("capacity_bytes", 0)
+        hits = counters.get("hit_tokens", {}).get(name, 0)
+        style = TIERS.get(name, "white")
+        table.add_row(
+            Text(name, style),
+            show_bytes(used),
+            show_bytes(room) if room else "shared",
+            ProgressBar(total=room, completed=used, width=14, complete_style=style, finished_style=style)
+            if room
+            else "",
+            f"{hits / asked:.1%}" if asked else "",
+            _rate(before, now, "loaded_bytes", name),
+            f"{tier['records']:,}",
+            show_bytes(tier.get("held_bytes", 0)),
+            show_bytes(tier.get("pinned_bytes", 0)),
+            Text("; ".join(tier.get("troubles", ())) or "well", "red" if tier.get("troubles") else ""),
+        )
+    return table
+
+
+def _misses(now: Look) -> Table | None:
+    counters = now["stats"]["counters"]
+    rows = sorted(counters.get("misses", {}).items(), key=lambda row: -row[1])[:ROWS]
+    table = _table("misses", "reason", ">requests", ">tokens")
+    for reason, times in rows:
+        table.add_row(reason, f"{times:,.0f}", f"{counters.get('missed_tokens', {}).get(reason, 0):,.0f}")
+    return table if rows else None
+
+
+def _prefixes(now: Look) -> Table | None:
+    table = _table("top prefixes", "prefix", ">tokens", ">requests", ">found", "model", ">last")
+    for row in now["prefixes"][:ROWS]:
+        found = row["found_tokens"] / (row["tokens"] * row["requests"])
+        last = f"{show_seconds(now['time'] - row['last'])} ago"
+        table.add_row(
+            row["prefix"], f"{row['tokens']:,}", f"{row['requests']:,}", f"{found:.1%}", row["model"] or "?", last
+        )
+    return table if now["prefixes"] else None
+
+
+def _tenants(now: Look) -> Table | None:
+    names = list(dict.fromkeys(tier for row in now["tenants"] for tier in (*row["tiers"], *row["quotas"])))
+    table = _table("tenants", "tenant", *(f">{name}" for name in names), ">asked", ">found")
+    for row in now["tenants"][:ROWS]:
+        held = (row["tiers"].get(name, {}).get("bytes", 0) for name in names)
+        quotas = (f" of {show_bytes(row['quotas'][name])}" if name in row["quotas"] else "" for name in names)
+        cells = (show_bytes(size) + quota for size, quota in zip(held, quotas, strict=True))
+        table.add_row(row["tenant"] or "?", *cells, f"{row['asked_tokens']:,}", _found(row))
+    return table if now["tenants"] else None
+
+
+def _agents(now: Look) -> Table | None:
+    table = _table("agents", "agent", "tenant", ">requests", ">asked", ">found", ">last")
+    for row in now["agents"][:ROWS]:
+        last = f"{show_seconds(now['time'] - row['last'])} ago"
+        table.add_row(
+            row["agent"], row["tenant"], f"{row['requests']:,}", f"{row['asked_tokens']:,}", _found(row), last
+        )
+    return table if now["agents"] else None
+
+
+def _found(row: Mapping[str, Any]) -> str:
+    asked = row["asked_tokens"]
+    return f"{sum(row['hit_tokens'].values()) / asked:.1%}" if asked else ""
+
+
+def _events(now: Look) -> Table | None:
+    table = _table("events", ">ago", "what", "tier", ">blocks", ">size", "request", "why")
+    for event in list(_newest(now["events"])):
+        table.add_row(
+            show_seconds(now["time"] - event["time"]),
+            event["kind"],
+            event["tier"],
+            f"{event['blocks']:,}",
+            show_bytes(event["bytes"]) if event["bytes"] else "",
+            event["request"],
+            event["reason"],
+        )
+    return table if now["events"] else None
+
+
+def _newest(events: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    yield from reversed(events[-EVENTS:])
+
+
+def register(app: typer.Typer) -> None:
+    app.command("top")(top)

@@ -1,0 +1,195 @@
+"""`kvcache top` and `quota`: the figures of a cache, in a terminal, by its socket or by a daemon's page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.cli import main as frame
+from kvcache.cli import top
+from kvcache.daemon.http.app import Site
+from kvcache.daemon.http.server import listening, start
+from kvcache.daemon.http.visit import visit
+from kvcache.errors import AccessError, ConfigError, UnreachableError
+from kvcache.hierarchy.cache import Cache
+from kvcache.settings.http import Http
+from kvcache.units import show_bytes
+from tests.daemon.house import bound_to, load, store
+from tests.daemon.test_http import OWNERS
+
+
+@pytest.fixture(autouse=True)
+def wide(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "dumb")
+
+
+@pytest.fixture
+def cache() -> Iterator[Cache]:
+    with kvcache.open(
+        host__capacity_bytes="4MiB",
+        host__extent_bytes="1MiB",
+        nvme__enabled=False,
+        evict__tenants={"acme": {"host_quota_bytes": "2MiB", "host_least_bytes": "1MiB"}},
+    ) as made:
+        assert isinstance(made, Cache)
+        bound = bound_to(made, tenant="acme", model="org/large")
+        store(bound, list(range(64)), 1)
+        for n in range(3):
+            with bound.request(id=f"r{n}", agent="planner") as r:
+                r.match([*range(64), *range(900 + 4 * n, 904 + 4 * n)])
+                r.admit()
+        load(bound, list(range(64)))
+        yield made
+
+
+@pytest.fixture
+def kv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvcache", *arguments])
+        with pytest.raises(SystemExit) as left:
+            frame.main()
+        said = capsys.readouterr()
+        return int(left.value.code or 0), said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def serve(cache: Cache) -> Iterator[Callable[..., str]]:
+    ends: list[Callable[[], None]] = []
+
+    def make(**more: Any) -> str:
+        settings = Http(enabled=True, port=0)
+        listener = listening(settings)
+        port = listener.getsockname()[1]
+        ends.append(start(Site(cache, **more).application(), listener, settings))
+        return f"http://127.0.0.1:{port}"
+
+    yield make
+    for end in ends:
+        end()
+
+
+def words(cache: Cache) -> list[str]:
+    """What must be seen of this cache."""
+    stats = cache.stats()
+    counters, tier = stats["counters"], stats["tiers"]["host"]
+    hits, asked = sum(counters["hit_tokens"].values()), counters["asked_tokens"]
+    return [
+        f"hit rate {hits / asked:.1%}",
+        f"{hits:,} of {asked:,} tokens in {counters['requests']:,} requests",
+        show_bytes(tier["used_bytes"]),
+        show_bytes(tier["capacity_bytes"]),
+        "cold",
+        "planner",
+        "org/large",
+        f"{show_bytes(tier['used_bytes'])} of 2 MiB",  # acme's
+        "loaded",
+        "stored",
+    ]
+
+
+def test_once_by_the_socket_and_by_the_page(cache: Cache, kv: Any, serve: Callable[..., str]) -> None:
+    for arguments in (("top", "--once"), ("top", "--once", "--url", serve())):
+        code, out, err = kv(*arguments)
+        assert (code, err) == (0, "")
+        assert [word for word in words(cache) if word not in out] == [], out
+
+
+def test_json_is_the_same_from_both(cache: Cache, kv: Any, serve: Callable[..., str]) -> None:
+    local, remote = (json.loads(kv("top", *more, "--json")[1]) for more in ((), ("--url", serve())))
+    assert local.keys() == remote.keys() == {"time", *top.PARTS}
+    assert local["stats"] == remote["stats"] == json.loads(json.dumps(cache.stats()))
+    assert local["events"] == remote["events"]
+    assert len(local["prefixes"]) == 1
+
+
+def test_live_it_shows_what_happened_between_two_looks(cache: Cache, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound, looks = bound_to(cache, tenant="acme", model="org/large"), iter(range(3))
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 0.5
+        if next(looks) == 2:
+            raise KeyboardInterrupt
+        with bound.request() as r:
+            r.match([*range(64), *range(500, 564)])
+            r.admit()
+
+    monkeypatch.setattr("kvcache.cli.top.time.sleep", sleep)
+    seen: list[str] = []
+    plain = top.picture
+    monkeypatch.setattr(top, "picture", lambda before, now: seen.append(text(plain(before, now))) or plain(before, now))
+    code, _, err = kv("top", "--every", "0.5")
+    assert (code, err, len(seen)) == (0, "", 3)
+    assert "now)" not in seen[0]
+    assert "(50.0% now)" in seen[1]
+    assert "(50.0% now)" in seen[2]
+
+
+def text(picture: Any) -> str:
+    from io import StringIO
+
+    from rich.console import Console
+
+    out = StringIO()
+    Console(file=out, width=200).print(picture)
+    return out.getvalue()
+
+
+def test_a_cache_that_began_anew_has_no_negative_rates(cache: Cache) -> None:
+    now = {"time": 10.0, "stats": {"counters": {"asked_tokens": 5, "hit_tokens": {"host": 3}}, "tiers": {}}}
+    before = {"time": 8.0, "stats": {"counters": {"asked_tokens": 500, "hit_tokens": {"host": 300}}, "tiers": {}}}
+    assert top.grown(before, now, "asked_tokens") == top.grown(before, now, "hit_tokens", "host") == 0
+    assert top.grown(now, before, "hit_tokens") == 297
+
+
+def test_a_bypass_is_said_first(cache: Cache, kv: Any) -> None:
+    cache.flow.bypass.set("on")
+    assert kv("top", "--once")[1].startswith("bypassed: loads, stores")
+
+
+def test_an_empty_cache_is_no_reason_to_fail(kv: Any) -> None:
+    with closing(kvcache.open(host__capacity_bytes="4MiB", nvme__enabled=False)):
+        code, out, err = kv("top", "--once")
+        assert (code, "nothing was asked for" in out, err) == (0, True, "")
+
+
+def test_quota_tells_what_each_tenant_has_and_may(cache: Cache, kv: Any) -> None:
+    code, out, _ = kv("quota")
+    used = cache.stats()["tiers"]["host"]["used_bytes"]
+    assert code == 0
+    for word in ("acme", "host", show_bytes(used), "2 MiB", f"{used / (2 << 20):.0%}", "1 MiB"):
+        assert word in out, out
+    (row,) = json.loads(kv("quota", "--json")[1])
+    assert (row["tenant"], row["quotas"], row["least"]) == ("acme", {"host": 2 << 20}, {"host": 1 << 20})
+
+
+def test_by_a_page_that_wants_a_token(kv: Any, serve: Callable[..., str], tmp_path: Path) -> None:
+    url = serve(owner=OWNERS.get)
+    file = tmp_path / "token"
+    file.write_text("acme-token\n")
+    assert kv("top", "--once", "--url", url)[0] != 0
+    code, out, _ = kv("top", "--once", "--url", url, "--token-file", str(file))
+    assert (code, "org/large" in out) == (0, True)
+    assert visit(url, "api/info", environ={"KVCACHE_TOKEN": "zeta-token"})["info"]["tenant"] == "zeta"
+    with pytest.raises(AccessError, match="show a token"):
+        visit(url, "api/info", environ={"KVCACHE_TOKEN": "nobody"})
+
+
+def test_what_is_no_page_of_ours(serve: Callable[..., str]) -> None:
+    url = serve()
+    for path in ("healthz", "page.css", "api/nothing", "nothing"):
+        with pytest.raises(UnreachableError):
+            visit(url, path, environ={})
+    with pytest.raises(UnreachableError):
+        visit("http://127.0.0.1:1/", "api/info", environ={})
+    with pytest.raises(ConfigError, match="expected http"):
+        visit("file:///etc/passwd", "", environ={})
