@@ -126,9 +126,17 @@ class Report:
                 story["reason"] = "cold" if story["reason"] == "apart" else story["reason"]
         return stories
 
-    def curve(self) -> dict[str, Any] | None:
-        """What more memory would find; nil where that is not known."""
-        return None
+    def curve(self) -> dict[str, Any]:
+        """What more memory would find, or less, as `Cache.curve`; of a tenant what its own requests would."""
+        told = self._cache.curve()
+        if self._tenant is None:
+            return told
+        tiers = {}
+        for name, tier in told["tiers"].items():
+            own = tier["by"]["tenant"].get(self._tenant)
+            rates = [] if own is None else zip(told["times"], own["hit_rates"], strict=True)
+            tiers[name] = {"points": [{"times": times, "hit_rate": rate} for times, rate in rates]}
+        return {"times": told["times"], "tiers": tiers}
 
     @property
     def _owned(self) -> set[bytes]:

@@ -153,6 +153,16 @@ def test_its_figures_are_the_apis(page: Browser) -> None:
     assert page.said == []
 
 
+def test_the_curve_says_what_the_api_says(page: Browser) -> None:
+    page.until("document.querySelector('#curve svg') !== null")
+    points = {point["times"]: point for point in api(page, "curve")["tiers"]["host"]["points"]}
+    page.run("document.querySelector('#curve svg').focus()")
+    for key, code, times in (("Home", 36, 0.25), ("End", 35, 4.0), ("ArrowLeft", 37, 2.0)):
+        page.press(key, code)
+        size, rate = points[times]["capacity_bytes"], points[times]["hit_rate"]
+        assert text(page, "#curve .said") == f"{times:g}x: {100 * rate:.1f} % with {show_bytes(size)} of host"
+
+
 def test_it_goes_on_by_itself(page: Browser, cache: Cache) -> None:
     before = int(figures(page)["requests"][1])
     bound = bound_to(cache, tenant="acme", model="org/acme")

@@ -26,6 +26,7 @@ def cache() -> Iterator[Cache]:
             for n in range(2):
                 ask(bound, [*range(first, first + 32), *range(900 + n * 100, 904 + n * 100)], f"{tenant}-{n}")
         ask(bound_to(made, tenant="acme"), list(range(500, 532)), "acme-spies")
+        made.curve()  # plays what waits, so that statistics stay as they are
         yield made
 
 
@@ -44,12 +45,14 @@ def every(report: Report) -> dict[str, Any]:
         "prefixes": report.prefixes(),
         "events": report.events(),
         "explain": report.explain({"count": 10}),
+        "curve": report.curve(),
     }
 
 
 def test_an_operator_sees_all(cache: Cache) -> None:
     told = every(Report(cache))
     assert told["stats"] == cache.stats()
+    assert told["curve"] == cache.curve()
     assert {row["tenant"]: (row["requests"], row["tiers"]) for row in told["tenants"]} == {
         "acme": (3, {"host": {"records": 8, "bytes": 8 * 12_288}}),
         "zeta": (2, {"host": {"records": 8, "bytes": 8 * 12_288}}),
@@ -73,6 +76,9 @@ def test_a_tenant_sees_its_own_and_no_trace_of_another(cache: Cache) -> None:
         "counters": {"requests": 3, "asked_tokens": 3 * 36 - 4, "hit_tokens": {"host": 64}},
     }
     assert [row["id"] for row in told["namespaces"]] == [acme.id.hex()]
+    (host,) = told["curve"]["tiers"].values()
+    whole = cache.curve()["tiers"]["host"]["by"]["tenant"]["acme"]["hit_rates"]
+    assert [point["hit_rate"] for point in host["points"]] == whole
     assert [row["tenant"] for row in told["tenants"]] == ["acme"]
     assert [row["agent"] for row in told["agents"]] == ["acme"]
     assert [row["namespace"] for row in told["prefixes"]] == [acme.id.hex()]
@@ -97,6 +103,7 @@ def test_what_only_another_has_is_to_a_tenant_what_nobody_has(cache: Cache) -> N
 
 def test_a_tenant_without_anything_sees_nothing(cache: Cache) -> None:
     told = every(Report(cache, "nobody"))
+    assert all(tier["points"] == [] for tier in told.pop("curve")["tiers"].values())
     assert told.pop("stats") == {"tiers": {}, "counters": {"requests": 0, "asked_tokens": 0, "hit_tokens": {}}}
     assert set(map(len, told.values())) == {0}
 

@@ -6,8 +6,8 @@ import { element, shape } from "./table.js";
 const WIDE = 560, HIGH = 190, LEFT = 52, RIGHT = 8, TOP = 8, BOTTOM = 22;
 
 // `series`: name, class, and values, one each for the places `xs`; null where there is none. `stacked`: each upon those
-// before it. `said(i)`: what the place i says in words. `at`: where the cursor stands at first; the last by default.
-export function draw(holder, { xs, series, stacked, label, xLabel, xTicks, yMax, yLabel, said, none }) {
+// before it. `said(i)`: what the place i says in words. `start`: where the cursor stands; at the last by default.
+export function draw(holder, { xs, series, stacked, label, xLabel, xTicks, yMax, yLabel, said, start, none }) {
   if (!xs.length) {
     holder.replaceChildren(element("p", { class: "quiet" }, none));
     return;
@@ -43,11 +43,12 @@ export function draw(holder, { xs, series, stacked, label, xLabel, xTicks, yMax,
   }
   const cursor = shape("line", { class: "cursor", y1: TOP, y2: TOP + height });
   const words = element("p", { class: "said", "aria-live": "off" });
-  let at = Math.min(xs.length - 1, Number(holder.dataset.at ?? xs.length - 1));
+  const rest = start ?? xs.length - 1;  // where it stands while nobody moves it, so that the newest is told
+  let at = Math.min(xs.length - 1, Number(holder.dataset.at ?? rest));
   const point = (i, chosen) => {
     at = Math.max(0, Math.min(xs.length - 1, i));
     if (chosen) holder.dataset.at = at;
-    if (at === xs.length - 1) delete holder.dataset.at;  // the last one stays the last
+    if (at === rest) delete holder.dataset.at;
     cursor.setAttribute("x1", x(xs[at]));
     cursor.setAttribute("x2", x(xs[at]));
     words.replaceChildren(said(at));
@@ -58,7 +59,7 @@ export function draw(holder, { xs, series, stacked, label, xLabel, xTicks, yMax,
     const place = ((event.clientX - box.left) / box.width) * WIDE;
     point(nearest(xs, x, place), true);
   });
-  svg.addEventListener("pointerleave", () => point(xs.length - 1, true));
+  svg.addEventListener("pointerleave", () => point(rest, true));
   svg.addEventListener("keydown", (event) => {
     const step = { ArrowLeft: at - 1, ArrowRight: at + 1, Home: 0, End: xs.length - 1 }[event.key];
     if (step === undefined) return;

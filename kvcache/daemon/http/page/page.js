@@ -173,9 +173,9 @@ function overTime() {
 }
 
 function whatMore() {
-  const curves = Object.entries(told.curve?.tiers ?? {});
+  const curves = Object.entries(told.curve.tiers).map(([name, tier]) => [name, tier.points]).filter(([, points]) => points.length);
   const xs = curves.length ? curves[0][1].map((point) => Math.log2(point.times)) : [];
-  const times = (x) => `${Number((2 ** x).toPrecision(3))}×`;
+  const times = (x) => `${Number((2 ** x).toPrecision(3))}x`;
   draw(at("curve"), {
     xs,
     yMax: 1,
@@ -184,8 +184,9 @@ function whatMore() {
     xTicks: xs,
     label: "Hit rate by size of each tier; arrow keys move the cursor",
     series: curves.map(([name, points]) => ({ name, kind: kind(name), values: points.map((point) => point.hit_rate) })),
-    said: (i) => `${times(xs[i])}: ${curves.map(([name, points]) => `${percent(points[i].hit_rate, 1)} with ${bytes(points[i].bytes)} of ${name}`).join(", ")}`,
-    none: "Not measured yet.",
+    said: (i) => `${times(xs[i])}: ${curves.map(([name, points]) => `${percent(points[i].hit_rate, 1)} with ${points[i].capacity_bytes ? `${bytes(points[i].capacity_bytes)} of ` : ""}${name}`).join(", ")}`,
+    start: xs.indexOf(0),
+    none: "No request has ended yet, or none is sampled (evict.curve_samples).",
   });
 }
 
