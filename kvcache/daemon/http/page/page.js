@@ -32,7 +32,7 @@ async function ask(name, query = "") {
 async function look() {
   const slow = round % SLOWLY === 0;
   const wanted = [ask("stats"), ask("events", "?count=200")];
-  if (slow) wanted.push(...["namespaces", "tenants", "agents", "prefixes", "curve"].map((name) => ask(name)));
+  if (slow) wanted.push(...["namespaces", "tenants", "agents", "curve"].map((name) => ask(name)), ask("prefixes", "?count=16"));
   if (round === 0) wanted.push(ask("info"), ask("history"));
   await Promise.all(wanted);
   if (round === 0) samples = told.history;
@@ -203,7 +203,7 @@ function misses(counters) {
 
 function prefixes() {
   fill(at("prefixes"), [
-    column("prefix", (p) => element("code", { title: p.prefix }, p.prefix.slice(0, 8))),
+    column("prefix", (p) => element("code", {}, p.prefix)),
     column("tokens", (p) => [count(p.tokens), `prefix.${p.prefix}.tokens`, p.tokens], { number: true }),
     column("requests", (p) => [count(p.requests), `prefix.${p.prefix}.requests`, p.requests], { number: true, hint: "of the last 1,024 that begin so" }),
     column("found", (p) => percent(p.found_tokens, p.tokens * p.requests), { number: true, hint: "of its tokens, over these requests" }),
