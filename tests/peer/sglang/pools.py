@@ -74,8 +74,8 @@ def make(kind: str, dtype: torch.dtype) -> Pools:
             of = swa.swa_kv_pool if windowed else swa.full_kv_pool
             planes.append(([of.k_buffer[number], of.v_buffer[number]], windowed))
         return Pools(swa, allocator, (ComponentType.FULL, ComponentType.SWA), planes, WINDOW, requests)
-    if kind == "mamba":
-        return _mamba(dtype)
+    if kind.startswith("mamba"):
+        return _mamba(dtype, latent=kind == "mamba")
     page = SIZES.get(kind, PAGE)
     if kind == "dsa":
         kv: Any = DSATokenToKVPool(
@@ -102,8 +102,8 @@ def make(kind: str, dtype: torch.dtype) -> Pools:
     return Pools(kv, allocator, (ComponentType.FULL,), planes, None, requests, page, extras)
 
 
-def _mamba(dtype: torch.dtype) -> Pools:
-    """States in two layers, latents in the other two."""
+def _mamba(dtype: torch.dtype, *, latent: bool) -> Pools:
+    """States in two layers, latents or keys and values in the other two."""
     from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
@@ -139,12 +139,14 @@ def _mamba(dtype: torch.dtype) -> Pools:
         [1, 3],
         "cpu",
         requests.mamba_pool,
-        use_mla=True,
+        use_mla=latent,
         kv_lora_rank=LATENT,
         qk_rope_head_dim=ROPE,
     )
     allocator = PagedTokenToKVPoolAllocator(TOKENS, page, dtype, "cpu", kv, False)
-    planes = [([buffer], False) for buffer in kv.full_kv_pool.kv_buffer]
+    full = kv.full_kv_pool
+    by_layer = [[buffer] for buffer in full.kv_buffer] if latent else zip(full.k_buffer, full.v_buffer, strict=True)
+    planes = [(list(buffers), False) for buffers in by_layer]
     cache = requests.mamba_pool.mamba_cache
     states = (*cache.conv, cache.temporal)
     return Pools(kv, allocator, (ComponentType.FULL, ComponentType.MAMBA), planes, None, requests, page, states)

@@ -244,7 +244,7 @@ def params_of(pools: Pools) -> Any:
     )
 
 
-def linker_over(place: Any, pools: Pools, **ours: Any) -> Any:
+def linker_over(place: Any, pools: Pools, *, params: Any = None, **ours: Any) -> Any:
     from sglang.srt.runtime_context import get_context
 
     from kvcache.connector.sglang import KVCacheLinker
@@ -253,5 +253,5 @@ def linker_over(place: Any, pools: Pools, **ours: Any) -> Any:
     nvme = {"path": str(place / "nvme"), "capacity_bytes": 64 << 20, "free_floor_bytes": 0}
     given = {"revision": "1", "host": {"capacity_bytes": 32 << 20}, "nvme": nvme, "control": {"enabled": False}}
     return KVCacheLinker(
-        served, params_of(pools), components=set(pools.components), extra_config={"kvcache": given | ours}
+        served, params or params_of(pools), components=set(pools.components), extra_config={"kvcache": given | ours}
     )

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from kvcache.errors import ConfigError
 from tests.peer.sglang.pools import make
-from tests.peer.sglang.stack import linker_over
+from tests.peer.sglang.stack import linker_over, params_of
 
 KEYS = [hashlib.sha256(bytes([number])).hexdigest() for number in range(12)]
 
@@ -105,3 +107,26 @@ def test_a_state_stands_at_the_end_of_what_it_was_computed_from(tmp_path: Path) 
     for buffer, was in zip(pools.kv.full_kv_pool.kv_buffer, latents, strict=True):
         assert torch.equal(buffer[places(*range(30, 34), size=pools.page)].view(torch.uint8), was.view(torch.uint8))
     linker.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafts", "why"),
+    [
+        ("mamba with mha", (), "plain MLA pool"),
+        ("mha", (object(),), "does not support the direct"),
+        ("swa", (object(),), "does not support the direct"),
+    ],
+    ids=["states and keys", "drafts", "windows and drafts"],
+)
+def test_what_sglang_does_not_describe_is_refused(kind: str, drafts: Any, why: str, tmp_path: Path) -> None:
+    pools = make(kind, torch.bfloat16)
+    params = replace(params_of(pools), sidecar_draft_device_pools=drafts)
+    with pytest.raises(ConfigError, match=rf"{why}.*use the storage backend"):
+        linker_over(tmp_path, pools, params=params)
+
+
+def test_scales_beside_the_keys_are_refused(tmp_path: Path) -> None:
+    pools = make("mha", torch.bfloat16)
+    pools.kv.k_scale_buffer = [torch.zeros(1)]
+    with pytest.raises(ConfigError, match=r"scales.*use the storage backend"):
+        linker_over(tmp_path, pools)
