@@ -71,6 +71,7 @@ class Announcer:
         self._ready: deque[Any] = deque()
         self._busy_until = 0.0
         self._lock = threading.Lock()
+        self._polling = threading.Lock()
         self._end = threading.Event()
         self._next = cache.changes(None, ()).next  # from here on; a store that comes at once is told of
         self._thread = threading.Thread(target=self._run, name="kvcache-events", daemon=True)
@@ -146,13 +147,13 @@ class Announcer:
 
     def poll(self) -> None:
         """Hear of all that has changed by now."""
-        while True:
-            told = self._cache.changes(self._next, list(self._bounds))
-            self.hear(told.changes, lost=told.lost)
-            if told.next == self._next or not told.changes:
-                self._next = told.next
-                return
-            self._next = told.next
+        with self._polling:
+            while True:
+                told = self._cache.changes(self._next, list(self._bounds))
+                self.hear(told.changes, lost=told.lost)
+                before, self._next = self._next, told.next
+                if not told.changes or told.next == before:
+                    return
 
     def hear(self, changes: Iterable[Change], *, lost: bool = False) -> None:
         with self._lock:

@@ -135,6 +135,10 @@ def reset(llm):
     return {"reset": llm.reset_prefix_cache(reset_connector=True)}
 
 
+def records(llm):
+    return {tier: told["records"] for tier, told in connector(llm)._share.cache.stats()["tiers"].items()}
+
+
 def counters(llm):
     return connector(llm)._share.cache.stats()["counters"]
 
@@ -209,6 +213,7 @@ def events(llm, replay: str):
     import zmq
 
     core = llm.llm_engine.engine_core.engine_core
+    connector(llm)._scheduling.events.poll()
     while core.scheduler.connector.has_pending_push_work():
         core.step()
     socket = zmq.Context.instance().socket(zmq.DEALER)
@@ -231,7 +236,9 @@ def events(llm, replay: str):
         socket.close(0)
 
 
-ACTS = {act.__name__: act for act in (flush, kill, counters, reset, aborts, leaks, events, idle, origin, replace)}
+ACTS = {
+    act.__name__: act for act in (flush, kill, counters, reset, aborts, leaks, events, idle, origin, replace, records)
+}
 
 
 def connector(llm):
