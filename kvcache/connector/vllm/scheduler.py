@@ -179,7 +179,9 @@ class Scheduling:
         if isinstance(self.cache, Trial):
             if not tracked.asked:
                 tracked.asked = request.num_tokens // size
-                tracked.stored = self.cache.ask(tracked.who, tracked.digests.first(tracked.asked), size)
+                tracked.stored = self.cache.ask(
+                    tracked.who, tracked.digests.first(tracked.asked), size, self._block_bytes
+                )
             return 0, False
         # Several groups, and a step that waits, leave a token to compute; vLLM itself steps back where one is needed.
         whole = self.asynchronous and len(self._kv_config.kv_cache_groups) == 1

@@ -19,22 +19,29 @@ def chain(prompt: list[int]) -> list[bytes]:
 @given(st.lists(PROMPT, max_size=30), st.integers(1, 12))
 def test_an_lru_of_prefixes(prompts: list[list[int]], capacity: int) -> None:
     trial, known = Trial(capacity * 10), []
+    gone: set[bytes] = set()
+    reasons = {"cold": 0, "evicted": 0}
     hits = asked = 0
     for prompt in prompts:
         digests = chain(prompt)
         found = next((i for i, d in enumerate(digests) if d not in known), len(digests))
         assert trial.ask(WHO, digests, 4) == found
+        if found < len(digests):
+            reasons["evicted" if digests[found] in gone else "cold"] += 1
         for digest in reversed(digests[:found]):
             known.remove(digest)
             known.append(digest)
         trial.keep(WHO, digests[found:], 10)
         known += [d for d in digests[found:] if d not in known]
+        gone |= set(known[: max(0, len(known) - capacity)])
         del known[: max(0, len(known) - capacity)]
         hits, asked = hits + 4 * found, asked + 4 * len(digests)
     counters = trial.stats()["counters"]
     assert counters.get("asked_tokens", 0) == asked
     assert counters.get("hit_tokens", {}).get("host", 0) == hits
     assert trial.stats()["tiers"]["host"]["used_bytes"] == 10 * len(known)
+    assert counters.get("misses", {}) == {reason: count for reason, count in reasons.items() if count}
+    trial.close()
 
 
 def test_tenants_keep_apart() -> None:
@@ -42,3 +49,21 @@ def test_tenants_keep_apart() -> None:
     trial.keep(WHO, chain([1, 2]), 10)
     assert trial.ask(Who(tenant="other"), chain([1, 2]), 4) == 0
     assert trial.ask(WHO, chain([1, 2]), 4) == 2
+    trial.close()
+
+
+def test_the_curve_says_what_more_would_have_found() -> None:
+    """Forty prompts of one block in turn, with room for twenty: an LRU finds nothing; with twice that, all."""
+    trial = Trial(20 * 10, samples=1000)
+    prompts = [[bytes([i]).ljust(32, b"x")] for i in range(40)]
+    for _ in range(30):
+        for digests in prompts:
+            trial.ask(WHO, digests, 4, 10)
+            trial.keep(WHO, digests, 10)
+    points = {p["times"]: p["hit_rate"] for p in trial.curve()["tiers"]["host"]["points"]}
+    found = trial.stats()
+    trial.close()
+    assert "hit_tokens" not in found["counters"] or not sum(found["counters"]["hit_tokens"].values())
+    assert points[1.0] < 0.02
+    assert points[2.0] == points[4.0] > 0.95
+    assert found["curve"]["host"]["2"] == points[2.0]
