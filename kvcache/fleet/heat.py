@@ -18,6 +18,7 @@ from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.fleet.board import Board
 from kvcache.hierarchy.cache import Cache
 from kvcache.observe.request import logger
+from kvcache.tier.redis.name import heat
 
 CHAINS = 256
 """Of a namespace, in the server."""
@@ -65,20 +66,18 @@ class Heat:
     def __init__(self, board: Board, *, half_life_s: float = HALF_LIFE_S, chains: int = CHAINS) -> None:
         self._board, self._half_life_s, self._chains = board, half_life_s, chains
 
-    def _keys(self, namespace: bytes) -> list[bytes]:
-        name = f"{self._board.prefix}:h1:{{{namespace[:16].hex()}}}".encode()
-        return [name + b":heat", name + b":chains"]
-
     def add(self, namespace: bytes, packed: bytes, uses: int, wall_s: float) -> None:
         """`packed`: the signatures of a chain that was used so often, at that time."""
         packed = packed[: BLOCKS * SIGNATURE_BYTES]
         name, now = packed[-SIGNATURE_BYTES:], wall_s / self._half_life_s
         bounds = (b"%d" % self._chains, b"%d" % _EXPIRE_S)
-        self._board.script(_ADD, self._keys(namespace), name, b"%.17g" % now, b"%d" % uses, packed, *bounds)
+        self._board.script(
+            _ADD, heat(self._board.prefix, namespace), name, b"%.17g" % now, b"%d" % uses, packed, *bounds
+        )
 
     def hottest(self, namespace: bytes, count: int) -> list[bytes]:
         """The signatures of that many chains, the hottest first; those that make no sense are left out."""
-        found = self._board.script(_HOTTEST, self._keys(namespace), b"%d" % max(1, count))
+        found = self._board.script(_HOTTEST, heat(self._board.prefix, namespace), b"%d" % max(1, count))
         if not isinstance(found, list):
             return []
         return [each for each in found if isinstance(each, bytes) and each and not len(each) % SIGNATURE_BYTES]

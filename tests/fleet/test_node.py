@@ -171,6 +171,21 @@ def test_the_limit_is_of_all_namespaces_together(fleet: Any, server: Server) -> 
     assert [near(second, bound, PROMPTS[0]) for bound in both] == [8, 0]
 
 
+def test_erasing_a_namespace_erases_what_was_counted_of_it(fleet: Any, server: Server) -> None:
+    cache, engine = fleet(), Engine(FULL)
+    spaces = [bind(cache, cache_salt=salt) for salt in "ab"]
+    for bound in spaces:
+        store(bound, engine, PROMPTS[0], list(range(8)))
+        use(bound, PROMPTS[0])
+    assert cache.flush(30)
+    heated(server, 1, 1)
+    erased = cache.erasure.erase(cache_salt="a")
+    assert (erased.namespaces, erased.left) == ([spaces[0].id], {})
+    (left,) = server.client.keys("*:heat")
+    assert spaces[1].id[:16].hex().encode() in left
+    assert len(server.client.keys("*:chains")) == 1
+
+
 def test_a_cache_without_a_fleet_says_so() -> None:
     with kvcache.open(host={"capacity_bytes": 256 * KIB}, nvme={"enabled": False}, control={"enabled": False}) as cache:
         with pytest.raises(ConfigError, match=r"redis\.enabled"):

@@ -34,6 +34,7 @@ class Names:
     def __init__(self, prefix: str, *, cluster: bool = False) -> None:
         if not _PREFIX.fullmatch(prefix):
             raise ConfigError(f"redis.prefix = {prefix!r}: expected 1 to 64 letters, digits or characters of ._:-")
+        self.prefix = prefix
         self._start = f"{prefix}:{FORM}:{'{' if cluster else ''}"
         self._end = "}" if cluster else ""
         self.pattern = f"{self._start}*".encode()
@@ -64,6 +65,12 @@ class Names:
         """Whether this is the key of a record, not of a further part of one."""
         start = self._start.encode()
         return name.startswith(start) and name.count(b":", len(start)) == 3
+
+
+def heat(prefix: str, namespace: bytes) -> list[bytes]:
+    """The keys under which a fleet counts how often a namespace's chains are used: the counts, the chains."""
+    name = f"{prefix}:h1:{{{namespace[:16].hex()}}}".encode()
+    return [name + b":heat", name + b":chains"]
 
 
 def part(record: bytes, write_id: int, number: int) -> bytes:

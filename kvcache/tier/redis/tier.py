@@ -28,7 +28,7 @@ from kvcache.tier.redis import owners
 from kvcache.tier.redis.entrance import Entrance
 from kvcache.tier.redis.life import Life
 from kvcache.tier.redis.lookup import Lookup
-from kvcache.tier.redis.name import Names
+from kvcache.tier.redis.name import Names, heat
 from kvcache.tier.redis.nodes import One, Share, ask
 from kvcache.tier.redis.piece import IN_FLIGHT_BYTES
 from kvcache.tier.redis.pool import log, reason
@@ -237,6 +237,13 @@ class RedisTier(QueuedTier):
     def sync(self) -> bool:
         """What was acknowledged is as safe as the server makes it."""
         return True
+
+    def purge(self, namespace: bytes) -> int | None:
+        """Records go one by one; here goes what a fleet counted of them. OSError where the server does not answer."""
+        keys = heat(self._names.prefix, namespace)
+        for pool, *_ in self._nodes.divide(keys[:1], None):
+            pool.run(lambda wire: wire.ask(b"UNLINK", *keys), None)
+        return None
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:
         try:
