@@ -288,13 +288,20 @@ class HostTier(Waits):
         if len(published) != len(records):
             faults.append("host: two records in one slot")
         for held in records:
-            if held.slot.extent.slots.get(held.slot.i) is not held.slot:
-                faults.append(f"host: {held.address.name.hex()} stands in a slot that was given back")
-            elif held.slot.sealed:
-                try:
+            with self._lock:  # the cache goes on meanwhile: what has left or moved by now is another's slot
+                if self._records.get(held.address.name) is not held:
+                    continue
+                if held.slot.extent.slots.get(held.slot.i) is not held.slot:
+                    faults.append(f"host: {held.address.name.hex()} stands in a slot that was given back")
+                    continue
+                self.arena.acquire(held.slot)
+            try:
+                if held.slot.sealed:
                     verify(*segments(held), held.address)
-                except RecordError as error:
-                    faults.append(f"host: {held.address.name.hex()}: {error}")
+            except RecordError as error:
+                faults.append(f"host: {held.address.name.hex()}: {error}")
+            finally:
+                self.arena.release(held.slot)
         return faults
 
     def close(self) -> bool:

@@ -137,6 +137,7 @@ class Usage:
     records: int
     used_bytes: int
     capacity_bytes: int
+    """0 where nothing limits it, as in an object store."""
 
 
 @dataclass(slots=True)

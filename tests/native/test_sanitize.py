@@ -27,6 +27,7 @@ def unable(tmp_path: Path) -> str:
     return ""
 
 
+@pytest.mark.timeout(1800)  # it compiles the core twice
 def test_stress(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if reason := unable(tmp_path):
         pytest.skip(reason)
