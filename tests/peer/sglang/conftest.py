@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
-STAND_INS = HERE / "cpu"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,20 +39,6 @@ def answers(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[i
 @pytest.fixture(scope="session")
 def sglang_here(tmp_path_factory: pytest.TempPathFactory) -> None:
     """SGLang in this process, with host pools that copy by torch."""
-    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-    sys.path.insert(0, str(STAND_INS))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import torch
-        from sglang.srt.runtime_context import get_parallel
-        from sglang_cpu import hicache
+    from tests.peer.sglang.here import begin
 
-        hicache.install()
-        ranks = ("tp", "pp", "attn_tp", "attn_cp", "attn_dp", "dp", "moe_ep", "attn_dcp")
-        get_parallel().override_permanently(launch_world_rank=0, **{f"{name}_rank": 0 for name in ranks})
-        get_parallel().override_permanently(attn_dcp_size=1)
-        group = f"file://{tmp_path_factory.mktemp('group')}/store"
-        from sglang.srt.mem_cache.utils import get_hash_str
-
-        get_hash_str([1] * 16, None, 16)  # compiles, the first time on a machine
-        torch.distributed.init_process_group("gloo", init_method=group, rank=0, world_size=1)
+    begin(0, 1, tmp_path_factory.mktemp("group") / "store")

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -61,6 +63,13 @@ def linker(**ours: Any) -> list[str]:
         *("--unified-cache-external-linker-backend", "dynamic"),
         *("--unified-cache-external-linker-config", json.dumps(config)),
     ]
+
+
+def owner(path: Path) -> int:
+    """The process that listens there."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.connect(os.fspath(path))
+        return int(struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
 
 class Server:

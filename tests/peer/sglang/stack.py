@@ -200,7 +200,8 @@ class LinkedStack:
         return int(result.host_hit_length), request
 
     def load(self, request: Any) -> list[tuple[torch.Tensor, ...]] | None:
-        """What lies in the request's pages then; None where SGLang would answer with an error."""
+        """What lies in the request's pages then; nothing where it was refused and is computed, None where SGLang would
+        answer with an error."""
         from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams
 
         found = request.result
@@ -212,7 +213,9 @@ class LinkedStack:
         self.tree.ready_to_load_host_cache()
         if self.tree.linker.finish_loads():
             return None
-        assert at is not None
+        if at is None:
+            assert count == 0
+            return []
         assert len(at) == count
         loaded = self.pools.read(at)
         self.pools.allocator.free(at)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import pytest
 import torch
 
 from tests.peer.sglang.pools import PAGE, WINDOW
+from tests.peer.sglang.serving import owner
 from tests.peer.sglang.stack import LinkedStack
 
 PROMPT = list(range(2, 2 + 40 * PAGE))
@@ -84,3 +89,22 @@ def test_a_drive_that_cannot_be_read_is_never_an_error(
     assert reads > 3
     monkeypatch.undo()
     second.linker.close()
+
+
+def test_two_ranks_load_together_or_not_at_all(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-m", "tests.peer.sglang.rank"]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path)], env=environment, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, text=True)
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=600)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+        for socket in tmp_path.rglob("engine-*.socket"):
+            os.kill(owner(socket), signal.SIGTERM)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
-import struct
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 
 from kvcache.block.record import MAGIC
 from tests.peer import server as redis
-from tests.peer.sglang.serving import PAGE, PROMPTS, STORED, WATCHED, Server, hicache, linker, ours
+from tests.peer.sglang.serving import PAGE, PROMPTS, STORED, WATCHED, Server, hicache, linker, ours, owner
 
 ROOM = 16 << 20
 WHOLE = 3 * 40 * PAGE
@@ -139,13 +137,6 @@ def test_a_hung_daemon_of_two_ranks(model: str, tmp_path: Path) -> None:
             return all(cached.get("storage", 0) == 40 * PAGE for _, cached in told)
 
         server.wait(all_there, 120)
-
-
-def owner(path: Path) -> int:
-    """The process that listens there."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.connect(os.fspath(path))
-        return int(struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
 
 
 def test_a_linker_over_a_drive_that_lies(model: str, tmp_path: Path) -> None:
