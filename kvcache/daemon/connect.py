@@ -26,9 +26,12 @@ def connect(where: str, *, token_file: str = "", **settings: Any) -> RemoteCache
         raise ConfigError(
             f"{unknown[0]} = {settings[unknown[0]]!r:.60}: {where} has settings of its own; here are {', '.join(known)}"
         )
-    token = Token(token_file)
+    return RemoteCache(route_of(where, Token(token_file), **files), **settings)
+
+
+def route_of(where: str, token: Token | None = None, **files: str) -> Route:
+    """To the daemon at `unix:PATH`, `tls://HOST:PORT` or, on loopback, `tcp://HOST:PORT`."""
+    token = token or Token()
     if where.startswith("unix:"):
-        route: Route = UnixRoute(str(socket_of(where)), token)
-    else:
-        route = TcpRoute(where.partition(":")[2].removeprefix("//"), token, secure=secure, **files)
-    return RemoteCache(route, **settings)
+        return UnixRoute(str(socket_of(where)), token)
+    return TcpRoute(where.partition(":")[2].removeprefix("//"), token, secure=where.startswith("tls:"), **files)

@@ -12,7 +12,10 @@ from typing import IO, Any
 
 import kvcache
 from kvcache.block.layout import KVLayout
+from kvcache.daemon.connect import route_of
+from kvcache.daemon.wire import Wire
 from tests.contract.caches import Engine, bind
+from tests.peer.port import free_port
 
 LAYOUT = KVLayout.mha(layers=2, kv_heads=2, head_dim=64, dtype="fp32", block_tokens=4)  # 8 KiB a block
 
@@ -20,8 +23,13 @@ LAYOUT = KVLayout.mha(layers=2, kv_heads=2, head_dim=64, dtype="fp32", block_tok
 class House:
     """`kvcache daemon` over a directory: its socket, its drive where it has one."""
 
-    def __init__(self, directory: Path, *, nvme: bool = False, **variables: object) -> None:
+    def __init__(self, directory: Path, *, nvme: bool = False, tcp: bool = False, **variables: object) -> None:
+        """`tcp`: tests come in by a port of loopback, and all bytes go over it."""
         self.directory, self.socket = directory, directory / "s"
+        self.where, self._words = f"unix:{self.socket}", tuple[str, ...]()
+        if tcp:
+            variables["DAEMON__LISTEN"] = f"127.0.0.1:{free_port()}"
+            self.where, self._words = f"tcp://{variables['DAEMON__LISTEN']}", ("--insecure-loopback",)
         settings = {
             "HOST__CAPACITY_BYTES": "32MiB",
             "HOST__EXTENT_BYTES": "4MiB",
@@ -37,7 +45,17 @@ class House:
         self.before: list[str] = []  # a program that runs it
 
     def command(self, *words: str) -> list[str]:
-        return [*self.before, sys.executable, "-m", "kvcache.cli.main", "daemon", "--socket", str(self.socket), *words]
+        return [
+            *self.before,
+            sys.executable,
+            "-m",
+            "kvcache.cli.main",
+            "daemon",
+            "--socket",
+            str(self.socket),
+            *self._words,
+            *words,
+        ]
 
     def start(self, *words: str) -> House:
         """Running, and listening."""
@@ -90,7 +108,11 @@ class House:
             self.kill()
 
     def open(self, **more: Any) -> Any:
-        return kvcache.open(f"unix:{self.socket}", **{"patience_s": 30.0, **more})
+        return kvcache.open(self.where, **{"patience_s": 30.0, **more})
+
+    def wire(self) -> Wire:
+        """A connection on which nothing was said."""
+        return route_of(self.where).connect(30)
 
 
 def bound_to(cache: Any, **fields: Any) -> Any:

@@ -98,7 +98,7 @@ class Stranger:
 
     def __init__(self, house: House, rng: random.Random) -> None:
         self.rng, self.answers, self._said = rng, 0, bytearray()
-        self.control = Wire.connect(str(house.socket), 30)
+        self.control = house.wire()
         self.control.send({"op": "hello", "version": VERSION, "role": "control"}, timeout_s=30)
         self.session = answer(self.control.receive(30)[0])["session"]
         self.house = house
@@ -111,7 +111,7 @@ class Stranger:
     def talk(self) -> None:
         self._talk(self.control, "control", A_CONNECTION)
         with suppress(KVCacheError):
-            mover = Wire.connect(str(self.house.socket), 30)
+            mover = self.house.wire()
             mover.send({"op": "hello", "version": VERSION, "role": "mover", "session": self.session}, timeout_s=30)
             mover.receive(30)
             self._talk(mover, "mover", A_CONNECTION // 8)
@@ -161,12 +161,13 @@ def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
 def test_nonsense_neither_kills_it_nor_makes_it_grow_nor_reaches_another_tenant(
-    make_house: Callable[..., House], request: pytest.FixtureRequest
+    make_house: Callable[..., House], request: pytest.FixtureRequest, tcp: bool
 ) -> None:
-    frames = 1_000_000 if request.config.getoption("--long") else 100_000
+    frames = (1_000_000 if request.config.getoption("--long") else 100_000) // (5 if tcp else 1)
     rng = random.Random(3)
-    house = make_house().start()
+    house = make_house(tcp=tcp).start()
     assert house.process is not None
     with house.open() as cache:
         victim = bound_to(cache, tenant="victim", cache_salt="secret")

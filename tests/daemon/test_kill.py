@@ -77,12 +77,13 @@ class Worker:
             assert self.turned.wait_for(lambda: self.turns >= end, 120), "a worker hangs"
 
 
+@pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
 def test_a_killed_daemon_costs_misses_and_what_was_durable_is_there(
-    make_house: Callable[..., House], request: pytest.FixtureRequest
+    make_house: Callable[..., House], request: pytest.FixtureRequest, tcp: bool
 ) -> None:
-    kills = 50 if request.config.getoption("--long") else 5
+    kills = 50 if request.config.getoption("--long") else 2 if tcp else 5
     rng = random.Random(1)
-    house = make_house(nvme=True).start()
+    house = make_house(nvme=True, tcp=tcp).start()
     with house.open() as cache:
         workers = [Worker(bound_to(cache), number) for number in (1, 2)]
         for worker in workers:
@@ -115,17 +116,17 @@ def test_a_killed_daemon_costs_misses_and_what_was_durable_is_there(
         assert all(worker.hits and worker.misses for worker in workers)
 
 
-def test_a_killed_client_leaves_nothing_behind(
-    within: Within,
-    request: pytest.FixtureRequest,
-) -> None:
+@pytest.mark.parametrize("kind", ["within", "loopback"])
+def test_a_killed_client_leaves_nothing_behind(request: pytest.FixtureRequest, kind: str) -> None:
+    within: Within = request.getfixturevalue(kind)
+    where = f"unix:{within.path}" if within.port is None else str(within.port)
     kills = 50 if request.config.getoption("--long") else 5
     rng = random.Random(2)
     for first in range(0, kills, 5):
         with ExitStack() as undo:
             victims = []
             for seed in range(first, first + 5):
-                words = [sys.executable, "-m", "tests.daemon.victim", str(within.path), str(seed)]
+                words = [sys.executable, "-m", "tests.daemon.victim", where, str(seed)]
                 victims.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT))
                 undo.callback(victims[-1].communicate)
                 undo.callback(victims[-1].kill)

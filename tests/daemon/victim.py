@@ -1,4 +1,4 @@
-"""An engine that stores and loads for ever, until it is killed: `python -m tests.daemon.victim SOCKET SEED`."""
+"""An engine that stores and loads for ever, until it is killed: `python -m tests.daemon.victim WHERE SEED`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to
 
 
-def main(socket: str, seed: int) -> None:
+def main(where: str, seed: int) -> None:
     rng, engine = random.Random(seed), Engine(LAYOUT)
     engine.fill(seed, list(range(32)))
-    with kvcache.open(f"unix:{socket}", patience_s=30.0) as cache:
+    with kvcache.open(where, patience_s=30.0) as cache:
         bound = bound_to(cache)
         print("begins", flush=True)
         while True:
