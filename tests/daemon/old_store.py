@@ -1,7 +1,7 @@
 """A store as an earlier version left it: `python -m tests.daemon.old_store FILE` writes the archive of test_upgrade.
 
-It was written once, by version 0.1.0.dev0, and is kept: what a later version writes is no test of what it can read. What
-the first writers did not leave is taken away: the labels at the ends of segments, and the names of owners.
+It was written once, by version 0.1.0.dev0, and is kept: what a later version writes is no test of what it can read.
+What the first writers did not leave is taken away: the labels at the ends of segments, and the names of owners.
 """
 
 from __future__ import annotations
