@@ -48,8 +48,8 @@ class Board:
                 return reply
             if reply not in ELSEWHERE:
                 raise RefusedError(str(reply))
-            place = reply.place if reply == "ASK" else ""
-            if not place:
+            place = reply.place  # also of what has moved for good: the cluster is not looked at anew for each
+            if reply != "ASK":
                 self._nodes.doubt()
         raise RefusedError("moved")
 

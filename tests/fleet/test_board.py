@@ -1,0 +1,71 @@
+"""Notes in a real server: by a user who may do no more than the page says, and in a cluster whose slots move."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from redis.crc import key_slot
+
+from kvcache.fleet.board import Board
+from kvcache.fleet.heat import Heat
+from kvcache.fleet.lease import Lease, Turn
+from kvcache.settings.tiers import Redis
+from tests.peer.fleet import Cluster
+from tests.peer.server import MISSING, Server
+
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
+
+
+@pytest.mark.parametrize("lines", [1, 2], ids=["a user for records", "and for warming up"])
+def test_the_rights_that_the_page_names_are_enough(server: Server, tmp_path: Path, lines: int) -> None:
+    rights = [line.split() for line in re.findall(r"^ *ACL SETUSER engine (.*)$", PAGE.read_text(), re.MULTILINE)]
+    assert len(rights) == 2
+    (tmp_path / "password").write_text("PASSWORD")
+    for words in rights[:lines]:
+        server.client.execute_command("ACL", "SETUSER", "engine", *words)
+    board = Board(
+        Redis(enabled=True, url=server.tcp, username="engine", password_file=str(tmp_path / "password"), timeout_s=5)
+    )
+    try:
+        lease, heat = Lease(board, "d"), Heat(board, chains=1)
+        if lines == 1:
+            with pytest.raises(OSError, match=r"ERR|NOPERM"):
+                lease.take()
+            return
+        assert lease.take() is Turn.MINE
+        assert lease.renew()
+        assert lease.stored()
+        for number in (1, 2, 2):  # one goes for want of room
+            heat.add(b"n" * 32, bytes([number]) * 32, 1, 1_800_000_000.0)
+        assert heat.hottest(b"n" * 32, 3) == [b"\2" * 32]
+    finally:
+        board.close()
+        server.client.execute_command("ACL", "DELUSER", "engine")
+
+
+def test_a_slot_that_moved_is_followed_and_one_that_moves_is_an_error() -> None:
+    cluster = Cluster()
+    board = Board(Redis(enabled=True, url=cluster.url, mode="cluster", timeout_s=10))
+    try:
+        first, second = Lease(board, "d"), Lease(board, "d")
+        assert first.take() is Turn.MINE
+        name = b"kvcache:w1:{d}:lease"
+        source = cluster.owner(name)
+        target = next(node for node in cluster.nodes if node is not source)
+        cluster.move(key_slot(name), source, target)
+        assert first.renew()
+        assert second.take() is Turn.ANOTHERS
+        cluster.move(key_slot(name), target, source, leave_open=True)
+        with suppress(OSError):  # some of its keys are here and some there
+            assert second.take() is Turn.ANOTHERS
+        cluster.move(key_slot(name), target, source)
+        assert first.stored()
+        assert second.take() is Turn.STORED
+    finally:
+        board.close()
+        cluster.end()
