@@ -175,6 +175,20 @@ def test_a_key_on_its_way_is_found_where_it_is(cluster: Cluster, tier: RedisTier
     cluster.move(key_slot(name), target, source)
 
 
+def test_keys_that_have_moved_are_found_at_once(cluster: Cluster, tier: RedisTier) -> None:
+    """However lately the cluster was looked at: each MOVED says where."""
+    blocks = chain(30)
+    write(tier, blocks)
+    slots = sorted({key_slot(NAMES.record(address)) for address in blocks})[:6]
+    homes = {slot: next(i for i in range(3) if slot < (i + 1) * 16_384 // 3) for slot in slots}
+    for step in (1, 0):
+        for slot, home in homes.items():
+            cluster.move(slot, cluster.nodes[(home + 1 - step) % 3], cluster.nodes[(home + step) % 3])
+            assert read(tier, blocks) == (DONE,) * 30
+            assert tier.leading(blocks).result(20) == 30
+    assert tier.breaker == "closed"
+
+
 def test_a_long_record_on_its_way(cluster: Cluster, tier: RedisTier) -> None:
     """Its parts lie in one slot, so they are on their way together: read, written and removed where they go."""
     (address,) = chain(1, seed=3)

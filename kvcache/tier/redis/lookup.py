@@ -99,7 +99,7 @@ class Lookup:
         heads = self._ask(names, deadline)
         elsewhere = [i for i, head in enumerate(heads) if isinstance(head, Wrong) and head in ELSEWHERE]
         if elsewhere:
-            places = [head.place if head == "ASK" else "" for i in elsewhere if isinstance(head := heads[i], Wrong)]
+            places = [head.place for i in elsewhere if isinstance(head := heads[i], Wrong)]
             there = self._ask([names[i] for i in elsewhere], deadline, places)
             for i, head in zip(elsewhere, there, strict=True):
                 heads[i] = head

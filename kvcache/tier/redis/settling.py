@@ -17,8 +17,8 @@ _NAMES = {op: {outcome: f"{op}_{outcome.value}" for outcome in Outcome} for op i
 
 class Settling:
     """`blocks`: the numbers that the batch's own ticket has for those of this part, where they differ from the part's.
-    `follow`: what turns out to be at another server is not settled, but stands in `moved`: the place that it is asked
-    for at, or nothing where it is no longer this server's at all."""
+    `follow`: what turns out to be at another server is not settled, but stands in `moved`, with the place that the
+    server named, if it did. `doubtful`: what is known of the servers is no longer so."""
 
     def __init__(
         self, batch: Batch, counters: Counters, *, blocks: Sequence[int] | None = None, follow: bool = False
@@ -26,11 +26,13 @@ class Settling:
         self._batch, self._counters, self._blocks, self._follow = batch, counters, blocks, follow
         self._names = _NAMES[batch.op]
         self.moved: dict[int, str] = {}
+        self.doubtful = False
 
     def __call__(self, i: int, outcome: Outcome, check: str = "") -> None:
         block = i if self._blocks is None else self._blocks[i]
         if self._follow and check in ELSEWHERE:
-            self.moved[block] = check.place if isinstance(check, Wrong) and check == "ASK" else ""
+            self.moved[block] = check.place if isinstance(check, Wrong) else ""
+            self.doubtful = self.doubtful or check != "ASK"
             return
         self._counters.add(self._names[outcome])
         if outcome is Outcome.DONE and self._batch.segments:

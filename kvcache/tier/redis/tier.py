@@ -145,8 +145,8 @@ class RedisTier(QueuedTier):
                 self._nodes.doubt()
                 settling.rest(Outcome.LATE if isinstance(error, TimeoutError) else Outcome.FAILED, reason(error))
             moved |= settling.moved
-        if not all(moved.values()):
-            self._nodes.doubt()
+            if settling.doubtful:
+                self._nodes.doubt()
         return moved
 
     def _parts(self, piece: Batch, left: dict[int, str] | None) -> Iterator[tuple[Share, Batch, Settling]]:
