@@ -87,7 +87,9 @@ class Cluster:
         target.client.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", source.id)
         source.client.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", target.id)
         while keys := source.client.execute_command("CLUSTER GETKEYSINSLOT", slot, 100):
-            source.client.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
+            # on a busy machine the nodes may take each other for lost, for a moment
+            command = ["MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "REPLACE", "KEYS", *keys]
+            until(lambda command=command: source.client.execute_command(*command), "the keys have moved")
         if not leave_open:
             for node in (target, source, *self.nodes):
                 node.client.execute_command("CLUSTER SETSLOT", slot, "NODE", target.id)
