@@ -13,15 +13,19 @@ all blocks asked for. The agents' sessions start by a seed; where memory is tigh
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from form import Row, options, publish
 
+from kvcache import native
 from kvcache.cli.vocabulary import tokenizer_of
 from kvcache.trace.formats import read
 from kvcache.trace.simulate import POLICIES, simulate
@@ -71,17 +75,47 @@ def load(data: Path, file: str, form: str, seed: int | None) -> Trace:
     return read(data / f"{file}.jsonl.gz", form, **more)
 
 
-def play(data: Path, policies: Sequence[str], *, quick: bool = False) -> Rates:
+class Kept:
+    """What was found before, by the same code on the same traces: a run that was ended goes on where it was."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._rates: dict[str, float] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        code = [*(ROOT / "kvcache" / "evict").glob("*.py"), *(ROOT / "kvcache" / "trace").glob("*.py")]
+        core = [Path(native.core.__file__)] if native.available() else []
+        self._code = self._digest(*sorted(code), *core)
+
+    def rate(self, file: Path, seed: int | None, size: float, policy: str, found: Callable[[], float]) -> float:
+        key = f"{self._code} {self._digest(file)} {seed} {size} {policy}"
+        if key not in self._rates:
+            self._rates[key] = found()
+            if self._path is not None:
+                self._path.write_text(json.dumps(self._rates))
+        return self._rates[key]
+
+    @staticmethod
+    @cache
+    def _digest(*files: Path) -> str:
+        return sha256(b"".join(sha256(file.read_bytes()).digest() for file in files)).hexdigest()
+
+
+def play(data: Path, policies: Sequence[str], kept: Kept, *, quick: bool = False) -> Rates:
     rates: Rates = {}
     for name, (file, form, sizes, seeds) in GRID.items():
         if quick and seeds:
             continue  # the agents' take minutes
         found: dict[tuple[float, str], list[float]] = {}
         for number, seed in enumerate(seeds or (None,)):
-            trace = load(data, file, form, seed)
+            trace = cache(partial(load, data, file, form, seed))  # read where something is not known yet
             for size in sizes[:TIGHT] if number else sizes:
                 for policy in policies:
-                    rate = simulate(trace, policy, max(1, round(size / 100 * trace.unique))).hit_rate
+
+                    def found_now(
+                        policy: str = policy, size: float = size, trace: Callable[[], Trace] = trace
+                    ) -> float:
+                        return simulate(trace(), policy, max(1, round(size / 100 * trace().unique))).hit_rate
+
+                    rate = kept.rate(data / f"{file}.jsonl.gz", seed, size, f"{form} {policy}", found_now)
                     found.setdefault((size, policy), []).append(100 * rate)
                     print(f"{name}, seed {seed}, {size:g} %, {policy}: {100 * rate:.2f}", flush=True)
         rates |= {(name, *key): values[0] for key, values in found.items()}
@@ -181,8 +215,11 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--write", action="store_true", help="write the tables into docs/eviction.md")
+    parser.add_argument(
+        "--kept", type=Path, metavar="FILE", help="go on from what a run before found, by the same code"
+    )
     arguments = parser.parse_args()
-    rates = play(arguments.data, POLICIES, quick=arguments.quick)
+    rates = play(arguments.data, POLICIES, Kept(arguments.kept), quick=arguments.quick)
     text = tables(rates)
     if arguments.write:
         page = PAGE.read_text(encoding="utf-8")
