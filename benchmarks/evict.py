@@ -22,8 +22,8 @@ from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.record import record_bytes
 from kvcache.evict.policy import Policy
-from kvcache.hierarchy.cache import POLICIES
 from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.parts import POLICIES
 from kvcache.hierarchy.run import Run, place_of
 from kvcache.machine import memory
 from kvcache.transfer.pages import GroupPages

@@ -339,6 +339,10 @@ void Index::count_child(std::uint32_t parent, unsigned tier, int change) {
     if (!node.in(tier).children) enter_orders(parent);
 }
 
+void Index::learn(const std::int64_t* reused, const std::int64_t* forgotten) {
+    for (std::size_t i = 0; i < reused_.size(); ++i) reused_[i] += reused[i], forgotten_[i] += forgotten[i];
+}
+
 void Index::count_reuse(std::uint64_t uses, std::uint64_t age) {
     ++reused_[use_class(uses) * ages_.bins() + ages_.bin(age)];
 }

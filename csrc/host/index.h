@@ -52,9 +52,9 @@ class Index {
         bool parent_known, kept;
     };
 
-    // Classes of use: the number of `bounds` that are at most the uses; all but the first of them apart by the number of
-    // `gaps` that are at most the age at which the last use came. `edges`: the least age of each bin. `ghosts`: how many
-    // departures are remembered for each resident block.
+    // Classes of use: the number of `bounds` that are at most the uses; all but the first of them apart by the number
+    // of `gaps` that are at most the age at which the last use came. `edges`: the least age of each bin. `ghosts`: how
+    // many departures are remembered for each resident block.
     Index(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint64_t> edges, double ghosts,
           std::vector<std::uint64_t> gaps);
 
@@ -93,6 +93,7 @@ class Index {
     void waiting(std::int64_t* out) const { ages_.count(clock_, out); }
     const std::vector<std::int64_t>& reused() const { return reused_; }
     const std::vector<std::int64_t>& forgotten() const { return forgotten_; }
+    void learn(const std::int64_t* reused, const std::int64_t* forgotten);  // (class, bin), of another life
     unsigned use_class(std::uint64_t uses) const;
     std::size_t classes() const { return ages_.classes(); }
     std::size_t bins() const { return ages_.bins(); }

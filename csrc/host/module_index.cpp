@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "index.h"
+#include "inputs.h"
 #include "objects.h"
 #include "play.h"
 
@@ -29,48 +30,6 @@ auto locked(const Index& index, std::size_t blocks, Call call) {
     lock.unlock();  // before the wait for the interpreter lock
     return answer;
 }
-
-// A run as Python gives it, looked at and checked.
-class RunInput {
-  public:
-    RunInput(const py::handle& place, const py::handle& signatures)
-        : place_(place, PyBUF_SIMPLE), signatures_(signatures, PyBUF_SIMPLE) {
-        expect(place_.bytes() == PLACE, "a place of " + std::to_string(place_.bytes()) + " bytes: expected " +
-                                            std::to_string(PLACE) + ", namespace, group and shard");
-        expect(signatures_.bytes() % SIGNATURE == 0,
-               "signatures of " + std::to_string(signatures_.bytes()) + " bytes: expected 32 a block");
-    }
-
-    std::size_t blocks() const { return signatures_.bytes() / SIGNATURE; }
-    Run run() const { return {place_.data(), signatures_.data(), blocks()}; }
-
-  private:
-    Buffer place_, signatures_;
-};
-
-// The places and needs of a lookup: one of each a group.
-class Groups {
-  public:
-    Groups(const py::sequence& places, std::vector<std::uint64_t> needs) : needs_(std::move(needs)) {
-        expect(places.size() == needs_.size(), std::to_string(places.size()) + " places and " +
-                                                   std::to_string(needs_.size()) + " needs: expected one each a group");
-        for (std::size_t i = 0; i < places.size(); ++i) {
-            places_.push_back(std::make_unique<Buffer>(py::object(places[i]), PyBUF_SIMPLE));
-            expect(places_.back()->bytes() == PLACE, "a place of " + std::to_string(places_.back()->bytes()) +
-                                                         " bytes: expected " + std::to_string(PLACE));
-        }
-    }
-
-    std::size_t match(const Index& index, const std::uint8_t* signatures, std::size_t blocks, ByTier* by_tier) const {
-        std::vector<Run> runs;
-        for (const auto& place : places_) runs.push_back({place->data(), signatures, blocks});
-        return index.match(runs.data(), needs_.data(), runs.size(), by_tier);
-    }
-
-  private:
-    std::vector<std::unique_ptr<Buffer>> places_;
-    std::vector<std::uint64_t> needs_;
-};
 
 // The module's class: an index that knows how many tiers it has, and checks what it is given.
 class PyIndex {
@@ -140,8 +99,7 @@ class PyIndex {
 
     void assign(const std::vector<std::string>& places, unsigned kind) {
         for (const std::string& place : places) {
-            expect(place.size() == PLACE,
-                   "a place of " + std::to_string(place.size()) + " bytes: expected " + std::to_string(PLACE));
+            expect(place.size() == PLACE, "a place of " + std::to_string(place.size()) + " bytes");
         }
         expect(kind < Index::MOST_KINDS,
                "kind " + std::to_string(kind) + ": expected less than " + std::to_string(Index::MOST_KINDS));
@@ -256,14 +214,19 @@ class PyIndex {
         return bytes(counts.data(), counts.size() * sizeof counts[0]);
     }
 
-    py::bytes reused() {
-        const auto counts = locked(index_, 1, [&] { return index_.reused(); });
-        return bytes(counts.data(), counts.size() * sizeof counts[0]);
-    }
+    py::bytes reused() { return copied(index_.reused()); }
+    py::bytes forgotten() { return copied(index_.forgotten()); }
 
-    py::bytes forgotten() {
-        const auto counts = locked(index_, 1, [&] { return index_.forgotten(); });
-        return bytes(counts.data(), counts.size() * sizeof counts[0]);
+    void learn(const py::object& reused, const py::object& forgotten) {
+        const Buffer uses(reused, PyBUF_FORMAT), rest(forgotten, PyBUF_FORMAT);
+        const std::size_t cells = index_.classes() * index_.bins();
+        expect(uses.integers("lq", 8, "int64") == cells && rest.integers("lq", 8, "int64") == cells,
+               "counts of (class, age bin) in another number");
+        locked(index_, 1, [&] {
+            index_.learn(reinterpret_cast<const std::int64_t*>(uses.data()),
+                         reinterpret_cast<const std::int64_t*>(rest.data()));
+            return true;
+        });
     }
 
     template <class Number>
@@ -318,6 +281,11 @@ class PyIndex {
         return py::bytes(static_cast<const char*>(data), length);
     }
 
+    py::bytes copied(const std::vector<std::int64_t>& counts) {
+        const auto copy = locked(index_, 1, [&] { return counts; });
+        return bytes(copy.data(), copy.size() * sizeof copy[0]);
+    }
+
     // call(first, end) over the nodes' numbers, each time under the lock, until it says false.
     template <class Call>
     void by_parts(Call call) {
@@ -347,10 +315,10 @@ void PyIndex::bind(py::module_& module) {
 
 A place is 42 bytes: namespace, group, shard; signatures are 32 bytes a block, packed. Lets go of the interpreter lock
 for more than a few blocks. ValueError where arguments make no sense.)")
-        .def(py::init<unsigned, std::vector<unsigned>, std::vector<std::uint64_t>, double,
-                      std::vector<std::uint64_t>>(),
-             py::arg("tiers"), py::arg("bounds"), py::arg("edges"), py::arg("ghosts"),
-             py::arg("gaps") = std::vector<std::uint64_t>())
+        .def(
+            py::init<unsigned, std::vector<unsigned>, std::vector<std::uint64_t>, double, std::vector<std::uint64_t>>(),
+            py::arg("tiers"), py::arg("bounds"), py::arg("edges"), py::arg("ghosts"),
+            py::arg("gaps") = std::vector<std::uint64_t>())
         .def("tick", &PyIndex::tick)
         .def("match", &PyIndex::match, py::arg("places"), py::arg("needs"), py::arg("signatures"))
         .def("ask", &PyIndex::ask, py::arg("parent"), py::arg("tokens"), py::arg("block_tokens"), py::arg("extras"),
@@ -379,6 +347,7 @@ for more than a few blocks. ValueError where arguments make no sense.)")
         .def("waiting", &PyIndex::waiting)
         .def("reused", &PyIndex::reused)
         .def("forgotten", &PyIndex::forgotten)
+        .def("learn", &PyIndex::learn, py::arg("reused"), py::arg("forgotten"))
         .def("check", &PyIndex::check)
         .def("held", [](PyIndex& self) { return self.number([](const Index& i) { return i.held(); }); })
         .def("ghosts", [](PyIndex& self) { return self.number([](const Index& i) { return i.ghosts(); }); })

@@ -11,11 +11,7 @@ from typing import Any, cast
 from kvcache.block.cipher import Keys
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
-from kvcache.errors import ClosedError, ConfigError
-from kvcache.evict.hazard import Hazard
-from kvcache.evict.lru import LRU
-from kvcache.evict.policy import Policy
-from kvcache.evict.shares import UNLIMITED, Limit, Shares
+from kvcache.errors import ClosedError
 from kvcache.hierarchy.ask import Ask, SharedTier
 from kvcache.hierarchy.below import tiers_below
 from kvcache.hierarchy.canary import Canary
@@ -28,6 +24,8 @@ from kvcache.hierarchy.face import Bound
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.kinds import Kind, Kinds, Model
+from kvcache.hierarchy.learnt import Learnt
+from kvcache.hierarchy.parts import policy_of, shares_of, size_of
 from kvcache.hierarchy.plan import Plan
 from kvcache.hierarchy.register import Register
 from kvcache.hierarchy.request import BoundCache, CacheRequest
@@ -43,9 +41,6 @@ from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import Scrubbed, Tier, Usage
 from kvcache.transfer.copiers import Copiers
 from kvcache.units import show_bytes
-from kvcache.values import no_larger
-
-POLICIES: Mapping[str, type[Policy]] = {"hazard": Hazard, "lru": LRU}
 
 _LOOKS, _ARRIVE_S = 3, 0.5
 
@@ -76,8 +71,8 @@ class Cache:
             port=port,
         )
         names = [self.host.name, *(tier.name for tier in self.below)]
-        self.index = Index(names, _policy(settings.evict.policy), clock=port.clock)
-        self.shares = _shares(settings)
+        self.index = Index(names, policy_of(settings), clock=port.clock)
+        self.shares = shares_of(settings)
         self.kinds = Kinds(self.index, names, self.shares)
         self.host.arena.quota = lambda tenant: self.shares.of(tenant, self.host.name).quota_bytes
         self.why = Why(
@@ -116,6 +111,10 @@ class Cache:
         self.erasure = Erasure(self.index, (self.host, *self.below), self.census, self.flow.flush, port)
         own = [tier for tier in self.below if not tier.shared]
         self.learned = [self.erasure.submit(partial(self.flow.expiry.learn, tier.ending)) for tier in own]
+        directory = str(settings.nvme.directories[0]) if settings.nvme.enabled else None
+        self._learnt = Learnt(directory, self.index, self.kinds, self.counters, port, self._player.submit)
+        self._learnt.load()
+        self.index.begun = self._learnt.used
         self._pinner = port.executor(1, "pin")
         self.copiers = Copiers(self._pinner.submit)
         self.host.arena.watch(self.copiers.came, self.copiers.gone)
@@ -135,7 +134,7 @@ class Cache:
             "host %s (%s)%s",
             show_bytes(settings.host.capacity_bytes),
             settings.origin("host.capacity_bytes"),
-            "".join(f", {tier.name} {_size(tier)}" for tier in self.below),
+            "".join(f", {tier.name} {size_of(tier)}" for tier in self.below),
         )
 
     def namespace(
@@ -335,6 +334,7 @@ class Cache:
         self._pinner.close()
         self.erasure.close()
         self._player.close()
+        self._learnt.save()
         self.copiers.close()
         closed = [tier.close() for tier in (self.host, *self.below)]  # each, also where one failed
         self._flushed = self._flushed and all(closed)
@@ -354,29 +354,3 @@ def _take_in(index: Index, tier: Tier) -> None:
     tier.on_loss(lambda address: index.discard(address, tier.name))
     for head, signatures in tier.runs():
         index.insert_run(Run(place_of(head.namespace, head.group, head.shard), signatures), head.parent, tier.name)
-
-
-def _policy(name: str) -> Policy:
-    if name not in POLICIES:
-        raise ConfigError(f"evict.policy = {name!r}: no such policy; there is {', '.join(POLICIES)}")
-    return POLICIES[name]()
-
-
-def _shares(settings: Settings) -> Shares:
-    shares, capacities = Shares(), {"host": settings.host.capacity_bytes}
-    if settings.nvme.enabled:
-        capacities[NvmeTier.name] = settings.nvme.capacity_bytes
-    for tier, capacity in capacities.items():
-        for tenant, limits in settings.evict.tenants.items():
-            quota, least = getattr(limits, f"{tier}_quota_bytes"), getattr(limits, f"{tier}_least_bytes")
-            shares.set(tenant, tier, Limit(UNLIMITED if quota is None else quota, least))
-        least = sum(limit.least_bytes for limit in shares.all(tier).values())
-        no_larger(f"{tier}_least_bytes of all in evict.tenants", least, f"{tier}.capacity_bytes", capacity)
-    return shares
-
-
-def _size(tier: Tier) -> str:
-    if tier.shared:
-        return repr(tier)
-    usage = tier.usage()
-    return f"{show_bytes(usage.capacity_bytes)} with {usage.records} records"

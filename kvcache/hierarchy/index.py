@@ -132,6 +132,8 @@ class Index:
         self._evidence: Evidence | None = None  # what the table below is made from, where it is
         self._table: NDArray[np.float64] | None = None
         self._due = 0  # when the next evidence is taken
+        self.begun: Callable[[], object] = lambda: None
+        """Told of each request."""
         self.departed: Callable[[str, list[bytes]], None] = lambda tier, signatures: None
         """Told of what made room in the last tier that had it."""
         self.changes = Changes(clock or Port().clock)
@@ -147,6 +149,7 @@ class Index:
 
     def tick(self) -> int:
         """A request begins: the new time."""
+        self.begun()
         clock = self.clock
         if clock >= self._due:  # its table is worked out when somebody has to leave
             self._evidence, self._table = self.evidence(), None
@@ -310,6 +313,11 @@ class Index:
     def evidence(self) -> Evidence:
         """What the policy judges by."""
         return evidence_of(self._core)
+
+    def learn(self, reused: NDArray[np.int64], forgotten: NDArray[np.int64]) -> None:
+        """What another life has seen, as counts by (class, bin of age): used again, and seen waiting last."""
+        self._core.learn(reused, forgotten)
+        self._table, self._due = None, 0
 
     def check(self) -> list[str]:
         """A full audit; one line a fault, none when sound."""

@@ -10,10 +10,12 @@ the mean. So is what comes when there are too many kinds.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, log2
+from typing import Any
 
 from kvcache.block.address import Address
 from kvcache.evict.shares import UNLIMITED, Shares
@@ -88,6 +90,29 @@ class Kinds:
             if self._places.get(place) != number:
                 self._places[place] = number
                 self._index.assign([place], number)
+
+    def told(self, most_bytes: int) -> list[list[Any]]:
+        """For another life: of each kind its tenant, model and bytes, and the places that are of it, as many as fit."""
+        told: list[list[Any]] = []
+        with self._lock:
+            for place, number in reversed(self._places.items()):
+                kind = self._kinds[number]
+                if kind is None:
+                    continue
+                model = kind.model
+                row = [place.hex(), [kind.tenant, model.name, model.block_tokens], model.block_bytes, kind.record_bytes]
+                most_bytes -= len(json.dumps(row)) + 1
+                if most_bytes < 0:
+                    break
+                told.append(row)
+        return told
+
+    def recall(self, told: Sequence[Sequence[Any]]) -> None:
+        """What another life told, where it had as many tiers."""
+        for place, (tenant, name, block_tokens), block_bytes, record_bytes in told:
+            if len(block_bytes) == len(record_bytes) == len(self._number):
+                model = Model(tuple(name), block_tokens, tuple(block_bytes))
+                self.bind(Kind(tenant, model, tuple(record_bytes)), bytes.fromhex(place))
 
     def computed(self, model: Model, tokens: int, seconds: float) -> None:
         """An engine computed so many tokens in one step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from kvcache.block.key import SIGNATURE_BYTES
 
@@ -40,3 +40,12 @@ class Node:
     def standing(self) -> Standing:
         place, signature = self.name
         return self.stamp, -self.depth, signature, place
+
+
+def descends(nodes: Mapping[Name, Node], node: Node, ancestor: Node) -> bool:
+    """A chain that bites its own tail could never leave."""
+    while node is not ancestor:
+        if node.parent_name is None:
+            return False
+        node = nodes[node.parent_name]
+    return True

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvcache.block.key import SIGNATURE_BYTES, digest_chain
 from kvcache.hierarchy.ages import Ages
 from kvcache.hierarchy.ghosts import PlainGhosts, Use
-from kvcache.hierarchy.node import UNKNOWN, Name, Node, names_of
+from kvcache.hierarchy.node import UNKNOWN, Name, Node, descends, names_of
 from kvcache.hierarchy.orders import Classes, PlainOrders
 from kvcache.hierarchy.prefix import usable
 from kvcache.hierarchy.run import Packed
@@ -143,6 +143,12 @@ class PlainIndex:
         """By (class, bin of age), how many ghosts were forgotten at that age."""
         with self._lock:
             return np.array(self._forgotten)
+
+    def learn(self, reused: NDArray[np.int64], forgotten: NDArray[np.int64]) -> None:
+        """Counts of another life, by (class, bin of age), beside those of this one."""
+        with self._lock:
+            self._reused += reused
+            self._forgotten += forgotten
 
     # changing
 
@@ -274,20 +280,12 @@ class PlainIndex:
         node.parent, node.known, node.depth = parent, True, 0
         if parent not in (UNKNOWN, place[:SIGNATURE_BYTES]):
             before = self._get((place, parent))
-            if self._descends(before, node):
+            if descends(self._nodes, before, node):
                 node.parent = UNKNOWN
             else:
                 node.depth = before.depth + 1
         self._blocks += 1
         self._ages.add(self.use_class(node.uses), node.stamp, 1)
-
-    def _descends(self, node: Node, ancestor: Node) -> bool:
-        """A chain that bites its own tail could never leave."""
-        while node is not ancestor:
-            if node.parent_name is None:
-                return False
-            node = self._nodes[node.parent_name]
-        return True
 
     def _drop(self, node: Node, tier: int) -> None:
         parent = node.parent_name

@@ -72,6 +72,12 @@ METRICS: dict[str, Metric] = {
             "tiers.*.in_trouble",
         ),
         Metric(
+            "policy_states",
+            "counter",
+            ("result",),
+            "what the policy learnt, read at start and written down, by result",
+        ),
+        Metric(
             "curve_hit_rate",
             "gauge",
             ("tier", "times"),

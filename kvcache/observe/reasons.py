@@ -74,6 +74,13 @@ REASONS: Mapping[tuple[str, str], Mapping[str, str]] = {
         "replaced": "another server has taken the master's place",
         "defects": "an error of ours, which the log has",
     },
+    ("policy_states", "result"): {
+        "read": "the policy goes on with what it had learnt",
+        "written": "beside the first drive's store; a kill loses what was learnt since",
+        "damaged": "its checksum is wrong: ignored, the policy begins anew",
+        "foreign": "of another version or another policy: ignored, the policy begins anew",
+        "failed": "the drive said so; the policy goes on with what it knows",
+    },
     ("evicted_blocks", "kept"): {"yes": "a tier below has it", "no": "it is gone"},
     ("bypass", "path"): {
         "loads": "a match finds nothing and a load is a miss",

@@ -12,10 +12,11 @@ import pytest
 import kvcache
 from kvcache.block.record import record_bytes
 from kvcache.config import load
-from kvcache.hierarchy.cache import POLICIES, Cache
+from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.curve import MOST_NAMES, MOST_WAITING, OTHERS, TIMES, Curve
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.kinds import Model
+from kvcache.hierarchy.parts import POLICIES
 from kvcache.port import InlineExecutor, Port
 from kvcache.trace.formats import read
 from kvcache.trace.simulate import simulate

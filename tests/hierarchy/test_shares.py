@@ -16,9 +16,10 @@ from kvcache.block.record import record_bytes
 from kvcache.config import load
 from kvcache.errors import ConfigError
 from kvcache.evict.shares import UNLIMITED, Limit, Shares
-from kvcache.hierarchy.cache import POLICIES, Cache
+from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.kinds import Kind, Kinds, Model
+from kvcache.hierarchy.parts import POLICIES
 from kvcache.hierarchy.run import Run, place_of
 from tests.hierarchy.test_room import EXTENT, INLINE, LARGE, SMALL, found, put
 

@@ -1,0 +1,152 @@
+"""What a policy has learnt, kept beside the first drive's store and read again at start.
+
+One file, `policy`: a line that names the format, a line with the SHA-256 of the rest, then JSON. It holds the counts
+that the policy judges by (`reused`, and as `forgotten` all that was last seen waiting, here or as a ghost: it counts as
+seen until then), and which kind what lies on the drive is of, so that shares hold before an engine comes. It is
+written every `SAVE_S` in which there was a request, and at the end; a kill loses what was learnt since. A file that is
+damaged, of another version or of another policy is ignored and counted: then the policy begins anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import sha256
+from typing import Any
+from zlib import compress, decompress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvcache.evict.policy import AGE_EDGES, Policy
+from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.kinds import Kinds
+from kvcache.observe.metrics import Counters
+from kvcache.observe.request import logger
+from kvcache.port import Port
+
+NAME = "policy"
+FORMAT = b"kvcache policy 1\n"
+SAVE_S = 60.0
+MOST_BYTES = 64 << 10
+"""Of the file; places beyond them are left out. A store's own overhead has room for it."""
+
+_log = logger("kvcache.learnt")
+
+
+class Learnt:
+    """`directory`: where the file is; None: nothing is kept."""
+
+    def __init__(
+        self,
+        directory: str | None,
+        index: Index,
+        kinds: Kinds,
+        counters: Counters,
+        port: Port,
+        submit: Callable[[Callable[[], None]], object],
+    ) -> None:
+        self._path = None if directory is None else os.path.join(directory, NAME)
+        self._directory, self._index, self._kinds = directory, index, kinds
+        self._counters, self._port, self._submit = counters, port, submit
+        self._due = port.clock.now() + SAVE_S
+        self._writing = threading.Lock()
+
+    def load(self) -> None:
+        """At start, before any request. Never raises: a cache works without."""
+        if self._path is None:
+            return
+        try:
+            file = self._port.disk.open(self._path)
+        except OSError:
+            return  # there is none yet, or the drive has troubles that others will tell of
+        try:
+            data = bytearray(min(file.size(), MOST_BYTES + 1))
+            got = file.read(0, [memoryview(data)]) if data else 0
+            result = self._take(bytes(data[:got]))
+        except OSError as error:
+            result = "failed"
+            _log.warning("%s: %s; the policy begins anew", self._path, error.strerror or error)
+        finally:
+            file.close()
+        self._counters.add("policy_states", result=result)
+
+    def _take(self, data: bytes) -> str:
+        head, _, rest = data.partition(b"\n")
+        checksum, _, body = rest.partition(b"\n")
+        if head + b"\n" != FORMAT:
+            return "foreign"
+        if sha256(body).hexdigest().encode() != checksum:
+            _log.warning("%s is damaged; the policy begins anew", self._path)
+            return "damaged"
+        told = json.loads(body)
+        policy = self._index.policy
+        if [told.get(name) for name in ("policy", "bounds", "gaps", "edges")] != _of(policy):
+            return "foreign"
+        shape = self._index.evidence().reused.shape
+        self._index.learn(_counts(told["reused"], shape), _counts(told["forgotten"], shape))
+        self._kinds.recall(told["kinds"])
+        return "read"
+
+    def used(self) -> None:
+        """A request began: write it down, where it is time."""
+        if self._path is None or self._port.clock.now() < self._due:
+            return
+        self._due = self._port.clock.now() + SAVE_S
+        with suppress(RuntimeError):  # the cache is being closed
+            self._submit(self.save)
+
+    def save(self) -> None:
+        """Under its name only once it is whole and on the medium. Never raises."""
+        if self._path is None:
+            return
+        try:
+            with self._writing:
+                self._write(self._path)
+            result = "written"
+        except OSError as error:
+            result = "failed"
+            _log.debug("%s was not written: %s", self._path, error)
+        self._counters.add("policy_states", result=result)
+
+    def _write(self, path: str) -> None:
+        disk, temporary = self._port.disk, f"{path}.tmp"
+        file = disk.open(temporary, create=True)
+        try:
+            data = self._told()
+            file.truncate(0)
+            file.write(0, [memoryview(data)])
+            file.sync()
+        finally:
+            file.close()
+        disk.rename(temporary, path)
+        disk.sync_directory(str(self._directory))
+
+    def _told(self) -> bytes:
+        policy, evidence = self._index.policy, self._index.evidence()
+        told: dict[str, Any] = {
+            **dict(zip(("policy", "bounds", "gaps", "edges"), _of(policy), strict=True)),
+            "reused": _packed(evidence.reused),
+            "forgotten": _packed(evidence.forgotten + evidence.waiting),
+            "kinds": [],
+        }
+        room = MOST_BYTES - len(json.dumps(told)) - 128
+        told["kinds"] = self._kinds.told(room)
+        body = json.dumps(told, separators=(",", ":")).encode()
+        return FORMAT + sha256(body).hexdigest().encode() + b"\n" + body
+
+
+def _of(policy: Policy) -> list[Any]:
+    return [policy.name, list(policy.bounds), list(policy.gaps), list(AGE_EDGES)]
+
+
+def _packed(counts: NDArray[np.int64]) -> str:
+    return b64encode(compress(counts.astype("<i8").tobytes())).decode()
+
+
+def _counts(packed: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
+    return np.frombuffer(decompress(b64decode(packed)), "<i8").astype(np.int64).reshape(shape)

@@ -1,0 +1,45 @@
+"""The parts of a cache as its settings want them: policy and shares; and how large its tiers are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvcache.errors import ConfigError
+from kvcache.evict.hazard import Hazard
+from kvcache.evict.lru import LRU
+from kvcache.evict.policy import Policy
+from kvcache.evict.shares import UNLIMITED, Limit, Shares
+from kvcache.settings import Settings
+from kvcache.tier.nvme import NvmeTier
+from kvcache.tier.tier import Tier
+from kvcache.units import show_bytes
+from kvcache.values import no_larger
+
+POLICIES: Mapping[str, type[Policy]] = {"hazard": Hazard, "lru": LRU}
+
+
+def policy_of(settings: Settings) -> Policy:
+    name = settings.evict.policy
+    if name not in POLICIES:
+        raise ConfigError(f"evict.policy = {name!r}: no such policy; there is {', '.join(POLICIES)}")
+    return POLICIES[name]()
+
+
+def shares_of(settings: Settings) -> Shares:
+    shares, capacities = Shares(), {"host": settings.host.capacity_bytes}
+    if settings.nvme.enabled:
+        capacities[NvmeTier.name] = settings.nvme.capacity_bytes
+    for tier, capacity in capacities.items():
+        for tenant, limits in settings.evict.tenants.items():
+            quota, least = getattr(limits, f"{tier}_quota_bytes"), getattr(limits, f"{tier}_least_bytes")
+            shares.set(tenant, tier, Limit(UNLIMITED if quota is None else quota, least))
+        least = sum(limit.least_bytes for limit in shares.all(tier).values())
+        no_larger(f"{tier}_least_bytes of all in evict.tenants", least, f"{tier}.capacity_bytes", capacity)
+    return shares
+
+
+def size_of(tier: Tier) -> str:
+    if tier.shared:
+        return repr(tier)
+    usage = tier.usage()
+    return f"{show_bytes(usage.capacity_bytes)} with {usage.records} records"

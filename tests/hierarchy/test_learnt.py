@@ -1,0 +1,166 @@
+"""What a policy has learnt outlives its process: whole, or not at all; shares hold before an engine comes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.config import load
+from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.learnt import FORMAT, MOST_BYTES, NAME, SAVE_S
+from kvcache.port import Disk, InlineExecutor, LocalDisk, Port, SystemClock
+from tests.hierarchy.test_room import SMALL, found, put
+
+KiB = 1 << 10
+
+
+class Turned(SystemClock):
+    ahead = 0.0
+
+    def now(self) -> float:
+        return super().now() + self.ahead
+
+
+def opened(place: Path, *, policy: str = "hazard", clock: Any = None, disk: Disk | None = None, **evict: Any) -> Cache:
+    settings = load(
+        environ={},
+        host={"capacity_bytes": 384 * KiB, "extent_bytes": 96 * KiB},
+        nvme={
+            "path": place,
+            "capacity_bytes": "2MiB",
+            "segment_bytes": "192KiB",
+            "free_floor_bytes": 0,
+            "durability": "none",
+        },
+        evict={"policy": policy, **evict},
+    )
+    port = Port(disk=disk or LocalDisk(), clock=clock or SystemClock(), executor=lambda threads, name: InlineExecutor())
+    return Cache(settings, port)
+
+
+def live(cache: Cache, turns: int = 6) -> None:
+    for _ in range(turns):
+        for i in range(8):
+            put(cache, SMALL, i, 8)
+            found(cache, SMALL, i, 8)
+
+
+def states(cache: Cache) -> dict[str, float]:
+    tree: dict[str, float] = cache.counters.tree().get("policy_states", {})
+    return tree
+
+
+def test_a_policy_goes_on_with_what_it_had_learnt(tmp_path: Path) -> None:
+    with opened(tmp_path) as cache:
+        live(cache)
+        before, table = cache.index.evidence(), cache.index.policy.values(cache.index.evidence())
+    assert before.reused.sum() > 100
+    with opened(tmp_path) as cache:
+        assert states(cache) == {"read": 1}
+        after = cache.index.evidence()
+        assert (after.reused == before.reused).all()
+        assert (after.forgotten == before.forgotten + before.waiting).all()
+        again = cache.index.policy.values(after)
+        assert np.corrcoef(table[:, 1:60].ravel(), again[:, 1:60].ravel())[0, 1] > 0.9
+        live(cache, 1)
+        assert cache.index.evidence().reused.sum() > before.reused.sum()
+        assert cache.check() == []
+
+
+def test_a_kill_loses_at_most_the_last_interval(tmp_path: Path) -> None:
+    clock = Turned()
+    cache = opened(tmp_path, clock=clock)
+    live(cache, 2)
+    assert not (tmp_path / NAME).exists()
+    Turned.ahead = SAVE_S
+    try:
+        live(cache, 1)
+        kept = (tmp_path / NAME).read_bytes()
+        live(cache, 3)  # within the next interval
+        assert (tmp_path / NAME).read_bytes() == kept
+    finally:
+        Turned.ahead = 0.0
+        (tmp_path / "copy").write_bytes(kept)
+        cache.close()
+    (tmp_path / NAME).write_bytes(kept)  # as a kill would have left it
+    with opened(tmp_path) as cache:
+        assert states(cache) == {"read": 1}
+        assert cache.index.evidence().reused.sum() > 20
+
+
+@pytest.mark.parametrize("at", [0, 20, 60, 90, -1])
+def test_a_damaged_state_is_ignored_and_counted(tmp_path: Path, at: int) -> None:
+    with opened(tmp_path) as cache:
+        live(cache, 2)
+    data = bytearray((tmp_path / NAME).read_bytes())
+    data[at] ^= 0x10
+    (tmp_path / NAME).write_bytes(data)
+    with opened(tmp_path) as cache:
+        assert sum(states(cache).values()) == 1
+        assert states(cache).keys() <= {"damaged", "foreign"}
+        assert cache.index.evidence().reused.sum() == 0
+        assert found(cache, SMALL, 7, 8) == 8
+    with opened(tmp_path) as cache:  # the next one is whole
+        assert states(cache) == {"read": 1}
+
+
+@pytest.mark.parametrize("length", [0, 5, 30, 200])
+def test_a_torn_state_is_ignored(tmp_path: Path, length: int) -> None:
+    with opened(tmp_path) as cache:
+        live(cache, 1)
+    data = (tmp_path / NAME).read_bytes()
+    (tmp_path / NAME).write_bytes(data[:length])
+    with opened(tmp_path) as cache:
+        assert states(cache).keys() <= {"damaged", "foreign"}
+        assert cache.index.evidence().reused.sum() == 0
+
+
+def test_another_policy_s_state_is_no_use(tmp_path: Path) -> None:
+    with opened(tmp_path) as cache:
+        live(cache, 1)
+    with opened(tmp_path, policy="lru") as cache:
+        assert states(cache) == {"foreign": 1}
+
+
+def test_a_drive_that_does_not_take_it_costs_nothing_else(tmp_path: Path) -> None:
+    class Refusing(LocalDisk):
+        def open(self, path: str, *, create: bool = False, direct: bool = False) -> Any:
+            if Path(path).name.startswith(NAME):
+                raise OSError(28, "no space left on device")
+            return super().open(path, create=create, direct=direct)
+
+    with opened(tmp_path, disk=Refusing()) as cache:
+        live(cache, 1)
+    assert states(cache) == {"failed": 1}
+    assert not (tmp_path / NAME).exists()
+
+
+def test_a_share_holds_after_a_restart_before_its_tenant_comes(tmp_path: Path) -> None:
+    size = 8 * KiB
+    share: Any = {"tenants": {"small": {"nvme_least_bytes": 40 * size}}}
+    with opened(tmp_path, **share) as cache:
+        for i in range(6):
+            put(cache, SMALL, i, 8, "small")
+        had = cache.kinds.used_bytes("nvme")["small"]
+        assert had >= 40 * size
+    with opened(tmp_path, **share) as cache:
+        assert cache.kinds.used_bytes("nvme") == {"small": had}
+        for i in range(40):
+            put(cache, SMALL, 100 + i, 8, "greedy")
+            assert cache.kinds.used_bytes("nvme")["small"] >= 40 * size
+        assert cache.index.check() == []
+
+
+def test_the_file_is_bounded(tmp_path: Path) -> None:
+    with opened(tmp_path) as cache:
+        for i in range(600):
+            cache.namespace(SMALL, model=f"a model with a name of some length {i}", revision="r")
+        live(cache, 1)
+    data = (tmp_path / NAME).read_bytes()
+    assert data.startswith(FORMAT)
+    assert MOST_BYTES // 2 < len(data) <= MOST_BYTES
+    with opened(tmp_path) as cache:
+        assert states(cache) == {"read": 1}
