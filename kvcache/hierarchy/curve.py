@@ -92,7 +92,7 @@ class Sampled:
         core = PlainIndex if not native.available() else native.core.Index
         self.capacity_bytes, self.sample_bytes, self._refuses = capacity_bytes, sample_bytes, refuses
         self._rooms = [max(1, int(times * capacity_bytes / sample_bytes)) for times in TIMES]
-        self._indexes: list[Any] = [core(1, policy.bounds, AGE_EDGES, policy.ghosts) for _ in TIMES]
+        self._indexes: list[Any] = [core(1, policy.bounds, AGE_EDGES, policy.ghosts, policy.gaps) for _ in TIMES]
         self.whole = Count()
         self.by: dict[str, dict[str, Count]] = {name: {} for name in BY}
 
