@@ -214,7 +214,7 @@ def test_values_are_those_of_a_model_that_knows_every_block(core: Any, paths: li
 
 
 @given(paths=requests, room=st.integers(1, 20), seed=st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_in_a_long_life_the_same_blocks_leave_and_the_same_is_counted(
     core: Any, paths: list[Any], room: int, seed: Any
 ) -> None:
