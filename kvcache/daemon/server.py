@@ -123,19 +123,21 @@ class Daemon:
         return list(self._sessions.values())
 
     def _read_again(self) -> None:
-        """The tenants and their limits. What makes no sense is said, and all stays as it was."""
-        try:
-            tenants = self.door.look()
-            self._limits.set(tenants)
-            self.door.use(tenants)
-            self._again()
-        except ConfigError as error:
-            _log.error("not read again: %s", error)
-            return
+        """The tenants and their limits, and then the rest. What makes no sense is said, and stays as it was."""
+        for read in (self._read_tenants, self._again):
+            try:
+                read()
+            except ConfigError as error:
+                _log.error("not read again: %s", error)
+        _log.info("settings were read again, as far as nothing else is said")
+
+    def _read_tenants(self) -> None:
+        tenants = self.door.look()
+        self._limits.set(tenants)
+        self.door.use(tenants)
         for session in self.sessions:
             if not session.known_still(self.door):
                 self._process_ended(session)
-        _log.info("settings were read again")
 
     # connections
 
@@ -374,5 +376,5 @@ def start(daemon: Daemon) -> Callable[[], None]:
 
 def hang_up(connection: socket.socket) -> None:
     """Whoever waits for it sees its end; it stays theirs to close."""
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+    with suppress(OSError):  # not by a TLS socket's own method, after which another thread would send in the clear
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -16,6 +16,7 @@ import kvcache
 from kvcache.config import load as load_settings
 from kvcache.daemon.door import Door
 from kvcache.daemon.protocol import SENT, VERSION, pack
+from kvcache.daemon.server import hang_up
 from kvcache.daemon.tcp import Port, host_and_port
 from kvcache.daemon.token import token_hash
 from kvcache.daemon.wire import Wire
@@ -337,3 +338,15 @@ def test_two_cannot_have_one_port(make_within: Make) -> None:
     with pytest.raises(StoreError, match="in use"):
         second.listen()
     second.close()
+
+
+def test_whoever_is_hung_up_on_is_sent_nothing_in_the_clear(secure: Make, authority: Authority, tmp_path: Path) -> None:
+    """A thread that sends meanwhile must meet the end of the connection, not the socket below TLS."""
+    within = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
+    context = ssl.create_default_context(cafile=str(authority.file))
+    raw = socket.create_connection(("127.0.0.1", within.port.number), 30)
+    with context.wrap_socket(raw, server_hostname="127.0.0.1") as connection:
+        hang_up(connection)
+        assert connection.version() is not None, "it has forgotten that it speaks TLS"
+        with pytest.raises((BrokenPipeError, ssl.SSLError)):
+            connection.sendall(b"in the clear")
