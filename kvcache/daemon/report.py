@@ -106,12 +106,7 @@ class Report:
     def events(self, count: int | None = None) -> list[dict[str, Any]]:
         """The oldest first."""
         last = min(EVENTS, EVENTS if count is None else _count(count))
-        if self._tenant is None:
-            found = self._cache.events.last(last)
-        else:
-            own = {space.hex()[:8] for space in self._owned}
-            found = [event for event in self._cache.events.last() if event.namespace in own]
-            found = found[max(0, len(found) - last) :]
+        found = self._cache.events.last(last, None if self._tenant is None else self._owned)
         return [asdict(event) for event in found]
 
     def explain(self, question: Mapping[str, Any]) -> list[dict[str, Any]]:

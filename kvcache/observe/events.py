@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -79,9 +80,9 @@ class Events:
             else:
                 self._ring.append(_Run(now, fate, blocks, bytes))
 
-    def last(self, count: int | None = None) -> list[Event]:
-        """The newest `count` of those that are left, or all of them; the oldest first."""
+    def last(self, count: int | None = None, namespaces: Collection[bytes] | None = None) -> list[Event]:
+        """The newest `count` of those that are left, or all of them; the oldest first. `namespaces`: of these alone."""
         with self._lock:
-            runs = list(self._ring)
+            runs = [run for run in self._ring if namespaces is None or run.fate[2] in namespaces]
             runs = runs if count is None else runs[max(0, len(runs) - count) :]
             return [run.event() for run in runs]

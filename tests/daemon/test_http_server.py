@@ -12,9 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from kvcache.daemon.http.app import Site
+from kvcache.daemon.http.server import listening, start
 from kvcache.daemon.token import new_token, token_hash
 from kvcache.observe.metrics import METRICS
+from kvcache.settings.http import Http
 from tests.daemon.house import House, bound_to, load, store
+from tests.daemon.within import Within
 from tests.peer.certificates import OPENSSL, authority, certificate
 
 MakeHouse = Callable[..., House]
@@ -164,3 +168,34 @@ def test_what_is_no_http_harms_nobody(make_web: Callable[..., Web]) -> None:
             while connection.recv(1 << 16):
                 pass
     assert web.get("/healthz") == (200, "ok\n")
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        (b"", b""),
+        (b"GET /api/stats HTTP/1.1\r\nHost: 127", b""),
+        (b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /hea", b"HTTP/1.1 200"),
+        (b"POST /api/explain HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 9\r\n\r\n{", b"HTTP/1.1 408"),
+    ],
+    ids=["nothing", "half a head", "half a second head", "half a body"],
+)
+def test_who_does_not_come_to_an_end_is_hung_up_on(
+    within: Within, monkeypatch: pytest.MonkeyPatch, sent: bytes, answered: bytes
+) -> None:
+    monkeypatch.setattr("kvcache.daemon.http.server.HEAD_S", 0.2)
+    monkeypatch.setattr("kvcache.daemon.http.app.BODY_S", 0.2)
+    settings = Http(enabled=True, port=0)
+    listener = listening(settings)
+    port = listener.getsockname()[1]
+    end = start(Site(within.cache).application(), listener, settings)
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(sent)
+            said = b""
+            while piece := connection.recv(1 << 16):
+                said += piece
+        assert said.startswith(answered)
+        assert bool(said) is bool(answered)
+    finally:
+        end()

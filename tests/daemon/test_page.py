@@ -229,7 +229,7 @@ def test_the_chart_is_read_by_arrow_keys(page: Browser, cache: Cache) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [360, 700, 1040, 1240])
+@pytest.mark.parametrize("width", [360, 760, 1140, 1240])
 def test_nothing_needs_scrolling_sideways(page: Browser, width: int, dark: bool) -> None:
     page.size(width, 800, dark=dark)
     page.settle()
@@ -287,7 +287,7 @@ def test_large_figures_and_long_names_fit_a_narrow_screen(
     chromium.size(360, 800)
     chromium.open(served.address)
     chromium.until("document.body.dataset.state === 'live'")
-    for width in (360, 720, 1060):
+    for width in (360, 780, 1180):
         chromium.size(width, 800)
         chromium.settle()
         assert beyond(chromium) == [], width
@@ -295,11 +295,13 @@ def test_large_figures_and_long_names_fit_a_narrow_screen(
 
 
 def beyond(page: Browser) -> list[str]:
-    """What stands outside the screen, to the right of it."""
+    """What stands to the right of the screen, or of the inside of its card."""
     root = "document.documentElement"
     found: list[str] = page.run(
+        "room = e => { const card = e.parentElement.closest('section');"
+        f" return card ? card.getBoundingClientRect().right - 8 : {root}.clientWidth + 0.5 }};"
         "[...document.querySelectorAll('body *')].filter(e => e.getClientRects().length && !e.closest('svg')"
-        f" && e.getBoundingClientRect().right > {root}.clientWidth + 0.5).map(e => e.outerHTML.slice(0, 80))"
+        f" && e.getBoundingClientRect().right > room(e)).map(e => e.outerHTML.slice(0, 80))"
     )
     return found + (["the page"] if page.run(f"{root}.scrollWidth > {root}.clientWidth") else [])
 

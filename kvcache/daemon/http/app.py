@@ -30,7 +30,7 @@ from kvcache.hierarchy.cache import Cache
 from kvcache.observe.exporter import exposition
 from kvcache.observe.request import logger
 
-BODY_BYTES = 8 << 20
+BODY_BYTES, BODY_S = 8 << 20, 10.0
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -194,16 +194,24 @@ async def _question(request: Request) -> dict[str, Any]:
     if request.method == "GET":
         named = request.query_params.get("request")
         return {"count": _count(request, 10)} if named is None else {"request": named}
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > BODY_BYTES:
-            raise HTTPException(413, f"a body of more than {BODY_BYTES} bytes")
+    try:
+        body = await asyncio.wait_for(_body(request), BODY_S)
+    except asyncio.TimeoutError:
+        raise HTTPException(408, f"a body that did not come within {BODY_S:g} s") from None
     try:
         asked = json.loads(body)
         return {"ids": array("I", asked["ids"]).tobytes(), "namespace": str(asked.get("namespace", ""))}
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise ConfigError('expected {"ids": [...]}, token ids, and perhaps "namespace", first digits of one') from None
+
+
+async def _body(request: Request) -> bytes:
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > BODY_BYTES:
+            raise HTTPException(413, f"a body of more than {BODY_BYTES} bytes")
+    return bytes(body)
 
 
 def _without_ids(story: Mapping[str, Any]) -> dict[str, Any]:

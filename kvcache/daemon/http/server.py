@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvcache.errors import ConfigError, StoreError
 from kvcache.settings.http import Http
@@ -16,6 +19,8 @@ from kvcache.settings.http import Http
 AT_ONCE = 64
 """Connections and questions at a time; who comes beyond them is told to come later (503)."""
 DRAIN_S = 2
+HEAD_S = 10.0
+"""For the head of a request to arrive."""
 
 
 def listening(settings: Http) -> socket.socket:
@@ -58,11 +63,42 @@ def check_tls(settings: Http) -> None:
         ) from None
 
 
+class _Impatient(H11Protocol):
+    """Hangs up on whoever begins a request and does not come to the end of its head: a few of these would otherwise
+    keep everybody else from asking."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.cycle is None or self.cycle.response_complete:
+            self._wait()
+        else:
+            self._asked()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._asked()
+        super().connection_lost(exc)
+
+    def _wait(self) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(HEAD_S, self.transport.close)
+
+    def _asked(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+
 def start(app: Starlette, listener: socket.socket, settings: Http) -> Callable[[], None]:
     """Answer from now on; the function that ends it. Takes the listener over."""
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=_Impatient,
         ws="none",
         loop="asyncio",
         lifespan="on",

@@ -236,8 +236,8 @@ function owners() {
 function quota(row) {
   const limits = Object.entries(row.quotas ?? {});
   if (!limits.length) return "none";
-  return element("span", {}, ...limits.map(([tier, limit]) => element("span", { class: "full" },
-    meter(row.tiers[tier]?.bytes ?? 0, limit, kind(tier)), `${bytes(limit)} of ${tier}`)));
+  return element("span", {}, ...limits.map(([tier, limit]) => element("span", { class: "quota" },
+    `${bytes(limit)} of ${tier}`, meter(row.tiers[tier]?.bytes ?? 0, limit, kind(tier)))));
 }
 
 function namespaces() {

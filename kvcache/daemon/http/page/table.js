@@ -9,7 +9,7 @@ export function element(name, attributes = {}, ...inner) {
   return made;
 }
 
-// A column: its title, its cell, and how wide a screen must be to show it: 1 is always, 2 from 700, 3 from 1040 pixels.
+// A column: its title, its cell, and how wide a screen must be to show it: 1 is always, 2 from 760, 3 from 1140 pixels.
 // A name may be broken anywhere: it is as long as a client made it.
 export function column(title, cell, { number = false, name = false, rank = 1, hint } = {}) {
   return { title, cell, number, name, rank, hint };
