@@ -132,8 +132,10 @@ class Erasure:
 
 def _still(namespaces: Collection[bytes], tier: Tier) -> str:
     """Why a tier is not rid of them. One that others share may not answer, and then nothing is known of it."""
-    if tier.shared and tier.troubles():
-        return "it does not answer"
+    try:
+        tier.owners()
+    except OSError as error:
+        return str(error)
     there = sum(address.namespace in namespaces for address in tier.scan())
     return f"{there} records were stored meanwhile" if there else ""
 

@@ -77,7 +77,16 @@ def _weed(port: int, place: Path) -> list[str]:
     ports |= {f"{name}.grpc": free_port() for name in [*ports, "s3.port"]}
     options = [f"-{name}={number}" for name, number in ports.items()]
     fixed = ["-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={place / 'data'}", "-volume.max=20", "-s3"]
-    return [WEED, "server", *fixed, f"-s3.port={port}", "-s3.port.iceberg=0", "-master.volumeSizeLimitMB=64", *options]
+    return [
+        WEED,
+        "server",
+        *fixed,
+        f"-s3.port={port}",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        "-master.volumeSizeLimitMB=64",
+        *options,
+    ]
 
 
 def request(port: int, method: str, path: str) -> int:

@@ -24,11 +24,14 @@ from kvcache.tier.counters import Counters
 
 T = TypeVar("T")
 RETRIES = 3
+_LONG = 6
+"""Listings, and reading many tables, may take so many times what other calls may."""
 NEAR_BYTES = 1 << 20
 """Between two pieces of an object: reading them costs less than another request."""
 _PAGE = 1000
 _FAIR_S = 0.02  # a call given less than this says nothing of the store by being late
 _QUIET_S = 5.0
+_CLOSING_S = 5.0
 
 log = logger("kvcache.tier.object")
 
@@ -120,6 +123,7 @@ class Bucket:
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvcache-object", daemon=True)
         self._thread.start()
         self._said, self._unsaid = float("-inf"), 0
+        self._closed = False
 
     # calls
 
@@ -155,7 +159,7 @@ class Bucket:
             turn = asyncio.Semaphore(self._most)
             return await asyncio.gather(*(one(path, turn) for path in paths))
 
-        return self._run(call, deadline) or []
+        return self._run(call, deadline, times=_LONG) or []
 
     def ranges(self, path: str, parts: Sequence[tuple[int, int]], deadline: float | None) -> list[memoryview] | None:
         """Pieces of an object, (first, end) each, in ascending order; near ones come together. Short where the object
@@ -215,7 +219,7 @@ class Bucket:
                 found += [Listed(cast(Mapping[str, Any], meta), now) for meta in page]
             return found
 
-        return self._run(call, deadline) or []
+        return self._run(call, deadline, times=_LONG) or []
 
     def delete(self, paths: Sequence[str], deadline: float | None) -> None:
         """What is gone already is no fault."""
@@ -226,22 +230,25 @@ class Bucket:
 
     # how they end
 
-    def _run(self, make: Callable[[], Awaitable[T]], deadline: float | None) -> T | None:
+    def _run(self, make: Callable[[], Awaitable[T]], deadline: float | None, *, times: int = 1) -> T | None:
         """What a call comes to; None where the object is not there. OSError where the store did not do it: TimeoutError
         for time, RefusedError with a reason."""
         if not self.breaker.allows():
             raise RefusedError("breaker")
         began = self._clock.now()
-        left = self._timeout_s if deadline is None else min(self._timeout_s, deadline - began)
+        most = times * self._timeout_s
+        left = most if deadline is None else min(most, deadline - began)
+        if self._closed:
+            raise RefusedError("closed")
         future = asyncio.run_coroutine_threadsafe(_bounded(make, max(0.0, left)), self._loop)
         try:
-            result = future.result()
+            result = future.result(max(0.0, left) + _CLOSING_S)  # else the loop ended before it began
         except FileNotFoundError:
             self.breaker.passed()
             return None
         except concurrent.futures.CancelledError:
             raise RefusedError("closed") from None
-        except (TimeoutError, asyncio.TimeoutError):
+        except (TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError):
             if left >= _FAIR_S:
                 self._failed("timeout", "it did not answer in time")
             raise TimeoutError("timeout") from None
@@ -278,7 +285,8 @@ class Bucket:
             await asyncio.gather(*others, return_exceptions=True)
             self._loop.stop()
 
-        if not self._loop.is_closed():
+        if not self._closed:
+            self._closed = True
             asyncio.run_coroutine_threadsafe(end(), self._loop)
             self._thread.join()
             self._loop.close()

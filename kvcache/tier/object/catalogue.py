@@ -10,7 +10,9 @@ its first block.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 
 import msgpack
@@ -53,23 +55,38 @@ class Known:
     listed: float | None = None  # when
     pause_s: float = 0.0  # until the next listing
     turn: threading.Lock = field(default_factory=threading.Lock)  # one lists at a time
+    listing: Future[None] | None = None  # the last that was begun
 
 
 class Catalogue:
-    def __init__(self, bucket: Bucket, names: Names, clock: Clock, counters: Counters, *, refresh_s: float) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        names: Names,
+        clock: Clock,
+        counters: Counters,
+        *,
+        refresh_s: float,
+        background: Callable[[Callable[[], None]], Future[None]],
+    ) -> None:
+        """`background` runs a listing, where nobody's time is counted."""
+        self._background = background
         self._bucket, self._names, self._clock, self._counters = bucket, names, clock, counters
         self._refresh_s = refresh_s
         self._known: dict[bytes, Known] = {}
         self._missing: dict[str, float] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # an executor may run a listing where it is begun
 
     # asking
 
-    def find(self, addresses: Sequence[Address], deadline: float | None, *, ask: bool = True) -> list[Found | None]:
+    def find(
+        self, addresses: Sequence[Address], deadline: float | None, *, ask: bool = True, wait: bool = True
+    ) -> list[Found | None]:
         """Where these are; None for what is not there, or has expired. `ask`: look for what is not known by name.
+        `wait`: for a listing that is due.
         OSError where the store did not answer and nothing is known."""
         for namespace in {address.namespace for address in addresses}:
-            self.refresh(namespace, deadline)
+            self.refresh(namespace, deadline, wait=wait)
         while True:
             found = [self._look(address) for address in addresses]
             if not ask or not self._asked(addresses, found, deadline):
@@ -152,49 +169,74 @@ class Catalogue:
 
     # learning
 
-    def refresh(self, namespace: bytes, deadline: float | None, *, now: bool = False) -> None:
-        """List a namespace where that is due, or `now`."""
+    def refresh(self, namespace: bytes, deadline: float | None, *, now: bool = False, wait: bool = True) -> None:
+        """List a namespace where that is due, or `now`, on a thread of its own: a large one takes longer than who asks
+        has time. It is waited for where it is needed, `now` or for the first time (OSError where it failed or is late);
+        else by who would `wait`, and others go on with what is known."""
         with self._lock:
             known = self._space(namespace)
         if not (now or self._due(known)):
             return
-        if known.listed is not None and not now:
+        must = now or known.listed is None
+        future = self._begin(namespace, known)
+        if future is None and now:  # one under way may not see what is asked about
+            self._await(known.listing, deadline, must=True)
+            future = self._begin(namespace, known)
+        if must or wait:
+            self._await(future or known.listing, deadline, must=must)
+
+    def _begin(self, namespace: bytes, known: Known) -> Future[None] | None:
+        """None where a listing is under way."""
+        with self._lock:  # whoever finds one under way finds its future as well
             if not known.turn.acquire(blocking=False):
-                return  # another does so: until then with what is known
-        elif not known.turn.acquire(timeout=self._left(deadline)):
-            raise TimeoutError("timeout")
-        try:
-            if now or self._due(known):  # not meanwhile
-                self._list(namespace, known, deadline)
-        except OSError:
-            if known.listed is None or now:
+                return None
+            try:
+                known.listing = self._background(lambda: self._relist(namespace, known))
+            except BaseException:
+                known.turn.release()
                 raise
+            return known.listing
+
+    def _relist(self, namespace: bytes, known: Known) -> None:
+        try:
+            self._list(namespace, known)
         finally:
             known.turn.release()
 
-    def _left(self, deadline: float | None) -> float:
-        return 60.0 if deadline is None else max(0.0, deadline - self._clock.now())
+    def _await(self, listing: Future[None] | None, deadline: float | None, *, must: bool) -> None:
+        try:
+            if listing is not None:
+                listing.result(self._left(deadline))
+        except FutureTimeoutError:
+            if must:
+                raise TimeoutError("timeout") from None
+        except OSError:
+            if must:
+                raise
+
+    def _left(self, deadline: float | None) -> float | None:
+        return None if deadline is None else max(0.0, deadline - self._clock.now())
 
     def _due(self, known: Known) -> bool:
         return known.listed is None or self._clock.now() - known.listed >= known.pause_s
 
-    def _list(self, namespace: bytes, known: Known, deadline: float | None) -> None:
+    def _list(self, namespace: bytes, known: Known) -> None:
         began = self._clock.now()
         before = set(known.packs)
-        there = self._bucket.list(self._names.namespace(namespace) + "/", deadline)
+        there = self._bucket.list(self._names.namespace(namespace) + "/", None)
         listed = {each.path: each for each in there if self._names.is_pack(each.path)}
         for path in before - listed.keys():
             self.forget(path)
         new = [each for path, each in listed.items() if path not in before or self._changed(known, path, each)]
         if len(new) >= WORTH_COPYING:
-            new = self._copied(namespace, new, deadline)
-        heads = self._bucket.heads([each.path for each in new], HEAD_BYTES, deadline) if new else []
+            new = self._copied(namespace, new, None)
+        heads = self._bucket.heads([each.path for each in new], HEAD_BYTES, None) if new else []
         for each, head in zip(new, heads, strict=True):
-            table = self._table(each.path, head, deadline)
+            table = self._table(each.path, head, None)
             if table is not None and table.namespace == namespace:
                 self.add(Pack(each.path, each.mark, table))
         if len(new) >= WORTH_COPYING:
-            self._leave_copy(namespace, known, deadline)
+            self._leave_copy(namespace, known, None)
         known.listed = self._clock.now()
         known.pause_s = max(self._refresh_s, _LISTING_SHARE * (known.listed - began))
 

@@ -26,7 +26,7 @@ DONE, ABSENT, FAILED = Outcome.DONE, Outcome.ABSENT, Outcome.FAILED
 Settle = Callable[[int, Outcome, str], None]
 MULTIPART_BYTES = 32 << 20
 """A larger object goes in parts."""
-_TRIES = 3  # to write where others do
+_TRIES = 3  # to write where others do, since the last time that less was left to write
 
 
 class Store:
@@ -57,7 +57,7 @@ class Store:
     def read(self, batch: Batch, settle: Settle) -> None:
         left = list(batch.blocks)
         for again in (False, True):  # a pack that is gone may have been written anew without some of its records
-            found = self._catalogue.find([batch.addresses[i] for i in left], batch.deadline)
+            found = self._catalogue.find([batch.addresses[i] for i in left], batch.deadline, wait=False)
             packs: dict[Pack, list[tuple[int, Row]]] = {}
             for i, there in zip(left, found, strict=True):
                 if there is None:
@@ -128,7 +128,7 @@ class Store:
 
     def write(self, batch: Batch, settle: Settle) -> None:
         new: list[Cut] = []
-        known = self._catalogue.find(batch.wanted, batch.deadline, ask=False)
+        known = self._catalogue.find(batch.wanted, batch.deadline, ask=False, wait=False)
         for i, there in zip(batch.blocks, known, strict=True):
             try:
                 record = self._cut(i, batch.addresses[i], batch.segments[i])
@@ -175,17 +175,19 @@ class Store:
             yield run
 
     def _write_run(self, run: list[Cut], deadline: float | None, settle: Settle) -> None:
-        for _ in range(_TRIES):
+        tries = 0
+        while tries < _TRIES:
             try:
                 self._put(run, deadline)
             except TakenError:
-                run = self._beside(run, deadline, settle)
-                if not run:
+                left = self._beside(run, deadline, settle)
+                if not left:
                     return
+                tries, run = (0 if len(left) < len(run) else tries + 1), left
                 continue
             except RefusedError as error:
                 if error.reason == "unsupported" and self._creates:
-                    self._creates = False
+                    self._creates, tries = False, tries + 1
                     continue
                 self._refused(run, error.reason, settle)
                 return
@@ -223,7 +225,7 @@ class Store:
         if table is None:  # nobody can use it
             self._bucket.delete([path], deadline)
         there = {row.signature for row in table.rows} if table is not None else set()
-        expired = self._catalogue.find([record.address for record in run], deadline, ask=False)
+        expired = self._catalogue.find([record.address for record in run], deadline, ask=False, wait=False)
         left = []
         for record, found in zip(run, expired, strict=True):
             if found is not None and record.address.signature in there:
@@ -264,7 +266,6 @@ class Store:
                 self._rewrite(rest, deadline)
             self._bucket.delete([pack.path], deadline)
             self._catalogue.forget(pack.path)
-            self._catalogue.refresh(table.namespace, deadline)
             return leaving & {row.signature for row in table.rows}
 
     def _rewrite(self, rest: Sequence[Cut], deadline: float | None) -> None:

@@ -81,7 +81,10 @@ class ObjectTier(QueuedTier):
         self._bucket = Bucket(
             found, url, timeout_s=timeout_s, most_at_once=4 * connections, clock=clock, counters=self._counters
         )
-        self._catalogue = Catalogue(self._bucket, names, clock, self._counters, refresh_s=refresh_s)
+        self._listing = self._port.executor(1, f"{self.name}-listing")
+        self._catalogue = Catalogue(
+            self._bucket, names, clock, self._counters, refresh_s=refresh_s, background=self._listing.submit
+        )
         self._shut = Breaker(clock, pause_s=0.25, most_s=10.0)
         self._store = Store(
             self._bucket,
@@ -231,4 +234,5 @@ class ObjectTier(QueuedTier):
         self._bucket.close()
         self._executor.close()
         self._asking.close()
+        self._listing.close()
         return True
