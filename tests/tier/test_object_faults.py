@@ -179,5 +179,7 @@ def test_a_bucket_that_is_not_there(clock: Clock) -> None:
     )
     try:
         assert set(read(tier, chain(2))) <= {ABSENT, FAILED}
+        assert set(write(tier, chain(2))) == {FAILED}
+        assert tier.leading(chain(2)).result(60) == 0
     finally:
         tier.close()

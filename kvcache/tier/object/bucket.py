@@ -207,7 +207,11 @@ class Bucket:
                 done = await put_async(self._store, path, iter(pieces), mode=mode, use_multipart=False)
             return str(done["e_tag"] or "")
 
-        return self._run(call, deadline) or ""
+        mark = self._run(call, deadline)
+        if mark is None:  # the bucket is not there
+            self._failed("missing", "there is no such bucket")
+            raise RefusedError("missing")
+        return mark
 
     def list(self, prefix: str, deadline: float | None) -> list[Listed]:
         from obstore import list as listing
