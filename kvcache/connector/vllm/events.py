@@ -91,7 +91,14 @@ class Announcer:
             self._bounds.append(bound)
 
     def name(self, bound: Bound, request: Any, digests: Sequence[bytes], first: int, hashes_a_block: int) -> None:
-        """What these blocks of a request, from `first` on, are called."""
+        """What these blocks of a request, from `first` on, are called. Never raises: without a name they are not told
+        of, and the request goes on."""
+        try:
+            self._name(bound, request, digests, first, hashes_a_block)
+        except Exception:  # noqa: BLE001  law: never in the way
+            _log.exception("blocks of request %s are not told of", request.request_id)
+
+    def _name(self, bound: Bound, request: Any, digests: Sequence[bytes], first: int, hashes_a_block: int) -> None:
         size, ids = self._block_tokens, request.all_token_ids
         lora = request.lora_request
         adapter = None if lora is None else (lora.adapter_id, lora.lora_name)

@@ -164,3 +164,13 @@ def test_blocks_that_nobody_here_named_are_not_told_of(two_ranks: Any) -> None:
     for shard in (LEFT, RIGHT):
         announcer.hear([told("stored", bound, [b"0" * 32], shard), told("removed", bound, [b"0" * 32], shard)])
     assert announcer.take() == []
+
+
+def test_a_name_that_cannot_be_made_is_no_fault_of_the_request(two_ranks: Any) -> None:
+    announcer, bound = two_ranks
+    asked = request_of(list(range(8)))
+    asked.request_id, asked.block_hashes = "r", []  # another version of vLLM: nothing is where it was
+    announcer.name(bound, asked, [b"1" * 32], 0, 1)
+    assert announcer.take() == []
+    announcer.hear([told("stored", bound, [b"1" * 32], LEFT), told("stored", bound, [b"1" * 32], RIGHT)])
+    assert announcer.take() == []
