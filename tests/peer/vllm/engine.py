@@ -139,6 +139,12 @@ def records(llm):
     return {tier: told["records"] for tier, told in connector(llm)._share.cache.stats()["tiers"].items()}
 
 
+def paces(llm):
+    """What the plan expects of a step of 1,000 tokens, by what it was told."""
+    (pace,) = connector(llm)._share.cache.flow.plan._engines.values()
+    return {"seconds": pace.seconds(1000) if pace.known else 0.0}
+
+
 def counters(llm):
     return connector(llm)._share.cache.stats()["counters"]
 
@@ -237,7 +243,8 @@ def events(llm, replay: str):
 
 
 ACTS = {
-    act.__name__: act for act in (flush, kill, counters, reset, aborts, leaks, events, idle, origin, replace, records)
+    act.__name__: act
+    for act in (flush, kill, counters, reset, aborts, leaks, events, idle, origin, replace, records, paces)
 }
 
 

@@ -102,3 +102,15 @@ def test_a_trial_counts_what_would_have_been_found(run: Run, tmp_path: Path) -> 
     assert result["rounds"][3]["hit_tokens"] == {"host": 4 * 672 - 32}
     assert result["rounds"][3]["asked_tokens"] == 4 * 672 + 832 + 640
     assert not (tmp_path / "nvme").exists()
+
+
+def test_the_plan_hears_how_long_steps_take(run: Run, tmp_path: Path) -> None:
+    """Then a hit is held against computing it, whichever is sooner here; and vLLM hears from which tier it came."""
+    options = cache(tmp_path / "nvme")
+    del options["settings"]["plan"]
+    result = run([ask(A, B), ask(A, B), "paces"], connector=options)
+    assert result["rounds"][0]["tokens"] == result["rounds"][1]["tokens"]
+    assert 0 < result["rounds"][2]["seconds"] < 60
+    cached = sum(result["rounds"][1]["cached"])
+    by_source = {name: n for name, n in result["metrics"].items() if "cached_by_source" in name}
+    assert by_source.get("vllm:prompt_tokens_cached_by_source,source=host", 0) == cached
