@@ -43,6 +43,7 @@ from versus.figures import (
     Figure,
     Sizes,
     Turns,
+    Wrong,
     asking_redis,
     beside,
     matching,
@@ -120,7 +121,8 @@ def measure(start: Start, place: Path, sizes: Sizes) -> tuple[list[Row], list[st
 
 def shared(fresh: Callable[[str], Side], sizes: Sizes, notes: list[str]) -> Iterator[Figure]:
     """Through a server of its own for each; processes as well, since LMCache's engine does not end with a server.
-    A side that does not answer costs the rows that it was asked for, no others."""
+    A side that does not answer, or an LMCache that has less than was stored, costs the rows that it was asked for, no
+    others."""
     if MISSING:
         print(f"no rows of Redis: {MISSING}", file=sys.stderr)
         return
@@ -131,6 +133,10 @@ def shared(fresh: Callable[[str], Side], sizes: Sizes, notes: list[str]) -> Iter
                 yield from measured(Turns(fresh("ours"), fresh("theirs")), sizes, server.tcp, native=native)
             except LostError as lost:
                 notes.append(f"{measured.__name__}, {'native' if native else 'redis://'}: not measured, {lost.what}")
+            except Wrong as wrong:
+                if not str(wrong).startswith("theirs"):
+                    raise
+                notes.append(f"{measured.__name__}, {'native' if native else 'redis://'}: not measured, {wrong}")
             finally:
                 server.end()
 
