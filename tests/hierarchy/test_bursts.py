@@ -193,7 +193,7 @@ class Full(MemoryTier):
 
 def test_a_drive_that_can_write_nothing_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Full()
-    monkeypatch.setattr("kvcache.hierarchy.cache._tiers_below", lambda settings, port, serves: [drive])
+    monkeypatch.setattr("kvcache.hierarchy.cache.tiers_below", lambda settings, port, serves: [drive])
     cache = open_host(16)
     kept = list(range(4 * 8))
     put(cache, kept)
@@ -218,7 +218,7 @@ def test_a_burst_over_a_drive_that_hangs_neither_blocks_nor_errs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stuck = Stuck()
-    monkeypatch.setattr("kvcache.hierarchy.cache._tiers_below", lambda settings, port, serves: [stuck])
+    monkeypatch.setattr("kvcache.hierarchy.cache.tiers_below", lambda settings, port, serves: [stuck])
     cache = open_host(16, flow={"queue_blocks": 6})
     chains = [[1000 * i + t for t in range(4 * 8)] for i in range(8)]
     transfers = [put(cache, tokens) for tokens in chains]  # each waits for its own store only, never for the drive
