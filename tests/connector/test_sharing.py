@@ -76,7 +76,7 @@ def vllm(path: str, tensors: dict[str, Any] | None = None, **served: Any) -> tup
     layout, shards, of, _ = combine({(0, 0): (shape,)})
     config = SimpleNamespace(
         model_config=SimpleNamespace(
-            **{"model": path, "quantization": None, "max_model_len": 512, "hf_overrides": {}} | served
+            **{"model": path, "revision": None, "quantization": None, "max_model_len": 512, "hf_overrides": {}} | served
         )
     )
     made = share_model(config, Options(share_across_engines=True), Model("", "", {}, layout, shards, of))
