@@ -18,6 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from kvcache.block.record import MAGIC
 from tests.peer.port import free_port
 
 ROOT = Path(__file__).parents[3]
@@ -70,6 +71,23 @@ def owner(path: Path) -> int:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.connect(os.fspath(path))
         return int(struct.unpack("3i", probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0])
+
+
+def damage(place: Path, every: int = 3) -> int:
+    """Turn a byte in every so many records of the segments there; how many."""
+    turned = 0
+    for file in place.rglob("*"):
+        if not file.is_file() or file.stat().st_size <= 1 << 20:
+            continue
+        held, at, number = bytearray(file.read_bytes()), 0, 0
+        while (at := held.find(MAGIC, at)) >= 0:
+            number += 1
+            if not number % every:
+                held[at + 4096 + 100] ^= 0x55
+            at += 4096
+        file.write_bytes(held)
+        turned += number // every
+    return turned
 
 
 class Server:

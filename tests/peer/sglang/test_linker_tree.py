@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.peer.sglang.pools import PAGE, WINDOW
-from tests.peer.sglang.serving import owner
+from tests.peer.sglang.serving import damage, owner
 from tests.peer.sglang.stack import LinkedStack
 
 PROMPT = list(range(2, 2 + 40 * PAGE))
@@ -88,6 +88,20 @@ def test_a_drive_that_cannot_be_read_is_never_an_error(
                 assert equal(loaded, [tuple(plane[:found] for plane in layer) for layer in computed])
     assert reads > 3
     monkeypatch.undo()
+    second.linker.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_damaged_is_not_promised(kind: str, tmp_path: Path) -> None:
+    first = LinkedStack(tmp_path, kind)
+    computed = first.compute(PROMPT)
+    first.close()
+    assert damage(tmp_path / "nvme") > 10
+    second = LinkedStack(tmp_path, kind)
+    found, request = second.found(PROMPT)
+    assert found < 3 * PAGE, "of the first three records one is damaged"
+    if found:
+        assert equal(second.load(request), [tuple(plane[:found] for plane in layer) for layer in computed])
     second.linker.close()
 
 

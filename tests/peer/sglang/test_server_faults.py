@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvcache.block.record import MAGIC
 from tests.peer import server as redis
-from tests.peer.sglang.serving import PAGE, PROMPTS, STORED, WATCHED, Server, hicache, linker, ours, owner
+from tests.peer.sglang.serving import PAGE, PROMPTS, STORED, WATCHED, Server, damage, hicache, linker, ours, owner
 
 ROOM = 16 << 20
 WHOLE = 3 * 40 * PAGE
@@ -143,7 +142,7 @@ def test_a_linker_over_a_drive_that_lies(model: str, tmp_path: Path) -> None:
     """To SGLang a load that fails is an error 503: there is none, though every third record is damaged."""
     with Server(model, tmp_path, *linker(**ours(tmp_path))) as first:
         answers = computed(first)
-    damaged = sum(damage(file) for file in (tmp_path / "nvme").rglob("*") if file.stat().st_size > 1 << 20)
+    damaged = damage(tmp_path / "nvme")
     assert damaged > 20
     with Server(model, tmp_path, *linker(**ours(tmp_path, lookup_wait_s=1))) as second:
         for _ in range(2):
@@ -168,17 +167,3 @@ def test_the_linker_on_two_ranks(model: str, tmp_path: Path) -> None:
             return all(cached.get("host", 0) == 40 * PAGE for _, cached in told)
 
         server.wait(all_there)
-
-
-def damage(file: Path, every: int = 3) -> int:
-    """Turn a byte in the middle of every so many records of a segment."""
-    if not file.is_file():
-        return 0
-    held, at, number = bytearray(file.read_bytes()), 0, 0
-    while (at := held.find(MAGIC, at)) >= 0:
-        number += 1
-        if not number % every:
-            held[at + 4096 + 100] ^= 0x55
-        at += 4096
-    file.write_bytes(held)
-    return number // every
