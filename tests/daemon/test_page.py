@@ -171,7 +171,12 @@ def test_it_goes_on_by_itself(page: Browser, cache: Cache) -> None:
         r.admit()
     page.until(f"document.querySelector('[data-figure=requests]').dataset.value === '{before + 1}'")
     page.until("document.querySelector('#rate svg') !== null")  # something was asked for while it looked
-    assert "100.0 % in host" in text(page, "#rate .said")
+    page.run("document.getElementById('pause').click(); document.querySelector('#rate svg').focus()")
+    said = [text(page, "#rate .said")]
+    for _ in range(60):  # it may be that a new span has begun since, in which nothing was asked for
+        page.press("ArrowLeft", 37)
+        said.append(text(page, "#rate .said"))
+    assert any("100.0 % in host" in each for each in said), said
     assert page.said == []
 
 
@@ -217,7 +222,7 @@ def test_the_chart_is_read_by_arrow_keys(page: Browser, cache: Cache) -> None:
         page.served.site.take()  # type: ignore[attr-defined]
         load(bound_to(cache, tenant="acme", model="org/acme"), list(range(128)))
     page.until("document.querySelector('#rate svg') !== null")
-    page.run("document.querySelector('#rate svg').focus()")
+    page.run("document.getElementById('pause').click(); document.querySelector('#rate svg').focus()")
     page.press("Home", 36)
     at = page.run("document.querySelector('#rate .cursor').getAttribute('x1')")
     said = text(page, "#rate .said")
