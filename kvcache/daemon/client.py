@@ -58,6 +58,7 @@ class Link:
             self.session: bytes = hello["session"]
             self.facts: dict[str, Any] = hello["facts"]
             self.tenant: str = hello.get("tenant", "")
+            self.apart: bool = hello.get("apart", False)
             self.pid: int = hello["pid"]
         except KeyError as error:
             self.wire.close()
@@ -142,6 +143,8 @@ class RemoteCache:
         self._moved = threading.Condition()
         self._facts: dict[str, Any] = {}  # that the daemon adds to a namespace's own
         self._tenant = ""  # as which we came in
+        self.apart = False
+        """Whether the daemon binds what we call blocks to the namespace, since it keeps tenants apart."""
         self.link: Link | None = self._connect()
         self.numbers = iter(range(1, 1 << 62))
         _OPEN.add(self)
@@ -306,7 +309,7 @@ class RemoteCache:
 
     def _connect(self) -> Link:
         link = Link(self.route, self.engine, self.patience_s, Mappings(self.copiers, self._background.submit))
-        self._facts, self._tenant = link.facts, link.tenant
+        self._facts, self._tenant, self.apart = link.facts, link.tenant, link.apart
         return link
 
     def _retry(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvcache.block.key import Chain, Signatures, tokens
+from kvcache.block.key import Chain, Signatures, bind_signatures, tokens
 from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
 from kvcache.daemon.protocol import FRAME_BYTES, describe_shards
@@ -63,6 +63,9 @@ class RemoteBound:
             self.id = told["id"]
             self._number = link, told["namespace"]
         return self._number[1]
+
+    def known_as(self, signature: bytes) -> bytes:
+        return bind_signatures(self.id, signature) if self.cache.apart else signature
 
     def request(
         self,

@@ -252,6 +252,7 @@ class Daemon:
             "session": session.secret,
             "facts": facts,
             "share": "copy" if session.copies else "map",
+            "apart": self.door.apart,
             "tenant": "" if session.tenant.operator else session.tenant.name,
         }
 

@@ -147,6 +147,10 @@ class Bound(Protocol):
         """The engine computed so many tokens of prompts in one step of so long. Told now and then, it is what loads are
         held against: a match then finds no more than comes sooner than the engine computes it."""
 
+    def known_as(self, signature: bytes) -> bytes:
+        """What the cache calls a block of this signature: itself, but for a daemon that keeps tenants apart. `Change`
+        has what the cache calls it."""
+
     def clear(self) -> int:
         """Remove every record of this namespace from every tier, shared ones too; how many there were, as far as that
         can be told. Waits for stores that are on their way, and for the tiers: not for a scheduler's busy thread."""

@@ -119,6 +119,9 @@ class NaiveBound:
     def computed(self, tokens: int, seconds: float) -> None:
         pass
 
+    def known_as(self, signature: bytes) -> bytes:
+        return signature
+
     def clear(self) -> int:
         mine = [name for name in self.cache.blocks if self.cache.owners[name] == self.id]
         for name in mine:

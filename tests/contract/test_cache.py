@@ -346,7 +346,7 @@ def test_a_chain_is_told_in_order_with_its_parent(cache: Any) -> None:
     with bound.request() as r:
         r.match(tokens)
         assert r.store(engine.described, engine.ids([4, 5, 6, 7]), first_block=4).wait(30)
-        signatures = list(r.signatures)
+        signatures = [bound.known_as(signature) for signature in r.signatures]
     told = cache.changes(number, [bound])
     stored = [c for c in told.changes if c.tier == "host"]
     assert not told.lost

@@ -192,7 +192,7 @@ class UnrulyCache(NaiveCache):
 class UnrulyBound:
     def __init__(self, cache: UnrulyCache, bound: NaiveBound) -> None:
         self.cache, self.bound, self.id, self.layout = cache, bound, bound.id, bound.layout
-        self.computed = bound.computed
+        self.computed, self.known_as = bound.computed, bound.known_as
 
     def request(self, id: str | None = None, **_: Any) -> UnrulyRequest:
         request = UnrulyRequest(self.cache, self.bound, id or "")

@@ -104,7 +104,7 @@ class Announcer:
         adapter = None if lora is None else (lora.adapter_id, lora.lora_name)
         with self._lock:
             for i, digest in enumerate(digests, first):
-                signature = sha256(bound.id + digest).digest()
+                signature = bound.known_as(sha256(bound.id + digest).digest())
                 if signature in self._known:
                     self._known.move_to_end(signature)
                     continue

@@ -113,7 +113,7 @@ def told(kind: Any, bound: Any, digests: list[bytes], shard: tuple[int, int, int
 def two_ranks() -> Any:
     left, right = Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)
     model = Model("m", "r", {}, FULL, {(0, 0): (left,), (0, 1): (right,)}, (0,))
-    bound: Any = SimpleNamespace(id=bytes(32))
+    bound: Any = SimpleNamespace(id=bytes(32), known_as=lambda signature: signature)
     announcer = Announcer(Silent(), WORDS, most_blocks=4)
     announcer.follow(model, bound)
     yield announcer, bound
