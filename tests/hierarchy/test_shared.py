@@ -195,7 +195,7 @@ def test_a_server_that_is_not_there_is_a_miss(opened: Open) -> None:
 def test_a_server_that_hangs_delays_nobody_beyond_the_deadline(opened: Open, server: Server) -> None:
     proxy = Proxy(server.port)
     try:
-        cache = opened(proxy.url, flow={"ask_deadline_s": 0.05}, timeout_s=0.05)
+        cache = opened(proxy.url, flow={"ask_deadline_s": 0.5}, timeout_s=0.5)
         bound, engine = bind(cache), Engine(FULL)
         proxy.hang = True
         with bound.request() as r:

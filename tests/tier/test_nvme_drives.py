@@ -113,7 +113,7 @@ def test_a_drive_that_comes_moves_nothing_and_takes_its_part(drives: Open) -> No
     assert len(found(tier)) == len(BLOCKS)
     other = chain(90, seed=1)
     assert set(tier.write(other, [record(address) for address in other])) == {DONE}
-    assert 15 <= tier.tiers[2].usage().records <= 45
+    assert 8 <= tier.tiers[2].usage().records <= 55  # five deviations from a third: drives draw their names by lot
 
 
 def test_a_drive_that_is_not_there_costs_its_own_blocks_and_no_more(drives: Open) -> None:

@@ -37,7 +37,7 @@ def clock() -> Clock:
 @pytest.fixture
 def tier(server: Server, clock: Clock) -> Iterator[RedisTier]:
     server.client.flushall()
-    tier = RedisTier(server.tcp, timeout_s=0.2, port=Port(clock=clock))
+    tier = RedisTier(server.tcp, timeout_s=0.5, port=Port(clock=clock))
     yield tier
     tier.close()
 
@@ -52,7 +52,7 @@ def proxy(server: Server) -> Iterator[Proxy]:
 
 @pytest.fixture
 def behind(proxy: Proxy, clock: Clock) -> Iterator[RedisTier]:
-    tier = RedisTier(proxy.url, timeout_s=0.2, connections=1, port=Port(clock=clock))
+    tier = RedisTier(proxy.url, timeout_s=0.5, connections=1, port=Port(clock=clock))
     yield tier
     tier.close()
 
@@ -111,6 +111,7 @@ def test_a_tiny_deadline_says_nothing_of_the_server(tier: RedisTier, clock: Cloc
 
 def test_closing_does_not_wait_for_a_hung_server(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CLOSE_S", 0.05)
+    server.client.flushall()
     tier = RedisTier(server.tcp, timeout_s=200, connections=2)
     blocks = chain(600)
     assert set(tier.contains(blocks)) == {ABSENT}
@@ -336,7 +337,7 @@ def test_hangs_up_at_once(proxy: Proxy, behind: RedisTier, clock: Clock) -> None
 
 
 def test_not_tls(server: Server, clock: Clock) -> None:
-    tier = RedisTier(server.tcp.replace("redis:", "rediss:"), timeout_s=0.2, port=Port(clock=clock))
+    tier = RedisTier(server.tcp.replace("redis:", "rediss:"), timeout_s=0.5, port=Port(clock=clock))
     assert until_open(tier, chain(1)[0]) <= {FAILED, LATE}
     tier.close()
 
