@@ -188,7 +188,7 @@ void index_round(Random& random, Index& index) {
     const ByTier held = locked([&] { return index.hold(run, room); });
     const Run kept{run.place, run.signatures, held[0] + held[1] + held[2]};
     locked([&] { return index.touch(run, now), true; });
-    std::vector<double> values(3 * BINS);
+    std::vector<double> values(index.classes() * BINS);
     for (double& value : values) value = static_cast<double>(pick(random, 0, 5));
     const u64 count = pick(random, 0, 60), earlier = pick(random, 0, 1) ? Index::NEVER : now;
     const bool stored_below = pick(random, 0, 1);
@@ -220,7 +220,7 @@ int main(int count, char** words) {
     const u64 seed = count > 2 ? std::strtoull(words[2], nullptr, 10) : 1;
     using Clock = std::chrono::steady_clock;
     const auto end = Clock::now() + std::chrono::duration<double>(seconds);
-    Index index(3, {1, 3}, std::vector<std::uint64_t>(EDGES, EDGES + BINS), 1.5);
+    Index index(3, {1, 3}, std::vector<std::uint64_t>(EDGES, EDGES + BINS), 1.5, {3, 40});
     std::vector<u64> rounds(3);
     std::vector<std::thread> threads;
     for (u64 i = 0; i < rounds.size(); ++i) {
