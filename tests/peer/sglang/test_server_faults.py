@@ -145,12 +145,12 @@ def test_a_linker_over_a_drive_that_lies(model: str, tmp_path: Path) -> None:
     damaged = damage(tmp_path / "nvme")
     assert damaged > 20
     with Server(model, tmp_path, *linker(**ours(tmp_path, lookup_wait_s=1))) as second:
-        for _ in range(2):
-            for prompt, answer in zip(PROMPTS, answers, strict=True):
-                tokens, cached = second.generate(prompt)
-                assert tokens == answer
-                assert cached.get("host", 0) < 40 * PAGE, "what is damaged was not promised"
-            second.forget()
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            tokens, cached = second.generate(prompt)
+            assert tokens == answer
+            assert cached.get("host", 0) < 3 * PAGE, "of the first three records one is damaged"
+        second.forget()
+        assert [second.generate(prompt)[0] for prompt in PROMPTS] == answers, "some of it stored anew"
 
 
 def test_the_linker_on_two_ranks(model: str, tmp_path: Path) -> None:
