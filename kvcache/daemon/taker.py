@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvcache.daemon.carrier import laid_out, room
@@ -38,7 +38,11 @@ class Taker:
     mover: PagesMover  # made on the engine's thread
     transfer: BlockTransfer
     deadline_s: float
-    spoilt: bool = False  # of what goes over the socket, something was bad or could not be had
+    spoilt: bool = False  # of what is to be sent over the socket, something could not be had
+    good: int = field(init=False)  # of what comes over it: nothing from this block on goes into pages
+
+    def __post_init__(self) -> None:
+        self.good = self.end - self.first
 
     def run(self) -> None:
         """Never raises: an engine that waits for this must not fail for a fault of a cache."""
@@ -99,7 +103,7 @@ class Taker:
             self.transfer.settle(i, OUTCOMES[code])
 
     def _sent(self, wire: Wire, message: dict[str, Any], timeout_s: float) -> None:
-        """Take payloads off the socket and into pages; once one was bad, off the socket only."""
+        """Take payloads off the socket and into pages; those of a bad block and behind it off the socket only."""
         rows, size = room(message["sent"], blocks=self.end - self.first, sizes=self.sizes)
         blocks = message.get("blocks")
         if not isinstance(blocks, int) or not 0 <= blocks <= self.end - self.first:
@@ -107,23 +111,24 @@ class Taker:
         with self.cache.stagings.take(size) as staging:
             batch = laid_out(rows, staging)
             wire.receive_bytes(batch.payloads, timeout_s)
-            if self.transfer.cancelled or self.spoilt:
+            if self.transfer.cancelled or batch.first >= self.good:
                 return
             bad = batch.damaged()
             if bad is not None:
-                self.spoilt = True
-                self.transfer.settle_rest(bad, Outcome.DAMAGED)
-                return
+                self._spoil(bad, Outcome.DAMAGED)
             try:
-                copies = self.mover.scatter(batch.parts)
-                self.transfer.begun(blocks, copies)
+                copies = self.mover.scatter([part for part in batch.parts if part[0] < self.good])
+                self.transfer.begun(min(blocks, self.good), copies)
                 wait_all(copies)
             except Exception:  # noqa: BLE001  what comes behind it must be taken off the socket all the same
                 _log.exception("pages could not be filled")
-                self.spoilt = True
-                self.transfer.settle_rest(batch.first, Outcome.FAILED)
+                self._spoil(batch.first, Outcome.FAILED)
                 return
-        self.transfer.settle_run(batch.first, max(batch.first, blocks), Outcome.DONE)
+        self.transfer.settle_run(batch.first, min(blocks, self.good), Outcome.DONE)
+
+    def _spoil(self, block: int, outcome: Outcome) -> None:
+        self.good = min(self.good, block)
+        self.transfer.settle_rest(self.good, outcome)
 
     def _wanted(self, wire: Wire, message: dict[str, Any], timeout_s: float) -> None:
         """Send payloads out of pages, unless one could not be had before: then the daemon waits for no more."""

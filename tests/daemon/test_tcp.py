@@ -238,30 +238,40 @@ class TestBytes:
         assert all(t.wait(60) for t in transfers)
         assert [[its.block(i) for i in range(16)] for its in engine] == stored
 
-    def test_a_byte_that_changed_on_the_way_is_a_miss(self, loopback: Within, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("at_once", [1, 3, 8])
+    @pytest.mark.parametrize("bad", [0, 3, 7])
+    def test_a_byte_that_changed_on_the_way_is_a_miss(
+        self, loopback: Within, monkeypatch: pytest.MonkeyPatch, bad: int, at_once: int
+    ) -> None:
+        """Wherever in a message it is, what is called done is in its page, and no other page was written."""
         from kvcache.daemon import streamer
 
         cache = loopback.reach()
         bound, tokens = bound_to(cache), list(range(32))
-        store(bound, tokens, 1)
+        stored = store(bound, tokens, 1)
         true = streamer.Streamer._rows
 
         def lying(self: Any, batch: Any, payloads: Any = ()) -> np.ndarray:
             rows = true(self, batch, payloads)
-            if payloads:
-                rows["sum"][3] ^= np.uint64(1)
+            rows["sum"][rows["block"] == bad] ^= np.uint64(1)
             return rows
 
+        def few(parts: Any) -> Any:
+            return (parts[i : i + at_once] for i in range(0, len(parts), at_once))
+
         monkeypatch.setattr(streamer.Streamer, "_rows", lying)
+        monkeypatch.setattr(streamer, "batches", few)
         engine = Engine(LAYOUT)
+        engine.poison()
+        before = engine.block(0)
         with bound.request() as r:
             assert r.match(tokens).blocks == 8
             transfer = r.load(8, engine.described, engine.ids(list(range(8))))
             assert transfer.wait(60)
-        assert transfer.outcomes[3] is Outcome.DAMAGED
-        assert transfer.blocks == 3
+        assert transfer.outcomes == (Outcome.DONE,) * bad + (Outcome.DAMAGED,) * (8 - bad)
+        assert [engine.block(i) for i in range(8)] == stored[:bad] + [before] * (8 - bad)
         monkeypatch.undo()
-        assert len(load(bound, tokens)) == 8, "the connection goes on"
+        assert load(bound, tokens) == stored, "the connection goes on"
 
     def test_what_arrives_other_than_it_was_sent_is_not_kept(
         self, loopback: Within, monkeypatch: pytest.MonkeyPatch
