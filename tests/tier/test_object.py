@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.block.record import RecordError, read_header
+from kvcache.block.address import Address
+from kvcache.block.record import RecordError, expiry_field, read_header, seal
 from kvcache.errors import ConfigError
 from kvcache.port import Port
 from kvcache.testing.blocks import PAYLOAD_BYTES, chain, record
@@ -241,6 +242,35 @@ def test_removed_from_a_pack_that_another_process_reads(opened: Open, tmp_path: 
     assert other.read(blocks[4:], [record(address) for address in blocks[4:]]) == (ABSENT, ABSENT)
     assert one.remove(blocks[:4]) == (DONE,) * 4
     assert objects(tmp_path) == []
+
+
+def lasting(address: Address, end_s: float) -> list[memoryview]:
+    """A record that expires then; 0: never."""
+    header, body = record(address)
+    fields = expiry_field(int(end_s * 1000))
+    seal(header, body, address, stored_bytes=PAYLOAD_BYTES, fields=fields)
+    return [header, body]
+
+
+@pytest.mark.parametrize("stale", [{0}, {1}, {3}, {0, 2}, {0, 1, 2, 3}])
+def test_what_expired_in_a_pack_makes_room_and_the_rest_stays(opened: Open, stale: set[int]) -> None:
+    class Wall(Clock):
+        wall_s = 1000.0
+
+        def wall(self) -> float:
+            return self.wall_s
+
+    clock, blocks = Wall(), chain(6)
+    tier, other = (opened(port=Port(clock=clock)) for _ in range(2))
+    segments = [lasting(address, 1010 if i in stale else 0) for i, address in enumerate(blocks)]
+    assert set(tier.write(blocks, segments)) == {DONE}
+    assert tier.contains(blocks) == (DONE,) * 6
+    clock.wall_s = 1020
+    assert tier.contains(blocks) == tuple(ABSENT if i in stale else DONE for i in range(6))
+    for writer in (tier, other):  # one knows the pack, the other meets it; the last two are somebody else's
+        assert write(writer, blocks[:4]) == (DONE,) * 4
+        assert tier.contains(blocks) == (DONE,) * 6
+        assert intact(opened(port=Port(clock=clock)), blocks)
 
 
 # bounds and edges

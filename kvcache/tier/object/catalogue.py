@@ -276,7 +276,7 @@ class Catalogue:
         return self._known.setdefault(namespace, Known())
 
     def add(self, pack: Pack) -> None:
-        """This pack is there. Of a record that two have, the later one counts."""
+        """This pack is there. Of a record that two have, the one that lasts longer counts, else the later one."""
         self.forget(pack.path)
         table = pack.table
         with self._lock:
@@ -284,7 +284,9 @@ class Catalogue:
             known.packs[pack.path] = pack
             rows = known.rows.setdefault(Place(table.namespace, table.group, table.shard), {})
             for row in table.rows:
-                rows[row.signature] = pack, row
+                there = rows.get(row.signature)
+                if there is None or there[1].parent != row.parent or _end_ms(there[1]) <= _end_ms(row):
+                    rows[row.signature] = pack, row
             self._missing.pop(pack.path, None)
 
     def forget(self, path: str) -> None:
@@ -309,3 +311,7 @@ class Catalogue:
         """Each record that is there, once."""
         with self._lock:
             return [found for rows in self._space(namespace).rows.values() for found in rows.values()]
+
+
+def _end_ms(row: Row) -> float:
+    return row.expires_ms or float("inf")

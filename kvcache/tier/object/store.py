@@ -224,18 +224,22 @@ class Store:
         table = self._catalogue.learn(path, deadline)
         if table is None:  # nobody can use it
             self._bucket.delete([path], deadline)
-        there = {row.signature for row in table.rows} if table is not None else set()
-        expired = self._catalogue.find([record.address for record in run], deadline, ask=False, wait=False)
-        left = []
-        for record, found in zip(run, expired, strict=True):
-            if found is not None and record.address.signature in there:
+            return run
+        there = {row.signature for row in table.rows}
+        left = self._lacking(run, deadline)
+        stale = there & {record.address.signature for record in left}
+        if stale:  # expired, or of another parent: they make room, and only they
+            self.remove_rows(Pack(path, "", table), stale, deadline)
+            left = self._lacking(run, deadline)
+        missing = {record.i for record in left}
+        for record in run:
+            if record.i not in missing:
                 settle(record.i, DONE, "")
-            else:
-                left.append(record)
-        if left and left[0].address.signature in there:  # expired, or of another parent: it makes room
-            self._bucket.delete([path], deadline)
-            self._catalogue.forget(path)
         return left
+
+    def _lacking(self, run: Sequence[Cut], deadline: float | None) -> list[Cut]:
+        found = self._catalogue.find([record.address for record in run], deadline, ask=False, wait=False)
+        return [record for record, there in zip(run, found, strict=True) if there is None]
 
     # removing
 
