@@ -12,7 +12,7 @@ Age is counted in requests. Bins of age are logarithmic: `age_bin(age)`.
 is held, 0 at least. What differs between blocks that were used alike is told to the index beside the table, and kept
 whatever the policy says: every block is of a *kind* (a tenant, a model, its bytes in each tier), and each kind has a
 *weight* in each tier that multiplies the policy's value. It is what computing the block anew costs for each of its
-bytes, against the mean of the models that are known (`hierarchy/kinds.py`); infinity keeps a kind from leaving. Shares
+bytes, against the mean of its tenant's models (`hierarchy/kinds.py`); infinity keeps a kind from leaving. Shares
 are kept by the same weights (`shares.py`): a tenant at its least share weighs infinitely where others want room, all
 others do where a tenant that has its quota wants some, and one below its least share takes room whatever it is worth.
 To bind a tenant of one's own: give the namespace its name, and call `cache.shares.set(tenant, tier, Limit(...))`, at

@@ -1,8 +1,9 @@
 """What kinds of blocks there are, what a byte of each is worth, and who may take whose place.
 
 A kind is a tenant, a model and what a record takes in each tier. A byte is worth what computing its block anew costs,
-as engines told it, for each byte that the block takes in all; against the geometric mean of all models that are known,
-and in steps of a quarter octave, so that noise ranks nobody. A model of which nothing is known yet counts as the mean.
+as its tenant's engines told it, for each byte that the block takes in all; against the geometric mean of that tenant's
+models, so that nobody's claim moves another tenant's worth, and in steps of a quarter octave, so that noise ranks
+nobody. A model of which nothing is known yet counts as the mean. What no engine can take is not believed.
 
 What no namespace was bound for (records of an earlier run, before their engine comes) is of kind 0: nobody's, worth
 the mean. So is what comes when there are too many kinds.
@@ -28,6 +29,12 @@ HALF_TOKENS = 1 << 20
 """After so many tokens what an engine told before weighs half."""
 A_STEP = 4
 """Steps an octave."""
+LEAST_S, MOST_S = 1e-9, 1e3
+"""For a token, as far as it is believed."""
+MOST_TOKENS = 1 << 31
+"""Of one step, likewise."""
+MOST_OCTAVES = 8.0
+"""From the mean: what computing costs differs by more between no two models that one machine serves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +77,7 @@ class Kinds:
         self._kinds: list[Kind | None] = [None]
         self._of: dict[Kind, int] = {}
         self._places: dict[bytes, int] = {}
-        self._costs: dict[Model, Cost] = {}
+        self._costs: dict[str, dict[Model, Cost]] = {}  # by tenant
         self._weights: list[list[float]] = [[1.0] for _ in tiers]
         self._stale = False
         self._lock = threading.RLock()
@@ -114,31 +121,32 @@ class Kinds:
                 model = Model(tuple(name), block_tokens, tuple(block_bytes))
                 self.bind(Kind(tenant, model, tuple(record_bytes)), bytes.fromhex(place))
 
-    def computed(self, model: Model, tokens: int, seconds: float) -> None:
-        """An engine computed so many tokens in one step."""
-        if model is not NO_MODEL and tokens > 0 and 0 < seconds < inf:
-            with self._lock:
-                self._costs.setdefault(model, Cost()).learn(tokens, seconds)
-                self._stale = True
+    def computed(self, tenant: str, model: Model, tokens: int, seconds: float) -> None:
+        """An engine of this tenant computed so many tokens in one step."""
+        if model is NO_MODEL or not 0 < tokens <= MOST_TOKENS or not tokens * LEAST_S <= seconds <= tokens * MOST_S:
+            return
+        with self._lock:
+            self._costs.setdefault(tenant, {}).setdefault(model, Cost()).learn(tokens, seconds)
+            self._stale = True
 
     def weights(self, tier: str) -> list[float]:
         """By kind."""
         with self._lock:
             if self._stale:
-                self._stale = False
                 self._weights = [self._weigh(t) for t in range(len(self._number))]
+                self._stale = False
             return self._weights[self._number[tier]]
 
     def _weigh(self, t: int) -> list[float]:
-        worth = {
-            model: log2(cost.seconds / cost.tokens * model.block_tokens / model.block_bytes[t])
-            for model, cost in self._costs.items()
-        }
-        mean = sum(worth.values()) / max(1, len(worth))
-        return [
-            1.0 if kind is None else 2.0 ** (round(A_STEP * (worth.get(kind.model, mean) - mean)) / A_STEP)
-            for kind in self._kinds
-        ]
+        above: dict[tuple[str, Model], float] = {}  # the mean of its tenant's models, in octaves
+        for tenant, costs in self._costs.items():
+            worth = {
+                model: log2(cost.seconds / cost.tokens * model.block_tokens / model.block_bytes[t])
+                for model, cost in costs.items()
+            }
+            mean = sum(worth.values()) / len(worth)
+            above.update({(tenant, model): its - mean for model, its in worth.items()})
+        return [1.0 if kind is None else _weight(above.get((kind.tenant, kind.model), 0.0)) for kind in self._kinds]
 
     # who has what
 
@@ -231,3 +239,7 @@ class Kinds:
                 used[kind.tenant] = has - size
             found.append(address)
         return found
+
+
+def _weight(octaves: float) -> float:
+    return float(2.0 ** (round(A_STEP * max(-MOST_OCTAVES, min(MOST_OCTAVES, octaves))) / A_STEP))

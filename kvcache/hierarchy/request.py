@@ -77,7 +77,7 @@ class BoundCache:
 
     def computed(self, tokens: int, seconds: float) -> None:
         self.flow.plan.computed(self.id, tokens, seconds)
-        self.flow.kinds.computed(self.model, tokens, seconds)
+        self.flow.kinds.computed(self.tenant, self.model, tokens, seconds)
 
     def canary(self, recompute: Recompute) -> None:
         self.flow.canary.register(self.id, self.layout, [place.payload_bytes for place in self.places], recompute)

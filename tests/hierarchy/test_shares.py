@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvcache.block.record import record_bytes
@@ -162,8 +162,9 @@ def weighed(policy: str, paces: dict[Model, float], tenants: Sequence[str] = ("t
     kinds = Kinds(index, ["host"], Shares())
     for (model, space), tenant in zip(SPACES.items(), tenants, strict=True):
         kinds.bind(Kind(tenant, model, model.block_bytes), place_of(space, 0, SMALL.whole[0]))
-    for model, seconds in paces.items():
-        kinds.computed(model, 1000, 1000 * seconds)
+    for tenant, model in zip(tenants, SPACES, strict=True):
+        if model in paces:
+            kinds.computed(tenant, model, 1000, 1000 * paces[model])
     return index, kinds
 
 
@@ -201,10 +202,48 @@ def test_a_block_twice_as_large_is_worth_half_a_byte() -> None:
     small, large = Model(("a",), 16, (1000,)), Model(("b",), 16, (4000,))
     for i, model in enumerate((small, large)):
         kinds.bind(Kind("t", model, model.block_bytes), place_of(bytes([i]) * 32, 0, SMALL.whole[0]))
-        kinds.computed(model, 1000, 1.0)
+        kinds.computed("t", model, 1000, 1.0)
     _, one, other = kinds.weights("host")
     assert one / other == 4
     assert one * other == 1
+
+
+CLAIMS = st.tuples(
+    st.sampled_from(["a", "b"]),
+    st.sampled_from(list(SPACES)),
+    st.integers(-(2**63), 2**63 + 1) | st.sampled_from([1, 1000, 2**31, 2**63, 10**400]),
+    st.floats() | st.sampled_from([5e-324, 1e-9, 1.0, 1e300, 10**400]),
+)
+
+
+@given(st.lists(CLAIMS, max_size=12))
+@example([("a", LIGHT, 2**63, 5e-324), ("a", DEAR, 1, 1e300)])
+@example([("a", LIGHT, 1000, 1e-6), ("a", DEAR, 1, 1e3)])
+def test_no_claim_stops_anybody_or_counts_for_more_than_its_bound(
+    claims: list[tuple[str, Model, int, float]],
+) -> None:
+    index, kinds = weighed("lru", {LIGHT: 1e-5, DEAR: 1e-3}, ["c", "c", "a"])
+    before = kinds.weights("host")
+    for tenant, model, tokens, seconds in claims:
+        kinds.computed(tenant, model, tokens, seconds)
+        weights = kinds.weights("host")
+        assert weights[:3] == before[:3], "what a tenant claims moved another's"
+        assert all(2**-8 <= weight <= 2**8 for weight in weights)
+    kinds.bind(Kind("b", LIGHT, LIGHT.block_bytes), place_of(b"b" * 32, 0, SMALL.whole[0]))
+    assert len(kinds.weights("host")) == 5
+    for model in SPACES:
+        come(index, model, 0)
+    assert len(kinds.evict("host", 3, tenant="b")) == 3
+
+
+def test_stores_go_on_after_a_client_s_mad_claim() -> None:
+    with opened("lru", {}) as cache:
+        bound = cache.namespace(SMALL, model="claimed", revision="r", tenant="mad")
+        for tokens, seconds in ((2**63, 5e-324), (1, 1e300), (1, 1e-300), (1000, 0.5)):
+            bound.computed(tokens, seconds)
+            for i in range(10):  # the tier has 48 slots
+                assert put(cache, SMALL, i, 8, "other") == 8
+                assert found(cache, SMALL, i, 8, "other") == 8
 
 
 @given(
