@@ -345,7 +345,8 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--lmcache", type=Path, default=Path(".venv-lmcache"), help="LMCache's virtual environment")
     arguments = parser.parse_args()
-    peer = arguments.lmcache if (arguments.lmcache / "bin" / "lmcache").exists() else None
+    venv = arguments.lmcache.resolve()  # its server runs elsewhere
+    peer = venv if (venv / "bin" / "lmcache").exists() else None
     pool = Pool(256)
     rows = matching(10 if arguments.quick else 60)
     rows += moving(pool, 20 if arguments.quick else 60)
