@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcache.block.record import ENCRYPTION, ENCRYPTION_BYTES, EXPIRY, PARENT, Header
+from kvcache.block.record import ENCRYPTION, ENCRYPTION_BYTES, EXPIRY, PARENT, Header, tagged
 from kvcache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,8 +84,9 @@ class Keys:
 
 
 def binding(fixed: bytes, fields: Mapping[int, bytes]) -> bytes:
-    """What a tag covers of a header: bytes 4 to 112 of `fixed`, then the parent and the expiry, where there are."""
-    return fixed[4:112] + fields.get(PARENT, b"") + fields.get(EXPIRY, b"")
+    """What a tag covers of a header: bytes 4 to 112 of `fixed`, then the parent and the field of the expiry, where
+    there are. No two headers have the same: a parent has 32 bytes, and the field stands with its tag and length."""
+    return fixed[4:112] + fields.get(PARENT, b"") + tagged(fields, [EXPIRY])
 
 
 def _id(key: bytes) -> bytes:

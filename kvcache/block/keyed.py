@@ -9,11 +9,12 @@ import hmac
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvcache.block.record import KEYED_DIGEST, PARENT, Header
+from kvcache.block.record import ENCRYPTION, EXPIRY, KEYED_DIGEST, PARENT, Header, tagged
 from kvcache.errors import ConfigError
 
 LEAST_BYTES = 32
 _BEGIN, _END = 4, 112  # of the header: version to write id
+_SIGNED = (EXPIRY, ENCRYPTION)  # what is there of them, so that nobody takes it out, puts it in or changes it
 
 
 class Signer:
@@ -48,6 +49,7 @@ class Signer:
     def _digest(key: bytes, head: bytes, header: Header, payload: Sequence[memoryview]) -> bytes:
         made = hmac.new(key, head[_BEGIN:_END], "sha256")
         made.update(header.fields.get(PARENT, b""))
+        made.update(tagged(header.fields, _SIGNED))
         for piece in payload:
             made.update(piece)
         return made.digest()

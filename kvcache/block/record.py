@@ -29,6 +29,7 @@ CHUNK_BYTES = 256 << 10
 FIXED_BYTES = 136
 
 PARENT, CHUNK_SUMS, TOKEN_IDS, EXTRAS, KEYED_DIGEST, COST, EXPIRY = range(1, 8)
+EXPIRY_BYTES = 8
 ENCRYPTION = 0x8008
 ENCRYPTION_BYTES = 36
 """Key id, nonce and tag: see `kvcache/block/cipher.py`."""
@@ -158,12 +159,17 @@ def with_field(head: bytes, header: Header, tag: int, body: bytes) -> bytes:
 
 def expires_ms(fields: Mapping[int, bytes]) -> int:
     """When a record with these fields expires, in milliseconds since 1970; 0 for never."""
-    return int.from_bytes(fields.get(EXPIRY, b"")[:8], "little")
+    return int.from_bytes(fields.get(EXPIRY, b""), "little")
 
 
 def expiry_field(end_ms: int) -> dict[int, bytes]:
     """The fields that say so; none for 0."""
-    return {EXPIRY: end_ms.to_bytes(8, "little")} if end_ms else {}
+    return {EXPIRY: end_ms.to_bytes(EXPIRY_BYTES, "little")} if end_ms else {}
+
+
+def tagged(fields: Mapping[int, bytes], tags: Sequence[int]) -> bytes:
+    """Those of these fields that are there, each with tag and length, as a header has them."""
+    return b"".join(_FIELD.pack(tag, len(fields[tag])) + fields[tag] for tag in tags if tag in fields)
 
 
 def read_header(buf: Any) -> Header:
@@ -194,6 +200,8 @@ def read_header(buf: Any) -> Header:
     parent = fields.get(PARENT, b"")
     if len(parent) not in (0, 32):
         raise RecordError("field", f"a parent of {len(parent)} bytes: expected 32")
+    if len(fields.get(EXPIRY, bytes(EXPIRY_BYTES))) != EXPIRY_BYTES:
+        raise RecordError("field", f"an expiry of {len(fields[EXPIRY])} bytes: expected {EXPIRY_BYTES}")
     try:
         address = Address(namespace, signature, parent, group, Shard.unpack(shard))
     except LayoutError as error:
@@ -295,7 +303,7 @@ def _pack_fields(fields: Mapping[int, bytes], room: int) -> bytes:
         if sizes[tag] <= room:
             kept.append(tag)
             room -= sizes[tag]
-    return b"".join(_FIELD.pack(tag, len(fields[tag])) + fields[tag] for tag in sorted(kept))
+    return tagged(fields, sorted(kept))
 
 
 def _unpack_fields(packed: bytes) -> dict[int, bytes]:

@@ -61,6 +61,7 @@ class Cache:
             {NvmeTier.name: settings.nvme.codec} if settings.nvme.enabled else {},
             self.counters,
             keys=Keys.of(key_file, "encryption.key_file") if key_file else None,
+            accept_plain=settings.encryption.accept_plain,
         )
         self.below = tiers_below(settings, port, serves)
         self.host = HostTier(

@@ -43,10 +43,12 @@ FACT = "lossy_codecs"
 
 class Coder:
     """`names`: the codec by tier, `raw` for those that are not named. ConfigError for one that is not there. `keys`:
-    what goes down is encrypted, in each tier."""
+    what goes down is encrypted, in each tier, and what is not is foreign; `accept_plain`: that is read as well."""
 
-    def __init__(self, names: Mapping[str, str], counters: Counters, *, keys: Keys | None = None) -> None:
-        self._counters, self._keys = counters, keys
+    def __init__(
+        self, names: Mapping[str, str], counters: Counters, *, keys: Keys | None = None, accept_plain: bool = False
+    ) -> None:
+        self._counters, self._keys, self._plain = counters, keys, keys is None or accept_plain
         self._codecs = codecs()
         self._of_tier: dict[str, Codec] = {}
         for tier, name in names.items():
@@ -152,6 +154,8 @@ class Coder:
             bound = binding(bytes(slot.view[:FIXED_BYTES]), header.fields)
             if not self._keys.decrypt(payload[: header.stored_bytes], header, bound):
                 return Outcome.DAMAGED
+        elif not self._plain:  # anybody can write one, or take the field from one that was encrypted
+            return Outcome.FOREIGN
         if header.codec == "raw":
             return Outcome.DONE if header.stored_bytes == payload_bytes else Outcome.DAMAGED
         stored = memoryview(bytes(payload[: header.stored_bytes]))  # decoding writes where it lies

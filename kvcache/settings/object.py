@@ -66,3 +66,8 @@ class Encryption(Section):
         description="A file with a key a line, 64 hexadecimal digits: what goes below host is encrypted with the first "
         "one (AES-256-GCM), and what any of them encrypted is read. Nothing: as it is.",
     )
+    accept_plain: bool = Field(
+        default=False,
+        description="With keys, read records that are not encrypted as well: while those from before are still there. "
+        "Otherwise they are a miss, and left alone.",
+    )

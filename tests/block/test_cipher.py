@@ -98,6 +98,21 @@ def test_whoever_changes_a_bit_is_found_out(data: st.DataObject) -> None:
     assert decrypted(area, memoryview(forged), Keys([KEY])) is None
 
 
+def test_the_parent_is_not_put_into_the_expiry() -> None:
+    """What is covered tells where one ends and the other begins."""
+    end = (1_900_000_000_000).to_bytes(8, "little")
+    header, body = encrypted(b"secret" * 50, Keys([KEY]), expiry=end)
+    found = read_header(header)
+    area = memoryview(bytearray(4096))
+    fields = {ENCRYPTION: found.fields[ENCRYPTION], EXPIRY: ADDRESS.parent + end}
+    orphan = replace(ADDRESS, parent=b"")
+    seal(area, body, orphan, stored_bytes=len(body), write_id=found.write_id, fields=fields)
+    with pytest.raises(RecordError, match="expiry of 40 bytes"):
+        read_header(area)
+    fixed = fixed_part(orphan, "raw", len(body), len(body), found.write_id)
+    assert not Keys([KEY]).decrypt(memoryview(bytearray(body)), found, binding(fixed, fields))
+
+
 def test_a_new_key_is_put_before_the_old_one() -> None:
     before, both, after = Keys([OLD]), Keys([KEY, OLD]), Keys([KEY])
     old, new = encrypted(b"one", before), encrypted(b"two", both)

@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.block.keyed import Signer
-from kvcache.block.record import KEYED_DIGEST, PARENT, read_header, verify, with_field
+from kvcache.block.record import (
+    CHUNK_SUMS,
+    ENCRYPTION,
+    EXPIRY,
+    KEYED_DIGEST,
+    PARENT,
+    read_header,
+    seal,
+    verify,
+    with_field,
+)
 from kvcache.errors import ConfigError
 from tests.tier.blocks import chain, record
 
@@ -68,6 +78,24 @@ def test_each_bit_of_the_identity_counts(at: int, bit: int) -> None:
     changed = bytearray(head)
     changed[at] ^= 1 << bit
     assert not Signer([KEY]).signed(bytes(changed), read_header(head), [body])
+
+
+ENDS = {EXPIRY: (1_900_000_000_000).to_bytes(8, "little"), ENCRYPTION: bytes(range(36))}
+
+
+@pytest.mark.parametrize("before", [{}, {EXPIRY: ENDS[EXPIRY]}, {ENCRYPTION: ENDS[ENCRYPTION]}, ENDS])
+@pytest.mark.parametrize(
+    "after", [{}, {EXPIRY: ENDS[EXPIRY]}, {ENCRYPTION: ENDS[ENCRYPTION]}, ENDS, ENDS | {EXPIRY: bytes(8)}]
+)
+def test_end_and_encryption_are_signed(before: dict[int, bytes], after: dict[int, bytes]) -> None:
+    """Nobody takes them out, puts them in or changes them, however right he makes the checksums."""
+    body, area = memoryview(b"\7" * SIZE), memoryview(bytearray(4096))
+    used = seal(area, body, chain(2)[1], stored_bytes=SIZE, write_id=1, fields=before)
+    digest = Signer([KEY]).sign(bytes(area[:used]), read_header(area), [body])
+    used = seal(area, body, chain(2)[1], stored_bytes=SIZE, write_id=1, fields={**after, KEYED_DIGEST: digest})
+    header = verify(area, body, chain(2)[1])
+    assert header.fields.keys() - {PARENT, CHUNK_SUMS, KEYED_DIGEST} == after.keys()
+    assert Signer([KEY]).signed(bytes(area[:used]), header, [body]) == (before == after)
 
 
 @pytest.mark.parametrize(("text", "said"), [("", "64"), ("00" * 31, "64"), ("not hexadecimal", "hexadecimal")])

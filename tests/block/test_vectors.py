@@ -8,9 +8,10 @@ import pytest
 
 from kvcache.block.address import Address
 from kvcache.block.key import Chain
+from kvcache.block.keyed import Signer
 from kvcache.block.layout import Group, KVLayout, Shard
 from kvcache.block.namespace import Namespace, encode
-from kvcache.block.record import RecordError, header_area, seal, verify
+from kvcache.block.record import RecordError, header_area, read_header, seal, verify
 from tests.vectors import make, page
 
 KEY = json.loads((make.HERE / "key.json").read_text())
@@ -81,6 +82,13 @@ def test_sound_records(row):
         header = verify(form, memoryview(payload), address, decoded_bytes=row["decoded_bytes"], codecs=[row["codec"]])
         assert header.address == address
         assert header.header_bytes == used
+
+
+@pytest.mark.parametrize("row", RECORD["sound"], ids=lambda row: row["name"])
+def test_keyed_digests(row):
+    head, payload = bytes.fromhex(row["header"]), memoryview(make.pattern(**row["payload"]))
+    signer = Signer([bytes.fromhex(RECORD["signing_key"])])
+    assert signer.sign(head, read_header(head), [payload]).hex() == row["keyed_digest"]
 
 
 @pytest.mark.parametrize("row", RECORD["refused"], ids=lambda row: row["name"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvcache
+from kvcache.block.record import ENCRYPTION, PARENT, read_header, with_field
 from kvcache.errors import ConfigError
 from tests.contract.caches import FULL, Engine, bind, store
 from tests.hierarchy.test_object import load
@@ -43,9 +45,10 @@ def opened(tier: str, tmp_path: Path) -> Iterator[Open]:
             assert cache.check() == []
             cache.close()
 
-    def open_cache(*keys: str, **nvme: Any) -> Any:
+    def open_cache(*keys: str, accept_plain: bool = False, signing: bool = False, **nvme: Any) -> Any:
         end()
         (tmp_path / "keys").write_text("\n".join(KEYS[key] for key in keys))
+        (tmp_path / "signing").write_text("33" * 32)
         caches.append(
             kvcache.open(
                 host={"capacity_bytes": 8 * MiB},
@@ -56,9 +59,13 @@ def opened(tier: str, tmp_path: Path) -> Iterator[Open]:
                     "free_floor_bytes": 0,
                     **nvme,
                 },
-                redis={"enabled": server is not None, "url": server.unix if server else "redis://127.0.0.1:9/0"},
+                redis={
+                    "enabled": server is not None,
+                    "url": server.unix if server else "redis://127.0.0.1:9/0",
+                    "signing_key_file": str(tmp_path / "signing") if signing else "",
+                },
                 object={"enabled": tier == "object", "url": f"file://{tmp_path}/objects"},
-                encryption={"key_file": str(tmp_path / "keys") if keys else ""},
+                encryption={"key_file": str(tmp_path / "keys") if keys else "", "accept_plain": accept_plain},
                 flow={"ask_deadline_s": 30, "deadline_s": 30},
                 control={"enabled": False},
             )
@@ -126,10 +133,39 @@ def test_whoever_has_no_key_meets_a_miss_and_leaves_it_alone(opened: Open, tier:
     assert load(bind(opened("one")), Engine(FULL))[1] == expected
 
 
-def test_what_was_not_encrypted_is_still_read(opened: Open, tier: str) -> None:
+def test_what_was_not_encrypted_is_read_where_that_is_asked_for(opened: Open, tier: str) -> None:
     engine, expected = filled()
     kept(opened(), engine)
-    assert load(bind(opened("one")), Engine(FULL))[1] == expected
+    cache = opened("one")
+    assert load(bind(cache), Engine(FULL))[1] == []
+    assert cache.counters.get("refused_records", tier=tier, check="foreign") > 0
+    assert load(bind(opened("one", accept_plain=True)), Engine(FULL))[1] == expected  # it was left alone
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+@pytest.mark.parametrize("tier", ["redis"])
+@pytest.mark.parametrize("signing", [False, True], ids=["unsigned", "signed"])
+def test_nobody_takes_the_encryption_out(opened: Open, tier: str, signing: bool, tmp_path: Path) -> None:
+    """Whoever can write to the server drops the field, and makes all checksums anew."""
+    engine, _ = filled()
+    kept(opened("one", signing=signing), engine)
+    client = empty(tmp_path).client
+    stripped = 0
+    for name in list(client.scan_iter()):
+        value = client.get(name)
+        if value[:4] != b"KVCR":
+            continue
+        header = read_header(value)
+        fields = {tag: body for tag, body in header.fields.items() if tag != ENCRYPTION}
+        cut = replace(header, fields=fields)
+        client.set(name, with_field(value, cut, PARENT, header.fields[PARENT]) + value[header.header_bytes :])
+        assert ENCRYPTION not in read_header(client.get(name)).fields
+        stripped += 1
+    assert stripped == 10
+    cache = opened("one", signing=signing)
+    assert load(bind(cache), Engine(FULL))[1] == []
+    check = "damaged" if signing else "foreign"
+    assert cache.counters.get("refused_records", tier="redis", check=check) > 0
 
 
 @pytest.mark.parametrize("codec", ["zstd", "fp8"])

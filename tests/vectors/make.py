@@ -168,7 +168,9 @@ SOUND = [
         ],
         (1000, 9),
     ),
+    ("encrypted", {}, b"raw", None, 7, [(1, FIRST), (7, page.u64(1_900_000_000_000)), (0x8008, bytes(36))], (1000, 1)),
 ]
+SIGNING_KEY = bytes(range(32))
 
 
 def _sound(name, address, codec, decoded, write_id, fields, payload):
@@ -186,6 +188,7 @@ def _sound(name, address, codec, decoded, write_id, fields, payload):
         "fields": [[number, value.hex()] for number, value in fields if number != 1],
         "payload": {"length": payload[0], "step": payload[1]},
         "header": head.hex(),
+        "keyed_digest": page.keyed_digest(SIGNING_KEY, head, body, fields).hex(),
         "cut_sha256": page.sha(head + body).hex(),
         "padded_sha256": page.sha(page.padded(head, body, decoded)).hex(),
         "padded_bytes": len(page.padded(head, body, decoded)),
@@ -233,6 +236,8 @@ def _refused():
         ("tag 0", head(fields=[(0, b""), (1, FIRST), sums]), "field"),
         ("another sum of sums", head(sum_of_sums=5), "field"),
         ("a parent of 31 bytes", head(fields=[(1, FIRST[:31])]), "field"),
+        ("an expiry of 7 bytes", head(fields=[(1, FIRST), (7, bytes(7))]), "field"),
+        ("the parent in the expiry", head(fields=[(7, FIRST + page.u64(1_900_000_000_000))]), "field"),
         ("an empty shard", head(shard=(3, 3, 0, 3)), "address"),
         ("no codec", head(codec=b""), "codec foreign"),
         ("a codec with a space", head(codec=b"r w"), "codec foreign"),
@@ -274,6 +279,7 @@ def _with_fields(head, tagged):
 def record_vectors():
     areas = (1, 4096, 262_144, 262_145, 448 * 262_144, 448 * 262_144 + 1, 1 << 30)
     return {
+        "signing_key": SIGNING_KEY.hex(),
         "areas": [{"payload_bytes": size, "header_bytes": page.header_area(size)} for size in areas],
         "sound": [_sound(*row) for row in SOUND],
         "expected": {"address": _address(ADDRESS), "decoded_bytes": 40, "codecs": ["raw"]},

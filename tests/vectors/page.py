@@ -7,6 +7,7 @@ made the vectors.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import struct
 
 import xxhash
@@ -138,6 +139,13 @@ def header(
     fixed += u64(xxh3(of_payload) if sum_of_sums is None else sum_of_sums) + u32(len(tagged)) + u32(reserved)
     assert len(fixed) == 128
     return fixed + u64(xxh3(fixed + tagged)) + tagged
+
+
+def keyed_digest(key, head, payload, fields):
+    """`fields`: as for `header`."""
+    known = dict(fields)
+    whole = b"".join(field(tag, known[tag]) for tag in (7, 0x8008) if tag in known)
+    return hmac.new(key, head[4:112] + known.get(1, b"") + whole + payload, "sha256").digest()
 
 
 def padded(head, payload, decoded):
