@@ -112,13 +112,6 @@ class Report:
     def explain(self, question: Mapping[str, Any]) -> list[dict[str, Any]]:
         """As the control socket's `explain`; to a tenant nothing of others: what is another's was never stored."""
         stories: list[dict[str, Any]] = explain(self._cache, dict(question), self._tenant)["stories"]
-        if self._tenant is None:
-            return stories
-        own = {space.hex() for space in self._owned}
-        for story in stories:
-            if story.get("other", {}).get("namespace", story["namespace"])["id"] not in own:
-                story.pop("other"), story.pop("differs", None)
-                story["reason"] = "cold" if story["reason"] == "apart" else story["reason"]
         return stories
 
     def curve(self) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class Miss:
             asked.ids = [kept(ids)]
         asked.reason = self._why.reason(asked) if reason is None else reason
         # nobody learns from an answer what another tenant has stored
-        return "cold" if asked.reason == "apart" else asked.reason
+        return self._why.alone(asked) if asked.reason == "apart" else asked.reason
 
     def digest(self, parent: bytes, ids: NDArray[Any], block_tokens: int, extras: list[bytes] | None) -> bytes:
         """Hashes what comes behind the prompt, and keeps its ids for `extended`."""

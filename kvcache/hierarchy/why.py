@@ -74,8 +74,11 @@ class Why:
         asked.fate = self.lost.find(asked.signature(asked.found))
         if asked.fate is not None:
             return asked.fate.reason
-        if self._apart(asked) is not None:
-            return "apart"
+        return "apart" if self._apart(asked) is not None else self.alone(asked)
+
+    def alone(self, asked: Asked) -> str:
+        """As `reason`, of a block whose fate is not known, as if there was no other namespace: what others stored may
+        not be learned from it."""
         return "cold" if self._parted(asked) is None else "diverged"
 
     def _parted(self, asked: Asked) -> Asked | None:
@@ -86,9 +89,9 @@ class Why:
                     return other
             return None
         ours = asked.tokens(0, asked.block_tokens)
-        for other in _before(asked, self.ring.same_start(ours) if len(ours) else ()):
+        for other in _before(asked, self.ring.same_start(ours, {asked.namespace}) if len(ours) else ()):
             shared = shared_tokens(ours, other.tokens(0, asked.block_tokens))
-            if other.namespace == asked.namespace and asked.block_tokens // HALF <= shared < asked.block_tokens:
+            if asked.block_tokens // HALF <= shared < asked.block_tokens:
                 return other
         return None
 
@@ -97,12 +100,12 @@ class Why:
         for other in _before(asked, self.ring.same_head(asked.namespace, asked.signature(0))):
             yield other, shared_blocks(asked.packed, other.packed)
 
-    def _apart(self, asked: Asked) -> Asked | None:
+    def _apart(self, asked: Asked, among: Collection[bytes] | None = None) -> Asked | None:
         """The newest prompt with the same tokens up to the end of the first block that was not found, whose blocks are
-        there under another namespace."""
+        there under another namespace (one `among` these)."""
         end = (asked.found + 1) * asked.block_tokens
         ours = asked.tokens(0, end)
-        for other in self.ring.same_start(ours) if len(ours) else ():
+        for other in self.ring.same_start(ours, among) if len(ours) else ():
             if other.namespace != asked.namespace and np.array_equal(ours, other.tokens(0, end)):
                 block = -(-end // other.block_tokens) - 1
                 if block < other.blocks and any(
@@ -113,10 +116,16 @@ class Why:
 
     # told in full
 
-    def story(self, asked: Asked, namespaces: Iterable[Namespace] = ()) -> dict[str, Any]:
-        """All that is known, in types that any message can carry. Ids stand for text: who asks may have a tokenizer."""
+    def story(
+        self, asked: Asked, namespaces: Iterable[Namespace] = (), among: Collection[bytes] | None = None
+    ) -> dict[str, Any]:
+        """All that is known, in types that any message can carry. Ids stand for text: who asks may have a tokenizer.
+        `among`: told to somebody who may know of these namespaces alone, so as if there were no others."""
         now, first = self._clock.wall(), asked.found * asked.block_tokens
         named = {namespace.id: namespace for namespace in namespaces}
+        reason, there = asked.reason, self._apart(asked, among) if asked.reason == "apart" else None
+        if reason == "apart" and there is None and among is not None:
+            reason = self.alone(asked)
         told: dict[str, Any] = {
             "request": asked.request,
             "time": asked.time,
@@ -125,22 +134,20 @@ class Why:
             "block_tokens": asked.block_tokens,
             "blocks": asked.blocks,
             "found_blocks": asked.found,
-            "reason": asked.reason,
+            "reason": reason,
             "ids": asked.tokens(first, first + AROUND).tolist(),
             **asked.detail,
         }
-        if asked.reason in {"evicted", "expired", "store_dropped", "store_failed", "refused"}:
+        if reason in {"evicted", "expired", "store_dropped", "store_failed", "refused"}:
             told |= self._fate(asked, now)
-        elif asked.reason == "diverged":
+        elif reason == "diverged":
             other = self._parted(asked)
             told |= _parting(asked, other, now) if other is not None else {}
-        elif asked.reason == "apart":
-            other = self._apart(asked)
-            if other is not None:
-                told["other"] = _named(other, now)
-                told["other"]["namespace"] = _described(named.get(other.namespace), other.namespace)
-                told["differs"] = _differing(named.get(asked.namespace), named.get(other.namespace))
-        elif asked.reason == "cold":
+        elif there is not None:
+            told["other"] = _named(there, now)
+            told["other"]["namespace"] = _described(named.get(there.namespace), there.namespace)
+            told["differs"] = _differing(named.get(asked.namespace), named.get(there.namespace))
+        elif reason == "cold":
             told |= self._asked_before(asked, now)
         return told
 

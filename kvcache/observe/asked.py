@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -164,8 +164,9 @@ class Ring:
         with self._lock:
             return list(islice(reversed(self._heads.get((namespace, signature), ())), LOOKS))
 
-    def same_start(self, ids: Ids) -> Iterator[Asked]:
-        """Those that begin with these tokens, whatever their namespace, the newest first."""
+    def same_start(self, ids: Ids, among: Collection[bytes] | None = None) -> Iterator[Asked]:
+        """Those that begin with these tokens, of these namespaces, or of all; the newest first."""
         with self._lock:
-            filed = list(islice(reversed(self._starts.get(ids[:_START].tobytes(), ())), LOOKS))
-        return iter(filed)
+            filed = reversed(self._starts.get(ids[:_START].tobytes(), deque()))
+            found = list(islice((each for each in filed if among is None or each.namespace in among), LOOKS))
+        return iter(found)

@@ -89,16 +89,46 @@ def test_a_tenant_sees_its_own_and_no_trace_of_another(cache: Cache) -> None:
 
 def test_what_only_another_has_is_to_a_tenant_what_nobody_has(cache: Cache) -> None:
     report = Report(cache, "acme")
+    ask(bound_to(cache, tenant="acme"), list(range(7000, 7032)), "acme-spies")
     theirs, nobodys = (
         report.explain({"ids": array("I", range(first, first + 32)).tobytes()})[0] for first in (500, 7000)
     )
     for story in (theirs, nobodys):
         for name in ("time", "ago_s", "ids"):
             story.pop(name)
+        other = story.pop("other")
+        assert other["request"] == "acme-spies", "its own, which asked in vain"
     assert theirs == nobodys
     assert report.explain({"request": "zeta-0"}) == []
     with pytest.raises(ConfigError, match="no engine has bound"):
         report.explain({"ids": bytes(4), "namespace": bound_to(cache, tenant="zeta").id.hex()})
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_a_prompt_that_parts_from_an_own_one_parts_from_it_whoever_else_has_it(cache: Cache, left: bool) -> None:
+    acme, zeta, told = bound_to(cache, tenant="acme"), bound_to(cache, tenant="zeta"), []
+    for n, kept in enumerate((True, False)):
+        guess = list(range(2000 + 100 * n, 2016 + 100 * n))
+        decoy = [*guess[:4], *range(5000, 5012)]
+        ask(acme, decoy, "acme-decoy")
+        store(acme, decoy, 1)
+        if kept:
+            store(zeta, guess, 2)
+            ask(zeta, [*guess, *range(4)], "zeta-kept")
+        ask(acme, guess, f"acme-guess-{kept}")
+        if left:
+            zeta.clear()
+        asked = ({"request": f"acme-guess-{kept}"}, {"ids": array("I", guess).tobytes()})
+        told.append([Report(cache, "acme").explain(question)[0] for question in asked])
+        if kept and not left:
+            assert Report(cache).explain(asked[0])[0]["reason"] == "apart"
+    for theirs, nobodys in zip(*told, strict=True):
+        assert theirs.keys() == nobodys.keys()
+        assert theirs["other"]["request"] == nobodys["other"]["request"] == "acme-decoy"
+        for name in ("reason", "block", "token", "ours", "theirs"):
+            ours = [each - 100 if each < 5000 else each for each in nobodys[name]] if name == "ours" else nobodys[name]
+            assert theirs[name] == ours, name
+        assert theirs["reason"] == "diverged"
 
 
 def test_a_tenant_without_anything_sees_nothing(cache: Cache) -> None:

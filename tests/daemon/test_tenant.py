@@ -234,6 +234,23 @@ class TestApart:
         assert bound_to(beta).clear() == 0
         assert bound_to(acme).clear() == 4
 
+    def test_why_it_missed_says_nothing_of_what_others_have(self, shared: Within, tmp_path: Path) -> None:
+        """A decoy shares the first block with a guess of another tenant's prompt."""
+        acme, beta = (bound_to(came_in(shared, token, tmp_path)) for token in (ACME, BETA))
+        said = []
+        for first, kept in ((100, True), (200, False)):
+            guess = list(range(first, first + 16))
+            decoy = [*guess[:4], *range(900 + first, 912 + first)]
+            for bound, tokens in ((acme, decoy), (beta, guess)) if kept else ((acme, decoy),):
+                assert load(bound, tokens) == []
+                store(bound, tokens, 1)
+            with acme.request(id=f"guess-{kept}") as r:
+                before = r.match(guess)
+                r.admit()
+                after = r.match()
+            said.append((before.blocks, before.reason, after.blocks, after.reason))
+        assert said[0] == said[1] == (1, "diverged", 1, "diverged")
+
     def test_requests_are_joined_within_a_tenant(self, shared: Within, tmp_path: Path) -> None:
         acme, beta = (bound_to(came_in(shared, token, tmp_path)) for token in (ACME, BETA))
         again = bound_to(came_in(shared, ACME, tmp_path))

@@ -33,8 +33,8 @@ def explain(cache: Cache, question: dict[Any, Any], tenant: str | None = None) -
         found = list(islice((asked for asked in last if asked.reason), min(LAST, 10 if count is None else count)))
     else:
         raise ConfigError(_EXPECTED)
-    namespaces = cache.namespaces
-    return {"stories": [cache.why.story(asked, namespaces) for asked in found]}
+    namespaces, among = cache.namespaces, None if tenant is None else own
+    return {"stories": [cache.why.story(asked, namespaces, among) for asked in found]}
 
 
 def prompt(cache: Cache, packed_ids: Any, prefix: str, tenant: str | None = None) -> Asked:
