@@ -46,7 +46,7 @@ class Extent:
         self.free = list(range(count - 1, -1, -1))
         self.generations = region.generations
         for i in range(count):
-            self.generations[i] += 1
+            region.renew(i)
         self.slots: dict[int, Slot] = {}  # given out
         self.closing = False  # no slot of it is given out
         self.gone = False  # its region is another's, or nobody's
@@ -225,7 +225,7 @@ class Arena:
 
     def _come_back(self, slot: Slot) -> None:
         extent = slot.extent
-        extent.generations[slot.i] += 1
+        extent.region.renew(slot.i)
         extent.free.append(slot.i)
         del extent.slots[slot.i]
         self._use(extent.tenant, -extent.slot_bytes)

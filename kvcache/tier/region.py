@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import weakref
+from array import array
 from contextlib import suppress
 
 from kvcache import native
@@ -21,6 +22,7 @@ WORD_BYTES = 8
 STEP_BYTES = 1 << 20
 POPULATE_READ, POPULATE_WRITE = 22, 23  # of madvise, Linux 5.14: newer than Python's names for them
 _HUGE_BYTES = 2 << 20
+_LAST_GENERATION = (1 << 64) - 1
 _PUNCH_AND_KEEP_SIZE = 3  # of fallocate
 
 
@@ -32,21 +34,27 @@ class Region:
         table = table_bytes(size_bytes)
         self.descriptor: int | None = None
         self.exported = False  # other processes may map it: what it held must not meet another tenant in it
+        self._words: memoryview | None = None  # where other processes look for generations
         if shared:
             self.descriptor, self._memory = _file(size_bytes + table)
             weakref.finalize(self, os.close, self.descriptor)
-            words = memoryview(self._memory)[size_bytes : size_bytes + table]
+            self._words = memoryview(self._memory)[size_bytes : size_bytes + table].cast("Q")
         else:
             # Python's default, shared memory, never gets huge pages, with which a drive moves twice the bytes a second
             self._memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            words = memoryview(bytearray(table))
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a child's copy would be all of it, at its first write
             if hasattr(mmap, advice):
                 with suppress(OSError):
                     self._memory.madvise(getattr(mmap, advice))
         self.view = memoryview(self._memory)[:size_bytes]
-        self.generations = words.cast("Q")
-        """By slot; zero in those that were never cut."""
+        self.generations = array("Q", bytes(table))
+        """By slot; zero in those that were never cut. Ours alone: who may write to the memory may write any there."""
+
+    def renew(self, i: int) -> None:
+        """Another generation for this slot, here and for those who map it."""
+        self.generations[i] = self.generations[i] % _LAST_GENERATION + 1
+        if self._words is not None:
+            self._words[i] = self.generations[i]
 
     def touch(self) -> None:
         """Have the system find the memory now. Changes nothing in it; where the system cannot, nothing happens."""
@@ -91,6 +99,7 @@ def _file(size_bytes: int) -> tuple[int, mmap.mmap]:
         descriptor = os.memfd_create("kvcache-extent", flags)
         unit = _HUGE_BYTES if flags & os.MFD_HUGETLB else PAGE
         try:
+            os.fchmod(descriptor, 0o600)  # else whoever may read it could open it anew to write
             os.ftruncate(descriptor, -(-size_bytes // unit) * unit)
             memory = mmap.mmap(descriptor, -(-size_bytes // unit) * unit)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

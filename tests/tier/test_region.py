@@ -27,7 +27,8 @@ def test_another_mapping_sees_bytes_and_generations_and_cannot_write_unless_it_m
     region = Region(8 * PAGE, shared=True)
     reader, writer = mapped(region, writable=False), mapped(region, writable=True)
     region.view[PAGE : PAGE + 4] = b"abcd"
-    region.generations[3] = 7
+    for _ in range(7):
+        region.renew(3)
     assert reader[PAGE : PAGE + 4] == b"abcd"
     assert int.from_bytes(reader[8 * PAGE + 24 : 8 * PAGE + 32], "little") == 7
     writer[0:1] = b"x"
@@ -36,6 +37,39 @@ def test_another_mapping_sees_bytes_and_generations_and_cannot_write_unless_it_m
     with pytest.raises(PermissionError):
         mmap.mmap(descriptor, 0)
     os.close(descriptor)
+
+
+def test_nobody_else_opens_it_anew_to_write() -> None:
+    region = Region(8 * PAGE, shared=True)
+    descriptor = region.export(writable=False)
+    assert os.fstat(descriptor).st_mode & 0o777 == 0o600
+    os.close(descriptor)
+
+
+def test_what_a_client_writes_over_generations_is_no_matter() -> None:
+    """Of slots that come back at once, the first one's word is the last that there is, or none."""
+    for written in (b"\xff" * 8, bytes(8)):
+        arena = Arena(8 * PAGE, 8 * PAGE, InlineExecutor(), shared=True)
+        slots = arena.take(PAGE, "one", 8)
+        told = {slot.i: slot.generation for slot in slots}
+        writer = mapped(slots[0].extent.region, writable=True)
+        for i in range(8):
+            writer[8 * PAGE + 8 * i : 8 * PAGE + 8 * i + 8] = written
+        arena.release(*slots[1:])
+        again = arena.take(PAGE, "one", 7)
+        for slot in again:
+            assert slot.generation == told[slot.i] + 1
+            assert int.from_bytes(writer[8 * PAGE + 8 * slot.i :][:8], "little") == slot.generation
+        arena.release(slots[0], *again)
+        assert arena.used_bytes == 0
+        assert arena.check() == []
+
+
+def test_after_the_last_generation_comes_the_first() -> None:
+    region = Region(8 * PAGE, shared=True)
+    region.generations[3] = (1 << 64) - 1
+    region.renew(3)
+    assert region.generations[3] == 1
 
 
 def test_it_can_be_neither_cut_short_nor_grown() -> None:
