@@ -63,7 +63,7 @@ class Link:
         except KeyError as error:
             self.wire.close()
             raise UnreachableError(f"{route}: a hello without {error}; is it a kvcache daemon?") from None
-        except KVCacheError:
+        except BaseException:
             self.wire.close()
             raise
         self.idle: list[Wire] = []  # connections that move records, of which none is in use
@@ -276,6 +276,7 @@ class RemoteCache:
                     self._found(self._connect())
                 link = self.link
             if link is None:
+                self._reach_again()
                 raise UnreachableError(f"{self.route}: the daemon does not answer")
             try:
                 yield link
@@ -293,9 +294,17 @@ class RemoteCache:
             )
             self.link = None
             link.close()
-            if not self._retrying:
-                self._retrying = True
-                threading.Thread(target=self._retry, name="kvcache-reconnect", daemon=True).start()
+            self._reach_again()
+
+    def _reach_again(self) -> None:
+        """In the background, until it is reached. Where the system gives no thread, whoever asks next tries anew."""
+        if self._retrying or self._closed.is_set():
+            return
+        self._retrying = True
+        try:
+            threading.Thread(target=self._retry, name="kvcache-reconnect", daemon=True).start()
+        except RuntimeError:
+            self._retrying = False
 
     def moves(self) -> None:
         """A transfer begins; `flush` waits until it has `moved`."""
@@ -317,7 +326,8 @@ class RemoteCache:
         while not self._closed.wait(pause):
             try:
                 link = self._connect()
-            except KVCacheError:
+            except Exception as error:  # noqa: BLE001  whatever it is, it may be over the next time
+                _log.debug("not reached: %r", error)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
                 continue
             with self._lock:

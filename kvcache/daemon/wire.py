@@ -44,12 +44,14 @@ class Wire:
 
     @classmethod
     def connect(cls, path: str, timeout_s: float) -> Wire:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection: socket.socket | None = None
         try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             connection.settimeout(timeout_s)
             connection.connect(path)
         except OSError as error:
-            connection.close()
+            if connection is not None:
+                connection.close()
             raise UnreachableError(f"{path}: {error.strerror or error}; is `kvcache daemon` running?") from None
         return cls(connection, takes=True)
 

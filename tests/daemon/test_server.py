@@ -20,8 +20,23 @@ from kvcache.daemon.protocol import FRAME_BYTES, HEAD_BYTES, VERSION, answer, pa
 from kvcache.daemon.wire import Wire
 from kvcache.errors import ConfigError, StoreError, UnreachableError
 from tests.daemon.house import House, bound_to, load, store
+from tests.daemon.within import until
 
 Make = Callable[..., House]
+
+
+class Tries:
+    """A call that is passed on, and what it said when it failed."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call, self.failed = call, list[str]()
+
+    def __call__(self) -> Any:
+        try:
+            return self.call()
+        except BaseException as error:
+            self.failed.append(str(error))
+            raise
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +76,49 @@ def test_what_is_queued_is_written_before_it_ends(make_house: Make) -> None:
     cache.wait_reachable(60)
     assert load(bound_to(cache), tokens) == expected
     cache.close()
+
+
+def test_no_descriptor_left_is_a_daemon_that_does_not_answer(make_house: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    house, tokens = make_house().start(), list(range(40))
+    with house.open() as cache:
+        bound = bound_to(cache)
+        store(bound, tokens, 1)
+        tries = Tries(cache._connect)
+        monkeypatch.setattr(cache, "_connect", tries)
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with bound.request() as r:
+            assert r.match(tokens).blocks == 10
+            house.kill()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+            try:
+                assert r.match(tokens).blocks == 0
+                until(lambda: len(tries.failed) >= 3)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert any("Too many open files" in failed for failed in tries.failed)
+        house.start()
+        assert cache.wait_reachable(60)
+        expected = store(bound, tokens, 2)
+        assert load(bound, tokens) == expected
+
+
+def test_whatever_fails_while_a_daemon_is_gone_is_tried_again(
+    make_house: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = make_house().start()
+    with house.open() as cache:
+        true = cache._connect
+        left = ["one", "two", "three"]
+
+        def connect() -> Any:
+            if left:
+                raise RuntimeError(left.pop())
+            return true()
+
+        monkeypatch.setattr(cache, "_connect", connect)
+        cache.lose(cache.link, UnreachableError("pretended"))
+        assert cache.wait_reachable(60)
+        assert left == []
 
 
 def test_check_config_says_what_would_be_served(make_house: Make) -> None:
