@@ -21,7 +21,7 @@ from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
 from kvcache.daemon.carrier import Stagings
 from kvcache.daemon.mapping import Mappings
-from kvcache.daemon.protocol import VERSION, ProtocolError, answer
+from kvcache.daemon.protocol import FLUSH_S, VERSION, ProtocolError, answer
 from kvcache.daemon.remote import RemoteBound
 from kvcache.daemon.route import Route
 from kvcache.daemon.wire import Wire
@@ -190,8 +190,15 @@ class RemoteCache:
         with self._moved:
             if not self._moved.wait_for(lambda: self._moving == 0, timeout_s):
                 return False
+        end = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            return bool(self.ask_apart("flush", timeout_s, {"timeout_s": timeout_s})["done"])
+            while True:
+                began = time.monotonic()
+                left = FLUSH_S if end is None else max(0.0, min(FLUSH_S, end - began))
+                if self.ask_apart("flush", left, {"timeout_s": left})["done"]:
+                    return True
+                if left < FLUSH_S or time.monotonic() - began < FLUSH_S:
+                    return False
         except KVCacheError as error:
             _log.debug("not flushed: %s", error)
             return False

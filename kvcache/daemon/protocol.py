@@ -77,6 +77,9 @@ class Op:
 
 
 _NUMBER = (int, float)
+FLUSH_S = 60.0
+"""A daemon waits for at most so long in one answer; who wants to wait longer asks again."""
+
 OPS: Mapping[str, Op] = {
     "hello": Op("any", {"version": int, "role": str}, {"session": bytes, "engine": str, "token": str}),
     "namespace": Op(

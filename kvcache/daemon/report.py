@@ -104,10 +104,12 @@ class Report:
         ]
 
     def events(self, count: int | None = None) -> list[dict[str, Any]]:
-        """The oldest first."""
+        """The oldest first. What left or was not kept may have made room for another's request, which a tenant is not
+        told of."""
         last = min(EVENTS, EVENTS if count is None else _count(count))
         found = self._cache.events.last(last, None if self._tenant is None else self._owned)
-        return [asdict(event) for event in found]
+        hidden = {"evicted", "dropped"} if self._tenant is not None else set()
+        return [asdict(event) | ({"request": ""} if event.kind in hidden else {}) for event in found]
 
     def explain(self, question: Mapping[str, Any]) -> list[dict[str, Any]]:
         """As the control socket's `explain`; to a tenant nothing of others: what is another's was never stored."""

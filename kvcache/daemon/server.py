@@ -65,6 +65,7 @@ class Daemon:
         self._settings = cache.settings.daemon
         self._limits = Limits(cache)
         self.door = door or Door(self._settings.tenants_file, cache.flow.port.clock)
+        cache.binds = self.door.apart
         self.boot = secrets.token_bytes(8)
         """Another one after every start."""
         self._port, self._again = port, again

@@ -127,6 +127,8 @@ class Cache:
         """Called with each namespace that an engine binds for the first time."""
         self.waits: list[Callable[[], bool]] = []
         """What must be true before the cache is ready."""
+        self.binds = False
+        """Whether what asks from outside names its blocks otherwise than the index: as `bind_signatures` has them."""
         self.answers: dict[str, Callable[[dict[Any, Any]], dict[str, Any]]] = {}
         """By name, questions that rooms above answer on the control socket."""
         self._closed = False

@@ -12,7 +12,8 @@ from kvcache.config import load as load_settings
 from kvcache.daemon.report import Report
 from kvcache.errors import ConfigError
 from kvcache.hierarchy.cache import Cache
-from tests.daemon.house import bound_to, load, store
+from tests.contract.caches import Engine
+from tests.daemon.house import LAYOUT, bound_to, load, store
 
 
 @pytest.fixture
@@ -129,6 +130,21 @@ def test_a_prompt_that_parts_from_an_own_one_parts_from_it_whoever_else_has_it(c
             ours = [each - 100 if each < 5000 else each for each in nobodys[name]] if name == "ours" else nobodys[name]
             assert theirs[name] == ours, name
         assert theirs["reason"] == "diverged"
+
+
+def test_a_tenant_is_not_told_for_whose_request_its_blocks_left() -> None:
+    settings = load_settings(None, host={"capacity_bytes": "768KiB", "extent_bytes": "192KiB"}, nvme__enabled=False)
+    with Cache(settings) as made:
+        for tenant, first in (("acme", 0), ("zeta", 1000)):
+            bound, engine = bound_to(made, tenant=tenant), Engine(LAYOUT)
+            with bound.request(id=f"engine-of-{tenant}/1") as r:
+                r.match(list(range(first, first + 4 * 64)))
+                r.admit()
+                assert r.store(engine.described, engine.ids(list(range(64)))).wait(60)
+        told = Report(made, "acme").events()
+        assert "zeta" in {event["request"][10:14] for event in Report(made).events() if event["kind"] == "evicted"}
+        assert [event["request"] for event in told if event["kind"] == "evicted"] == [""]
+        assert {event["request"] for event in told if event["kind"] == "stored"} == {"engine-of-acme/1"}
 
 
 def test_a_tenant_without_anything_sees_nothing(cache: Cache) -> None:

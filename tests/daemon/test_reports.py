@@ -26,8 +26,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvcache.block.layout import KVLayout
+from kvcache.daemon.protocol import FLUSH_S
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import HYBRID, Engine, bind
 from tests.daemon.house import LAYOUT, House, bound_to, load, store
@@ -92,6 +94,25 @@ def test_a_daemon_that_hangs_keeps_nobody_waiting_twice(make_house: Make) -> Non
     assert cache.wait_reachable(60)
     assert load(bound, list(range(16))) == expected
     cache.close()
+
+
+def test_nobody_waits_for_a_flush_without_end(within: Within, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float | None] = []
+
+    def flush(timeout_s: float | None = None) -> bool:
+        asked.append(timeout_s)
+        return len(asked) % 4 == 0
+
+    monkeypatch.setattr(within.cache, "flush", flush)
+    cache = within.open()
+    for given in ({}, {"timeout_s": 1e9}, {"timeout_s": 0.5}):
+        assert cache.ask_apart("flush", None, given) == {"done": False}
+    assert asked == [FLUSH_S, FLUSH_S, 0.5]
+    asked.clear()
+    assert not cache.flush(), "it was answered before the time that it gave"
+    monkeypatch.setattr("kvcache.daemon.client.FLUSH_S", 0.0)
+    assert cache.flush(), "it asks again"
+    assert len(asked) == 4
 
 
 def test_loads_of_several_requests_are_under_way_together(within: Within) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 
 import kvcache
 from kvcache.block.key import bind_signatures, plain_bind_signatures
+from kvcache.daemon.control.orders import pin
+from kvcache.daemon.report import Report
 from kvcache.daemon.tenant import Tenant, Tenants
 from kvcache.daemon.token import BEGIN, Tokens, new_token, token_hash
 from kvcache.errors import AccessError, ConfigError
@@ -250,6 +253,15 @@ class TestApart:
                 after = r.match()
             said.append((before.blocks, before.reason, after.blocks, after.reason))
         assert said[0] == said[1] == (1, "diverged", 1, "diverged")
+
+    def test_an_operator_s_questions_by_tokens_find_what_is_bound(self, shared: Within, tmp_path: Path) -> None:
+        acme = bound_to(came_in(shared, ACME, tmp_path))
+        store(acme, list(range(16)), 1)
+        ids = array("I", range(20)).tobytes()
+        for tenant in (None, "acme"):
+            (story,) = Report(shared.cache, tenant).explain({"ids": ids})
+            assert (story["blocks"], story["found_blocks"]) == (5, 4)
+        assert pin(shared.cache, {"ids": ids, "seconds": 60})["made"]["by_tier"] == {"host": 16}
 
     def test_requests_are_joined_within_a_tenant(self, shared: Within, tmp_path: Path) -> None:
         acme, beta = (bound_to(came_in(shared, token, tmp_path)) for token in (ACME, BETA))

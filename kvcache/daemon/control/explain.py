@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.block.key import Chain
+from kvcache.block.key import Chain, bind_signatures
 from kvcache.errors import ConfigError
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.why import asked_of
@@ -49,10 +49,12 @@ def prompt(cache: Cache, packed_ids: Any, prefix: str, tenant: str | None = None
     for bound in bounds:
         tokens = bound.layout.block_tokens
         lookup, chain = cache.index.lookup(bound.names, bound.needs), Chain(bound.id, tokens)
-        chain.extend(ids, digest=lookup)
+        chain.extend(ids)
+        packed = bind_signatures(bound.id, chain.packed) if cache.binds else chain.packed
+        lookup.match(packed)
         clock, time = cache.index.clock, cache.flow.port.clock.wall()
         asked = asked_of(
-            chain.packed, ids, namespace=bound.id, places=bound.names, block_tokens=tokens, clock=clock, time=time
+            packed, ids, namespace=bound.id, places=bound.names, block_tokens=tokens, clock=clock, time=time
         )
         asked.found = lookup.blocks
         if best is None or asked.found * tokens > best.found * best.block_tokens:
