@@ -90,6 +90,11 @@ class Announcer:
                     self._groups[model.of[group]] = self._groups.get(model.of[group], 0) | bit
             self._bounds.append(bound)
 
+    def leave(self, bound: Bound) -> None:
+        """Tell of it no more."""
+        with self._lock:
+            self._bounds = [other for other in self._bounds if other is not bound]
+
     def name(self, bound: Bound, request: Any, digests: Sequence[bytes], first: int, hashes_a_block: int) -> None:
         """What these blocks of a request, from `first` on, are called. Never raises: without a name they are not told
         of, and the request goes on."""

@@ -27,6 +27,10 @@ class Model:
     shards: Mapping[Rank, tuple[Shard, ...]]
     of: tuple[int, ...]  # by group of the layout: which of vLLM's groups
 
+    @property
+    def block_bytes(self) -> int:
+        return sum(self.layout.block_bytes(group=g) for g in range(len(self.layout.groups)))
+
     def bind(self, cache: KVCache, who: Who, rank: Rank | None = None) -> Bound:
         """`rank`: which part of the blocks this process holds; all of them where not given."""
         return cache.namespace(

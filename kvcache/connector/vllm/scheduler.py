@@ -13,6 +13,8 @@ from time import monotonic
 from typing import Any
 
 from kvcache.connector.vllm import version
+from kvcache.connector.vllm.bounds import Bounds
+from kvcache.connector.vllm.declined import Declined
 from kvcache.connector.vllm.digest import Digests, Origin, unnamed
 from kvcache.connector.vllm.events import Announcer
 from kvcache.connector.vllm.identity import Adapters, Who, facts_of, model_of
@@ -24,7 +26,7 @@ from kvcache.connector.vllm.steps import Steps
 from kvcache.connector.vllm.tracked import Tracked, Wishes, behind
 from kvcache.connector.vllm.trial import Trial
 from kvcache.errors import KVCacheError
-from kvcache.hierarchy.face import Bound, Followed, KVCache
+from kvcache.hierarchy.face import Bound, Followed, KVCache, Request
 
 _log = logging.getLogger("kvcache.connector.vllm")
 
@@ -39,19 +41,18 @@ class Scheduling:
         self._ranks: dict[Rank, Described] = {}
         self._model: Model | None = None
         self._told = 0  # steps in which the ranks were told of the model
-        self._bound: dict[Who, Bound] = {}
         self._adapters = Adapters()
         self._since = ""
         self._origin: Origin | None = None
         self.requests: dict[str, Tracked] = {}
         self._pending: list[Move] = []
         self._healed: set[str] = set()
-        self._said: set[str] = set()
         told = getattr(config, "kv_events_config", None)
         wanted = told is not None and told.enable_kv_cache_events
         self.events = Announcer(cache, version) if wanted and isinstance(cache, Followed) else None
+        self._bound = Bounds(self.events)
         self.steps = Steps()
-        self.declined: dict[str, int] = {}  # requests by why they were not cached
+        self.declined = Declined()
 
     @property
     def asynchronous(self) -> bool:
@@ -120,12 +121,6 @@ class Scheduling:
         return self._model.layout.block_tokens
 
     @property
-    def _block_bytes(self) -> int:
-        assert self._model is not None
-        layout = self._model.layout
-        return sum(layout.block_bytes(group=g) for g in range(len(layout.groups)))
-
-    @property
     def _hash_tokens(self) -> int:
         return version.hash_tokens(self._config.cache_config, self._kv_config)
 
@@ -139,17 +134,16 @@ class Scheduling:
         origin = self._name()
         wishes, wrong = Wishes.of(request.kv_transfer_params)
         if wrong:
-            self._say(f"kv_transfer_params that make no sense are ignored: {wrong}")
+            self.declined.say(f"kv_transfer_params that make no sense are ignored: {wrong}")
         why = unnamed(request, origin)
         adapter = None
         if not why:
             try:
                 adapter = self._adapters.name(request.lora_request)
-            except (KVCacheError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  law: never in the way
                 why = str(error)
         if why:
-            self.declined[why] = self.declined.get(why, 0) + 1
-            self._say(f"requests with {why} are not cached")
+            self.declined.because(why)
             return None
         who = Who(
             tenant=wishes.tenant or self._options.tenant,
@@ -162,10 +156,18 @@ class Scheduling:
         return tracked
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond those that the engine has; None: not known yet."""
+        """Tokens beyond those that the engine has; None: not known yet. Never raises: an error of ours is a miss."""
         tracked = self.track(request)
         if tracked is None:
             return 0, False
+        try:
+            return self._matched(request, tracked, local_tokens)
+        except Exception as error:  # noqa: BLE001  law: never in the way
+            self.declined.failed(error)
+            tracked.decline()
+            return 0, False
+
+    def _matched(self, request: Any, tracked: Tracked, local_tokens: int) -> tuple[int | None, bool]:
         tracked.local_tokens = local_tokens
         size = self._layout_tokens
         if (
@@ -177,10 +179,11 @@ class Scheduling:
             tracked.close()
             return 0, False
         if isinstance(self.cache, Trial):
+            assert self._model is not None
             if not tracked.asked:
                 tracked.asked = request.num_tokens // size
                 tracked.stored = self.cache.ask(
-                    tracked.who, tracked.digests.first(tracked.asked), size, self._block_bytes
+                    tracked.who, tracked.digests.first(tracked.asked), size, self._model.block_bytes
                 )
             return 0, False
         # Several groups, and a step that waits, leave a token to compute; vLLM itself steps back where one is needed.
@@ -214,14 +217,9 @@ class Scheduling:
         return tracked.hit
 
     def _bind(self, who: Who) -> Bound:
-        bound = self._bound.get(who)
-        if bound is None:
-            assert self._model is not None
-            assert not isinstance(self.cache, Trial)
-            bound = self._bound[who] = self._model.bind(self.cache, who)
-            if self.events is not None:
-                self.events.follow(self._model, bound)
-        return bound
+        assert self._model is not None
+        assert not isinstance(self.cache, Trial)
+        return self._bound.bind(self._model, self.cache, who)
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
         """The engine admits the request, and has pages for `tokens` of ours."""
@@ -234,15 +232,21 @@ class Scheduling:
             return  # after a load, or nothing was asked
         if not tokens:
             if not hit.blocks:
-                tracked.face.admit()  # counted as a miss
+                self._admit(tracked.face)  # counted as a miss
             tracked.stored = hit.blocks
             tracked.close()
             return
         first, end = tracked.local_tokens // size, (tracked.local_tokens + tokens) // size
         tracked.sources = behind(hit.by_tier, first, end, size)
         self._pending.append(self._move(tracked, first, end))
-        tracked.face.admit()
+        self._admit(tracked.face)
         tracked.stored, tracked.loading, tracked.hit = end, True, None
+
+    def _admit(self, face: Request) -> None:
+        try:
+            face.admit()
+        except Exception as error:  # noqa: BLE001  law: never in the way; what it would have counted is lost
+            self.declined.failed(error)
 
     def _move(self, tracked: Tracked, first: int, end: int) -> Move:
         assert self._model is not None
@@ -250,8 +254,11 @@ class Scheduling:
         digests = tuple(tracked.digests.first(end)[known:])
         tracked.told += len(digests)
         if self.events is not None and digests:
-            bound = self._bind(tracked.who)
-            self.events.name(bound, tracked.request, digests, known, self._layout_tokens // self._hash_tokens)
+            try:
+                bound = self._bind(tracked.who)
+                self.events.name(bound, tracked.request, digests, known, self._layout_tokens // self._hash_tokens)
+            except KVCacheError as error:  # not told of; the ranks bind for themselves
+                self.declined.failed(error)
         return Move(
             request_id=tracked.request.request_id,
             who=tracked.who,
@@ -313,12 +320,21 @@ class Scheduling:
                 mine.extend(group)
         if not self._stores or tracked.wishes.skip_store:
             return
+        try:
+            self._store(message, tracked, computed + scheduled)
+        except Exception as error:  # noqa: BLE001  law: never in the way
+            self.declined.failed(error)
+            tracked.decline()
+
+    def _store(self, message: Message, tracked: Tracked, computed: int) -> None:
+        assert self._model is not None
+        size = self._layout_tokens
         # Drafts lie behind the tokens that are known, and are not counted among them.
-        end = min(computed + scheduled, tracked.request.num_tokens) // size
+        end = min(computed, tracked.request.num_tokens) // size
         end = min(end, len(tracked.digests.first(end)), *map(len, tracked.blocks))
-        first = self._storable(tracked, min(tracked.stored, end), end)
+        first = tracked.storable(self._model.of, min(tracked.stored, end), end)
         if first < end and isinstance(self.cache, Trial):
-            self.cache.keep(tracked.who, tracked.digests.first(end)[first:end], self._block_bytes)
+            self.cache.keep(tracked.who, tracked.digests.first(end)[first:end], self._model.block_bytes)
         elif first < end:
             message.stores.append(self._move(tracked, first, end))
         tracked.stored = max(tracked.stored, end)
@@ -327,14 +343,6 @@ class Scheduling:
         """By tier, the tokens that a request was promised of ours."""
         tracked = self.requests.get(request.request_id)
         return {} if tracked is None or sum(tracked.sources.values()) != tokens else dict(tracked.sources)
-
-    def _storable(self, tracked: Tracked, first: int, end: int) -> int:
-        """From where on every group has its own page: what a window has left behind is page 0, which is nobody's."""
-        assert self._model is not None
-        for g in self._model.of:
-            ids = tracked.blocks[g]
-            first = max([first, *(i + 1 for i in range(first, end) if ids[i] == 0)])
-        return first
 
     def _forget(self, request_id: str) -> None:
         tracked = self.requests.get(request_id)
@@ -386,9 +394,3 @@ class Scheduling:
         for tracked in self.requests.values():
             tracked.close()
         self.requests.clear()
-
-    def _say(self, text: str) -> None:
-        """Once."""
-        if text not in self._said:
-            self._said.add(text)
-            _log.warning("%s", text)

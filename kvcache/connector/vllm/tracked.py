@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvcache.connector.vllm.digest import Digests
 from kvcache.connector.vllm.identity import Who
+from kvcache.hierarchy.edge import MOST_TTL_S
 from kvcache.hierarchy.face import Hit, Request
 
 
@@ -35,6 +36,8 @@ class Wishes:
                 continue
             given = float(value) if kinds.get(wish) is float and type(value) is int else value
             fits = wish in cls.__dataclass_fields__ and type(given) is kinds.get(wish, str)
+            if wish == "ttl" and fits:
+                fits = 0 < given < MOST_TTL_S
             if fits and not (type(given) in {int, float} and given < 0):
                 found[wish] = given
             else:
@@ -59,6 +62,18 @@ class Tracked:
     loading: bool = False
     sources: dict[str, int] = field(default_factory=dict)  # by tier, the tokens of the last load
     failed: bool = False  # a load failed: this request computes
+
+    def storable(self, of: Sequence[int], first: int, end: int) -> int:
+        """From where on each of these groups of vLLM's has its own page: what a window has left behind is page 0, which
+        is nobody's."""
+        for g in of:
+            first = max([first, *(i + 1 for i in range(first, end) if self.blocks[g][i] == 0)])
+        return first
+
+    def decline(self) -> None:
+        """It goes on without a cache."""
+        self.wishes = Wishes(skip_load=True, skip_store=True)
+        self.close()
 
     def close(self) -> None:
         if self.face is not None:

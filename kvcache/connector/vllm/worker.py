@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
+from kvcache.connector.vllm.bounds import Bounds
 from kvcache.connector.vllm.identity import Who
 from kvcache.connector.vllm.message import Message, Move
 from kvcache.connector.vllm.model import Model, Rank
 from kvcache.connector.vllm.options import Options
 from kvcache.connector.vllm.shape import Shape, pages_of
 from kvcache.connector.vllm.trial import Trial
-from kvcache.hierarchy.face import Bound, KVCache, Request, Transfer
+from kvcache.hierarchy.face import KVCache, Request, Transfer
 from kvcache.transfer.pages import Pages
 
 IDLE_S = 0.002
@@ -73,7 +74,7 @@ class Working:
         self._shapes: tuple[Shape, ...] = ()
         self._model: Model | None = None
         self._pages: Pages = ()
-        self._bound: dict[Who, Bound] = {}
+        self._bound = Bounds()
         self._known: dict[str, Known] = {}
         self._loading: dict[str, Loading] = {}
         self._waiting: list[Loading] = []  # loads that this step's layers wait for
@@ -195,10 +196,8 @@ class Working:
             if known is not None:
                 known.request.close()
             assert self._model is not None
-            bound = self._bound.get(move.who)
-            if bound is None:
-                assert not isinstance(self.cache, Trial), "a trial moves nothing"
-                bound = self._bound[move.who] = self._model.bind(self.cache, move.who, self._rank)
+            assert not isinstance(self.cache, Trial), "a trial moves nothing"
+            bound = self._bound.bind(self._model, self.cache, move.who, self._rank)
             request = bound.request(move.request_id, ttl_s=move.ttl_s, deadline_s=self._options.load_s)
             request.match(digests=list(move.digests))
             known = self._known[move.request_id] = Known(move.who, request, len(move.digests))
