@@ -109,7 +109,8 @@ class Cache:
             threads=settings.flow.threads,
         )
         self.census = Census(self.index, (self.host, *self.below), port.clock, self._sizes)
-        self.erasure = Erasure(self.index, (self.host, *self.below), self.census, self.flow.flush, port)
+        flow = self.flow
+        self.erasure = Erasure(self.index, (self.host, *self.below), self.census, flow.flush, flow.wipe, port)
         own = [tier for tier in self.below if not tier.shared]
         self.learned = [self.erasure.submit(partial(self.flow.expiry.learn, tier.ending)) for tier in own]
         directory = str(settings.nvme.directories[0]) if settings.nvme.enabled else None

@@ -23,14 +23,16 @@ from kvcache.port import Port
 from kvcache.tier.tier import Tier
 
 _ROUNDS = 3  # for what was stored meanwhile
+_STORES = "stores"
+_STRANGER = "no tier knows whose it is: clear it by its id alone"
 
 _log = logger("kvcache.erase")
 
 
 @dataclass(slots=True)
 class Erased:
-    """What became of it. `left` says by tier why it is not done: else no tier has a record of these namespaces, nor
-    bytes of one that left."""
+    """What became of it. `left` says why it is not done, by tier, or by what was not touched: else no tier has a record
+    of these namespaces, nor bytes of one that left."""
 
     namespaces: list[bytes]
     records: dict[str, int] = field(default_factory=dict)  # by tier, those that were removed
@@ -39,28 +41,40 @@ class Erased:
 
 class Erasure:
     def __init__(
-        self, index: Index, tiers: Sequence[Tier], census: Census, flush: Callable[[float], object], port: Port
+        self,
+        index: Index,
+        tiers: Sequence[Tier],
+        census: Census,
+        flush: Callable[[float], bool],
+        wipe: Callable[[], object],
+        port: Port,
     ) -> None:
-        """`flush`: waits for what is on its way down, which would arrive afterwards."""
-        self._index, self._tiers, self._census, self._flush = index, tiers, census, flush
+        """`flush`: waits for what is on its way down, which would arrive afterwards. `wipe`: overwrites what it was
+        copied to."""
+        self._index, self._tiers, self._census, self._flush, self._wipe = index, tiers, census, flush, wipe
         self._owners: dict[bytes, Owner] = {}
+        self._noted: set[bytes] = set()
         self._executor = port.executor(1, "owners")
         self.submit = self._executor.submit
         """For other work that nobody waits for."""
 
     def note(self, namespace: Namespace) -> None:
         """Keep whose this is, in every tier, in the background."""
-        if namespace.id in self._owners:
+        if namespace.id in self._noted:
             return
-        owner = self._owners[namespace.id] = Owner.of(namespace)
-        for tier in self._tiers:
-            self._executor.submit(lambda tier=tier: self._note(tier, namespace.id, owner))  # type: ignore[misc]  # bound by a default
+        self._owners[namespace.id] = Owner.of(namespace)
+        self._noted.add(namespace.id)
+        self._executor.submit(lambda: self._note(namespace.id))
 
-    def _note(self, tier: Tier, namespace: bytes, owner: Owner) -> None:
-        try:
-            tier.note_owner(namespace, owner)
-        except Exception:  # noqa: BLE001  law: never in the way
-            _log.exception("%s: it is not kept whose a namespace is", tier.name)
+    def _note(self, namespace: bytes) -> None:
+        for tier in self._tiers:
+            try:
+                tier.note_owner(namespace, self._owners[namespace])
+            except OSError as error:
+                _log.warning("%s: it is not kept whose a namespace is: %s", tier.name, error)
+                self._noted.discard(namespace)  # whoever binds it next tries again
+            except Exception:  # noqa: BLE001  law: never in the way
+                _log.exception("%s: it is not kept whose a namespace is", tier.name)
 
     def erase(
         self,
@@ -75,7 +89,7 @@ class Erasure:
         tier. ConfigError where nothing is given, or an id fits nothing that is known here. `dry_run`: only count."""
         if tenant is None and cache_salt is None and namespace is None:
             raise ConfigError("which records: expected a tenant, a cache salt, or a namespace")
-        owners, unknown = dict(self._owners), {}
+        owners, unknown = dict(self._owners), dict[str, str]()
         for tier in self._tiers:
             try:
                 owners |= tier.owners()
@@ -85,8 +99,11 @@ class Erasure:
             meant = [space for space, owner in owners.items() if owner.fits(tenant, cache_salt)]
         else:
             found = _matching(namespace, {*owners, *self._census.take(anew=True)})
-            meant = [space for space in found if space not in owners or owners[space].fits(tenant, cache_salt)]
-            if not meant:
+            bare = tenant is None and cache_salt is None
+            meant = [s for s in found if (owners[s].fits(tenant, cache_salt) if s in owners else bare)]
+            strangers = [] if bare else [space for space in found if space not in owners]
+            unknown |= dict.fromkeys((f"namespace {space.hex()[:16]}" for space in strangers), _STRANGER)
+            if not meant and not strangers:
                 raise ConfigError(f"namespace {namespace!r:.80}: none is known whose id begins so; see `kvcache ls`")
         erased = self._count(meant) if dry_run else self._erase(meant)
         erased.left = unknown | erased.left
@@ -105,7 +122,10 @@ class Erasure:
         if not namespaces:
             return erased
         for _ in range(_ROUNDS):
-            self._flush(CLEAR_S)
+            if self._flush(CLEAR_S):
+                erased.left.pop(_STORES, None)
+            else:
+                erased.left[_STORES] = f"some were still on their way down after {CLEAR_S:g} s: clear again"
             found = 0
             for tier in self._tiers:
                 try:
@@ -119,11 +139,14 @@ class Erasure:
                 erased.records[tier.name] = erased.records.get(tier.name, 0) + removed
             if not found:
                 break
+        self._wipe()
         for tier in self._tiers:
             if not tier.wipe():
                 erased.left[tier.name] = "not all that is free could be overwritten"
             elif tier.name not in erased.left and (still := _still(namespaces, tier)):
                 erased.left[tier.name] = still
+        for namespace in set(namespaces) & self._owners.keys():  # bound here: what is stored from now on is its own
+            self._executor.submit(lambda namespace=namespace: self._note(namespace))  # type: ignore[misc]  # bound by a default
         return erased
 
     def close(self) -> None:

@@ -260,6 +260,11 @@ class Flow:
             self._storing -= 1
             self._changed.notify_all()
 
+    def wipe(self) -> None:
+        """Overwrite what records on their way down were copied to."""
+        for lane in self.lanes:
+            lane.leaving.wipe()
+
     def flush(self, timeout_s: float | None = None) -> bool:
         self.expiry.sweep()
         clock = self.port.clock

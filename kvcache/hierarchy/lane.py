@@ -69,7 +69,7 @@ class Lane:
         self._queue: deque[Address] = deque()
         self._names: set[bytes] = set()  # queued or being written
         self._held: set[bytes] = set()  # of these, what the index holds for it
-        self._leaving = Leaving()
+        self.leaving = Leaving()
         self._changed = port.condition()
         self._draining = False
         self._a_batch = 1  # records; as many as `BATCH_BYTES` hold of those that were written last
@@ -118,7 +118,7 @@ class Lane:
         heads = self._heads(address)
         with self._changed:
             new = [a for a in (*(heads or ()), address) if a.name not in self._names]
-            if heads is None or len(self._names) + len(new) > self.queue_blocks or not self._leaving.take(held):
+            if heads is None or len(self._names) + len(new) > self.queue_blocks or not self.leaving.take(held):
                 return False
             self._names.update(a.name for a in new)
             self._queue += new
@@ -174,7 +174,7 @@ class Lane:
                     self._changed.notify_all()
 
     def _end(self, batch: Sequence[Address]) -> None:
-        self._leaving.give_back(batch)
+        self.leaving.give_back(batch)
         held = [address for address in batch if address.name in self._held]
         for _, addresses in groupby(held, key=place_of_address):
             self._index.release(joined(list(addresses)))
@@ -187,7 +187,7 @@ class Lane:
         borrowed = [held for _, held in here if held is not None]
         try:
             there = {held.address.name: held for held in borrowed}
-            found = [there.get(a.name) or self._leaving.find(a) for a in batch]
+            found = [there.get(a.name) or self.leaving.find(a) for a in batch]
             records = self._with_heads([held for held in found if held is not None])
             going = list(zip(records, map(self._form, records), strict=True))
             going = going if self.tier.shared else self._with_room(self._within_quota(going))

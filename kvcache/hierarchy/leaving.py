@@ -48,6 +48,12 @@ class Leaving:
             found = (self._copies.pop(address.name, None) for address in addresses)
             self._free += [held.slot.extent.region for held in found if held is not None]
 
+    def wipe(self) -> None:
+        """Overwrite what those that left have left behind."""
+        with self._lock:
+            for region in self._free:
+                region.view[:] = bytes(region.bytes)
+
     def _region(self, size: int) -> Region | None:
         at = next((i for i, region in enumerate(self._free) if region.bytes == size), None)
         if at is not None:

@@ -225,7 +225,8 @@ class Tier(Protocol):
         own. Takes its time."""
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:
-        """Keep whose a namespace is for as long as its records, where they outlive the process."""
+        """Keep whose a namespace is for as long as its records, where they outlive the process. OSError where that
+        could not be."""
 
     def owners(self) -> Mapping[bytes, Owner]:
         """What was noted and is not forgotten, by namespace, by whatever process."""

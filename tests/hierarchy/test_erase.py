@@ -11,6 +11,9 @@ import pytest
 
 import kvcache
 from kvcache.errors import ConfigError
+from kvcache.hierarchy.leaving import Leaving
+from kvcache.tier.redis.name import part
+from kvcache.tier.region import Region
 from tests.contract.caches import FULL, Engine, store
 from tests.hierarchy.test_object import settled
 from tests.peer.server import MISSING, Server, empty
@@ -170,6 +173,105 @@ def test_a_tier_that_does_not_answer_is_said(opened: Any, tmp_path: Path) -> Non
         assert lies(cache, tmp_path, blocks) == set()
     finally:
         server.end()
+
+
+def everything(cache: Any) -> list[Any]:
+    return [cache.host, *cache.below]
+
+
+def test_what_may_be_anybodys_goes_only_by_its_id_alone(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = opened()
+    mine = bind(cache, "mine")
+    kept(mine)
+    cache.erasure.submit(lambda: None).result(30)
+    cache.erasure._owners.clear()
+    for tier in everything(cache):
+        monkeypatch.setattr(tier, "owners", dict)
+    for given in ({"tenant": "other"}, {"cache_salt": "x"}, {"tenant": "mine"}):
+        for dry_run in (True, False):
+            erased = cache.erasure.erase(namespace=mine.id.hex()[:8], dry_run=dry_run, **given)
+            assert erased.namespaces == []
+            assert list(erased.left) == [f"namespace {mine.id.hex()[:16]}"]
+    assert found(mine) == 10
+    assert cache.erasure.erase(namespace=mine.id.hex()[:8]).left == {}
+    assert found(mine) == 0
+
+
+def test_stores_that_are_still_on_their_way_are_said(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = opened()
+    kept(bind(cache, "mine"))
+    assert cache.flush(30)
+    answers = [False, True]  # late first, then all has arrived
+    monkeypatch.setattr(cache.erasure, "_flush", lambda _: answers.pop(0))
+    assert cache.erasure.erase(tenant="mine").left == {}
+    monkeypatch.setattr(cache.erasure, "_flush", lambda _: False)
+    assert list(cache.erasure.erase(tenant="mine").left) == ["stores"]
+
+
+def test_whose_a_namespace_is_is_noted_until_it_is_kept(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = opened()
+
+    def refuse(*_: Any) -> None:
+        raise OSError("full")
+
+    def noted() -> list[bool]:
+        cache.erasure.submit(lambda: None).result(30)
+        return [mine.id in tier.owners() for tier in cache.below]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.below[-1], "note_owner", refuse)
+        mine = bind(cache, "mine")
+        assert noted() == [True, True, False]
+    bind(cache, "mine")
+    assert noted() == [True] * 3
+    kept(mine)
+    assert cache.erasure.erase(tenant="mine").left == {}
+    assert noted() == [True] * 3  # it is bound, and may go on storing
+
+
+def test_a_server_that_does_not_let_its_keys_be_listed_is_said(opened: Any) -> None:
+    server = Server()
+    try:
+        cache = opened(server)
+        kept(bind(cache, "mine"))
+        assert cache.flush(30)
+        server.client.execute_command("ACL", "SETUSER", "default", "-scan")
+        assert set(cache.erasure.erase(tenant="mine").left) == {"redis"}
+        server.client.execute_command("ACL", "SETUSER", "default", "+scan")
+        for pool in cache.below[1]._nodes.pools():
+            pool.breaker.passed()  # it is shut by a refusal, for a while
+        erased = cache.erasure.erase(tenant="mine")
+        assert (erased.left, erased.records["redis"]) == ({}, 10)
+    finally:
+        server.client.execute_command("ACL", "SETUSER", "default", "+scan")
+        opened()  # on another one
+        server.end()
+
+
+def test_parts_of_a_record_whose_head_was_evicted_go_too(opened: Any, tmp_path: Path) -> None:
+    cache = opened()
+    mine, other = bind(cache, "mine"), bind(cache, "other")
+    kept(mine)
+    kept(other)
+    assert cache.flush(30)
+    client, tier = empty(tmp_path).client, cache.below[1]
+    parts = {}
+    for whose, bound in (("mine", mine), ("other", other)):
+        (address, *_) = [address for address in tier.scan() if address.namespace == bound.id]
+        parts[whose] = part(tier._names.record(address), 7, 1)
+        client.set(parts[whose], b"payload")
+    assert cache.erasure.erase(tenant="mine").left == {}
+    assert client.exists(parts["mine"]) == 0
+    assert client.exists(parts["other"]) == 1
+    client.delete(parts["other"])
+
+
+def test_what_a_store_was_copied_to_on_its_way_is_overwritten() -> None:
+    leaving, region = Leaving(), Region(4096)
+    region.view[:] = b"x" * 4096
+    leaving._free.append(region)
+    leaving.wipe()
+    assert bytes(region.view) == bytes(4096)
 
 
 def test_a_server_learns_no_name_of_a_tenant(opened: Any, tmp_path: Path) -> None:

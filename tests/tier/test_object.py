@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_64_digest
 
 from kvcache.block.address import Address
 from kvcache.block.record import RecordError, expiry_field, read_header, seal
@@ -161,7 +163,7 @@ def test_the_catalogue_spares_the_next_process(opened: Open, monkeypatch: pytest
     assert later.contains([each[1] for each in blocks[:8]]) == (DONE,) * 8  # the writer of the ninth left the copy
 
 
-@pytest.mark.parametrize("how", ["garbage", "stale"])
+@pytest.mark.parametrize("how", ["garbage", "shape", "rows", "stale"])
 def test_a_catalogue_is_never_believed(opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str) -> None:
     monkeypatch.setattr(module, "WORTH_COPYING", 4)
     blocks = [chain(2, seed=seed) for seed in range(6)]
@@ -169,8 +171,9 @@ def test_a_catalogue_is_never_believed(opened: Open, monkeypatch: pytest.MonkeyP
         write(opened(), each)
     assert opened().contains([each[1] for each in blocks]) == (DONE,) * 6
     (copy,) = [path for path in objects(tmp_path) if path.name == "catalogue"]
-    if how == "garbage":
-        copy.write_bytes(b"\xff" * 1000)
+    if how != "stale":
+        data = msgpack.packb({"shape": 7, "rows": [[1, 2], "xyz", None]}.get(how))
+        copy.write_bytes(b"\xff" * 1000 if how == "garbage" else xxh3_64_digest(data) + data)
         assert opened().contains([each[1] for each in blocks]) == (DONE,) * 6
     else:
         opened().remove(blocks[0])

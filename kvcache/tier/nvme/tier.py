@@ -203,10 +203,7 @@ class NvmeTier(QueuedTier):
         return self.compact()
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:
-        try:
-            self._owners.note(namespace, owner)
-        except OSError as error:
-            log.warning("nvme directory %s: it is not kept whose a namespace is: %s", self.path, error)
+        self._owners.note(namespace, owner)
 
     def owners(self) -> Mapping[bytes, Owner]:
         return self._owners.all()

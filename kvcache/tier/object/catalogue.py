@@ -251,7 +251,11 @@ class Catalogue:
         data = self._bucket.get(self._names.catalogue(namespace), deadline) or b""
         if len(data) < 8 or xxh3_64_digest(data[8:]) != data[:8]:
             return list(new)
-        copies = {path: (mark, table) for path, mark, table in msgpack.unpackb(data[8:])}
+        try:
+            copies = {str(path): (str(mark), bytes(table)) for path, mark, table in msgpack.unpackb(data[8:])}
+        except Exception:  # noqa: BLE001  whoever can write there may write anything
+            self._counters.add("damaged")
+            return list(new)
         rest = []
         for each in new:
             mark, head = copies.get(each.path, ("", b""))

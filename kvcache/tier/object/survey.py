@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 from kvcache.block.address import Address
 from kvcache.block.owner import OWNER_BYTES, Owner
-from kvcache.tier.object.bucket import Bucket, Listed, TakenError
+from kvcache.tier.object.bucket import Bucket, Listed, RefusedError, TakenError
 from kvcache.tier.object.catalogue import Catalogue, Pack
 from kvcache.tier.object.name import OWNER, Names
 from kvcache.tier.order import in_order
 from kvcache.tier.tier import Usage
+
+_ROUNDS = 3  # of deleting, for what is stored meanwhile
 
 
 @dataclass(slots=True)
@@ -102,12 +104,17 @@ class Survey:
         return Space(b"", len(leaving), sum(each.size for each in leaving), oldest_s)
 
     def purge(self, namespace: bytes) -> int:
-        """Delete every object of a namespace, until none is listed; how many records there were."""
+        """Delete every object of a namespace; how many records there were. RefusedError where others go on storing."""
         records = len(self.addresses(namespace))
-        while listed := self.listed(namespace):
+        for _ in range(_ROUNDS):
+            listed = self.listed(namespace)
+            if not listed:
+                return records
             self._bucket.delete([each.path for each in listed], None)
             for each in listed:
                 self._catalogue.forget(each.path)
+        if self.listed(namespace):
+            raise RefusedError("objects were stored meanwhile")
         return records
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:

@@ -194,10 +194,7 @@ class ObjectTier(QueuedTier):
         return self.survey.purge(namespace)
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:
-        try:
-            self.survey.note_owner(namespace, owner)
-        except OSError as error:
-            log.warning("object %s: it is not kept whose a namespace is: %s", self.where, error)
+        self.survey.note_owner(namespace, owner)
 
     def owners(self) -> Mapping[bytes, Owner]:
         """OSError where the store does not answer."""

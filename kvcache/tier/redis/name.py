@@ -66,6 +66,15 @@ class Names:
         start = self._start.encode()
         return name.startswith(start) and name.count(b":", len(start)) == 3
 
+    def is_part(self, name: bytes) -> bool:
+        """Whether this is the key of a further part of a record."""
+        start = self._start.encode()
+        return name.startswith(start) and name.count(b":", len(start)) == 5
+
+    def within(self, namespace: bytes) -> bytes:
+        """The pattern of all keys of a namespace."""
+        return f"{self._start}{namespace[:16].hex()}:*".encode()
+
 
 def heat(prefix: str, namespace: bytes) -> list[bytes]:
     """The keys under which a fleet counts how often a namespace's chains are used: the counts, the chains."""

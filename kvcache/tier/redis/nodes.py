@@ -152,12 +152,20 @@ class Cluster:
 
 
 def ask(nodes: Nodes, work: Callable[[Wire], Any], deadline: float | None = None) -> list[Any] | None:
-    """What each server says; None where one does not answer, or none is known."""
+    """What each server says; None where one does not answer or refuses, or none is known."""
+
+    def said(wire: Wire) -> Any:
+        try:
+            return work(wire)
+        except RefusedError as error:  # this command only: no fault of the connection
+            return error
+
     try:
         nodes.divide([b""], deadline)
-        return [pool.run(work, deadline) for pool in nodes.pools()]
+        found = [pool.run(said, deadline) for pool in nodes.pools()]
     except OSError:
         return None
+    return None if any(isinstance(each, RefusedError) for each in found) else found
 
 
 CLUSTER_UNFIT = UNFIT - ELSEWHERE

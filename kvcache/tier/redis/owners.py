@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 from kvcache.block.owner import OWNER_BYTES, Owner
+from kvcache.tier.redis.endpoint import RefusedError
+from kvcache.tier.redis.keys import scanned
 from kvcache.tier.redis.name import Names
 from kvcache.tier.redis.nodes import Nodes, ask
-from kvcache.tier.redis.wire import Wire
+from kvcache.tier.redis.wire import Wire, Wrong
 
 
 def note(nodes: Nodes, names: Names, namespace: bytes, owner: Owner) -> None:
-    """OSError where the server does not answer."""
+    """OSError where the server does not answer, or refuses."""
     name = names.owner(namespace)
     for pool, *_ in nodes.divide([name], None):
-        pool.run(lambda wire: wire.ask(b"SET", name, namespace + owner.pack()), None)
+        if isinstance(told := pool.run(lambda wire: wire.ask(b"SET", name, namespace + owner.pack()), None), Wrong):
+            raise RefusedError(f"SET: {told}")
 
 
 def find(nodes: Nodes, names: Names) -> dict[bytes, Owner] | None:
-    """None where a server does not answer."""
+    """None where a server does not answer, or refuses."""
 
     def every(wire: Wire) -> list[bytes]:
-        found: list[bytes] = []
-        cursor = b"0"
-        while True:
-            wire.renew()
-            reply = wire.ask(b"SCAN", cursor, b"MATCH", names.owners, b"COUNT", b"1000")
-            if not isinstance(reply, list):
-                return found
-            cursor = reply[0]
-            found += [wire.ask(b"GET", name) for name in reply[1]]
-            if cursor == b"0":
-                return found
+        return [wire.ask(b"GET", name) for name in list(scanned(wire, names.owners))]
 
     told = ask(nodes, every)
     if told is None:

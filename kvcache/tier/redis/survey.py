@@ -9,6 +9,7 @@ from itertools import islice
 from kvcache.block.address import Address
 from kvcache.block.record import CHUNK_BYTES
 from kvcache.tier.order import in_order
+from kvcache.tier.redis.keys import scanned
 from kvcache.tier.redis.name import Names, address_of, header_bytes_of, is_head_of, stored_bytes_of
 from kvcache.tier.redis.store import Store
 from kvcache.tier.redis.wire import Wire, Wrong
@@ -91,17 +92,14 @@ class Survey:
     def _keys(self, wire: Wire) -> Iterator[bytes]:
         """The keys of records, each once; SCAN may tell of one twice."""
         seen: set[bytes] = set()
-        cursor = b"0"
-        while True:
+        for name in scanned(wire, self._names.pattern):
+            if self._names.is_record(name) and name not in seen:
+                seen.add(name)
+                yield name
+
+    def purge(self, wire: Wire, namespace: bytes) -> None:
+        """Unlink the further parts of this namespace's records, also those whose head was evicted."""
+        parts = [name for name in scanned(wire, self._names.within(namespace)) if self._names.is_part(name)]
+        for name in parts:
             wire.renew()
-            wire.send([wire.command(b"SCAN", cursor, b"MATCH", self._names.pattern, b"COUNT", b"1000")])
-            reply = wire.reply()
-            if not isinstance(reply, list):
-                return
-            cursor, names = reply
-            for name in names:
-                if self._names.is_record(name) and name not in seen:
-                    seen.add(name)
-                    yield name
-            if cursor == b"0":
-                return
+            wire.ask(b"UNLINK", name)

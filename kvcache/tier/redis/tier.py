@@ -239,23 +239,23 @@ class RedisTier(QueuedTier):
         return True
 
     def purge(self, namespace: bytes) -> int | None:
-        """Records go one by one; here goes what a fleet counted of them. OSError where the server does not answer."""
+        """Records go one by one; here goes what a fleet counted of them, and parts whose record was evicted. OSError
+        where a server does not answer, or refuses."""
+        if ask(self._nodes, partial(self._survey.purge, namespace=namespace)) is None:
+            raise OSError(f"redis {self.where}: it does not answer, or does not let its keys be listed")
         keys = heat(self._names.prefix, namespace)
         for pool, *_ in self._nodes.divide(keys[:1], None):
             pool.run(lambda wire: wire.ask(b"UNLINK", *keys), None)
         return None
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:
-        try:
-            owners.note(self._nodes, self._names, namespace, owner)
-        except OSError as error:
-            log.warning("redis %s: it is not kept whose a namespace is: %s", self.where, reason(error))
+        owners.note(self._nodes, self._names, namespace, owner)
 
     def owners(self) -> Mapping[bytes, Owner]:
-        """OSError where a server does not answer."""
+        """OSError where a server does not answer, or refuses."""
         found = owners.find(self._nodes, self._names)
         if found is None:
-            raise OSError(f"redis {self.where}: it does not answer")
+            raise OSError(f"redis {self.where}: it does not answer, or does not let its keys be listed")
         return found
 
     def usage(self) -> Usage:
