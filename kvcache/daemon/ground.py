@@ -9,6 +9,7 @@ from pathlib import Path
 from kvcache.errors import ConfigError
 from kvcache.observe.request import logger
 from kvcache.settings import Settings
+from kvcache.settings.http import CONNECTIONS
 from kvcache.tier.region import Region
 from kvcache.units import show_bytes
 
@@ -21,10 +22,13 @@ _log = logger("kvcache.daemon")
 
 
 def descriptors(settings: Settings) -> int:
-    """How many this process may come to have open: an extent, a connection and the process behind it, a segment."""
+    """How many this process may come to have open: an extent, a connection and the process behind it, a segment, and
+    who looks at it over HTTP."""
     host, nvme = settings.host, settings.nvme
     segments = -(-nvme.capacity_bytes // nvme.segment_bytes) if nvme.enabled else 0
-    return -(-host.capacity_bytes // host.extent_bytes) + 2 * settings.daemon.connections + segments + OWN_DESCRIPTORS
+    seen = CONNECTIONS if settings.http.enabled else 0
+    extents = -(-host.capacity_bytes // host.extent_bytes)
+    return extents + 2 * settings.daemon.connections + segments + seen + OWN_DESCRIPTORS
 
 
 def locked(settings: Settings) -> str:

@@ -8,6 +8,9 @@ from pydantic import BeforeValidator, Field
 
 from kvcache.values import Section, as_number
 
+CONNECTIONS = 128
+"""Open at a time, at most; more are hung up on."""
+
 
 class Http(Section):
     """The daemon over HTTP: figures for Prometheus, whether it is well, a page to look at and what that is made of."""

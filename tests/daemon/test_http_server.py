@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,27 @@ def test_what_is_no_http_harms_nobody(make_web: Callable[..., Web]) -> None:
             while connection.recv(1 << 16):
                 pass
     assert web.get("/healthz") == (200, "ok\n")
+
+
+def test_more_than_enough_are_hung_up_on_and_those_that_are_there_are_served(
+    within: Within, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvcache.daemon.http.server.HEAD_S", 600.0)
+    monkeypatch.setattr("kvcache.daemon.http.server.CONNECTIONS", 3)
+    settings = Http(enabled=True, port=0)
+    listener = listening(settings)
+    port = listener.getsockname()[1]
+    end = start(Site(within.cache).application(), listener, settings)
+    try:
+        with ExitStack() as stack:
+            first, *_ = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 60)) for _ in range(3)]
+            for _ in range(8):
+                with socket.create_connection(("127.0.0.1", port), timeout=60) as more, suppress(ConnectionResetError):
+                    assert more.recv(1) == b""
+            first.sendall(b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert first.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    finally:
+        end()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from kvcache.daemon.ground import descriptors, locked, prepare
 from kvcache.daemon.protocol import FRAME_BYTES, HEAD_BYTES, VERSION, answer, pack
 from kvcache.daemon.wire import Wire
 from kvcache.errors import ConfigError, StoreError, UnreachableError
+from kvcache.settings.http import CONNECTIONS
 from tests.daemon.house import House, bound_to, load, store
 from tests.daemon.within import until
 
@@ -177,6 +178,14 @@ def test_it_says_how_many_descriptors_it_needs(monkeypatch: pytest.MonkeyPatch) 
         None, host={"capacity_bytes": "64GiB", "extent_bytes": "16MiB"}, nvme__enabled=False, daemon__connections=100
     )
     assert descriptors(settings) >= 4096 + 200
+    seen = load_settings(
+        None,
+        host={"capacity_bytes": "64GiB", "extent_bytes": "16MiB"},
+        nvme__enabled=False,
+        daemon__connections=100,
+        http__enabled=True,
+    )
+    assert descriptors(seen) == descriptors(settings) + CONNECTIONS
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
     with pytest.raises(ConfigError, match=rf"4096 descriptors.*{descriptors(settings)} are needed"):
         prepare(settings)

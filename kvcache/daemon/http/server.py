@@ -14,10 +14,11 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvcache.errors import ConfigError, StoreError
-from kvcache.settings.http import Http
+from kvcache.settings.http import CONNECTIONS, Http
 
 AT_ONCE = 64
-"""Connections and questions at a time; who comes beyond them is told to come later (503)."""
+"""Connections and questions at a time; who comes beyond them is told to come later (503), and beyond `CONNECTIONS`
+hung up on: whoever is told must be taken in first, and that takes a descriptor."""
 DRAIN_S = 2
 HEAD_S = 10.0
 """For the head of a request to arrive."""
@@ -71,7 +72,10 @@ class _Impatient(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._wait()
+        if len(self.connections) > CONNECTIONS:
+            transport.abort()
+        else:
+            self._wait()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
