@@ -1,8 +1,9 @@
 """Records that have an end: when it has come they are a miss in every tier, and leave those that are this cache's own.
 
 An end is a record's own field, so that whoever reads it later, after a restart or in another process, knows it too. In
-memory there is one entry for a run of blocks that were stored together. Nothing runs by itself: whatever is asked of
-the cache first lets go of what is over, which costs one comparison where nothing is.
+memory there is one entry for a run of blocks that were stored together, and the newest end of each. Nothing runs by
+itself: whatever is asked of the cache first lets go of what is over, of so much at a time that nobody waits for it,
+which costs one comparison where nothing is.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from kvcache.block.address import Address
 from kvcache.hierarchy.index import Index
@@ -20,12 +22,26 @@ from kvcache.observe.metrics import Counters
 from kvcache.observe.request import logger
 from kvcache.port import Clock
 from kvcache.tier.host import HostTier
-from kvcache.tier.tier import BACKGROUND, Ticket, Tier
+from kvcache.tier.tier import BACKGROUND, Outcome, Ticket, Tier
 
 EXPIRED = "expired"
 """The reason that is said of what was let go of."""
 
+MOST = 1024
+"""Records that one sweep looks at."""
+AGAIN_MS = 1000
+"""After which what a tier did not remove is tried again."""
+LEAST = 1 << 14
+"""Ends that may be noted without a look at what is still here."""
+
 _log = logger("kvcache.expiry")
+
+
+class _Run(NamedTuple):
+    due_ms: int
+    order: int
+    expires_ms: int
+    addresses: Sequence[Address]
 
 
 class Expiry:
@@ -42,7 +58,10 @@ class Expiry:
     ) -> None:
         self._index, self._host, self._below, self._clock = index, host, below, clock
         self._counters, self._events, self._why = counters, events, why
-        self._ends: list[tuple[int, int, Sequence[Address]]] = []
+        self._ends: list[_Run] = []  # by when they are due; of a name that is there twice the last word counts:
+        self._end_of: dict[bytes, int] = {}
+        self._noted = 0  # addresses in `_ends`
+        self._closed = False
         self._order = itertools.count()
         self._leaving: list[Ticket] = []
         self._lock = threading.Lock()
@@ -55,29 +74,73 @@ class Expiry:
         return 0 < expires_ms <= self._clock.wall() * 1000
 
     def note(self, addresses: Sequence[Address], expires_ms: int) -> None:
-        """These are here and end then."""
-        if expires_ms and addresses:
-            with self._lock:
-                heapq.heappush(self._ends, (expires_ms, next(self._order), addresses))
+        """These are in the index and end then, whatever was said of them before; 0 for never."""
+        if not addresses or not (expires_ms or self._end_of):
+            return
+        with self._lock:
+            if not expires_ms:
+                for address in addresses:
+                    self._end_of.pop(address.name, None)
+                return
+            new = [address for address in addresses if self._end_of.get(address.name) != expires_ms]
+            self._end_of.update((address.name, expires_ms) for address in new)
+            self._push(expires_ms, expires_ms, new)
+            if self._noted > max(LEAST, 2 * sum(map(self._index.resident, self._index.tiers))):
+                self._compact()
 
-    def learn(self, tell: Callable[[], Sequence[tuple[Address, int]]]) -> None:
+    def learn(self, tell: Callable[[], Iterable[tuple[Address, int]]]) -> None:
         """What a tier has from before: its records that end, and when. Run where reading them is in nobody's way."""
         try:
             for address, expires_ms in tell():
+                if self._closed:
+                    return
                 self.note([address], expires_ms)
         except Exception:  # noqa: BLE001  law: never in the way; what has ended is a miss all the same when it is read
             _log.exception("what ends was not learned")
 
-    def sweep(self) -> None:
-        """Let go of what is over."""
-        if not self._ends or not self.over(self._ends[0][0]):
-            return
-        due: list[tuple[int, Address]] = []
+    def sweep(self) -> bool:
+        """Let go of what is over, of `MOST` at a time, since an engine may wait; True where there is more."""
+        first = self._ends[:1]  # others take from it
+        if not first or not self.over(first[0].due_ms):
+            return False
+        over: list[tuple[int, Address]] = []
         with self._lock:
-            while self._ends and self.over(self._ends[0][0]):
-                expires_ms, _, addresses = heapq.heappop(self._ends)
-                due += ((expires_ms, address) for address in addresses)
-        self._leave([address for expires_ms, address in due[::-1] if self._is_same(address, expires_ms)])
+            looked = 0
+            while looked < MOST and self._ends and self.over(self._ends[0].due_ms):
+                due_ms, _, expires_ms, addresses = heapq.heappop(self._ends)
+                self._noted -= len(addresses)
+                cut = max(0, len(addresses) - (MOST - looked))
+                self._push(due_ms, expires_ms, addresses[:cut])
+                looked += len(addresses) - cut
+                for address in addresses[cut:]:
+                    if self._end_of.get(address.name) == expires_ms:
+                        del self._end_of[address.name]
+                        over.append((expires_ms, address))
+            more = bool(self._ends) and self.over(self._ends[0].due_ms)
+        self._leave([each for each in over[::-1] if self._is_same(each[1], each[0])])
+        return more
+
+    def close(self) -> None:
+        """Learn no more."""
+        self._closed = True
+
+    def _push(self, due_ms: int, expires_ms: int, addresses: Sequence[Address]) -> None:
+        if addresses:
+            heapq.heappush(self._ends, _Run(due_ms, next(self._order), expires_ms, addresses))
+            self._noted += len(addresses)
+
+    def _compact(self) -> None:
+        """Forget what left by another way, and what was said before the last word."""
+        said, entries = self._end_of, self._ends
+        self._end_of, self._ends, self._noted = {}, [], 0
+        masks = iter(self._index.masks([address for entry in entries for address in entry.addresses]))
+        for due_ms, _, expires_ms, addresses in entries:
+            kept = []
+            for address, mask in zip(addresses, masks, strict=False):
+                if mask and said.get(address.name) == expires_ms and address.name not in self._end_of:
+                    self._end_of[address.name] = expires_ms
+                    kept.append(address)
+            self._push(due_ms, expires_ms, kept)
 
     def wait(self, timeout_s: float | None) -> bool:
         """Until what was let go of has left; False where time ran out first."""
@@ -96,15 +159,53 @@ class Expiry:
         self._host.arena.release(held.slot)
         return held.slot.expires_ms == expires_ms
 
-    def _leave(self, addresses: Sequence[Address]) -> None:
+    def _leave(self, over: Sequence[tuple[int, Address]]) -> None:
         """Tails first. What others share goes by itself there: a server removes it, a store's reader passes it over."""
+        if not over:
+            return
         for tier in (self._host, *self._below):
-            gone = [address for address in addresses if self._index.discard(address, tier.name)]
-            if not tier.shared:
-                self._going([tier.submit("remove", addresses, priority=BACKGROUND)])
-            self._counters.add("expired_blocks", len(gone), tier=tier.name)
-            for namespace in dict.fromkeys(address.namespace for address in gone):
-                blocks = sum(address.namespace == namespace for address in gone)
-                self._events.add("evicted", tier=tier.name, namespace=namespace, blocks=blocks, reason=EXPIRED)
+            gone = [address for _, address in over if self._index.discard(address, tier.name)]
             if gone:
                 self._why.expired(tier.name, [address.signature for address in gone])
+            if tier.shared:
+                self._say(tier, gone)
+            else:
+                self._remove(tier, over, gone)
+
+    def _remove(self, tier: Tier, over: Sequence[tuple[int, Address]], gone: Sequence[Address]) -> None:
+        """Take these out of a tier whose index let go of `gone`. What stays there is in the index again, so that it
+        can be found and evicted, and is tried again later."""
+        had = {address.name for address in gone}
+        left, stays = len(over), set[bytes]()
+
+        def settled(i: int, outcome: Outcome) -> None:
+            nonlocal left
+            _, address = over[i]
+            here = address.name in had and outcome not in (Outcome.DONE, Outcome.ABSENT)
+            if here:
+                self._index.insert(address, tier.name)
+            with self._lock:
+                left -= 1
+                stays.update([address.name] if here else [])
+                if left:
+                    return
+                self._again([each for each in over if each[1].name in stays])
+            self._say(tier, [address for address in gone if address.name not in stays])
+
+        self._going([tier.submit("remove", [a for _, a in over], priority=BACKGROUND, on_outcome=settled)])
+
+    def _again(self, over: Sequence[tuple[int, Address]]) -> None:
+        """Heads first, as they were noted; under the lock."""
+        due_ms = int(self._clock.wall() * 1000) + AGAIN_MS
+        ends: dict[int, list[Address]] = {}
+        for expires_ms, address in over[::-1]:
+            if self._end_of.setdefault(address.name, expires_ms) == expires_ms:
+                ends.setdefault(expires_ms, []).append(address)
+        for expires_ms, addresses in ends.items():
+            self._push(due_ms, expires_ms, addresses)
+
+    def _say(self, tier: Tier, gone: Sequence[Address]) -> None:
+        self._counters.add("expired_blocks", len(gone), tier=tier.name)
+        for namespace in dict.fromkeys(address.namespace for address in gone):
+            blocks = sum(address.namespace == namespace for address in gone)
+            self._events.add("evicted", tier=tier.name, namespace=namespace, blocks=blocks, reason=EXPIRED)

@@ -266,7 +266,6 @@ class Flow:
             lane.leaving.wipe()
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        self.expiry.sweep()
         clock = self.port.clock
         end = None if timeout_s is None else clock.now() + timeout_s
 
@@ -276,8 +275,11 @@ class Flow:
         with self._changed:
             if not self._changed.wait_for(lambda: self._storing == 0, left()):
                 return False
-        if not self.expiry.wait(left()):
-            return False
+        more = True
+        while more:
+            more = self.expiry.sweep()
+            if not self.expiry.wait(left()):
+                return False
         for lane in self.lanes:
             if not lane.wait_empty(left()):
                 return False
@@ -287,6 +289,7 @@ class Flow:
 
     def close(self) -> bool:
         """End the threads; what is queued is written first. As `flush`, whether everything is where it should be."""
+        self.expiry.close()
         self.executor.close()
         self.ask.close()
         self.promoter.wait_idle()

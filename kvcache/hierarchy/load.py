@@ -123,6 +123,10 @@ class Load:
         entries: list[Entry] = []
         below: list[tuple[int, Address, int]] = []  # position in entries, address, bytes
         for i, group, address, held in parts:
+            if held is not None and self.flow.expiry.over(held.slot.expires_ms):  # a sweep takes some at a time
+                self.flow.host.arena.release(held.slot)
+                entries.append((i, group, Outcome.ABSENT))
+                continue
             if held is None:
                 below.append((len(entries), address, self.chains[group].payload_bytes))
             entries.append((i, group, held if held is not None else Outcome.PENDING))

@@ -166,10 +166,10 @@ class Store:
         for slot in slots:
             slot.expires_ms = expires_ms
         made = self.flow.host.publish_all(addresses, slots, chain.payload_bytes)
-        self.flow.expiry.note([a for a, new in zip(addresses, made, strict=True) if new], expires_ms)
         slots[:] = [slot for slot, new in zip(slots, made, strict=True) if not new]
         for first, end in runs([number for number, new in zip(numbers, made, strict=True) if new]):
             self.flow.index.insert_run(chain.run(first, end), chain.parent(first), self.flow.host.name)
+        self.flow.expiry.note([a for a, new in zip(addresses, made, strict=True) if new], expires_ms)
 
     def _drop(self, first: int, reason: str) -> None:
         host = self.flow.host.name

@@ -23,7 +23,7 @@ A block's first segment is the record's header area, the rest its payload, in or
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol
@@ -220,7 +220,7 @@ class Tier(Protocol):
     def wipe(self) -> bool:
         """Overwrite what records that left have left behind; False where not all of it could be."""
 
-    def ending(self) -> Sequence[tuple[Address, int]]:
+    def ending(self) -> Iterable[tuple[Address, int]]:
         """What is here and ends, and when, in milliseconds since 1970; of a tier that outlives the process and is its
         own. Takes its time."""
 
@@ -267,7 +267,7 @@ class Waits:
         """What left is gone."""
         return True
 
-    def ending(self) -> Sequence[tuple[Address, int]]:
+    def ending(self) -> Iterable[tuple[Address, int]]:
         return ()
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:

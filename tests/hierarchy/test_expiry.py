@@ -11,9 +11,12 @@ import pytest
 
 from kvcache.config import load as load_settings
 from kvcache.errors import RequestError
+from kvcache.hierarchy import expiry
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.naive import NaiveCache
 from kvcache.port import Port, SystemClock
+from kvcache.testing.blocks import chain
+from kvcache.tier.tier import Outcome, Ticket
 from tests.contract.caches import FULL, HYBRID, Engine, bind, store
 from tests.hierarchy.test_object import load, settled
 from tests.peer.server import MISSING, empty
@@ -145,6 +148,120 @@ def test_what_left_meanwhile_and_was_stored_anew_stays(opened: Any, clock: Clock
     expected = kept(bound, 2)
     clock.ahead_s = 100
     assert load(bound, Engine(FULL))[1] == expected
+
+
+def out_of_host(cache: Cache) -> None:
+    """As if others had needed the room."""
+    cache.host.remove([victim.address for victim in cache.index.evict(cache.host.name, 10)])
+
+
+def test_the_last_word_on_a_block_counts(opened: Any, clock: Clock) -> None:
+    """Also where only the drive has it, which nobody asks for its end."""
+    cache = opened("nvme")
+    bound = bind(cache)
+    kept(bound, 1, ttl_s=60)
+    assert cache.flush(30)
+    bound.clear()
+    expected = kept(bound, 2)
+    assert cache.flush(30)
+    out_of_host(cache)
+    clock.ahead_s = 61
+    assert load(bound, Engine(FULL)) == ({"nvme": 10}, expected)
+
+
+def test_what_was_not_removed_is_found_and_tried_again(
+    opened: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = opened("nvme")
+    bound = bind(cache)
+    kept(bound, 1, ttl_s=60)
+    assert cache.flush(30)
+    (drive,) = cache.below
+    submit = drive.submit
+
+    def full(op: Any, addresses: Any, *parts: Any, on_outcome: Any = None, **more: Any) -> Any:
+        if op != "remove":
+            return submit(op, addresses, *parts, on_outcome=on_outcome, **more)
+        ticket = Ticket(len(addresses), on_outcome)
+        taken = submit(op, addresses[::2], **more)
+        assert taken.wait(30)
+        for i in range(len(addresses)):
+            ticket.settle(i, Outcome.DROPPED if i % 2 else taken.outcomes[i // 2])
+        return ticket
+
+    clock.ahead_s = 61
+    with monkeypatch.context() as patched:
+        patched.setattr(drive, "submit", full)
+        found(bound)
+        assert cache.flush(30)
+    assert drive.usage().records == cache.index.resident("nvme") == 5
+    assert cache.check() == []
+    assert cache.counters.get("expired_blocks", tier="nvme") == 5
+    clock.ahead_s = 63
+    assert cache.flush(30)
+    assert drive.usage().records == cache.index.resident("nvme") == 0
+    assert cache.counters.get("expired_blocks", tier="nvme") == 10
+
+
+def test_a_sweep_takes_some_and_nobody_is_given_the_rest(
+    opened: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = opened("nvme")
+    bound = bind(cache)
+    kept(bound, 1, ttl_s=60)
+    assert cache.flush(30)
+    monkeypatch.setattr(expiry, "MOST", 4)
+    clock.ahead_s = 61
+    assert found(bound) == 6  # tails left first
+    assert cache.host.usage().records == 6
+    with bound.request() as r:
+        r.match(TOKENS)
+        r.admit()
+        engine = Engine(FULL)
+        transfer = r.load(2, engine.described, engine.ids([0, 1]))
+        assert transfer.wait(30)
+        assert transfer.blocks == 0
+    assert cache.flush(30)
+    assert [tier.usage().records for tier in (cache.host, *cache.below)] == [0, 0]
+
+
+def noted(cache: Cache) -> int:
+    return sum(len(run.addresses) for run in cache.flow.expiry._ends)
+
+
+def test_what_is_noted_is_bounded(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = opened("nvme")
+    bound = bind(cache)
+    kept(bound, 1, ttl_s=60)
+    assert cache.flush(30)
+    for _ in range(3):
+        out_of_host(cache)
+        assert load(bound, Engine(FULL))[0] == {"nvme": 10}
+        assert noted(cache) == 10
+    monkeypatch.setattr(expiry, "LEAST", 15)
+    for i in range(8):
+        other = bind(cache, model=f"m{i}")
+        kept(other, 1, ttl_s=60)
+        assert cache.flush(30)
+        other.clear()
+    assert noted(cache) == cache.flow.expiry._noted <= 2 * 20 + 10
+    assert len(cache.flow.expiry._end_of) <= noted(cache)
+    assert found(bound) == 10
+
+
+def test_learning_stops_at_close(opened: Any) -> None:
+    cache = opened()
+    asked = []
+
+    def tell() -> Iterator[Any]:
+        for i in range(10):
+            asked.append(i)
+            if i == 3:
+                cache.close()
+            yield chain(1)[0], 1
+
+    cache.flow.expiry.learn(tell)
+    assert asked == [0, 1, 2, 3]
 
 
 _REDIS = pytest.param("redis", marks=pytest.mark.skipif(bool(MISSING), reason=MISSING))

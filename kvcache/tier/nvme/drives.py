@@ -201,8 +201,9 @@ class Drives(Waits):
             found.add(tier.scrub())
         return found
 
-    def ending(self) -> list[tuple[Address, int]]:
-        return [each for tier in self.tiers for each in tier.ending()]
+    def ending(self) -> Iterator[tuple[Address, int]]:
+        for tier in self.tiers:
+            yield from tier.ending()
 
     def wipe(self) -> bool:
         wiped = [tier.wipe() for tier in self.tiers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -13,22 +14,23 @@ from kvcache.tier.nvme.ledger import Ledger
 from kvcache.tier.nvme.segment import Segment
 
 
-def ending(ledger: Ledger) -> list[tuple[Address, int]]:
+def ending(ledger: Ledger) -> Iterator[tuple[Address, int]]:
     """With the end of each, in milliseconds since 1970. Reads a page of each of them, of no other; what cannot be read
     now is left out, and a miss when somebody asks for it."""
     with ledger.memory:
         segments = list(ledger.space.segments.values())
-    return [each for segment in segments for each in _of(ledger, segment)]
+    for segment in segments:
+        yield from _of(ledger, segment)
 
 
-def _of(ledger: Ledger, segment: Segment) -> list[tuple[Address, int]]:
+def _of(ledger: Ledger, segment: Segment) -> Iterator[tuple[Address, int]]:
     with ledger.memory:
         rows = segment.columns()
         slots = np.flatnonzero((rows["kind"] == PUT) & (rows["flags"] & ENDS != 0)).tolist()
         if segment.retired or not slots:
-            return []
+            return
         segment.users += 1
-    page, found = memoryview(mmap.mmap(-1, ALIGNMENT)), []
+    page = memoryview(mmap.mmap(-1, ALIGNMENT))
     try:
         with ledger.files.using(segment) as file:
             for slot in slots:
@@ -37,7 +39,6 @@ def _of(ledger: Ledger, segment: Segment) -> list[tuple[Address, int]]:
                     header = read_header(page)
                 except RecordError:
                     continue
-                found.append((header.address, expires_ms(header.fields)))
+                yield header.address, expires_ms(header.fields)
     except OSError:
-        return found
-    return found
+        return

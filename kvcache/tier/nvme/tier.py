@@ -190,7 +190,7 @@ class NvmeTier(QueuedTier):
             self._store.trust()
         return found
 
-    def ending(self) -> list[tuple[Address, int]]:
+    def ending(self) -> Iterator[tuple[Address, int]]:
         return ending(self.ledger)
 
     def wipe(self) -> bool:
