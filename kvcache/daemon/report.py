@@ -30,7 +30,7 @@ class Report:
         """As `KVCache.stats`; of a tenant what can be told apart: records, bytes, and tokens asked for and found."""
         if self._tenant is None:
             return self._cache.stats()
-        held, uses = self._own(self._cache.census.take()), self._own(self._cache.flow.uses.namespaces())
+        held, uses = self._own(self._cache.counted()), self._own(self._cache.flow.uses.namespaces())
         tiers: dict[str, dict[str, int]] = {}
         for of_tier in held.values():
             for tier, holding in of_tier.items():

@@ -15,7 +15,7 @@ from kvcache.errors import ClosedError
 from kvcache.hierarchy.ask import Ask, SharedTier
 from kvcache.hierarchy.below import tiers_below
 from kvcache.hierarchy.canary import Canary
-from kvcache.hierarchy.census import Census
+from kvcache.hierarchy.census import Census, Counted
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.curve import Curve
 from kvcache.hierarchy.edge import check_shards, check_ttl
@@ -233,6 +233,10 @@ class Cache:
         return {
             place.name: place.payload_bytes for bound in self.bounds for place in (*bound.places, *bound.everywhere)
         }
+
+    def counted(self) -> Counted:
+        """What each namespace has in each tier, as it was counted last: at once."""
+        return self.census.lately(self._player.submit)
 
     @property
     def bounds(self) -> list[BoundCache]:

@@ -34,6 +34,7 @@ class Census:
         self._index, self._tiers, self._clock, self._sizes = index, tiers, clock, sizes
         self._counted: Counted = {}
         self._until = float("-inf")
+        self._recounting = False
         self._lock = threading.Lock()
 
     def take(self, *, anew: bool = False) -> Counted:
@@ -45,6 +46,22 @@ class Census:
                 ended = self._clock.now()
                 self._until = ended + max(STANDS_S, REST * (ended - began))
             return self._counted
+
+    def lately(self, submit: Callable[[Callable[[], object]], object]) -> Counted:
+        """As it was counted last, for whoever may not wait: where that stands no more it is counted anew, by what
+        `submit` gives it to. Only the first count is waited for."""
+        if self._until == float("-inf"):
+            return self.take()
+        if self._clock.now() >= self._until and not self._recounting:
+            self._recounting = True
+            submit(self._recount)
+        return self._counted
+
+    def _recount(self) -> None:
+        try:
+            self.take()
+        finally:
+            self._recounting = False
 
     def _count(self) -> Counted:
         counted: dict[bytes, dict[str, Holding]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from array import array
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from kvcache.errors import ConfigError
 from kvcache.hierarchy.cache import Cache
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to, load, store
+from tests.daemon.within import until
 
 
 @pytest.fixture
@@ -145,6 +147,30 @@ def test_a_tenant_is_not_told_for_whose_request_its_blocks_left() -> None:
         assert "zeta" in {event["request"][10:14] for event in Report(made).events() if event["kind"] == "evicted"}
         assert [event["request"] for event in told if event["kind"] == "evicted"] == [""]
         assert {event["request"] for event in told if event["kind"] == "stored"} == {"engine-of-acme/1"}
+
+
+def test_a_tenant_s_statistics_wait_for_no_count_but_the_first(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def records() -> int:
+        return int(Report(cache, "acme").stats()["tiers"]["host"]["records"])
+
+    assert records() == 8
+    counting, count, go, threads = threading.Event(), cache.census._count, threading.Event(), []
+
+    def slow() -> Any:
+        threads.append(threading.current_thread())
+        counting.set()
+        assert go.wait(60)
+        return count()
+
+    monkeypatch.setattr(cache.census, "_count", slow)
+    store(bound_to(cache, tenant="acme"), list(range(3000, 3004)), 1)
+    cache.census._until = 0.0
+    assert records() == 8
+    assert counting.wait(60)
+    assert records() == 8, "while it is counted"
+    go.set()
+    until(lambda: records() == 9)
+    assert threading.current_thread() not in threads
 
 
 def test_a_tenant_without_anything_sees_nothing(cache: Cache) -> None:
