@@ -21,10 +21,12 @@ from typing import Any
 from kvcache.block.address import Address
 from kvcache.evict.shares import UNLIMITED, Shares
 from kvcache.hierarchy.index import Index, Victim
-from kvcache.hierarchy.run import place_of_address
+from kvcache.hierarchy.run import PLACE_BYTES, place_of_address
 
 MOST_KINDS = 1 << 12
 """As the compiled index has it."""
+MOST_TOLD = 1 << 48
+"""Bytes or tokens of one block, as another life may tell."""
 HALF_TOKENS = 1 << 20
 """After so many tokens what an engine told before weighs half."""
 A_STEP = 4
@@ -115,11 +117,19 @@ class Kinds:
         return told
 
     def recall(self, told: Sequence[Sequence[Any]]) -> None:
-        """What another life told, where it had as many tiers."""
-        for place, (tenant, name, block_tokens), block_bytes, record_bytes in told:
+        """What another life told, where it had as many tiers. All of it, or nothing where it raises."""
+        found = []
+        for place_hex, (tenant, name, block_tokens), block_bytes, record_bytes in told:
+            sizes, place = (block_tokens, *block_bytes, *record_bytes), bytes.fromhex(place_hex)
+            if not all(type(size) is int and 0 < size <= MOST_TOLD for size in sizes) or len(place) != PLACE_BYTES:
+                raise ValueError(f"{sizes} of a place of {len(place)} bytes")
+            if not all(type(text) is str for text in (tenant, *name)):
+                raise ValueError("a name that is no text")
             if len(block_bytes) == len(record_bytes) == len(self._number):
                 model = Model(tuple(name), block_tokens, tuple(block_bytes))
-                self.bind(Kind(tenant, model, tuple(record_bytes)), bytes.fromhex(place))
+                found.append((Kind(tenant, model, tuple(record_bytes)), place))
+        for kind, place in found:
+            self.bind(kind, place)
 
     def computed(self, tenant: str, model: Model, tokens: int, seconds: float) -> None:
         """An engine of this tenant computed so many tokens in one step."""

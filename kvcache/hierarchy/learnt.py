@@ -16,8 +16,9 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
+from math import prod
 from typing import Any
-from zlib import compress, decompress
+from zlib import compress, decompressobj
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,7 @@ from kvcache.port import Port
 NAME = "policy"
 FORMAT = b"kvcache policy 1\n"
 SAVE_S = 60.0
+MOST_COUNT = 1 << 48
 MOST_BYTES = 64 << 10
 """Of the file; places beyond them are left out. A store's own overhead has room for it."""
 
@@ -83,13 +85,17 @@ class Learnt:
         if sha256(body).hexdigest().encode() != checksum:
             _log.warning("%s is damaged; the policy begins anew", self._path)
             return "damaged"
-        told = json.loads(body)
-        policy = self._index.policy
-        if [told.get(name) for name in ("policy", "bounds", "gaps", "edges")] != _of(policy):
+        try:
+            told = json.loads(body)
+            if [told.get(name) for name in ("policy", "bounds", "gaps", "edges")] != _of(self._index.policy):
+                return "foreign"
+            shape = self._index.evidence().reused.shape
+            reused, forgotten = _counts(told["reused"], shape), _counts(told["forgotten"], shape)
+            self._kinds.recall(told["kinds"])
+            self._index.learn(reused, forgotten)
+        except Exception as error:  # noqa: BLE001  whole, but not as we write it: another version's
+            _log.warning("%s is of another make (%s); the policy begins anew", self._path, type(error).__name__)
             return "foreign"
-        shape = self._index.evidence().reused.shape
-        self._index.learn(_counts(told["reused"], shape), _counts(told["forgotten"], shape))
-        self._kinds.recall(told["kinds"])
         return "read"
 
     def used(self) -> None:
@@ -149,4 +155,12 @@ def _packed(counts: NDArray[np.int64]) -> str:
 
 
 def _counts(packed: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
-    return np.frombuffer(decompress(b64decode(packed)), "<i8").astype(np.int64).reshape(shape)
+    """ValueError where they are not such counts."""
+    size = 8 * prod(shape)
+    data = decompressobj().decompress(b64decode(packed), size + 1)
+    if len(data) != size:
+        raise ValueError(f"{len(data)} bytes of counts: expected {size}")
+    counts = np.frombuffer(data, "<i8").astype(np.int64).reshape(shape)
+    if (counts < 0).any() or (counts > MOST_COUNT).any():
+        raise ValueError("a count that nobody counted")
+    return counts

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvcache.config import load
 from kvcache.evict.policy import Evidence
+from kvcache.evict.shares import Shares
 from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.learnt import FORMAT, MOST_BYTES, NAME, SAVE_S
+from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.kinds import Kinds
+from kvcache.hierarchy.learnt import FORMAT, MOST_BYTES, NAME, SAVE_S, Learnt, _packed
+from kvcache.hierarchy.parts import POLICIES
+from kvcache.hierarchy.run import PLACE_BYTES
+from kvcache.observe.metrics import Counters
 from kvcache.port import Disk, InlineExecutor, LocalDisk, Port, SystemClock
 from tests.hierarchy.test_room import SMALL, found, put
 
@@ -120,6 +131,52 @@ def test_a_torn_state_is_ignored(tmp_path: Path, length: int) -> None:
     with opened(tmp_path) as cache:
         assert states(cache).keys() <= {"damaged", "foreign"}
         assert cache.index.evidence().reused.sum() == 0
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+PACKED = [_packed(np.full(3, 7)), _packed(np.full(100_000, 1)), _packed(np.full((3, 96), -1)), "AAAA", "x"]
+ROWS: list[Any] = [
+    [["00" * PLACE_BYTES, ["t", ["m"], 16], [0, 0], [0, 0]]],
+    [["00" * PLACE_BYTES, ["t", ["m"], 16], [-8, 8], [8, 8]]],
+    [["00", ["t", ["m"], 16], [8, 8], [8, 8]]],
+    [["00" * PLACE_BYTES, [["t"], ["m"], 16], [8, 8], [8, 8]]],
+    [["00" * PLACE_BYTES, ["t", ["m"], "16"], [8, 8], [1e9, 8]]],
+]
+
+
+@given(
+    st.tuples(st.sampled_from(["kinds", "reused", "forgotten", "policy", "edges"]), JSON)
+    | st.tuples(st.sampled_from(["reused", "forgotten"]), st.sampled_from(PACKED))
+    | st.tuples(st.just("kinds"), st.sampled_from(ROWS))
+    | st.tuples(st.just(""), JSON)
+)
+@settings(max_examples=60, deadline=None)
+def test_a_state_that_is_whole_but_of_another_make_is_ignored_and_counted(change: tuple[str, Any]) -> None:
+    name, value = change
+    index = Index(["host", "nvme"], POLICIES["hazard"]())
+    kinds, counters = Kinds(index, ["host", "nvme"], Shares()), Counters()
+    with TemporaryDirectory() as place:
+        learnt = Learnt(place, index, kinds, counters, Port(), lambda save: save())
+        learnt.save()
+        told = json.loads((Path(place) / NAME).read_bytes().split(b"\n", 2)[2])
+        assert told["kinds"] == []
+        told = {**told, name: value} if name else value
+        body = json.dumps(told).encode()
+        (Path(place) / NAME).write_bytes(FORMAT + sha256(body).hexdigest().encode() + b"\n" + body)
+        learnt.load()
+    states = counters.tree()["policy_states"]
+    assert states in ({"written": 1, "foreign": 1}, {"written": 1, "read": 1})
+    if "read" in states:
+        assert name == "kinds"
+        assert value in ([], {}, "")
+    assert index.evidence().reused.sum() == 0
+    assert kinds.used_bytes("host") == {}
+    assert kinds.weights("host") == [1.0]
+    assert kinds.evict("host", 1, tenant="t") == []
 
 
 def test_another_policy_s_state_is_no_use(tmp_path: Path) -> None:
