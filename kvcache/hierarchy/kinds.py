@@ -6,7 +6,7 @@ models, so that nobody's claim moves another tenant's worth, and in steps of a q
 nobody. A model of which nothing is known yet counts as the mean. What no engine can take is not believed.
 
 What no namespace was bound for (records of an earlier run, before their engine comes) is of kind 0: nobody's, worth
-the mean. So is what comes when there are too many kinds.
+the mean. So is what comes when there are too many kinds and none of the same tenant and sizes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvcache.block.address import Address
 from kvcache.evict.shares import UNLIMITED, Shares
 from kvcache.hierarchy.index import Index, Victim
 from kvcache.hierarchy.run import PLACE_BYTES, place_of_address
+from kvcache.observe.request import logger
 
 MOST_KINDS = 1 << 12
 """As the compiled index has it."""
@@ -37,6 +38,8 @@ MOST_TOKENS = 1 << 31
 """Of one step, likewise."""
 MOST_OCTAVES = 8.0
 """From the mean: what computing costs differs by more between no two models that one machine serves."""
+
+_log = logger("kvcache.kinds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +84,7 @@ class Kinds:
         self._places: dict[bytes, int] = {}
         self._costs: dict[str, dict[Model, Cost]] = {}  # by tenant
         self._weights: list[list[float]] = [[1.0] for _ in tiers]
-        self._stale = False
+        self._stale = self._full = False
         self._lock = threading.RLock()
 
     # what there is
@@ -92,13 +95,30 @@ class Kinds:
             number = self._of.get(kind)
             if number is None:
                 if len(self._kinds) == MOST_KINDS:
-                    return
-                number = self._of[kind] = len(self._kinds)
-                self._kinds.append(kind)
-                self._stale = True
+                    number = self._alike(kind)
+                    if number is None:
+                        return
+                else:
+                    number = self._of[kind] = len(self._kinds)
+                    self._kinds.append(kind)
+                    self._stale = True
             if self._places.get(place) != number:
                 self._places[place] = number
                 self._index.assign([place], number)
+
+    def _alike(self, kind: Kind) -> int | None:
+        """Where there are too many: one of the same tenant and sizes, so that shares go on to hold."""
+        if not self._full:
+            self._full = True
+            _log.warning(
+                "there are %d kinds of blocks (tenants, models, layouts): of another one, only what is as large as"
+                " something of the same tenant's counts for its quota and its least share, until a restart",
+                MOST_KINDS - 1,
+            )
+        for other, number in self._of.items():
+            if other.tenant == kind.tenant and other.record_bytes == kind.record_bytes:
+                return number
+        return None
 
     def told(self, most_bytes: int) -> list[list[Any]]:
         """For another life: of each kind its tenant, model and bytes, and the places that are of it, as many as fit."""

@@ -18,7 +18,7 @@ from kvcache.errors import ConfigError
 from kvcache.evict.shares import UNLIMITED, Limit, Shares
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.kinds import Kind, Kinds, Model
+from kvcache.hierarchy.kinds import MOST_KINDS, Kind, Kinds, Model
 from kvcache.hierarchy.parts import POLICIES
 from kvcache.hierarchy.run import Run, place_of
 from tests.hierarchy.test_room import EXTENT, INLINE, LARGE, SMALL, found, put
@@ -274,6 +274,21 @@ def test_no_victims_ever_take_a_tenant_below_its_share(
         assert now[name] >= floor * size
         may += has[i] - floor
     assert taken == min(count, may)
+
+
+def test_models_without_end_do_not_get_around_a_share(caplog: pytest.LogCaptureFixture) -> None:
+    index = Index(["host"], POLICIES["lru"]())
+    kinds = Kinds(index, ["host"], Shares())
+    for i in range(MOST_KINDS + 10):
+        space = i.to_bytes(32, "little")
+        kinds.bind(Kind("t", Model((str(i),), 16, (100,)), (100,)), place_of(space, 0, SMALL.whole[0]))
+    for i in (0, MOST_KINDS - 1, MOST_KINDS + 9):
+        space = i.to_bytes(32, "little")
+        index.insert_run(Run(place_of(space, 0, SMALL.whole[0]), bytes([i % 251]) * 32), space, "host")
+    assert kinds.used_bytes("host") == {"t": 300}
+    assert sum("kinds of blocks" in record.getMessage() for record in caplog.records) == 1
+    kinds.bind(Kind("late", LIGHT, (100,)), place_of(b"l" * 32, 0, SMALL.whole[0]))  # nothing to count it by
+    assert len(kinds.evict("host", 3, tenant="late")) == 3
 
 
 def test_limits_that_contradict_themselves_are_refused() -> None:
