@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from kvcache.block.key import SIGNATURE_BYTES
@@ -105,7 +106,7 @@ class Erasure:
             unknown |= dict.fromkeys((f"namespace {space.hex()[:16]}" for space in strangers), _STRANGER)
             if not meant and not strangers:
                 raise ConfigError(f"namespace {namespace!r:.80}: none is known whose id begins so; see `kvcache ls`")
-        erased = self._count(meant) if dry_run else self._erase(meant)
+        erased = self._count(meant) if dry_run else self._kept(meant)
         erased.left = unknown | erased.left
         for name, why in erased.left.items():
             _log.warning("%d namespaces were to be erased: %s: %s", len(meant), name, why)
@@ -116,6 +117,14 @@ class Erasure:
         for tier in self._tiers:
             records[tier.name] = sum(address.namespace in namespaces for address in tier.scan())
         return Erased(namespaces, dict(records))
+
+    def _kept(self, namespaces: list[bytes]) -> Erased:
+        """Erase; what becomes empty is overwritten before it leaves."""
+        with ExitStack() as stack:
+            for tier in self._tiers:
+                tier.keep_files(True)
+                stack.callback(tier.keep_files, False)
+            return self._erase(namespaces)
 
     def _erase(self, namespaces: list[bytes]) -> Erased:
         erased = Erased(namespaces)

@@ -217,6 +217,9 @@ class Tier(Protocol):
         """Remove all of a namespace, whatever knows of it; how many records there were. None where the tier has no
         other way than record by record."""
 
+    def keep_files(self, keep: bool) -> None:
+        """From True to False, give no file back to the file system, where `wipe` would not reach what lay in it."""
+
     def wipe(self) -> bool:
         """Overwrite what records that left have left behind; False where not all of it could be."""
 
@@ -262,6 +265,9 @@ class Waits:
 
     def purge(self, namespace: bytes) -> int | None:
         return None
+
+    def keep_files(self, keep: bool) -> None:
+        """There are none."""
 
     def wipe(self) -> bool:
         """What left is gone."""

@@ -12,6 +12,7 @@ import pytest
 import kvcache
 from kvcache.errors import ConfigError
 from kvcache.hierarchy.leaving import Leaving
+from kvcache.port import LocalDisk
 from kvcache.tier.redis.name import part
 from kvcache.tier.region import Region
 from tests.contract.caches import FULL, Engine, store
@@ -264,6 +265,29 @@ def test_parts_of_a_record_whose_head_was_evicted_go_too(opened: Any, tmp_path: 
     assert client.exists(parts["mine"]) == 0
     assert client.exists(parts["other"]) == 1
     client.delete(parts["other"])
+
+
+def test_a_file_is_overwritten_before_it_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone: list[bytes] = []
+    remove = LocalDisk.remove
+
+    def look(disk: LocalDisk, path: str) -> None:
+        if "segment-" in path:
+            gone.append(Path(path).read_bytes())
+        remove(disk, path)
+
+    monkeypatch.setattr(LocalDisk, "remove", look)
+    with kvcache.open(
+        host={"capacity_bytes": 8 * MiB},
+        nvme={"path": tmp_path / "nvme", "capacity_bytes": 2 * MiB, "free_floor_bytes": 0, "segment_bytes": 4096},
+        control={"enabled": False},
+    ) as cache:
+        blocks = kept(bind(cache, "mine"))
+        assert cache.flush(30)
+        assert cache.erasure.erase(tenant="mine").left == {}
+        assert len(gone) > 1
+        assert not any(block[:64] in data for block in blocks for data in gone)
+        assert cache.check() == []
 
 
 def test_what_a_store_was_copied_to_on_its_way_is_overwritten() -> None:

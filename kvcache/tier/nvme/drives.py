@@ -205,6 +205,10 @@ class Drives(Waits):
         for tier in self.tiers:
             yield from tier.ending()
 
+    def keep_files(self, keep: bool) -> None:
+        for tier in self.tiers:
+            tier.keep_files(keep)
+
     def wipe(self) -> bool:
         wiped = [tier.wipe() for tier in self.tiers]
         return all(wiped)

@@ -56,6 +56,7 @@ class Ledger:
         self.dirty_bytes = 0
         self.dirty_since = 0.0
         self.on_loss: Callable[[Address], object] = lambda address: None  # hears of what leaves and nobody took
+        self._keeping = 0
         self._unsaid = b""  # entries that are true, but that the journal could not take: they go before the next ones
         self.journal = Journal(directory)
         self._take_stock()
@@ -175,11 +176,23 @@ class Ledger:
             self.append_later(entry._replace(kind=QUARANTINE) for entry in leaving.values())
         with self.memory:
             touched = [self.index.delete(name, quarantine=quarantine) for name in leaving]
-            emptied = dict.fromkeys(segment.slot_bytes for segment in touched if segment.empty)
-            surplus = [segment for size in emptied for segment in self.space.surplus(size)]
-            for segment in surplus:
-                self.space.retire(segment)
+            surplus = self._surplus(dict.fromkeys(segment.slot_bytes for segment in touched if segment.empty))
         self._retired(surplus)
+
+    def keep_files(self, keep: bool) -> None:
+        """Each call with True until one with False: no segment is given back to the file system."""
+        with self.journaling:
+            with self.memory:
+                self._keeping += 1 if keep else -1
+                surplus = self._surplus(self.space.shelves)
+            self._retired(surplus)
+
+    def _surplus(self, sizes: Iterable[int]) -> list[Segment]:
+        """Under `memory`: retire what is beyond the spare ones of these sizes, for `_retired`."""
+        surplus = [] if self._keeping else [segment for size in sizes for segment in self.space.surplus(size)]
+        for segment in surplus:
+            self.space.retire(segment)
+        return surplus
 
     def _append(self, entries: Iterable[Entry]) -> None:
         """Journal these and what is unsaid. OSError: nothing was journaled."""
@@ -271,7 +284,7 @@ class Ledger:
                 planned = self.space.plan(record_bytes, disk_bytes)
                 if planned is not None:
                     return planned
-                spares = self.space.empties(record_bytes)[:1]
+                spares = [] if self._keeping else self.space.empties(record_bytes)[:1]
                 for segment in spares:
                     self.space.retire(segment)
             if not spares:

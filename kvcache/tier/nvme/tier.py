@@ -193,6 +193,9 @@ class NvmeTier(QueuedTier):
     def ending(self) -> Iterator[tuple[Address, int]]:
         return ending(self.ledger)
 
+    def keep_files(self, keep: bool) -> None:
+        self.ledger.keep_files(keep)
+
     def wipe(self) -> bool:
         """Overwrite what lies here and is no record, and drop from the journal what is no longer true."""
         try:
