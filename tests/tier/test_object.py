@@ -181,6 +181,26 @@ def test_a_catalogue_is_never_believed(opened: Open, monkeypatch: pytest.MonkeyP
     assert intact(opened(), blocks[1])
 
 
+def test_a_listing_that_fails_keeps_what_it_has_read(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "AT_ONCE", 2)
+    blocks = [chain(2, seed=seed) for seed in range(6)]
+    for each in blocks:
+        write(opened(), each)
+    tier, read = opened(), list[int]()
+    heads = tier._bucket.heads
+
+    def failing(paths: Any, *given: Any) -> Any:
+        read.append(len(paths))
+        if len(read) == 3:
+            raise TimeoutError("timeout")
+        return heads(paths, *given)
+
+    monkeypatch.setattr(tier._bucket, "heads", failing)
+    assert len(list(tier.scan())) == 0  # the whole is not known
+    assert len(list(tier.scan())) == 12
+    assert read == [2, 2, 2, 2]
+
+
 # what others do to the objects
 
 

@@ -30,6 +30,8 @@ HEAD_BYTES = 16 << 10
 """Read of a pack to learn its table: that of 170 records."""
 WORTH_COPYING = 64
 """Packs that had to be read singly, from which on a catalogue is left for the next."""
+AT_ONCE = 512
+"""Tables that are read in one call, which has its own time."""
 _LISTING_SHARE = 20
 """Listings take at most so small a part of the time."""
 _MOMENT_S = 1.0  # how long it is remembered that there is no pack of a name
@@ -230,11 +232,13 @@ class Catalogue:
         new = [each for path, each in listed.items() if path not in before or self._changed(known, path, each)]
         if len(new) >= WORTH_COPYING:
             new = self._copied(namespace, new, None)
-        heads = self._bucket.heads([each.path for each in new], HEAD_BYTES, None) if new else []
-        for each, head in zip(new, heads, strict=True):
-            table = self._table(each.path, head, None)
-            if table is not None and table.namespace == namespace:
-                self.add(Pack(each.path, each.mark, table))
+        for first in range(0, len(new), AT_ONCE):  # what came stays, also where the rest does not
+            some = new[first : first + AT_ONCE]
+            heads = self._bucket.heads([each.path for each in some], HEAD_BYTES, None)
+            for each, head in zip(some, heads, strict=True):
+                table = self._table(each.path, head, None)
+                if table is not None and table.namespace == namespace:
+                    self.add(Pack(each.path, each.mark, table))
         if len(new) >= WORTH_COPYING:
             self._leave_copy(namespace, known, None)
         known.listed = self._clock.now()
