@@ -66,8 +66,8 @@ def find_or_start(
     path = socket_path(engine, environ)
     if answers(path):
         return f"{SCHEME}{path}"
-    end = time.monotonic() + timeout_s
     with _starting(path.parent):
+        end = time.monotonic() + timeout_s  # whoever had the lock may have taken as long
         while not answers(path):
             _sweep(path.parent)
             owner = _private_owner(path.parent, directories)
@@ -129,7 +129,7 @@ def _start(
     environ: Mapping[str, str],
     given: Mapping[str, str],
 ) -> None:
-    _given_file(path).write_text(json.dumps(given))
+    _tell_given(path, given)
     words = [sys.executable, "-m", "kvcache.cli.main", "daemon", "--socket", str(path), "--linger-s", str(linger_s)]
     if settings_file is not None:
         words.append(os.fspath(settings_file))
@@ -173,16 +173,22 @@ def _private_owner(runtime: Path, directories: Sequence[Path]) -> Path | None:
 
 
 def _shared(owner: Path, given: Mapping[str, str]) -> Path:
-    """StoreError where its daemon was started with other settings than are given here."""
-    with suppress(OSError, ValueError):
-        theirs = json.loads(_given_file(owner).read_text())
-        other = sorted(name for name in {*theirs, *given} if theirs.get(name) != given.get(name))
-        if other:
-            raise StoreError(
-                f"another engine's daemon ({SCHEME}{owner}) has the NVMe directory, with {other[0]} = "
-                f"{theirs.get(other[0], 'the default')} and not {given.get(other[0], 'the default')}: "
-                "give the same settings to share it, or an nvme.path of its own"
-            )
+    """StoreError where its daemon was started with other settings than are given here, or nobody can tell."""
+    file = _given_file(owner)
+    try:
+        theirs = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise StoreError(
+            f"another engine's daemon ({SCHEME}{owner}) has the NVMe directory, and its settings cannot be read from "
+            f"{file} ({error}): end that daemon, or give an nvme.path of its own"
+        ) from None
+    other = sorted(name for name in {*theirs, *given} if theirs.get(name) != given.get(name))
+    if other:
+        raise StoreError(
+            f"another engine's daemon ({SCHEME}{owner}) has the NVMe directory, with {other[0]} = "
+            f"{theirs.get(other[0], 'the default')} and not {given.get(other[0], 'the default')}: "
+            "give the same settings to share it, or an nvme.path of its own"
+        )
     _log.info("shares %s, which has the same NVMe directory and settings", owner)
     return owner
 
@@ -218,11 +224,19 @@ def _given_file(path: Path) -> Path:
     return path.with_suffix(".json")
 
 
+def _tell_given(path: Path, given: Mapping[str, str]) -> None:
+    """Whole or not at all: others compare it with theirs."""
+    file = _given_file(path)
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps(given))
+    new.replace(file)
+
+
 def _sweep(directory: Path) -> None:
     """Remove what the daemons of ended engines left behind."""
     for left in directory.glob(f"{_STEM}*.log"):
         path = left.with_suffix(".socket")
         if not answers(path) and _process_of(_lock_of(path)) is None:
-            for name in (path, left, _lock_of(path), _given_file(path)):
+            for name in (path, left, _lock_of(path), _given_file(path), path.with_suffix(".new")):
                 with suppress(OSError):
                     name.unlink()

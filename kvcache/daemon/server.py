@@ -95,7 +95,7 @@ class Daemon:
             self._serving = True
             self.began()
             if self._linger_s is not None:  # whoever started this may take a while to come
-                self._lingering = self._loop.call_later(max(self._linger_s, FIRST_S), self._end)
+                self._linger_for(max(self._linger_s, FIRST_S))
             self._loop.run_until_complete(self._ended.wait())
             self._drain()
         finally:
@@ -173,6 +173,7 @@ class Daemon:
             peer.send(refusal(UnreachableError(f"this cache is user {os.geteuid()}'s alone: see daemon.mode")))
             peer.close()
             return
+        self._stay()
         self._loop.call_later(HELLO_S, self._unless_known, peer)
 
     def _accept_again(self, listener: socket.socket) -> None:
@@ -319,7 +320,24 @@ class Daemon:
 
     def _linger(self) -> None:
         if self._linger_s is not None and not self._sessions and not self._ending and self._lingering is None:
-            self._lingering = self._loop.call_later(self._linger_s, self._end)
+            self._linger_for(self._linger_s)
+
+    def _linger_for(self, seconds: float) -> None:
+        self._lingering = self._loop.call_later(seconds, self._lingered)
+
+    def _stay(self) -> None:
+        """Whoever comes, to look whether anybody answers, has the time of the last one that left to come again."""
+        linger_s = self._linger_s or 0.0
+        if self._lingering is not None and self._lingering.when() < self._loop.time() + linger_s:
+            self._lingering.cancel()
+            self._linger_for(linger_s)
+
+    def _lingered(self) -> None:
+        ended = self._lingering
+        for listener in self._listeners():  # whoever is in the queue was told already that somebody answers
+            self._accept(listener)
+        if self._lingering is ended:
+            self._end()
 
     def _end(self) -> None:
         if not self._ending:

@@ -8,17 +8,22 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import kvcache
+from kvcache.daemon import private
 from kvcache.daemon.private import answers, find_or_start, socket_path, variables
 from kvcache.errors import ConfigError, StoreError
 from tests.daemon.house import bound_to, load, store
+from tests.daemon.within import Within, until
 
 SMALL: dict[str, Any] = {"host": {"capacity_bytes": "8MiB"}, "nvme__enabled": False, "control__enabled": False}
 
@@ -35,6 +40,12 @@ def ended(process: int) -> bool:
     there, _, _ = select.select([process], [], [], 30)
     os.close(process)
     return bool(there)
+
+
+def end(number: int) -> None:
+    process = os.pidfd_open(number)
+    os.kill(number, signal.SIGTERM)
+    assert ended(process)
 
 
 def test_whoever_comes_first_starts_it_and_all_find_the_same(place: Path) -> None:
@@ -110,7 +121,57 @@ def test_an_engine_that_is_restarted_gets_the_daemon_of_the_one_before(place: Pa
         assert hit["used_bytes"] > 0
         with pytest.raises(StoreError, match=r"host\.capacity_bytes = 8388608 and not 16777216"):
             find_or_start("third", **(given | {"host": {"capacity_bytes": "16MiB"}}))
-        os.kill(daemon, signal.SIGTERM)
+        told = Path(first.removeprefix("unix:")).with_suffix(".json")
+        for torn in (told.read_bytes()[:-1], b"[1]", b""):
+            told.write_bytes(torn)
+            with pytest.raises(StoreError, match=told.name):
+                find_or_start("third", **given)
+        told.unlink()
+        with pytest.raises(StoreError, match=told.name):
+            find_or_start("third", **given)
+        end(daemon)
+
+
+def test_the_wait_for_another_start_is_not_ours(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true, waited = private._starting, [0.0]
+
+    @contextmanager
+    def behind_another(directory: Path) -> Iterator[None]:
+        with true(directory):
+            waited[0] += 10 * private.START_S
+            yield
+
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + waited[0], sleep=time.sleep)
+    monkeypatch.setattr(private, "_starting", behind_another)
+    monkeypatch.setattr(private, "time", clock)
+    with kvcache.open(find_or_start("engine", **SMALL)) as cache:
+        end(cache.link.pid)
+
+
+def test_whoever_looks_whether_it_answers_has_time_to_come(within: Within) -> None:
+    daemon, linger_s = within.daemon, 600.0
+    daemon._linger_s = linger_s
+    within.open().close()
+    until(lambda: daemon._lingering is not None)
+    ended = daemon._lingering
+    assert ended is not None
+    until(lambda: answers(within.path) and daemon._lingering is not ended)
+    seen: list[bool] = []
+
+    def it_is_over() -> None:
+        """While somebody who was not accepted yet is in the queue."""
+        seen.append(answers(within.path))
+        daemon._lingers_until = daemon._loop.time()
+        daemon._lingered()
+        seen.append(daemon._ending)
+        for _ in range(1000):  # of those who looked before, some may be in the queue
+            if not daemon._ending:
+                daemon._lingered()
+        seen.append(daemon._ending)
+
+    daemon._loop.call_soon_threadsafe(it_is_over)
+    until(lambda: len(seen) == 3)
+    assert seen == [True, False, True]
 
 
 def test_a_daemon_that_is_ending_is_waited_for(place: Path) -> None:
@@ -125,4 +186,4 @@ def test_a_daemon_that_is_ending_is_waited_for(place: Path) -> None:
         with kvcache.open(where) as cache:
             assert ended(daemon)
             assert answers(Path(where.removeprefix("unix:")))
-            os.kill(cache.link.pid, signal.SIGTERM)
+            end(cache.link.pid)
