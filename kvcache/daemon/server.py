@@ -323,14 +323,14 @@ class Daemon:
             self._linger_for(self._linger_s)
 
     def _linger_for(self, seconds: float) -> None:
+        self._lingers_until = self._loop.time() + seconds
         self._lingering = self._loop.call_later(seconds, self._lingered)
 
     def _stay(self) -> None:
         """Whoever comes, to look whether anybody answers, has the time of the last one that left to come again."""
-        linger_s = self._linger_s or 0.0
-        if self._lingering is not None and self._lingering.when() < self._loop.time() + linger_s:
+        if self._lingering is not None and self._lingers_until < self._loop.time() + (self._linger_s or 0.0):
             self._lingering.cancel()
-            self._linger_for(linger_s)
+            self._linger_for(self._linger_s or 0.0)
 
     def _lingered(self) -> None:
         ended = self._lingering
