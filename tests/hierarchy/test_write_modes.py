@@ -86,7 +86,9 @@ def test_what_leaves_host_is_written_then_with_its_heads(tmp_path: Path, tier: s
         for seed, prompt in enumerate(prompts):
             engine.fill(seed, list(range(10)))
             expected.append([engine.block(page) for page in range(10)])
-            assert store(bound, engine, prompt, list(range(10))).blocks == 10
+            if store(bound, engine, prompt, list(range(10))).blocks < 10:  # a drive that falls behind holds its slots
+                assert cache.flush(30)
+                assert store(bound, engine, prompt, list(range(10))).blocks == 10
             if seed == 0:
                 assert written(cache, tier) == 0
         assert cache.flush(30)
