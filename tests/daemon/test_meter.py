@@ -108,7 +108,7 @@ def limited(make_within: Callable[..., Within], tmp_path: Path) -> Callable[...,
     def make(**limits: Any) -> Within:
         path = everybody(tmp_path / "tenants", acme=limits)
         within = make_within(daemon__tenants_file=str(path))
-        within.daemon.door._clock = within.clock = Turned()  # type: ignore[attr-defined]
+        within.daemon.door._clock = within.clock = Turned()  # type: ignore[attr-defined]  # of a stand-in
         return within
 
     return make
@@ -142,7 +142,7 @@ def test_beyond_its_operations_a_tenant_misses_and_others_do_not(
     counted = within.cache.counters
     assert counted.get("load_failures", outcome="quota") == counted.get("drops", reason="quota") == 4
     assert within.daemon.door.meters["acme"].refused > 0
-    within.daemon.door.meters["acme"]._operations._clock.time += 60  # type: ignore[attr-defined]
+    within.daemon.door.meters["acme"]._operations._clock.time += 60  # type: ignore[attr-defined]  # of a stand-in
     assert load(acme, tokens) == mine, "it is let through again"
 
 
@@ -166,6 +166,6 @@ def test_beyond_its_bandwidth_a_tenant_moves_nothing(limited: Callable[..., With
     assert within.daemon.door.meters["acme"].moved_bytes == 8 * (12 << 10)
     assert load(acme, tokens) == [], "it owes for what it stored"
     clock = within.daemon.door._clock
-    clock.time += 1  # type: ignore[attr-defined]
+    clock.time += 1  # type: ignore[attr-defined]  # of a stand-in
     assert load(acme, tokens) == mine
     assert load(acme, tokens) == []

@@ -96,13 +96,13 @@ def page(chromium: Browser, serve: Callable[..., Served]) -> Iterator[Browser]:
     served = serve()
     chromium.open(served.address)
     chromium.until("document.body.dataset.state === 'live'")
-    chromium.served = served  # type: ignore[attr-defined]
+    chromium.served = served  # type: ignore[attr-defined]  # of a stand-in
     yield chromium
     chromium.open("about:blank")
 
 
 def api(page: Browser, name: str) -> Any:
-    with TestClient(page.served.site.application(), base_url="http://localhost") as client:  # type: ignore[attr-defined]
+    with TestClient(page.served.site.application(), base_url="http://localhost") as client:  # type: ignore[attr-defined]  # of a stand-in
         return client.get(f"/api/{name}").json()[name]
 
 
@@ -219,7 +219,7 @@ def test_keys_of_its_own(page: Browser) -> None:
 
 def test_the_chart_is_read_by_arrow_keys(page: Browser, cache: Cache) -> None:
     for _ in range(3):
-        page.served.site.take()  # type: ignore[attr-defined]
+        page.served.site.take()  # type: ignore[attr-defined]  # of a stand-in
         load(bound_to(cache, tenant="acme", model="org/acme"), list(range(128)))
     page.until("document.querySelector('#rate svg') !== null")
     page.run("document.getElementById('pause').click(); document.querySelector('#rate svg').focus()")
@@ -339,7 +339,7 @@ def luminance(colour: str) -> float:
 
 
 def test_it_says_when_the_daemon_is_gone_and_comes_back(page: Browser) -> None:
-    served: Served = page.served  # type: ignore[attr-defined]
+    served: Served = page.served  # type: ignore[attr-defined]  # of a stand-in
     served.end()
     page.until("document.body.dataset.state === 'lost'")
     assert "no answer since" in text(page, "#state")
@@ -375,6 +375,6 @@ def test_a_tenant_sees_a_page_of_its_own(chromium: Browser, serve: Callable[...,
 
 def test_nothing_comes_from_elsewhere(page: Browser) -> None:
     asked = {address for address in page.answers if not address.startswith(("about:", "data:"))}
-    served: Served = page.served  # type: ignore[attr-defined]
+    served: Served = page.served  # type: ignore[attr-defined]  # of a stand-in
     assert {a for a in asked if a.startswith(served.address)}
     assert all(address.startswith("http://127.0.0.1:") for address in asked)

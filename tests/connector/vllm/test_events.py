@@ -75,7 +75,7 @@ def test_a_router_knows_what_is_there(tmp_path: Path, layout: Any) -> None:
         control={"enabled": False},
     ) as cache:
         announcer, model = Announcer(cache, WORDS), whole_model(layout)
-        bound = model.bind(cache, SimpleNamespace(adapter=None, tenant="default", salt="", since=""))  # type: ignore[arg-type]
+        bound = model.bind(cache, SimpleNamespace(adapter=None, tenant="default", salt="", since=""))  # type: ignore[arg-type]  # a stand-in
         announcer.follow(model, bound)
         hashes = {}
         for _ in range(40):
