@@ -31,7 +31,7 @@ def unable(tmp_path: Path) -> str:
 def test_stress(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if reason := unable(tmp_path):
         pytest.skip(reason)
-    seconds = "900" if request.config.getoption("--long") else "0.5"
+    seconds = "300" if request.config.getoption("--long") else "0.5"
     ran = subprocess.run([ROOT / "scripts" / "sanitize", seconds], capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert ran.stdout.count("rounds") == 2
