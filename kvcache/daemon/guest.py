@@ -80,8 +80,13 @@ class Guest(Peer):
         return count
 
     def _readable_still(self) -> None:
-        if self.open:
+        if self.open and not self._full:
             self._readable()
+
+    def _read_on(self) -> None:
+        if self._full and isinstance(self.connection, ssl.SSLSocket) and self.connection.pending():
+            self._loop.call_soon(self._readable_still)
+        super()._read_on()
 
     def _transmit(self, data: memoryview) -> int:
         try:

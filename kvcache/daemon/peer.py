@@ -43,6 +43,7 @@ class Peer:
         self.most_bytes = FIRST_BYTES  # of a message
         self._loop, self._on_message, self._on_end = loop, on_message, on_end
         self._read = bytearray()
+        self._full = False  # whole messages wait: no more is read before they have had their turn
         self._unread: deque[memoryview] = deque()
         self._unread_bytes = 0
         self.open = True
@@ -142,6 +143,8 @@ class Peer:
         self._answer_some()
 
     def _answer_some(self) -> None:
+        """What has been read and not answered is less than a message and what one call brings, however much is sent:
+        the rest stays with whoever sends it."""
         for _ in range(AT_ONCE):
             if not self.open:
                 return
@@ -152,10 +155,20 @@ class Peer:
                 self.close()
                 return
             if message is None:
+                self._read_on()
                 return
             self._on_message(self, message)
-        if self.open:
-            self._loop.call_soon(self._answer_some)
+        if not self.open:
+            return
+        if not self._full:
+            self._full = True
+            self._loop.remove_reader(self.connection)
+        self._loop.call_soon(self._answer_some)
+
+    def _read_on(self) -> None:
+        if self._full:
+            self._full = False
+            self._loop.add_reader(self.connection, self._readable)
 
     def _next(self) -> dict[str, Any] | None:
         if len(self._read) < HEAD_BYTES:

@@ -1,0 +1,157 @@
+"""A connection as the loop sees it: what it keeps of a client that says more than it is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.daemon.guest import Guest
+from kvcache.daemon.peer import AT_ONCE, Peer
+from kvcache.daemon.protocol import FRAME_BYTES, HEAD_BYTES, pack
+from kvcache.daemon.tls import server_context
+from kvcache.daemon.wire import BUFFER_BYTES
+from tests.daemon.authority import Authority
+
+Make = Callable[[str], tuple[Peer, socket.socket]]
+
+
+class Floor:
+    """A loop, what was said on it, and how much was kept unread at most."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.said: dict[Peer, list[Any]] = {}
+        self.most_kept = 0
+        self.gone: list[Peer] = []
+
+    def heard(self, peer: Peer, message: dict[str, Any]) -> None:
+        self.said.setdefault(peer, []).append(message.get("n"))
+        self.most_kept = max(self.most_kept, len(peer._read))
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < end, "it never came to that"
+            self.loop.run_until_complete(asyncio.sleep(0))
+
+
+@pytest.fixture
+def floor() -> Iterator[Floor]:
+    made = Floor()
+    yield made
+    made.loop.close()
+
+
+@pytest.fixture
+def join(floor: Floor, tmp_path: Path) -> Iterator[Make]:
+    ends: list[Peer | socket.socket] = []
+
+    def unix() -> tuple[Peer, socket.socket]:
+        ours, theirs = socket.socketpair()
+        return Peer(floor.loop, ours, floor.heard, floor.gone.append), theirs
+
+    def tls() -> tuple[Peer, socket.socket]:
+        authority = Authority(tmp_path)
+        context = server_context(str(authority.sign("daemon", "127.0.0.1")), "", "", required=False)
+        trusts = ssl.create_default_context(cafile=str(authority.file))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            raw = socket.create_connection(listener.getsockname(), 60)
+            ours, _ = listener.accept()
+        peer = Guest(floor.loop, ours, context, floor.heard, floor.gone.append)
+        found: list[socket.socket] = []
+        thread = threading.Thread(target=lambda: found.append(trusts.wrap_socket(raw, server_hostname="127.0.0.1")))
+        thread.start()
+        floor.until(lambda: not thread.is_alive())
+        thread.join()
+        return peer, found[0]
+
+    def make(kind: str) -> tuple[Peer, socket.socket]:
+        peer, theirs = {"unix": unix, "tls": tls}[kind]()
+        peer.most_bytes = FRAME_BYTES
+        ends.extend((peer, theirs))
+        return peer, theirs
+
+    yield make
+    for end in ends:
+        end.close()
+
+
+@pytest.mark.parametrize("kind", ["unix", "tls"])
+def test_what_is_kept_of_a_flood_is_bounded_and_others_have_their_turn(floor: Floor, join: Make, kind: str) -> None:
+    (flooding, flood), (quiet, other) = join(kind), join("unix")
+    one = pack({"op": "close", "request": 1, "n": 1})
+    count = 6 * BUFFER_BYTES // len(one)
+    thread = threading.Thread(target=flood.sendall, args=(one * count,))
+    thread.start()
+    floor.until(lambda: len(floor.said.get(flooding, ())) > 10 * AT_ONCE)
+    other.sendall(pack({"n": 2}))
+    floor.until(lambda: quiet in floor.said)
+    assert len(floor.said[flooding]) < count, "others waited for all of it"
+    floor.until(lambda: len(floor.said[flooding]) == count)
+    thread.join()
+    assert floor.most_kept < BUFFER_BYTES + len(one)
+    flood.sendall(pack({"n": 3}))
+    floor.until(lambda: floor.said[flooding][-1] == 3)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tls"])
+def test_the_end_of_a_flood_is_seen(floor: Floor, join: Make, kind: str) -> None:
+    flooding, flood = join(kind)
+    thread = threading.Thread(target=flood.sendall, args=(pack({"n": 1}) * 10_000,))
+    thread.start()
+    floor.until(lambda: not thread.is_alive())
+    thread.join()
+    socket.socket.shutdown(flood, socket.SHUT_WR)
+    floor.until(lambda: floor.gone == [flooding])
+    assert len(floor.said[flooding]) == 10_000
+
+
+@pytest.mark.parametrize("kind", ["unix", "tls"])
+def test_a_long_message_behind_many_short_ones_comes_whole(floor: Floor, join: Make, kind: str) -> None:
+    peer, theirs = join(kind)
+    long = bytes(range(256)) * (FRAME_BYTES // 256 - 1)
+    said = pack({"n": 0}) * 100 + pack({"n": long}) + pack({"n": 1}) * 100
+    thread = threading.Thread(target=theirs.sendall, args=(said,))
+    thread.start()
+    floor.until(lambda: len(floor.said.get(peer, ())) == 201)
+    thread.join()
+    assert floor.said[peer] == [0] * 100 + [long] + [1] * 100
+    assert floor.most_kept < HEAD_BYTES + FRAME_BYTES + BUFFER_BYTES
+
+
+@settings(max_examples=30, deadline=None)
+@given(cuts=st.lists(st.integers(1, 300), max_size=40), count=st.integers(1, 4 * AT_ONCE))
+def test_messages_come_in_order_however_they_are_cut(cuts: list[int], count: int) -> None:
+    floor = Floor()
+    ours, theirs = socket.socketpair()
+    peer = Peer(floor.loop, ours, floor.heard, floor.gone.append)
+    said = b"".join(pack({"n": n}) for n in range(count))
+    for cut in cuts:
+        theirs.sendall(said[:cut])
+        said = said[cut:]
+        floor.loop.run_until_complete(asyncio.sleep(0))
+    theirs.sendall(said)
+    floor.until(lambda: len(floor.said.get(peer, ())) == count)
+    assert floor.said[peer] == list(range(count))
+    peer.close()
+    theirs.close()
+    floor.loop.close()
+
+
+def test_a_message_without_sense_ends_it_with_what_was_before_it_answered(floor: Floor, join: Make) -> None:
+    peer, theirs = join("unix")
+    with suppress(OSError):
+        theirs.sendall(pack({"n": 1}) * (2 * AT_ONCE) + b"\xff\xff\xff\xff" + pack({"n": 2}))
+    floor.until(lambda: floor.gone == [peer])
+    assert floor.said[peer] == [1] * (2 * AT_ONCE)
