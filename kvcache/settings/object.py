@@ -21,7 +21,11 @@ class Object(Section):
         "Credentials come from the environment, as the store's own tools have them, or from "
         "`object.credentials_file`, never from here.",
     )
-    endpoint: str = Field(default="", description="Where a store that speaks S3 is: `http://HOST:PORT`, `https://...`.")
+    endpoint: str = Field(
+        default="",
+        description="Where the store is, if not at the address of its kind: another server that speaks S3, an emulator. "
+        "`http://HOST:PORT`, `https://...`.",
+    )
     region: str = Field(default="", description="The region of the bucket, where the environment does not say it.")
     credentials_file: str = Field(
         default="",

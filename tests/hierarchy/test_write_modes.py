@@ -19,16 +19,18 @@ SHORT = list(range(40))  # ten blocks
 def open_cache(path: Path, mode: str, tier: str = "nvme", host_bytes: int = 512 * KiB, **flow: Any) -> Any:
     nvme = {"path": path / "nvme", "capacity_bytes": 64 << 20, "free_floor_bytes": 0, "write": mode}
     redis = {"enabled": True, "url": empty(path).unix, "write": mode} if tier == "redis" else {}
+    objects = {"enabled": True, "url": f"file://{path}/objects", "write": mode} if tier == "object" else {}
     return kvcache.open(
         host={"capacity_bytes": host_bytes},
         nvme=nvme if tier == "nvme" else {"enabled": False},
         redis=redis,
+        object=objects,
         flow=flow,
         control={"enabled": False},
     )
 
 
-TIERS = ["nvme", pytest.param("redis", marks=pytest.mark.skipif(bool(MISSING), reason=MISSING))]
+TIERS = ["nvme", "object", pytest.param("redis", marks=pytest.mark.skipif(bool(MISSING), reason=MISSING))]
 
 
 @pytest.fixture(params=TIERS)

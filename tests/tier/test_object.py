@@ -23,6 +23,7 @@ from kvcache.testing.blocks import PAYLOAD_BYTES, chain, record
 from kvcache.testing.tier import Clock, intact, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.object import catalogue as module
+from kvcache.tier.object.entrance import opened as opened_store
 from kvcache.tier.object.name import Names, Place
 from kvcache.tier.object.pack import Cut, made, read_table
 from kvcache.tier.tier import Outcome
@@ -326,6 +327,22 @@ def test_any_bytes_are_no_table(data: bytes) -> None:
         read_table(data)
 
 
+@pytest.mark.parametrize(
+    ("url", "endpoint", "config"),
+    [
+        ("s3://b", "http://127.0.0.1:1", {"bucket": "b", "endpoint": "http://127.0.0.1:1"}),
+        ("gs://b", "http://127.0.0.1:1", {"bucket": "b", "base_url": "http://127.0.0.1:1"}),
+        ("gs://b", "", {"bucket": "b"}),
+        ("az://a/c", "", {"account_name": "a", "container_name": "c"}),
+        ("az://a/c", "http://127.0.0.1:1/a", {"account_name": "a", "endpoint": "http://127.0.0.1:1/a"}),
+    ],
+)
+def test_each_makers_store_is_told_where_it_is(url: str, endpoint: str, config: dict[str, str]) -> None:
+    store = opened_store(url, endpoint=endpoint, region="", credentials_file="", timeout_s=1)
+    assert config.items() <= dict(store.config).items()
+    assert store.prefix is None
+
+
 def test_names() -> None:
     names, (address,) = Names("a/b"), chain(1)
     path = names.pack(Place.of(address), address.signature)
@@ -346,6 +363,9 @@ def test_names() -> None:
         ({"url": "nowhere"}, "object.url"),
         ({"url": "file:///tmp/x", "connections": 0}, "object.connections"),
         ({"url": "s3://bucket", "credentials_file": "/nowhere/at/all"}, "object.credentials_file"),
+        ({"url": "az://container"}, "az://ACCOUNT/CONTAINER"),
+        ({"url": "az://account/container/folder"}, "az://ACCOUNT/CONTAINER"),
+        ({"url": "gs://bucket", "region": "us-east-1"}, "region"),
     ],
 )
 def test_settings_that_make_no_sense(settings: dict[str, Any], said: str) -> None:

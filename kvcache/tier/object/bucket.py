@@ -11,19 +11,14 @@ import asyncio
 import concurrent.futures
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar, cast
-from urllib.parse import urlsplit
 
-from kvcache.errors import ConfigError
 from kvcache.observe.request import logger
 from kvcache.port import Clock
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
 
 T = TypeVar("T")
-RETRIES = 3
 _LONG = 6
 """Listings, and reading many tables, may take so many times what other calls may."""
 NEAR_BYTES = 1 << 20
@@ -58,58 +53,6 @@ class Listed:
         self.size = int(meta["size"])
         self.mark = str(meta["e_tag"] or meta["last_modified"])
         self.age_s = now - float(meta["last_modified"].timestamp())
-
-
-def _options(file: str) -> dict[str, str]:
-    """Of a file with `name = value` a line, which may hold secrets; nothing of it stands in an error."""
-    try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"object.credentials_file = {file!r}: {type(error).__name__}; expected a file") from None
-    found = {}
-    for line in (line.strip() for line in lines):
-        name, equals, value = line.partition("=")
-        if line and not line.startswith("#"):
-            if not equals:
-                raise ConfigError(f"object.credentials_file = {file!r}: expected `name = value` a line")
-            found[name.strip().lower()] = value.strip().strip("\"'")
-    return found
-
-
-def opened(url: str, *, endpoint: str, region: str, credentials_file: str, timeout_s: float) -> Any:
-    """The store of a URL, of which nothing is asked yet. ConfigError where it is none."""
-    try:
-        from obstore.store import from_url
-    except ModuleNotFoundError:
-        raise ConfigError("object.enabled: needs obstore; pip install 'kvcache-tiers[object]'") from None
-    parts = urlsplit(url)
-    config: dict[str, Any] = _options(credentials_file) if credentials_file else {}
-    if "@" in parts.netloc or parts.query:
-        raise ConfigError("object.url: holds credentials; give them in object.credentials_file or the environment")
-    if not parts.scheme:
-        raise ConfigError(f"object.url = {url!r}: expected s3://, gs://, az:// or file:///")
-    try:
-        if parts.scheme == "file":
-            return from_url(url, mkdir=True, automatic_cleanup=True)
-        if parts.scheme == "memory":
-            return from_url(url)
-        config |= {"endpoint": endpoint} if endpoint else {}
-        config |= {"region": region} if region else {}
-        options = {"timeout": f"{timeout_s}s", "connect_timeout": f"{timeout_s}s"}
-        if endpoint.startswith("http://"):
-            options["allow_http"] = True  # type: ignore[assignment]  # a table of both
-        retries = {
-            "max_retries": RETRIES,
-            "retry_timeout": timedelta(seconds=timeout_s),
-            "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1), "base": 2},
-        }
-        make = cast(Callable[..., Any], from_url)
-        return make(url, config=config, client_options=options, retry_config=retries)
-    except ConfigError:
-        raise
-    except Exception as error:  # noqa: BLE001  whatever obstore makes of a URL or an option
-        said = type(error).__name__ if credentials_file else str(error).splitlines()[0]
-        raise ConfigError(f"object.url = {url!r}: {said}; expected s3://, gs://, az:// or file:///") from None
 
 
 class Bucket:

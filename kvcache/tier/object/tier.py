@@ -17,8 +17,9 @@ from kvcache.observe.reasons import REASONS
 from kvcache.port import Port
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
-from kvcache.tier.object.bucket import Bucket, RefusedError, log, opened
+from kvcache.tier.object.bucket import Bucket, RefusedError, log
 from kvcache.tier.object.catalogue import Catalogue
+from kvcache.tier.object.entrance import opened
 from kvcache.tier.object.name import Names
 from kvcache.tier.object.store import Settle, Store
 from kvcache.tier.object.survey import Survey
