@@ -23,8 +23,8 @@ class Object(Section):
     )
     endpoint: str = Field(
         default="",
-        description="Where the store is, if not at the address of its kind: another server that speaks S3, an emulator. "
-        "`http://HOST:PORT`, `https://...`.",
+        description="Where the store is, if not at the address of its kind: `http://HOST:PORT` or `https://...` of "
+        "another server that speaks S3, or of an emulator.",
     )
     region: str = Field(default="", description="The region of the bucket, where the environment does not say it.")
     credentials_file: str = Field(

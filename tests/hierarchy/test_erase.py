@@ -209,6 +209,34 @@ def test_stores_that_are_still_on_their_way_are_said(opened: Any, monkeypatch: p
     assert list(cache.erasure.erase(tenant="mine").left) == ["stores"]
 
 
+@pytest.mark.parametrize(("stores", "said"), [(2, set()), (99, {"nvme"})])
+def test_an_engine_that_goes_on_storing_is_met_for_some_rounds(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, stores: int, said: set[str]
+) -> None:
+    """What comes meanwhile goes in the next round; who never stops is said, and the erasure ends."""
+    cache = opened()
+    mine = bind(cache, "mine")
+    kept(mine)
+    assert cache.flush(30)
+    nvme, rounds = cache.below[0], list[int]()
+    purge = nvme.purge
+
+    def meanwhile(namespace: bytes) -> Any:
+        came = purge(namespace)
+        rounds.append(len(rounds))
+        if len(rounds) <= stores:
+            kept(mine)
+            assert cache.flush(30)
+        return came
+
+    monkeypatch.setattr(nvme, "purge", meanwhile)
+    erased = cache.erasure.erase(tenant="mine")
+    assert len(rounds) == 3
+    assert set(erased.left) >= said
+    assert bool(erased.left) == bool(said)
+    assert (found(mine) > 0) == bool(said)
+
+
 def test_whose_a_namespace_is_is_noted_until_it_is_kept(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = opened()
 

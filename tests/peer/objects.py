@@ -111,12 +111,14 @@ def shared(kind: str) -> Server:
 
 class Gate:
     """In front of a server. `status`: answered instead of it. `hang`: nothing is answered until `well`. `cut`: half of
-    each body, then the end. `body`: sent instead of what an object holds. `times`: for so many requests only."""
+    each body, then the end. `body`: sent instead of what an object holds. `times`: for so many requests only. `slow_s`:
+    so long after the answer has come, it goes on, or with `trickle` its body does."""
 
     def __init__(self, port: int) -> None:
         self.port = port
         self.status, self.body, self.cut, self.hang = 0, b"", False, False
         self.times: int | None = None
+        self.slow_s, self.trickle = 0.0, False
         self.requests = 0
         self._go_on = threading.Event()
         gate = self
@@ -144,6 +146,7 @@ class Gate:
 
     def well(self) -> None:
         self.status, self.body, self.cut, self.hang, self.times = 0, b"", False, False, None
+        self.slow_s, self.trickle = 0.0, False
         self._go_on.set()
 
     def _serve(self, asked: BaseHTTPRequestHandler) -> None:
@@ -187,8 +190,14 @@ class Gate:
             if name.lower() not in left_out | {"content-length"}:
                 asked.send_header(name, value)
         asked.send_header("Content-Length", length)
+        if not self.trickle:
+            threading.Event().wait(self.slow_s)
         asked.end_headers()
         if asked.command != "HEAD":
+            if self.trickle:
+                asked.wfile.write(body[:1])
+                body = body[1:]
+                threading.Event().wait(self.slow_s)
             asked.wfile.write(body[: len(body) // 2] if half else body)
         asked.close_connection = asked.close_connection or half
 

@@ -22,7 +22,7 @@ from kvcache.port import Port
 from kvcache.testing.blocks import PAYLOAD_BYTES, chain, record
 from kvcache.testing.tier import Clock, intact, write
 from kvcache.tier.object import ObjectTier
-from kvcache.tier.object import catalogue as module
+from kvcache.tier.object import tables as module
 from kvcache.tier.object.entrance import opened as opened_store
 from kvcache.tier.object.name import Names, Place
 from kvcache.tier.object.pack import Cut, made, read_table

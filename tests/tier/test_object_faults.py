@@ -128,6 +128,38 @@ def test_hung(gate: Gate) -> None:
         tier.close()
 
 
+@pytest.mark.parametrize("trickle", [False, True], ids=["late", "trickling"])
+def test_slow(gate: Gate, trickle: bool) -> None:
+    """It answers, but not in time: who has the time gets its answer; who has not ends by the deadline, and after three
+    of them nothing waits for it. What comes late touches nothing."""
+    clock = Clock()
+    tier = through(gate, clock, f"faults-{next(_numbers)}")
+    try:
+        blocks, new = chain(4), chain(2, seed=1)
+        assert set(write(tier, blocks)) == {DONE}
+        gate.slow_s, gate.trickle = 0.5, trickle
+        assert intact(tier, blocks)
+        assert set(write(tier, new)) == {DONE}
+        into = [record(address, data=bytes(12_000)) for address in blocks]
+        before = [bytes(segment) for segments in into for segment in segments]
+        for _ in range(3):
+            ticket = tier.submit("read", blocks, into, deadline=clock.now() + 0.05)
+            assert ticket.wait(60)
+            assert set(ticket.outcomes) == {LATE}
+        assert (tier.breaker, tier.counters["faults_timeout"]) == ("open", 3)
+        asked = gate.requests
+        assert set(read(tier, blocks)) == {FAILED}
+        assert tier.leading(chain(3, seed=2), deadline=clock.now() + 30).result(60) == 0
+        assert gate.requests == asked
+        clock.seconds += 1
+        assert intact(tier, blocks)  # the probe has the time
+        assert tier.breaker == "closed"
+        assert [bytes(segment) for segments in into for segment in segments] == before
+    finally:
+        gate.well()
+        tier.close()
+
+
 def test_closing_does_not_wait_for_a_hung_store(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvcache.tier.object.tier._CLOSE_S", 0.05)
     tier = through(gate, Clock(), f"faults-{next(_numbers)}", connections=1, timeout_s=1000)

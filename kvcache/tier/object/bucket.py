@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from kvcache.observe.request import logger
@@ -20,10 +21,11 @@ from kvcache.tier.counters import Counters
 
 T = TypeVar("T")
 _LONG = 6
-"""Listings, and reading many tables, may take so many times what other calls may."""
+"""Reading many tables, or deleting many objects, may take so many times what other calls may."""
 NEAR_BYTES = 1 << 20
 """Between two pieces of an object: reading them costs less than another request."""
-_PAGE = 1000
+PAGE = 1000
+"""Objects that a store names at a time."""
 _FAIR_S = 0.02  # a call given less than this says nothing of the store by being late
 _QUIET_S = 5.0
 _CLOSING_S = 5.0
@@ -59,7 +61,7 @@ class Bucket:
     def __init__(
         self, store: Any, where: str, *, timeout_s: float, most_at_once: int, clock: Clock, counters: Counters
     ) -> None:
-        self.where, self._store, self._timeout_s = where, store, timeout_s
+        self.where, self.timeout_s, self._store = where, timeout_s, store
         self._clock, self._counters, self._most = clock, counters, most_at_once
         self.breaker = Breaker(clock, pause_s=0.25, most_s=10.0)
         self._loop = asyncio.new_event_loop()
@@ -156,24 +158,39 @@ class Bucket:
             raise RefusedError("missing")
         return mark
 
-    def list(self, prefix: str, deadline: float | None) -> list[Listed]:
+    def pages(self, prefix: str) -> Iterator[list[Listed]]:
+        """What there is, some at a time; each page has the time of a call."""
         from obstore import list as listing
+
+        stream = listing(self._store, prefix, chunk_size=PAGE)
 
         async def call() -> list[Listed]:
             now = self._clock.wall()
-            found: list[Listed] = []
-            async for page in listing(self._store, prefix, chunk_size=_PAGE):
-                found += [Listed(cast(Mapping[str, Any], meta), now) for meta in page]
-            return found
+            try:
+                page = await stream.__anext__()
+            except StopAsyncIteration:
+                return []
+            return [Listed(cast(Mapping[str, Any], meta), now) for meta in page]
 
-        return self._run(call, deadline, times=_LONG) or []
+        while page := self._run(call, None):
+            yield page
 
     def delete(self, paths: Sequence[str], deadline: float | None) -> None:
         """What is gone already is no fault."""
         from obstore import delete_async
 
-        for path in paths:
-            self._run(lambda path=path: delete_async(self._store, path), deadline)  # type: ignore[misc]  # bound by a default
+        async def one(path: str, turn: asyncio.Semaphore) -> None:
+            async with turn:
+                with suppress(FileNotFoundError):
+                    await delete_async(self._store, path)
+
+        async def call(some: Sequence[str]) -> None:
+            turn = asyncio.Semaphore(self._most)
+            await asyncio.gather(*(one(path, turn) for path in some))
+
+        for first in range(0, len(paths), PAGE):
+            some = paths[first : first + PAGE]
+            self._run(lambda some=some: call(some), deadline, times=_LONG)  # type: ignore[misc]  # bound by a default
 
     # how they end
 
@@ -183,7 +200,7 @@ class Bucket:
         if not self.breaker.allows():
             raise RefusedError("breaker")
         began = self._clock.now()
-        most = times * self._timeout_s
+        most = times * self.timeout_s
         left = most if deadline is None else min(most, deadline - began)
         if self._closed:
             raise RefusedError("closed")

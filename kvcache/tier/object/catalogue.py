@@ -10,39 +10,27 @@ its first block.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 
-import msgpack
-from xxhash import xxh3_64_digest
-
 from kvcache.block.address import Address
-from kvcache.block.record import RecordError
 from kvcache.port import Clock
 from kvcache.tier.counters import Counters
-from kvcache.tier.object.bucket import Bucket, Listed, RefusedError, TakenError
+from kvcache.tier.object.bucket import Bucket, Listed
 from kvcache.tier.object.name import Names, Place
-from kvcache.tier.object.pack import Row, Table, read_table, table_bytes
+from kvcache.tier.object.pack import Row, Table
+from kvcache.tier.object.tables import Pack, Tables
 
-HEAD_BYTES = 16 << 10
-"""Read of a pack to learn its table: that of 170 records."""
-WORTH_COPYING = 64
-"""Packs that had to be read singly, from which on a catalogue is left for the next."""
-AT_ONCE = 512
-"""Tables that are read in one call, which has its own time."""
+MOST_RECORDS = 1 << 20
+"""Known at a time, at about 400 bytes of memory each: what lies in packs beyond them is found by their names alone."""
 _LISTING_SHARE = 20
 """Listings take at most so small a part of the time."""
+_PATIENCE = 0.5
+"""Of the time that a call has, so much is waited for a listing."""
 _MOMENT_S = 1.0  # how long it is remembered that there is no pack of a name
 _MOST_MISSING = 4096
-
-
-@dataclass(slots=True, eq=False)
-class Pack:
-    path: str
-    mark: str
-    table: Table
 
 
 Found = tuple[Pack, Row]
@@ -73,9 +61,11 @@ class Catalogue:
     ) -> None:
         """`background` runs a listing, where nobody's time is counted."""
         self._background = background
-        self._bucket, self._names, self._clock, self._counters = bucket, names, clock, counters
+        self._bucket, self._names, self._clock = bucket, names, clock
+        self._tables = Tables(bucket, names, counters)
         self._refresh_s = refresh_s
         self._known: dict[bytes, Known] = {}
+        self._records = 0  # in all packs that are known
         self._missing: dict[str, float] = {}
         self._lock = threading.RLock()  # an executor may run a listing where it is begun
 
@@ -134,22 +124,12 @@ class Catalogue:
 
     def learn(self, path: str, deadline: float | None, *, mark: str = "") -> Table | None:
         """Read a pack's table anew; None where there is no pack of this name, or its table is no table."""
-        head = self._bucket.get(path, deadline, end=HEAD_BYTES)
-        table = self._table(path, head, deadline)
+        table = self._tables.of(path, deadline)
         if table is None:
             self.forget(path)
         else:
             self.add(Pack(path, mark, table))
         return table
-
-    def _table(self, path: str, head: bytes | None, deadline: float | None) -> Table | None:
-        try:
-            if head is not None and (end := table_bytes(head)) > len(head):
-                head = self._bucket.get(path, deadline, end=end)
-            return None if head is None else read_table(head)
-        except RecordError as error:
-            self._counters.add("foreign" if error.foreign else "damaged")
-            return None
 
     def _look(self, address: Address) -> Found | None:
         with self._lock:
@@ -173,19 +153,24 @@ class Catalogue:
 
     def refresh(self, namespace: bytes, deadline: float | None, *, now: bool = False, wait: bool = True) -> None:
         """List a namespace where that is due, or `now`, on a thread of its own: a large one takes longer than who asks
-        has time. It is waited for where it is needed, `now` or for the first time (OSError where it failed or is late);
-        else by who would `wait`, and others go on with what is known."""
+        has time. `now` it is waited for (OSError where it failed or is late). Else who would `wait`, and who knows
+        nothing yet (OSError where it failed), waits for a part of the time, and goes on with what is known by then."""
         with self._lock:
             known = self._space(namespace)
         if not (now or self._due(known)):
             return
-        must = now or known.listed is None
+        first = known.listed is None
         future = self._begin(namespace, known)
         if future is None and now:  # one under way may not see what is asked about
-            self._await(known.listing, deadline, must=True)
+            self._await(known.listing, deadline, must=False)
             future = self._begin(namespace, known)
-        if must or wait:
-            self._await(future or known.listing, deadline, must=must)
+        if now:
+            if not self._await(future or known.listing, deadline, must=True):
+                raise TimeoutError("timeout")
+        elif first or wait:
+            began = self._clock.now()
+            end = began + self._bucket.timeout_s if deadline is None else deadline
+            self._await(future or known.listing, began + _PATIENCE * (end - began), must=first)
 
     def _begin(self, namespace: bytes, known: Known) -> Future[None] | None:
         """None where a listing is under way."""
@@ -205,16 +190,14 @@ class Catalogue:
         finally:
             known.turn.release()
 
-    def _await(self, listing: Future[None] | None, deadline: float | None, *, must: bool) -> None:
-        try:
-            if listing is not None:
-                listing.result(self._left(deadline))
-        except FutureTimeoutError:
-            if must:
-                raise TimeoutError("timeout") from None
-        except OSError:
-            if must:
-                raise
+    def _await(self, listing: Future[None] | None, deadline: float | None, *, must: bool) -> bool:
+        """Whether it ended by then. `must`: OSError where it failed."""
+        if listing is None:
+            return True
+        ended = bool(wait_for([listing], self._left(deadline)).done)
+        if ended and must:
+            listing.result()
+        return ended
 
     def _left(self, deadline: float | None) -> float | None:
         return None if deadline is None else max(0.0, deadline - self._clock.now())
@@ -224,61 +207,38 @@ class Catalogue:
 
     def _list(self, namespace: bytes, known: Known) -> None:
         began = self._clock.now()
-        before = set(known.packs)
-        there = self._bucket.list(self._names.namespace(namespace) + "/", None)
-        listed = {each.path: each for each in there if self._names.is_pack(each.path)}
-        for path in before - listed.keys():
-            self.forget(path)
-        new = [each for path, each in listed.items() if path not in before or self._changed(known, path, each)]
-        if len(new) >= WORTH_COPYING:
-            new = self._copied(namespace, new, None)
-        for first in range(0, len(new), AT_ONCE):  # what came stays, also where the rest does not
-            some = new[first : first + AT_ONCE]
-            heads = self._bucket.heads([each.path for each in some], HEAD_BYTES, None)
-            for each, head in zip(some, heads, strict=True):
-                table = self._table(each.path, head, None)
-                if table is not None and table.namespace == namespace:
-                    self.add(Pack(each.path, each.mark, table))
-        if len(new) >= WORTH_COPYING:
-            self._leave_copy(namespace, known, None)
+        for _ in self.walk(namespace):
+            pass
         known.listed = self._clock.now()
         known.pause_s = max(self._refresh_s, _LISTING_SHARE * (known.listed - began))
 
-    def _changed(self, known: Known, path: str, each: Listed) -> bool:
-        pack = known.packs.get(path)
+    def walk(self, namespace: bytes) -> Iterator[Pack]:
+        """Each pack that the store lists of a namespace, page by page: known from then on where there is room, also if
+        a later page does not come. What is not listed is forgotten at the end. OSError where a page did not come."""
+        with self._lock:
+            known = self._space(namespace)
+            gone = set(known.packs)
+        copies = self._tables.copies(namespace)
+        for page in self._bucket.pages(self._names.namespace(namespace) + "/"):
+            listed = [each for each in page if self._names.is_pack(each.path)]
+            gone.difference_update(each.path for each in listed)
+            there = [self._same(known, each) for each in listed]
+            yield from (pack for pack in there if pack is not None)
+            for pack in copies.read([each for each, pack in zip(listed, there, strict=True) if pack is None]):
+                if self._records + len(pack.table.rows) <= MOST_RECORDS:
+                    self.add(pack)
+                yield pack
+        for path in gone:
+            self.forget(path)
+        if copies.worth_leaving:
+            copies.leave(self.packs(namespace))
+
+    def _same(self, known: Known, each: Listed) -> Pack | None:
+        """What is known of this pack, where it has not changed since."""
+        pack = known.packs.get(each.path)
         if pack is not None and not pack.mark:
             pack.mark = each.mark  # it was read by name, after it was made
-        return pack is None or pack.mark != each.mark
-
-    def _copied(self, namespace: bytes, new: Sequence[Listed], deadline: float | None) -> list[Listed]:
-        """Learn from the catalogue what it has; the rest."""
-        data = self._bucket.get(self._names.catalogue(namespace), deadline) or b""
-        if len(data) < 8 or xxh3_64_digest(data[8:]) != data[:8]:
-            return list(new)
-        try:
-            copies = {str(path): (str(mark), bytes(table)) for path, mark, table in msgpack.unpackb(data[8:])}
-        except Exception:  # noqa: BLE001  whoever can write there may write anything
-            self._counters.add("damaged")
-            return list(new)
-        rest = []
-        for each in new:
-            mark, head = copies.get(each.path, ("", b""))
-            table = self._table(each.path, head, deadline) if mark == each.mark else None
-            if table is None or table.namespace != namespace or table.size_bytes != each.size:
-                rest.append(each)
-            else:
-                self.add(Pack(each.path, each.mark, table))
-        return rest
-
-    def _leave_copy(self, namespace: bytes, known: Known, deadline: float | None) -> None:
-        with self._lock:
-            packs = [pack for pack in known.packs.values() if pack.mark]
-        data = msgpack.packb([(pack.path, pack.mark, pack.table.pack()) for pack in packs])
-        try:
-            copy = [memoryview(xxh3_64_digest(data) + data)]
-            self._bucket.put(self._names.catalogue(namespace), copy, deadline, create=False)
-        except (RefusedError, TakenError, TimeoutError):
-            self._counters.add("catalogue_left_out")
+        return pack if pack is not None and pack.mark == each.mark else None
 
     def _space(self, namespace: bytes) -> Known:
         return self._known.setdefault(namespace, Known())
@@ -288,8 +248,12 @@ class Catalogue:
         self.forget(pack.path)
         table = pack.table
         with self._lock:
+            while self._records and self._records + len(table.rows) > MOST_RECORDS:  # the oldest of who has most
+                fullest = max(self._known.values(), key=lambda known: len(known.packs))
+                self.forget(next(iter(fullest.packs)))
             known = self._space(table.namespace)
             known.packs[pack.path] = pack
+            self._records += len(table.rows)
             rows = known.rows.setdefault(Place(table.namespace, table.group, table.shard), {})
             for row in table.rows:
                 there = rows.get(row.signature)
@@ -306,6 +270,7 @@ class Catalogue:
             if known is None or pack is None:
                 return
             table = pack.table
+            self._records -= len(table.rows)
             rows = known.rows.get(Place(table.namespace, table.group, table.shard), {})
             for row in table.rows:
                 if (found := rows.get(row.signature)) is not None and found[0] is pack:
@@ -314,11 +279,6 @@ class Catalogue:
     def packs(self, namespace: bytes) -> list[Pack]:
         with self._lock:
             return list(self._space(namespace).packs.values())
-
-    def rows(self, namespace: bytes) -> list[Found]:
-        """Each record that is there, once."""
-        with self._lock:
-            return [found for rows in self._space(namespace).rows.values() for found in rows.values()]
 
 
 def _end_ms(row: Row) -> float:

@@ -15,9 +15,10 @@ from kvcache.block.record import KEYED_DIGEST, RecordError, read_header, verify,
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
 from kvcache.tier.object.bucket import Bucket, RefusedError, TakenError
-from kvcache.tier.object.catalogue import Catalogue, Pack
+from kvcache.tier.object.catalogue import Catalogue
 from kvcache.tier.object.name import Names, Place
 from kvcache.tier.object.pack import Cut, Row, made
+from kvcache.tier.object.tables import Pack
 from kvcache.tier.piece import flat
 from kvcache.tier.queue import Batch
 from kvcache.tier.tier import Outcome, Segments, same_record

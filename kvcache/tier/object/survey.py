@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from kvcache.block.address import Address
 from kvcache.block.owner import OWNER_BYTES, Owner
 from kvcache.tier.object.bucket import Bucket, Listed, RefusedError, TakenError
-from kvcache.tier.object.catalogue import Catalogue, Pack
+from kvcache.tier.object.catalogue import Catalogue
 from kvcache.tier.object.name import OWNER, Names
+from kvcache.tier.object.tables import Pack
 from kvcache.tier.order import in_order
 from kvcache.tier.tier import Usage
 
@@ -32,11 +33,11 @@ class Survey:
     def __init__(self, bucket: Bucket, catalogue: Catalogue, names: Names) -> None:
         self._bucket, self._catalogue, self._names = bucket, catalogue, names
 
-    def listed(self, namespace: bytes | None = None) -> list[Listed]:
-        """Every object of ours."""
+    def listed(self, namespace: bytes | None = None) -> Iterator[Listed]:
+        """Every object of ours, as the pages come."""
         under = self._names.root if namespace is None else self._names.namespace(namespace)
-        listed = self._bucket.list(under + "/", None)
-        return [each for each in listed if self._names.namespace_of(each.path) is not None]
+        for page in self._bucket.pages(under + "/"):
+            yield from (each for each in page if self._names.namespace_of(each.path) is not None)
 
     def namespaces(self) -> list[bytes]:
         found = (self._names.namespace_of(each.path) for each in self.listed() if self._names.is_pack(each.path))
@@ -55,19 +56,22 @@ class Survey:
 
     def packs(self) -> Iterator[Pack]:
         for namespace in self.namespaces():
-            self._catalogue.refresh(namespace, None, now=True)
-            yield from self._catalogue.packs(namespace)
+            yield from self._catalogue.walk(namespace)
 
     def addresses(self, namespace: bytes | None = None) -> list[Address]:
-        found = []
+        """Each record once, each behind its parent."""
+        found: list[Address] = []
         for each in self.namespaces() if namespace is None else [namespace]:
-            self._catalogue.refresh(each, None, now=True)
-            found += in_order([pack.table.address(row) for pack, row in self._catalogue.rows(each)])
+            there: dict[bytes, Address] = {}
+            for pack in self._catalogue.walk(each):
+                addresses = map(pack.table.address, pack.table.rows)
+                there.update((address.name, address) for address in addresses)
+            found += in_order(list(there.values()))
         return found
 
     def usage(self) -> Usage:
-        listed = [each for each in self.listed() if self._names.is_pack(each.path)]
-        return Usage(len(self.addresses()), sum(each.size for each in listed), 0)
+        size = sum(each.size for each in self.listed() if self._names.is_pack(each.path))
+        return Usage(len(self.addresses()), size, 0)
 
     def check(self) -> list[str]:
         faults = []
@@ -107,13 +111,13 @@ class Survey:
         """Delete every object of a namespace; how many records there were. RefusedError where others go on storing."""
         records = len(self.addresses(namespace))
         for _ in range(_ROUNDS):
-            listed = self.listed(namespace)
-            if not listed:
+            paths = [each.path for each in self.listed(namespace)]
+            if not paths:
                 return records
-            self._bucket.delete([each.path for each in listed], None)
-            for each in listed:
-                self._catalogue.forget(each.path)
-        if self.listed(namespace):
+            self._bucket.delete(paths, None)
+            for path in paths:
+                self._catalogue.forget(path)
+        if any(True for _ in self.listed(namespace)):
             raise RefusedError("objects were stored meanwhile")
         return records
 
@@ -132,6 +136,6 @@ class Survey:
 
     def _drop_empty(self) -> None:
         """Of namespaces without a pack, delete what else there is."""
-        listed = self.listed()
+        listed = list(self.listed())
         full = {self._names.namespace_of(each.path) for each in listed if self._names.is_pack(each.path)}
         self._bucket.delete([each.path for each in listed if self._names.namespace_of(each.path) not in full], None)

@@ -1,0 +1,167 @@
+"""What a process learns from a store's listing: page by page, as far as it has room, and nobody waits for all of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.block.address import Address
+from kvcache.port import Port
+from kvcache.testing.blocks import chain
+from kvcache.testing.tier import Clock, intact, write
+from kvcache.tier.object import ObjectTier, bucket, catalogue
+from kvcache.tier.tier import Outcome
+from tests.peer.objects import MISSING, shared
+
+DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
+Open = Callable[..., ObjectTier]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    tiers: list[ObjectTier] = []
+
+    def open_tier(**settings: Any) -> ObjectTier:
+        given = {"url": f"file://{tmp_path}/store", "port": Port(clock=Clock()), "refresh_s": 1e9, "timeout_s": 60}
+        tiers.append(ObjectTier(**{**given, **settings}))
+        return tiers[-1]
+
+    yield open_tier
+    for tier in tiers:
+        tier.close()
+
+
+@pytest.fixture
+def chains(opened: Open, monkeypatch: pytest.MonkeyPatch) -> list[list[Address]]:
+    """Six packs of two records, which a listing names two at a time."""
+    monkeypatch.setattr(bucket, "PAGE", 2)
+    made = [chain(2, seed=seed) for seed in range(6)]
+    writer = opened()
+    assert {outcome for each in made for outcome in write(writer, each)} == {DONE}
+    return made
+
+
+def tails(chains: Sequence[Sequence[Address]]) -> list[Address]:
+    """What only a listing tells of: no pack bears their names."""
+    return [each[1] for each in chains]
+
+
+def test_pages_that_came_stay_where_a_later_one_does_not(
+    opened: Open, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = opened()
+    pages, heads = tier._bucket.pages, tier._bucket.heads
+    come, read = [2], list[int]()
+
+    def some(prefix: str) -> Iterator[Any]:
+        for number, page in enumerate(pages(prefix)):
+            if number == come[0]:
+                raise TimeoutError("timeout")
+            yield page
+
+    def counted(paths: Sequence[str], *given: Any) -> Any:
+        read.append(len(paths))
+        return heads(paths, *given)
+
+    monkeypatch.setattr(tier._bucket, "pages", some)
+    monkeypatch.setattr(tier._bucket, "heads", counted)
+    assert tier.contains(tails(chains)) == (Outcome.LATE,) * 6  # nobody says absent of what it was not told
+    assert len(tier._catalogue.packs(chains[0][0].namespace)) == 4
+    come[0] = 99
+    assert tier.contains(tails(chains)) == (DONE,) * 6
+    assert read == [2, 2, 2]
+
+
+def test_a_long_listing_holds_nobody_up(
+    opened: Open, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it goes on, what came of it is known, and the rest is found by its name."""
+    monkeypatch.setattr(catalogue, "_PATIENCE", 0.001)
+    tier = opened()
+    pages, go_on, came = tier._bucket.pages, threading.Event(), threading.Event()
+
+    def slow(prefix: str) -> Iterator[Any]:
+        for page in pages(prefix):
+            yield page
+            came.set()
+            assert go_on.wait(60)
+
+    monkeypatch.setattr(tier._bucket, "pages", slow)
+    try:
+        tier.contains(tails(chains))
+        assert came.wait(60)
+        assert sorted(tier.contains(tails(chains)), key=str) == sorted((ABSENT,) * 4 + (DONE,) * 2, key=str)
+        assert [tier.leading(each).result(60) for each in chains] == [2] * 6
+        assert all(intact(tier, each) for each in chains)
+        assert write(tier, chain(2, seed=9)) == (DONE, DONE)
+    finally:
+        go_on.set()
+
+
+def test_what_is_known_is_bounded_and_the_rest_is_found_by_its_name(
+    opened: Open, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalogue, "MOST_RECORDS", 5)
+    tier = opened()
+    assert sorted(tier.contains(tails(chains)), key=str) == sorted((ABSENT,) * 4 + (DONE,) * 2, key=str)
+    for each in [*chains, *chains]:
+        tier._catalogue._missing.clear()
+        assert tier.leading(each).result(60) == 2
+        assert intact(tier, each)
+        assert sum(len(pack.table.rows) for pack in tier._catalogue.packs(each[0].namespace)) == 4
+    assert write(tier, chain(9, seed=9)) == (DONE,) * 9  # more than there is room for
+    assert sorted(tier.scan(), key=str) == sorted([a for each in [*chains, chain(9, seed=9)] for a in each], key=str)
+    assert tier.check() == []
+    assert tier.purge(chains[0][0].namespace) == 21
+    assert list(tier.scan()) == []
+
+
+@pytest.mark.parametrize(("stores", "rounds"), [(0, 1), (2, 3), (99, 3)])
+def test_a_purge_meets_who_goes_on_storing(
+    opened: Open, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch, stores: int, rounds: int
+) -> None:
+    """What is stored while it deletes goes too, for so many rounds; who stores for longer is an error, not an end
+    that never comes."""
+    tier, other, left = opened(), opened(), [chain(1, seed=9 + i) for i in range(stores)]
+    delete, deleted = tier._bucket.delete, list[int]()
+
+    def meanwhile(paths: Sequence[str], deadline: float | None) -> None:
+        delete(paths, deadline)
+        deleted.append(len(paths))
+        if left:
+            assert write(other, left.pop()) == (DONE,)
+
+    monkeypatch.setattr(tier._bucket, "delete", meanwhile)
+    namespace = chains[0][0].namespace
+    if stores < 3:
+        assert tier.purge(namespace) == 12
+        assert list(opened().scan()) == []
+    else:
+        with pytest.raises(bucket.RefusedError, match="stored meanwhile"):
+            tier.purge(namespace)
+        assert len(list(opened().scan())) == 1
+    assert deleted == [6] + [1] * (rounds - 1)
+
+
+@pytest.mark.skipif(bool(MISSING["seaweedfs"]), reason=MISSING["seaweedfs"])
+def test_a_bucket_of_many_objects(opened: Open) -> None:
+    """More than a server names at a time: a cold process finds all of them, the next one from what the first left."""
+    store = {**shared("seaweedfs").settings, "prefix": "many"}
+    writer, chains = opened(**store), [chain(2, seed=seed) for seed in range(1100)]
+    with ThreadPoolExecutor(8) as pool:
+        assert {outcome for some in pool.map(lambda each: write(writer, each, 100), chains) for outcome in some} == {
+            DONE
+        }
+    asked = tails(chains)
+    for _ in range(2):
+        cold = opened(**store)
+        assert set(cold.contains(asked)) == {DONE}
+    assert "catalogue_left_out" not in cold.counters
+    assert len(list(cold.scan())) == 2200
+    assert cold.purge(asked[0].namespace) == 2200
+    assert list(opened(**store).scan()) == []
