@@ -188,10 +188,17 @@ class SystemClock:
 
 
 class ThreadExecutor:
-    """A bounded pool of named threads; the queue is bounded by its callers, who count what is in flight."""
+    """A bounded pool of named threads; the queue is bounded by its callers, who count what is in flight.
+
+    All of them are there once it is made: whoever submits is often a scheduler, which no start of a thread should keep.
+    """
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"kvcache-{name}")
+        begun = threading.Event()
+        for _ in range(threads):  # a call that waits holds its thread, so that the next call starts another
+            self._pool.submit(begun.wait)
+        begun.set()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         return self._pool.submit(call)

@@ -54,8 +54,8 @@ void py_copy(const py::object& bases, const std::array<u64, MAX_AXES>& extents, 
 }
 
 void py_populate(const py::object& memory) {
-    constexpr std::size_t PAGE = 4096, STEP = 16 << 20;  // other threads may map memory between two steps
-    constexpr int POPULATE_WRITE = 23;                   // Linux 5.14, newer than some headers
+    constexpr std::size_t PAGE = 4096, STEP = 2 << 20;  // between two steps other threads may map memory: a stack
+    constexpr int POPULATE_WRITE = 23;                  // Linux 5.14, newer than some headers
     const Buffer view(memory, PyBUF_WRITABLE);
     py::gil_scoped_release unlocked;
     const std::size_t skipped = (PAGE - reinterpret_cast<std::uintptr_t>(view.data()) % PAGE) % PAGE;
