@@ -7,16 +7,14 @@ the record's own. Threads are bounded; none of them is held by a store that hang
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 
 from kvcache.block.address import Address
 from kvcache.block.keyed import Signer
 from kvcache.block.owner import Owner
 from kvcache.errors import ConfigError
-from kvcache.observe.reasons import REASONS
 from kvcache.port import Port
 from kvcache.tier.breaker import Breaker
-from kvcache.tier.counters import Counters
+from kvcache.tier.far import FarTier
 from kvcache.tier.object.bucket import Bucket, RefusedError, log
 from kvcache.tier.object.catalogue import Catalogue
 from kvcache.tier.object.entrance import opened
@@ -24,15 +22,13 @@ from kvcache.tier.object.name import Names
 from kvcache.tier.object.store import Settle, Store
 from kvcache.tier.object.survey import Survey
 from kvcache.tier.queue import Batch
-from kvcache.tier.queued import QueuedTier
 from kvcache.tier.tier import Outcome, Usage
 
 _CLOSE_S = 5.0  # how long closing waits for what is under way before it drops it
-_MOST_LOOKUPS = 64
 _ROOM_BYTES = 1 << 60
 
 
-class ObjectTier(QueuedTier):
+class ObjectTier(FarTier):
     """Records in an object store: S3 and what speaks like it, Google's, Azure's, a directory.
 
     `url`: `s3://BUCKET`, `gs://BUCKET`, `az://ACCOUNT/CONTAINER`, `file:///DIRECTORY`. `pack_bytes`: records of a chain
@@ -43,7 +39,6 @@ class ObjectTier(QueuedTier):
     """
 
     name = "object"
-    durable = shared = True
 
     def __init__(
         self,
@@ -74,11 +69,10 @@ class ObjectTier(QueuedTier):
         signer = Signer.of(signing_key_file, "object.signing_key_file") if signing_key_file else None
         found = opened(url, endpoint=endpoint, region=region, credentials_file=credentials_file, timeout_s=timeout_s)
         super().__init__(
-            threads=connections, queue_bytes=queue_bytes, port=port, log=log, piece_bytes=pack_bytes, spread=1
+            connections=connections, queue_bytes=queue_bytes, port=port, log=log, piece_bytes=pack_bytes, spread=1
         )
         clock = self._port.clock
         self.where, self._timeout_s, self._names = url, timeout_s, names
-        self._counters = Counters()
         self._bucket = Bucket(
             found, url, timeout_s=timeout_s, most_at_once=4 * connections, clock=clock, counters=self._counters
         )
@@ -97,11 +91,6 @@ class ObjectTier(QueuedTier):
             signer=signer,
         )
         self.survey = Survey(self._bucket, self._catalogue, names)
-        self._asking = self._port.executor(1, f"{self.name}-lookup")
-        self._lookups = 0
-
-    def __repr__(self) -> str:
-        return f"ObjectTier({self.where!r})"
 
     def _do(self, piece: Batch) -> None:
         settle = self._settle(piece)
@@ -129,38 +118,8 @@ class ObjectTier(QueuedTier):
             if not batch.ticket.settled(i):
                 settle(i, outcome, check)
 
-    def _defect(self) -> None:
-        self._counters.add("defects")
-
-    def leading(self, addresses: Sequence[Address], *, deadline: float | None = None) -> Future[int]:
-        """How many of a chain are here, from its head: from what is known, and by asking for what goes on. 0 where the
-        store does not answer in time and nothing is known."""
-        nothing: Future[int] = Future()
-        with self._lock:
-            if self._closed or self._lookups >= _MOST_LOOKUPS or not addresses:
-                nothing.set_result(0)
-                return nothing
-            self._lookups += 1
-        return self._asking.submit(lambda: self._look(addresses, deadline))
-
-    def _look(self, addresses: Sequence[Address], deadline: float | None) -> int:
-        try:
-            return self._catalogue.leading(addresses, deadline)
-        except OSError:
-            return 0
-        finally:
-            with self._lock:
-                self._lookups -= 1
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """What happened since the tier was opened, by name."""
-        return self._counters.snapshot()
-
-    @property
-    def faults(self) -> dict[str, int]:
-        """Of the counters those that tell of something wrong."""
-        return {name: count for name, count in self.counters.items() if name in REASONS["tier_faults", "fault"]}
+    def _reach(self, addresses: Sequence[Address], deadline: float | None) -> int:
+        return self._catalogue.leading(addresses, deadline)
 
     @property
     def breaker(self) -> str:
@@ -184,10 +143,6 @@ class ObjectTier(QueuedTier):
             return iter(self.survey.addresses())
         except OSError:
             return iter(())
-
-    def sync(self) -> bool:
-        """What was acknowledged is as safe as the store makes it."""
-        return True
 
     def purge(self, namespace: bytes) -> int | None:
         """Deletes all objects of the namespace, copies and leftovers too, until none is listed. OSError where the store
@@ -221,16 +176,11 @@ class ObjectTier(QueuedTier):
         shut = not self._closed and (self._bucket.breaker.is_open() or self._shut.is_open())
         return [f"object {self.where}: it does not answer, or refuses; it is tried again by itself"] if shut else []
 
+    def _hang_up(self) -> None:
+        self._bucket.close()
+
     def close(self) -> bool:
         """Run what was submitted, for a moment; what the store leaves unanswered then fails. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return True
-            self._closed = True
-        if not self._stop(_CLOSE_S):
-            self._give_up("closed")
-        self._bucket.close()
-        self._executor.close()
-        self._asking.close()
+        closed = self._close(_CLOSE_S)
         self._listing.close()
-        return True
+        return closed

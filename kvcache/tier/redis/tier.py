@@ -7,7 +7,6 @@ Nothing is remembered here of what is there. Threads are bounded and have one co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -16,14 +15,12 @@ from kvcache.block.address import Address
 from kvcache.block.keyed import Signer
 from kvcache.block.owner import Owner
 from kvcache.block.record import CHUNK_BYTES
-from kvcache.errors import ClosedError, ConfigError
-from kvcache.observe.reasons import REASONS
+from kvcache.errors import ConfigError
 from kvcache.port import Port
 from kvcache.tier.breaker import Breaker
-from kvcache.tier.counters import Counters
+from kvcache.tier.far import FarTier
 from kvcache.tier.order import in_order
 from kvcache.tier.queue import Batch
-from kvcache.tier.queued import QueuedTier
 from kvcache.tier.redis import owners
 from kvcache.tier.redis.entrance import Entrance
 from kvcache.tier.redis.life import Life
@@ -38,13 +35,12 @@ from kvcache.tier.redis.survey import Survey
 from kvcache.tier.tier import Outcome, Usage
 
 _CLOSE_S = 2.0  # how long closing waits for what is under way before it cuts the connections
-_MOST_LOOKUPS = 64
 _MOST_MOVES = 3  # how often a call follows keys that are moved between servers
 
 Work = Callable[..., None]
 
 
-class RedisTier(QueuedTier):
+class RedisTier(FarTier):
     """Records in a Redis or Valkey server (6.2 or newer), under keys that begin with `prefix`.
 
     `part_bytes`: a longer payload is split; a multiple of 256 KiB, 16 MiB at most. `expire_s`: after so long a record
@@ -56,7 +52,6 @@ class RedisTier(QueuedTier):
     """
 
     name = "redis"
-    durable = shared = True
 
     def __init__(
         self,
@@ -91,8 +86,7 @@ class RedisTier(QueuedTier):
         ):
             if value < least:
                 raise ConfigError(f"redis.{setting} = {value}: expected at least {least}")
-        super().__init__(threads=connections, queue_bytes=queue_bytes, port=port, log=log)
-        self._counters = Counters()
+        super().__init__(connections=connections, queue_bytes=queue_bytes, port=port, log=log)
         entrance = Entrance(
             url,
             username=username,
@@ -117,11 +111,6 @@ class RedisTier(QueuedTier):
         self._survey = Survey(names, self._store)
         self._lookup = Lookup(self._nodes, names, self._store, self._port.clock)
         self._timeout_s = timeout_s
-        self._lookups = 0
-        self._asking = self._port.executor(1, f"{self.name}-lookup")
-
-    def __repr__(self) -> str:
-        return f"RedisTier({self.where!r})"
 
     def _do(self, piece: Batch) -> None:
         left: dict[int, str] | None = None  # all of it
@@ -168,46 +157,13 @@ class RedisTier(QueuedTier):
         """Settle what of a batch is not settled."""
         Settling(batch, self._counters).rest(outcome, check)
 
-    def _defect(self) -> None:
-        self._counters.add("defects")
-
-    def leading(self, addresses: Sequence[Address], *, deadline: float | None = None) -> Future[int]:
-        """How many of a chain are here, from its head: in a few round trips however long it is, since a tail is stored
-        behind its head. A hole that the probes step over shows as a shorter prefix when the blocks are read. 0 where
-        the server does not answer in time."""
-        with self._lock:
-            if self._closed:
-                raise ClosedError("redis tier: it was closed")
-            if self._lookups >= _MOST_LOOKUPS or not addresses:
-                nothing: Future[int] = Future()
-                nothing.set_result(0)
-                return nothing
-            self._lookups += 1
-        return self._asking.submit(lambda: self._look(addresses, deadline))
-
     def forget(self) -> None:
         """What lookups remember: the next one asks for everything."""
         self._asking.submit(self._lookup.forget).result()
 
-    def _look(self, addresses: Sequence[Address], deadline: float | None) -> int:
+    def _reach(self, addresses: Sequence[Address], deadline: float | None) -> int:
         limit = self._port.clock.now() + self._timeout_s
-        try:
-            return self._lookup.leading(addresses, limit if deadline is None else min(limit, deadline))
-        except OSError:
-            return 0
-        finally:
-            with self._lock:
-                self._lookups -= 1
-
-    @property
-    def counters(self) -> dict[str, int]:
-        """What happened since the tier was opened, by name."""
-        return self._counters.snapshot()
-
-    @property
-    def faults(self) -> dict[str, int]:
-        """Of the counters those that tell of something wrong."""
-        return {name: count for name, count in self.counters.items() if name in REASONS["tier_faults", "fault"]}
+        return self._lookup.leading(addresses, limit if deadline is None else min(limit, deadline))
 
     @property
     def breaker(self) -> str:
@@ -233,10 +189,6 @@ class RedisTier(QueuedTier):
         """All records of this prefix, each behind its parent where that is here too. Asks for the head of each."""
         found = ask(self._nodes, self._survey.scan) or []
         return iter(in_order([address for some in found for address in some]))
-
-    def sync(self) -> bool:
-        """What was acknowledged is as safe as the server makes it."""
-        return True
 
     def purge(self, namespace: bytes) -> int | None:
         """Records go one by one; here goes what a fleet counted of them, and parts whose record was evicted. OSError
@@ -285,15 +237,9 @@ class RedisTier(QueuedTier):
         shut = [] if self._closed else [name for name, shut in self.breakers.items() if shut]
         return [f"redis {name}: it does not answer, or refuses; it is tried again by itself" for name in shut]
 
+    def _hang_up(self) -> None:
+        self._nodes.close()
+
     def close(self) -> bool:
         """Run what was submitted, for a moment; what the server leaves unanswered then fails. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return True
-            self._closed = True
-        if not self._stop(_CLOSE_S):
-            self._give_up("closed")
-        self._nodes.close()
-        self._executor.close()
-        self._asking.close()
-        return True
+        return self._close(_CLOSE_S)

@@ -1,0 +1,105 @@
+"""A tier over a server or a store that others use as well: what Redis and object stores have in common.
+
+How far a chain reaches there is asked on a thread apart; what is under way when the tier closes gets a moment.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from kvcache.block.address import Address
+from kvcache.errors import ClosedError
+from kvcache.observe.reasons import REASONS
+from kvcache.port import Port
+from kvcache.tier.counters import Counters
+from kvcache.tier.queued import QueuedTier
+
+_MOST_LOOKUPS = 64
+
+
+class FarTier(QueuedTier):
+    """To inherit. `_reach` and `_hang_up` besides what a `QueuedTier` says for itself."""
+
+    durable = shared = True
+    where: str
+
+    def __init__(
+        self,
+        *,
+        connections: int,
+        queue_bytes: int,
+        port: Port | None,
+        log: logging.Logger | logging.LoggerAdapter[logging.Logger],
+        **more: Any,
+    ) -> None:
+        super().__init__(threads=connections, queue_bytes=queue_bytes, port=port, log=log, **more)
+        self._counters = Counters()
+        self._lookups = 0
+        self._asking = self._port.executor(1, f"{self.name}-lookup")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.where!r})"
+
+    @abstractmethod
+    def _reach(self, addresses: Sequence[Address], deadline: float | None) -> int:
+        """How many of a chain are there. OSError where there is no answer."""
+
+    @abstractmethod
+    def _hang_up(self) -> None:
+        """Let go of all connections: what is still asked fails."""
+
+    def _defect(self) -> None:
+        self._counters.add("defects")
+
+    def leading(self, addresses: Sequence[Address], *, deadline: float | None = None) -> Future[int]:
+        """How many of a chain are there, from its head: in a few round trips however long it is, since a tail is stored
+        behind its head. A hole that the probes step over shows as a shorter prefix when the blocks are read. 0 where
+        there is no answer in time, and where too many ask at once."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"{self.name} tier: it was closed")
+            if self._lookups >= _MOST_LOOKUPS or not addresses:
+                nothing: Future[int] = Future()
+                nothing.set_result(0)
+                return nothing
+            self._lookups += 1
+        return self._asking.submit(lambda: self._look(addresses, deadline))
+
+    def _look(self, addresses: Sequence[Address], deadline: float | None) -> int:
+        try:
+            return self._reach(addresses, deadline)
+        except OSError:
+            return 0
+        finally:
+            with self._lock:
+                self._lookups -= 1
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """What happened since the tier was opened, by name."""
+        return self._counters.snapshot()
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """Of the counters those that tell of something wrong."""
+        return {name: count for name, count in self.counters.items() if name in REASONS["tier_faults", "fault"]}
+
+    def sync(self) -> bool:
+        """What was acknowledged is as safe as the other side makes it."""
+        return True
+
+    def _close(self, patience_s: float) -> bool:
+        with self._lock:
+            if self._closed:
+                return True
+            self._closed = True
+        if not self._stop(patience_s):
+            self._give_up("closed")
+        self._hang_up()
+        self._executor.close()
+        self._asking.close()
+        return True
