@@ -32,12 +32,13 @@ def until(true: Callable[[], Any], what: str, seconds: float = 60) -> None:
 
 
 class Node(Server):
-    """Of a cluster. Its port leaves room for that of the bus."""
+    """Of a cluster. Its port leaves room for that of the bus. `silent_ms`: after so long without a word the others take
+    it for lost: long, as a rule, since a busy machine keeps every process waiting."""
 
-    def __init__(self, *arguments: str, binary: str | None = None) -> None:
+    def __init__(self, *, silent_ms: int = 15_000, binary: str | None = None) -> None:
         bus = free_port()
-        options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "500", "--cluster-port", str(bus)]
-        options += ["--cluster-require-full-coverage", "no", "--repl-diskless-sync-delay", "0", *arguments]
+        options = ["--cluster-enabled", "yes", "--cluster-node-timeout", str(silent_ms), "--cluster-port", str(bus)]
+        options += ["--cluster-require-full-coverage", "no", "--repl-diskless-sync-delay", "0"]
         super().__init__(*options, binary=binary)
         self.bus = bus
         self.id = self.client.execute_command("CLUSTER MYID").decode()
@@ -50,7 +51,7 @@ class Cluster:
         self.nodes: list[Node] = []
         try:
             while len(self.nodes) < masters * (2 if replicas else 1):
-                self.nodes.append(Node(binary=binary))
+                self.nodes.append(Node(silent_ms=2_000 if replicas else 15_000, binary=binary))
             self._join(masters)
         except BaseException:
             self.end()

@@ -89,6 +89,7 @@ class Server:
         options = ["--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", self.socket, "--save", ""]
         options += ["--dir", self._directory.name, "--appendonly", "no", "--daemonize", "no", *self._arguments]
         options += ["--requirepass", self._password] if self._password else []
+        options += ["--lazyfree-lazy-user-flush", "no"]  # what is flushed leaves room when the answer is there
         said = Path(self._directory.name, "log")
         with said.open("wb") as log:
             self._process = subprocess.Popen([self.binary, *options], stdout=log, stderr=log)

@@ -276,9 +276,9 @@ def test_not_every_place_is_followed(alone: Proxy, behind: RedisTier) -> None:
 def test_a_lost_node_is_a_miss_and_the_others_serve(cluster: Cluster, way: str, caplog: Any) -> None:
     for node in cluster.nodes:
         node.client.flushall()
-    tier = open_tier(cluster, timeout_s=0.5)
+    tier = open_tier(cluster, timeout_s=3)
     blocks = chain(60)
-    write(tier, blocks)
+    assert write(tier, blocks) == (DONE,) * 60
     lost = cluster.nodes[1]
     gone = [i for i, address in enumerate(blocks) if cluster.owner(NAMES.record(address)) is lost]
     rest = [i for i in range(60) if i not in gone]
@@ -302,15 +302,15 @@ def test_a_lost_node_is_a_miss_and_the_others_serve(cluster: Cluster, way: str, 
 
 def test_a_replica_takes_over() -> None:
     cluster = Cluster(replicas=True)
-    tier = open_tier(cluster, timeout_s=0.5)
+    tier = open_tier(cluster)
     try:
         blocks = chain(60)
-        assert write(tier, blocks) == (DONE,) * 60
+        until(lambda: write(tier, blocks) == (DONE,) * 60, "the cluster takes them")
         for node in cluster.masters:
             until(lambda n=node: n.client.execute_command("WAIT", 1, 100), "the replica has what was written")
         cluster.masters[0].stop()
         until(lambda: read(tier, blocks).count(DONE) >= 58, "what was stored is found at the replica")
-        assert set(write(tier, chain(30, seed=2))) == {DONE}
+        until(lambda: set(write(tier, chain(30, seed=2))) == {DONE}, "the replica takes blocks")
         assert tier.leading(blocks).result(20) >= 1
     finally:
         tier.close()
