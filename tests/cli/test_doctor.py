@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
+import shutil
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +18,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvcache
-from kvcache.cli import main as frame
 from kvcache.cli.doctor import drive, memory, room, secrets, software, trip
 from kvcache.cli.doctor.finding import Finding
 from kvcache.config import load
@@ -33,18 +32,10 @@ Kv = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def kv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], runtime: Path) -> Iterator[Kv]:
-    """The command, with a short drive test; gives exit code, what was printed, what was said beside."""
+def kv(kv: Kv, monkeypatch: pytest.MonkeyPatch, runtime: Path) -> Kv:
+    """With a short drive test."""
     monkeypatch.setattr(drive, "TOTAL_BYTES", 16 * MiB)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvcache", *arguments])
-        with pytest.raises(SystemExit) as left:
-            frame.main()
-        said = capsys.readouterr()
-        return int(left.value.code or 0), said.out, said.err
-
-    return run
+    return kv
 
 
 @pytest.fixture
@@ -383,9 +374,7 @@ def test_a_server_is_asked_and_left_as_it_was(kv: Kv, file: Path) -> None:
     try:
         file.write_text(f'{file.read_text()}[redis]\nenabled = true\nurl = "{server.unix}"\n')
         code, out, _ = kv("doctor", str(file))
-        assert code == 0
-        assert "maxmemory-policy is allkeys-lru" in out
-        assert "1 MiB there and back" in out
+        assert (code, "maxmemory-policy is allkeys-lru" in out, "1 MiB there and back" in out) == (0, True, True)
         assert server.client.dbsize() == 0
         server.client.config_set("maxmemory-policy", "noeviction")
         assert "CONFIG SET maxmemory-policy" in kv("doctor", str(file))[1]
@@ -397,3 +386,15 @@ def test_a_server_is_asked_and_left_as_it_was(kv: Kv, file: Path) -> None:
         assert "FileNotFoundError" in out or "ConnectionRefusedError" in out
     finally:
         server.end()
+
+
+def test_an_object_store_is_asked_and_left_as_it_was(kv: Kv, file: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    file.write_text(f'{file.read_text()}[object]\nenabled = true\nurl = "file://{store}"\n')
+    code, out, _ = kv("doctor", str(file))
+    assert (code, "ok    object trip       1 MiB there and back" in out) == (0, True)
+    assert [path for path in store.rglob("*") if path.is_file()] == []
+    shutil.rmtree(store)
+    store.write_text("a file where the store should be")
+    code, out, _ = kv("doctor", str(file))
+    assert (code, "fail  object trip" in out, "load from nvme" in out) == (1, True, True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 
 import kvcache
 from kvcache.block.layout import KVLayout
-from kvcache.cli import main as frame
 from kvcache.cli.explain import ADVICE, words
 from kvcache.daemon.control import explain as answers
 from kvcache.observe.reasons import REASONS
@@ -59,18 +57,6 @@ def cache(model: Path) -> Iterator[Any]:
                 ids = [list(range(len(r.signatures) - hit.blocks))]
                 assert r.store(pages, ids, first_block=hit.blocks).wait(30)
         yield made
-
-
-@pytest.fixture
-def kv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvcache", *arguments])
-        with pytest.raises(SystemExit) as left:
-            frame.main()
-        said = capsys.readouterr()
-        return int(left.value.code or 0), said.out, said.err
-
-    return run
 
 
 def test_a_request_is_explained_with_its_text_and_the_timestamp_named(cache: Any, kv: Any, model: Path) -> None:

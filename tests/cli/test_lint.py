@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvcache.cli import main as frame
 from tests.cli.test_explain import model  # noqa: F401  a fixture
 
 RULES = " ".join(f"Rule {i}: answer with care and mention clause {i}." for i in range(40))
 
 
-@pytest.fixture
-def kv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setenv("COLUMNS", "300")
-        monkeypatch.setattr(sys, "argv", ["kvcache", *arguments])
-        with pytest.raises(SystemExit) as left:
-            frame.main()
-        said = capsys.readouterr()
-        return int(left.value.code or 0), said.out, said.err
-
-    return run
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
 
 
 def test_the_timestamp_is_named_and_what_moving_it_brings(kv: Any, model: Path, tmp_path: Path) -> None:  # noqa: F811

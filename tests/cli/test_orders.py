@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.cli import main as frame
 from kvcache.hierarchy.cache import Cache
 from tests.daemon.house import bound_to, load, store
 
@@ -37,18 +35,6 @@ def cache() -> Iterator[Cache]:
         store(zeta, list(range(50, 62)), 2)
         yield made
         assert made.check() == []
-
-
-@pytest.fixture
-def kv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvcache", *arguments])
-        with pytest.raises(SystemExit) as left:
-            frame.main()
-        said = capsys.readouterr()
-        return int(left.value.code or 0), said.out, said.err
-
-    return run
 
 
 def later(cache: Cache, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:

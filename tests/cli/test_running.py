@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 
 import kvcache
 from kvcache.block.layout import KVLayout
-from kvcache.cli import main as frame
 from kvcache.transfer.pages import GroupPages
 
 LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=256, dtype="fp32", block_tokens=4)
@@ -43,20 +41,6 @@ def cache() -> Iterator[Any]:
 @pytest.fixture
 def address() -> str:
     return f"{os.getpid()}-1"
-
-
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit code, what was printed, what was said beside."""
-    monkeypatch.setattr(sys, "argv", ["kvcache", *arguments])
-    with pytest.raises(SystemExit) as left:
-        frame.main()
-    said = capsys.readouterr()
-    return int(left.value.code or 0), said.out, said.err
-
-
-@pytest.fixture
-def kv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    return lambda *arguments: run(monkeypatch, capsys, *arguments)
 
 
 def test_stats_tells_what_more_memory_would_find(kv: Any, cache: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.cli import main as frame
 from kvcache.cli import top
 from kvcache.daemon.http.app import Site
 from kvcache.daemon.http.server import listening, start
@@ -49,18 +47,6 @@ def cache() -> Iterator[Cache]:
         load(bound, list(range(64)))
         made.curve()  # plays what waits, so that statistics stay as they are
         yield made
-
-
-@pytest.fixture
-def kv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvcache", *arguments])
-        with pytest.raises(SystemExit) as left:
-            frame.main()
-        said = capsys.readouterr()
-        return int(left.value.code or 0), said.out, said.err
-
-    return run
 
 
 @pytest.fixture

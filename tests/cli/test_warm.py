@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.cli import main as frame
 from tests.contract.caches import FULL, Engine, bind, store
 from tests.fleet.test_engine import USED, Spoken, spoken
 from tests.peer.fleet import until
@@ -44,18 +42,6 @@ def settings(tmp_path: Path, server: Server) -> Path:
 def cache(settings: Path) -> Iterator[Any]:
     with closing(kvcache.open(settings, host__capacity_bytes="1MiB", warm__heat_every_s=0.02)) as opened:
         yield opened
-
-
-@pytest.fixture
-def kv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["kvcache", *arguments])
-        with pytest.raises(SystemExit) as left:
-            frame.main()
-        said = capsys.readouterr()
-        return int(left.value.code or 0), said.out, said.err
-
-    return run
 
 
 def test_prompts_of_a_file(kv: Any, cache: Any, settings: Path, spoken: Spoken, tmp_path: Path) -> None:

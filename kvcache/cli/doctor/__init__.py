@@ -76,6 +76,8 @@ def examine(settings: Settings | None, refusal: str, model: Path | None) -> Iter
     yield from _guarded("caches")
     if settings.redis.enabled:
         yield from _guarded("server", settings)
+    if settings.object.enabled:
+        yield from _guarded("bucket", settings)
     try:
         for path in settings.nvme.directories if settings.nvme.enabled else ():
             with _beside(path) as place:

@@ -14,7 +14,7 @@ from kvcache.block.record import header_area, record_bytes, seal
 from kvcache.cli.doctor.finding import Finding, fail, ok, warn
 from kvcache.settings import Settings
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.tier import Outcome
+from kvcache.tier.tier import Outcome, Tier
 from kvcache.units import show_bytes
 
 SIZE = 1 << 20
@@ -37,7 +37,7 @@ def checks(settings: Settings) -> Iterator[Finding]:
         size = f"{show_bytes(usage.used_bytes)} of {show_bytes(usage.capacity_bytes)}"
         yield ok("redis", f"{tier.where} answers in {milliseconds:.1f} ms: {usage.records:,} keys, {size}")
         yield _policy(policies)
-        yield _trip(tier)
+        yield trip(tier, "docs/operations.md tells which commands a user needs; see the server's log")
 
 
 def _policy(policies: set[str]) -> Finding:
@@ -50,7 +50,8 @@ def _policy(policies: set[str]) -> Finding:
     return ok("redis memory", f"maxmemory-policy is {', '.join(sorted(policies))}")
 
 
-def _trip(tier: RedisTier) -> Finding:
+def trip(tier: Tier, remedy: str) -> Finding:
+    """One record there and back, and nothing left of it."""
     given = np.random.default_rng().bytes(SIZE)
     address = Address(given[:32], given[32:64], b"", 0, Shard(0, 1, 0, 1))
     out, back = (memoryview(bytearray(record_bytes(SIZE))) for _ in range(2))
@@ -63,6 +64,6 @@ def _trip(tier: RedisTier) -> Finding:
     seconds = perf_counter() - began
     tier.remove([address])
     if (written, read) != (Outcome.DONE, Outcome.DONE) or back[area : area + SIZE] != given:
-        remedy = "docs/operations.md tells which commands a user needs; see the server's log"
-        return fail("redis trip", f"a write was {written.value}, a read {read.value}", remedy)
-    return ok("redis trip", f"1 MiB there and back in {1000 * seconds:.1f} ms, the same bytes")
+        why = "".join(f", {line}" for line in tier.troubles())
+        return fail(f"{tier.name} trip", f"a write was {written.value}, a read {read.value}{why}", remedy)
+    return ok(f"{tier.name} trip", f"1 MiB there and back in {1000 * seconds:.1f} ms, the same bytes")
