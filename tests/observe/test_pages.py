@@ -1,4 +1,4 @@
-"""The pages for operators name what there is: commands, settings, and every reason that a cache can give."""
+"""The pages name what there is: files, commands, settings, and every reason that a cache can give."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from kvcache.cli.main import application
 from kvcache.observe.reasons import REASONS
 from kvcache.settings import SECTIONS, TABLE
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 TROUBLE = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
 
 
@@ -51,3 +52,16 @@ def test_settings_on_the_pages_exist(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     named = re.findall(rf"`((?:{'|'.join(sorted(SECTIONS))})\.[a-z_]+)", text)
     assert [name for name in named if name not in TABLE] == []
+
+
+def test_files_and_links_on_the_pages_exist() -> None:
+    """Paths as a page writes them, from the root, and links, from the page."""
+    pages = [*DOCS.rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))]
+    missing = []
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        named = re.findall(r"`((?:tests|kvcache|benchmarks|csrc|docs|examples|scripts)/[\w./-]+\.\w+)`", text)
+        linked = re.findall(r"\]\(([\w./-]+)(?:#[\w-]*)?\)", text)
+        missing += [f"{page.name}: {name}" for name in named if not (ROOT / name).exists()]
+        missing += [f"{page.name}: {name}" for name in linked if not (page.parent / name).exists()]
+    assert missing == []
