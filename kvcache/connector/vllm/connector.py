@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvcache.connector.vllm.message import Described, Heard, Message
 from kvcache.connector.vllm.options import Options, read
 from kvcache.connector.vllm.process import share
+from kvcache.connector.vllm.quiet import quiet, quietly
 from kvcache.connector.vllm.refuse import declines, refuse
 from kvcache.connector.vllm.scheduler import Scheduling
 from kvcache.connector.vllm.shape import describe
@@ -73,12 +74,13 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     # worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        packing = _packing(self._vllm_config)
         try:
+            packing = _packing(self._vllm_config)
             shapes = describe(kv_caches, self._kv_config.kv_cache_groups, self._kv_config.num_blocks, packing=packing)
-        except LayoutError as error:
-            _log.error("this rank's pages are not cached: %s", error)
-            self._described = Described(refusal=str(error))
+        except Exception as error:  # noqa: BLE001  law: never in the way
+            why = str(error) if isinstance(error, LayoutError) else f"{type(error).__name__}: {error}"
+            _log.error("this rank's pages are not cached: %s", why)
+            self._described = Described(refusal=why)
             return
         replicas = getattr(self._kv_config, "kv_tp_replicas", 1)
         self._working.register(kv_caches, shapes)
@@ -88,26 +90,31 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._spoken = self._described is not None
         return self._described
 
+    @quiet()
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if isinstance(kv_connector_metadata, Message):
             self._working.begin(kv_connector_metadata)
 
+    @quiet()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         message = self._message()
         if message.loads:
             self._working.load(message, wait=message.wait, by_layer=message.by_layer)
 
+    @quiet()
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._working.reach(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Blocks are stored whole, after the step."""
 
+    @quiet()
     def wait_for_save(self) -> None:
         message = self._message()
         self._working.arrive()
         self._working.store(message)
 
+    @quiet((None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self._working.results(idle=self._message().idle)
         return None, results.arrived or None
@@ -134,21 +141,24 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     # scheduler
 
+    @quiet()
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         self._scheduling.learn({rank: told for rank, told in metadata.items() if isinstance(told, Described)})
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         self.set_xfer_handshake_metadata_pp_aware({(0, rank): told for rank, told in metadata.items()})
 
+    @quiet((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduling.matched(request, num_computed_tokens)
 
+    @quiet()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self._scheduling.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         sources: dict[Any, int] = {}
-        for tier, tokens in self._scheduling.sources(request, num_external_tokens).items():
+        for tier, tokens in quietly({}, self._scheduling.sources, request, num_external_tokens).items():
             source = hit_source(tier)
             sources[source] = sources.get(source, 0) + tokens
         return sources or super().get_external_cache_hit_sources(request, num_external_tokens)
@@ -156,6 +166,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> Message:
         return self._scheduling.message(scheduler_output)
 
+    @quiet()
     def update_connector_output(self, connector_output: Any) -> None:
         heard = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(heard, Heard):
@@ -166,6 +177,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
             list(connector_output.finished_recving or ()),
         )
 
+    @quiet((False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._scheduling.finished(request)
         return False, None
@@ -175,6 +187,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, [])
 
+    @quiet(())
     def take_events(self) -> Iterable[Any]:
         self._scheduling.steps.end()  # vLLM asks once a step, when the output is there
         events = self._scheduling.events
@@ -185,11 +198,13 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
         events = self._scheduling.events if self.role == KVConnectorRole.SCHEDULER else None
         return events is not None and events.pending
 
+    @quiet(False)
     def reset_cache(self) -> bool | None:
         return self._scheduling.reset()
 
     # both
 
+    @quiet()
     def get_kv_connector_stats(self) -> Stats | None:
         return self._sampler.take() if self.role == KVConnectorRole.SCHEDULER else None
 
@@ -205,11 +220,11 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     def shutdown(self) -> None:
         if self.role == KVConnectorRole.SCHEDULER:
-            self._sampler.close()
-            self._scheduling.close()
+            quietly(None, self._sampler.close)
+            quietly(None, self._scheduling.close)
         else:
-            self._working.close()
-        self._share.close()
+            quietly(None, self._working.close)
+        quietly(None, self._share.close)
 
 
 def _rank(config: Any) -> tuple[int, int]:

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.connector.vllm.model import Model
+from kvcache.connector.vllm.quiet import quietly
 from kvcache.hierarchy.face import Bound, Followed
 from kvcache.observe.changes import Change
 
@@ -73,7 +74,8 @@ class Announcer:
         self._lock = threading.Lock()
         self._polling = threading.Lock()
         self._end = threading.Event()
-        self._next = cache.changes(None, ()).next  # from here on; a store that comes at once is told of
+        self._next: int | None = None
+        quietly(None, self.poll)  # from here on: a store that comes at once is told of
         self._thread = threading.Thread(target=self._run, name="kvcache-events", daemon=True)
         self._thread.start()
 

@@ -14,6 +14,9 @@ from kvcache.connector.vllm.identity import Who
 from kvcache.connector.vllm.model import Model, Rank
 from kvcache.connector.vllm.shape import Shape
 
+UNTOLD = -1
+"""`Move.known` of a load that has failed before a rank heard of it, which then says so."""
+
 
 @dataclass(frozen=True, slots=True)
 class Move:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
@@ -17,14 +18,15 @@ from kvcache.connector.vllm.bounds import Bounds
 from kvcache.connector.vllm.declined import Declined
 from kvcache.connector.vllm.digest import Digests, Origin, unnamed
 from kvcache.connector.vllm.events import Announcer
-from kvcache.connector.vllm.identity import Adapters, Who, facts_of, model_of
-from kvcache.connector.vllm.message import Described, Message, Move
-from kvcache.connector.vllm.model import Model, Rank, combine
+from kvcache.connector.vllm.identity import Adapters, Who
+from kvcache.connector.vllm.message import UNTOLD, Described, Message, Move
+from kvcache.connector.vllm.model import Model, Rank
 from kvcache.connector.vllm.options import Options
-from kvcache.connector.vllm.sharing import share_model
+from kvcache.connector.vllm.quiet import quietly
 from kvcache.connector.vllm.steps import Steps
 from kvcache.connector.vllm.tracked import Tracked, Wishes, behind
 from kvcache.connector.vllm.trial import Trial
+from kvcache.connector.vllm.whole import whole
 from kvcache.errors import KVCacheError
 from kvcache.hierarchy.face import Bound, Followed, KVCache, Request
 
@@ -67,26 +69,12 @@ class Scheduling:
         parallel = self._config.parallel_config
         if self._model is not None or self.off or len(self._ranks) < parallel.world_size:
             return
-        refusals = sorted({rank.refusal for rank in self._ranks.values() if rank.refusal})
         try:
-            if refusals:
-                self._turn_off("; ".join(refusals))
-                return
-            layout, shards, of, packing = combine(
-                {rank: told.shapes for rank, told in self._ranks.items()},
-                replicas=next(iter(self._ranks.values())).replicas,
-            )
-            if self._options.share_across_engines:
-                self._model = share_model(self._config, self._options, Model("", "", {}, layout, shards, of))
-                return
-            name, revision = model_of(self._config, self._options)
+            self._model = whole(self._config, self._options, self._ranks)
         except (KVCacheError, OSError) as error:
             self._turn_off(str(error))
-            return
-        facts = facts_of(self._config) | {"packing": packing}
-        if any(kind != "plain" for kind in packing):
-            facts["version"] = version.VERSION  # nobody promises that another one packs alike
-        self._model = Model(name, revision, facts, layout, shards, of)
+        except Exception as error:  # noqa: BLE001  law: never in the way
+            self._turn_off(f"{type(error).__name__}: {error}")
 
     def _turn_off(self, why: str) -> None:
         self.off = why
@@ -109,10 +97,7 @@ class Scheduling:
                     "vLLM's block hashes (%s) differ between processes: blocks are named by our own",
                     algorithm,
                 )
-            facts = {**self._model.facts, "digests": origin}
-            self._model = Model(
-                self._model.name, self._model.revision, facts, self._model.layout, self._model.shards, self._model.of
-            )
+            self._model = replace(self._model, facts={**self._model.facts, "digests": origin})
         return self._origin
 
     @property
@@ -157,7 +142,7 @@ class Scheduling:
 
     def matched(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Tokens beyond those that the engine has; None: not known yet. Never raises: an error of ours is a miss."""
-        tracked = self.track(request)
+        tracked = quietly(None, self.track, request)
         if tracked is None:
             return 0, False
         try:
@@ -183,7 +168,11 @@ class Scheduling:
             if not tracked.asked:
                 tracked.asked = request.num_tokens // size
                 tracked.stored = self.cache.ask(
-                    tracked.who, tracked.digests.first(tracked.asked), size, self._model.block_bytes
+                    tracked.who,
+                    tracked.digests.first(tracked.asked),
+                    size,
+                    self._model.block_bytes,
+                    request.num_tokens,
                 )
             return 0, False
         # Several groups, and a step that waits, leave a token to compute; vLLM itself steps back where one is needed.
@@ -222,25 +211,32 @@ class Scheduling:
         return self._bound.bind(self._model, self.cache, who)
 
     def allocated(self, request: Any, blocks: Any, tokens: int) -> None:
-        """The engine admits the request, and has pages for `tokens` of ours."""
-        tracked = self.track(request)
+        """The engine admits the request, and has pages for `tokens` of ours. What was promised is told of in any case:
+        a load that never begins would be waited for."""
+        tracked = quietly(None, self.track, request)
         if tracked is None:
             return
         tracked.blocks = [list(ids) for ids in blocks.get_block_ids()]
-        size, hit = self._layout_tokens, tracked.hit
-        if hit is None or tracked.face is None:
-            return  # after a load, or nothing was asked
-        if not tokens:
+        size, hit, face = self._layout_tokens, tracked.hit, tracked.face
+        if tokens:
+            first, end = tracked.local_tokens // size, (tracked.local_tokens + tokens) // size
+            tracked.sources = behind(hit.by_tier, first, end, size) if hit is not None else {}
+            self._pending.append(self._promised(tracked, first, end))
+            tracked.stored, tracked.loading, tracked.hit = end, True, None
+            if face is not None:
+                self._admit(face)
+        elif hit is not None and face is not None:  # not after a load
             if not hit.blocks:
-                self._admit(tracked.face)  # counted as a miss
+                self._admit(face)  # counted as a miss
             tracked.stored = hit.blocks
             tracked.close()
-            return
-        first, end = tracked.local_tokens // size, (tracked.local_tokens + tokens) // size
-        tracked.sources = behind(hit.by_tier, first, end, size)
-        self._pending.append(self._move(tracked, first, end))
-        self._admit(tracked.face)
-        tracked.stored, tracked.loading, tracked.hit = end, True, None
+
+    def _promised(self, tracked: Tracked, first: int, end: int) -> Move:
+        try:
+            return self._move(tracked, first, end)
+        except Exception as error:  # noqa: BLE001  law: never in the way
+            self.declined.failed(error)
+            return self._move(tracked, first, end, known=UNTOLD)
 
     def _admit(self, face: Request) -> None:
         try:
@@ -248,16 +244,19 @@ class Scheduling:
         except Exception as error:  # noqa: BLE001  law: never in the way; what it would have counted is lost
             self.declined.failed(error)
 
-    def _move(self, tracked: Tracked, first: int, end: int) -> Move:
+    def _move(self, tracked: Tracked, first: int, end: int, known: int | None = None) -> Move:
+        """`known`: UNTOLD for a load that the ranks are to say has failed."""
         assert self._model is not None
-        known = tracked.told
-        digests = tuple(tracked.digests.first(end)[known:])
-        tracked.told += len(digests)
+        digests: tuple[bytes, ...] = ()
+        if known is None:
+            known = tracked.told
+            digests = tuple(tracked.digests.first(end)[known:])
+            tracked.told += len(digests)
         if self.events is not None and digests:
             try:
                 bound = self._bind(tracked.who)
                 self.events.name(bound, tracked.request, digests, known, self._layout_tokens // self._hash_tokens)
-            except KVCacheError as error:  # not told of; the ranks bind for themselves
+            except Exception as error:  # noqa: BLE001  law: never in the way; not told of, the ranks bind for themselves
                 self.declined.failed(error)
         return Move(
             request_id=tracked.request.request_id,
@@ -309,7 +308,8 @@ class Scheduling:
             tracked.loading = False
             tracked.close()
         scheduled = out.num_scheduled_tokens[request_id]
-        self.steps.prompt(self._bound.get(tracked.who), min(scheduled, tracked.request.num_prompt_tokens - computed))
+        told = self.cache if isinstance(self.cache, Trial) else self._bound.get(tracked.who)
+        self.steps.prompt(told, min(scheduled, tracked.request.num_prompt_tokens - computed))
         table = version.block_table(out, request_id)
         if table is not None:
             tracked.blocks = [list(group) for group in table]

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvcache.connector.vllm.digest import Digests
 from kvcache.connector.vllm.identity import Who
+from kvcache.connector.vllm.quiet import quietly
 from kvcache.hierarchy.edge import MOST_TTL_S
 from kvcache.hierarchy.face import Hit, Request
 
@@ -77,7 +78,7 @@ class Tracked:
 
     def close(self) -> None:
         if self.face is not None:
-            self.face.close()
+            quietly(None, self.face.close)
         self.face = self.hit = None
         self.asked = 0
 

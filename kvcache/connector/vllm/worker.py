@@ -17,9 +17,10 @@ from kvcache.connector.vllm.identity import Who
 from kvcache.connector.vllm.message import Message, Move
 from kvcache.connector.vllm.model import Model, Rank
 from kvcache.connector.vllm.options import Options
+from kvcache.connector.vllm.quiet import Calm, quietly, say
 from kvcache.connector.vllm.shape import Shape, pages_of
 from kvcache.connector.vllm.trial import Trial
-from kvcache.hierarchy.face import KVCache, Request, Transfer
+from kvcache.hierarchy.face import KVCache, Request
 from kvcache.transfer.pages import Pages
 
 IDLE_S = 0.002
@@ -41,13 +42,13 @@ class Known:
     who: Who
     request: Request
     blocks: int = 0
-    last_store: Transfer | None = None
+    last_store: Calm | None = None
 
 
 @dataclass
 class Loading:
     move: Move
-    transfer: Transfer | None  # None: it could not even begin
+    transfer: Calm | None  # None: it could not even begin
     give_up_s: float
 
     @property
@@ -78,10 +79,9 @@ class Working:
         self._known: dict[str, Known] = {}
         self._loading: dict[str, Loading] = {}
         self._waiting: list[Loading] = []  # loads that this step's layers wait for
-        self._storing: list[tuple[Transfer, set[int], Move]] = []
+        self._storing: list[tuple[Calm, set[int], Move]] = []
         self._poisoned: set[str] = set()  # requests that may compute on what did not come
         self._invalid: set[int] = set()
-        self.outcomes: list[tuple[str, Move, Transfer | None]] = []  # for whoever counts them
 
     def register(self, caches: Mapping[str, Any], shapes: tuple[Shape, ...]) -> None:
         self._caches, self._shapes = caches, shapes
@@ -90,7 +90,7 @@ class Working:
 
     def begin(self, message: Message) -> None:
         """Before anything writes into pages."""
-        self._learn(message.model)
+        quietly(None, self._learn, message.model)
         self._poisoned -= message.healed | message.ended
         self._settle_stores()
         for transfer, pages, move in self._storing:
@@ -102,7 +102,7 @@ class Working:
                 loading.transfer.cancel()
             known = self._known.pop(request_id, None)
             if known is not None:
-                known.request.close()
+                quietly(None, known.request.close)
 
     def load(self, message: Message, *, wait: bool, by_layer: bool) -> None:
         """Begin the loads of this step. `wait`: they are over when this returns; `by_layer`: when one is reached."""
@@ -169,7 +169,7 @@ class Working:
         for transfer, _, move in self._storing:
             self._finish(transfer, move)
         for known in self._known.values():
-            known.request.close()
+            quietly(None, known.request.close)
         self._loading.clear()
         self._waiting.clear()
         self._storing.clear()
@@ -194,24 +194,30 @@ class Working:
             if move.known:
                 raise LookupError(f"request {move.request_id}: digests from {move.known} on, of which none was told")
             if known is not None:
-                known.request.close()
+                del self._known[move.request_id]
+                quietly(None, known.request.close)
             assert self._model is not None
             assert not isinstance(self.cache, Trial), "a trial moves nothing"
             bound = self._bound.bind(self._model, self.cache, move.who, self._rank)
             request = bound.request(move.request_id, ttl_s=move.ttl_s, deadline_s=self._options.load_s)
-            request.match(digests=list(move.digests))
+            try:
+                request.match(digests=list(move.digests))
+            except Exception:
+                quietly(None, request.close)
+                raise
             known = self._known[move.request_id] = Known(move.who, request, len(move.digests))
         elif move.digests:
             known.request.extend(digests=list(move.digests))
             known.blocks += len(move.digests)
         return known
 
-    def _begin_load(self, move: Move) -> Transfer | None:
+    def _begin_load(self, move: Move) -> Calm | None:
+        """None: it could not begin, and its blocks are computed."""
         try:
             request = self._request(move).request
-            return request.load(move.first + move.count, self._pages, move.pages, first_block=move.first)
-        except Exception:  # noqa: BLE001  law: never in the way
-            _log.exception("a load could not begin; its blocks are computed")
+            return Calm(request.load(move.first + move.count, self._pages, move.pages, first_block=move.first))
+        except Exception as error:  # noqa: BLE001  law: never in the way
+            say("a load", error)
             return None
 
     def _begin_store(self, move: Move) -> None:
@@ -219,9 +225,9 @@ class Working:
             known = self._request(move)
             if known.last_store is not None and not known.last_store.done:
                 self._finish(known.last_store, move)  # a block is kept only behind its parent
-            transfer = known.request.store(self._pages, move.pages, first_block=move.first)
-        except Exception:  # noqa: BLE001  law: never in the way
-            _log.exception("a store could not begin; its blocks are not kept")
+            transfer = Calm(known.request.store(self._pages, move.pages, first_block=move.first))
+        except Exception as error:  # noqa: BLE001  law: never in the way; its blocks are not kept
+            say("a store", error)
             return
         known.last_store = transfer
         self._storing.append((transfer, set().union(*move.pages), move))
@@ -229,7 +235,6 @@ class Working:
     def _judge(self, loading: Loading) -> bool:
         """Whether all came. What did not is computed again, and nothing computed on it is stored."""
         move = loading.move
-        self.outcomes.append(("load", move, loading.transfer))
         if loading.brought == move.count:
             return True
         self._poisoned.add(move.request_id)
@@ -238,17 +243,14 @@ class Working:
         return False
 
     def _settle_stores(self) -> None:
-        for transfer, _, move in self._storing:
-            if transfer.done:
-                self.outcomes.append(("store", move, transfer))
         self._storing = [entry for entry in self._storing if not entry[0].done]
 
-    def _finish(self, transfer: Transfer, move: Move) -> None:
+    def _finish(self, transfer: Calm, move: Move) -> None:
         """Wait until nobody reads the pages of a store any more: a copy, unless many stand before it."""
         if not transfer.wait(BEHIND_S):
             self._give_up(transfer, move)
 
-    def _give_up(self, transfer: Transfer, move: Move) -> None:
+    def _give_up(self, transfer: Calm, move: Move) -> None:
         """End a transfer, so that its pages can be used."""
         transfer.cancel()
         if not transfer.wait(PATIENCE_S):

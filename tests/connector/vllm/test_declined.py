@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Iterator
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kvcache.connector.vllm as package
-from kvcache.block.layout import Group, KVLayout
+from kvcache.block.layout import KVLayout
 from kvcache.connector.vllm.bounds import Bounds
 from kvcache.connector.vllm.identity import Who
 from kvcache.connector.vllm.model import Model
-from kvcache.connector.vllm.options import Options
 from kvcache.connector.vllm.tracked import Wishes
 from kvcache.errors import AccessError, ConfigError
 from kvcache.hierarchy.edge import check_ttl
 from kvcache.hierarchy.naive import NaiveCache
-
-LAYOUT = KVLayout((Group(layers=1, kv_heads=1, head_dim=8, dtype="fp16"),), 4)
-MODEL = Model("m", "r", {}, LAYOUT, {(0, 0): LAYOUT.whole}, (0,))
-VERSION = "kvcache.connector.vllm.version"
-OF_VLLM = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-OURS = ("kvcache.connector.vllm.message", "kvcache.connector.vllm.scheduler")
+from tests.connector.vllm.conftest import MODEL, blocks, output, request
 
 
 class Refusing(NaiveCache):
@@ -44,59 +34,15 @@ class Refusing(NaiveCache):
 
 
 @pytest.fixture
-def scheduling(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The scheduler's side without vLLM, of which it needs no more than this."""
-    version: Any = ModuleType(VERSION)
-    version.VERSION, version.hash_origin, version.hash_tokens = "0", lambda _: "vllm", lambda *_: 4
-    version.block_table = lambda *_: None
-    monkeypatch.setitem(sys.modules, VERSION, version)
-    monkeypatch.setattr(package, "version", version, raising=False)
-    base: Any = ModuleType(OF_VLLM)
-    base.KVConnectorMetadata = base.KVConnectorWorkerMetadata = base.KVConnectorHandshakeMetadata = object
-    monkeypatch.setitem(sys.modules, OF_VLLM, base)
-    for name in OURS:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(is_kv_consumer=True, is_kv_producer=True),
-        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
-    )
-    made = importlib.import_module(OURS[-1]).Scheduling(
-        config, SimpleNamespace(kv_cache_groups=[None]), Options(load="sync"), Refusing()
-    )
-    made._model = MODEL
-    yield made
-    made.close()
-    for name in OURS:
-        sys.modules.pop(name, None)
-        vars(package).pop(name.rpartition(".")[2], None)
-
-
-def request(name: str, **params: Any) -> Any:
-    return SimpleNamespace(
-        request_id=name,
-        kv_transfer_params={f"kvcache.{wish}": value for wish, value in params.items()},
-        prompt_token_ids=list(range(12)),
-        num_tokens=12,
-        num_prompt_tokens=12,
-        block_hashes=[bytes([i]) * 32 for i in range(3)],
-        cache_salt=None,
-        lora_request=None,
-    )
+def scheduling(sides: Callable[..., tuple[Any, Any]]) -> Any:
+    return sides(Refusing())[0]
 
 
 def step(scheduling: Any, asked: Any) -> Any:
     """As vLLM's scheduler: match, allocate, one step that computes all of it."""
     assert scheduling.matched(asked, 0) == (0, False)
-    scheduling.allocated(asked, SimpleNamespace(get_block_ids=lambda: ([1, 2, 3],)), 0)
-    new = SimpleNamespace(req_id=asked.request_id, block_ids=([1, 2, 3],), num_computed_tokens=0)
-    out = SimpleNamespace(
-        total_num_scheduled_tokens=12,
-        finished_req_ids=set(),
-        scheduled_new_reqs=[new],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], resumed_req_ids=set()),
-        num_scheduled_tokens={asked.request_id: 12},
-    )
-    message = scheduling.message(out)
+    scheduling.allocated(asked, blocks([1, 2, 3]), 0)
+    message = scheduling.message(output(asked, [1, 2, 3]))
     scheduling.steps.end()
     scheduling.finished(asked)
     return message

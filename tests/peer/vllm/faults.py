@@ -1,6 +1,7 @@
 """Imported into a vLLM under test: each cache that is opened lets its engine down at random, by FAULTS.
 
 FAULTS="7 none none damaged hung"     seed, and what may come, each as often as it stands there
+FAULTS="7 none raising"               beside these, one call in ten of its whole face raises
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from typing import Any
 import kvcache
 from kvcache.hierarchy.face import PageIds
 from kvcache.testing.faulty import FaultyBound, FaultyCache, FaultyRequest
+from kvcache.testing.raising import Raising
 from kvcache.transfer.cpu import PlainCopier
 from kvcache.transfer.pages import Pages
 
 _seed, *_faults = os.environ["FAULTS"].split()
+_raises = "raising" in _faults
+_faults = [fault for fault in _faults if fault != "raising"]
 COUNTS: Counter[str] = Counter()
 
 
@@ -53,4 +57,11 @@ class Random(FaultyCache):
         pass
 
 
-kvcache.open = lambda *where, **settings: Random()  # type: ignore[assignment]
+def _open(*_where: Any, **_settings: Any) -> Any:
+    if not _raises:
+        return Random()
+    chance = random.Random(int(_seed))
+    return Raising(Random(), lambda name: name not in {"stats", "close"} and chance.random() < 0.1)
+
+
+kvcache.open = _open

@@ -18,7 +18,9 @@ def answers(result: dict) -> list:
     return [r["tokens"] for r in result["rounds"] if "tokens" in r]
 
 
-@pytest.mark.parametrize("faults", ["", "7 none none gone damaged hung", "8 none full asking damaged"])
+@pytest.mark.parametrize(
+    "faults", ["", "7 none none gone damaged hung", "8 none full asking damaged", "9 none raising"]
+)
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("load", ["async", "sync", "layers"])
 def test_under_pressure(run: Run, tmp_path: Path, load: str, prefix_caching: bool, faults: str) -> None:

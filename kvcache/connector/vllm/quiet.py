@@ -1,0 +1,76 @@
+"""Nothing of ours is raised at an engine: where the cache fails, the answer is that of a cache that has nothing.
+
+The face raises for misuse only, so that what is caught here is a mistake of ours. It is logged with its place, once a
+kind, and the request goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar, cast
+
+from kvcache.hierarchy.face import Transfer
+
+MOST_SAID = 256
+"""Different lines."""
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+_log = logging.getLogger("kvcache.connector.vllm")
+_said: set[tuple[str, str]] = set()
+
+
+def quietly(otherwise: T, call: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+    """What `call` answers, and `otherwise` where it raises."""
+    try:
+        return call(*args, **named)
+    except Exception as error:  # noqa: BLE001  law: never in the way
+        say(getattr(call, "__qualname__", repr(call)), error)
+        return otherwise
+
+
+def quiet(otherwise: Any = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A hook that answers `otherwise` where it raises."""
+
+    def of(hook: Callable[P, T]) -> Callable[P, T]:
+        @wraps(hook)
+        def calm(*args: P.args, **named: P.kwargs) -> T:
+            return quietly(cast("T", otherwise), hook, *args, **named)
+
+        return calm
+
+    return of
+
+
+def say(where: str, error: Exception) -> None:
+    key = (where, type(error).__name__)
+    if key not in _said and len(_said) < MOST_SAID:
+        _said.add(key)
+        _log.error("%s failed, and the engine goes on without; said once", where, exc_info=error)
+
+
+class Calm:
+    """A transfer that brought nothing where it cannot be asked."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+
+    @property
+    def done(self) -> bool:
+        return quietly(True, lambda: self._transfer.done)
+
+    @property
+    def blocks(self) -> int:
+        return quietly(0, lambda: self._transfer.blocks)
+
+    def wait(self, timeout_s: float) -> bool:
+        return quietly(True, self._transfer.wait, timeout_s)
+
+    def wait_layer(self, layer: int, timeout_s: float) -> bool:
+        return quietly(True, self._transfer.wait_layer, layer, timeout_s)
+
+    def cancel(self) -> None:
+        quietly(None, self._transfer.cancel)
