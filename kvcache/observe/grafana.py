@@ -25,6 +25,7 @@ SECTIONS: Mapping[str, Sequence[str]] = {
         "promoted_blocks",
         "planned_seconds",
         "plan_regret_seconds",
+        "saved_seconds",
     ),
     "Stores": ("stored_blocks", "stored_bytes", "drops", "written_blocks", "write_failures", "queued_blocks"),
     "Tiers": ("tier_records", "tier_used_bytes", "tier_capacity_bytes", "held_bytes", "pinned_bytes", "evicted_blocks"),

@@ -43,6 +43,9 @@ METRICS: dict[str, Metric] = {
         Metric(
             "plan_regret_seconds", "counter", (), "of that, what another choice would have saved, as known afterwards"
         ),
+        Metric(
+            "saved_seconds", "counter", (), "of a trial: time to first tokens that loads would have saved, as estimated"
+        ),
         Metric("load_failures", "counter", ("outcome",), "blocks promised and not delivered, by outcome: recomputed"),
         Metric("drops", "counter", ("reason",), "blocks that were offered and not kept, by reason"),
         Metric("written_blocks", "counter", ("tier",), "blocks written to a tier below host"),

@@ -15,7 +15,7 @@ from kvcache.observe.exporter import PREFIX, samples
 from kvcache.observe.metrics import METRICS
 
 EVERY_S = 1.0
-_LOGGED = ("asked_tokens", "hit_tokens", "loaded_blocks", "stored_blocks", "load_failures", "drops")
+_LOGGED = ("asked_tokens", "hit_tokens", "loaded_blocks", "stored_blocks", "load_failures", "drops", "saved_seconds")
 
 _log = logging.getLogger("kvcache.connector.vllm")
 

@@ -10,11 +10,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import Protocol
 
-from kvcache.hierarchy.face import Bound
+from kvcache.connector.vllm.quiet import quietly
 
 MOST_STEPS = 64
 """Under way at a time; engines have a few."""
+
+
+class Told(Protocol):
+    """Whoever wants to know, a `Bound` for one."""
+
+    def computed(self, tokens: int, seconds: float) -> None: ...
 
 
 @dataclass(slots=True)
@@ -22,7 +29,7 @@ class Step:
     begun: float = 0.0
     tokens: int = 0  # of all requests
     prompts: int = 0  # of these, of prompts
-    bounds: list[Bound] = field(default_factory=list)  # whose prompts they are
+    bounds: list[Told] = field(default_factory=list)  # whose prompts they are
 
 
 class Steps:
@@ -34,7 +41,7 @@ class Steps:
         self._under_way: deque[Step] = deque(maxlen=MOST_STEPS)
         self._ended = float("-inf")
 
-    def prompt(self, bound: Bound | None, tokens: int) -> None:
+    def prompt(self, bound: Told | None, tokens: int) -> None:
         """The step that is being scheduled computes so many tokens of a prompt, if any."""
         if tokens > 0 and bound is not None:
             self._next.prompts += tokens
@@ -55,4 +62,4 @@ class Steps:
         seconds, self._ended = now - max(step.begun, self._ended), now
         if step.prompts * 2 > step.tokens and seconds > 0:
             for bound in step.bounds:
-                bound.computed(step.tokens, seconds)
+                quietly(None, bound.computed, step.tokens, seconds)

@@ -2,7 +2,9 @@
 
 What would have been found is counted in the cache's own rows: `asked_tokens`, `hit_tokens` and `misses` of this traffic
 in an LRU of the capacity that is set for host and the drive together, and what more or less of that would find (the
-curve). Tiers are not told apart: all is `host`.
+curve). Tiers are not told apart: all is `host`. `saved_seconds` is what computing the found part would have taken, by
+the time that this engine's own steps take, less what loading it takes: by the plan's first guess of a drive where one
+is set, since nothing is loaded here that could be timed.
 """
 
 from __future__ import annotations
@@ -21,6 +23,8 @@ from kvcache.evict.lru import LRU
 from kvcache.evict.policy import AGE_BINS, Evidence
 from kvcache.hierarchy.curve import Curve
 from kvcache.hierarchy.kinds import Model
+from kvcache.hierarchy.pace import Pace
+from kvcache.hierarchy.plan import GUESS, PREFILL
 from kvcache.observe.metrics import Counters
 from kvcache.port import Port
 
@@ -29,9 +33,11 @@ MOST_GONE = 1 << 18
 
 
 class Trial:
-    def __init__(self, capacity_bytes: int, *, samples: int = 0) -> None:
-        """`samples`: blocks that stand for all, for the curve; 0 for none."""
+    def __init__(self, capacity_bytes: int, *, samples: int = 0, slowest: str = "host") -> None:
+        """`samples`: blocks that stand for all, for the curve; 0 for none. `slowest`: the tier that loads are taken to
+        come from."""
         self.capacity_bytes = capacity_bytes
+        self._computing, self._loading = Pace(*PREFILL), Pace(*GUESS[slowest])
         self._gone: OrderedDict[tuple[Who, bytes], None] = OrderedDict()
         self._player = Port().executor(1, "curve")
         policy = LRU()
@@ -45,10 +51,21 @@ class Trial:
     def of(cls, options: Options) -> Trial:
         settings = load(options.config, **options.settings)
         drive = settings.nvme.capacity_bytes if settings.nvme.enabled else 0
-        return cls(settings.host.capacity_bytes + drive, samples=settings.evict.curve_samples)
+        return cls(
+            settings.host.capacity_bytes + drive,
+            samples=settings.evict.curve_samples,
+            slowest="nvme" if drive else "host",
+        )
 
-    def ask(self, who: Who, digests: Sequence[bytes], block_tokens: int, block_bytes: int = 0) -> int:
-        """The blocks from the front that would have been found; they count as used. The curve wants a block's bytes."""
+    def computed(self, tokens: int, seconds: float) -> None:
+        """The engine computed so many tokens of prompts in one step of so long."""
+        self._computing.learn(tokens, seconds)
+
+    def ask(
+        self, who: Who, digests: Sequence[bytes], block_tokens: int, block_bytes: int = 0, tokens: int | None = None
+    ) -> int:
+        """The blocks from the front that would have been found; they count as used. The curve, and what would have
+        been saved, want a block's bytes. `tokens` of the prompt, with those that fill no block."""
         found = 0
         for digest in digests:
             if (who, digest) not in self._sizes:
@@ -59,6 +76,7 @@ class Trial:
         self._counters.add("requests")
         self._counters.add("asked_tokens", len(digests) * block_tokens)
         self._counters.add("hit_tokens", found * block_tokens, tier="host")
+        self._save(len(digests) * block_tokens if tokens is None else tokens, found * block_tokens, found * block_bytes)
         if found < len(digests):
             self._counters.add("misses", reason="evicted" if (who, digests[found]) in self._gone else "cold")
         if block_bytes and digests:
@@ -67,6 +85,11 @@ class Trial:
             model = Model((), block_tokens, (block_bytes,))
             self._curve.add(signatures, len(digests), model, (who.tenant, "", ""))
         return found
+
+    def _save(self, tokens: int, found_tokens: int, found_bytes: int) -> None:
+        if found_bytes and self._computing.known:
+            rest = self._computing.seconds(max(1, tokens - found_tokens)) + self._loading.seconds(found_bytes)
+            self._counters.add("saved_seconds", max(0.0, self._computing.seconds(tokens) - rest))
 
     def keep(self, who: Who, digests: Sequence[bytes], block_bytes: int) -> None:
         for digest in digests:

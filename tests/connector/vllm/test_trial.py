@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,6 +42,25 @@ def test_an_lru_of_prefixes(prompts: list[list[int]], capacity: int) -> None:
     assert counters.get("hit_tokens", {}).get("host", 0) == hits
     assert trial.stats()["tiers"]["host"]["used_bytes"] == 10 * len(known)
     assert counters.get("misses", {}) == {reason: count for reason, count in reasons.items() if count}
+    trial.close()
+
+
+@given(st.integers(1, 20), st.integers(0, 20), st.integers(0, 3), st.sampled_from([1e-5, 1e-3]))
+def test_what_would_have_been_saved_is_computing_less_loading(
+    blocks: int, there: int, tail: int, token_s: float
+) -> None:
+    trial, digests, block_bytes = Trial(10**9), [bytes([i]) * 32 for i in range(blocks)], 4 * 1000
+    trial.keep(WHO, digests[:there], block_bytes)
+    trial.ask(WHO, digests, 4, block_bytes, 4 * blocks + tail)
+    assert "saved_seconds" not in trial.stats()["counters"], "how fast this engine is, nobody has told"
+    for _ in range(40):
+        for tokens in (1, 20, 80):
+            trial.computed(tokens, tokens * token_s)
+    found = trial.ask(WHO, digests, 4, block_bytes, 4 * blocks + tail)
+    computed = min(4 * found, 4 * blocks + tail - 1) * token_s  # the last token is computed in any case
+    loaded = (20e-6 + found * block_bytes / 8e9) if found else 0.0
+    saved = trial.stats()["counters"].get("saved_seconds", 0.0)
+    assert saved == pytest.approx(max(0.0, computed - loaded), rel=0.1, abs=0.1 * 4 * blocks * token_s)
     trial.close()
 
 

@@ -101,6 +101,8 @@ def test_a_trial_counts_what_would_have_been_found(run: Run, tmp_path: Path) -> 
     assert all(sum(r["cached"]) == 0 for r in result["rounds"][:3])
     assert result["rounds"][3]["hit_tokens"] == {"host": 4 * 672 - 32}
     assert result["rounds"][3]["asked_tokens"] == 4 * 672 + 832 + 640
+    assert result["rounds"][3]["misses"] == {"cold": 2}
+    assert 0 < result["rounds"][3]["saved_seconds"] < sum(r["took_s"] for r in result["rounds"][:3])
     assert not (tmp_path / "nvme").exists()
 
 
