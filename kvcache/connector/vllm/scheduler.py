@@ -382,7 +382,7 @@ class Scheduling:
         self._since = uuid.uuid4().hex
         self._bound.clear()
         if self.events is not None:
-            self.events.forget()
+            quietly(None, self.events.forget)
         for request_id, tracked in list(self.requests.items()):
             tracked.close()
             del self.requests[request_id]
