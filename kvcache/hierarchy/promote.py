@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from kvcache.tier.tier import BACKGROUND, Outcome, Tier
 
 Room = Callable[[int, int], "list[Slot]"]
 """So many host slots for payloads of so many bytes each, or as many as there is room for."""
+
+_log = logging.getLogger("kvcache")
 
 
 @dataclass(slots=True, eq=False)
@@ -123,11 +126,12 @@ class Promoter:
             return
         views = []
         failed: list[Arrival] = []  # here; the next tier is asked for them together
-        left, brought = len(arrivals), 0
+        left, brought, told = len(arrivals), 0, [False] * len(arrivals)
         reading = self._plan.begun(tier.name, sum(arrival.payload_bytes for arrival in arrivals))
 
         def arrived(i: int, outcome: Outcome) -> None:
             nonlocal left, brought
+            told[i] = True
             elsewhere = self._arrived(tier, arrivals[i], outcome)
             with self._changed:
                 failed.extend([arrivals[i]] if elsewhere else [])
@@ -142,14 +146,19 @@ class Promoter:
         for arrival in arrivals:
             view, area = arrival.slot.view, header_area(arrival.payload_bytes)
             views.append([view[:area], view[area:]])
-        tier.submit(
-            "read",
-            [arrival.address for arrival in arrivals],
-            views,
-            priority=arrivals[0].priority,
-            deadline=arrivals[0].deadline,
-            on_outcome=arrived,
-        )
+        try:
+            tier.submit(
+                "read",
+                [arrival.address for arrival in arrivals],
+                views,
+                priority=arrivals[0].priority,
+                deadline=arrivals[0].deadline,
+                on_outcome=arrived,
+            )
+        except Exception:  # noqa: BLE001  law: never in the way; without an end nobody could load these again
+            _log.exception("%s took no reads; %d blocks are a miss", tier.name, len(arrivals))
+            for i in [i for i, settled in enumerate(told) if not settled]:
+                arrived(i, Outcome.FAILED)
 
     def _arrived(self, tier: Tier, arrival: Arrival, outcome: Outcome) -> bool:
         """Whether another tier is to be asked for it."""

@@ -1,15 +1,16 @@
 """One pool of SGLang's over the cache: is it there, bring it, keep it, each within a deadline, from any thread.
 
-Never raises: what fails is a miss, said once in the log and counted by the cache.
+Never raises: what fails is a miss, and said once a kind. `until`: of a call over several pools, when it is over; each
+takes `deadline_s` at most by itself, and as long again where something under way has to end.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from kvcache.connector.sglang.faults import failed
 from kvcache.connector.sglang.pool import Described
 from kvcache.hierarchy.face import Bound, Request, Transfer
 from kvcache.tier.tier import Outcome
@@ -17,7 +18,6 @@ from kvcache.transfer.pages import Pages
 
 POLL_S = 0.0005
 
-_log = logging.getLogger("kvcache.sglang")
 T = TypeVar("T")
 
 
@@ -25,7 +25,7 @@ class Depot:
     def __init__(self, bound: Bound, described: Described, deadline_s: float) -> None:
         self.bound, self.described, self.deadline_s = bound, described, deadline_s
 
-    def leading(self, keys: Sequence[str], before: Sequence[str] | None = None) -> int:
+    def leading(self, keys: Sequence[str], before: Sequence[str] | None = None, until: float | None = None) -> int:
         """How many of these pages are there, from the first on. What lies low begins to move up."""
 
         def ask(request: Request, until: float) -> int:
@@ -33,9 +33,9 @@ class Depot:
             request.admit()
             return blocks
 
-        return self._safely(ask, 0)
+        return self._safely(ask, 0, until)
 
-    def present(self, keys: Sequence[str]) -> list[bool]:
+    def present(self, keys: Sequence[str], until: float | None = None) -> list[bool]:
         """Of each of these pages whether it is there."""
         found: list[bool] = []
 
@@ -45,7 +45,7 @@ class Depot:
                 run = self._match(request, rest, None, until)
                 found.extend([True] * run + [False] * (run < len(rest)))
 
-        self._safely(ask, None)
+        self._safely(ask, None, until)
         return found + [False] * (len(keys) - len(found))
 
     def fetch(
@@ -54,6 +54,7 @@ class Depot:
         page_ids: Sequence[int],
         before: Sequence[str] | None = None,
         pages: Pages | None = None,
+        until: float | None = None,
     ) -> list[bool]:
         """Bring these pages; true from the first on, as far as they came."""
 
@@ -61,9 +62,9 @@ class Depot:
             self._match(request, keys, before, until)
             transfer = request.load(len(keys), pages or self.described.pages, self._ids(page_ids))
             self._end(transfer, until)
-            return transfer.blocks
+            return min(transfer.blocks, len(keys))
 
-        count = self._safely(bring, 0)
+        count = self._safely(bring, 0, until)
         return [i < count for i in range(len(keys))]
 
     def keep(
@@ -72,6 +73,7 @@ class Depot:
         page_ids: Sequence[int],
         before: Sequence[str] | None = None,
         pages: Pages | None = None,
+        until: float | None = None,
     ) -> list[bool]:
         """Take these pages; true for each that can be found from now on."""
 
@@ -79,9 +81,12 @@ class Depot:
             request.match(digests=[bytes.fromhex(key) for key in keys], after=_after(before))
             transfer = request.store(pages or self.described.pages, self._ids(page_ids))
             self._end(transfer, until)
-            return [outcome is Outcome.DONE for outcome in transfer.outcomes]
+            outcomes = transfer.outcomes
+            if len(outcomes) != len(keys):
+                raise ValueError(f"{len(outcomes)} outcomes of {len(keys)} pages")
+            return [outcome is Outcome.DONE for outcome in outcomes]
 
-        return self._safely(take, [False] * len(keys))
+        return self._safely(take, [False] * len(keys), until)
 
     def _match(self, request: Request, keys: Sequence[str], before: Sequence[str] | None, until: float) -> int:
         """Blocks from the first on, once all tiers have answered or the time is over."""
@@ -89,23 +94,27 @@ class Depot:
         while hit.pending and time.monotonic() < until:
             time.sleep(POLL_S)
             hit = request.match()
-        return hit.blocks
+        return min(hit.blocks, len(keys))
 
     def _end(self, transfer: Transfer, until: float) -> None:
         """Afterwards the pages are SGLang's again. What has not begun by the deadline does not begin."""
         if not transfer.wait(max(0.0, until - time.monotonic())):
             transfer.cancel()
-            transfer.wait(self.deadline_s)
+            transfer.wait(max(0.0, until + self.deadline_s - time.monotonic()))
 
     def _ids(self, page_ids: Sequence[int]) -> list[Sequence[int]]:
         return [page_ids] * len(self.described.pages)
 
-    def _safely(self, work: Callable[[Request, float], T], otherwise: T) -> T:
+    def _safely(self, work: Callable[[Request, float], T], otherwise: T, until: float | None) -> T:
+        now = time.monotonic()
+        until = now + self.deadline_s if until is None else min(until, now + self.deadline_s)
+        if until <= now:
+            return otherwise
         try:
-            with self.bound.request(deadline_s=self.deadline_s) as request:
-                return work(request, time.monotonic() + self.deadline_s)
-        except Exception:  # noqa: BLE001  law: never in the way
-            _log.exception("the cache failed; its pages are a miss")
+            with self.bound.request(deadline_s=until - now) as request:
+                return work(request, until)
+        except Exception as error:  # noqa: BLE001  law: never in the way
+            failed("a call to the cache failed; its pages are a miss", error)
             return otherwise
 
 

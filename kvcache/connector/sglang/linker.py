@@ -6,11 +6,11 @@ does, and are told layer by layer; what is computed is stored in the background,
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 
 from kvcache.connector.sglang.agreement import Agreement
 from kvcache.connector.sglang.device import KV, DevicePool, device_pools
+from kvcache.connector.sglang.faults import failed, give_back
 from kvcache.connector.sglang.identity import identify
 from kvcache.connector.sglang.opening import close_cache, engine_name, open_cache
 from kvcache.connector.sglang.pool import Ranks
@@ -26,8 +27,6 @@ from kvcache.connector.sglang.wishes import Wishes
 from kvcache.errors import ConfigError, LayoutError
 from kvcache.hierarchy.face import Bound, Request, Transfer
 from kvcache.tier.tier import Outcome
-
-_log = logging.getLogger("kvcache.sglang")
 
 
 class _Part(NamedTuple):
@@ -46,6 +45,7 @@ class _Load(NamedTuple):
 class _Offload(NamedTuple):
     parts: list[_Part]
     ready: Sequence[Any]  # events of the device
+    era: int
 
 
 class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is imported without its types
@@ -103,6 +103,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         self._queued: dict[str, _Load] = {}
         self._completed: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._offloads: queue.Queue[_Offload | None] = queue.Queue()
+        self._era = 0  # resets; what was to be stored before one is not told of after it
         self._loading: list[threading.Thread] = []
         self._storing = threading.Thread(target=self._store_all, name="kvcache-offload", daemon=True)
         self._storing.start()
@@ -111,29 +112,30 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """Every length at which all pools are in host memory, verified and held. Waits `lookup_wait_s` at most."""
-        by_source = {str(transfer.name): transfer for transfer in transfers}
-        keys = by_source[KV].keys or []
-        last = {
-            name: len(by_source[pool.source].keys or ())
-            for name, pool in self._pools.items()
-            if by_source[pool.source].hit_policy == PoolHitPolicy.TRAILING_PAGES
-        }
         try:
-            return self._promises.ends(rid, keys, last)
-        except Exception:  # noqa: BLE001  law: never in the way
-            _log.exception("a lookup failed; it is a miss")
+            by_source = {str(transfer.name): transfer for transfer in transfers}
+            last = {
+                name: len(by_source[pool.source].keys or ())
+                for name, pool in self._pools.items()
+                if by_source[pool.source].hit_policy == PoolHitPolicy.TRAILING_PAGES
+            }
+            return self._promises.ends(rid, by_source[KV].keys or [], last)
+        except Exception as error:  # noqa: BLE001  law: never in the way
+            failed("a lookup failed; it is a miss", error)
             return []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """False, and SGLang computes, where what was promised is gone all the same: on any rank, since each of them
         has to answer the same."""
-        parts, requests = self._parts(transfers), None
+        parts: list[_Part] = []
+        requests: dict[str, Request] | None = None
         try:
+            parts = self._parts(transfers)
             requests = self._promises.take(rid, {part.pool.name: part.keys for part in parts})
-        except Exception:  # noqa: BLE001  law: never in the way
-            _log.exception("a load was refused")
+        except Exception as error:  # noqa: BLE001  law: never in the way
+            failed("a load was refused; it is computed", error)
         if not self._agreement.all(requests is not None):
-            _close(requests)
+            give_back((requests or {}).values())
             return False
         assert requests is not None, "this rank is one of them"
         self._queued[rid] = _Load(parts, requests)
@@ -145,8 +147,13 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         loads, self._queued = list(self._queued.values()), {}
         index: int = self.layer_done_counter.update_producer()
         thread = threading.Thread(target=self._load_all, args=(index, loads), name="kvcache-load", daemon=True)
-        self._loading = [*(each for each in self._loading if each.is_alive()), thread]
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no thread left
+            failed("a load keeps the scheduler", error)
+            self._load_all(index, loads)
+        else:
+            self._loading = [*(each for each in self._loading if each.is_alive()), thread]
         return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
@@ -156,7 +163,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         self._promises.give_up(rid)
         load = self._queued.pop(rid, None)
         if load is not None:
-            _close(load.requests)
+            give_back(load.requests.values())
         return load is not None
 
     def _load_all(self, index: int, loads: Sequence[_Load]) -> None:
@@ -182,14 +189,14 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
                         self._came(part, transfer, until)
                 self.layer_done_counter.complete(index, layer)
         except Exception as error:  # noqa: BLE001  SGLang takes it from the counter
-            _log.warning("a load failed: %s", error)
+            failed("a load failed, which is an error to its requests", error)
+            until = time.monotonic() + self._deadline_s
             for _, transfer in under_way:
-                transfer.cancel()
-                transfer.wait(self._deadline_s)  # the pages are given to others afterwards
+                self._stop(transfer, until)  # the pages are given to others afterwards
             self.layer_done_counter.fail(index, error)
         finally:
             for load in loads:
-                _close(load.requests)
+                give_back(load.requests.values())
 
     def _came(self, part: _Part, transfer: Transfer, until: float) -> None:
         if not transfer.wait(max(0.0, until - time.monotonic())):
@@ -197,11 +204,23 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         if transfer.blocks < len(part.keys):
             raise LookupError(f"pool {part.pool.name}: {transfer.blocks} of {len(part.keys)} promised pages came")
 
+    @staticmethod
+    def _stop(transfer: Transfer, until: float) -> None:
+        try:
+            transfer.cancel()
+            transfer.wait(max(0.0, until - time.monotonic()))
+        except Exception as error:  # noqa: BLE001  whoever waits for a layer has to be told all the same
+            failed("a load could not be stopped", error)
+
     # --- to the cache --------------------------------------------------------------------------------------------
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        parts = self._parts(transfers) if self._stores else []
-        self._offloads.put(_Offload(parts, self.record_offload_ready()))
+        try:
+            parts = self._parts(transfers) if self._stores else []
+            self._offloads.put(_Offload(parts, self.record_offload_ready(), self._era))
+        except Exception as error:  # noqa: BLE001  law: never in the way
+            failed("a store was refused; its pages are not kept", error)
+            return False
         return True
 
     def num_completed_offloads(self) -> int:
@@ -214,26 +233,27 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         while (work := self._offloads.get()) is not None:
             try:
                 kept = self._store(work)
-            except Exception:  # noqa: BLE001  law: never in the way
-                _log.exception("a store failed; its pages are not kept")
+            except Exception as error:  # noqa: BLE001  law: never in the way
+                failed("a store failed; its pages are not kept", error)
                 kept = False
-            self._completed.put(kept)
+            if work.era == self._era:
+                self._completed.put(kept)
             self._offloads.task_done()
 
     def _store(self, work: _Offload) -> bool:
         for event in work.ready:
             event.synchronize()
-        kept = [self._store_part(part) for part in work.parts]
+        until = time.monotonic() + self._deadline_s
+        kept = [self._store_part(part, until) for part in work.parts]
         return all(kept)
 
-    def _store_part(self, part: _Part) -> bool:
+    def _store_part(self, part: _Part, until: float) -> bool:
         described = part.pool.described
         with self._bounds[part.pool.name].request() as request:
             request.match(digests=[bytes.fromhex(key) for key in part.keys], after=b"")
             transfer = request.store(described.pages, [part.page_ids] * len(described.pages))
-            if not transfer.wait(self._deadline_s):
-                transfer.cancel()
-                transfer.wait(self._deadline_s)
+            if not transfer.wait(max(0.0, until - time.monotonic())):
+                self._stop(transfer, until + self._deadline_s)
             return all(outcome is Outcome.DONE for outcome in transfer.outcomes)
 
     def _parts(self, transfers: Sequence[PoolTransfer]) -> list[_Part]:
@@ -252,24 +272,35 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
     # --- the rest ------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Afterwards nothing reads or writes device pages."""
+        """Afterwards nothing reads or writes device pages. What has not been stored within the deadline is not."""
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
         self._promises.clear()
+        until = time.monotonic() + self._deadline_s
         for thread in self._loading:
-            thread.join(2 * self._deadline_s)
-        self._offloads.join()
+            thread.join(max(0.0, until + self._deadline_s - time.monotonic()))
+        if not self._idle(until):
+            self._forget_offloads()
+            self._idle(time.monotonic() + 2 * self._deadline_s)  # what is under way ends within that
+        self._era += 1
         while self._completed.qsize():
             self._completed.get_nowait()
         self.layer_done_counter.reset()
+
+    def _idle(self, until: float) -> bool:
+        """Wait until all is stored that was to be; False where the time is over before."""
+        work = self._offloads
+        with work.all_tasks_done:
+            return work.all_tasks_done.wait_for(lambda: not work.unfinished_tasks, max(0.0, until - time.monotonic()))
+
+    def _forget_offloads(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                self._offloads.get_nowait()
+                self._offloads.task_done()
 
     def close(self) -> None:
         self.reset()
         self._offloads.put(None)
         self._storing.join(self._deadline_s)
         close_cache(self.cache)
-
-
-def _close(requests: dict[str, Request] | None) -> None:
-    for request in (requests or {}).values():
-        request.close()

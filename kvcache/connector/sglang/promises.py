@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvcache.connector.sglang.faults import give_back
 from kvcache.hierarchy.face import Bound, Request
 
 HOST = "host"
@@ -44,11 +45,8 @@ class _Promise:
     reach: int = 0  # how far the tails were looked for
 
     def close(self) -> None:
-        for request in self.whole.values():
-            request.close()
-        for tails in self.tails.values():
-            for tail in tails:
-                tail.request.close()
+        give_back(self.whole.values())
+        give_back(tail.request for tails in self.tails.values() for tail in tails)
 
 
 class Promises:
@@ -90,7 +88,11 @@ class Promises:
         promise = self._open.pop(rid, None)
         if promise is None:
             return None
-        taken = {name: self._held(promise, name, tuple(keys)) for name, keys in wanted.items()}
+        try:
+            taken = {name: self._held(promise, name, tuple(keys)) for name, keys in wanted.items()}
+        except BaseException:
+            promise.close()
+            raise
         kept = {name: request for name, request in taken.items() if request is not None}
         if len(kept) < len(taken):
             promise.close()
@@ -112,19 +114,26 @@ class Promises:
             self.give_up(rid)
 
     def _begin(self, rid: str, keys: tuple[str, ...], last: Mapping[str, int]) -> _Promise:
-        before = self._open.pop(rid, None)
-        promise = self._open[rid] = _Promise(keys, last, self._now())
-        for name, bound in self._pools.items():
-            if name not in last:
-                promise.whole[name] = self._ask(bound, keys)
-        if before is not None:
-            before.close()  # after the new one holds what it held
+        promise = _Promise(keys, last, self._now())
+        try:
+            for name, bound in self._pools.items():
+                if name not in last:
+                    promise.whole[name] = self._ask(bound, keys)
+        except BaseException:
+            promise.close()
+            raise
+        self.give_up(rid)  # after the new one holds what it held
+        self._open[rid] = promise
         return promise
 
     @staticmethod
     def _ask(bound: Bound, keys: Sequence[str]) -> Request:
         request = bound.request()
-        request.match(digests=_digests(keys), after=b"")
+        try:
+            request.match(digests=_digests(keys), after=b"")
+        except BaseException:
+            give_back([request])
+            raise
         return request
 
     def _look(self, promise: _Promise) -> tuple[list[int], bool]:
@@ -141,8 +150,7 @@ class Promises:
         ends = set(range(1, near + 1))
         for name, count in promise.last.items():
             if name not in promise.tails or promise.reach < known:
-                for old in promise.tails.pop(name, ()):
-                    old.request.close()
+                give_back(old.request for old in promise.tails.pop(name, ()))
                 promise.tails[name] = self._tails(name, promise.keys[:known], count)
             here = set()
             for tail in promise.tails[name]:
@@ -170,7 +178,7 @@ class Promises:
                 found.append(_Tail(end, wanted, request))
                 end -= 1
             else:
-                request.close()
+                give_back([request])
                 end = first + run  # what is missing there is missing to each end that needs it
         return found
 

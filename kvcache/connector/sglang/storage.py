@@ -33,6 +33,7 @@ from kvcache.connector.sglang.opening import apart, close_cache, engine_name, op
 from kvcache.connector.sglang.pool import Ranks, describe, is_logical
 from kvcache.connector.sglang.restorable import everywhere, trailing
 from kvcache.connector.sglang.wishes import Wishes
+from kvcache.errors import LayoutError
 
 _log = logging.getLogger("kvcache.sglang")
 
@@ -68,6 +69,12 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         if config.is_mla_model and str(name) != PoolName.MAMBA.value:  # the same on each rank, written by the first
             ranks = Ranks(0, 1, ranks.pp_rank, ranks.pp_size)
         described = describe(pool, ranks, canonical=wishes.share_across_engines)
+        flat = not (config.extra_config or {}).get("interface_v1")
+        if flat and str(name) == PoolName.KV.value and described.layout.groups[0].kind == "opaque":
+            raise LayoutError(
+                f"{type(pool).__name__}: only SGLang itself can read its flat pages; "
+                'give "interface_v1": 1 in the extra configuration'
+            )
         facts = self._identity.facts_of(str(name), str(getattr(pool, "storage_format_tag", None) or ""))
         if config.attn_cp_size > 1 or config.dcp_size > 1:
             facts["context_parallel"] = [config.attn_cp_size, config.attn_cp_rank, config.dcp_size, config.dcp_rank]
@@ -88,8 +95,15 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
+        return self._leading(keys, extra_info, self._until())
+
+    def _leading(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None, until: float) -> int:
         depot = self._depots[PoolName.KV.value]
-        return len(keys) if depot is None else depot.leading(keys, _before(extra_info))
+        return len(keys) if depot is None else depot.leading(keys, _before(extra_info), until)
+
+    def _until(self) -> float:
+        """When a call that begins now is over, of however many pools it is."""
+        return time.monotonic() + self._wishes.deadline_s
 
     def batch_exists_v2(
         self,
@@ -97,7 +111,8 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        kv = self.batch_exists(keys, extra_info)
+        until = self._until()
+        kv = self._leading(keys, extra_info, until)
         hits: dict[str, int] = {PoolName.KV: kv} if kv else {}
         restorable = set(range(1, kv + 1))
         for transfer in pool_transfers or ():
@@ -106,7 +121,8 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 continue  # never gates; without a verdict SGLang learns nothing of it
             depot = self._depots.get(str(transfer.name))
-            here = depot.present(keys[:kv]) if depot is not None else [True] * kv
+            counts = str(transfer.name) in self._depots  # has no memory of its own, where it has no depot
+            here = depot.present(keys[:kv], until) if depot is not None else [counts] * kv
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 lengths = trailing(here, max(1, len(transfer.keys or ())))
             else:
@@ -121,22 +137,31 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._move(PoolName.KV, keys, host_indices, extra_info, inward=True)
+        return self._move(PoolName.KV, keys, host_indices, extra_info, self._until(), inward=True)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._move(PoolName.KV, keys, host_indices, extra_info, inward=False)
+        return self._move(PoolName.KV, keys, host_indices, extra_info, self._until(), inward=False)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return {t.name: self._move(t.name, t.keys or [], t.host_indices, extra_info, inward=True) for t in transfers}
+        return self._move_all(transfers, extra_info, inward=True)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return {t.name: self._move(t.name, t.keys or [], t.host_indices, extra_info, inward=False) for t in transfers}
+        return self._move_all(transfers, extra_info, inward=False)
+
+    def _move_all(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None, *, inward: bool
+    ) -> dict[str, list[bool]]:
+        until = self._until()
+        return {
+            t.name: self._move(t.name, t.keys or [], t.host_indices, extra_info, until, inward=inward)
+            for t in transfers
+        }
 
     def _move(
         self,
@@ -144,6 +169,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         keys: Sequence[str],
         host_indices: torch.Tensor | None,
         extra_info: HiCacheStorageExtraInfo | None,
+        until: float,
         *,
         inward: bool,
     ) -> list[bool]:
@@ -161,7 +187,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         # Only the first pool's pages are one chain: of the others any page may have been kept without the one before.
         before = _before(extra_info) if str(name) == PoolName.KV.value else None
         work = depot.fetch if inward else depot.keep
-        return self._timed("in" if inward else "out", depot, lambda: work(keys, page_ids, before))
+        return self._timed("in" if inward else "out", depot, lambda: work(keys, page_ids, before, until=until))
 
     # --- v0: flat tensors ----------------------------------------------------------------------------------------
 

@@ -108,6 +108,7 @@ def install() -> None:
         make(self, *args, **named | {"pin_memory": False})
 
     base.HostKVCache.__init__ = unpinned
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # else 10 GiB of the machine have to be free
     common._cuda_host_register = common._cuda_host_unregister = lambda *_, **__: None
     for kind in (mha.MHATokenToKVPoolHost, mla.MLATokenToKVPoolHost):
         kind.load_to_device_per_layer, kind.backup_from_device_all_layer = load, back_up

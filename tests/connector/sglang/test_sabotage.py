@@ -1,0 +1,115 @@
+"""Whatever a cache does that it has promised not to do, SGLang's threads see a miss: no error, and an end in time."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvcache.connector.sglang import faults
+from kvcache.connector.sglang.promises import Promises
+from kvcache.hierarchy.naive import NaiveCache
+from tests.connector.sglang.sabotage import FACE, WAYS, Sabotage
+from tests.connector.sglang.test_depot import chain, depot, opened, pool
+
+ENDED_S = 10.0
+"""Beyond which SGLang cannot stop its threads."""
+
+everything = pytest.mark.parametrize(("method", "way"), [(method, way) for method in FACE for way in WAYS])
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was said by earlier tests."""
+    monkeypatch.setattr(faults, "_said", set())
+
+
+@everything
+def test_a_face_that_breaks_its_promises(method: str, way: str) -> None:
+    sabotage, keys, host = Sabotage(), chain(8), pool(1)
+    cache = sabotage.before(NaiveCache())
+    assert all(depot(cache, host).keep(keys, range(8)))
+    other = pool()
+    store = depot(cache, other)
+    store.deadline_s = 0.05
+    sabotage.method, sabotage.way = method, way
+    begun = time.monotonic()
+    assert 0 <= store.leading(keys) <= 8
+    assert len(store.present(keys)) == 8
+    came, fresh = store.fetch(keys, range(8)), chain(4, seed=2)
+    kept = store.keep(fresh, range(20, 24))
+    assert time.monotonic() - begun < ENDED_S
+    assert (len(came), len(kept)) == (8, 4)
+    if not (method == "blocks" and way == "a hit of everything"):  # a number that says of itself how many came
+        assert all(torch.equal(other.page(i), host.page(i)) for i, here in enumerate(came) if here)
+    sabotage.method = ""
+    assert store.fetch(keys, range(8)) == [True] * 8, "and afterwards it goes on"
+    assert store.leading(fresh) >= kept.count(True)
+
+
+@everything
+def test_promises_over_such_a_face(method: str, way: str, tmp_path: Path) -> None:
+    """On the scheduler's thread: the linker turns an error into a miss; nothing is held for ever, and afterwards
+    promises are kept again."""
+    sabotage, keys = Sabotage(), chain(8)
+    with opened(tmp_path) as cache:
+        store = depot(sabotage.before(cache), pool(1))
+        assert all(store.keep(keys, range(8)))
+        told = Promises({"kv": store.bound, "swa": store.bound}, 0.01)
+        assert told.ends("before", keys, {"swa": 2}) == [5, 6, 7, 8]
+        sabotage.method, sabotage.way = method, way
+        begun = time.monotonic()
+        for rid, last in (("a", {}), ("b", {"swa": 2}), ("before", {"swa": 2})):
+            for _ in range(2):
+                ends = _or_nothing(lambda rid=rid, last=last: told.ends(rid, keys, last))
+                assert all(0 < end <= 8 for end in ends or ())
+            taken = _or_nothing(lambda rid=rid: told.take(rid, {"kv": keys[:5], "swa": keys[3:5]}))
+            faults.give_back((taken or {}).values())
+        told.clear()
+        assert time.monotonic() - begun < ENDED_S
+        sabotage.method = ""
+        assert told.ends("a", keys) == list(range(1, 9))
+        requests = told.take("a", {"kv": keys, "swa": keys})
+        assert requests is not None
+        faults.give_back(requests.values())
+        assert len(told) == 0
+        if method != "close":
+            assert cache.stats()["tiers"]["host"]["held_bytes"] == 0
+
+
+def _or_nothing(work: Any) -> Any:
+    try:
+        return work()
+    except (Exception, MemoryError):
+        return None
+
+
+def test_a_fault_is_said_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:
+    sabotage = Sabotage()
+    store = depot(sabotage.before(NaiveCache()), pool())
+    sabotage.method = "match"
+    with caplog.at_level(logging.ERROR, "kvcache.sglang"):
+        for way in ("a mistake", "an error of ours", "a mistake"):
+            sabotage.way = way
+            for _ in range(5):
+                assert store.leading(chain(3)) == 0
+    assert [("ZeroDivisionError" in line, "ClosedError" in line) for line in caplog.messages] == [
+        (True, False),
+        (False, True),
+    ]
+
+
+def test_a_call_over_several_pools_is_over_when_its_time_is(tmp_path: Path) -> None:
+    with opened(tmp_path) as cache:
+        store, keys = depot(cache, pool(1)), chain(4)
+        over = time.monotonic() - 1
+        assert store.keep(keys, range(4), until=over) == [False] * 4
+        assert store.keep(keys, range(4)) == [True] * 4
+        assert store.leading(keys, until=over) == 0
+        assert store.present(keys, until=over) == [False] * 4
+        assert store.fetch(keys, range(4), until=over) == [False] * 4
+        assert store.fetch(keys, range(4), until=time.monotonic() + 60) == [True] * 4
