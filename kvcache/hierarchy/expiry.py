@@ -88,6 +88,12 @@ class Expiry:
             if self._noted > max(LEAST, 2 * sum(map(self._index.resident, self._index.tiers))):
                 self._compact()
 
+    def keep(self, ends: Sequence[tuple[Address, int]]) -> None:
+        """These came into a tier and have an end. It is noted where none is: of what left host on its way there, it may
+        have been forgotten meanwhile, or have come."""
+        for expires_ms in {expires_ms for _, expires_ms in ends if expires_ms}:
+            self.note([a for a, end in ends if end == expires_ms and a.name not in self._end_of], expires_ms)
+
     def learn(self, tell: Callable[[], Iterable[tuple[Address, int]]]) -> None:
         """What a tier has from before: its records that end, and when. Run where reading them is in nobody's way."""
         try:

@@ -66,6 +66,9 @@ class Flow:
             plan,
         )
         self.canary = canary
+        self.expiry = Expiry(
+            index=index, host=host, below=below, counters=counters, events=events, why=why, clock=port.clock
+        )
         self.lanes = [
             Lane(
                 tier,
@@ -80,12 +83,10 @@ class Flow:
                 queue_blocks=queue_blocks,
                 mode=write[tier.name],
                 ask=ask,
+                expiry=self.expiry,
             )
             for tier in below
         ]
-        self.expiry = Expiry(
-            index=index, host=host, below=below, counters=counters, events=events, why=why, clock=port.clock
-        )
         self.promoter = Promoter(
             index=index,
             host=host,

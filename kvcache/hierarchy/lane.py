@@ -16,6 +16,7 @@ from kvcache.block.address import Address
 from kvcache.evict.shares import UNLIMITED
 from kvcache.hierarchy.ask import Ask
 from kvcache.hierarchy.coder import Coder
+from kvcache.hierarchy.expiry import Expiry
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.kinds import Kinds
 from kvcache.hierarchy.leaving import Leaving
@@ -62,8 +63,9 @@ class Lane:
         queue_blocks: int,
         mode: WriteMode,
         ask: Ask,
+        expiry: Expiry,
     ) -> None:
-        self.tier, self.queue_blocks, self.mode, self._ask = tier, queue_blocks, mode, ask
+        self.tier, self.queue_blocks, self.mode, self._ask, self._expiry = tier, queue_blocks, mode, ask, expiry
         self._index, self._kinds, self._host, self._coder = index, kinds, host, coder
         self._counters, self._events, self._why = counters, events, why
         self._queue: deque[Address] = deque()
@@ -196,6 +198,8 @@ class Lane:
             ticket = self.tier.submit("write", addresses, forms, priority=BACKGROUND)
             ticket.wait()
             self._settle(addresses, ticket.outcomes)
+            done = zip(going, ticket.outcomes, strict=True)
+            self._expiry.keep([(h.address, h.slot.expires_ms) for (h, _), o in done if o is Outcome.DONE])
             if self.tier.shared:
                 self._ask.bound(self.tier)
             if forms:

@@ -18,6 +18,7 @@ from kvcache.port import Port, SystemClock
 from kvcache.testing.blocks import chain
 from kvcache.tier.tier import Outcome, Ticket
 from tests.contract.caches import FULL, HYBRID, Engine, bind, store
+from tests.hierarchy.later import Later
 from tests.hierarchy.test_object import load, settled
 from tests.peer.server import MISSING, empty
 
@@ -45,12 +46,15 @@ def opened(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Cache]]:
     """Opens caches on host and these tiers, all on one clock."""
     caches: list[Cache] = []
 
-    def open_cache(*tiers: str, encrypted: bool = False, **more: Any) -> Cache:
+    def open_cache(
+        *tiers: str, encrypted: bool = False, host_bytes: int = 8 * MiB, nvme: Any = None, **more: Any
+    ) -> Cache:
         (tmp_path / "keys").write_text("11" * 32)
         settings = load_settings(
             None,
-            host={"capacity_bytes": 8 * MiB},
+            host={"capacity_bytes": host_bytes},
             nvme={
+                **(nvme or {}),
                 "enabled": "nvme" in tiers,
                 "path": tmp_path / "nvme",
                 "capacity_bytes": 64 * MiB,
@@ -247,6 +251,40 @@ def test_what_is_noted_is_bounded(opened: Any, monkeypatch: pytest.MonkeyPatch) 
     assert noted(cache) == cache.flow.expiry._noted <= 2 * 20 + 10
     assert len(cache.flow.expiry._end_of) <= noted(cache)
     assert found(bound) == 10
+
+
+@pytest.mark.parametrize("meanwhile", ["forgotten", "over"])
+def test_what_left_host_on_its_way_down_has_its_end_there(
+    opened: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """No tier has it while its copy waits to be written, and what is noted of ends is looked through then, or the end
+    comes."""
+    cache = opened("nvme", host_bytes=512 << 10, nvme={"write": "write_back"})
+    bound, (lane,) = bind(cache), cache.flow.lanes
+    kept(bound, 1, ttl_s=60)
+    later, lane._executor = lane._executor, Later()
+    try:
+        for seed in range(40):
+            store(bound, Engine(FULL), [1000 + seed, *range(39)], PAGES)
+        assert found(bound) == 0
+        waiting = lane._executor
+        monkeypatch.setattr(expiry, "LEAST", 0)
+        if meanwhile == "forgotten":
+            cache.flow.expiry._compact()
+            assert noted(cache) == 0
+        else:
+            clock.ahead_s = 61
+            assert not cache.flow.expiry.sweep()
+        waiting.run()
+    finally:
+        lane._executor = later
+    clock.ahead_s = 61
+    assert found(bound) == 0
+    assert cache.flush(30)
+    there = {address.signature for address in cache.below[0].scan()}
+    with bound.request() as r:
+        r.match(TOKENS)
+        assert there & set(r.signatures) == set()
 
 
 def test_learning_stops_at_close(opened: Any) -> None:
