@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from kvcache.port import Port
-from kvcache.testing.tier import Bench, TierContract, on_bench
+from kvcache.testing.blocks import chain
+from kvcache.testing.tier import Bench, TierContract, intact, on_bench, write
 from kvcache.tier.object import ObjectTier
-from kvcache.tier.tier import Tier
+from kvcache.tier.tier import Outcome, Tier
 from tests.peer.objects import MISSING, shared
 
 
@@ -29,6 +32,30 @@ class TestSeaweedFS(TierContract):
         yield bench
         assert bench.tier.check() == []
         bench.tier.close()
+
+    def test_large_ones_that_several_write_at_once_lie_there_once(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Each goes in parts to a place of its own, and one of them to where all look for it."""
+        monkeypatch.setattr("kvcache.tier.object.store.MULTIPART_BYTES", 6 << 20)
+        settings = {**shared(self.kind).settings, "prefix": hashlib.sha256(str(tmp_path).encode()).hexdigest()[:16]}
+        tiers = [ObjectTier(**settings, pack_bytes=5 << 20, timeout_s=60) for _ in range(3)]
+        try:
+            blocks, size, start = chain(2), 12 << 20, threading.Barrier(3)
+
+            def store(tier: ObjectTier) -> tuple[Outcome, ...]:
+                assert not any(outcome is Outcome.DONE for outcome in tier.contains(blocks))
+                start.wait(60)
+                return write(tier, blocks, size)
+
+            with ThreadPoolExecutor(3) as pool:
+                assert set(pool.map(store, tiers)) == {(Outcome.DONE, Outcome.DONE)}
+            assert [space.packs for space in tiers[0].survey.spaces()] == [2]
+            assert all(intact(tier, blocks, size) for tier in tiers)
+            assert tiers[0].check() == []
+        finally:
+            for tier in tiers:
+                tier.close()
 
 
 @pytest.mark.skipif(bool(MISSING["moto"]), reason=MISSING["moto"])

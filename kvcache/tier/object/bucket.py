@@ -158,6 +158,17 @@ class Bucket:
             raise RefusedError("missing")
         return mark
 
+    def move(self, path: str, to: str, deadline: float | None) -> None:
+        """TakenError where there is one of that name already."""
+        from obstore import rename_async
+
+        async def call() -> bool:
+            await rename_async(self._store, path, to, overwrite=False)
+            return True
+
+        if self._run(call, deadline) is None:
+            raise RefusedError("missing")
+
     def pages(self, prefix: str) -> Iterator[list[Listed]]:
         """What there is, some at a time; each page has the time of a call."""
         from obstore import list as listing

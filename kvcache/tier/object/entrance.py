@@ -48,6 +48,8 @@ def opened(url: str, *, endpoint: str, region: str, credentials_file: str, timeo
         if parts.scheme == "memory":
             return from_url(url)
         named = _container(parts) if parts.scheme == "az" else {}
+        if parts.scheme == "s3":  # which has no other way to move an object where nothing is
+            config.setdefault("copy_if_not_exists", "multipart")
         config |= named
         config |= {"base_url" if parts.scheme == "gs" else "endpoint": endpoint} if endpoint else {}
         config |= {"region": region} if region else {}

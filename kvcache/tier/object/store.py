@@ -209,15 +209,31 @@ class Store:
     def _put(self, run: Sequence[Cut], deadline: float | None) -> None:
         """Make a pack. TakenError where there is one that begins with the same block."""
         table, pieces = made(run)
-        place, size = Place.of(run[0].address), table.size_bytes
-        create = self._creates and size <= MULTIPART_BYTES
-        if not create and self._catalogue.ask(run[0].address, deadline):
+        path = self._names.pack(Place.of(run[0].address), table.rows[0].signature)
+        whole = table.size_bytes <= MULTIPART_BYTES
+        if self._creates and whole:
+            mark = self._bucket.put(path, pieces, deadline, create=True)
+        elif self._catalogue.ask(run[0].address, deadline):
             raise TakenError
-        path = self._names.pack(place, table.rows[0].signature, other=not create)
-        part_bytes = self._pack_bytes if size > MULTIPART_BYTES else None
-        mark = self._bucket.put(path, pieces, deadline, create=create, part_bytes=part_bytes)
+        else:
+            beside = self._names.pack(Place.of(run[0].address), table.rows[0].signature, other=True)
+            part_bytes = None if whole else self._pack_bytes
+            mark = self._bucket.put(beside, pieces, deadline, create=False, part_bytes=part_bytes)
+            path, mark = (path, "") if self._creates and self._moved(beside, path, deadline) else (beside, mark)
         self._catalogue.add(Pack(path, mark, table))
         self._counters.add("written_packs")
+
+    def _moved(self, beside: str, path: str, deadline: float | None) -> bool:
+        """Bring a pack to where others look for it; TakenError where there is one. Where a store cannot, it stays
+        beside, and a listing finds it."""
+        try:
+            self._bucket.move(beside, path, deadline)
+        except TakenError:
+            self._bucket.delete([beside], deadline)
+            raise
+        except OSError:
+            return False
+        return True
 
     def _beside(self, run: list[Cut], deadline: float | None, settle: Settle) -> list[Cut]:
         """Somebody has written a pack that begins with the same block: what of a run is left to write."""
