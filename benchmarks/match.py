@@ -10,7 +10,7 @@ in chains of 256. Times are the shortest of many, so that what else the machine 
     match/again/1e6         asked again, nothing hashed
     match/admit/1e6         the use counted, the blocks held
     match/buffer/1Mtok      1,048,576 tokens, at 10^6 blocks
-    index/bytes/1e6         memory of the index a block that host and nvme have; index/ghost/1e6: a ghost
+    index/bytes/1e6         memory of the index a block that host, nvme, redis and object have; index/ghost/1e6: a ghost
 
 Bytes are what the index accounts for; a note says by how much the process grew.
 """
@@ -37,6 +37,7 @@ from kvcache.hierarchy.run import Run, place_of
 LAYOUT = KVLayout.mha(layers=32, kv_heads=8, head_dim=128)
 TOKENS, MANY_TOKENS = 131_072, 1_048_576
 CHAIN_BLOCKS = 256
+TIERS = ["host", "nvme", "redis", "object"]
 GHOST_BLOCKS = 1 << 16
 
 
@@ -136,13 +137,14 @@ def growth(blocks: int) -> tuple[list[Row], str]:
     """Bytes of a block and of a ghost, and how much larger the process became for the blocks."""
     place = place_of(bytes(32), 0, LAYOUT.whole[0])
     before = resident_bytes()
-    index = Index(["host", "nvme"], Remembering())
-    fill(index, place, blocks, ["host", "nvme"], np.random.default_rng(1))
+    index = Index(TIERS, Remembering())
+    fill(index, place, blocks, TIERS, np.random.default_rng(1))
     grown = (resident_bytes() - before) / blocks
     sizes = [index.memory()[0] / len(index)]
     while index.ghosts() < blocks:  # each that leaves makes room for one that comes
         fill(index, place, GHOST_BLOCKS, ["host"], np.random.default_rng(index.ghosts()))
-        index.evict("host", GHOST_BLOCKS), index.evict("nvme", GHOST_BLOCKS)
+        for tier in TIERS:
+            index.evict(tier, GHOST_BLOCKS)
     sizes.append(index.memory()[1] / index.ghosts())
     rows = [Row(f"index/{what}/1e6", size, "B") for what, size in zip(("bytes", "ghost"), sizes, strict=True)]
     return rows, f"the process grew by {grown:.1f} B a block of the index"

@@ -35,6 +35,7 @@ Index::Index(const Index& other, Nodes copied)
       remembered_(other.ghosts_.size()),
       places_(other.places_),
       roots_(other.roots_),
+      oldest_(other.oldest_),
       ages_(other.ages_) {
     nodes_.copy(other.nodes_);
 }
@@ -110,7 +111,8 @@ std::vector<std::string> Index::audit() const {
         std::uint64_t standing = 0;
         for (std::size_t list = 0; list < 2 * classes() * kinds(); ++list) {
             const std::size_t within = list % (2 * classes()), its_kind = list / (2 * classes());
-            const std::uint32_t top = roots_[2 * (its_kind * tiers_ + t) * classes() + within];
+            const std::size_t n = 2 * (its_kind * tiers_ + t) * classes() + within;
+            const std::uint32_t top = roots_[n];
             std::vector<std::uint32_t> in_order, path;
             for (std::uint32_t at = top; at != NIL || !path.empty();) {
                 for (; at != NIL; at = nodes_[at].in(t).before) path.push_back(at);
@@ -123,6 +125,9 @@ std::vector<std::string> Index::audit() const {
                 at = nodes_[at].in(t).after;
             }
             standing += in_order.size();
+            if (top != NIL && nodes_[in_order[0]].stamp < oldest_[n]) {
+                faults.push_back(label(nodes_[in_order[0]]) + " is older than its order");
+            }
             for (std::size_t i = 0; i < in_order.size(); ++i) {
                 const Node& node = nodes_[in_order[i]];
                 const bool at_home =

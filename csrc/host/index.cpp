@@ -19,6 +19,7 @@ Index::Index(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint
       reused_(ages_.classes() * ages_.bins()),
       forgotten_(ages_.classes() * ages_.bins()) {
     roots_.assign(2 * tiers * ages_.classes(), NIL);
+    oldest_.resize(roots_.size());
     std::random_device random;
     for (std::uint64_t& word : secret_) word = std::uint64_t{random()} << 32 | random();
 }
@@ -31,6 +32,7 @@ std::uint64_t Index::tick() {
 void Index::assign(const std::vector<std::string>& places, unsigned kind) {
     if (kind >= kinds()) {
         roots_.resize((kind + 1) * 2 * tiers_ * ages_.classes(), NIL);
+        oldest_.resize(roots_.size());
         of_kind_.resize(kind + 1);
     }
     std::vector<std::uint32_t> moving;
@@ -297,44 +299,48 @@ std::uint8_t Index::used_again(std::uint64_t uses, std::uint64_t age) const {
     return static_cast<std::uint8_t>(count | static_cast<std::uint64_t>(gap) << Node::USES_BITS);
 }
 
-std::uint32_t* Index::root(unsigned kind, unsigned tier, bool below, unsigned use_class) {
-    return &roots_[(2 * (kind * tiers_ + tier) + below) * ages_.classes() + use_class];
+std::size_t Index::number(unsigned kind, unsigned tier, bool below, unsigned use_class) const {
+    return (2 * (std::size_t{kind} * tiers_ + tier) + below) * ages_.classes() + use_class;
 }
 
-std::uint32_t* Index::root(const Node& node, unsigned tier) {
-    return root(kind(node), tier, below(node, tier), use_class(node.uses));
+std::size_t Index::number(const Node& node, unsigned tier) const {
+    return number(kind(node), tier, below(node, tier), use_class(node.uses));
 }
 
 bool Index::may_leave(const Node& node, unsigned tier) const {
     return node.resident(tier) && !node.holds && !node.children(tier);
 }
 
-void Index::leave_orders(std::uint32_t i) {
+void Index::enter(std::uint32_t i, unsigned tier) {
     Node& node = nodes_[i];
+    const std::size_t n = number(node, tier);
+    oldest_[n] = roots_[n] == NIL ? node.stamp : std::min<std::uint64_t>(oldest_[n], node.stamp);
+    node.listed |= 1u << tier;
+    order(tier).enter(&roots_[n], i);
+}
+
+void Index::leave(std::uint32_t i, unsigned tier) {
+    Node& node = nodes_[i];
+    order(tier).leave(&roots_[number(node, tier)], i);
+    node.listed &= ~(1u << tier);
+    node.in(tier).children = 0;
+}
+
+void Index::leave_orders(std::uint32_t i) {
     for (unsigned t = 0; t < tiers_; ++t) {
-        if (!node.stands(t)) continue;
-        order(t).leave(root(node, t), i);
-        node.listed &= ~(1u << t);
-        node.in(t).children = 0;
+        if (nodes_[i].stands(t)) leave(i, t);
     }
 }
 
 void Index::enter_orders(std::uint32_t i) {
-    Node& node = nodes_[i];
     for (unsigned t = 0; t < tiers_; ++t) {
-        if (node.stands(t) || !may_leave(node, t)) continue;
-        node.listed |= 1u << t;
-        order(t).enter(root(node, t), i);
+        if (!nodes_[i].stands(t) && may_leave(nodes_[i], t)) enter(i, t);
     }
 }
 
 void Index::count_child(std::uint32_t parent, unsigned tier, int change) {
     Node& node = nodes_[parent];
-    if (node.stands(tier)) {
-        order(tier).leave(root(node, tier), parent);
-        node.listed &= ~(1u << tier);
-        node.in(tier).children = 0;
-    }
+    if (node.stands(tier)) leave(parent, tier);
     node.in(tier).children += static_cast<std::uint32_t>(change);
     if (!node.in(tier).children) enter_orders(parent);
 }

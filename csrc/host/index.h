@@ -2,10 +2,10 @@
 // kvcache/hierarchy/plain_index.py.
 //
 // A node is one block at one place (namespace, group, shard). 52 bytes and 8 a tier, and 8 for each slot of a table
-// that is at most three quarters full: 85 to 90 bytes with two tiers at 10^6. Ghosts take 12 bytes and a slot. Who may
-// leave a tier stands in an order for each kind and class of use, and for whether a tier below has it too; orders are
-// kept within the nodes. Nothing here is ever copied or walked whole, but for audits, which copy the nodes and walk the
-// copy, and where a place that has nodes is given another kind.
+// that is three quarters to seven eighths full: 78 to 80 bytes with two tiers at 10^6, 94 to 96 with four. Ghosts take
+// 12 bytes and a slot. Who may leave a tier stands in an order for each kind and class of use, and for whether a tier
+// below has it too; orders are kept within the nodes. Nothing here is ever copied or walked whole, but for audits,
+// which copy the nodes and walk the copy, and where a place that has nodes is given another kind.
 //
 // Not thread-safe: callers lock `mutex`. Strong only against memory running out: then std::bad_alloc, the index sound.
 #pragma once
@@ -143,8 +143,11 @@ class Index {
 
     TierOrder order(unsigned tier) const { return {nodes_, tier, static_cast<std::uint32_t>(secret_[0]), {places_}}; }
     std::uint64_t age(std::uint64_t stamp) const { return stamp < clock_ ? clock_ - stamp : 0; }
-    std::uint32_t* root(const Node& node, unsigned tier);
-    std::uint32_t* root(unsigned kind, unsigned tier, bool below, unsigned use_class);
+    std::size_t number(const Node& node, unsigned tier) const;  // of an order
+    std::size_t number(unsigned kind, unsigned tier, bool below, unsigned use_class) const;
+    void enter(std::uint32_t node, unsigned tier);
+    void leave(std::uint32_t node, unsigned tier);
+    void rank(const double* values);
     unsigned kind(const Node& node) const { return places_[node.place].kind; }
     bool below(const Node& node, unsigned tier) const { return node.tiers >> (tier + 1) != 0; }
     bool may_leave(const Node& node, unsigned tier) const;
@@ -192,6 +195,8 @@ class Index {
     Table place_table_;
     std::unordered_map<std::string, std::uint16_t> assigned_;  // kinds by place; those that have no blocks as well
     std::vector<std::uint32_t> roots_;                         // (kind, tier, below, class)
+    std::vector<std::uint64_t> oldest_;                        // by root, no later than the stamp of its first
+    std::vector<double> values_, least_;  // (class, bin): the last policy's; over that bin and all younger ones
     Ages ages_;
     std::vector<std::int64_t> reused_, forgotten_;  // (class, bin)
     Ghosts ghosts_;

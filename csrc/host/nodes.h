@@ -98,7 +98,7 @@ class Nodes {
     std::size_t bytes() const { return chunks_.size() * A_CHUNK * node_bytes_; }
 
   private:
-    static constexpr std::uint32_t A_CHUNK = 1 << 14;
+    static constexpr std::uint32_t A_CHUNK = 1 << 12;
 
     std::size_t node_bytes_;
     std::vector<std::unique_ptr<std::uint8_t[]>> chunks_;

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -127,18 +128,25 @@ void copy_round(Random& random, bool large) {
     demand(engine == after, "scatter differs");
 }
 
-// Few hashes, so that clusters are long and wrap around; values twice under one hash, but not the same value twice.
+// Few hashes, so that clusters are long, and so many of the largest that some are refused; values twice under one hash,
+// but not the same value twice.
 void table_round(Random& random) {
-    Table table(2);
+    Table table;
     std::map<std::uint32_t, std::uint32_t> model;  // hash by value
     const u64 hashes = pick(random, 1, 30), most = pick(random, 1, 20000);
-    std::uint32_t next = 0;
+    std::uint32_t next = 0, crowd = 0;
     for (u64 step = 0; step < 2 * most; ++step) {
         if (model.size() < most && pick(random, 0, 2)) {
-            const std::uint32_t hash =
-                static_cast<std::uint32_t>(pick(random, 0, 9) ? random() : -pick(random, 1, hashes));
-            table.insert(hash, next);
-            model.emplace(next++, hash);
+            const bool crowded = pick(random, 0, 9) == 0;
+            const auto hash = static_cast<std::uint32_t>(crowded ? -pick(random, 1, hashes) : random());
+            try {
+                table.insert(hash, next);
+                model.emplace(next, hash);
+                crowd += crowded;
+            } catch (const std::bad_alloc&) {
+                demand(crowd > 100, "a value is refused where there is room");
+            }
+            ++next;
         } else if (!model.empty()) {
             const auto gone = model.lower_bound(static_cast<std::uint32_t>(pick(random, 0, model.rbegin()->first)));
             table.erase(gone->second, gone->first);

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstring>
 #include <new>
 #include <utility>
 
@@ -10,10 +11,9 @@ namespace kvcache {
 namespace {
 
 constexpr std::size_t PAGE = 4096;
-constexpr std::size_t PIECE = 1 << 20;    // unmapping takes time by the page
-constexpr std::size_t MOVES = 8;          // slots an insertion: two would do to be done before the successor is full
-constexpr std::size_t TOUCH_EVERY = 8;    // insertions; sixteen would do
-constexpr std::size_t SMALL = PAGE * 16;  // bytes that are touched and moved in no time
+constexpr std::size_t PIECE = 1 << 16;  // unmapping takes time by the page
+constexpr std::size_t MOVES = 12;       // places an insertion: ten would do to be done before the successor is full
+constexpr std::size_t SMALL = 1 << 13;  // slots that are moved in no time
 
 std::size_t whole_pages(std::size_t bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 
@@ -40,59 +40,65 @@ void Pages::give_back(std::size_t end) {
     for (; given_ + PIECE <= end; given_ += PIECE) munmap(data_ + given_, PIECE);
 }
 
-Table::Table(std::size_t slots) : now_(slots) {}
-
-void Table::put(const Slots& slots, Slot slot) {
-    std::size_t at = slot.hash;
-    while (slots[at].mark != 0) ++at;
-    slots[at] = slot;
+std::size_t Table::bytes() const {
+    const std::size_t filled = reached_ == ALL ? now_.size : now_.home(static_cast<std::uint32_t>(reached_));
+    const std::size_t written = whole_pages((filled + 3 * TAIL) * sizeof(Slot));
+    return std::min(written, now_.memory.bytes()) + old_.memory.bytes();
 }
 
 void Table::insert(std::uint32_t hash, std::uint32_t value) {
-    if (used_ + 1 > now_.size / 16 * 11 && !old_.size) prepare();
+    if (!old_.size && used_ + 1 > now_.size / 16 * 13) {
+        if (now_.size > ALL / 9 * 8) throw std::bad_alloc();
+        old_ = std::exchange(now_, Slots(now_.size + now_.size / 8));
+        moved_ = 0, reached_ = 0;
+    }
     if (old_.size) move();
-    put(now_, {hash, value + 1});
+    put(of(hash), {hash, value + 1});
     ++used_;
 }
 
-// Ahead of need touches the successor; when the time has come takes it into use.
-void Table::prepare() {
-    if (!next_.size) next_ = Slots(now_.size * 2), touched_ = 0;
-    const std::size_t bytes = next_.memory.bytes();
-    const bool full = used_ + 1 > now_.size / 4 * 3;
-    if (bytes > SMALL && touched_ < bytes && (full || used_ % TOUCH_EVERY == 0)) {
-        static_cast<volatile std::uint8_t*>(next_.memory.data())[touched_] = 0;
-        touched_ += PAGE;
-    }
-    if (!full) return;
-    old_ = std::exchange(now_, std::exchange(next_, Slots()));
-    moved_ = 0;
+void Table::put(const Slots& slots, Slot slot) {
+    std::size_t at = slots.home(slot.hash);
+    while (slots[at].mark != 0 && slots[at].hash <= slot.hash) ++at;
+    std::size_t end = at;
+    while (slots[end].mark != 0) ++end;
+    if (end >= slots.size + TAIL) throw std::bad_alloc();
+    std::memmove(&slots[at + 1], &slots[at], (end - at) * sizeof(Slot));
+    slots[at] = slot;
 }
 
-void Table::move() {
-    const std::size_t end = old_.memory.bytes() > SMALL ? std::min(old_.size, moved_ + MOVES) : old_.size;
-    for (; moved_ < end; ++moved_) {
-        const Slot slot = old_[moved_];
-        if (slot.mark != 0 && slot.mark != DEAD) put(now_, slot);
+// Moves up what follows a gap, each as far as its own place lets it: what comes behind the first that stays is right.
+void Table::close(const Slots& slots, std::size_t gap, std::size_t next) {
+    for (; slots[next].mark != 0; ++next) {
+        gap = std::max(gap, slots.home(slots[next].hash));
+        if (gap == next) return;
+        slots[gap++] = std::exchange(slots[next], {0, 0});
     }
+}
+
+// What moves comes behind all that has: to its own place, or to the first that is free.
+void Table::move() {
+    const std::size_t end = old_.size > SMALL ? std::min(old_.size, moved_ + MOVES) : old_.size;
+    std::size_t from = moved_, to = 0;
+    for (; from < end || (old_[from].mark != 0 && old_.home(old_[from].hash) < end); ++from) {
+        if (old_[from].mark == 0) continue;
+        to = std::max(to, now_.home(old_[from].hash));
+        while (now_[to].mark != 0) ++to;
+        now_[to++] = std::exchange(old_[from], {0, 0});
+    }
+    close(old_, end, from);
+    moved_ = end, reached_ = end < old_.size ? old_.first_hash(end) : ALL;
     old_.memory.give_back(moved_ * sizeof(Slot));
     if (moved_ == old_.size) old_ = Slots();
 }
 
 void Table::erase(std::uint32_t hash, std::uint32_t value) {
+    const Slots& slots = of(hash);
+    std::size_t at = slots.home(hash);
+    while (slots[at].mark != value + 1) ++at;
+    slots[at].mark = 0;
+    close(slots, at, at + 1);
     --used_;
-    std::size_t hole = hash;
-    while (now_[hole].mark != value + 1) {
-        if (now_[hole++].mark != 0) continue;
-        left_behind(hash, [&](std::uint32_t found) { return found == value; })->mark = DEAD;
-        return;
-    }
-    // What follows in the cluster moves up where its own place lets it.
-    for (std::size_t at = hole + 1; now_[at].mark != 0; ++at) {
-        const std::size_t from_home = (at - now_[at].hash) & (now_.size - 1);
-        if (from_home >= at - hole) now_[hole] = now_[at], hole = at;
-    }
-    now_[hole].mark = 0;
 }
 
 }  // namespace kvcache

@@ -1,10 +1,13 @@
-// A hash table of 32-bit values under 32-bit hashes: open addressing, linear probing. What a value stands for is the
-// caller's: whoever looks compares. Hashes must be keyed by a secret where an adversary could choose them.
+// A hash table of 32-bit values under 32-bit hashes: open addressing, linear probing, in the order of the hashes. What
+// a value stands for is the caller's: whoever looks compares. Hashes must be keyed by a secret where an adversary could
+// choose them.
 //
-// No call stalls while it grows. A table nearly three quarters full gets a successor of twice its size, whose memory is
-// touched a page every few insertions. Once it is needed, every insertion moves a few slots over, in order, and what
-// was left behind is unmapped piece by piece; meanwhile both are looked into. As hashes stand beside the values, moving
-// touches nothing else. Erasing closes the gap in the cluster, so no tombstones gather.
+// A hash's place is the same part of the table as it is of all hashes, so the table is sorted, whatever its size. That
+// is what lets it be three quarters to seven eighths full: a look-up ends at the first larger hash, and a successor is
+// only an eighth larger. It is also why growing neither stalls a call nor takes memory twice. Every insertion moves a
+// few slots over, from the smallest hash on: below the one that was reached all is in the successor, above it in what
+// is being left, each is looked into alone, and what was left behind is unmapped as the successor fills. Hashes stand
+// beside the values, so moving touches nothing else. Erasing closes the gap, so no tombstones gather.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +25,7 @@ class Pages {
     ~Pages();
 
     std::uint8_t* data() const { return data_; }
-    std::size_t bytes() const { return bytes_; }
+    std::size_t bytes() const { return bytes_ - given_; }
     void give_back(std::size_t end);  // what lies before `end`, in whole pieces; it reads as nothing any more
 
   private:
@@ -34,62 +37,61 @@ class Table {
   public:
     static constexpr std::uint32_t NONE = ~std::uint32_t{0};  // no value is as large as NONE - 1
 
-    explicit Table(std::size_t slots = 64);  // a power of two
-
     // The first value under this hash of which `same(value)` holds; NONE where there is none.
     template <class Same>
     std::uint32_t find(std::uint32_t hash, Same same) const {
-        for (std::size_t at = hash; now_[at].mark != 0; ++at) {
-            if (now_[at].hash == hash && same(now_[at].mark - 1)) return now_[at].mark - 1;
+        const Slots& slots = of(hash);
+        for (const Slot* slot = &slots[slots.home(hash)]; slot->mark != 0 && slot->hash <= hash; ++slot) {
+            if (slot->hash == hash && same(slot->mark - 1)) return slot->mark - 1;
         }
-        const Slot* const slot = old_.size ? left_behind(hash, same) : nullptr;
-        return slot ? slot->mark - 1 : NONE;
+        return NONE;
     }
 
-    void prefetch(std::uint32_t hash) const { __builtin_prefetch(&now_[hash]); }
-    void insert(std::uint32_t hash, std::uint32_t value);  // std::bad_alloc, with nothing changed
-    void erase(std::uint32_t hash, std::uint32_t value);   // it is there
+    void prefetch(std::uint32_t hash) const {
+        const Slots& slots = of(hash);
+        __builtin_prefetch(&slots[slots.home(hash)]);
+    }
+
+    // std::bad_alloc, with nothing changed: where there is no memory, or where hundreds have about the same hash.
+    void insert(std::uint32_t hash, std::uint32_t value);
+    void erase(std::uint32_t hash, std::uint32_t value);  // it is there
 
     std::size_t size() const { return used_; }
-    std::size_t bytes() const { return now_.memory.bytes() + next_.memory.bytes() + old_.memory.bytes(); }
+    std::size_t bytes() const;  // that were written to: of a table that is filling up only the part that is filled
 
   private:
     struct Slot {
         std::uint32_t hash;
         std::uint32_t mark;  // 0: empty; else the value + 1
     };
-    static constexpr std::uint32_t DEAD = NONE;  // erased from a table that is being left
+
+    // Behind the last place is a tail for those whose places are taken, so that nothing wraps around. Insertions go a
+    // third of it far; what is moved then has room in the second, as it had before; the last slot stays empty.
+    static constexpr std::size_t TAIL = 256;
 
     struct Slots {
-        std::size_t size = 0;  // a power of two
+        std::size_t size = 0;
         Pages memory;
 
         explicit Slots(std::size_t slots = 0) : size(slots) {
-            if (slots) memory = Pages(slots * sizeof(Slot));
+            if (slots) memory = Pages((slots + 3 * TAIL) * sizeof(Slot));
         }
-        Slot& operator[](std::size_t at) const { return reinterpret_cast<Slot*>(memory.data())[at & (size - 1)]; }
+        Slot& operator[](std::size_t at) const { return reinterpret_cast<Slot*>(memory.data())[at]; }
+        std::size_t home(std::uint32_t hash) const { return std::uint64_t{hash} * size >> 32; }
+        std::uint64_t first_hash(std::size_t home) const { return ((std::uint64_t{home} << 32) + size - 1) / size; }
     };
 
-    // The slot among those that are still to be moved: what was moved may be unmapped already.
-    template <class Same>
-    Slot* left_behind(std::uint32_t hash, Same same) const {
-        std::size_t at = hash & (old_.size - 1);
-        for (std::size_t steps = moved_; steps < old_.size; ++steps, ++at) {
-            if (at == old_.size) at = 0;
-            if (at < moved_) at = moved_;
-            Slot& slot = old_[at];
-            if (slot.mark == 0) break;
-            if (slot.hash == hash && slot.mark != DEAD && same(slot.mark - 1)) return &slot;
-        }
-        return nullptr;
-    }
-
+    const Slots& of(std::uint32_t hash) const { return hash < reached_ ? now_ : old_; }
     static void put(const Slots& slots, Slot slot);
-    void prepare();
+    static void close(const Slots& slots, std::size_t gap, std::size_t next);
     void move();
 
-    Slots now_, next_, old_;
-    std::size_t used_ = 0, touched_ = 0, moved_ = 0;  // values; bytes of next_ touched; slots of old_ moved
+    static constexpr std::size_t LEAST = 64;
+    static constexpr std::uint64_t ALL = std::uint64_t{1} << 32;
+
+    Slots now_{LEAST}, old_;
+    std::size_t used_ = 0, moved_ = 0;  // values; places of old_ whose values are in now_
+    std::uint64_t reached_ = ALL;       // the first hash that is not
 };
 
 }  // namespace kvcache

@@ -261,13 +261,21 @@ def test_a_hundred_thousand_come_and_go(turns: int) -> None:
         assert len(index) == 0
 
 
-def test_what_a_block_and_a_ghost_take() -> None:
-    """At 10^6 both tables are nearly half empty, their worst but for the moment of growth."""
-    index, count = new(ghosts=2.0), 1 << 17
-    for i in range(count // 1024):
-        index.insert(PLACES[0], signatures(i, 1024), PLACES[0][:32], i % 2)
-    index.insert(PLACES[0], signatures(0, 1024), PLACES[0][:32], 1)
-    assert index.bytes() / count < 96
+@pytest.mark.parametrize("tiers", [1, 4])
+def test_what_a_block_and_a_ghost_take(tiers: int) -> None:
+    """At every moment of growth, nodes in whole pieces of 4,096; so that at 10^6 four tiers take 96 bytes at most."""
+    index, ghosts, slots = new(tiers, ghosts=100.0), new(ghosts=100.0), []
+    for i in range(1 << 8):
+        for tier in range(tiers):
+            index.insert(PLACES[0], signatures(i, 512), PLACES[0][:32], tier)
+        if (count := len(index)) >= 1 << 16:
+            slots.append((index.bytes() - -(-count // 4096) * 4096 * (52 + 8 * tiers)) / count)
+    assert max(slots) < 11.6
+    ghosts.insert(PLACES[0], signatures(0, 1 << 12), PLACES[0][:32], 0)
+    for i in range(1, 1 << 6):
+        ghosts.refuse(PLACES[0], signatures(i, 1 << 11))
+    assert ghosts.ghosts() >= 1 << 16
+    assert ghosts.ghost_bytes() / ghosts.ghosts() < 24
 
 
 def test_a_place_without_blocks_takes_nothing() -> None:
