@@ -67,6 +67,7 @@ class Link:
             self.wire.close()
             raise
         self.idle: list[Wire] = []  # connections that move records, of which none is in use
+        self.closed = False
         self.lock = threading.Lock()
 
     def tell(self, op: str, **fields: Any) -> None:
@@ -98,11 +99,15 @@ class Link:
             wire.close()
             raise
         with self.lock:
-            self.idle.append(wire)
+            if not self.closed:
+                self.idle.append(wire)
+                return
+        wire.close()
 
     def close(self) -> None:
         self.wire.close()
         with self.lock:
+            self.closed = True
             wires, self.idle = self.idle, []
         for wire in wires:
             wire.close()

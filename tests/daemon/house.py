@@ -42,6 +42,7 @@ class House:
         }
         self.environ = {**os.environ, **{f"KVCACHE_{name}": str(value) for name, value in settings.items()}}
         self.process: subprocess.Popen[str] | None = None
+        self._listener: threading.Thread | None = None  # while it serves
         self.before: list[str] = []  # a program that runs it
 
     def command(self, *words: str) -> list[str]:
@@ -100,11 +101,15 @@ class House:
     def _gone(self) -> int:
         assert self.process is not None
         code = self.process.wait(60)
-        self._listener.join()
+        if self._listener is not None:
+            self._listener.join()
+        self._listener = None
+        assert self.process.stdout is not None
+        self.process.stdout.close()  # where it never came to serve
         return code
 
     def close(self) -> None:
-        if self.process is not None and self.process.poll() is None:
+        if self.process is not None:
             self.kill()
 
     def open(self, **more: Any) -> Any:

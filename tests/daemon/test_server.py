@@ -21,7 +21,7 @@ from kvcache.daemon.wire import Wire
 from kvcache.errors import ConfigError, StoreError, UnreachableError
 from kvcache.settings.http import CONNECTIONS
 from tests.daemon.house import House, bound_to, load, store
-from tests.daemon.within import until
+from tests.daemon.within import Within, until
 
 Make = Callable[..., House]
 
@@ -359,3 +359,10 @@ def test_two_engines_do_not_join_each_other(standing: House) -> None:
             bound_to(b).join("7")
         with pytest.raises(kvcache.RequestError):
             bound_to(a, tenant="other").join("7")
+
+
+def test_a_connection_that_was_in_use_when_the_daemon_was_lost_is_closed(within: Within) -> None:
+    cache = within.open()
+    with cache.link.mover(30) as wire:
+        cache.lose(cache.link, UnreachableError("as if it had been killed"))
+    assert wire.connection.fileno() == -1
