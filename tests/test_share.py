@@ -16,7 +16,7 @@ import kvcache
 from kvcache import share
 from kvcache.block.layout import KVLayout
 from kvcache.config import load
-from kvcache.machine import Memory
+from kvcache.machine import Memory, file_system
 
 GiB, MiB = 1 << 30, 1 << 20
 CHILD = """
@@ -122,12 +122,28 @@ def test_one_line_says_what_was_chosen_and_one_how_much_of_a_model_fits(
         for _ in range(2):
             cache.namespace(layout, model="org/model", revision="1")
     # int8 halves bf16, and its scales take less than another 4 KiB
-    first, second = [record.getMessage() for record in caplog.records if record.name == "kvcache"]
+    told = [record for record in caplog.records if (record.name, record.levelno) == ("kvcache", logging.INFO)]
+    first, second = [record.getMessage() for record in told]
     assert first == "host 16 GiB (default: " + _made() + "), nvme 1 GiB with 0 records"
     assert second == (
         f"org/model: room for {16 * GiB // (2 * MiB + 4096) * 16:,} tokens in host (raw), "
         f"{GiB // (MiB + 2 * 4096) * 16:,} tokens in nvme (int8)"
     )
+
+
+def test_a_drive_in_a_containers_own_layer_is_warned_about(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    drive = tmp_path / "nvme"
+    for kind, warned in (("overlay", True), ("ext4", False)):
+        (tmp_path / "proc/self/mounts").write_text(f"overlay / {kind} rw,relatime 0 0\n")
+        monkeypatch.setattr("kvcache.hierarchy.below.file_system", lambda path: file_system(path, tmp_path))
+        with caplog.at_level(logging.WARNING, "kvcache"):
+            kvcache.open(nvme={"path": drive, "capacity_bytes": "64MiB"}, control={"enabled": False}).close()
+        said = [record.getMessage() for record in caplog.records if str(drive) in record.getMessage()]
+        assert [("overlay" in line, "mount a volume" in line) for line in said] == [(True, True)] * warned
+        caplog.clear()
 
 
 def _made() -> str:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+
+from kvcache.machine import file_system
 from kvcache.port import Port
 from kvcache.settings import Settings
 from kvcache.tier.nvme import open_drives
 from kvcache.tier.tier import Tier
+
+_log = logging.getLogger("kvcache")
 
 
 def tiers_below(settings: Settings, port: Port, serves: str) -> list[Tier]:
     tiers: list[Tier] = []
     nvme, redis = settings.nvme, settings.redis
     if nvme.enabled:
+        for path in nvme.directories:
+            if file_system(path) == "overlay":
+                _log.warning(
+                    "nvme.path = %r: lies in a container's own layer (overlay), slow and gone with the container; "
+                    "mount a volume there, or give another path",
+                    str(path),
+                )
         tiers.append(
             open_drives(
                 [str(path) for path in nvme.directories],
