@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcache.block.keyed import read_keys
 from kvcache.block.record import ENCRYPTION, ENCRYPTION_BYTES, EXPIRY, PARENT, Header, tagged
 from kvcache.errors import ConfigError
 
@@ -42,12 +42,7 @@ class Keys:
             import cryptography  # noqa: F401  said here, and not when the first record is written
         except ModuleNotFoundError:
             raise ConfigError(f"{setting}: needs cryptography; pip install 'kvcache-tiers[encryption]'") from None
-        try:
-            keys = [bytes.fromhex(line) for line in Path(file).read_text(encoding="ascii").split()]
-        except OSError as error:
-            raise ConfigError(f"{setting} = {file!r}: {error.strerror}; expected a file of keys") from None
-        except ValueError:
-            raise ConfigError(f"{setting} = {file!r}: expected a key a line, in hexadecimal digits") from None
+        keys = read_keys(file, setting)
         if not keys or {len(key) for key in keys} != {KEY_BYTES}:
             raise ConfigError(f"{setting} = {file!r}: expected keys of {2 * KEY_BYTES} hexadecimal digits each")
         return cls(keys)

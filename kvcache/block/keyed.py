@@ -17,6 +17,16 @@ _BEGIN, _END = 4, 112  # of the header: version to write id
 _SIGNED = (EXPIRY, ENCRYPTION)  # what is there of them, so that nobody takes it out, puts it in or changes it
 
 
+def read_keys(file: str, setting: str) -> list[bytes]:
+    """Of a file with a key a line, in hexadecimal digits; ConfigError, with nothing of the keys in it."""
+    try:
+        return [bytes.fromhex(line) for line in Path(file).read_text(encoding="ascii").split()]
+    except OSError as error:
+        raise ConfigError(f"{setting} = {file!r}: {error.strerror}; expected a file of keys") from None
+    except ValueError:
+        raise ConfigError(f"{setting} = {file!r}: expected a key a line, in hexadecimal digits") from None
+
+
 class Signer:
     """The first key signs, each of them is believed: a new one is put before the old one until all know it."""
 
@@ -25,13 +35,8 @@ class Signer:
 
     @classmethod
     def of(cls, file: str, setting: str) -> Signer:
-        """Of a file with a key a line, in hexadecimal digits; ConfigError, with nothing of the keys in it."""
-        try:
-            keys = [bytes.fromhex(line) for line in Path(file).read_text(encoding="ascii").split()]
-        except OSError as error:
-            raise ConfigError(f"{setting} = {file!r}: {error.strerror}; expected a file of keys") from None
-        except ValueError:
-            raise ConfigError(f"{setting} = {file!r}: expected a key a line, in hexadecimal digits") from None
+        """Of a file as `read_keys` reads it. ConfigError also where a key is too short."""
+        keys = read_keys(file, setting)
         if not keys or min(map(len, keys)) < LEAST_BYTES:
             raise ConfigError(f"{setting} = {file!r}: expected keys of at least {2 * LEAST_BYTES} hexadecimal digits")
         return cls(keys)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvcache.block.address import Address
 from kvcache.block.keyed import Signer
-from kvcache.block.record import KEYED_DIGEST, RecordError, read_header, verify, with_field
+from kvcache.block.record import RecordError, read_header, verify
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
 from kvcache.tier.object.bucket import Bucket, RefusedError, TakenError
@@ -19,9 +19,9 @@ from kvcache.tier.object.catalogue import Catalogue
 from kvcache.tier.object.name import Names, Place
 from kvcache.tier.object.pack import Cut, Row, made
 from kvcache.tier.object.tables import Pack
-from kvcache.tier.piece import flat
+from kvcache.tier.piece import flat, outgoing
 from kvcache.tier.queue import Batch
-from kvcache.tier.tier import Outcome, Segments, same_record
+from kvcache.tier.tier import Outcome, Segments
 
 DONE, ABSENT, FAILED = Outcome.DONE, Outcome.ABSENT, Outcome.FAILED
 Settle = Callable[[int, Outcome, str], None]
@@ -148,17 +148,8 @@ class Store:
             self._write_run(run, batch.deadline, settle)
 
     def _cut(self, i: int, address: Address, segments: Segments) -> Cut:
-        """A record as it goes out; RecordError where it is not that of the address."""
-        header = read_header(segments[0])
-        if header.address.name != address.name or not same_record(header.address, address):
-            raise RecordError("address", "the header names another record than the call")
-        pieces = flat(segments[1:], header.stored_bytes)
-        if sum(map(len, pieces)) < header.stored_bytes:
-            raise RecordError("length", f"{header.stored_bytes} stored bytes: fewer are there")
-        head = bytes(segments[0][: header.header_bytes])
-        if self._signer is not None:
-            head = with_field(head, header, KEYED_DIGEST, self._signer.sign(head, header, pieces))
-        return Cut(i, address, [memoryview(head), *pieces])
+        _, head, payload = outgoing(address, segments, self._signer)
+        return Cut(i, address, [memoryview(head), *payload])
 
     def _runs(self, records: Sequence[Cut]) -> Iterator[list[Cut]]:
         """Those that follow each other in a chain, as many as make a pack."""

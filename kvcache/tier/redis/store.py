@@ -16,16 +16,14 @@ from kvcache.block.keyed import Signer
 from kvcache.block.record import (
     CHUNK_BYTES,
     FIXED_BYTES,
-    KEYED_DIGEST,
     Header,
     RecordError,
     chunk_sums,
     read_header,
-    with_field,
 )
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
-from kvcache.tier.piece import cut, flat
+from kvcache.tier.piece import cut, flat, outgoing
 from kvcache.tier.queue import Batch
 from kvcache.tier.redis.life import Life
 from kvcache.tier.redis.name import (
@@ -286,18 +284,9 @@ class Store:
                 settle(record.i, Outcome.FAILED, "raced")
 
     def _sealed(self, i: int, address: Address, segments: Segments) -> Long:
-        """The record of a block as it goes out; RecordError where it is not that of the address."""
-        header = read_header(segments[0])
-        if header.address.name != address.name or not same_record(header.address, address):
-            raise RecordError("address", "the header names another record than the call")
-        pieces = flat(segments[1:], header.stored_bytes)
-        if sum(map(len, pieces)) < header.stored_bytes:
-            raise RecordError("length", f"{header.stored_bytes} stored bytes: fewer are there")
+        header, head, payload = outgoing(address, segments, self._signer)
         first = min(header.stored_bytes, self._part_bytes)
-        head = bytes(segments[0][: header.header_bytes])
-        if self._signer is not None:
-            head = with_field(head, header, KEYED_DIGEST, self._signer.sign(head, header, pieces))
-        return Long(i, self._names.record(address), header, pieces, first, head)
+        return Long(i, self._names.record(address), header, payload, first, head)
 
     def _standing(self, wire: Wire, records: Sequence[Long], batch: Batch, settle: Settling) -> list[Long]:
         """Settle what is there already; the rest. What no reader could use makes room."""
