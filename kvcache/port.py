@@ -196,9 +196,11 @@ class ThreadExecutor:
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"kvcache-{name}")
         begun = threading.Event()
-        for _ in range(threads):  # a call that waits holds its thread, so that the next call starts another
-            self._pool.submit(begun.wait)
-        begun.set()
+        try:
+            for _ in range(threads):  # a call that waits holds its thread, so that the next call starts another
+                self._pool.submit(begun.wait)
+        finally:
+            begun.set()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         return self._pool.submit(call)
