@@ -6,12 +6,13 @@ the next bin of age, from all that is known of waiting: uses again are events; b
 that were forgotten have waited for their age at least and may yet come (Kaplan and Meier 1958, so eviction does not
 bias it). The value of a block that has waited for `a` is the index of
 Gittins (1979): the best, over all T, of the expected uses again between a and T over the expected time that it is held
-until then. Nothing is set by hand but how much evidence outweighs the prior.
+until then. Nothing is set by hand but how much evidence outweighs what it is drawn to.
 
 While evidence is thin, the hazard of a class is drawn to that of all with as many uses, that to the one of all classes,
-that to the one of the bin before, and the first to a prior. So what was never seen counts as what is nearest to it: a
-scan makes nothing old dear. The prior is one chance for each bin, bins grow with age, and of what is worth the same the
-older leaves: it begins as LRU does.
+that to the one of the bin before, and the first to one chance for each bin. So what was never seen counts as what is
+nearest to it: a scan makes nothing old dear. Beside it stand a few hundred blocks of other caches' lives (`prior.py`),
+as if they had been seen here: they tell how classes and ages compare from the first request on, and are outweighed by
+what is seen here as soon as there is as much.
 
 Whoever could leave was not used by the request that asks for room, so it has outlived its age in requests: it is worth
 what the next age is. Without that a session that has just ended looks as if its next request was due now.
@@ -23,11 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, age_bin
+from kvcache.evict.prior import prior_of
 
 Table = NDArray[np.float64]
 
-PRIOR = 0.005
-"""Chance of a use again in a bin that spans a fifth of an octave, before anything was seen."""
+CHANCE = 0.005
+"""Of a use again in a bin that spans a fifth of an octave, where nobody was seen yet."""
 PSEUDO = 30.0
 """How many blocks seen in a bin weigh as much as what they are drawn to."""
 
@@ -55,18 +57,20 @@ class Hazard:
     def values(self, evidence: Evidence) -> Table:
         seen = evidence.reused[:, _WIDE].astype(np.float64)
         unseen = (evidence.waiting + evidence.forgotten)[:, _WIDE].astype(np.float64)
-        return index(hazards(seen, unseen, self._of_uses()))[:, _OF_BIN] * _YOUNGER_FIRST
+        risk = (seen + unseen)[:, ::-1].cumsum(1)[:, ::-1] - unseen / 2  # who was last seen waiting counts for half
+        prior = prior_of(self)
+        weight = prior.weight(float(seen.sum() + unseen.sum()))
+        seen, risk = seen + weight * prior.reused[:, _WIDE], risk + weight * prior.risk[:, _WIDE]
+        return index(hazards(seen, risk, self._of_uses()))[:, _OF_BIN] * _YOUNGER_FIRST
 
     def _of_uses(self) -> NDArray[np.int64]:
         """By class, the number of bounds that its uses reach."""
         return np.append(0, np.repeat(np.arange(1, len(self.bounds) + 1), len(self.gaps) + 1))
 
 
-def hazards(seen: Table, unseen: Table, of_uses: NDArray[np.int64]) -> Table:
+def hazards(seen: Table, risk: Table, of_uses: NDArray[np.int64]) -> Table:
     """By (class, bin), the chance that a block which has waited until the bin is used again within it. `seen`: those
-    that were, `unseen`: those that were last seen waiting in the bin, and count for half of it. `of_uses`: by class,
-    who has as many uses."""
-    risk = (seen + unseen)[:, ::-1].cumsum(1)[:, ::-1] - unseen / 2
+    that were, `risk`: those that could have been. `of_uses`: by class, who has as many uses."""
     together = (of_uses == np.arange(of_uses[-1] + 1)[:, None]).astype(np.float64)
     whole = _drawn(together @ seen, together @ risk)[of_uses]
     chance: Table = np.minimum((seen + PSEUDO_OF_USES * whole) / (risk + PSEUDO_OF_USES), 1 - 1e-6)
@@ -74,9 +78,9 @@ def hazards(seen: Table, unseen: Table, of_uses: NDArray[np.int64]) -> Table:
 
 
 def _drawn(seen: Table, risk: Table) -> Table:
-    """To all classes and the prior."""
+    """To all classes, and these to `CHANCE`."""
     events, exposed = seen.sum(0), risk.sum(0)
-    every, part = np.empty_like(events), PRIOR / _PART[-2]
+    every, part = np.empty_like(events), CHANCE / _PART[-2]
     for b in range(len(every)):
         every[b] = (events[b] + PSEUDO * part * _PART[b]) / (exposed[b] + PSEUDO)
         part = every[b] / _PART[b]

@@ -20,7 +20,7 @@ from kvcache.block.layout import Shard
 from kvcache.errors import ConfigError
 from kvcache.evict.hazard import Hazard
 from kvcache.evict.lru import LRU
-from kvcache.evict.policy import AGE_EDGES, Policy, requests_between_tables
+from kvcache.evict.policy import AGE_EDGES, Evidence, Policy, requests_between_tables
 from kvcache.hierarchy.index import evidence_of, table_of
 from kvcache.hierarchy.plain_index import PlainIndex
 from kvcache.hierarchy.played import play
@@ -60,7 +60,7 @@ def simulate(trace: Trace, policy: str | Policy, capacity: int, *, plain: bool =
     if isinstance(policy, str) and name in CLASSICS:
         hits = _classic(trace, name, capacity, plain)
     else:
-        hits = _ranked(trace, RANKING[policy]() if isinstance(policy, str) else policy, capacity, plain)
+        hits, _ = _ranked(trace, RANKING[policy]() if isinstance(policy, str) else policy, capacity, plain)
     return Played(name, capacity, hits, trace.accesses)
 
 
@@ -72,7 +72,13 @@ def signatures(unique: int) -> NDArray[np.uint64]:
     return words.reshape(-1, 4)
 
 
-def _ranked(trace: Trace, policy: Policy, capacity: int, plain: bool) -> NDArray[np.int32]:
+def evidence(trace: Trace, policy: Policy, capacity: int) -> Evidence:
+    """What a policy has seen when the trace has ended."""
+    return evidence_of(_ranked(trace, policy, capacity, not native.available())[1])
+
+
+def _ranked(trace: Trace, policy: Policy, capacity: int, plain: bool) -> tuple[NDArray[np.int32], Any]:
+    """The hits, and the index as it is then."""
     core: Any = PlainIndex if plain else native.core.Index
     index = core(1, policy.bounds, AGE_EDGES, policy.ghosts, policy.gaps)
     names, hits = signatures(trace.unique), np.zeros(len(trace), np.int32)
@@ -86,7 +92,7 @@ def _ranked(trace: Trace, policy: Policy, capacity: int, plain: bool) -> NDArray
         else:
             index.play(PLACE, *part)
         done = end
-    return hits
+    return hits, index
 
 
 def _classic(trace: Trace, name: str, capacity: int, plain: bool) -> NDArray[np.int32]:

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from kvcache import native
 from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
-from kvcache.evict.hazard import PRIOR, PSEUDO, PSEUDO_OF_USES, Hazard
+from kvcache.evict.hazard import CHANCE, PSEUDO, PSEUDO_OF_USES, Hazard
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, age_bin
+from kvcache.evict.prior import BLOCKS, UNTIL, prior_of
 from kvcache.hierarchy.index import evidence_of, table_of
 from kvcache.hierarchy.orders import MOST_USES
 from kvcache.hierarchy.plain_index import PlainIndex
@@ -27,6 +28,7 @@ SPACE = bytes(SIGNATURE_BYTES)
 Values = dict[tuple[int, int], float]  # by class and bin of age
 PLACE = place_of(SPACE, 0, Shard(0, 1, 0, 1))
 BOUNDS, GAPS = Hazard.bounds, Hazard.gaps
+TOLD = prior_of(Hazard())
 ENDS = (*AGE_EDGES[1:], 2 * AGE_EDGES[-1])
 WIDE = [b for b in range(AGE_BINS) if ENDS[b] > AGE_EDGES[b]]  # bins that some age is in
 PART = {b: (ENDS[b] - AGE_EDGES[b]) / (AGE_EDGES[b] + ENDS[b]) for b in WIDE}
@@ -74,22 +76,24 @@ class Model:
         the age on that it has outlived."""
         waits = [(b.use_class, self.now - b.stamp) for b in (*self.here.values(), *self.gone.values())]
         seen, unseen = counted(self.seen), counted([*waits, *self.ended])
+        of_others = BLOCKS * max(0.0, 1 - (seen.total() + unseen.total()) / UNTIL)
         alike = {c: 0 if c == 0 else 1 + (c - 1) // (len(GAPS) + 1) for c in CLASSES}
         hazard: dict[tuple[int, int], float] = {}
         risks: dict[int, dict[int, float]] = {}  # by bin and class
         later = dict.fromkeys(CLASSES, 0)
         for b in reversed(WIDE):
             later = {c: later[c] + seen[c, b] + unseen[c, b] for c in CLASSES}
-            risks[b] = {c: later[c] - unseen[c, b] / 2 for c in CLASSES}
-        rate = PRIOR / PART[WIDE[-2]]
+            risks[b] = {c: later[c] - unseen[c, b] / 2 + of_others * TOLD.risk[c, b] for c in CLASSES}
+        uses = {(c, b): seen[c, b] + of_others * TOLD.reused[c, b] for c in CLASSES for b in WIDE}
+        rate = CHANCE / PART[WIDE[-2]]
         for b in WIDE:
             risk = risks[b]
-            every = (sum(seen[c, b] for c in CLASSES) + PSEUDO * rate * PART[b]) / (sum(risk.values()) + PSEUDO)
+            every = (sum(uses[c, b] for c in CLASSES) + PSEUDO * rate * PART[b]) / (sum(risk.values()) + PSEUDO)
             rate = every / PART[b]
             for c in CLASSES:
                 same = [o for o in CLASSES if alike[o] == alike[c]]
-                of_uses = (sum(seen[o, b] for o in same) + PSEUDO * every) / (sum(risk[o] for o in same) + PSEUDO)
-                own = (seen[c, b] + PSEUDO_OF_USES * of_uses) / (risk[c] + PSEUDO_OF_USES)
+                of_uses = (sum(uses[o, b] for o in same) + PSEUDO * every) / (sum(risk[o] for o in same) + PSEUDO)
+                own = (uses[c, b] + PSEUDO_OF_USES * of_uses) / (risk[c] + PSEUDO_OF_USES)
                 hazard[c, b] = min(own, 1 - 1e-6)
         return {(c, b): self.best(hazard, c, b) for c in CLASSES for b in range(AGE_BINS)}
 
