@@ -34,7 +34,7 @@ class Miss:
         self._asked = Asked(request, namespace, places, block_tokens, b"", 0, 0.0)
         self._prompt_blocks = 0
         self._behind: list[NDArray[np.uint32]] = []
-        self._loads: list[tuple[int, BlockTransfer]] = []
+        self._loads: list[tuple[int, int, BlockTransfer]] = []  # whose, its first block
         self._admitted = self._counted = False
 
     def look(
@@ -101,8 +101,9 @@ class Miss:
         if self._why.heard is not None:
             self._why.heard(asked)
 
-    def loading(self, first_block: int, transfer: BlockTransfer) -> None:
-        self._loads.append((first_block, transfer))
+    def loading(self, rank: int, first_block: int, transfer: BlockTransfer) -> None:
+        """`rank`: any number, the same for loads that come one after the other."""
+        self._loads.append((rank, first_block, transfer))
 
     def count(self) -> bool:
         """Once, and only what was admitted: whether it was counted now."""
@@ -110,7 +111,7 @@ class Miss:
             return False
         self._counted = True
         asked = self._asked
-        for first_block, transfer in self._loads:
+        for _, first_block, transfer in self._loads:
             if transfer.failure is not None and first_block + transfer.failure[0] < asked.found:
                 asked.found = first_block + transfer.failure[0]
                 asked.reason, asked.detail = self._failed(asked, transfer.failure[1])
@@ -120,11 +121,19 @@ class Miss:
             self._counters.add("missed_tokens", missed * asked.block_tokens, reason=asked.reason)
         return True
 
-    def loaded(self) -> tuple[int, float] | None:
-        """How many blocks were there when the loads had ended, and how long these took; None where there was none."""
-        if not self._loads:
+    def loaded(self) -> tuple[int, int, float] | None:
+        """Once: up to which block loads were asked for, how many blocks all ranks had when these had ended, and how
+        long they took. None where there was none. A rank that only loads what its scheduler found is asked as well."""
+        loads, self._loads = self._loads, []
+        if not loads:
             return None
-        return max(first + load.blocks for first, load in self._loads), sum(load.seconds for _, load in self._loads)
+        reached: dict[int, int] = {}
+        seconds: dict[int, float] = {}
+        for rank, first, load in loads:
+            reached[rank] = max(reached.get(rank, 0), first + load.blocks)
+            seconds[rank] = seconds.get(rank, 0.0) + load.seconds
+        taken = max(first + len(load.outcomes) for _, first, load in loads)
+        return taken, min(reached.values()), max(seconds.values())
 
     def _failed(self, asked: Asked, outcome: Outcome) -> tuple[str, dict[str, Any]]:
         """Why a block that was found did not come."""

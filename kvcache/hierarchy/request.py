@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -274,7 +275,7 @@ class CacheRequest:
             claim=claim,
             transfer=transfer,
         )
-        self.miss.loading(first, transfer)
+        self.miss.loading(id(self), first, transfer)
         submit(job.run)
         return transfer
 
@@ -368,9 +369,11 @@ class CacheRequest:
         return self._flow.plan.choose(bound.id, self.chain.tokens, layout.block_tokens, there)
 
     def _count(self) -> None:
-        loaded = self.miss.loaded() if self.miss.count() else None
+        self.miss.count()
+        loaded = self.miss.loaded()
         if loaded is not None:
-            self._flow.plan.settle(self._choice, *loaded)
+            taken, reached, seconds = loaded
+            self._flow.plan.settle(replace((self._origin or self)._choice, blocks=taken), reached, seconds)
 
     def _bring(self, stamp: int, first: int, end: int, room: int, priority: int) -> None:
         """Begin to read what of blocks `first` to `end` lies below host, as much as fits into `room` bytes."""

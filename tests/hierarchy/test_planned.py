@@ -133,3 +133,23 @@ def test_a_prefix_with_a_window_is_taken_or_left_as_a_whole() -> None:
     found = spans(index, places, needs(layout), b"", {"host": 5, "nvme": 3})
     assert found == [Span("nvme", 8, 800 + 100 * min(8, needs(layout)[1]))]
     assert np.all([span.bytes > 0 for span in found])
+
+
+def test_what_came_of_a_plan_is_counted_where_a_rank_loads_what_a_scheduler_found(tmp_path: Path) -> None:
+    """By a request of its own, which nobody admits; or by one that joins the scheduler's."""
+    with closing(below(tmp_path)) as cache:
+        bound = cache.namespace(LAYOUT, model="m", revision="r")
+        bound.computed(40, 1.0)
+        for name in ("rank", "joined"):
+            before = cache.counters.get("planned_seconds")
+            with bound.request(id=name) as scheduler:
+                hit = scheduler.match(range(44))
+                scheduler.admit()
+                with bound.join(name) if name == "joined" else bound.request(id="of a rank") as rank:
+                    if name == "rank":
+                        rank.match(range(44))
+                    assert rank.load(hit.blocks, pages(), [list(range(hit.blocks))]).wait(30)
+            assert cache.counters.get("planned_seconds") > before, name
+            spent = cache.counters.get("planned_seconds")
+            assert cache.counters.get("plan_regret_seconds") < spent
+        assert misses(cache) == {"cold": 2}, "a scheduler's, once each: the last block of its prompt"
