@@ -127,7 +127,7 @@ class CacheRequest:
             )
         )
         self._by_tier: dict[str, int] = {}
-        self._choice = Choice(0, 0)
+        self.choice = Choice(0, 0)  # what the plan said last
         self._stamp = 0  # the time at which this request was admitted or stored first; 0: not yet
         self._asked = 0  # blocks, when it was admitted
         self._claim: Holds.Claim = []
@@ -191,13 +191,13 @@ class CacheRequest:
             if self._question is not None and not pending:  # answered at once, by an executor that runs it here
                 lookup.match(self.chain.packed)
                 self._found, self._by_tier = lookup.blocks, lookup.by_tier
-        self._choice = Choice(self._found, self._found)
+        self.choice = Choice(self._found, self._found)
         if self._found and not pending and self._flow.plan.enabled:
-            self._choice = self._planned()
+            self.choice = self._planned()
         told: dict[str, Any] = {}
-        if self._choice.blocks < self._found:
-            self._found, self._by_tier = self._choice.blocks, kept(self._choice)
-            plan = {"load_s": self._choice.load_s, "compute_s": self._choice.compute_s}
+        if self.choice.blocks < self._found:
+            self._found, self._by_tier = self.choice.blocks, kept(self.choice)
+            plan = {"load_s": self.choice.load_s, "compute_s": self.choice.compute_s}
             told = {"reason": BELOW_PLAN, "plan": plan}
         reason = self.miss.look(self.chain.packed, self._found, lookup.ids, beside, **told)
         tokens = self._found * layout.block_tokens
@@ -239,8 +239,8 @@ class CacheRequest:
         if not flow.bypass.loads:
             with working_for(self.id):
                 self._bring(stamp, 0, self._found, Load.window_bytes(self._flow), AHEAD)
-                if flow.plan.probe(self._choice):
-                    first = self._choice.blocks
+                if flow.plan.probe(self.choice):
+                    first = self.choice.blocks
                     self._bring(stamp, first, first + 1, Load.window_bytes(self._flow), BACKGROUND)
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
@@ -271,7 +271,7 @@ class CacheRequest:
             tenant=self._bound.tenant,
             before=self.begin(),
             begun=now,
-            deadline=now + min(self._deadline_s, self._choice.patience_s),
+            deadline=now + min(self._deadline_s, self.choice.patience_s),
             claim=claim,
             transfer=transfer,
         )
@@ -373,7 +373,7 @@ class CacheRequest:
         loaded = self.miss.loaded()
         if loaded is not None:
             taken, reached, seconds = loaded
-            self._flow.plan.settle(replace((self._origin or self)._choice, blocks=taken), reached, seconds)
+            self._flow.plan.settle(replace((self._origin or self).choice, blocks=taken), reached, seconds)
 
     def _bring(self, stamp: int, first: int, end: int, room: int, priority: int) -> None:
         """Begin to read what of blocks `first` to `end` lies below host, as much as fits into `room` bytes."""

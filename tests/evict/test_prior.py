@@ -1,4 +1,4 @@
-"""The data that `hazard` begins with: of its own classes, never dearer with age, gone when it has seen enough itself."""
+"""The data that `hazard` begins with: of its own classes, never dearer with age, gone when it saw enough itself."""
 
 from __future__ import annotations
 
