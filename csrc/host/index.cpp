@@ -250,6 +250,21 @@ void Index::touch(const Run& run, std::uint64_t stamp) {
     });
 }
 
+void Index::recall(const Run& run, std::uint64_t stamp, unsigned uses) {
+    stamp = std::min(stamp, clock_);
+    look_up(run, [&](std::size_t, std::uint32_t i) {
+        if (i == NIL || !nodes_[i].tiers) return true;
+        Node& node = nodes_[i];
+        const bool stands = node.listed != 0;
+        if (stands) leave_orders(i);
+        count_waiting(node, -1);
+        node.uses = uses, node.stamp = stamp;
+        count_waiting(node, 1);
+        if (stands) enter_orders(i);
+        return true;
+    });
+}
+
 ByTier Index::hold(const Run& run, ByTier room) {
     ByTier held{};
     look_up(run, [&](std::size_t, std::uint32_t i) {

@@ -78,6 +78,7 @@ class Index {
     void refuse(const Run& run);
     bool discard(const Run& run, unsigned tier, bool unless_held);
     void touch(const Run& run, std::uint64_t stamp);
+    void recall(const Run& run, std::uint64_t stamp, unsigned uses);  // as it was in another life
     ByTier hold(const Run& run, ByTier room);
     bool release(const Run& run);  // false at the first one that is not held
 

@@ -131,6 +131,12 @@ class PyIndex {
         locked(index_, input.blocks(), [&] { return index_.touch(input.run(), stamp), true; });
     }
 
+    void recall(const py::object& place, const py::object& signatures, std::uint64_t stamp, unsigned uses) {
+        const RunInput input(place, signatures);
+        expect(uses < 256, std::to_string(uses) + " uses: expected a byte");
+        locked(index_, input.blocks(), [&] { return index_.recall(input.run(), stamp, uses), true; });
+    }
+
     py::tuple hold(const py::object& place, const py::object& signatures, const std::vector<std::uint64_t>& room) {
         const RunInput input(place, signatures);
         expect(room.size() == tiers_,
@@ -335,6 +341,7 @@ for more than a few blocks. ValueError where arguments make no sense.)")
         .def("discard", &PyIndex::discard, py::arg("place"), py::arg("signature"), py::arg("tier"),
              py::arg("unless_held"))
         .def("touch", &PyIndex::touch, py::arg("place"), py::arg("signatures"), py::arg("stamp"))
+        .def("recall", &PyIndex::recall, py::arg("place"), py::arg("signatures"), py::arg("stamp"), py::arg("uses"))
         .def("hold", &PyIndex::hold, py::arg("place"), py::arg("signatures"), py::arg("room"))
         .def("release", &PyIndex::release, py::arg("place"), py::arg("signatures"))
         .def("evict", &PyIndex::evict, py::arg("tier"), py::arg("values"), py::arg("count"), py::arg("before"),

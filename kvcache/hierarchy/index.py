@@ -126,7 +126,8 @@ class Index:
         self.policy = policy
         self._number = {tier: t for t, tier in enumerate(tiers)}
         core = PlainIndex if plain or not native.available() else native.core.Index
-        self.use_class = Classes(policy.bounds, policy.gaps).of
+        self._classes = Classes(policy.bounds, policy.gaps)
+        self.use_class = self._classes.of
         """By a byte of `uses`."""
         self._core: Any = core(len(tiers), policy.bounds, AGE_EDGES, policy.ghosts, policy.gaps)
         self._evidence: Evidence | None = None  # what the table below is made from, where it is
@@ -238,6 +239,16 @@ class Index:
     def touch(self, run: Run, stamp: int) -> None:
         """Count a use of each at this time."""
         self._core.touch(*run, stamp)
+
+    def catch_up(self, clock: int) -> None:
+        """The requests of another life count as well: the clock goes on from there, unless it is later already."""
+        while self._core.clock < clock:
+            self._core.tick()
+
+    def recall(self, run: Run, stamp: int, uses: int) -> None:
+        """Last used then, and so often, as another life tells: not counted as a use. `uses` of which this policy knows
+        nothing are none."""
+        self._core.recall(*run, stamp, uses if self.use_class(uses) < len(self._classes) else 0)
 
     def hold(self, run: Run, room: Sequence[int] | None = None) -> tuple[int, ...]:
         """Keep blocks from leaving, from the first up to one that no tier has or for which there is no more `room` in

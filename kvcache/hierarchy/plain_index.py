@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -46,7 +47,6 @@ class PlainIndex:
         self.clock = 0
         self._tiers, self._ghosts_a_block = tiers, ghosts
         self._nodes: dict[Name, Node] = {}
-        self._resident = [0] * tiers
         self._blocks = 0  # nodes that some tier has
         classes = Classes(bounds, gaps)
         self._kinds: dict[bytes, int] = {}  # by place; 0 where it is not here
@@ -153,8 +153,7 @@ class PlainIndex:
     # changing
 
     def insert(self, place: bytes, signatures: Packed, parent: bytes, tier: int) -> None:
-        """The tier has these now. `parent` is the signature before the first of them; the namespace where it is the
-        first of its chain, empty where it is unknown."""
+        """The tier has these now. `parent`: the signature before the first, else the namespace; empty: unknown."""
         with self._lock:
             for name in names_of(place, signatures):
                 node = self._get(name)
@@ -162,7 +161,6 @@ class PlainIndex:
                     self._attach(node, parent)
                 if not node.tiers >> tier & 1:
                     self._orders.leave(node)
-                    self._resident[tier] += 1
                     self._of_kind[self._kind(name)][tier] += 1
                     node.tiers |= 1 << tier
                     self._count_child(node.parent_name, tier, 1)
@@ -192,17 +190,19 @@ class PlainIndex:
             stamp = min(stamp, self.clock)
             for name in names_of(place, signatures):
                 node = self._nodes.get(name)
-                if node is None:
-                    continue
-                self._orders.leave(node)
-                if node.tiers:
-                    self._ages.add(self.use_class(node.uses), node.stamp, -1)
-                    self._count_reuse(node.uses, max(0, stamp - node.stamp))
-                node.uses = self._again(node.uses, max(0, stamp - node.stamp))
-                node.stamp = max(node.stamp, stamp)
-                if node.tiers:
-                    self._ages.add(self.use_class(node.uses), node.stamp, 1)
-                self._orders.enter(node, self._kind(node.name))
+                if node is not None:
+                    age = max(0, stamp - node.stamp)
+                    if node.tiers:
+                        self._count_reuse(node.uses, age)
+                    self._set(node, max(node.stamp, stamp), self._again(node.uses, age))
+
+    def recall(self, place: bytes, signatures: Packed, stamp: int, uses: int) -> None:
+        """Of each that some tier has: last used then, and so often, as another life tells, not counted as a use."""
+        with self._lock:
+            for name in names_of(place, signatures):
+                node = self._nodes.get(name)
+                if node is not None and node.tiers:
+                    self._set(node, min(stamp, self.clock), uses)
 
     def hold(self, place: bytes, signatures: Packed, room: Sequence[int]) -> tuple[int, ...]:
         """Keep these from leaving, from the first up to one that no tier has or for which the nearest tier that has it
@@ -251,11 +251,9 @@ class PlainIndex:
         """
         victims: list[Victim] = []
         with self._lock:
-            while len(victims) < count:
-                worst = self._orders.worst(tier, values, weights, self.clock, before, stored_below, most)
-                if worst is None:
-                    break
-                node = self._nodes[worst[3], worst[2]]
+            worst = partial(self._orders.worst, tier, values, weights, self.clock, before, stored_below, most)
+            while len(victims) < count and (found := worst()) is not None:
+                node = self._nodes[found[3], found[2]]
                 victims.append((*node.name, node.parent, node.tiers != 1 << tier))
                 self._drop(node, tier)
         return victims
@@ -269,8 +267,7 @@ class PlainIndex:
         for t in range(self._tiers):
             self._of_kind[self._kind(node.name)][t] += change * (node.tiers >> t & 1)
 
-    def _get(self, name: Name) -> Node:
-        """Its node, made where there is none."""
+    def _get(self, name: Name) -> Node:  # made where there is none
         return self._nodes.get(name) or self._nodes.setdefault(name, Node(name, self._tiers, self.clock))
 
     def _attach(self, node: Node, parent: bytes) -> None:
@@ -287,11 +284,17 @@ class PlainIndex:
         self._blocks += 1
         self._ages.add(self.use_class(node.uses), node.stamp, 1)
 
+    def _set(self, node: Node, stamp: int, uses: int) -> None:
+        self._orders.leave(node)
+        self._ages.add(self.use_class(node.uses), node.stamp, -bool(node.tiers))
+        node.stamp, node.uses = stamp, uses
+        self._ages.add(self.use_class(uses), stamp, bool(node.tiers))
+        self._orders.enter(node, self._kind(node.name))
+
     def _drop(self, node: Node, tier: int) -> None:
         parent = node.parent_name
         self._orders.leave(node)
         node.tiers &= ~(1 << tier)
-        self._resident[tier] -= 1
         self._of_kind[self._kind(node.name)][tier] -= 1
         self._orders.enter(node, self._kind(node.name))
         if not node.tiers:
@@ -345,7 +348,7 @@ class PlainIndex:
         return len(self._nodes)
 
     def resident(self, tier: int) -> int:
-        return self._resident[tier]
+        return sum(self.residents(tier))
 
     def residents(self, tier: int) -> list[int]:  # by kind
         with self._lock:
@@ -384,10 +387,9 @@ class PlainIndex:
                     if place is not None and node.standing not in self._orders.all[place]:
                         faults.append(f"{label} stands in the wrong order")
             resident = [sum(node.tiers >> t & 1 for node in self._nodes.values()) for t in range(self._tiers)]
-            if resident != self._resident:
-                faults.append(f"index: counts {self._resident} residents, {resident} are there")
-            if [sum(of_kind[t] for of_kind in self._of_kind) for t in range(self._tiers)] != resident:
-                faults.append("index: counts residents of a kind wrong")
+            counted = [sum(of_kind[t] for of_kind in self._of_kind) for t in range(self._tiers)]
+            if counted != resident:
+                faults.append(f"index: counts {counted} residents, {resident} are there")
             listed = sum(place is not None for node in self._nodes.values() for place in node.listed)
             if listed != sum(map(len, self._orders.all.values())):
                 faults.append("index: orders with strangers in them")

@@ -19,6 +19,7 @@ from kvcache import native
 from kvcache.block.key import plain_digest_chain
 from kvcache.block.layout import Shard
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES
+from kvcache.hierarchy.orders import USES_BITS
 from kvcache.hierarchy.plain_index import PlainIndex
 from kvcache.hierarchy.prefix import ALL
 from kvcache.hierarchy.run import place_of
@@ -116,6 +117,11 @@ class Twins(RuleBasedStateMachine):
     def touch(self, chain: int, ends: list[int], place: int, back: int) -> None:
         run = CHAINS[chain][32 * ends[0] : 32 * ends[1]]
         self.both(lambda twin: twin.touch(PLACES[place], run, max(0, twin.clock - back)))
+
+    @rule(chain=chains, ends=ends, place=places, back=st.integers(0, 90), uses=st.integers(0, 5), gap=st.integers(0, 2))
+    def recall(self, chain: int, ends: list[int], place: int, back: int, uses: int, gap: int) -> None:
+        run, byte = CHAINS[chain][32 * ends[0] : 32 * ends[1]], uses | gap << USES_BITS
+        self.both(lambda twin: twin.recall(PLACES[place], run, max(0, twin.clock - back), byte))
 
     @rule(chain=chains, ends=ends, place=places, room=st.lists(st.integers(0, 9), min_size=3, max_size=3))
     def hold(self, chain: int, ends: list[int], place: int, room: list[int]) -> None:
