@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,7 @@ from kvcache.errors import ConfigError, StoreError
 NAME = "kvcache.socket"
 SCHEME = "unix:"
 _BACKLOG = 512
+_LOOK_S = 0.02
 
 
 def socket_of(where: str, environ: Mapping[str, str] = os.environ) -> Path:
@@ -25,9 +27,11 @@ def socket_of(where: str, environ: Mapping[str, str] = os.environ) -> Path:
 
 class Claim:
     """The right to a socket, until `release`. StoreError where another process has it. It is there after `listen`,
-    which is for when there is something to serve."""
+    which is for when there is something to serve, until `close`: whoever has the claim after that has it alone with
+    what else the process before had."""
 
-    def __init__(self, path: Path, mode: int) -> None:
+    def __init__(self, path: Path, mode: int, *, wait_s: float = 0.0) -> None:
+        """`wait_s`: for another process that is ending."""
         self.path, self._mode, self._pid = path.absolute(), mode, os.getpid()
         new = self.path.with_name(f"{self.path.name}.new")
         if len(os.fsencode(new)) > LONGEST:
@@ -37,9 +41,7 @@ class Claim:
             self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StoreError(f"daemon.socket = {str(path)!r}: {error.strerror}; choose another directory") from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(self._lock, wait_s):
             owner = os.pread(self._lock, 64, 0).decode(errors="replace").strip()
             os.close(self._lock)
             raise StoreError(f"{path}: process {owner or 'unknown'} serves it; connect to unix:{path}") from None
@@ -71,7 +73,27 @@ class Claim:
             with suppress(OSError):
                 self.path.unlink()
 
-    def release(self) -> None:
+    def close(self) -> None:
+        """Nobody comes any more. Idempotent."""
         self.hide()
         self.listener.close()
-        os.close(self._lock)
+
+    def release(self) -> None:
+        """Let another process have it. Idempotent."""
+        self.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _locked(descriptor: int, wait_s: float) -> bool:
+    end = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_LOOK_S)
+        else:
+            return True

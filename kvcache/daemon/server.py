@@ -28,7 +28,7 @@ from kvcache.daemon.protocol import FRAME_BYTES, VERSION, ProtocolError, asked, 
 from kvcache.daemon.session import Session
 from kvcache.daemon.tcp import Port
 from kvcache.daemon.token import token_hash
-from kvcache.errors import AccessError, ConfigError, KVCacheError, UnreachableError
+from kvcache.errors import AccessError, ClosedError, ConfigError, KVCacheError, UnreachableError
 from kvcache.hierarchy.cache import Cache
 from kvcache.observe.request import logger
 
@@ -42,7 +42,7 @@ _log = logger("kvcache.daemon")
 
 
 class Daemon:
-    """Serves a cache made with `shared=True`, which stays the caller's to close."""
+    """Serves a cache made with `shared=True`, which stays the caller's to close, and then to release the claim."""
 
     def __init__(
         self,
@@ -76,6 +76,8 @@ class Daemon:
         self._watched: dict[bytes, int] = {}  # by session, the descriptor of its process
         self._moving: dict[Moving, threading.Thread] = {}
         self._serving = self._ending = False
+        self.heir: socket.socket | None = None
+        """To the process that takes this one's place, where it ended for one; the caller's to close."""
         self._ended = asyncio.Event()
         self._lingering: asyncio.TimerHandle | None = None
 
@@ -99,7 +101,7 @@ class Daemon:
             self._loop.run_until_complete(self._ended.wait())
             self._drain()
         finally:
-            self.claim.release()
+            self.claim.close()
             if self._port is not None:
                 self._port.close()
             self._loop.close()
@@ -232,8 +234,10 @@ class Daemon:
             )
         if message["role"] == "mover":
             return self._begin_moving(peer, message)
+        if message["role"] == "heir":
+            return self._end_for(peer)
         if message["role"] != "control":
-            raise ProtocolError(f"role {message['role']!r:.40}: expected control or mover")
+            raise ProtocolError(f"role {message['role']!r:.40}: expected control, mover or heir")
         engine = message.get("engine") or ""
         if "/" in engine or len(engine) > 256:
             raise ProtocolError("engine: expected a name of at most 256 characters without '/'")
@@ -274,6 +278,20 @@ class Daemon:
         except RuntimeError:  # no more threads in this process
             del self._moving[moving]
             moving.connection.close()
+        return {}
+
+    def _end_for(self, peer: Peer) -> dict[str, Any]:
+        """End, since another process takes this one's place; what is in host memory is handed to it (`handover`)."""
+        if isinstance(peer, Guest) or peer.uid != os.geteuid():
+            raise AccessError(f"a daemon ends for processes of its own user alone, {os.geteuid()}: {peer} is another's")
+        if self._ending:
+            raise ClosedError("this daemon is ending already")
+        peer.send({"ok": {"pid": os.getpid()}})
+        if peer.open:
+            self._peers.discard(peer)
+            self.heir = peer.detach()
+        _log.warning("%s takes this daemon's place: it ends", peer)
+        self._end()
         return {}
 
     def _move(self, moving: Moving) -> None:
@@ -370,28 +388,6 @@ def new_loop() -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
-
-
-def start(daemon: Daemon) -> Callable[[], None]:
-    """Run it on a thread of this process; the function that ends it."""
-    listens = threading.Event()
-    daemon.began = listens.set
-
-    def run() -> None:
-        try:
-            daemon.run()
-        finally:
-            listens.set()  # it may have ended before it began
-
-    thread = threading.Thread(target=run, name="kvcache-daemon", daemon=True)
-    thread.start()
-    listens.wait()
-
-    def end() -> None:
-        daemon.stop()
-        thread.join()
-
-    return end
 
 
 def hang_up(connection: socket.socket) -> None:

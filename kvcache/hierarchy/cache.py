@@ -114,9 +114,9 @@ class Cache:
         own = [tier for tier in self.below if not tier.shared]
         self.learned = [self.erasure.submit(partial(self.flow.expiry.learn, tier.ending)) for tier in own]
         directory = str(settings.nvme.directories[0]) if settings.nvme.enabled else None
-        self._learnt = Learnt(directory, self.index, self.kinds, self.counters, port, self._player.submit)
-        self._learnt.load()
-        self.index.begun = self._learnt.used
+        self.learnt = Learnt(directory, self.index, self.kinds, self.counters, port, self._player.submit)
+        self.learnt.load()
+        self.index.begun = self.learnt.used
         self._pinner = port.executor(1, "pin")
         self.copiers = Copiers(self._pinner.submit)
         self.host.arena.watch(self.copiers.came, self.copiers.gone)
@@ -124,6 +124,8 @@ class Cache:
         self._register: Register[CacheRequest] = Register()
         self.at_close: list[Callable[[], object]] = []
         """Called when closing begins: what reaches this cache from outside lets go of it."""
+        self.at_rest: list[Callable[[], object]] = []
+        """Called when nothing moves any more, before the tiers are closed."""
         self.at_bind: list[Callable[[BoundCache], object]] = []
         """Called with each namespace that an engine binds for the first time."""
         self.waits: list[Callable[[], bool]] = []
@@ -338,11 +340,13 @@ class Cache:
         for call in self.at_close:
             call()
         self._flushed = self.flow.close()
+        for call in self.at_rest:
+            call()
         self.host.arena.watch()
         self._pinner.close()
         self.erasure.close()
         self._player.close()
-        self._learnt.save()
+        self.learnt.save()
         self.copiers.close()
         closed = [tier.close() for tier in (self.host, *self.below)]  # each, also where one failed
         self._flushed = self._flushed and all(closed)

@@ -8,7 +8,7 @@ makes new records: so it is looked again afterwards, and said whether anything i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -58,6 +58,14 @@ class Erasure:
         self._executor = port.executor(1, "owners")
         self.submit = self._executor.submit
         """For other work that nobody waits for."""
+
+    def owned(self) -> dict[bytes, Owner]:
+        """Whose the namespaces are that were bound here."""
+        return dict(self._owners)
+
+    def recall(self, owners: Mapping[bytes, Owner | None]) -> None:
+        """As another process told it, of what it left here."""
+        self._owners |= {namespace: owner for namespace, owner in owners.items() if owner is not None}
 
     def note(self, namespace: Namespace) -> None:
         """Keep whose this is, in every tier, in the background."""

@@ -77,13 +77,18 @@ class Learnt:
             file.close()
         self._counters.add("policy_states", result=result)
 
+    def recall(self, data: bytes) -> None:
+        """As `load`, from a process that ended, where no file has it."""
+        if self._path is None:
+            self._counters.add("policy_states", result=self._take(data))
+
     def _take(self, data: bytes) -> str:
         head, _, rest = data.partition(b"\n")
         checksum, _, body = rest.partition(b"\n")
         if head + b"\n" != FORMAT:
             return "foreign"
         if sha256(body).hexdigest().encode() != checksum:
-            _log.warning("%s is damaged; the policy begins anew", self._path)
+            _log.warning("%s is damaged; the policy begins anew", self._path or NAME)
             return "damaged"
         try:
             told = json.loads(body)
@@ -94,7 +99,7 @@ class Learnt:
             self._kinds.recall(told["kinds"])
             self._index.learn(reused, forgotten)
         except Exception as error:  # noqa: BLE001  whole, but not as we write it: another version's
-            _log.warning("%s is of another make (%s); the policy begins anew", self._path, type(error).__name__)
+            _log.warning("%s is of another make (%s); the policy begins anew", self._path or NAME, type(error).__name__)
             return "foreign"
         return "read"
 
@@ -123,7 +128,7 @@ class Learnt:
         disk, temporary = self._port.disk, f"{path}.tmp"
         file = disk.open(temporary, create=True)
         try:
-            data = self._told()
+            data = self.told()
             file.truncate(0)
             file.write(0, [memoryview(data)])
             file.sync()
@@ -132,12 +137,13 @@ class Learnt:
         disk.rename(temporary, path)
         disk.sync_directory(str(self._directory))
 
-    def _told(self) -> bytes:
+    def told(self, *, waiting: bool = True) -> bytes:
+        """As the file has it. Not `waiting`: without what waits now, for a life in which it still does."""
         policy, evidence = self._index.policy, self._index.evidence()
         told: dict[str, Any] = {
             **dict(zip(("policy", "bounds", "gaps", "edges"), _of(policy), strict=True)),
             "reused": _packed(evidence.reused),
-            "forgotten": _packed(evidence.forgotten + evidence.waiting),
+            "forgotten": _packed(evidence.forgotten + (evidence.waiting if waiting else 0)),
             "kinds": [],
         }
         room = MOST_BYTES - len(json.dumps(told)) - 128

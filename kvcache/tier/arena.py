@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from kvcache.port import Executor
 from kvcache.tier.region import PAGE, Region
@@ -38,14 +38,15 @@ class Extent:
 
     _numbers = itertools.count(1)
 
-    def __init__(self, region: Region, slot_bytes: int, tenant: str) -> None:
+    def __init__(self, region: Region, slot_bytes: int, tenant: str, *, left: bool = False) -> None:
+        """`left`: as another process had it, with the generations that it told."""
         self.region, self.slot_bytes, self.tenant = region, slot_bytes, tenant
         self.number = next(self._numbers)
         self.count = count = region.bytes // slot_bytes
         self.view = region.view
         self.free = list(range(count - 1, -1, -1))
         self.generations = region.generations
-        for i in range(count):
+        for i in range(0 if left else count):
             region.renew(i)
         self.slots: dict[int, Slot] = {}  # given out
         self.closing = False  # no slot of it is given out
@@ -180,6 +181,30 @@ class Arena:
         self._extents.setdefault(extent.kind, []).append(extent)
         self._open.setdefault(extent.kind, {})[extent] = None
         return extent
+
+    def adopt(self, extent: Extent, taken: Sequence[int]) -> list[Slot] | None:
+        """Take in an extent that another process left, with these of its slots given out, each with one reference.
+        None where there is no room for it."""
+        with self._lock:
+            if extent.region.bytes > self.capacity_bytes - self.mapped_bytes or not taken:
+                return None
+            used = set(taken)
+            extent.free = [i for i in range(extent.count - 1, -1, -1) if i not in used]
+            slots = [Slot(extent, i) for i in taken]
+            extent.slots = {slot.i: slot for slot in slots}
+            self.mapped_bytes += extent.region.bytes
+            self._use(extent.tenant, len(slots) * extent.slot_bytes)
+            self._extents.setdefault(extent.kind, []).append(extent)
+            if extent.free:
+                self._open.setdefault(extent.kind, {})[extent] = None
+            else:
+                self._open.setdefault(extent.kind, {})
+            self._came(extent.region.view)
+            spare = self._spare
+            if spare is not None and spare.bytes > self.capacity_bytes - self.mapped_bytes:
+                self._spare = None
+                self._gone(spare.view)
+        return slots
 
     def prepare(self) -> None:
         """Have the next region ready, if there is room for one."""

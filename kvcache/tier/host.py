@@ -170,6 +170,55 @@ class HostTier(Waits):
             return False
         return True
 
+    # from one process to the next
+
+    def leave(self, within_s: float) -> dict[Extent, list[Held]]:
+        """What another process may take over, by extent: sealed records in memory that is no longer this tier's, which
+        has none from now on. For when nobody but clients of the past is at it: an extent in which one of them may still
+        write stays behind, and so does what cannot be sealed in time."""
+        end = self._port.clock.now() + within_s
+        with self._lock:
+            records, self._records = self._records, {}
+        left: dict[Extent, list[Held]] = {}
+        for extent in self.arena.extents():
+            here = [records.get(slot.name) for slot in extent.slots.values()]
+            held = [h for h, slot in zip(here, extent.slots.values(), strict=True) if h is not None and h.slot is slot]
+            if len(held) < len(extent.slots) or not extent.region.shared:
+                continue
+            for one in held:
+                if self._port.clock.now() < end:
+                    self.seal(one)
+            left[extent] = [one for one in held if one.slot.sealed]
+        return left
+
+    def adopt(self, extent: Extent, rows: Sequence[tuple[int, Address, int, int]]) -> list[Address]:
+        """Take over an extent that another process left, with these records in it: slot, address, payload bytes, end.
+        Those that are here now: not one whose header is another's, or damaged."""
+        if any(record_bytes(payload_bytes) != extent.slot_bytes for _, _, payload_bytes, _ in rows):
+            return []
+        slots = self.arena.adopt(extent, [i for i, _, _, _ in rows]) or []
+        admitted = []
+        for slot, (_, address, payload_bytes, expires_ms) in zip(slots, rows, strict=False):
+            slot.sealed, slot.expires_ms = True, expires_ms
+            held = Held(address, slot, payload_bytes)
+            if self._is_whole(held) and self.publish(address, slot, payload_bytes):
+                admitted.append(address)
+            else:
+                self.arena.release(slot)
+        return admitted
+
+    def _is_whole(self, held: Held) -> bool:
+        header, payload = segments(held)
+        try:
+            found = verify(header, payload, held.address) if self._verify else read_header(header)
+        except RecordError:
+            return False
+        return (
+            same_record(found.address, held.address)
+            and found.address.name == held.address.name
+            and (found.codec, found.stored_bytes) == ("raw", held.payload_bytes)
+        )
+
     # the contract
 
     def submit(

@@ -24,19 +24,24 @@ POPULATE_READ, POPULATE_WRITE = 22, 23  # of madvise, Linux 5.14: newer than Pyt
 _HUGE_BYTES = 2 << 20
 _LAST_GENERATION = (1 << 64) - 1
 _PUNCH_AND_KEEP_SIZE = 3  # of fallocate
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Region:
     """Page-aligned memory of `size_bytes`; OSError where the system has none to give."""
 
-    def __init__(self, size_bytes: int, *, shared: bool = False) -> None:
+    def __init__(self, size_bytes: int, *, shared: bool = False, left: int | None = None) -> None:
+        """`left`: the file of another process's region of this size, which ended and left it to this one; ours from now
+        on, and shared. ValueError where it is none."""
         self.bytes = size_bytes
         table = table_bytes(size_bytes)
         self.descriptor: int | None = None
-        self.exported = False  # other processes may map it: what it held must not meet another tenant in it
+        self.exported = left is not None
+        """Other processes may map it: what it held must not meet another tenant in it."""
         self._words: memoryview | None = None  # where other processes look for generations
-        if shared:
-            self.descriptor, self._memory = _file(size_bytes + table)
+        if shared or left is not None:
+            size = size_bytes + table
+            self.descriptor, self._memory = _file(size) if left is None else _left(left, size)
             weakref.finalize(self, os.close, self.descriptor)
             self._words = memoryview(self._memory)[size_bytes : size_bytes + table].cast("Q")
         else:
@@ -56,12 +61,22 @@ class Region:
         if self._words is not None:
             self._words[i] = self.generations[i]
 
+    def recall(self, generations: array[int]) -> None:
+        """Those of the process that left it, by slot. What the file says is not believed: others may write there."""
+        self.generations[: len(generations)] = generations
+        if self._words is not None:
+            self._words[: len(generations)] = memoryview(generations)
+
     def touch(self) -> None:
         """Have the system find the memory now. Changes nothing in it; where the system cannot, nothing happens."""
         if native.available():
             native.core.populate(self.view)
         else:
             touch(self._memory, POPULATE_WRITE)
+
+    @property
+    def shared(self) -> bool:
+        return self.descriptor is not None
 
     def export(self, *, writable: bool) -> int:
         """A descriptor for another process, which the caller closes. OSError where there are none left."""
@@ -102,7 +117,7 @@ def _file(size_bytes: int) -> tuple[int, mmap.mmap]:
             os.fchmod(descriptor, 0o600)  # else whoever may read it could open it anew to write
             os.ftruncate(descriptor, -(-size_bytes // unit) * unit)
             memory = mmap.mmap(descriptor, -(-size_bytes // unit) * unit)
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         except OSError:
             os.close(descriptor)
             if flags == plain:
@@ -110,6 +125,20 @@ def _file(size_bytes: int) -> tuple[int, mmap.mmap]:
         else:
             return descriptor, memory
     raise AssertionError("the last kind returned or raised")
+
+
+def _left(descriptor: int, size_bytes: int) -> tuple[int, mmap.mmap]:
+    """A file that another process made so; it is closed where it is none."""
+    try:
+        found = os.fstat(descriptor)
+        if found.st_size < size_bytes or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise ValueError(f"a file of {found.st_size} bytes, user {found.st_uid}: expected {size_bytes} of our own")
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise ValueError("a file that somebody may cut short")
+        return descriptor, mmap.mmap(descriptor, found.st_size)
+    except (OSError, ValueError) as error:
+        os.close(descriptor)
+        raise ValueError(f"no extent: {error}") from None
 
 
 def huge_pages_free() -> int:

@@ -24,11 +24,12 @@ def served(directory: Path, how: str) -> tuple[Any, Callable[[], None]]:
     from kvcache.config import load
     from kvcache.daemon.address import Claim
     from kvcache.daemon.door import Door
-    from kvcache.daemon.server import Daemon, start
+    from kvcache.daemon.server import Daemon
     from kvcache.daemon.tcp import Port
     from kvcache.hierarchy.cache import Cache
     from kvcache.port import SystemClock
     from tests.daemon.authority import Authority
+    from tests.daemon.within import start
 
     settings: dict[str, Any] = {}
     if how != "daemon":
@@ -42,11 +43,13 @@ def served(directory: Path, how: str) -> tuple[Any, Callable[[], None]]:
     own = Cache(loaded, shared=True)
     door = Door(loaded.daemon.tenants_file, SystemClock())
     port = Port(loaded.daemon, door, insecure=False) if loaded.daemon.listen else None
-    stop = start(Daemon(own, Claim(directory / "daemon", 0o600), door=door, port=port))
+    claim = Claim(directory / "daemon", 0o600)
+    stop = start(Daemon(own, claim, door=door, port=port))
 
     def end() -> None:
         stop()
         own.close()
+        claim.release()
 
     if port is None:
         return kvcache.open(f"unix:{directory / 'daemon'}", patience_s=30.0), end

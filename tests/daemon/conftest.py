@@ -11,12 +11,12 @@ import pytest
 from kvcache.config import load as load_settings
 from kvcache.daemon.address import Claim
 from kvcache.daemon.door import Door
-from kvcache.daemon.server import Daemon, start
+from kvcache.daemon.server import Daemon
 from kvcache.daemon.tcp import Port
 from kvcache.hierarchy.cache import Cache
 from kvcache.port import SystemClock
 from tests.daemon.house import House
-from tests.daemon.within import Within, until
+from tests.daemon.within import Within, start, until
 
 
 @pytest.fixture
@@ -57,7 +57,9 @@ def make_within() -> Iterator[Callable[..., Within]]:
             path = Path(directory, str(len(houses)))
             door = Door(settings.daemon.tenants_file, SystemClock())
             port = Port(settings.daemon, door, insecure=insecure) if settings.daemon.listen else None
-            daemon = Daemon(cache, Claim(path, 0o600), door=door, port=port)
+            claim = Claim(path, 0o600)
+            undo.callback(claim.release)
+            daemon = Daemon(cache, claim, door=door, port=port)
             undo.callback(start(daemon))
             houses.append(Within(cache, daemon, path, undo, port))
             return houses[-1]

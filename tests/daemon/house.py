@@ -44,6 +44,8 @@ class House:
         self.process: subprocess.Popen[str] | None = None
         self._listener: threading.Thread | None = None  # while it serves
         self.before: list[str] = []  # a program that runs it
+        self.heirs: list[House] = []
+        self.descriptors: list[int] = []  # that it has from us
 
     def command(self, *words: str) -> list[str]:
         return [
@@ -58,29 +60,49 @@ class House:
             *words,
         ]
 
-    def start(self, *words: str) -> House:
-        """Running, and listening."""
+    def begin(self, *words: str) -> House:
+        """Running; it will listen, or end."""
+        self.said = []
         self.process = subprocess.Popen(
             self.command(*words),
             env=self.environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            pass_fds=self.descriptors,
         )
         assert self.process.stdout is not None
-        self.said = []
-        while not any("serving" in line for line in self.said):
-            line = self.process.stdout.readline()
-            assert line, "".join(self.said)
-            self.said.append(line)
+        self._serves = threading.Event()
         self._listener = threading.Thread(target=self._listen, args=(self.process.stdout,))
         self._listener.start()
         return self
 
+    def start(self, *words: str) -> House:
+        """Running, and listening."""
+        self.begin(*words).serves()
+        return self
+
+    def serves(self) -> None:
+        """Wait until it listens."""
+        assert self._serves.wait(120), "it neither serves nor ends"
+        assert any("serving" in line for line in self.said), "".join(self.said)
+
     def _listen(self, said: IO[str]) -> None:
         """Take what it says, so that it never waits for somebody to."""
         with said:
-            self.said += said
+            for line in said:
+                self.said.append(line)
+                if "serving" in line:
+                    self._serves.set()
+        self._serves.set()
+
+    def heir(self, **variables: object) -> House:
+        """Another one, for the same place and with the same settings but these; not started."""
+        other = House(self.directory)
+        other.environ = {**self.environ, **{f"KVCACHE_{name}": str(value) for name, value in variables.items()}}
+        other.where, other._words = self.where, self._words
+        self.heirs.append(other)
+        return other
 
     def run(self, *words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -98,6 +120,10 @@ class House:
         self.process.send_signal(signal.SIGTERM)
         return self._gone(), "".join(self.said)
 
+    def gone(self) -> tuple[int, str]:
+        """As `end`, of one that another took the place of."""
+        return self._gone(), "".join(self.said)
+
     def _gone(self) -> int:
         assert self.process is not None
         code = self.process.wait(60)
@@ -109,6 +135,8 @@ class House:
         return code
 
     def close(self) -> None:
+        for heir in self.heirs:
+            heir.close()
         if self.process is not None:
             self.kill()
 

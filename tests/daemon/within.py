@@ -56,3 +56,25 @@ def until(condition: Callable[[], bool]) -> None:
             return
         pause.wait(0.01)
     pytest.fail("it never held")
+
+
+def start(daemon: Daemon) -> Callable[[], None]:
+    """Run it on a thread of this process; the function that ends it."""
+    listens = threading.Event()
+    daemon.began = listens.set
+
+    def run() -> None:
+        try:
+            daemon.run()
+        finally:
+            listens.set()  # it may have ended before it began
+
+    thread = threading.Thread(target=run, name="kvcache-daemon", daemon=True)
+    thread.start()
+    listens.wait()
+
+    def end() -> None:
+        daemon.stop()
+        thread.join()
+
+    return end

@@ -1,0 +1,203 @@
+"""What a cache leaves to the process that comes after it: its host memory, and what must be known of it.
+
+The memory goes as descriptors of extents, the rest as a table (`docs/spec/protocol.md`, Handing over): which slot has
+which record, and when it was last used. Clients can write to slots, and only the process before could write the table:
+so the table is believed, and the header in the slot has to agree. What does not fit, is of another version or makes no
+sense is not taken, and then it is on the drive, or nowhere.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+from xxhash import xxh3_64_digest
+
+from kvcache.block.address import Address
+from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.layout import Shard
+from kvcache.block.owner import Owner
+from kvcache.errors import LayoutError
+from kvcache.evict.policy import AGE_EDGES, Policy
+from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.index import Index
+from kvcache.hierarchy.run import PLACE_BYTES, Run
+from kvcache.observe.request import logger
+from kvcache.tier.arena import Extent
+from kvcache.tier.host import Held
+from kvcache.tier.region import PAGE, Region
+from kvcache.units import show_bytes
+
+VERSION = 1
+MOST_REQUESTS = 1 << 20
+"""That the next life counts as its own past: what was used before them is as old as they are."""
+ROW = np.dtype(
+    [
+        ("place", "<u4"),
+        ("slot", "<u4"),
+        ("bytes", "<u8"),
+        ("expires_ms", "<u8"),
+        ("age", "<u8"),
+        ("uses", "<u2"),
+        ("parent_known", "<u2"),
+        ("unused", "<u4"),
+        ("signature", f"V{SIGNATURE_BYTES}"),
+        ("parent", f"V{SIGNATURE_BYTES}"),
+    ]
+)
+"""One record."""
+_SUM_BYTES = 8
+
+_log = logger("kvcache.legacy")
+
+
+def leave(cache: Cache, within_s: float, most: int | None = None) -> tuple[bytes, list[int]]:
+    """The table, and the extents' descriptors in its order, the one used last first, at most so many; they stay the
+    cache's. For one in which nothing moves any more, and which is not asked again."""
+    index, places = cache.index, dict[bytes, int]()
+    told: list[tuple[int, dict[str, Any], Region]] = []
+    for extent, records in cache.host.leave(within_s).items():
+        if not records:
+            continue
+        rows = np.zeros(len(records), ROW)
+        for i, held in enumerate(records):
+            rows[i] = _row(held, index, places)
+        generations = array("Q", extent.region.generations[: extent.count])
+        about = {
+            "slot_bytes": extent.slot_bytes,
+            "tenant": extent.tenant,
+            "bytes": extent.region.bytes,
+            "generations": generations.tobytes(),
+            "rows": rows.tobytes(),
+        }
+        told.append((int(rows["age"].min()), about, extent.region))
+    told = sorted(told, key=lambda each: each[0])[:most]
+    table = {
+        "legacy": VERSION,
+        "capacity_bytes": cache.host.arena.capacity_bytes,
+        "clock": index.clock,
+        "policy": _policy(index.policy),
+        "places": list(places),
+        "extents": [about for _, about, _ in told],
+        "owners": {space: owner.pack() for space, owner in cache.erasure.owned().items()},
+        "learnt": cache.learnt.told(waiting=False),  # it goes on waiting
+    }
+    packed: bytes = msgpack.packb(table)
+    descriptors = [region.descriptor for _, _, region in told if region.descriptor is not None]
+    return xxh3_64_digest(packed) + packed, descriptors
+
+
+def _row(held: Held, index: Index, places: dict[bytes, int]) -> tuple[Any, ...]:
+    address, run = held.address, Run.of(held.address)
+    return (
+        places.setdefault(run.place, len(places)),
+        held.slot.i,
+        held.payload_bytes,
+        held.slot.expires_ms,
+        index.clock - index.stamp(address),
+        index.uses(run)[0],
+        bool(address.parent),
+        0,
+        address.signature,
+        address.parent or bytes(SIGNATURE_BYTES),
+    )
+
+
+def _policy(policy: Policy) -> list[Any]:
+    """Uses mean the same where these are the same."""
+    return [policy.name, list(policy.bounds), list(policy.gaps), list(AGE_EDGES)]
+
+
+class Legacy:
+    """As it came. Its descriptors are closed by `take_in`, or `close`."""
+
+    def __init__(self, table: bytes, descriptors: Sequence[int]) -> None:
+        """Nothing is in one that makes no sense, or is of another version; that is said."""
+        self._descriptors = list(descriptors)
+        self._told: dict[str, Any] = {}
+        self.capacity_bytes = 0
+        """Of the arena before this one; 0 where that is not known."""
+        try:
+            packed = memoryview(table)[_SUM_BYTES:]
+            if xxh3_64_digest(packed) != table[:_SUM_BYTES]:
+                raise ValueError("the table is damaged")
+            told = msgpack.unpackb(packed)
+            if told["legacy"] != VERSION:
+                raise ValueError(f"version {told['legacy']!r:.20}: this one reads {VERSION}")
+            if len(told["extents"]) != len(self._descriptors):
+                raise ValueError(f"{len(told['extents'])} extents, {len(self._descriptors)} came")
+            self.capacity_bytes = int(told["capacity_bytes"])
+            self._told = told
+        except Exception as error:  # noqa: BLE001  whatever another version sent: the drive has what it has
+            _log.warning("what was in host memory is not taken over: %s", str(error))
+            self.close()
+
+    def close(self) -> None:
+        """Idempotent."""
+        left, self._descriptors = self._descriptors, []
+        for descriptor in left:
+            os.close(descriptor)
+
+    def take_in(self, cache: Cache) -> int:
+        """How many records are in host memory now. For a cache that nobody has asked yet."""
+        if not self._told:
+            return 0
+        told, self._told = self._told, {}
+        descriptors, self._descriptors = self._descriptors, []
+        records = 0
+        try:
+            alike = told["policy"] == _policy(cache.index.policy)
+            cache.index.catch_up(min(int(told["clock"]), MOST_REQUESTS))
+            cache.erasure.recall({space: Owner.read(owner) for space, owner in told["owners"].items()})
+            cache.learnt.recall(told["learnt"])
+            for about in told["extents"]:
+                records += _extent(cache, about, told["places"], descriptors.pop(0), alike=alike)
+        except Exception as error:  # noqa: BLE001  as above
+            _log.warning("not all that was in host memory is taken over: %s", str(error))
+        for descriptor in descriptors:
+            os.close(descriptor)
+        used = cache.host.usage().used_bytes
+        _log.info("%d records (%s) taken over from the process before", records, show_bytes(used))
+        return records
+
+
+def _extent(cache: Cache, about: dict[str, Any], places: Sequence[bytes], descriptor: int, *, alike: bool) -> int:
+    """Takes the descriptor. How many of its records are here now."""
+    region = Region(about["bytes"], left=descriptor)
+    slot_bytes, generations = about["slot_bytes"], array("Q", about["generations"])
+    if type(slot_bytes) is not int or slot_bytes < PAGE or len(generations) != region.bytes // slot_bytes:
+        raise ValueError(f"slots of {slot_bytes!r:.20} bytes, {len(generations)} generations")
+    region.recall(generations)
+    rows = np.frombuffer(about["rows"], ROW)
+    if len(np.unique(rows["slot"])) < len(rows) or rows["slot"].max(initial=0) >= len(generations):
+        raise ValueError("a slot that is not there, or is there twice")
+    rows = rows[np.argsort(-rows["age"].astype(np.int64), kind="stable")]
+    addresses = [_address(row, places) for row in rows[["place", "signature", "parent", "parent_known"]].tolist()]
+    numbers, sizes, ends = (rows[name].tolist() for name in ("slot", "bytes", "expires_ms"))
+    extent = Extent(region, slot_bytes, str(about["tenant"]), left=True)
+    admitted = cache.host.adopt(extent, list(zip(numbers, addresses, sizes, ends, strict=True)))
+    here = {address.name for address in admitted}
+    index, tier, now = cache.index, cache.host.name, cache.index.clock
+    for address, end, age, uses in zip(addresses, ends, rows["age"].tolist(), rows["uses"].tolist(), strict=True):
+        if address.name in here:
+            index.insert(address, tier)
+            index.recall(Run.of(address), max(0, now - age), uses if alike else 0)
+            cache.flow.expiry.note([address], end)
+    return len(here)
+
+
+def _address(row: tuple[Any, ...], places: Sequence[bytes]) -> Address:
+    number, signature, parent, known = row
+    place = places[number]
+    if len(place) != PLACE_BYTES:
+        raise ValueError(f"a place of {len(place)} bytes")
+    try:
+        shard = Shard.unpack(place[SIGNATURE_BYTES + 2 :])
+    except LayoutError as error:
+        raise ValueError(str(error)) from None
+    group = int.from_bytes(place[SIGNATURE_BYTES : SIGNATURE_BYTES + 2], "little")
+    return Address(place[:SIGNATURE_BYTES], signature, parent if known else b"", group, shard)

@@ -1,0 +1,34 @@
+"""A daemon that hands over as another version would: `python -m tests.daemon.older WHAT python -m ... daemon`."""
+
+from __future__ import annotations
+
+import sys
+
+from kvcache.daemon import handover
+from kvcache.daemon.server import Daemon
+from kvcache.errors import ConfigError
+from kvcache.hierarchy import legacy
+
+
+def refuse(daemon: Daemon, peer: object) -> dict[str, object]:
+    raise ConfigError("role 'heir': expected control or mover")
+
+
+def hang(heir: object, cache: object) -> None:
+    """Nothing comes, and nobody hangs up before the process ends."""
+
+
+WHAT = {
+    "table": lambda: setattr(legacy, "VERSION", 99),
+    "refuses": lambda: setattr(Daemon, "_end_for", refuse),
+    "silent": lambda: setattr(sys.modules["kvcache.daemon.handover"], "give", hang),
+}
+
+
+if __name__ == "__main__":
+    WHAT[sys.argv[1]]()
+    assert handover
+    sys.argv = ["kvcache", *sys.argv[5:]]
+    from kvcache.cli.main import main
+
+    main()

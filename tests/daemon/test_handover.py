@@ -1,0 +1,362 @@
+"""One daemon in the place of another: what is in host memory stays there, or is on the drive; never another's block."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.daemon.handover import take
+from kvcache.daemon.private import find_or_start
+from kvcache.daemon.protocol import VERSION
+from kvcache.daemon.token import new_token, token_hash
+from kvcache.tier.tier import Outcome
+from tests.contract.caches import Engine
+from tests.daemon.house import LAYOUT, House, bound_to, load, reached, store
+from tests.daemon.test_kill import BLOCKS, Worker
+from tests.daemon.test_leases import Slow
+from tests.daemon.test_tenant import written
+
+Make = Callable[..., House]
+PROMPT = list(range(32))  # eight blocks
+ROOT = Path(__file__).parents[2]
+
+
+def tiers(bound: Any, tokens: list[int]) -> dict[str, int]:
+    with bound.request() as r:
+        return dict(r.match(tokens).by_tier)
+
+
+@pytest.mark.parametrize("nvme", [False, True])
+def test_what_is_in_host_memory_is_there_in_the_next_process(make_house: Make, nvme: bool) -> None:
+    house = make_house(nvme=nvme).start()
+    with house.open() as cache:
+        bound = bound_to(cache)
+        expected = store(bound, PROMPT, 1)
+        r = bound.request(id="open")
+        assert r.match(PROMPT).blocks == 8
+        heir = house.heir().start("--replace")
+        code, said = house.gone()
+        assert code == 0, said
+        reached(cache)
+        assert dict(r.match().by_tier) == {"host": 8}, "an open request goes on"
+        r.close()
+        assert load(bound, PROMPT) == expected
+        other = store(bound, list(range(100, 132)), 2)  # into the same extents
+        assert load(bound, list(range(100, 132))) == other
+        assert load(bound, PROMPT) == expected
+        assert cache.flush(60)
+        assert cache.check() == []
+        house = heir.heir().start("--replace")  # and so on
+        assert heir.gone()[0] == 0
+        reached(cache)
+        assert tiers(bound, PROMPT) == {"host": 8}
+        assert load(bound, PROMPT) == expected
+        assert load(bound, list(range(100, 132))) == other
+        assert cache.check() == []
+    assert house.end()[0] == 0
+
+
+def test_where_nobody_listens_it_simply_begins(make_house: Make) -> None:
+    house = make_house().start("--replace")
+    with house.open() as cache:
+        expected = store(bound_to(cache), PROMPT, 1)
+        assert load(bound_to(cache), PROMPT) == expected
+    again = house.heir().run()
+    assert again.returncode != 0, "without the word nobody is replaced"
+    assert "serves it" in again.stderr
+
+
+def test_one_that_ends_already_is_waited_for(make_house: Make) -> None:
+    house = make_house(nvme=True).start()
+    with house.open() as cache:
+        expected = store(bound_to(cache), PROMPT, 1)
+    assert house.process is not None
+    house.process.terminate()
+    heir = house.heir().start("--replace")
+    with heir.open() as cache:
+        assert load(bound_to(cache), PROMPT) == expected
+    assert house.gone()[0] == 0
+
+
+@pytest.mark.parametrize("what", ["table", "refuses", "silent"])
+def test_one_of_another_version_leaves_what_is_on_the_drive(make_house: Make, what: str) -> None:
+    """Its table is another, it knows of no heirs, or it just ends."""
+    house = make_house(nvme=True)
+    house.before = [sys.executable, "-m", "tests.daemon.older", what]
+    house.start()
+    with house.open() as cache:
+        bound = bound_to(cache)
+        expected = store(bound, PROMPT, 1)
+        assert cache.flush(60)
+        heir = house.heir(LOG__FORMAT="text").start("--replace")
+        assert house.gone()[0] == 0
+        reached(cache)
+        assert tiers(bound, PROMPT) == {"nvme": 8}
+        assert load(bound, PROMPT) == expected
+        assert cache.check() == []
+    code, said = heir.end()
+    assert code == 0
+    assert "taken over" in said or "hands over nothing" in said
+
+
+def test_a_smaller_arena_takes_what_fits(make_house: Make) -> None:
+    house = make_house(nvme=True).start()
+    with house.open() as cache:
+        bound = bound_to(cache)
+        expected = {seed: store(bound, [seed, *range(255)], seed) for seed in range(30)}  # 22 MiB
+        assert cache.flush(60)
+        heir = house.heir(HOST__CAPACITY_BYTES="8MiB").start("--replace")
+        assert house.gone()[0] == 0
+        reached(cache)
+        assert tiers(bound, [29, *range(255)]) == {"host": 64}, "what was used last"
+        stats = cache.stats()["tiers"]["host"]
+        assert 4 << 20 <= stats["used_bytes"] <= stats["capacity_bytes"] == 8 << 20
+        for seed, blocks in expected.items():
+            assert load(bound, [seed, *range(255)]) == blocks
+        assert cache.check() == []
+    assert heir.end()[0] == 0
+
+
+def test_an_arena_that_nobody_gave_a_size_stays_as_large_as_it_was(make_house: Make) -> None:
+    house, sizes = make_house(), []
+    del house.environ["KVCACHE_HOST__CAPACITY_BYTES"]
+    house.start()
+    with house.open() as cache:
+        store(bound_to(cache), PROMPT, 1)
+        sizes.append(cache.stats()["tiers"]["host"]["capacity_bytes"])
+        house.heir().start("--replace")
+        reached(cache)
+        sizes.append(cache.stats()["tiers"]["host"]["capacity_bytes"])
+    assert sizes[0] == sizes[1]
+
+
+def test_tenants_stay_apart(make_house: Make) -> None:
+    """Those that map and those whose bytes are copied."""
+    house, tokens = make_house(), {name: new_token() for name in ("acme", "beta")}
+    rows = {name: {"tokens": [token_hash(token)]} for name, token in tokens.items()}
+    rows["beta"]["share"] = "copy"  # type: ignore[assignment]
+    rows["*"] = {"users": [os.geteuid()]}  # type: ignore[dict-item]
+    house.environ["KVCACHE_DAEMON__TENANTS_FILE"] = str(written(house.directory / "tenants", **rows))
+    house.start()
+    for name, token in tokens.items():
+        (house.directory / name).write_text(token)
+
+    def opened(name: str) -> Any:
+        return house.open(token_file=str(house.directory / name))
+
+    with opened("acme") as acme, opened("beta") as beta:
+        expected = [store(bound_to(cache), PROMPT, seed) for seed, cache in enumerate((acme, beta))]
+        hidden = [777, *range(63)]
+        secret = store(bound_to(acme), hidden, 7)
+        house.heir().start("--replace")
+        assert house.gone()[0] == 0
+        for cache in (acme, beta):
+            reached(cache)
+        assert [load(bound_to(cache), PROMPT) for cache in (acme, beta)] == expected
+        assert load(bound_to(acme), hidden) == secret
+        assert tiers(bound_to(beta), hidden) == {}
+        for number in range(4):  # each goes on in its own extents
+            for cache in (acme, beta):
+                store(bound_to(cache), [900 + number, *range(63)], number)
+        assert [load(bound_to(cache), PROMPT) for cache in (acme, beta)] == expected
+    with house.open() as operator:
+        assert operator.check() == []
+
+
+def test_a_reader_of_before_has_a_miss_and_never_another_block(make_house: Make) -> None:
+    house = make_house(HOST__CAPACITY_BYTES="4MiB", HOST__EXTENT_BYTES="1MiB", DAEMON__DRAIN_S=0.2).start()
+    slow, engine = Slow(), Engine(LAYOUT)
+    with house.open() as cache, house.open() as other:
+        bound = bound_to(cache)
+        store(bound, PROMPT, 1)
+        cache.copiers = slow
+        with bound.request() as r:
+            assert r.match(PROMPT).blocks == 8
+            transfer = r.load(8, engine.described, engine.ids(list(range(8))))
+            assert slow.entered.wait(60)
+            house.heir().start("--replace")
+            assert house.gone()[0] == 0
+            reached(other)
+            for turn in range(12):  # more than host can have: the slots that are read are given out again
+                store(bound_to(other), [1000 + turn, *range(255)], turn)
+            assert tiers(bound_to(other), PROMPT) == {}
+            slow.go.set()
+            assert transfer.wait(60)
+            assert Outcome.DONE not in transfer.outcomes
+        assert other.check() == []
+
+
+def test_a_writer_of_before_writes_into_nobody_s_block(make_house: Make) -> None:
+    """It still maps what it was lent: that extent stays behind."""
+    house = make_house(HOST__CAPACITY_BYTES="4MiB", HOST__EXTENT_BYTES="1MiB", DAEMON__DRAIN_S=0.2).start()
+    slow, engine = Slow(), Engine(LAYOUT)
+    engine.fill(9, list(range(8)))
+    with house.open() as cache, house.open() as other:
+        first = {turn: store(bound_to(other), [2000 + turn, *range(127)], turn) for turn in range(4)}
+        bound = bound_to(cache)
+        cache.copiers = slow
+        with bound.request() as r:
+            r.match(PROMPT)
+            transfer = r.store(engine.described, engine.ids(list(range(8))))
+            assert slow.entered.wait(60)
+            house.heir().start("--replace")
+            assert house.gone()[0] == 0
+            reached(other)
+            there = [turn for turn in first if tiers(bound_to(other), [2000 + turn, *range(127)])]
+            assert 0 < len(there) < 4, "what is in other extents"
+            then = {turn: store(bound_to(other), [3000 + turn, *range(127)], turn) for turn in range(6)}
+            slow.go.set()
+            assert transfer.wait(60)
+            assert Outcome.DONE not in transfer.outcomes
+        for tokens, blocks in [([2000 + t], first[t]) for t in first] + [([3000 + t], then[t]) for t in then]:
+            found = load(bound_to(other), [*tokens, *range(127)])
+            assert found == blocks[: len(found)]
+        assert tiers(bound_to(other), PROMPT) == {}
+        assert other.check() == []
+
+
+def test_killed_at_any_moment_it_is_the_drives_path_and_no_wrong_block(
+    make_house: Make, request: pytest.FixtureRequest
+) -> None:
+    """The old one, the new one, or both; engines go on all the while."""
+    kills, rng, kept = 40 if request.config.getoption("--long") else 5, random.Random(3), 0
+    house = make_house(nvme=True, DAEMON__DRAIN_S=1).start()
+    with house.open() as cache:
+        workers = [Worker(bound_to(cache), number) for number in (1, 2)]
+        for worker in workers:
+            worker.thread.start()
+        try:
+            for i in range(kills):
+                for worker in workers:
+                    worker.wait_turns(rng.randrange(1, 12))
+                sure = [set(worker.stored) for worker in workers]
+                flushed = cache.flush(60)
+                heir = house.heir().begin("--replace")
+                workers[0].wait_turns(rng.randrange(1, 300))
+                for each in {0: (house,), 1: (heir,), 2: (house, heir)}[i % 3]:
+                    each.kill()
+                if i % 3 == 0:
+                    heir.serves()
+                else:  # whatever the old one was told by then, it is replaced
+                    heir = house.heir().start("--replace")
+                house.gone()
+                house = heir
+                assert cache.wait_reachable(60)
+                with house.open() as other:
+                    assert other.check() == []
+                    for worker, prompts in zip(workers, sure, strict=True):
+                        for prompt in prompts if flushed else ():
+                            found = tiers(bound_to(other), worker.tokens(prompt))
+                            assert sum(found.values()) == BLOCKS, "what was durable is gone"
+                            kept += found.get("host", 0)
+        finally:
+            for worker in workers:
+                worker.ending.set()
+            for worker in workers:
+                worker.thread.join()
+        assert [fault for worker in workers for fault in worker.faults] == []
+        assert all(worker.hits and worker.misses for worker in workers)
+
+
+def test_engines_go_on_through_many_hand_overs(make_house: Make, request: pytest.FixtureRequest) -> None:
+    turns = 20 if request.config.getoption("--long") else 3
+    house = make_house().start()
+    with house.open() as cache:
+        workers = [Worker(bound_to(cache), number) for number in (1, 2)]
+        for worker in workers:
+            worker.thread.start()
+        try:
+            for _ in range(turns):
+                for worker in workers:
+                    worker.wait_turns(30)
+                heir = house.heir().start("--replace")
+                assert house.gone()[0] == 0
+                house = heir
+                assert cache.wait_reachable(60)
+        finally:
+            for worker in workers:
+                worker.ending.set()
+            for worker in workers:
+                worker.thread.join()
+        assert [fault for worker in workers for fault in worker.faults] == []
+        for worker in workers:  # there is no drive: what is still there came through memory
+            assert any(tiers(worker.bound, worker.tokens(prompt)) == {"host": BLOCKS} for prompt in worker.stored)
+        assert cache.check() == []
+
+
+def test_a_private_daemon_is_replaced_as_well(make_house: Make) -> None:
+    house = make_house()
+    environ = {**house.environ, "XDG_RUNTIME_DIR": str(house.directory)}
+    del environ["KVCACHE_NVME__PATH"]
+    where = find_or_start("engine", environ=environ, linger_s=30, nvme__enabled=False)
+    house.socket, house.where, house.environ = Path(where.removeprefix("unix:")), where, environ
+    with house.open(engine="engine") as cache:
+        expected = store(bound_to(cache), PROMPT, 1)
+        heir = house.heir()
+        heir.socket = house.socket
+        heir.start("--replace", "--linger-s", "30")
+        reached(cache)
+        assert tiers(bound_to(cache), PROMPT) == {"host": 8}
+        assert load(bound_to(cache), PROMPT) == expected
+    assert heir.end()[0] == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="root can be another user")
+def test_nobody_takes_over_from_another_user(make_house: Make) -> None:
+    house = make_house(DAEMON__MODE="666").start()
+    for path in (house.directory.parent, house.directory):
+        path.chmod(0o755)
+    script = (
+        "import os\n"
+        "from pathlib import Path\n"
+        "from kvcache.daemon.handover import take\n"
+        "from kvcache.daemon.wire import Wire\n"
+        "os.setuid(54321)\n"
+        f"wire = Wire.connect({str(house.socket)!r}, 30)\n"
+        f"wire.send({{'op': 'hello', 'version': {VERSION}, 'role': 'heir'}})\n"
+        "print(wire.receive(30)[0])\n"
+        f"take(Path({str(house.socket)!r}))\n"
+    )
+    heir = house.heir()
+    heir.before = [sys.executable, "-c", script]
+    done = heir.run()
+    assert "'access'" in done.stdout, done.stderr
+    assert "AccessError" in done.stderr
+    assert house.process is not None
+    assert house.process.poll() is None
+    with house.open() as cache:
+        expected = store(bound_to(cache), PROMPT, 1)
+        assert load(bound_to(cache), PROMPT) == expected
+
+
+def test_whoever_comes_by_the_network_takes_over_nothing(make_house: Make) -> None:
+    house = make_house(tcp=True).start()
+    wire = house.wire()
+    try:
+        wire.send({"op": "hello", "version": VERSION, "role": "heir"})
+        assert wire.receive(30)[0]["error"] == "access"
+    finally:
+        wire.close()
+    with house.open() as cache:
+        store(bound_to(cache), PROMPT, 1)
+        assert tiers(bound_to(cache), PROMPT) == {"host": 8}
+
+
+def test_a_daemon_that_goes_on_serving_is_not_started_beside(make_house: Make, tmp_path: Path) -> None:
+    """Where the new one's settings make no sense it says so before anybody is asked to end."""
+    house = make_house().start()
+    bad = house.heir(DAEMON__TENANTS_FILE=tmp_path / "missing").run("--replace")
+    assert bad.returncode != 0
+    assert house.process is not None
+    assert house.process.poll() is None
+    assert take(tmp_path / "nobody") is None
+    with kvcache.open(house.where, patience_s=30.0) as cache:
+        assert cache.check() == []

@@ -1,0 +1,163 @@
+"""What a daemon tells systemd, played by a socket: that it serves and ends, and the memory kept for the next one."""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.daemon.notify import NAME, kept, notify
+from tests.daemon.house import House, bound_to, load, store
+
+PROMPT = list(range(32))
+PASS = """
+import os, sys
+given = [int(number) for number in sys.argv[1].split(",") if number]
+for at, descriptor in enumerate(given):
+    os.dup2(descriptor, 100 + at)
+for at in range(len(given)):
+    os.dup2(100 + at, 3 + at)
+os.environ["LISTEN_PID"], os.environ["LISTEN_FDS"] = str(os.getpid()), str(len(given))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Begins a program with descriptors from 3 on, as systemd does."""
+
+
+class Systemd:
+    """As much of it as keeps descriptors, by name."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path, self.kept, self.said = directory / "notify", dict[str, list[int]](), list[str]()
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(str(self.path))
+        self.socket.settimeout(30)
+
+    def hear(self, *, until: str = "") -> None:
+        """All that was sent, and wait for a line."""
+        while True:
+            with suppress(BlockingIOError):
+                self.socket.setblocking(bool(until) and until not in self.said)
+                if until and until not in self.said:
+                    self.socket.settimeout(60)
+                data, rights, _, _ = self.socket.recvmsg(4096, socket.CMSG_SPACE(4 * 8))
+                lines = data.decode().splitlines()
+                self.said += lines
+                told = dict(line.split("=", 1) for line in lines)
+                for _, _, packed in rights:
+                    self.kept.setdefault(told["FDNAME"], []).extend(array.array("i", packed))
+                if told.get("FDSTOREREMOVE") == "1":
+                    self.close(told["FDNAME"])
+                continue
+            return
+
+    def close(self, name: str) -> None:
+        for descriptor in self.kept.pop(name, []):
+            os.close(descriptor)
+
+    def start(self, house: House) -> House:
+        """With what is kept, in an order of its own."""
+        names = sorted(self.kept, reverse=True)
+        given = [str(self.kept[name][0]) for name in names]
+        house.environ["LISTEN_FDNAMES"] = ":".join(names)
+        house.before = [sys.executable, "-c", PASS, ",".join(given)]
+        house.descriptors = [descriptor for name in names for descriptor in self.kept[name]]
+        house.start()
+        self.hear(until="READY=1")
+        return house
+
+
+@pytest.fixture
+def systemd(tmp_path: Path) -> Iterator[Systemd]:
+    made = Systemd(tmp_path)
+    yield made
+    for name in list(made.kept):
+        made.close(name)
+    made.socket.close()
+
+
+@pytest.fixture
+def unit(make_house: Callable[..., House], systemd: Systemd) -> House:
+    house = make_house(nvme=False)
+    house.environ |= {"NOTIFY_SOCKET": str(systemd.path), "FDSTORE": "64"}
+    return house
+
+
+def again(house: House) -> House:
+    """The same unit's next process."""
+    return house.heir()
+
+
+def tiers(cache: Any) -> dict[str, int]:
+    with bound_to(cache).request() as r:
+        return dict(r.match(PROMPT).by_tier)
+
+
+def test_a_restart_keeps_what_is_in_host_memory(unit: House, systemd: Systemd) -> None:
+    systemd.start(unit)
+    with unit.open() as cache:
+        expected = store(bound_to(cache), PROMPT, 1)
+    for _ in range(2):
+        assert unit.end()[0] == 0
+        systemd.hear()
+        assert "STOPPING=1" in systemd.said
+        assert sorted(systemd.kept) == [f"{NAME}0", f"{NAME}1"]
+        systemd.said.clear()
+        unit = systemd.start(again(unit))
+        assert systemd.kept == {}, "what was taken is kept no longer"
+        with unit.open() as cache:
+            assert tiers(cache) == {"host": 8}
+            assert load(bound_to(cache), PROMPT) == expected
+            assert cache.check() == []
+
+
+def test_what_was_taken_once_is_not_taken_twice(unit: House, systemd: Systemd) -> None:
+    """A process that was killed may have written anything over what the table tells of."""
+    systemd.start(unit)
+    with unit.open() as cache:
+        store(bound_to(cache), PROMPT, 1)
+    assert unit.end()[0] == 0
+    systemd.hear()
+    left = {name: [os.dup(descriptor) for descriptor in kept] for name, kept in systemd.kept.items()}
+    second = systemd.start(again(unit))
+    second.kill()
+    systemd.kept = left  # as if it had not heard that they are taken
+    third = systemd.start(again(unit))
+    with third.open() as cache:
+        assert tiers(cache) == {}
+        expected = store(bound_to(cache), PROMPT, 2)
+        assert load(bound_to(cache), PROMPT) == expected
+
+
+def test_a_killed_process_keeps_nothing(unit: House, systemd: Systemd) -> None:
+    systemd.start(unit)
+    with unit.open() as cache:
+        store(bound_to(cache), PROMPT, 1)
+    unit.kill()
+    systemd.hear()
+    assert systemd.kept == {}
+
+
+@pytest.mark.parametrize("room", ["", "0", "many"])
+def test_nothing_is_kept_where_there_is_no_room(unit: House, systemd: Systemd, room: str) -> None:
+    unit.environ["FDSTORE"] = room
+    systemd.start(unit)
+    with unit.open() as cache:
+        store(bound_to(cache), PROMPT, 1)
+    assert unit.end()[0] == 0
+    systemd.hear()
+    assert systemd.kept == {}
+
+
+def test_what_is_incomplete_is_not_taken() -> None:
+    assert kept({}) is None
+    assert kept({"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": f"{NAME}0"}) is None
+    assert not notify("READY=1", environ={})
+    assert not notify("READY=1", environ={"NOTIFY_SOCKET": "relative"})
+    assert not notify("READY=1", environ={"NOTIFY_SOCKET": "/nowhere/at/all"})
