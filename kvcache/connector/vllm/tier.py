@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -29,7 +28,8 @@ from kvcache.connector.vllm import version
 from kvcache.connector.vllm.identity import revision_of
 from kvcache.connector.vllm.options import TierOptions, read
 from kvcache.connector.vllm.process import below
-from kvcache.hierarchy.face import Bound, Hit, Request, Transfer
+from kvcache.connector.vllm.quiet import Calm, quietly, say
+from kvcache.hierarchy.face import Bound, Hit, Request
 from kvcache.transfer.pages import GroupPages
 
 PATIENCE_S = 60.0
@@ -43,7 +43,7 @@ class Part:
 
     keys: Sequence[bytes]
     request: Request
-    transfer: Transfer
+    transfer: Calm
 
 
 @dataclass(slots=True)
@@ -51,6 +51,8 @@ class Job:
     id: int
     load: bool
     begun: float
+    keys: Sequence[bytes]
+    request_id: str
     parts: list[Part] = field(default_factory=list)
     failed: bool = False  # it could not begin
 
@@ -103,7 +105,7 @@ class KVCacheTier(SecondaryTierManager):
         self._off = ""
         self._jobs: dict[int, Job] = {}
         self._asked: dict[bytes, Asked] = {}
-        self._failed: dict[str, set[bytes]] = defaultdict(set)  # by request: what was promised and did not come
+        self._failed: dict[str, set[bytes]] = {}  # by open request: what was promised and did not come
 
     # asking
 
@@ -112,8 +114,8 @@ class KVCacheTier(SecondaryTierManager):
             return LookupResult.MISS
         try:
             hit = self._look(bytes(key))
-        except Exception:  # noqa: BLE001  law: never in the way
-            _log.exception("a lookup failed; the chunk counts as missing")
+        except Exception as error:  # noqa: BLE001  law: never in the way; the chunk counts as missing
+            say("a lookup", error)
             return LookupResult.MISS
         if hit is None:
             return LookupResult.RETRY
@@ -133,10 +135,11 @@ class KVCacheTier(SecondaryTierManager):
         if hit.pending and not hit.blocks and monotonic() < asked.give_up_s:
             self._asked[key] = asked
             return None
-        asked.request.close()
+        quietly(None, asked.request.close)
         return hit
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        self._failed[req_context.req_id] = set()
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -151,25 +154,31 @@ class KVCacheTier(SecondaryTierManager):
         self._submit(job_metadata, load=True)
 
     def _submit(self, told: TransferJob, *, load: bool) -> None:
-        job = self._jobs[told.job_id] = Job(told.job_id, load, monotonic())
+        keys, chunks = list(map(bytes, told.keys)), [int(chunk) for chunk in told.chunk_ids]
+        job = self._jobs[told.job_id] = Job(told.job_id, load, monotonic(), keys, told.req_context.req_id)
         try:
             bound = self._namespace()
             if bound is None:
                 job.failed = True
                 return
-            keys, chunks = list(map(bytes, told.keys)), [int(chunk) for chunk in told.chunk_ids]
             for first, end in self._runs(keys, told.req_context):
                 request = bound.request(deadline_s=self._options.load_s)
-                request.match(digests=keys[first:end], after=b"")
-                if load:
-                    request.admit()
-                    transfer = request.load(end - first, self._pages, [chunks[first:end]])
-                else:
-                    transfer = request.store(self._pages, [chunks[first:end]])
+                try:
+                    transfer = self._begin(request, keys[first:end], chunks[first:end], load=load)
+                except Exception:
+                    quietly(None, request.close)
+                    raise
                 job.parts.append(Part(keys[first:end], request, transfer))
-        except Exception:  # noqa: BLE001  law: never in the way
-            _log.exception("a %s could not begin", "load" if load else "store")
+        except Exception as error:  # noqa: BLE001  law: never in the way
+            say("a load of chunks" if load else "a store of chunks", error)
             job.failed = True
+
+    def _begin(self, request: Request, keys: Sequence[bytes], chunks: Sequence[int], *, load: bool) -> Calm:
+        request.match(digests=keys, after=b"")
+        if not load:
+            return Calm(request.store(self._pages, [chunks]))
+        request.admit()
+        return Calm(request.load(len(keys), self._pages, [chunks]))
 
     def _runs(self, keys: Sequence[bytes], context: Any) -> Iterator[tuple[int, int]]:
         """Stretches of keys that follow one another in their request: (first, end). A wrong parent would be a lie that
@@ -196,8 +205,10 @@ class KVCacheTier(SecondaryTierManager):
     def _result(self, job: Job) -> JobResult:
         came = [key for part in job.parts for key in part.keys[: part.transfer.blocks]]
         whole = not job.failed and len(came) == sum(len(part.keys) for part in job.parts)
+        if job.load and not whole:
+            self._failed.get(job.request_id, set()).update(set(job.keys).difference(came))
         for part in job.parts:
-            part.request.close()
+            quietly(None, part.request.close)
         return JobResult(
             job.id,
             whole,
@@ -210,7 +221,7 @@ class KVCacheTier(SecondaryTierManager):
         """Lookups whose requests went away."""
         now = monotonic()
         for key in [key for key, asked in self._asked.items() if now > asked.give_up_s + PATIENCE_S]:
-            self._asked.pop(key).request.close()
+            quietly(None, self._asked.pop(key).request.close)
 
     # ends
 
@@ -225,9 +236,9 @@ class KVCacheTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         for asked in self._asked.values():
-            asked.request.close()
+            quietly(None, asked.request.close)
         self._asked.clear()
-        self._cache.close()
+        quietly(None, self._cache.close)
         self._pages.clear()  # vLLM unmaps the memory behind them
         del self._view
 
