@@ -26,13 +26,18 @@ OURS = tuple(f"kvcache.connector.vllm.{name}" for name in ("message", "whole", "
 
 
 @pytest.fixture
-def sides(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Any, Any]]]:
-    """The scheduler's side and a rank's over one cache; the rank's pages are `working.memory`."""
+def of_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any version of vLLM."""
     version: Any = ModuleType(VERSION)
     version.VERSION, version.hash_origin, version.hash_tokens = "0", lambda _: "vllm", lambda *_: TOKENS
     version.block_table = lambda *_: None
     monkeypatch.setitem(sys.modules, VERSION, version)
     monkeypatch.setattr(package, "version", version, raising=False)
+
+
+@pytest.fixture
+def sides(monkeypatch: pytest.MonkeyPatch, of_a_version: None) -> Iterator[Callable[..., tuple[Any, Any]]]:
+    """The scheduler's side and a rank's over one cache; the rank's pages are `working.memory`."""
     base: Any = ModuleType(OF_VLLM)
     base.KVConnectorMetadata = base.KVConnectorWorkerMetadata = base.KVConnectorHandshakeMetadata = object
     monkeypatch.setitem(sys.modules, OF_VLLM, base)

@@ -125,6 +125,20 @@ def run(tmp_path: Path, models: Path, nursery: Nursery) -> Run:
     return runner(tmp_path, models, nursery)
 
 
+@pytest.fixture(scope="session")
+def bare(tmp_path_factory: pytest.TempPathFactory, models: Path, nursery: Nursery) -> Run:
+    """The same without a cache: what is asked for again is answered as before."""
+    run, known = runner(tmp_path_factory.mktemp("bare"), models, nursery), dict[str, dict[str, Any]]()
+
+    def once(rounds: Sequence[Any], **job: Any) -> dict[str, Any]:
+        key = json.dumps([rounds, job], sort_keys=True)
+        if key not in known:
+            known[key] = run(rounds, **job)
+        return known[key]
+
+    return once
+
+
 def runner(tmp_path: Path, models: Path, nursery: Nursery) -> Run:
     count = 0
 

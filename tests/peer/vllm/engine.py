@@ -135,6 +135,14 @@ def reset(llm):
     return {"reset": llm.reset_prefix_cache(reset_connector=True)}
 
 
+def pause(llm):
+    """As a trainer does before it gives an engine new weights."""
+    core = llm.llm_engine.engine_core.engine_core
+    core.pause_scheduler()
+    core.resume_scheduler()
+    return {}
+
+
 def records(llm):
     return {tier: told["records"] for tier, told in connector(llm)._share.cache.stats()["tiers"].items()}
 
@@ -244,7 +252,7 @@ def events(llm, replay: str):
 
 ACTS = {
     act.__name__: act
-    for act in (flush, kill, counters, reset, aborts, leaks, events, idle, origin, replace, records, paces)
+    for act in (flush, kill, counters, reset, aborts, leaks, events, idle, origin, pause, replace, records, paces)
 }
 
 

@@ -33,6 +33,7 @@ ROWS: tuple[tuple[str, tuple[Row, ...]], ...] = (
             ("Qwen 2", "run", "test_models.py::test_a_second_process_*[[]tiny-qwen2-*"),
             ("Qwen 3", "run", "test_models.py::test_a_second_process_*[[]tiny-qwen3-*"),
             ("Gemma 3: windows, several groups", "run", "test_models.py::test_a_second_process_*[[]tiny-gemma3-*"),
+            ("SmolLM2", "run", "test_models.py::test_a_model_with_weights_*"),
             (
                 "DeepSeek V2 (latents) on a processor without AMX",
                 "goes by uncached",
@@ -61,11 +62,16 @@ ROWS: tuple[tuple[str, tuple[Row, ...]], ...] = (
         "Parallelism",
         (
             ("one process", "run", "test_models.py::test_a_second_process_* test_versions.py::test_the_answers_*"),
-            ("`vllm serve`, a daemon of its own, a restart", "run", "test_serve.py::test_the_documented_command*"),
+            (
+                "`vllm serve`, a daemon of its own, a restart, a damaged drive, bypass",
+                "run",
+                "test_serve.py::test_the_documented_command*",
+            ),
             ("tensor parallel, 2 ranks", "run", "test_serve.py::test_two_ranks"),
             ("data parallel, 2 replicas", "run", "test_serve.py::test_two_replicas*"),
-            ("pipeline parallel", "run", ""),
-            ("decode or prefill context parallel", "refused", "unit/test_refuse.py"),
+            ("pipeline parallel, 2 stages", "run", "test_serve.py::test_two_stages"),
+            ("decode context parallel", "refused", "test_refused.py::test_decode_context_*"),
+            ("prefill context parallel", "refused", "unit/test_refuse.py"),
         ),
     ),
     (
@@ -82,6 +88,7 @@ ROWS: tuple[tuple[str, tuple[Row, ...]], ...] = (
             ("the daemon killed", "run", "test_shared.py::test_a_daemon_that_is_killed_*"),
             ("under vLLM's own offloading, drive", "run", "test_tier.py::test_another_process_finds_it_on_the_drive"),
             ("under vLLM's own offloading, Redis", "run", "test_tier.py::test_another_process_finds_it_in_redis"),
+            ("under vLLM's own offloading, object store", "run", "test_tier.py::test_another_process_finds_it_in_an_*"),
         ),
     ),
     (
@@ -89,8 +96,14 @@ ROWS: tuple[tuple[str, tuple[Row, ...]], ...] = (
         (
             ("salts, tenants", "run", "test_models.py::test_a_salt_*"),
             ("LoRA adapters", "run", "test_beside.py::test_adapters_*"),
-            ("speculation by n-gram", "run", "test_beside.py::test_speculation_*"),
-            ("speculation by a draft model, EAGLE, MTP", "goes by uncached", "unit/test_refuse.py"),
+            (
+                "new weights: another adapter, a reset, a pause",
+                "run",
+                "test_models.py::test_a_reset_* test_beside.py::test_ada*",
+            ),
+            ("speculation by n-gram", "run", "test_beside.py::test_speculation_by_what_*"),
+            ("speculation by a draft model", "goes by uncached", "test_beside.py::test_speculation_by_a_draft_*"),
+            ("speculation by EAGLE, MTP", "goes by uncached", "unit/test_refuse.py"),
             ("beside another connector (MultiConnector)", "run", "test_beside.py::test_beside_*"),
             ("KV events by vLLM's publisher", "run", "test_events.py::*"),
             ("observe mode", "run", "test_models.py::test_a_trial_*"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.peer.port import free_port
+from tests.peer.server import MISSING, Server
 from tests.peer.vllm.conftest import Run, cache
 from tests.peer.vllm.prompts import ask, ids
 
@@ -17,6 +18,37 @@ A, B = ids(700, 1), ids(700, 2)
 def published() -> dict[str, Any]:
     address = f"tcp://127.0.0.1:{free_port()}"
     return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "inproc://kv", "replay_endpoint": address}
+
+
+@pytest.mark.skipif(bool(MISSING), reason=MISSING)
+def test_a_server_that_engines_share_is_told_by_vllms_own_publisher(run: Run) -> None:
+    server, told = Server("--maxmemory", "512mb"), published()
+    options = cache(Path("unused"))
+    options["settings"] |= {"nvme": {"enabled": False}, "redis": {"enabled": True, "url": server.tcp}}
+    try:
+        result = run([ask(A), "flush", f"events {told['replay_endpoint']}"], connector=options, events=told)
+    finally:
+        server.end()
+    found = [e for e in result["rounds"][-1] if e["type"] == "BlockStored"]
+    by_tier = {tier: [e for e in found if e["ownership"] == f"kvcache {tier}"] for tier in ("host", "redis")}
+    assert {(e["medium"], e["locality"]) for e in by_tier["host"]} == {("CPU", "LOCAL")}
+    assert {(e["medium"], e["locality"]) for e in by_tier["redis"]} == {("STORAGE", "REMOTE")}
+    chains = []
+    for events in by_tier.values():
+        chain: dict[Any, tuple[Any, list[int]]] = {}  # by hash: its parent, its tokens
+        for event in events:
+            parent, size = event["parent_block_hash"], event["block_size"]
+            for i, name in enumerate(event["block_hashes"]):
+                chain[name] = parent, event["token_ids"][i * size : (i + 1) * size]
+                parent = name
+        chains.append(chain)
+    assert chains[0] == chains[1]
+    (last,) = set(chains[0]) - {parent for parent, _ in chains[0].values()}
+    tokens: list[int] = []
+    while last is not None:
+        last, ids_of = chains[0][last]
+        tokens = ids_of + tokens
+    assert tokens == A[:672]
 
 
 def of_medium(events: list[dict[str, Any]], kind: str, medium: str) -> list[dict[str, Any]]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -14,8 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kvcache.observe.exporter import PREFIX
+from kvcache.observe.metrics import METRICS
 from tests.peer.port import free_port
-from tests.peer.vllm.conftest import PYTHON, ROOT, WATCHDOG_S
+from tests.peer.vllm.conftest import HERE, PYTHON, ROOT, WATCHDOG_S
 from tests.peer.vllm.prompts import ids
 
 TRANSFER = '{"kv_connector":"KVCacheConnector","kv_connector_module_path":"kvcache.connector.vllm","kv_role":"kv_both"}'
@@ -96,27 +100,110 @@ def again(url: str, prompt: list[int], rank: int | None = None) -> tuple[str, in
     return answer, cached
 
 
-def test_the_documented_command_and_a_restart(models: Path, tmp_path: Path) -> None:
-    with served(models / "tiny-llama", tmp_path, "--no-enable-prefix-caching") as url:
+def by_client(url: str, *prompts: list[int]) -> list[tuple[str, int]]:
+    """The same, as OpenAI's own client has it: text, and tokens that were cached."""
+    assert PYTHON is not None
+    asked = subprocess.run(
+        [PYTHON, HERE / "client.py", url], input=json.dumps(prompts), capture_output=True, text=True, check=True,
+        timeout=WATCHDOG_S,
+    )  # fmt: skip
+    return [(text, cached) for text, cached in map(json.loads, asked.stdout.splitlines())]
+
+
+def metrics(url: str) -> dict[str, float]:
+    """By name, over all labels; `name/value` of a label of ours as well."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    families = [line.split()[2] for line in lines if line.startswith("# TYPE kvcache_")]
+    found: dict[str, float] = {name: 0.0 for name in families if not name.endswith("_created")}
+    for line in lines:
+        if line.startswith("kvcache_"):
+            name, _, labels = line.partition("{")
+            for key in (name, *(f"{name}/{value}" for value in re.findall(r'="([^"]*)"', labels))):
+                found[key] = found.get(key, 0.0) + float(line.split()[-1])
+    return found
+
+
+def until(url: str, name: str, least: float) -> dict[str, float]:
+    """They are sampled once a second, and told with a step."""
+    for _ in range(50):
+        complete(url, PROMPT[:10])
+        told = metrics(url)
+        if told.get(name, 0.0) >= least:
+            break
+    return told
+
+
+def command(place: Path, *words: str) -> Any:
+    """`kvcache WORDS --json`, at the running cache of a server."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "KVCACHE_DIR": str(place / "cache")}
+    words = (sys.executable, "-m", "kvcache.cli.main", *words, "--json")
+    ended = subprocess.run(words, capture_output=True, text=True, env=env, timeout=WATCHDOG_S, check=True)
+    return json.loads(ended.stdout)
+
+
+def damage(place: Path) -> int:
+    """Some bytes of every other page of what lies on the drive; how many places."""
+    places = 0
+    for segment in sorted(place.rglob("*segment*")):
+        if segment.is_file():
+            with segment.open("r+b") as file:
+                for at in range(1 << 12, segment.stat().st_size, 1 << 13):
+                    file.seek(at)
+                    file.write(b"\xff" * 64)
+                    places += 1
+    return places
+
+
+def test_the_documented_command_restarts_and_a_damaged_drive(models: Path, tmp_path: Path) -> None:
+    llama, alone = models / "tiny-llama", "--no-enable-prefix-caching"
+    with served(llama, tmp_path, alone) as url:
         first, cached = complete(url, PROMPT)
         assert cached == 0
         assert again(url, PROMPT) == (first, 1280)  # blocks of 128 tokens, as vLLM chooses on a processor
         assert complete(url, PROMPT, kv_transfer_params={"kvcache.skip_load": True}) == (first, 0)
-        for _ in range(50):  # sampled once a second, and told with a step
-            complete(url, PROMPT[:10])
-            with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
-                metrics = answer.read().decode().splitlines()
-            loaded = [float(m.split()[-1]) for m in metrics if m.startswith("kvcache_loaded_blocks_total{")]
-            if sum(loaded):
-                break
-        assert sum(loaded) == 10
-    with served(models / "tiny-llama", tmp_path, "--no-enable-prefix-caching") as url:
-        assert complete(url, PROMPT) == (first, 1280)
+        told = until(url, "kvcache_loaded_blocks_total", 1)
+        assert told["kvcache_loaded_blocks_total/host"] == 10
+        assert told["kvcache_hit_tokens_total/host"] == 1280
+        assert told["kvcache_stored_blocks_total"] == 10
+        assert {name.removesuffix("_total") for name in told if "/" not in name} == {PREFIX + m for m in METRICS}
+        assert command(tmp_path, "bypass", "loads")[0]["mode"] == "loads"
+        assert complete(url, PROMPT) == (first, 0)
+        assert until(url, "kvcache_bypass/loads", 1)["kvcache_bypass/loads"] == 1
+        command(tmp_path, "bypass", "off")
+        named = {"kvcache.agent": "planner", "kvcache.session": "one"}
+        assert complete(url, PROMPT, kv_transfer_params=named) == (first, 1280)
+        (planner,) = command(tmp_path, "top")["agents"]
+        assert (planner["agent"], planner["hit_tokens"]) == ("planner", {"host": 1280})
+        (text, cached), *_ = by_client(url, PROMPT)
+        assert cached == 1280
+    with served(llama, tmp_path, alone) as url:
+        assert by_client(url, PROMPT, PROMPT) == [(text, 1280)] * 2
+        others = [complete(url, PROMPT[:n] + ids(200, n)) for n in (300, 700, 1100)]
+    assert damage(tmp_path / "cache") > 10
+    with served(llama, tmp_path, alone) as url:
+        for _ in range(2):
+            assert complete(url, PROMPT)[0] == first
+            again_others = [complete(url, PROMPT[:n] + ids(200, n))[0] for n in (300, 700, 1100)]
+            assert again_others == [answer for answer, _ in others]
+        told = until(url, "kvcache_load_failures_total", 1)
+        assert told["kvcache_load_failures_total"] > 0
 
 
 def test_two_ranks(models: Path, tmp_path: Path) -> None:
     """Each rank has its heads of a block; a prefix counts where both have theirs."""
     flags = ("--no-enable-prefix-caching", "--tensor-parallel-size", "2", "--block-size", "32")
+    with served(models / "tiny-llama", tmp_path, *flags) as url:
+        first, cached = complete(url, PROMPT)
+        assert cached == 0
+        assert again(url, PROMPT) == (first, 1376)
+    with served(models / "tiny-llama", tmp_path, *flags) as url:
+        assert complete(url, PROMPT) == (first, 1376)
+
+
+def test_two_stages(models: Path, tmp_path: Path) -> None:
+    """Each stage has its layers of a block; a prefix counts where both have theirs."""
+    flags = ("--no-enable-prefix-caching", "--pipeline-parallel-size", "2", "--block-size", "32")
     with served(models / "tiny-llama", tmp_path, *flags) as url:
         first, cached = complete(url, PROMPT)
         assert cached == 0

@@ -36,16 +36,16 @@ def shared(server: Server, **options: Any) -> dict[str, Any]:
     return options
 
 
-def test_another_process_finds_it_in_redis(run: Run, server: Server) -> None:
-    plain = run([ask(A)])
+def test_another_process_finds_it_in_redis(run: Run, bare: Run, server: Server) -> None:
+    plain = bare([ask(A)])
     first = run([ask(A), "flush"], connector=shared(server))
     second = run([ask(A)], connector=shared(server, lookup_s=5.0))
     assert second["rounds"][0]["cached"] == [672]
     assert plain["rounds"][0]["tokens"] == first["rounds"][0]["tokens"] == second["rounds"][0]["tokens"]
 
 
-def test_a_server_that_is_killed_fails_nothing(run: Run, server: Server) -> None:
-    plain = run([pressed(), pressed()], llm={**SMALL, "num_gpu_blocks_override": 400})
+def test_a_server_that_is_killed_fails_nothing(run: Run, bare: Run, server: Server) -> None:
+    plain = bare([pressed(), pressed()], llm={**SMALL, "num_gpu_blocks_override": 400})
     small = shared(server, lookup_s=0.2)
     small["settings"]["host"]["capacity_bytes"] = "4MiB"  # so that most is on the server
     assert server._process is not None
@@ -81,8 +81,10 @@ def test_engines_of_a_host_share_a_daemon(run: Run, daemon: tuple[str, subproces
     assert first["rounds"][0]["tokens"] == second["rounds"][0]["tokens"]
 
 
-def test_a_daemon_that_is_killed_fails_nothing(run: Run, daemon: tuple[str, subprocess.Popen[bytes]]) -> None:
-    plain = run([pressed(), pressed()], llm={**SMALL, "num_gpu_blocks_override": 400})
+def test_a_daemon_that_is_killed_fails_nothing(
+    run: Run, bare: Run, daemon: tuple[str, subprocess.Popen[bytes]]
+) -> None:
+    plain = bare([pressed(), pressed()], llm={**SMALL, "num_gpu_blocks_override": 400})
     rounds = [pressed(), f"kill {daemon[1].pid}", pressed(), "leaks"]
     result = run(rounds, connector={"address": daemon[0]}, llm=SMALL)
     assert [r["tokens"] for r in result["rounds"] if "tokens" in r] == [r["tokens"] for r in plain["rounds"]]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.peer import objects
 from tests.peer.server import MISSING, Server
 from tests.peer.vllm.conftest import Run
 from tests.peer.vllm.prompts import SMALL, ask, ids, pressed
@@ -41,8 +42,8 @@ def answers(result: dict[str, Any]) -> list[Any]:
     return [r["tokens"] for r in result["rounds"] if "tokens" in r]
 
 
-def test_another_process_finds_it_on_the_drive(run: Run, tmp_path: Path) -> None:
-    plain = run([ask(A), ask(B), ask(A)])
+def test_another_process_finds_it_on_the_drive(run: Run, bare: Run, tmp_path: Path) -> None:
+    plain = bare([ask(A), ask(B), ask(A)])
     first = run([ask(A), ask(B), "idle", ask(A)], transfer=on_drive(tmp_path / "nvme"))
     second = run([ask(A), ask(B), ask(A)], transfer=on_drive(tmp_path / "nvme"))
     assert answers(first) == answers(second) == answers(plain)
@@ -50,18 +51,18 @@ def test_another_process_finds_it_on_the_drive(run: Run, tmp_path: Path) -> None
     assert [r["cached"] for r in second["rounds"]] == [[672]] * 3
 
 
-def test_what_leaves_its_host_memory_is_below(run: Run, tmp_path: Path) -> None:
+def test_what_leaves_its_host_memory_is_below(run: Run, bare: Run, tmp_path: Path) -> None:
     """vLLM's own tier has room for one prompt and a half; an eighth of a conversation would be there."""
     others = [ask(ids(700, seed)) for seed in range(3, 7)]
     rounds = [ask(A), *others, "idle", ask(A)]
-    plain = run([r for r in rounds if r != "idle"])
+    plain = bare([r for r in rounds if r != "idle"])
     result = run(rounds, transfer=on_drive(tmp_path / "nvme", chunks=32))
     assert answers(result) == answers(plain)
     assert result["rounds"][-1]["cached"] == [672]
 
 
-def test_under_pressure_and_damage(run: Run, tmp_path: Path) -> None:
-    plain = run([pressed(), pressed()], llm={**SMALL, "num_gpu_blocks_override": 400})
+def test_under_pressure_and_damage(run: Run, bare: Run, tmp_path: Path) -> None:
+    plain = bare([pressed(), pressed()], llm={**SMALL, "num_gpu_blocks_override": 400})
     first = run([pressed(), pressed()], transfer=on_drive(tmp_path / "nvme", chunks=64), llm=SMALL)
     assert answers(first) == answers(plain)
     for segment in sorted((tmp_path / "nvme").rglob("*segment*")):  # every other page of what was kept is overwritten
@@ -76,6 +77,20 @@ def test_under_pressure_and_damage(run: Run, tmp_path: Path) -> None:
     assert {reason for r in second["rounds"] for reason in r["finish"]} == {"length"}
 
 
+@pytest.mark.parametrize("faults", ["7 none gone damaged full", "9 none raising"])
+def test_under_pressure_and_a_cache_that_lets_it_down(run: Run, bare: Run, tmp_path: Path, faults: str) -> None:
+    plain = bare([pressed(), pressed()], llm={**SMALL, "num_gpu_blocks_override": 400})
+    result = run(
+        [pressed(), pressed()],
+        transfer=on_drive(tmp_path / "nvme", chunks=64),
+        llm=SMALL,
+        env={"FAULTS": faults},
+        prepare=["faults"],
+    )
+    assert answers(result) == answers(plain)
+    assert {reason for r in result["rounds"] for reason in r["finish"]} == {"length"}
+
+
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_another_process_finds_it_in_redis(run: Run) -> None:
     server = Server("--maxmemory", "512mb")
@@ -86,6 +101,29 @@ def test_another_process_finds_it_in_redis(run: Run) -> None:
         second = run([ask(A)], transfer=offloading(settings, lookup_s=5.0))
     finally:
         server.end()
+    assert second["rounds"][0]["cached"] == [672]
+    assert answers(first) == answers(second)
+
+
+@pytest.mark.parametrize("store", ["directory", "moto"])
+def test_another_process_finds_it_in_an_object_store(run: Run, tmp_path: Path, store: str) -> None:
+    if store != "directory" and objects.MISSING[store]:
+        pytest.skip(objects.MISSING[store])
+    server = None if store == "directory" else objects.Server(store)
+    try:
+        where = {"url": f"file://{tmp_path}/objects"} if server is None else server.settings
+        settings = {
+            "host": {"capacity_bytes": "32MiB"},
+            "nvme": {"enabled": False},
+            "object": {"enabled": True, **where},
+            "flow": {"ask_deadline_s": 5.0},
+            "control": {"enabled": False},
+        }
+        first = run([ask(A), "idle"], transfer=offloading(settings, lookup_s=5.0))
+        second = run([ask(A)], transfer=offloading(settings, lookup_s=5.0))
+    finally:
+        if server is not None:
+            server.end()
     assert second["rounds"][0]["cached"] == [672]
     assert answers(first) == answers(second)
 
