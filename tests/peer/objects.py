@@ -163,15 +163,8 @@ class Gate:
         if self.status and active:
             self._answer(asked, self.status, {}, b"<Error><Code>Refused</Code></Error>")
             return
-        server = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            headers = {name: value for name, value in asked.headers.items() if name.lower() != "connection"}
-            server.request(asked.command, asked.path, body=data, headers=headers)
-            came = server.getresponse()
-            body = came.read()
-            told = dict(came.getheaders())
-        finally:
-            server.close()
+        came, body = self._ask(asked, data)
+        told = dict(came.getheaders())
         if asked.command == "GET" and "list-type" not in asked.path and came.status < 300:
             if self.body:
                 body = (self.body * (len(body) // len(self.body) + 1))[: len(body)]
@@ -179,6 +172,17 @@ class Gate:
                 self._answer(asked, came.status, told, body, half=True)
                 return
         self._answer(asked, came.status, told, body)
+
+    def _ask(self, asked: BaseHTTPRequestHandler, data: bytes) -> tuple[http.client.HTTPResponse, bytes]:
+        """What the server says."""
+        server = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            headers = {name: value for name, value in asked.headers.items() if name.lower() != "connection"}
+            server.request(asked.command, asked.path, body=data, headers=headers)
+            came = server.getresponse()
+            return came, came.read()
+        finally:
+            server.close()
 
     def _answer(
         self, asked: BaseHTTPRequestHandler, status: int, headers: dict[str, str], body: bytes, *, half: bool = False
