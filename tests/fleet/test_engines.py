@@ -26,9 +26,11 @@ ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from kvcache.cli.main import main; main()"]
 TEXT = "Rules of the house, which every conversation begins with. " * 4  # one token a byte
 IDS = list(range(5, 5 + 10 * 16))
+MESSAGES = [
+    {"role": "system", "content": "You keep house. " * 8},
+    {"role": "user", "content": "What is near when somebody asks for it?"},
+]
 BOOT = "What is near when a node begins. " * 6
-WHOLE = [(len(prompt) - 1) // 16 * 16 for prompt in (TEXT, IDS)]
-"""Of each, the tokens in whole blocks: at least the last token is computed anew."""
 
 
 class Node:
@@ -137,11 +139,15 @@ def test_nodes_that_boot_are_ready_when_their_prefixes_are_near(nodes: list[Node
 
 def test_one_prefill_in_all(nodes: list[Node], tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    file.write_text(f"{json.dumps(TEXT)}\n{json.dumps(IDS)}\n")
+    prompts = [TEXT, IDS, {"messages": MESSAGES}]
+    file.write_text("".join(f"{json.dumps(prompt)}\n" for prompt in prompts))
     works = [node.warm(str(file), "--engine", node.url) for node in nodes]
     rows = [json.loads(work.communicate(timeout=120)[0]) for work in works]
     assert [work.returncode for work in works] == [0, 0, 0]
-    for number, whole in enumerate(WHOLE):
-        steps = [each[number] for each in rows]
+    for steps in zip(*rows, strict=True):
         assert sorted(step["what"] for step in steps) == ["computed", "fetched", "fetched"], steps
+        (tokens,) = {step["tokens"] for step in steps}
+        whole = (tokens - 1) // 16 * 16  # at least the last token is computed anew
+        assert whole >= 160
         assert sorted(step["cached"] for step in steps) == [0, whole, whole], steps
+    assert [step["tokens"] for step in rows[0][:2]] == [len(TEXT), len(IDS)]

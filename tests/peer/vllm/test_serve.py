@@ -42,6 +42,7 @@ def served(model: Path, place: Path, *more: str) -> Iterator[str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
         "KVCACHE_DIR": str(place / "cache"),
+        "XDG_RUNTIME_DIR": str(place),  # where its caches can be asked
         "KVCACHE_HOST__CAPACITY_BYTES": "128MiB",
         "KVCACHE_NVME__CAPACITY_BYTES": "512MiB",
         "KVCACHE_NVME__FREE_FLOOR_BYTES": "0",
