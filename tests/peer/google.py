@@ -1,5 +1,5 @@
-"""Google's object store as fake-gcs-server plays it, behind a gate: uploads by the XML interface, which it does not play,
-go on as those by JSON."""
+"""Google's object store as fake-gcs-server plays it, behind a gate: uploads by the XML interface, which it does not
+play, go on as those by JSON."""
 
 from __future__ import annotations
 
