@@ -316,10 +316,18 @@ class Cache:
         return faults
 
     def scrub(self) -> Scrubbed:
-        """Read and verify every record that lies on a drive; what is damaged leaves, and the drive is trusted again."""
+        """Read and verify every record that lies on a drive; what is damaged leaves, and the drive is trusted again.
+        With keys, what lies there from before them, not encrypted, leaves too, and is overwritten."""
         found = Scrubbed()
         for tier in self.below:
-            found.add(tier.scrub())
+            tier.keep_files(True)
+            try:
+                left = tier.scrub(unwanted=self._coder.unwanted)
+                if left.unwanted:
+                    tier.wipe()
+            finally:
+                tier.keep_files(False)
+            found.add(left)
         return found
 
     def _differ(self, tier: Tier) -> tuple[set[bytes], set[bytes]]:

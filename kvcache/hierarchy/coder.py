@@ -22,6 +22,7 @@ from kvcache.block.record import (
     ENCRYPTION,
     FIXED_BYTES,
     PARENT,
+    Header,
     expires_ms,
     expiry_field,
     fixed_part,
@@ -77,6 +78,10 @@ class Coder:
             except ConfigError as error:
                 raise ConfigError(f"{tier}.{error}") from None
         self._layouts[namespace.id] = namespace.layout
+
+    def unwanted(self, header: Header) -> bool:
+        """A record from before there were keys, which nobody reads any more and anybody can."""
+        return not self._plain and ENCRYPTION not in header.fields
 
     def needs_heads(self, address: Address) -> bool:
         """Whether a block of this group is of use only with all blocks before it."""

@@ -30,10 +30,12 @@ from typing import Literal, Protocol
 
 from kvcache.block.address import Address
 from kvcache.block.owner import Owner
-from kvcache.block.record import ALIGNMENT
+from kvcache.block.record import ALIGNMENT, Header
 
 Op = Literal["read", "write", "contains", "remove"]
 Segments = Sequence[memoryview]
+Unwanted = Callable[[Header], bool]
+"""Whether a sound record should not be there."""
 
 WAITING, AHEAD, BACKGROUND = 0, 1, 2
 """Priorities: a request waits for it; it was asked for ahead of need; nobody waits."""
@@ -142,16 +144,18 @@ class Usage:
 
 @dataclass(slots=True)
 class Scrubbed:
-    """What a scrub came to. A record that could not be read, or not be interpreted, stays where it is."""
+    """What a scrub came to. A record that could not be read, or not be interpreted, stays where it is. One that is
+    `unwanted` was sound, and is gone."""
 
     records: int = 0
     size_bytes: int = 0
     damaged: int = 0
     unread: int = 0
     foreign: int = 0
+    unwanted: int = 0
 
     def add(self, other: Scrubbed) -> None:
-        for name in ("records", "size_bytes", "damaged", "unread", "foreign"):
+        for name in ("records", "size_bytes", "damaged", "unread", "foreign", "unwanted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
@@ -210,8 +214,9 @@ class Tier(Protocol):
     def check(self) -> list[str]:
         """A full audit; one line a fault, none when sound."""
 
-    def scrub(self) -> Scrubbed:
-        """Read and verify every record; what is damaged leaves. Then a drive suspected for such is trusted again."""
+    def scrub(self, *, unwanted: Unwanted | None = None) -> Scrubbed:
+        """Read and verify every record; what is damaged leaves, and what is `unwanted`. Then a drive suspected for
+        damage is trusted again."""
 
     def purge(self, namespace: bytes) -> int | None:
         """Remove all of a namespace, whatever knows of it; how many records there were. None where the tier has no
@@ -259,7 +264,7 @@ class Waits:
     def holdings(self) -> dict[bytes, tuple[int, int]] | None:
         return None
 
-    def scrub(self) -> Scrubbed:
+    def scrub(self, *, unwanted: Unwanted | None = None) -> Scrubbed:
         """Nothing here lies on a medium of its own."""
         return Scrubbed()
 

@@ -142,6 +142,29 @@ def test_what_was_not_encrypted_is_read_where_that_is_asked_for(opened: Open, ti
     assert load(bind(opened("one", accept_plain=True)), Engine(FULL))[1] == expected  # it was left alone
 
 
+@pytest.mark.parametrize("tier", ["nvme"])
+def test_a_scrub_takes_what_was_not_encrypted_from_the_drive(opened: Open, tier: str, tmp_path: Path) -> None:
+    """Its bytes too; what is encrypted stays, and so does all while it is read, or where there are no keys."""
+    engine, expected = filled()
+    kept(opened(), engine)
+    for more in ({}, {"accept_plain": True}):
+        cache = opened(*(["one"] if more else []), **more)
+        assert (cache.scrub().unwanted, load(bind(cache), Engine(FULL))[1]) == (0, expected)
+    there = medium(tier, tmp_path)
+    assert all(block[:16] in there for block in expected)
+    cache = opened("one")
+    other = bind(cache, model="other")
+    assert store(other, engine, TOKENS, list(range(10))).blocks == 10
+    assert cache.flush(30)
+    found = cache.scrub()
+    assert (found.records, found.unwanted, found.damaged) == (20, 10, 0)
+    assert cache.check() == []
+    there = medium(tier, tmp_path)
+    assert not any(block[at : at + 16] in there for block in expected for at in range(0, len(block) - 16, 64))
+    assert cache.scrub().unwanted == 0
+    assert load(bind(opened("one"), model="other"), Engine(FULL))[1] == expected
+
+
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 @pytest.mark.parametrize("tier", ["redis"])
 @pytest.mark.parametrize("signing", [False, True], ids=["unsigned", "signed"])

@@ -23,7 +23,7 @@ from kvcache.port import Port
 from kvcache.tier.nvme.chains import runs, scan
 from kvcache.tier.nvme.tier import NvmeTier
 from kvcache.tier.ticket import TimedTicket
-from kvcache.tier.tier import WAITING, Op, Outcome, Scrubbed, Segments, Ticket, Usage, Waits, check_segments
+from kvcache.tier.tier import WAITING, Op, Outcome, Scrubbed, Segments, Ticket, Unwanted, Usage, Waits, check_segments
 
 _log = logging.getLogger("kvcache.tier.nvme")
 
@@ -195,10 +195,10 @@ class Drives(Waits):
     def check(self) -> list[str]:
         return [fault for tier in self.tiers for fault in tier.check()]
 
-    def scrub(self) -> Scrubbed:
+    def scrub(self, *, unwanted: Unwanted | None = None) -> Scrubbed:
         found = Scrubbed()
         for tier in self.tiers:
-            found.add(tier.scrub())
+            found.add(tier.scrub(unwanted=unwanted))
         return found
 
     def ending(self) -> Iterator[tuple[Address, int]]:

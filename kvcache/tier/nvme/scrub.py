@@ -10,7 +10,7 @@ from kvcache.block.record import Header, RecordError, header_area, read_header, 
 from kvcache.tier.nvme import bounce
 from kvcache.tier.nvme.entry import Entry
 from kvcache.tier.nvme.ledger import Ledger
-from kvcache.tier.tier import Scrubbed
+from kvcache.tier.tier import Scrubbed, Unwanted
 
 
 class Seen(NamedTuple):
@@ -59,9 +59,11 @@ def every(ledger: Ledger) -> Iterator[Seen]:
             yield seen
 
 
-def scrub(ledger: Ledger, told: Callable[[int], object], *, dry_run: bool) -> Scrubbed:
-    """Read and check every record; what is damaged leaves, its slot is not used again. `told` hears of each record's
-    bytes. Reads and writes go on meanwhile."""
+def scrub(
+    ledger: Ledger, told: Callable[[int], object], *, dry_run: bool, unwanted: Unwanted | None = None
+) -> Scrubbed:
+    """Read and check every record; what is damaged leaves, its slot is not used again, and so does what is `unwanted`.
+    `told` hears of each record's bytes. Reads and writes go on meanwhile."""
     found = Scrubbed()
     for seen in every(ledger):
         found.records += 1
@@ -75,5 +77,10 @@ def scrub(ledger: Ledger, told: Callable[[int], object], *, dry_run: bool) -> Sc
                 ledger.withdraw([(seen.address, seen.entry)], quarantine=True, insist=True)
                 ledger.on_loss(seen.address)
             found.damaged += 1
+        elif unwanted is not None and seen.header is not None and unwanted(seen.header):
+            if not dry_run:
+                ledger.withdraw([(seen.address, seen.entry)], insist=True)
+                ledger.on_loss(seen.address)
+            found.unwanted += 1
         told(seen.entry.record_bytes)
     return found

@@ -28,7 +28,7 @@ from kvcache.tier.nvme.survey import holdings
 from kvcache.tier.nvme.wipe import wipe
 from kvcache.tier.queue import Batch
 from kvcache.tier.queued import QueuedTier
-from kvcache.tier.tier import Outcome, Scrubbed, Usage
+from kvcache.tier.tier import Outcome, Scrubbed, Unwanted, Usage
 
 _LEAST_BYTES = 768 << 10
 _FLUSH_BYTES = 64 << 20
@@ -182,10 +182,16 @@ class NvmeTier(QueuedTier):
             return [f"nvme directory {self.path}: a write has been under way for {_HANG_S:.0f} s"]
         return self._store.troubles()
 
-    def scrub(self, told: Callable[[int], object] = lambda size_bytes: None, *, dry_run: bool = False) -> Scrubbed:
-        """Read and check every record, and let the damaged ones go; then the drive is no longer suspect. `told` hears
-        of each record's bytes. `dry_run`: count them only."""
-        found = scrub(self.ledger, told, dry_run=dry_run)
+    def scrub(
+        self,
+        told: Callable[[int], object] = lambda size_bytes: None,
+        *,
+        dry_run: bool = False,
+        unwanted: Unwanted | None = None,
+    ) -> Scrubbed:
+        """Read and check every record, and let the damaged ones go, and the unwanted; then the drive is no longer
+        suspect. `told` hears of each record's bytes. `dry_run`: count them only."""
+        found = scrub(self.ledger, told, dry_run=dry_run, unwanted=unwanted)
         if not dry_run:
             self._store.trust()
         return found
