@@ -94,5 +94,5 @@ def test_against_a_dict(kind: str, tmp_path_factory: pytest.TempPathFactory, req
     long = request.config.getoption("--long")
     begin = staticmethod(lambda: make(kind, tmp_path_factory.mktemp(kind)))
     machine = type("AgainstDict", (AgainstDict,), {"make": begin})
-    limits = settings(max_examples=300 if long else 15, stateful_step_count=80 if long else 30)
+    limits = settings(max_examples=100 if long else 15, stateful_step_count=50 if long else 30)
     run_state_machine_as_test(machine, settings=limits)

@@ -172,6 +172,6 @@ class NvmeMachine(CacheMachine):
 
 
 TestHost = HostMachine.TestCase
-TestHost.settings = settings(max_examples=100, stateful_step_count=40)
+TestHost.settings = settings(max_examples=2 * settings.default.max_examples, stateful_step_count=40)
 TestNvme = NvmeMachine.TestCase
-TestNvme.settings = settings(max_examples=60, stateful_step_count=40)
+TestNvme.settings = settings(max_examples=settings.default.max_examples, stateful_step_count=40)
