@@ -37,7 +37,7 @@ def clock() -> Clock:
 @pytest.fixture
 def tier(server: Server, clock: Clock) -> Iterator[RedisTier]:
     server.client.flushall()
-    tier = RedisTier(server.tcp, timeout_s=0.5, port=Port(clock=clock))
+    tier = RedisTier(server.tcp, timeout_s=3, port=Port(clock=clock))
     yield tier
     tier.close()
 
@@ -52,7 +52,7 @@ def proxy(server: Server) -> Iterator[Proxy]:
 
 @pytest.fixture
 def behind(proxy: Proxy, clock: Clock) -> Iterator[RedisTier]:
-    tier = RedisTier(proxy.url, timeout_s=0.5, connections=1, port=Port(clock=clock))
+    tier = RedisTier(proxy.url, timeout_s=3, connections=1, port=Port(clock=clock))
     yield tier
     tier.close()
 
