@@ -32,7 +32,19 @@ END_S = 120.0
 """For it to be gone: as long as the unit in `deploy/` gives it at SIGTERM. What is queued may take as long."""
 MOST_TABLE_BYTES = 1 << 32
 
+_US = "this user, in the same namespaces of users and processes,"
+
 _log = logger("kvcache.handover")
+
+
+def akin(pid: int, user: int) -> bool:
+    """Whether that process is one of ours: of the same user, where users and processes have the same numbers. In
+    another container the same number is another user."""
+    try:
+        same = all(os.path.samefile(f"/proc/{pid}/ns/{kind}", f"/proc/self/ns/{kind}") for kind in ("user", "pid"))
+    except OSError:
+        return False
+    return same and user == os.geteuid()
 
 
 def give(heir: socket.socket, cache: Cache) -> None:
@@ -63,8 +75,8 @@ def take(path: Path, timeout_s: float = END_S) -> Legacy | None:
         return None
     try:
         pid, user, _ = credentials(wire.connection)
-        if user != os.geteuid():
-            raise AccessError(f"{path}: a daemon of user {user}; only one of user {os.geteuid()} is replaced")
+        if not akin(pid, user):
+            raise AccessError(f"{path}: a daemon of user {user}, process {pid}: only one of {_US} is replaced")
         process = _process(pid)
         try:
             legacy = _ask(wire, end) if _tell(wire, process, pid) else None

@@ -21,6 +21,7 @@ from typing import Any
 from kvcache.daemon.address import Claim
 from kvcache.daemon.door import Door
 from kvcache.daemon.guest import Guest
+from kvcache.daemon.handover import akin
 from kvcache.daemon.lender import Moving, serve
 from kvcache.daemon.limits import Limits
 from kvcache.daemon.peer import Peer
@@ -282,8 +283,8 @@ class Daemon:
 
     def _end_for(self, peer: Peer) -> dict[str, Any]:
         """End, since another process takes this one's place; what is in host memory is handed to it (`handover`)."""
-        if isinstance(peer, Guest) or peer.uid != os.geteuid():
-            raise AccessError(f"a daemon ends for processes of its own user alone, {os.geteuid()}: {peer} is another's")
+        if isinstance(peer, Guest) or not akin(peer.pid, peer.uid):
+            raise AccessError(f"a daemon ends for a process of its own user and container alone: {peer} is none")
         if self._ending:
             raise ClosedError("this daemon is ending already")
         peer.send({"ok": {"pid": os.getpid()}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,21 @@ from tests.daemon.test_tenant import written
 Make = Callable[..., House]
 PROMPT = list(range(32))  # eight blocks
 ROOT = Path(__file__).parents[2]
+
+
+ASK = f"""
+import os, sys
+from pathlib import Path
+from kvcache.daemon.handover import take
+from kvcache.daemon.wire import Wire
+if sys.argv[2].isdigit():
+    os.setuid(int(sys.argv[2]))
+wire = Wire.connect(sys.argv[1], 30)
+wire.send({{"op": "hello", "version": {VERSION}, "role": "heir"}})
+print(wire.receive(30)[0])
+take(Path(sys.argv[1]))
+"""
+"""Asks to be the heir, as whoever: first without a look at who is there."""
 
 
 def tiers(bound: Any, tokens: list[int]) -> dict[str, int]:
@@ -314,19 +330,8 @@ def test_nobody_takes_over_from_another_user(make_house: Make) -> None:
     house = make_house(DAEMON__MODE="666").start()
     for path in (house.directory.parent, house.directory):
         path.chmod(0o755)
-    script = (
-        "import os\n"
-        "from pathlib import Path\n"
-        "from kvcache.daemon.handover import take\n"
-        "from kvcache.daemon.wire import Wire\n"
-        "os.setuid(54321)\n"
-        f"wire = Wire.connect({str(house.socket)!r}, 30)\n"
-        f"wire.send({{'op': 'hello', 'version': {VERSION}, 'role': 'heir'}})\n"
-        "print(wire.receive(30)[0])\n"
-        f"take(Path({str(house.socket)!r}))\n"
-    )
     heir = house.heir()
-    heir.before = [sys.executable, "-c", script]
+    heir.before = [sys.executable, "-c", ASK, str(house.socket), "54321"]
     done = heir.run()
     assert "'access'" in done.stdout, done.stderr
     assert "AccessError" in done.stderr
@@ -334,6 +339,27 @@ def test_nobody_takes_over_from_another_user(make_house: Make) -> None:
     assert house.process.poll() is None
     with house.open() as cache:
         expected = store(bound_to(cache), PROMPT, 1)
+        assert load(bound_to(cache), PROMPT) == expected
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="root can make namespaces")
+def test_nobody_takes_over_from_another_container(make_house: Make) -> None:
+    """Where the same number is another user."""
+    words = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    if subprocess.run([*words, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespaces can be made here")
+    house = make_house().start()
+    with house.open() as cache:
+        expected = store(bound_to(cache), PROMPT, 1)
+        heir = house.heir()
+        heir.before = words
+        done = heir.run("--replace")
+        assert done.returncode != 0
+        assert "namespaces" in done.stderr
+        heir.before = [*words, sys.executable, "-c", ASK, str(house.socket)]
+        assert "'access'" in heir.run().stdout
+        assert house.process is not None
+        assert house.process.poll() is None
         assert load(bound_to(cache), PROMPT) == expected
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import array
+import json
 import os
+import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,6 +20,7 @@ from kvcache.daemon.notify import NAME, kept, notify
 from tests.daemon.house import House, bound_to, load, store
 
 PROMPT = list(range(32))
+ROOT = Path(__file__).parents[2]
 PASS = """
 import os, sys
 given = [int(number) for number in sys.argv[1].split(",") if number]
@@ -161,3 +165,40 @@ def test_what_is_incomplete_is_not_taken() -> None:
     assert not notify("READY=1", environ={})
     assert not notify("READY=1", environ={"NOTIFY_SOCKET": "relative"})
     assert not notify("READY=1", environ={"NOTIFY_SOCKET": "/nowhere/at/all"})
+
+
+def test_the_unit_under_a_real_systemd() -> None:
+    """It is told that the daemon serves; a restart keeps what is in host memory, a kill does not; within the unit's
+    limits on system calls, addresses, files and rights."""
+    words = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
+    if os.geteuid() != 0 or not Path("/usr/lib/systemd/systemd").exists() or shutil.which("unshare") is None:
+        pytest.skip("a systemd, and the right to give it namespaces of its own")
+    if subprocess.run([*words, "mount", "-t", "tmpfs", "tmpfs", "/run"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespaces can be made here")
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*words, sys.executable, "-m", "tests.daemon.unit"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environ,
+        timeout=300,
+        check=False,
+    )
+    if "Failed to allocate manager object" in done.stderr:
+        pytest.skip("systemd finds no control groups here")
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout)
+    assert seen.pop("status").startswith("serving unix:")
+    assert [value for row in seen.pop("rights") for value in row if value] == ["0000000000000000", "1", "2"]
+    assert seen == {
+        "another": True,
+        "after a restart": {"host": 8},
+        "the same bytes": True,
+        "kept twice": 0,
+        "after a reload": True,
+        "after a kill": {},
+        "check": [],
+        "result": "success",
+        "left": False,
+    }

@@ -1,0 +1,125 @@
+"""The unit of `deploy/systemd` under a systemd of its own: `unshare -pfm --mount-proc python -m tests.daemon.unit`.
+
+Prints what was seen, as JSON. The manager is one for a user, which leaves out what only the system's may do: the user's
+name, and three kinds of protection that need mounts which a container refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from tests.daemon.house import bound_to, load, reached, store
+
+UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "kvcache.service"
+LEFT_OUT = ("User", "Group", "ProtectHome", "ProtectKernelLogs", "ProtectKernelTunables")
+RUN = Path("/run/user") / str(os.geteuid())
+SOCKET = RUN / "kvcache" / "kvcache.socket"
+SETTINGS = f"""
+[daemon]
+socket = "{SOCKET}"
+[host]
+capacity_bytes = "32MiB"
+extent_bytes = "4MiB"
+[nvme]
+enabled = false
+[log]
+format = "text"
+level = "info"
+"""
+PROMPT = list(range(32))
+
+
+def until(condition: Any) -> None:
+    pause = threading.Event()
+    for _ in range(3000):
+        if condition():
+            return
+        pause.wait(0.02)
+    raise TimeoutError("it never held")
+
+
+def systemctl(*words: str) -> str:
+    done = subprocess.run(["systemctl", "--user", *words], capture_output=True, text=True, check=False, timeout=120)
+    if done.returncode:
+        log = Path("/run/log").read_text(encoding="utf-8")
+        raise RuntimeError(f"systemctl {words}: {done.stderr}\n{log[-3000:]}")
+    return done.stdout.strip()
+
+
+def written() -> None:
+    """The unit and its settings, for this place and this interpreter."""
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)
+    for path in ("/run/systemd/system", "/run/cache", "/run/etc", RUN / "systemd" / "user"):
+        Path(path).mkdir(parents=True)
+    RUN.chmod(0o700)
+    Path("/run/etc/kvcache.toml").write_text(SETTINGS, encoding="utf-8")
+    text = UNIT.read_text(encoding="utf-8")
+    text = re.sub(rf"^({'|'.join(LEFT_OUT)})=.*\n", "", text, flags=re.MULTILINE)
+    text = text.replace("/usr/local/bin/kvcache", f"{sys.executable} -m kvcache.cli.main")
+    text = text.replace("/etc/kvcache/kvcache.toml", "/run/etc/kvcache.toml")
+    text = text.replace("XDG_RUNTIME_DIR=/run/kvcache", f"XDG_RUNTIME_DIR={RUN} PYTHONPATH={os.environ['PYTHONPATH']}")
+    (RUN / "systemd" / "user" / "kvcache.service").write_text(text, encoding="utf-8")
+
+
+def main() -> dict[str, Any]:
+    written()
+    os.environ |= {"XDG_RUNTIME_DIR": str(RUN), "XDG_CACHE_HOME": "/run/cache"}
+    with open("/run/log", "wb") as log:
+        words = ["/usr/lib/systemd/systemd", "--user", "--log-target=console", "--log-level=info"]
+        manager = subprocess.Popen(words, stdout=log, stderr=log)
+    try:
+        until((RUN / "systemd" / "private").exists)
+        return seen()
+    finally:
+        manager.terminate()
+        manager.wait()
+
+
+def pid() -> int:
+    return int(systemctl("show", "-p", "MainPID", "--value", "kvcache"))
+
+
+def seen() -> dict[str, Any]:
+    import kvcache
+
+    found: dict[str, Any] = {}
+    systemctl("start", "kvcache")
+    found["status"] = systemctl("show", "-p", "StatusText", "--value", "kvcache")
+    first = pid()
+    status = Path(f"/proc/{first}/status").read_text(encoding="utf-8")
+    found["rights"] = re.findall(r"^CapEff:\s*(\w+)$|^NoNewPrivs:\s*(\d)$|^Seccomp:\s*(\d)$", status, re.MULTILINE)
+    with kvcache.open(f"unix:{SOCKET}", patience_s=30.0) as cache:
+        bound = bound_to(cache)
+        expected = store(bound, PROMPT, 1)
+        systemctl("restart", "kvcache")
+        reached(cache)
+        found["another"] = pid() != first
+        with bound.request() as r:
+            found["after a restart"] = dict(r.match(PROMPT).by_tier)
+        found["the same bytes"] = load(bound, PROMPT) == expected
+        found["kept twice"] = int(systemctl("show", "-p", "NFileDescriptorStore", "--value", "kvcache"))
+        systemctl("reload", "kvcache")
+        found["after a reload"] = load(bound, PROMPT) == expected
+        killed = pid()
+        os.kill(killed, signal.SIGKILL)
+        until(lambda: pid() not in (0, killed))
+        reached(cache, 120)
+        with bound.request() as r:
+            found["after a kill"] = dict(r.match(PROMPT).by_tier)
+        found["check"] = cache.check()
+    systemctl("stop", "kvcache")
+    found["result"] = systemctl("show", "-p", "Result", "--value", "kvcache")
+    found["left"] = SOCKET.exists()
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))
