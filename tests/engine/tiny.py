@@ -65,12 +65,14 @@ _SIZES: Mapping[str, Any] = {
 
 
 def make(directory: str | Path, family: str = "llama", *, seed: int = 0, **changes: Any) -> str:
-    """Write a model into `directory`, made where it is not there; its path. `changes` are configuration fields."""
+    """Write a model into `directory`, made where it is not there; its path. `changes` are configuration fields.
+    `family`: one of these, or what transformers calls a kind that the reference engine does not run."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    kind, fields = FAMILIES[family]
+    kind, fields = FAMILIES.get(family, (family, {}))
     merged = {**_SIZES, **fields, **changes}
-    merged["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **merged.pop("rope", {})}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **merged.pop("rope", {})}
+    merged.setdefault("rope_parameters", rope)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **merged), dtype=torch.float32)
     with torch.no_grad():

@@ -14,7 +14,7 @@ import torch
 from kvcache.connector.sglang import faults
 from kvcache.connector.sglang.promises import Promises
 from kvcache.hierarchy.naive import NaiveCache
-from tests.connector.sglang.sabotage import FACE, WAYS, Sabotage
+from tests.connector.sabotage import FACE, WAYS, Sabotage
 from tests.connector.sglang.test_depot import chain, depot, opened, pool
 
 ENDED_S = 10.0

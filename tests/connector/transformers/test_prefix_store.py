@@ -15,6 +15,8 @@ from transformers import DynamicCache
 
 import kvcache
 from kvcache.connector.transformers import PrefixStore
+from kvcache.hierarchy.naive import NaiveCache
+from tests.connector.sabotage import FACE, WAYS, Sabotage
 from tests.engine import tiny
 
 FAMILIES = ("llama", "llama-rope-llama3", "smollm2", "mistral-window", "qwen2-window", "qwen3", "gemma3")
@@ -209,3 +211,17 @@ def test_weights_that_differ_share_nothing(
         assert torch.equal(generate(store, prompt), generate(other, prompt))
         assert store.reused == 0
         assert cache.flush(30)
+
+
+@pytest.mark.parametrize("method", FACE)
+def test_a_cache_that_breaks_its_promises_changes_no_token(method: str, model_of: Callable[[str], Any]) -> None:
+    model, sabotage, prompt = model_of("llama"), Sabotage(), tokens(Random(12), 1, 20)
+    expected = generate(model, prompt)
+    store = PrefixStore(sabotage.before(NaiveCache()), model, block_tokens=BLOCK, patience_s=0.2)
+    assert torch.equal(generate(store, prompt), expected)
+    for way in WAYS:
+        sabotage.method, sabotage.way = method, way
+        assert torch.equal(generate(store, prompt), expected), way
+    sabotage.method = ""
+    assert torch.equal(generate(store, prompt), expected)
+    assert store.reused == 16

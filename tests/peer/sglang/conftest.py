@@ -28,6 +28,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Layers of sliding and of full attention in turn, which SGLang keeps in two pools."""
+    from tests.engine import tiny
+
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    return tiny.make(
+        tmp_path_factory.mktemp("windowed"),
+        "mellum",
+        max_position_embeddings=2048,
+        num_hidden_layers=4,
+        head_dim=32,
+        sliding_window=100,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        mlp_layer_types=["dense"] * 4,
+        num_experts=1,
+        rope_parameters={"sliding_attention": rope, "full_attention": rope},
+    )
+
+
+@pytest.fixture(scope="session")
 def answers(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     """Of a server without any cache of ours."""
     from tests.peer.sglang.serving import PROMPTS, Server

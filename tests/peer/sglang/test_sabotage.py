@@ -12,8 +12,8 @@ import torch
 
 from kvcache.connector.sglang import faults
 from kvcache.hierarchy.naive import NaiveCache
+from tests.connector.sabotage import FACE, WAYS, Sabotage
 from tests.connector.sglang.pools import MHATokenToKVPoolHost
-from tests.connector.sglang.sabotage import FACE, WAYS, Sabotage
 from tests.peer.sglang.pools import LAYERS
 from tests.peer.sglang.test_backend import at, backend, chain, transfer
 from tests.peer.sglang.test_linker import Bench, wait

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.peer.sglang.serving import (
     FETCHED,
@@ -27,6 +30,19 @@ def test_the_first_request_after_a_restart_hits_storage(model: str, answers: lis
             tokens, cached = second.generate(prompt)
             assert tokens == answer
             assert cached["storage"] == 40 * PAGE, (cached, second.tail())
+
+
+@pytest.mark.parametrize(("flags", "where"), [(hicache, "storage"), (linker, "host")], ids=["storage", "linker"])
+def test_sliding_windows(flags: Any, where: str, windowed: str, tmp_path: Path) -> None:
+    """Two pools: a prefix ends where the window before its end was kept as well."""
+    with Server(windowed, tmp_path, *flags(**ours(tmp_path))) as first:
+        computed = [first.generate(prompt) for prompt in PROMPTS]
+        assert not any(cached.get(where) for _, cached in computed)
+    with Server(windowed, tmp_path, *flags(**ours(tmp_path, lookup_wait_s=4))) as second:
+        for prompt, (answer, _) in zip(PROMPTS, computed, strict=True):
+            tokens, cached = second.generate(prompt)
+            assert tokens == answer
+            assert cached[where] == 40 * PAGE, (cached, second.tail())
 
 
 def test_two_ranks_share_a_daemon_of_their_own(model: str, tmp_path: Path) -> None:
