@@ -24,6 +24,8 @@ from tests.peer.port import free_port
 ROOT = Path(__file__).parents[3]
 PAGE = 16
 READY_S = 600.0
+PATIENCE_S = 400.0
+"""For an answer: two ranks of a server on a busy machine wait for each other hundreds of times a request."""
 KEY = "test-admin"
 WATCHED = ("--enable-metrics", "--admin-api-key", KEY)
 STORED = "sglang:backuped_tokens_total"
@@ -143,7 +145,7 @@ class Server:
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-3000:]
 
-    def ask(self, method: str, path: str, body: Any = None, timeout_s: float = 120.0) -> Any:
+    def ask(self, method: str, path: str, body: Any = None, timeout_s: float = PATIENCE_S) -> Any:
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.port}{path}",
             method=method,
@@ -168,7 +170,7 @@ class Server:
         lines = str(self.ask("GET", "/metrics")).splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
-    def wait(self, until: Callable[[], Any], seconds: float = 60.0) -> None:
+    def wait(self, until: Callable[[], Any], seconds: float = PATIENCE_S) -> None:
         end = time.monotonic() + seconds
         while not until():
             assert time.monotonic() < end, self.tail()
