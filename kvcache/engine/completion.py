@@ -1,4 +1,4 @@
-"""The shapes of `/v1/completions`, as OpenAI's clients send and expect them.
+"""The shapes of `/v1/completions` and `/v1/chat/completions`, as OpenAI's clients send and expect them.
 
 What is not served (streams, several choices, log probabilities, penalties) is refused where it is asked for, never
 ignored; the neutral value of each is taken.
@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictStr, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictStr,
+    ValidationError,
+    model_validator,
+)
 
 from kvcache.engine.sampling import Params
 from kvcache.engine.sequence import Result
 from kvcache.errors import KVCacheError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class RequestError(KVCacheError, ValueError):
@@ -26,11 +38,12 @@ class RequestError(KVCacheError, ValueError):
         self.param = param
 
 
-class Completion(BaseModel):
+class Asked(BaseModel):
+    """What both have."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: StrictStr
-    prompt: Any
     max_tokens: int = 16
     temperature: float = 1.0
     top_p: float = 1.0
@@ -43,9 +56,7 @@ class Completion(BaseModel):
     ignore_eos: bool = False
     user: StrictStr = ""
     n: Literal[1] = 1
-    best_of: Literal[1] = 1
     stream: Literal[False] = False
-    echo: Literal[False] = False
     presence_penalty: Literal[0] = 0
     frequency_penalty: Literal[0] = 0
 
@@ -55,7 +66,7 @@ class Completion(BaseModel):
         return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
     @classmethod
-    def read(cls, body: Any) -> Completion:
+    def read(cls, body: Any) -> Self:
         try:
             return cls.model_validate(body)
         except ValidationError as error:
@@ -80,6 +91,12 @@ class Completion(BaseModel):
             ignore_eos=self.ignore_eos,
         )
 
+
+class Completion(Asked):
+    prompt: Any
+    best_of: Literal[1] = 1
+    echo: Literal[False] = False
+
     def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:
         """The prompts as token ids: from a string, a list of ids, or a list of either. The engine checks the ids."""
         given = self.prompt
@@ -101,20 +118,36 @@ class Completion(BaseModel):
         return prompts
 
 
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    role: StrictStr
+    content: StrictStr
+
+
+class Chat(Asked):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_tokens: int = Field(default=16, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
+
+    def prompts(self, chat: Callable[[Sequence[Mapping[str, str]]], list[int]]) -> list[list[int]]:
+        """The one prompt, by the model's template; ModelError where it refuses the messages."""
+        return [chat([message.model_dump() for message in self.messages])]
+
+
 def _is_ids(items: list[Any]) -> bool:
     return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
 
 
-def answer(model: str, results: Sequence[Result], texts: Sequence[str]) -> dict[str, Any]:
+def answer(model: str, results: Sequence[Result], texts: Sequence[str], *, chat: bool = False) -> dict[str, Any]:
     prompt_tokens = sum(r.prompt_tokens for r in results)
     completion_tokens = sum(len(r.token_ids) for r in results)
     return {
-        "id": f"cmpl-{uuid.uuid4().hex}",
-        "object": "text_completion",
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
+        "object": "chat.completion" if chat else "text_completion",
         "created": int(time.time()),
         "model": model,
         "choices": [
-            {"index": i, "text": text, "logprobs": None, "finish_reason": result.finish}
+            {"index": i, **_said(text, chat=chat), "logprobs": None, "finish_reason": result.finish}
             for i, (result, text) in enumerate(zip(results, texts, strict=True))
         ],
         "usage": {
@@ -124,6 +157,10 @@ def answer(model: str, results: Sequence[Result], texts: Sequence[str]) -> dict[
             "prompt_tokens_details": {"cached_tokens": sum(r.reused_tokens for r in results)},
         },
     }
+
+
+def _said(text: str, *, chat: bool) -> dict[str, Any]:
+    return {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
 
 
 def text(result: Result, decode: Callable[[list[int]], str], stops: Sequence[str]) -> str:

@@ -1,4 +1,5 @@
-"""The engine behind HTTP: `/v1/completions` and `/v1/models`, not streaming, in OpenAI's shapes; `/readyz`.
+"""The engine behind HTTP: `/v1/completions`, `/v1/chat/completions`, `/v1/models`, not streaming, in OpenAI's shapes;
+`/readyz`.
 
 Meant for loopback: it asks nobody who they are.
 """
@@ -21,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvcache.engine.completion import Completion, RequestError, answer, refusal, text
+from kvcache.engine.completion import Asked, Chat, Completion, RequestError, answer, refusal, text
 from kvcache.engine.loop import EngineLoop
 from kvcache.engine.sequence import Result
 from kvcache.engine.tokenizer import Tokenizer
@@ -48,6 +49,7 @@ class Server:
                 Route("/readyz", self._readiness, methods=["GET"]),
                 Route("/v1/models", self._models, methods=["GET"]),
                 Route("/v1/completions", self._completions, methods=["POST"]),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
             ],
             exception_handlers={HTTPException: _http_error, KVCacheError: _our_error, Exception: _defect},
             lifespan=self._lifespan,
@@ -69,13 +71,21 @@ class Server:
 
     async def _completions(self, request: Request) -> Response:
         asked = Completion.read(await _body(request))
+        return await self._answer(request, asked, lambda: asked.prompts(self._tokenizer.encode))
+
+    async def _chat(self, request: Request) -> Response:
+        asked = Chat.read(await _body(request))
+        return await self._answer(request, asked, lambda: asked.prompts(self._tokenizer.chat))
+
+    async def _answer(self, request: Request, asked: Asked, ask: Callable[[], list[list[int]]]) -> Response:
+        """`ask`: the prompts; a model's template or tokenizer takes its time."""
         if asked.model != self._model:
             there = f"model {asked.model!r}: not served here; there is {self._model!r}"
             return JSONResponse(
                 refusal(there, kind="invalid_request_error", param="model", code="model_not_found"), status_code=404
             )
         params = asked.params()
-        prompts = await run_in_threadpool(asked.prompts, self._tokenizer.encode)
+        prompts = await run_in_threadpool(ask)
         futures: list[Future[Result]] = []
         try:
             for prompt in prompts:
@@ -89,7 +99,7 @@ class Server:
         if results is None:
             return Response(status_code=NOBODY_LISTENS)
         texts = [text(result, self._tokenizer.decode, params.stop) for result in results]
-        return JSONResponse(answer(self._model, results, texts))
+        return JSONResponse(answer(self._model, results, texts, chat=isinstance(asked, Chat)))
 
 
 async def _while_connected(request: Request, futures: list[Future[Result]]) -> list[Result] | None:

@@ -99,6 +99,41 @@ def test_every_form_of_prompt(client: TestClient, directory: Path) -> None:
     assert both["usage"]["completion_tokens"] == 16
 
 
+def test_a_chat_in_openais_shape(client: TestClient, directory: Path) -> None:
+    """The prompt is what the model's own template makes of the messages."""
+    messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": "And the future?"}]
+    ids = Tokenizer(str(directory)).chat(messages)
+    asked = {"model": "tiny", "messages": messages, "max_completion_tokens": 8, "temperature": 0, "ignore_eos": True}
+    first, second = (client.post("/v1/chat/completions", json=asked).json() for _ in range(2))
+    [choice] = ask(client, prompt=ids).json()["choices"]
+    assert first["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": choice["text"]},
+            "logprobs": None,
+            "finish_reason": "length",
+        }
+    ]
+    assert (first["object"], first["id"][:9]) == ("chat.completion", "chatcmpl-")
+    assert (first["usage"]["prompt_tokens"], first["usage"]["completion_tokens"]) == (len(ids), 8)
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == (len(ids) - 1) // 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": []}, "tools"),
+    ],
+)
+def test_messages_that_it_cannot_serve_are_refused(client: TestClient, wrong: dict[str, Any], param: str) -> None:
+    response = client.post("/v1/chat/completions", json={"model": "tiny", **wrong})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
 def test_a_stop_string_ends_the_answer_and_is_not_in_it(client: TestClient) -> None:
     whole = ask(client).json()["choices"][0]["text"]
     stop = whole[3:5]
