@@ -14,6 +14,7 @@ from kvcache.block.record import record_bytes
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.request import BoundCache
 from kvcache.transfer.copiers import Copiers
+from kvcache.transfer.pinned import address_of
 from versus.work import BLOCK_TOKENS, KEPT_ON_DISK, LEAST, Pages, Shape, own_bytes, prompt
 from versus.worker import serve
 
@@ -159,11 +160,21 @@ class Ours:
         process: memory that was freed before would not count."""
         tokens = records * BLOCK_TOKENS
         self.open(LEAST, tokens, tokens)
-        gc.collect()
-        before = own_bytes()
+        before = self._beside()
         self.store(0)
+        return (self._beside() - before) / tokens
+
+    def _beside(self) -> int:
+        """Memory of this process that is not the arena's, where keys and values lie."""
+        arena: list[tuple[int, int]] = []
+
+        def came(memory: memoryview) -> None:
+            first = address_of(memory)
+            arena.append((first, first + memory.nbytes))
+
+        self._cache.host.arena.watch(came)
         gc.collect()
-        return (own_bytes() - before) / tokens
+        return own_bytes(without=arena)
 
     def files(self) -> list[str]:
         """Where the bytes of blocks lie."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,15 @@ class Pages:
         return int((differs.flatten() & torch.as_tensor(hit)).sum())
 
 
-def own_bytes() -> int:
-    """Private memory of this process that is resident. Our arena is a shared mapping, and does not count."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["RssAnon"].split()[0]) * 1024
+def own_bytes(*, without: Sequence[tuple[int, int]] = ()) -> int:
+    """Private memory of this process that is resident, `without` that of the mappings which have a part of these
+    addresses, from the first to the end."""
+    total, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, rest = line.partition(" ")
+        if not name.endswith(":"):
+            begin, stop = (int(number, 16) for number in name.split("-"))
+            counts = not any(begin < end and first < stop for first, end in without)
+        elif counts and name == "Anonymous:":
+            total += int(rest.split()[0]) * 1024
+    return total
