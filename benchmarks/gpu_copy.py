@@ -4,7 +4,7 @@ Blocks of 2 MiB: 32 layers, 8 KV heads of 128, bf16, 16 tokens. Pages in three l
 `nhd` (32 KiB pieces, a tensor a layer), `hnd` (256-byte pieces on the way to a canonical payload).
 
     gpu/bus/gather, gpu/bus/scatter     a plain copy of pinned memory, from and to the device: the floor of what follows
-    gpu/gather/2MiB/nhd                 as the copier chooses; /direct, /staged, /mapped: by each way
+    gpu/gather/2MiB/nhd                 as the copier chooses; /direct, /staged, /mapped: by each way (not /hnd/direct)
     gpu/scatter/2MiB/nhd
     gpu/gather/fp8/nhd                  bytes over the bus, half of those of the pages
     gpu/call/gather                     how long the caller is kept for 256 MiB
@@ -27,6 +27,7 @@ import mmap
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -46,11 +47,16 @@ from kvcache.transfer.walk import plan, plan_within
 
 Kind = Literal["whole", "nhd", "hnd"]
 KINDS: tuple[Kind, ...] = ("whole", "nhd", "hnd")
-WAYS: tuple[Way, ...] = ("direct", "staged", "mapped")
+WAYS: dict[Kind, tuple[Way, ...]] = {
+    "whole": ("direct", "staged", "mapped"),
+    "nhd": ("direct", "staged", "mapped"),
+    "hnd": ("staged", "mapped"),  # by DMA it would be a million copies of 256 bytes
+}
 DIRECTIONS: tuple[Direction, ...] = ("gather", "scatter")
 FORMATS: tuple[Format, ...] = ("fp8", "int8")
 LAYOUT = KVLayout.mha(layers=32, kv_heads=8, head_dim=128)
 PAGES, BLOCKS = 512, 128  # of 2 MiB: 1 GiB of pages, 256 MiB a copy
+MOST_S = 120.0  # what is not begun until then is left out
 ITEM_BYTES = 2
 
 
@@ -60,6 +66,7 @@ class Bench:
     def __init__(self, device: Device, layout: KVLayout, pages: int, blocks: int, runs: int) -> None:
         self._device, self._layout, self._pages, self._blocks, self._runs = device, layout, pages, blocks, runs
         self._copier = CudaCopier(device)
+        self._floors: dict[str, float] = {}
         self._stream, self._random = device.stream(), np.random.default_rng(0)
         self._size = layout.block_bytes()
         self._total = blocks * self._size
@@ -75,25 +82,27 @@ class Bench:
             self._plain(self._pool.pointer + first * self._size, self._here)
         device.record(self._stream).synchronize()
 
-    def rows(self, theirs: Mapping[str, float]) -> Iterator[Row]:
-        """`theirs`: GB/s of the peer by direction, where it was measured."""
-        bus = {"gather": (self._here, self._pool.pointer), "scatter": (self._pool.pointer, self._here)}
-        floors = {d: self._rate(lambda d=d: self._plain(*bus[d])) for d in DIRECTIONS}
-        hbm = self._rate(lambda: self._plain(self._aside.pointer, self._pool.pointer))
-        yield from (Row(f"gpu/bus/{d}", floors[d], "GB/s") for d in DIRECTIONS)
+    def parts(self, theirs: Mapping[str, float]) -> Iterator[tuple[str, Callable[[], Iterator[Row]]]]:
+        """What can be measured by itself. `theirs`: GB/s of the peer by direction, where it was measured."""
+        yield "plain copies", self._plain_copies
         for direction in DIRECTIONS:
             for kind in KINDS:
                 peer = theirs.get(direction) if kind == "nhd" else None
-                yield from self._over_the_bus(direction, kind, floors[direction], peer)
-        yield Row("gpu/call/gather", self._kept_us(), "us")
-        yield Row("gpu/hbm/plain", hbm, "GB/s")
-        yield from self._within(hbm)
+                yield f"{direction} {kind}", partial(self._over_the_bus, direction, kind, peer)
+        yield "calls", self._calls
+        yield "within the device", self._within
         for direction in DIRECTIONS:
-            yield from self._by_size(direction, floors[direction])
+            yield f"{direction} by size", partial(self._by_size, direction)
 
-    def _over_the_bus(self, direction: Direction, kind: Kind, floor: float, peer: float | None) -> Iterator[Row]:
-        pages = self._group(kind)
-        for way in (None, *WAYS):
+    def _plain_copies(self) -> Iterator[Row]:
+        ends = {"gather": (self._here, self._pool.pointer), "scatter": (self._pool.pointer, self._here)}
+        for name, (target, source) in {**ends, "hbm": (self._aside.pointer, self._pool.pointer)}.items():
+            rate = self._floors[name] = self._rate(lambda target=target, source=source: self._plain(target, source))
+            yield Row("gpu/hbm/plain" if name == "hbm" else f"gpu/bus/{name}", rate, "GB/s")
+
+    def _over_the_bus(self, direction: Direction, kind: Kind, peer: float | None) -> Iterator[Row]:
+        pages, floor = self._group(kind), self._floors.get(direction)
+        for way in (None, *WAYS[kind]):
             self._copier.way = way
             value = self._copied(direction, pages, None)
             yield Row(
@@ -124,7 +133,7 @@ class Bench:
         once()
         return self._blocks * size / median(once() for _ in range(self._runs)) / 1e9
 
-    def _kept_us(self) -> float:
+    def _calls(self) -> Iterator[Row]:
         pages, times = self._group("nhd"), []
         buffers = [self._host[i * self._size : (i + 1) * self._size] for i in range(self._blocks)]
         for _ in range(self._runs):
@@ -132,10 +141,11 @@ class Bench:
             copy = self._copier.gather(pages, ids, buffers)
             times.append(time.perf_counter() - begun)
             copy.wait()
-        return median(times) * 1e6
+        yield Row("gpu/call/gather", median(times) * 1e6, "us")
 
-    def _within(self, floor: float) -> Iterator[Row]:
+    def _within(self) -> Iterator[Row]:
         """Kernels alone, to and from memory of the device: payload read and written once, as in the plain copy."""
+        floor = self._floors.get("hbm")
         most = DEVICE_BLOCKS * self._device.multiprocessors
         targets = self._aside.pointer + self._size * np.arange(self._blocks, dtype=np.int64)
         for kind in KINDS:
@@ -150,8 +160,8 @@ class Bench:
         these = list(launches(plan_within(pages), "gather", ids[: self._blocks], moved, most))
         yield Row("gpu/hbm/pages", self._rate(lambda: self._launch(these)), "GB/s", floor)
 
-    def _by_size(self, direction: Direction, floor: float) -> Iterator[Row]:
-        total = min(self._total, 64 << 20)
+    def _by_size(self, direction: Direction) -> Iterator[Row]:
+        total, floor = min(self._total, 64 << 20), self._floors.get(direction)
         for size in (size for size in SIZES if size <= total):
             rate = Rates(self._device, self._stream, BUS_BLOCKS, total).dma(direction, size)
             yield Row(f"gpu/dma/{direction}/{size}", rate / 1e9, "GB/s", floor)
@@ -186,7 +196,7 @@ class Bench:
 
     def _plain(self, target: int, source: int) -> None:
         ends = [np.array([number], np.uint64) for number in (target, source, self._total)]
-        self._device.copy(ends[0], ends[1], ends[2], self._stream, pinned=True)
+        self._device.copy(ends[0], ends[1], ends[2], self._stream, pinned=False)  # by the plain call
 
     def _launch(self, these: list[Launch]) -> None:
         for launch in these:
@@ -196,6 +206,22 @@ class Bench:
         """GB/s of `_total` bytes, by the device's own clock."""
         self._device.seconds(self._stream, work)
         return self._total / median(self._device.seconds(self._stream, work) for _ in range(self._runs)) / 1e9
+
+
+def measured(bench: Bench, theirs: Mapping[str, float]) -> tuple[list[Row], list[str]]:
+    """The rows, and what there is none of: a part that fails costs no other its figures."""
+    rows: list[Row] = []
+    lost, end = [], time.monotonic() + MOST_S
+    for name, part in bench.parts(theirs):
+        if time.monotonic() > end:
+            lost.append(f"{name}: not measured within {MOST_S:.0f} s")
+            continue
+        try:
+            for row in part():
+                rows.append(row)  # noqa: PERF402  those before a failure are kept
+        except Exception as error:  # noqa: BLE001  whatever it is, the others are to be measured
+            lost.append(f"{name}: failed, {type(error).__name__}: {error}")
+    return rows, lost
 
 
 def of_lmcache(python: str) -> dict[str, float]:
@@ -216,9 +242,14 @@ def main() -> None:
         return
     theirs, notes = {}, ["LMCache's copies: not measured"]
     if given.lmcache:
-        theirs, notes = of_lmcache(given.lmcache), ["peer: LMCache's CUDA kernel, chunks of 256 tokens"]
-    bench = Bench(device, LAYOUT, PAGES, BLOCKS, runs=5 if given.quick else 20)
-    publish("gpu_copy", list(bench.rows(theirs)), given.json, notes=notes)
+        try:
+            theirs, notes = of_lmcache(given.lmcache), ["peer: LMCache's CUDA kernel, chunks of 256 tokens"]
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            notes = [f"LMCache's copies: failed, {error}"]
+    rows, lost = measured(Bench(device, LAYOUT, PAGES, BLOCKS, runs=5 if given.quick else 20), theirs)
+    publish("gpu_copy", rows, given.json, notes=[*notes, *lost])
+    if lost:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import os
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
@@ -105,13 +106,18 @@ def measure(start: Start, place: Path, sizes: Sizes) -> tuple[list[Row], list[st
         notes = [
             f"{' and '.join(turns.ask('name'))}: medians of {sizes.rounds} rounds, prompts of {sizes.tokens} tokens"
         ]
-        figures = [
-            *matching(turns, sizes),
-            *through_host(turns, sizes),
-            *through_disk(turns, sizes, place),
-            *shared(fresh, sizes, notes),
-            *beside(fresh("ours"), {name: fresh("theirs") for name in STRUCTURES}, sizes),
-        ]
+        parts = {
+            "keys": lambda: matching(turns, sizes),
+            "host memory": lambda: through_host(turns, sizes),
+            "the drive": lambda: through_disk(turns, sizes, place),
+            "Redis": lambda: shared(fresh, sizes, notes),
+            "bytes": lambda: beside(fresh("ours"), {name: fresh("theirs") for name in STRUCTURES}, sizes),
+        }
+        figures: list[Figure] = []
+        for name, part in parts.items():
+            begun = time.monotonic()
+            figures += part()
+            print(f"{name}: {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
     rows = [figure.row for figure in figures]
     behind = [row.id for row in rows if (row.vs_peer or 0) < 1]
     notes.append(f"LMCache is ahead in {', '.join(behind)}" if behind else "LMCache is ahead in no row")

@@ -9,9 +9,10 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
-from tests.contract.caches import Engine
-from tests.daemon.house import LAYOUT, House, bound_to
 from tests.gpu.board import cupy
+
+house_of = pytest.importorskip("tests.daemon.house", exc_type=ImportError)  # where only the copies' own needs are there
+caches = pytest.importorskip("tests.contract.caches", exc_type=ImportError)
 
 pytestmark = pytest.mark.gpu
 
@@ -20,16 +21,16 @@ BLOCKS = list(range(32))
 
 
 def test_records_move_between_a_gpu_and_the_memory_of_a_daemon() -> None:
-    e = Engine(LAYOUT)
+    e = caches.Engine(house_of.LAYOUT)
     e.fill(7, BLOCKS)
     there = [cupy.asarray(layer) for layer in e.memory[0]]
     bases = [[on.data.ptr + kv * on.strides[0] for kv in range(2)] for on in there]
     pages = [replace(e.described[0], bases=np.array(bases, np.uint64), device="cuda:0", owner=there)]
     with TemporaryDirectory(prefix="kv-") as place:
-        house = House(Path(place)).start()
+        house = house_of.House(Path(place)).start()
         try:
             with house.open() as cache:
-                bound = bound_to(cache)
+                bound = house_of.bound_to(cache)
                 for _ in range(2):  # at first what is mapped may not be pinned yet, then it is
                     with bound.request() as r:
                         r.match(TOKENS)
