@@ -128,9 +128,10 @@ class Arena:
             while len(taken) < count:
                 extent = self._next((slot_bytes, tenant))
                 if extent is None:
-                    extent, fresh = self._map(slot_bytes, tenant), True
+                    extent = self._map(slot_bytes, tenant)
                     if extent is None:
                         break
+                    fresh = True
                 self._give_out(extent, taken, count)
             self._use(tenant, len(taken) * slot_bytes)
         if fresh:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +54,23 @@ def test_a_slot_that_is_read_is_not_given_out_again() -> None:
     assert memory.allocate(PAGE, "a") is None
     memory.release(slot)
     assert memory.allocate(PAGE, "a") is not None
+
+
+def test_where_there_is_no_extent_nothing_is_prepared() -> None:
+    """A store in a full tier asks in vain first; what is free there may be another's."""
+    work: list[object] = []
+
+    class Recorder(InlineExecutor):
+        def submit(self, call: Callable[[], Any]) -> Future[Any]:
+            work.append(call)
+            return super().submit(call)
+
+    memory = Arena(2 * PAGE, 2 * PAGE, Recorder())
+    assert len(memory.take(PAGE, "another", 1)) == 1
+    begun = len(work)
+    assert memory.spare_bytes("a") >= PAGE
+    assert memory.take(PAGE, "a", 1) == []
+    assert len(work) == begun
 
 
 def test_the_generation_changes_when_a_slot_is_given_out_again() -> None:
