@@ -42,9 +42,11 @@ def cuda(index: int) -> DeviceCopier:
 
 
 def current_stream(index: int) -> int:
-    """The stream on which torch works for this thread; the device's default stream without torch."""
+    """The stream on which torch works for this thread; the default stream where torch is not, or not on a GPU."""
     torch = sys.modules.get("torch")
-    return 0 if torch is None else int(torch.cuda.current_stream(index).cuda_stream)
+    if torch is None or not torch.cuda.is_initialized():
+        return 0
+    return int(torch.cuda.current_stream(index).cuda_stream)
 
 
 class Copiers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from kvcache.block.layout import KVLayout
 from kvcache.errors import ConfigError, StoreError
 from kvcache.transfer.batch import Batch
 from kvcache.transfer.copier import Copier
+from kvcache.transfer.copiers import current_stream
 from kvcache.transfer.cuda import CudaCopier
 from kvcache.transfer.device import CupyDevice
 from tests.transfer.fake_cupy import FakeCupy
@@ -98,3 +100,16 @@ def test_time_is_in_seconds(cupy: FakeCupy) -> None:
     work: list[Any] = []
     assert device.seconds(device.stream(), lambda: work.append(1)) == 0.002
     assert work == [1]
+
+
+@pytest.mark.parametrize(("torch", "stream"), [(None, 0), (False, 0), (True, 77)], ids=["none", "unused", "used"])
+def test_the_stream_of_the_engine(torch: bool | None, stream: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch without CUDA has no streams to ask for."""
+
+    def current(index: int) -> Any:
+        assert torch, "torch was asked for a stream that it does not have"
+        return SimpleNamespace(cuda_stream=77)
+
+    cuda = SimpleNamespace(is_initialized=lambda: torch, current_stream=current)
+    monkeypatch.setitem(sys.modules, "torch", None if torch is None else SimpleNamespace(cuda=cuda))
+    assert current_stream(0) == stream
