@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 BENCHMARKS = Path(__file__).parents[1]
+SCRIPTS = {"vs_lmcache": "scripts/vs-lmcache", "gpu_copy": "benchmarks/gpu.sh"}
 
 HEAD = """\
 # Performance
@@ -62,7 +63,7 @@ def _behind(documents: list[Document]) -> Iterator[str]:
 
 def _command(name: str) -> str:
     benchmark, *options = name.split()
-    script = "scripts/vs-lmcache" if benchmark == "vs_lmcache" else f"scripts/bench {benchmark}"
+    script = SCRIPTS.get(benchmark, f"scripts/bench {benchmark}")
     return " ".join([script, *options])
 
 
