@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -175,6 +176,18 @@ class TestChart:
         assert done.returncode == 0, done.stdout
 
 
+def test_nothing_runs_as_root() -> None:
+    unit = (DEPLOY / "systemd" / "kvcache.service").read_text()
+    assert re.search(r"^User=(?!root|0)\w+$", unit, re.MULTILINE)
+    (image,) = re.findall(r"^USER (\d+):\d+$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    pod = rendered("default")["DaemonSet"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert int(image) == container["securityContext"]["runAsUser"] > 0
+    (root,) = pod["initContainers"]  # which gives the directories to that user, and may do nothing else
+    assert root["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["CHOWN"]}
+    assert root["command"][:2] == ["chown", f"{image}:{image}"]
+
+
 class TestUnit:
     def test_its_settings_make_sense(self, tmp_path: Path) -> None:
         text = (DEPLOY / "systemd" / "kvcache.toml").read_text()
@@ -227,6 +240,36 @@ class TestImage:
         project = (ROOT / "pyproject.toml").read_text()
         for extra in re.search(r"'\.\[(.*)\]'", text)[1].split(","):  # type: ignore[index]
             assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
+
+    def test_its_steps_but_for_the_base_image(self, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+        """What it copies is enough to build the library with its core, and what it runs takes the settings."""
+        if not request.config.getoption("--long"):
+            pytest.skip("compiles the core: --long")
+        text, source, site = (DEPLOY / "Dockerfile").read_text(), tmp_path / "source", tmp_path / "site"
+        source.mkdir()
+        for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
+            for name in line.split():
+                if (ROOT / name).is_dir():
+                    shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+                else:
+                    shutil.copy(ROOT / name, source / name)
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", site]
+        done = subprocess.run([*pip, source], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        environ = {**os.environ, "PYTHONPATH": str(site)}
+        (check,) = re.findall(r'python -c "(.*)"', text)
+        where = f"{check}; import kvcache; print(kvcache.__file__)"
+        words = [sys.executable, "-c", where]
+        found = subprocess.run(words, env=environ, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert found.returncode == 0, found.stderr
+        assert Path(found.stdout.strip()).is_relative_to(site)
+        command = json.loads(re.findall(r"^CMD (\[.*\])$", text, re.MULTILINE)[0])
+        assert command == ["daemon", "/etc/kvcache/kvcache.toml"]
+        settings = _moved((DEPLOY / "systemd" / "kvcache.toml").read_text(), tmp_path)
+        words = [sys.executable, "-m", "kvcache.cli.main", command[0], str(settings), "--check-config"]
+        ran = subprocess.run(words, env=environ, capture_output=True, text=True, cwd=tmp_path, check=False)
+        assert ran.returncode == 0, ran.stderr
+        assert "would serve" in ran.stdout
 
 
 def _moved(text: str, place: Path) -> Path:

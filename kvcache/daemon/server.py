@@ -127,8 +127,9 @@ class Daemon:
         return list(self._sessions.values())
 
     def _read_again(self) -> None:
-        """The tenants and their limits, and then the rest. What makes no sense is said, and stays as it was."""
-        for read in (self._read_tenants, self._again):
+        """The tenants and their limits, certificates, and then the rest. What makes no sense is said, and stays."""
+        certificates = [] if self._port is None else [self._port.read_again]
+        for read in (self._read_tenants, *certificates, self._again):
             try:
                 read()
             except ConfigError as error:

@@ -64,15 +64,26 @@ class Port:
             )
         if not insecure:
             _check_closed(settings, door)
+        self._settings, self._door = settings, door
         if settings.tls_cert_file:
-            self.context = server_context(
-                settings.tls_cert_file,
-                settings.tls_key_file,
-                settings.tls_client_ca_file,
-                required=door.tenants is None or not door.tenants.tokens,
-            )
+            self.context = self._made()
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         self.listener = socket.socket(family, socket.SOCK_STREAM)
+
+    def read_again(self) -> None:
+        """Certificate, key, and who signs those of clients, for whoever comes from now on. ConfigError where they
+        cannot be used; then those of before are."""
+        if self.context is not None:
+            self.context = self._made()
+
+    def _made(self) -> ssl.SSLContext:
+        tenants = self._door.tenants
+        return server_context(
+            self._settings.tls_cert_file,
+            self._settings.tls_key_file,
+            self._settings.tls_client_ca_file,
+            required=tenants is None or not tenants.tokens,
+        )
 
     def listen(self) -> None:
         """StoreError where the system does not give the address."""

@@ -17,6 +17,7 @@ import pytest
 import kvcache
 from kvcache.daemon.token import new_token, token_hash
 from kvcache.errors import AccessError, KVCacheError
+from tests.daemon.authority import Authority
 from tests.daemon.house import House, bound_to, load, store
 from tests.daemon.test_tenant import written
 from tests.daemon.within import until
@@ -76,6 +77,40 @@ def test_the_log_s_level_is_read_again(make_house: Callable[..., House], tmp_pat
         bound_to(cache, model="second")
         until(lambda: "second: room for" in "".join(house.said))
     assert "first: room for" not in "".join(house.said)
+
+
+def test_a_certificate_is_renewed_without_a_restart(make_house: Callable[..., House], tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    before, after = Authority(tmp_path), Authority(tmp_path / "new")
+    address, token = f"127.0.0.1:{free_port()}", new_token()
+    house = make_house(LOG__FORMAT="text", LOG__LEVEL="info", DAEMON__LISTEN=address)
+    certificate = before.sign("daemon", "127.0.0.1")
+    house.environ["KVCACHE_DAEMON__TLS_CERT_FILE"] = str(certificate)
+    house.environ["KVCACHE_DAEMON__TENANTS_FILE"] = str(
+        written(house.directory / "tenants", acme={"tokens": [token_hash(token)]})
+    )
+    house.start()
+    (tmp_path / "token").write_text(token)
+
+    def reach(authority: Authority) -> Any:
+        return kvcache.open(
+            f"tls://{address}", ca_file=str(authority.file), token_file=str(tmp_path / "token"), patience_s=30.0
+        )
+
+    with reach(before) as cache:
+        expected = store(bound_to(cache), list(range(16)), 1)
+        shutil.copy(after.sign("daemon", "127.0.0.1"), certificate)
+        hang_up(house, "settings were read again")
+        assert load(bound_to(cache), list(range(16))) == expected, "who is here stays"
+        with reach(after) as other:
+            assert load(bound_to(other), list(range(16))) == expected
+        with pytest.raises(AccessError):
+            reach(before)
+        certificate.write_text("nonsense")
+        hang_up(house, "not read again")
+        with reach(after) as other:
+            assert load(bound_to(other), list(range(16))) == expected
+    assert house.end()[0] == 0
 
 
 def test_nothing_sensitive_is_logged(make_house: Callable[..., House]) -> None:
