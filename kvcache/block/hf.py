@@ -7,6 +7,7 @@ something else (a recurrent state, shared layers, an indexer) may well have all 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,6 +131,8 @@ def read_config(config: Any) -> dict[str, Any]:
         return dict(config)
     if hasattr(config, "to_dict"):
         return dict(config.to_dict())
+    if not isinstance(config, str | os.PathLike):
+        raise ModelError(f"a {type(config).__name__}; expected a model's directory, its config.json, or what is in it")
     path = Path(config)
     path = path / "config.json" if path.is_dir() else path
     try:

@@ -213,3 +213,9 @@ def test_facts_can_be_encoded():
     layout = layout_from_hf(config)
     namespaces = {Namespace(layout, model="m", revision="r", facts=engine_facts(c)) for c in (config, LLAMA, config)}
     assert len(namespaces) == 2
+
+
+@pytest.mark.parametrize("config", [8, None, 1.5, [], b"config.json"])
+def test_a_model_that_is_none(config: object) -> None:
+    with pytest.raises(ModelError, match=type(config).__name__):
+        layout_from_hf(config)

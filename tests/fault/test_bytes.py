@@ -372,13 +372,15 @@ def test_what_is_sound_is_read(what: str, tmp_path: Path) -> None:
     parser.read(first, tmp_path) if parser.files else parser.read(first)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [b"$99999999999999\r\n", b"*99999999999999\r\n", b"*1\r\n" * 5000, b"%99999999999999\r\n", b"$536870913\r\nx"],
-)
-def test_a_server_that_announces_what_no_memory_holds(reply: bytes) -> None:
+LARGE = [b"$536870913\r\nx", *(kind + b"99999999999999\r\n" for kind in (b"$", b"*", b"%"))]
+DEEP = [kind + b"1\r\n" * 5000 for kind in (b"*", b">")]
+OF_NO_KEYS = [b"1\r\n%b", b"2\r\n%b:7\r\n", b"2\r\n%b*1\r\n:7\r\n", b"2\r\n%b$1\r\nk\r\n", b"3\r\n%b_\r\n_\r\n"]
+
+
+@pytest.mark.parametrize("reply", [*LARGE, *DEEP, *(b">" + told % b"$10\r\ninvalidate\r\n" for told in OF_NO_KEYS)])
+def test_a_server_that_announces_what_no_memory_holds_or_tells_of_no_keys(reply: bytes) -> None:
     with pytest.raises(BrokenError):
-        read_reply(reply)
+        read_reply(reply + b":7\r\n")
 
 
 def test_any_archive(request: pytest.FixtureRequest, tmp_path: Path) -> None:

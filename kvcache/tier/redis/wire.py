@@ -61,6 +61,7 @@ class Wire:
         self.wrong = ""  # the last refusal; whoever runs a call clears it before
         self.asking = False  # for keys on their way to this server: ASKING goes before each command
         self.tracked = False  # the server tells when a key that was asked for here changes
+        self._being_told = False
         self.changed: list[bytes] | None = []  # of these keys it told; None: all of them may have
 
     def allow(self, seconds: float) -> None:
@@ -127,7 +128,7 @@ class Wire:
 
     def _line(self) -> bytes:
         while (line := self._raw_line())[:1] == b">":  # nobody asked for it: it stands between two replies
-            self._told([self.reply() for _ in range(_number(line))])
+            self._told(line)
         return line
 
     def _raw_line(self) -> bytes:
@@ -150,7 +151,7 @@ class Wire:
                 self._more()
             if self._bytes[self._at : self._at + 1] != b">":
                 raise BrokenError("protocol")
-            self._told([self.reply() for _ in range(_number(self._raw_line()))])
+            self._told(self._raw_line())
 
     def _answer(self) -> bytes:
         """The first line of the reply to a command."""
@@ -158,9 +159,21 @@ class Wire:
             raise BrokenError("protocol")
         return self._line()
 
-    def _told(self, said: list[Any]) -> None:
-        if said[:1] == [b"invalidate"] and self.changed is not None:
-            self.changed = None if said[1] is None else self.changed + said[1]
+    def _told(self, line: bytes) -> None:
+        """What the server tells unasked, of which this is the first line."""
+        if self._being_told:
+            raise BrokenError("protocol")
+        self._being_told = True
+        said = [self.reply(1) for _ in range(_number(line))]
+        self._being_told = False
+        if said[:1] != [b"invalidate"]:
+            return
+        told = said[1:]
+        names = told[0] if len(told) == 1 and isinstance(told[0], list) else []
+        if told not in ([None], [names]) or not all(isinstance(name, bytes) for name in names):
+            raise BrokenError("protocol")
+        if self.changed is not None:
+            self.changed = None if told == [None] else self.changed + names
 
     def take(self, size: int) -> bytes:
         """The next bytes, few enough for the buffer."""
