@@ -116,3 +116,24 @@ def test_a_call_over_several_pools_is_over_when_its_time_is(tmp_path: Path) -> N
         assert store.present(keys, until=over) == [False] * 4
         assert store.fetch(keys, range(4), until=over) == [False] * 4
         assert store.fetch(keys, range(4), until=time.monotonic() + 60) == [True] * 4
+
+
+def test_a_tier_that_takes_no_reads_is_a_miss_and_then_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a tier raises for misuse only: blocks that never arrived could not be asked for again, nor the cache be
+    closed."""
+    host, other, keys = pool(1), pool(), chain(20)
+    with opened(tmp_path) as cache:
+        assert all(depot(cache, host).keep(keys, range(20)))
+    with opened(tmp_path) as cache:
+        [tier] = cache.below
+        store = depot(cache, other)
+
+        def none(*_: Any, **__: Any) -> Any:
+            raise MemoryError
+
+        with monkeypatch.context() as patched:
+            patched.setattr(tier, "submit", none)
+            assert store.leading(keys) == 20, "the index is in memory"
+            assert store.fetch(keys, range(20)) == [False] * 20
+        assert store.fetch(keys, range(20)) == [True] * 20
+        assert torch.equal(other.page(7), host.page(7))

@@ -45,7 +45,7 @@ def backend(place: Path, anchor: Any, side: dict[str, Any] | None = None, **name
             "enable_storage_metrics": True,
             "is_page_first_layout": True,
             "model_name": "tiny",
-            "extra_config": {"kvcache": given},
+            "extra_config": {"kvcache": given, **named.pop("extra", {})},
         }
         | named
     )
@@ -182,3 +182,18 @@ def test_a_pool_that_no_other_engine_can_read_is_not_shared(tmp_path: Path, monk
     monkeypatch.undo()
     with pytest.raises(ModelError, match="share_across_engines"):
         backend(tmp_path / "3", MHATokenToKVPoolHost("page_head"), ours=shared, model_name="nowhere")
+
+
+def test_flat_pages_of_a_pool_of_pieces_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match=r'"interface_v1": 1'):
+        backend(tmp_path / "1", StatePoolHost())
+    direct = backend(tmp_path / "2", StatePoolHost(), extra={"interface_v1": 1})
+    assert direct.batch_set_v1(chain(2), at(0, 1, tokens=1)) == [True] * 2
+    direct.close()
+
+
+def test_a_pool_that_is_not_registered_has_nothing(tmp_path: Path) -> None:
+    store, keys = backend(tmp_path, MHATokenToKVPoolHost("page_first")), chain(3)
+    assert store.batch_set_v1(keys, at(0, 1, 2)) == [True] * 3
+    assert store.batch_exists_v2(keys, [transfer("draft", keys)]).kv_hit_pages == 0
+    store.close()
