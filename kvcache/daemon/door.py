@@ -37,6 +37,11 @@ class Door:
         """Whether tenants are kept apart."""
         return self.tenants is not None
 
+    @property
+    def count(self) -> int:
+        """How many tenants there are; one where they are not kept apart."""
+        return 1 if self.tenants is None else len(self.tenants.by_name)
+
     def look(self) -> Tenants | None:
         """The file as it is now; ConfigError where it makes no sense."""
         return Tenants.read(self.path) if self.path else None

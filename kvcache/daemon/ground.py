@@ -6,6 +6,7 @@ import os
 import resource
 from pathlib import Path
 
+from kvcache.daemon.hall import WAITING
 from kvcache.errors import ConfigError
 from kvcache.observe.request import logger
 from kvcache.settings import Settings
@@ -22,13 +23,13 @@ _log = logger("kvcache.daemon")
 
 
 def descriptors(settings: Settings) -> int:
-    """How many this process may come to have open: an extent, a connection and the process behind it, a segment, and
-    who looks at it over HTTP."""
+    """How many this process may come to have open: an extent, a connection and the process behind it, connections that
+    did not say yet whose they are, a segment, and who looks at it over HTTP."""
     host, nvme = settings.host, settings.nvme
     segments = -(-nvme.capacity_bytes // nvme.segment_bytes) if nvme.enabled else 0
     seen = CONNECTIONS if settings.http.enabled else 0
     extents = -(-host.capacity_bytes // host.extent_bytes)
-    return extents + 2 * settings.daemon.connections + segments + seen + OWN_DESCRIPTORS
+    return extents + 2 * settings.daemon.connections + WAITING + segments + seen + OWN_DESCRIPTORS
 
 
 def locked(settings: Settings) -> str:

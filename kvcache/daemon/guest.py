@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import socket
 import ssl
 from collections.abc import Callable
@@ -27,7 +28,8 @@ class Guest(Peer):
         on_end: Callable[[Peer], None],
     ) -> None:
         """OSError where it hung up already."""
-        self._where = "{}:{}".format(*connection.getpeername()[:2])
+        host, port = connection.getpeername()[:2]
+        self._where, self._origin = f"{host}:{port}", network(host)
         keep_alive(connection)
         connection.setblocking(False)
         self._greeted = context is None
@@ -41,6 +43,10 @@ class Guest(Peer):
 
     def __str__(self) -> str:
         return self._where
+
+    @property
+    def origin(self) -> str:
+        return self._origin
 
     def shown(self, token_hash: str) -> Shown:
         certificates = shown_by(self.connection) if isinstance(self.connection, ssl.SSLSocket) else ()
@@ -99,3 +105,9 @@ class Guest(Peer):
             with suppress(OSError, ValueError):
                 self.connection.unwrap()  # says that it ends, as far as that can be said at once
         super().close()
+
+
+def network(host: str) -> str:
+    """Of an address: of version 6 what one subscriber has at the least, since it has as many addresses as it likes."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    return host if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))

@@ -60,6 +60,11 @@ class Peer:
     def __str__(self) -> str:
         return f"user {self.uid} (process {self.pid})"
 
+    @property
+    def origin(self) -> str:
+        """Where it comes from, as far as that can be told before it says who it is."""
+        return f"user {self.uid}"
+
     def shown(self, token_hash: str) -> Shown:
         """Who it is, as far as can be told: what it gave, or else what the kernel knows."""
         return Shown(user=self.uid, token_hash=token_hash)

@@ -19,8 +19,10 @@ from contextlib import suppress
 from typing import Any
 
 from kvcache.daemon.address import Claim
+from kvcache.daemon.allotment import Allotment
 from kvcache.daemon.door import Door
 from kvcache.daemon.guest import Guest
+from kvcache.daemon.hall import Hall
 from kvcache.daemon.handover import akin
 from kvcache.daemon.lender import Moving, serve
 from kvcache.daemon.limits import Limits
@@ -29,12 +31,11 @@ from kvcache.daemon.protocol import FRAME_BYTES, VERSION, ProtocolError, asked, 
 from kvcache.daemon.session import Session
 from kvcache.daemon.tcp import Port
 from kvcache.daemon.token import token_hash
+from kvcache.daemon.watch import Watch
 from kvcache.errors import AccessError, ClosedError, ConfigError, KVCacheError, UnreachableError
 from kvcache.hierarchy.cache import Cache
 from kvcache.observe.request import logger
 
-HELLO_S = 5.0
-"""For a connection to say who it is."""
 FIRST_S = 60.0
 """For the first of those for whom a daemon runs that ends by itself."""
 _PAUSE_S = 0.1
@@ -71,10 +72,12 @@ class Daemon:
         """Another one after every start."""
         self._port, self._again = port, again
         self._loop = new_loop()
+        self._hall = Hall(self._loop)
+        self._places = Allotment(self._settings.connections, lambda: self.door.count)
         self._peers: set[Peer] = set()
         self._sessions: dict[bytes, Session] = {}
         self._of_peer: dict[Peer, Session] = {}
-        self._watched: dict[bytes, int] = {}  # by session, the descriptor of its process
+        self._watch = Watch(self._loop, self._process_ended)
         self._moving: dict[Moving, threading.Thread] = {}
         self._serving = self._ending = False
         self.heir: socket.socket | None = None
@@ -159,10 +162,6 @@ class Daemon:
             self._loop.remove_reader(listener)
             self._loop.call_later(_PAUSE_S, self._accept_again, listener)
             return
-        if len(self._peers) + len(self._moving) >= self._settings.connections:
-            _log.warning("more than %d connections (daemon.connections): one was refused", self._settings.connections)
-            connection.close()
-            return
         try:
             if self._port is not None and listener is self._port.listener:
                 peer: Peer = Guest(self._loop, connection, self._port.context, self._said, self._left)
@@ -178,20 +177,18 @@ class Daemon:
             peer.close()
             return
         self._stay()
-        self._loop.call_later(HELLO_S, self._unless_known, peer)
+        self._hall.enter(peer)
 
     def _accept_again(self, listener: socket.socket) -> None:
         if not self._ending:
             self._loop.add_reader(listener, self._accept, listener)
 
-    def _unless_known(self, peer: Peer) -> None:
-        if peer.open and peer not in self._of_peer:
-            peer.close()
-
     def _left(self, peer: Peer) -> None:
         self._peers.discard(peer)
+        self._hall.leave(peer)
         session = self._of_peer.pop(peer, None)
         if session is not None:
+            self._places.give_back(session.tenant.name)
             self._end_session(session)
             if session.shown.remote:  # whoever keeps only those open has no claim to a thread
                 self._hang_up_movers(session)
@@ -222,6 +219,8 @@ class Daemon:
             answer = refusal(KVCacheError(f"{op} failed: {error!r:.200}"))
         if table.answered and peer.open:
             peer.send(answer)
+            if session is None and "ok" not in answer:
+                peer.close()
 
     def _refuse(self, peer: Peer, error: KVCacheError) -> None:
         if isinstance(error, AccessError):
@@ -245,9 +244,11 @@ class Daemon:
             raise ProtocolError("engine: expected a name of at most 256 characters without '/'")
         token = message.get("token") or ""
         session = Session(self.cache, engine, peer.pid, peer.shown(token_hash(token) if token else ""), self.door)
+        self._place(session)
+        self._hall.leave(peer)
         self._sessions[session.secret] = self._of_peer[peer] = session
         peer.most_bytes = FRAME_BYTES
-        self._watch(session)
+        self._watch.begin(session)
         if self._lingering is not None:
             self._lingering.cancel()
             self._lingering = None
@@ -264,21 +265,32 @@ class Daemon:
             "tenant": "" if session.tenant.operator else session.tenant.name,
         }
 
+    def _place(self, session: Session) -> None:
+        """Another connection of its tenant; UnreachableError where there is no room for one."""
+        name = session.tenant.name
+        if not self._places.take(name):
+            said = f"{self._places.used(name)} connections of tenant {name!r}, of {self._places.most} for all"
+            _log.warning("%s (daemon.connections): one more was refused", said)
+            raise UnreachableError(f"{said} (daemon.connections): there is no room for one more")
+
     def _begin_moving(self, peer: Peer, message: dict[str, Any]) -> dict[str, Any]:
         session = self._sessions.get(message.get("session") or b"")
         if session is None or session.pid != peer.pid:
             raise UnreachableError("no session of this process has this secret; connect again")
+        self._place(session)
         peer.send({"ok": {}})
         if not peer.open:
+            self._places.give_back(session.tenant.name)
             raise UnreachableError("it hung up")
         self._peers.discard(peer)
+        self._hall.leave(peer)
         moving = Moving(peer.detach(), session)
         thread = threading.Thread(target=self._move, args=(moving,), name="kvcache-mover", daemon=True)
         self._moving[moving] = thread
         try:
             thread.start()
         except RuntimeError:  # no more threads in this process
-            del self._moving[moving]
+            self._moved(moving)
             moving.connection.close()
         return {}
 
@@ -301,32 +313,19 @@ class Daemon:
             serve(moving, self.cache, self._settings.lease_s)
         finally:
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._moving.pop, moving, None)
+                self._loop.call_soon_threadsafe(self._moved, moving)
+
+    def _moved(self, moving: Moving) -> None:
+        if self._moving.pop(moving, None) is not None:
+            self._places.give_back(moving.session.tenant.name)
 
     # ends
 
     def _end_session(self, session: Session) -> None:
         if self._sessions.pop(session.secret, None) is not None:
             session.end()
-            self._unwatch(session)
+            self._watch.end(session)
             self._linger()
-
-    def _watch(self, session: Session) -> None:
-        """End the session when its process ends, whoever else has its descriptors."""
-        if not session.pid:
-            return
-        try:
-            descriptor = os.pidfd_open(session.pid)
-        except (OSError, AttributeError):  # of another pid namespace: its connection alone tells
-            return
-        self._watched[session.secret] = descriptor
-        self._loop.add_reader(descriptor, self._process_ended, session)
-
-    def _unwatch(self, session: Session) -> None:
-        descriptor = self._watched.pop(session.secret, None)
-        if descriptor is not None:
-            self._loop.remove_reader(descriptor)
-            os.close(descriptor)
 
     def _process_ended(self, session: Session) -> None:
         self._end_session(session)

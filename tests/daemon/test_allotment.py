@@ -1,0 +1,181 @@
+"""What tenants may have of something that there is only so much of, and connections that are nobody's yet."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache.daemon.allotment import Allotment
+from kvcache.daemon.guest import network
+from kvcache.daemon.hall import WAITING, Hall
+from kvcache.daemon.peer import Peer
+from kvcache.daemon.protocol import VERSION, answer
+from kvcache.daemon.route import UnixRoute
+from kvcache.errors import KVCacheError, UnreachableError
+from tests.daemon.house import bound_to, load, store
+from tests.daemon.test_tenant import ACME, BETA, ROOT, came_in, everybody
+from tests.daemon.within import Within, until
+
+Make = Callable[..., Within]
+
+
+@given(
+    most=st.integers(0, 40),
+    tenants=st.integers(1, 5),
+    steps=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=120),
+)
+def test_each_has_its_share_whatever_the_others_do_and_all_together_no_more_than_there_is(
+    most: int, tenants: int, steps: list[tuple[int, bool]]
+) -> None:
+    allotment, used = Allotment(most, lambda: tenants), Counter[str]()
+    for number, takes in steps:
+        name = str(number % tenants)
+        if takes:
+            had = used[name]
+            got = allotment.take(name)
+            used[name] += got
+            assert got or had >= allotment.share, "it was refused what is its own"
+        elif used[name]:
+            allotment.give_back(name)
+            used[name] -= 1
+        assert used.total() <= most
+        assert allotment.used(name) == used[name]
+
+
+@given(most=st.integers(0, 60), tenants=st.integers(1, 5))
+def test_one_alone_has_all_but_the_shares_of_the_others(most: int, tenants: int) -> None:
+    allotment = Allotment(most, lambda: tenants)
+    got = 0
+    while allotment.take("greedy"):
+        got += 1
+    assert got == most - allotment.share * (tenants - 1)
+    for other in range(tenants - 1):
+        assert sum(allotment.take(str(other)) for _ in range(allotment.share)) == allotment.share
+
+
+class Origin(Peer):
+    """One that says where it comes from."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, where: str, ended: Callable[[Peer], None]) -> None:
+        ours, self.theirs = socket.socketpair()
+        self._from = where
+        super().__init__(loop, ours, lambda _, __: None, ended)
+
+    @property
+    def origin(self) -> str:
+        return self._from
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    made = asyncio.new_event_loop()
+    yield made
+    made.close()
+
+
+def test_whoever_connects_without_end_pushes_out_itself(loop: asyncio.AbstractEventLoop) -> None:
+    hall, gone = Hall(loop), list[Peer]()
+
+    def left(peer: Peer) -> None:
+        hall.leave(peer)
+        gone.append(peer)
+
+    def come(where: str) -> Origin:
+        peer = Origin(loop, where, left)
+        hall.enter(peer)
+        return peer
+
+    honest = [come("10.0.0.1"), come("10.0.0.2")]
+    flood = [come("10.6.6.6") for _ in range(4 * WAITING)]
+    assert len(hall) == WAITING
+    assert all(peer.open for peer in honest)
+    assert gone == flood[: len(gone)], "the first of the crowd goes first"
+    for peer in (*honest, *flood):
+        peer.close()
+        peer.theirs.close()
+    assert len(hall) == 0
+
+
+def test_where_an_address_of_version_6_comes_from_is_its_network() -> None:
+    assert network("10.0.0.1") == "10.0.0.1"
+    assert network("2001:db8::1") == network("2001:db8:0:0:ffff::9") != network("2001:db8:0:1::1")
+    assert network("fe80::1%eth0") == network("fe80::2%eth1")
+
+
+def test_strangers_shut_out_nobody_who_is_known(make_within: Make) -> None:
+    within = make_within(daemon__connections=8)
+    known = within.open(deadline_s=30)
+    expected = store(bound_to(known), list(range(8)), 1)
+    strangers = []
+    for _ in range(3 * WAITING):
+        stranger = socket.socket(socket.AF_UNIX)
+        stranger.connect(str(within.path))
+        strangers.append(stranger)
+    assert load(bound_to(within.open(deadline_s=30)), list(range(8))) == expected
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_a_tenant_takes_no_connection_that_is_another_s_share(make_within: Make, tmp_path: Path) -> None:
+    within = make_within(daemon__connections=12, daemon__tenants_file=str(everybody(tmp_path / "t")))
+    share = 12 // 6
+    greedy = [came_in(within, ACME, tmp_path) for _ in range(12 - 2 * share)]
+    with pytest.raises(UnreachableError, match=r"acme.*daemon\.connections"):
+        came_in(within, ACME, tmp_path)
+    tokens = list(range(8))
+    for token in (BETA, ROOT):  # a control connection each, and one that moves
+        bound = bound_to(came_in(within, token, tmp_path, threads=1, deadline_s=30))
+        expected = store(bound, tokens, 1)
+        assert load(bound, tokens) == expected
+    with pytest.raises(UnreachableError, match=r"daemon\.connections"):
+        came_in(within, BETA, tmp_path)
+    greedy[0].close()
+
+    def again() -> bool:
+        try:
+            greedy[0] = came_in(within, ACME, tmp_path)
+        except UnreachableError:
+            return False
+        return True
+
+    until(again)
+
+
+def test_a_connection_that_moves_counts_for_its_tenant(make_within: Make) -> None:
+    within = make_within(daemon__connections=2)
+    control = UnixRoute(str(within.path)).connect(30)
+    control.send({"op": "hello", "version": VERSION, "role": "control"}, timeout_s=30)
+    session = answer(control.receive(30)[0])["session"]
+
+    def move() -> Any:
+        wire = UnixRoute(str(within.path)).connect(30)
+        wire.send({"op": "hello", "version": VERSION, "role": "mover", "session": session}, timeout_s=30)
+        try:
+            answer(wire.receive(30)[0])
+        except KVCacheError:
+            wire.close()
+            raise
+        return wire
+
+    one = move()
+    with pytest.raises(UnreachableError, match=r"daemon\.connections"):
+        move()
+    one.close()
+
+    def again() -> bool:
+        try:
+            move().close()
+        except UnreachableError:
+            return False
+        return True
+
+    until(again)
+    control.close()
