@@ -37,7 +37,11 @@ void Index::assign(const std::vector<std::string>& places, unsigned kind) {
     }
     std::vector<std::uint32_t> moving;
     for (const std::string& name : places) {
-        assigned_[name] = static_cast<std::uint16_t>(kind);
+        if (kind == 0) {
+            assigned_.erase(name);
+        } else {
+            assigned_[name] = static_cast<std::uint16_t>(kind);
+        }
         const std::uint32_t place = find_place(reinterpret_cast<const std::uint8_t*>(name.data()));
         if (place != NIL && places_[place].kind != kind) moving.push_back(place);
     }

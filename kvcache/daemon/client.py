@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -66,6 +67,7 @@ class Link:
         except BaseException:
             self.wire.close()
             raise
+        self.bound: OrderedDict[int, None] = OrderedDict()  # numbers of namespaces, the last used last
         self.idle: list[Wire] = []  # connections that move records, of which none is in use
         self.closed = False
         self.lock = threading.Lock()

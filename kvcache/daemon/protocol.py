@@ -33,6 +33,8 @@ FRAME_BYTES = 8 << 20
 """Of a body, at most: the signatures of 262,144 blocks."""
 GROUPS = 256
 """Of a layout, at most."""
+NAMESPACES = 1024
+"""That a client has bound at a time, at most; it ends those that it used longest ago as it binds others."""
 DESCRIPTORS = 64
 """In one frame, at most."""
 
@@ -85,7 +87,7 @@ OPS: Mapping[str, Op] = {
     "namespace": Op(
         "control",
         {"layout": dict, "model": str, "revision": str, "tenant": str, "cache_salt": str, "facts": dict},
-        {"adapter": str, "shards": list, "ranks": list},
+        {"adapter": str, "shards": list, "ranks": list, "ends": list},
     ),
     "open": Op(
         "control",

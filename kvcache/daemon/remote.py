@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from kvcache.block.key import Chain, Signatures, bind_signatures, tokens
 from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
-from kvcache.daemon.protocol import FRAME_BYTES, describe_shards
+from kvcache.daemon.protocol import FRAME_BYTES, NAMESPACES, describe_shards
 from kvcache.daemon.taker import Taker
 from kvcache.errors import KVCacheError
 from kvcache.hierarchy.edge import check_origin, check_transfer, check_ttl
@@ -46,8 +47,8 @@ class RemoteBound:
 
     def number(self, link: Link) -> int:
         """What this session calls it."""
-        if self._number is None or self._number[0] is not link:
-            n = self.namespace
+        if self._number is None or self._number[0] is not link or self._number[1] not in link.bound:
+            n, ends = self.namespace, list(islice(link.bound, max(0, len(link.bound) - NAMESPACES + 1)))
             told = link.ask(
                 "namespace",
                 layout=n.layout.describe(),
@@ -59,9 +60,14 @@ class RemoteBound:
                 facts=dict(n.facts),
                 shards=describe_shards(self.shards),
                 ranks=None if self._ranks is None else [describe_shards(of_rank) for of_rank in self._ranks],
+                ends=ends,
             )
+            for number in ends:
+                del link.bound[number]
             self.id = told["id"]
             self._number = link, told["namespace"]
+            link.bound[self._number[1]] = None
+        link.bound.move_to_end(self._number[1])
         return self._number[1]
 
     def known_as(self, signature: bytes) -> bytes:

@@ -20,6 +20,7 @@ from typing import Any
 
 from kvcache.daemon.address import Claim
 from kvcache.daemon.allotment import Allotment
+from kvcache.daemon.bindings import Bindings
 from kvcache.daemon.door import Door
 from kvcache.daemon.guest import Guest
 from kvcache.daemon.hall import Hall
@@ -74,6 +75,7 @@ class Daemon:
         self._loop = new_loop()
         self._hall = Hall(self._loop)
         self._places = Allotment(self._settings.connections, lambda: self.door.count)
+        self._bindings = Bindings(cache, lambda: self.door.count)
         self._peers: set[Peer] = set()
         self._sessions: dict[bytes, Session] = {}
         self._of_peer: dict[Peer, Session] = {}
@@ -242,8 +244,8 @@ class Daemon:
         engine = message.get("engine") or ""
         if "/" in engine or len(engine) > 256:
             raise ProtocolError("engine: expected a name of at most 256 characters without '/'")
-        token = message.get("token") or ""
-        session = Session(self.cache, engine, peer.pid, peer.shown(token_hash(token) if token else ""), self.door)
+        shown = peer.shown(token_hash(message["token"]) if message.get("token") else "")
+        session = Session(self.cache, engine, peer.pid, shown, self.door, self._bindings)
         self._place(session)
         self._hall.leave(peer)
         self._sessions[session.secret] = self._of_peer[peer] = session
@@ -252,14 +254,13 @@ class Daemon:
         if self._lingering is not None:
             self._lingering.cancel()
             self._lingering = None
-        facts = self.cache.facts
         return {
             "version": VERSION,
             "server": self._version,
             "pid": os.getpid(),
             "boot": self.boot,
             "session": session.secret,
-            "facts": facts,
+            "facts": self.cache.facts,
             "share": "copy" if session.copies else "map",
             "apart": self.door.apart,
             "tenant": "" if session.tenant.operator else session.tenant.name,

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kvcache.block.key import SIGNATURE_BYTES, bind_signatures
+from kvcache.daemon.bindings import Bindings
 from kvcache.daemon.door import Door, Shown
 from kvcache.daemon.meter import QUOTA
-from kvcache.daemon.protocol import ProtocolError, read_layout, read_shards
+from kvcache.daemon.protocol import NAMESPACES, ProtocolError, read_layout, read_shards
 from kvcache.daemon.report import Report
 from kvcache.daemon.tenant import Tenant
 from kvcache.errors import AccessError, ConfigError, RequestError, TokenError
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.request import BoundCache, CacheRequest
 
-NAMESPACES, REQUESTS = 256, 8192
+REQUESTS = 8192
 """That a session may have open at a time."""
-ALL_NAMESPACES = 8192
 SIGNATURES_BYTES = 64 << 20
 """Of all its requests together: 32 million tokens, in blocks of 16. Token ids, told so that a miss can be explained,
 count as well; what finds no room among them is not kept."""
@@ -37,7 +38,7 @@ LONGEST_AGENT = 128
 class Session:
     """Asked by the loop's thread; `request` also by those that move records."""
 
-    def __init__(self, cache: Cache, engine: str, pid: int, shown: Shown, door: Door) -> None:
+    def __init__(self, cache: Cache, engine: str, pid: int, shown: Shown, door: Door, bindings: Bindings) -> None:
         """`pid`: of the process behind it where that is on this host, else 0. AccessError where the door says so."""
         self.secret = secrets.token_bytes(16)
         self.engine, self.pid, self.shown = engine, pid, shown
@@ -46,8 +47,10 @@ class Session:
         self._apart = door.apart
         self.copies = shown.remote or self.tenant.share == "copy"
         """Whether bytes go over the socket, since it maps nothing."""
-        self._cache = cache
-        self._bound: list[BoundCache] = []
+        self._cache, self._bindings = cache, bindings
+        self._bound: dict[int, BoundCache] = {}
+        self._numbers: dict[BoundCache, int] = {}
+        self._next = 0
         self._requests: dict[int, CacheRequest] = {}
         self._bound_of: dict[int, BoundCache] = {}  # by request
         self._sizes: dict[int, int] = {}  # bytes of signatures, of those that were opened here and not joined
@@ -98,12 +101,15 @@ class Session:
         return [] if bound is None else [place.payload_bytes for place in bound.places]
 
     def _namespace(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        if len(self._bound) >= NAMESPACES or self._cache.bindings >= ALL_NAMESPACES:
-            raise ConfigError(f"{NAMESPACES} namespaces a client, {ALL_NAMESPACES} in all: no more can be bound")
+        for number in message.get("ends") or ():
+            self._end_binding(number)
+        if len(self._bound) >= NAMESPACES:
+            raise ConfigError(f"{NAMESPACES} namespaces a client: no more can be bound before it ends some")
         shards, ranks = message.get("shards"), message.get("ranks")
         if not self.tenant.owns(message["tenant"]):
             raise AccessError(f"tenant = {message['tenant']!r:.140}: this client came in as {self.tenant.name!r}")
-        bound = self._cache.namespace(
+        bind = partial(
+            self._cache.namespace,
             read_layout(message["layout"]),
             model=message["model"],
             revision=message["revision"],
@@ -114,8 +120,21 @@ class Session:
             shards=None if shards is None else read_shards(shards),
             ranks=None if ranks is None else [read_shards(of_rank) for of_rank in ranks],
         )
-        self._bound.append(bound)
-        return {"namespace": len(self._bound) - 1, "id": bound.id}
+        bound = self._bindings.take(self.tenant.name, bind)
+        number = self._numbers.get(bound)
+        if number is None:
+            number = self._numbers[bound] = self._next
+            self._bound[number], self._next = bound, number + 1
+        else:
+            self._bindings.give_back(self.tenant.name, bound)  # it had it already
+        return {"namespace": number, "id": bound.id}
+
+    def _end_binding(self, number: Any) -> None:
+        """What its requests have stays theirs."""
+        bound = self._bound.pop(number, None) if type(number) is int else None
+        if bound is not None:
+            del self._numbers[bound]
+            self._bindings.give_back(self.tenant.name, bound)
 
     def _open(self, message: Mapping[str, Any]) -> dict[str, Any]:
         number = message["request"]
@@ -213,9 +232,10 @@ class Session:
 
     def _of(self, message: Mapping[str, Any]) -> BoundCache:
         number: int = message["namespace"]
-        if type(number) is not int or not 0 <= number < len(self._bound):
-            raise RequestError(f"namespace {number!r:.40}: {len(self._bound)} are bound")
-        return self._bound[number]
+        bound = self._bound.get(number) if type(number) is int else None
+        if bound is None:
+            raise RequestError(f"namespace {number!r:.40}: none of this number is bound; {len(self._bound)} are")
+        return bound
 
     def _name(self, message: Mapping[str, Any]) -> str:
         """Of a request among all engines': none of these can have another one's, whatever the ids."""
@@ -248,6 +268,8 @@ class Session:
         requests, self._requests = self._requests, {}
         for request in requests.values():
             request.close()
+        for number in list(self._bound):
+            self._end_binding(number)
 
 
 def _deadline(message: Mapping[str, Any]) -> float | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, cast
@@ -30,6 +31,7 @@ from kvcache.hierarchy.plan import Plan
 from kvcache.hierarchy.register import Register
 from kvcache.hierarchy.request import BoundCache, CacheRequest
 from kvcache.hierarchy.run import Run, place_of
+from kvcache.hierarchy.unbound import Unbound
 from kvcache.hierarchy.why import Why
 from kvcache.observe.changes import Told
 from kvcache.observe.events import Events
@@ -112,6 +114,11 @@ class Cache:
         flow = self.flow
         self.erasure = Erasure(self.index, (self.host, *self.below), self.census, flow.flush, flow.wipe, port)
         own = [tier for tier in self.below if not tier.shared]
+        self._binding = threading.Lock()
+        mine = [self.host.name, *(tier.name for tier in own)]
+        self._unbound = Unbound(
+            self.index, mine, self._coder, self.kinds, self.erasure, lambda: self.bounds, self._binding
+        )
         self.learned = [self.erasure.submit(partial(self.flow.expiry.learn, tier.ending)) for tier in own]
         directory = str(settings.nvme.directories[0]) if settings.nvme.enabled else None
         self.learnt = Learnt(directory, self.index, self.kinds, self.counters, port, self._player.submit)
@@ -169,11 +176,12 @@ class Cache:
             cache_salt=cache_salt,
             facts={**(facts or {}), **self._coder.facts},
         )
-        self._coder.bind(namespace)
-        self.erasure.note(namespace)
         key = (namespace.id, held, everywhere, ttl_s)
-        if key not in self._bound:
-            bound = BoundCache(
+        with self._binding:
+            self._coder.bind(namespace)
+            self.erasure.note(namespace)
+            made = key not in self._bound
+            bound = self._bound.get(key) or BoundCache(
                 self.flow,
                 self.copiers,
                 self._register,
@@ -183,12 +191,21 @@ class Cache:
                 self.settings.flow.deadline_s,
                 check_ttl(ttl_s),
             )
-            self._weigh(bound)
-            self._bound[key] = bound
-            _log.info("%s: room for %s", model, self._fits(self._bound[key]))
+            if made:
+                self._weigh(bound)
+                self._bound[key] = bound
+        if made:
+            _log.info("%s: room for %s", model, self._fits(bound))
             for call in self.at_bind:
-                call(self._bound[key])
-        return self._bound[key]
+                call(bound)
+        return bound
+
+    def unbind(self, bounds: Collection[BoundCache]) -> None:
+        """Nobody has these any more. Their records stay, and whoever binds their namespaces again finds them."""
+        for key, bound in list(self._bound.items()):
+            if bound in bounds:
+                del self._bound[key]
+        self._unbound.add(bounds)
 
     def _curve(self) -> Curve:
         own = [tier for tier in (self.host, *self.below) if not tier.shared]
@@ -253,11 +270,6 @@ class Cache:
     def facts(self) -> dict[str, Any]:
         """What this cache adds to every namespace's own."""
         return self._coder.facts
-
-    @property
-    def bindings(self) -> int:
-        """How many there are of namespaces and shards, bound by whomever."""
-        return len(self._bound)
 
     def ready(self) -> bool:
         """Whether engines should be sent requests: what is to be near before is, or had its time."""

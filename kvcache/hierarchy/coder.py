@@ -79,13 +79,18 @@ class Coder:
                 raise ConfigError(f"{tier}.{error}") from None
         self._layouts[namespace.id] = namespace.layout
 
+    def unbind(self, namespace: bytes) -> None:
+        """No more will come. What is on its way down is written as it is."""
+        self._layouts.pop(namespace, None)
+
     def unwanted(self, header: Header) -> bool:
         """A record from before there were keys, which nobody reads any more and anybody can."""
         return not self._plain and ENCRYPTION not in header.fields
 
     def needs_heads(self, address: Address) -> bool:
-        """Whether a block of this group is of use only with all blocks before it."""
-        return self._layouts[address.namespace].groups[address.group].rule == "all"
+        """Whether a block of this group is of use only with all blocks before it, as far as that is known."""
+        layout = self._layouts.get(address.namespace)
+        return layout is None or layout.groups[address.group].rule == "all"
 
     def stored_bytes(self, tier: str, layout: KVLayout, group: int, shard: Shard) -> int:
         """What a record takes in a tier, at most: where sizes vary, as if nothing were saved."""
@@ -104,8 +109,9 @@ class Coder:
         made, address, whole = self._of_tier.get(tier), held.address, held.payload_bytes
         payload = segments(held)[1][:whole]
         codec, stored, size = "raw", None, record_bytes(whole)
-        if made is not None and made.name != "raw":
-            stored = made.encode(payload, self._layouts[address.namespace], address.group, address.shard)
+        layout = self._layouts.get(address.namespace)
+        if made is not None and made.name != "raw" and layout is not None:
+            stored = made.encode(payload, layout, address.group, address.shard)
             smaller = slot_bytes(header_area(whole) + len(stored), made.varies) if stored is not None else size
             if smaller >= size:
                 stored = None
@@ -164,8 +170,10 @@ class Coder:
         if header.codec == "raw":
             return Outcome.DONE if header.stored_bytes == payload_bytes else Outcome.DAMAGED
         stored = memoryview(bytes(payload[: header.stored_bytes]))  # decoding writes where it lies
+        layout = self._layouts.get(address.namespace)
+        if layout is None:  # nobody has it bound, and so nobody waits for it
+            return Outcome.FOREIGN
         try:
-            layout = self._layouts[address.namespace]
             self._codecs[header.codec].decode(stored, payload, layout, address.group, address.shard)
         except ValueError:
             return Outcome.DAMAGED

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.block.namespace import Namespace
@@ -71,14 +72,19 @@ class Erasure:
         """Keep whose this is, in every tier, in the background."""
         if namespace.id in self._noted:
             return
-        self._owners[namespace.id] = Owner.of(namespace)
+        owner = self._owners[namespace.id] = Owner.of(namespace)
         self._noted.add(namespace.id)
-        self._executor.submit(lambda: self._note(namespace.id))
+        self._executor.submit(lambda: self._note(namespace.id, owner))
 
-    def _note(self, namespace: bytes) -> None:
+    def unbind(self, namespace: bytes) -> None:
+        """Nobody has it bound, and no tier of ours has a record of it."""
+        self._noted.discard(namespace)
+        self._owners.pop(namespace, None)
+
+    def _note(self, namespace: bytes, owner: Owner) -> None:
         for tier in self._tiers:
             try:
-                tier.note_owner(namespace, self._owners[namespace])
+                tier.note_owner(namespace, owner)
             except OSError as error:
                 _log.warning("%s: it is not kept whose a namespace is: %s", tier.name, error)
                 self._noted.discard(namespace)  # whoever binds it next tries again
@@ -163,7 +169,7 @@ class Erasure:
             elif tier.name not in erased.left and (still := _still(namespaces, tier)):
                 erased.left[tier.name] = still
         for namespace in set(namespaces) & self._owners.keys():  # bound here: what is stored from now on is its own
-            self._executor.submit(lambda namespace=namespace: self._note(namespace))  # type: ignore[misc]  # bound by a default
+            self._executor.submit(partial(self._note, namespace, self._owners[namespace]))
         return erased
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import inf, log2
 from typing import Any
@@ -105,6 +105,12 @@ class Kinds:
             if self._places.get(place) != number:
                 self._places[place] = number
                 self._index.assign([place], number)
+
+    def unbind(self, places: Collection[bytes]) -> None:
+        """Nothing is at these places, nor will be before they are bound again."""
+        with self._lock:
+            gone = [place for place in places if self._places.pop(place, None) is not None]
+            self._index.assign(gone, 0)
 
     def _alike(self, kind: Kind) -> int | None:
         """Where there are too many: one of the same tenant and sizes, so that shares go on to hold."""

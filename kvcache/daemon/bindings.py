@@ -1,0 +1,59 @@
+"""What sessions have bound: counted by tenant, and let go once nobody has it bound any more.
+
+A binding that no session has is kept for a while, among so many others, so that an engine that comes back finds its
+own and an operator its name. Its records stay longer than it: whoever binds their namespace again finds them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+
+from kvcache.daemon.allotment import Allotment
+from kvcache.errors import ConfigError
+from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.request import BoundCache
+
+MOST = 16_384
+"""Of all tenants together."""
+KEPT, A_BATCH = 1024, 256
+"""That nobody has; so many go at a time."""
+
+
+class Bindings:
+    """Of the loop's thread."""
+
+    def __init__(self, cache: Cache, tenants: Callable[[], int]) -> None:
+        self._cache, self._allotment = cache, Allotment(MOST, tenants)
+        self._sessions: Counter[tuple[str, BoundCache]] = Counter()
+        self._tenants: Counter[BoundCache] = Counter()
+        self._idle: OrderedDict[BoundCache, None] = OrderedDict()  # what was let go of longest ago stands first
+
+    def take(self, tenant: str, bind: Callable[[], BoundCache]) -> BoundCache:
+        """For a session of this tenant; ConfigError where it has as many as it may."""
+        if not self._allotment.has_room(tenant):
+            raise ConfigError(
+                f"tenant {tenant!r} has {self._allotment.used(tenant)} namespaces bound, of {MOST} for all: no more "
+                "can be bound before one of its engines ends"
+            )
+        bound = bind()
+        self._idle.pop(bound, None)
+        if not self._sessions[tenant, bound]:
+            self._allotment.take(tenant)
+            self._tenants[bound] += 1
+        self._sessions[tenant, bound] += 1
+        return bound
+
+    def give_back(self, tenant: str, bound: BoundCache) -> None:
+        self._sessions[tenant, bound] -= 1
+        if self._sessions[tenant, bound]:
+            return
+        del self._sessions[tenant, bound]
+        self._allotment.give_back(tenant)
+        self._tenants[bound] -= 1
+        if self._tenants[bound]:
+            return
+        del self._tenants[bound]
+        self._idle[bound] = None
+        if len(self._idle) >= KEPT + A_BATCH:
+            self._cache.unbind([self._idle.popitem(last=False)[0] for _ in range(A_BATCH)])

@@ -1,0 +1,135 @@
+"""Namespaces that clients bind: how many, and that they are let go of."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.daemon import bindings as of_bindings
+from kvcache.daemon.bindings import Bindings
+from kvcache.errors import ConfigError
+from kvcache.hierarchy.cache import Cache
+from tests.daemon.house import bound_to, load, store
+from tests.daemon.test_tenant import ACME, BETA, came_in, everybody
+from tests.daemon.within import Within, until
+
+Make = Callable[..., Within]
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that a test reaches."""
+    monkeypatch.setattr(of_bindings, "MOST", 12)
+    monkeypatch.setattr(of_bindings, "KEPT", 4)
+    monkeypatch.setattr(of_bindings, "A_BATCH", 2)
+    for module in ("session", "remote"):
+        monkeypatch.setattr(f"kvcache.daemon.{module}.NAMESPACES", 8)
+
+
+@pytest.mark.usefixtures("few")
+def test_a_client_of_many_namespaces_lets_go_of_those_it_used_longest_ago(within: Within) -> None:
+    cache, tokens = within.open(deadline_s=30), list(range(8))
+    bounds = [bound_to(cache, cache_salt=str(i)) for i in range(20)]
+    (session,) = within.daemon.sessions
+    expected = []
+    for i, bound in enumerate(bounds):
+        expected.append(store(bound, tokens, i))
+        assert len(session._bound) <= 8
+    for i, bound in enumerate(bounds):
+        assert load(bound, tokens) == expected[i]
+        assert len(session._bound) <= 8
+    with bounds[0].request() as open_one:
+        assert open_one.match(tokens).blocks == 2
+        for bound in bounds[1:]:
+            load(bound, tokens)
+        assert open_one.match(tokens).blocks == 2, "what is open goes on"
+
+
+@pytest.mark.usefixtures("few")
+def test_a_tenant_binds_no_more_than_leaves_another_its_share(make_within: Make, tmp_path: Path) -> None:
+    within = make_within(daemon__tenants_file=str(everybody(tmp_path / "t")))
+    share = 12 // 6
+    engines = [came_in(within, ACME, tmp_path, deadline_s=30) for _ in range(3)]
+    for i in range(12 - 2 * share):
+        store(bound_to(engines[i // 4], cache_salt=str(i)), list(range(4)), i)
+    with pytest.raises(ConfigError, match=r"acme.*no more"), bound_to(engines[2], cache_salt="more").request() as r:
+        r.match(list(range(4)))
+    beta = came_in(within, BETA, tmp_path, deadline_s=30)
+    for i in range(share):
+        other = bound_to(beta, cache_salt=str(i))
+        expected = store(other, list(range(8)), i)
+        assert load(other, list(range(8))) == expected
+    engines[0].close()  # an engine ends, and its tenant can bind again
+
+    def again() -> bool:
+        try:
+            store(bound_to(engines[2], cache_salt="more"), list(range(4)), 1)
+        except ConfigError:
+            return False
+        return True
+
+    until(again)
+
+
+@pytest.mark.usefixtures("few")
+def test_what_no_engine_has_bound_is_forgotten_and_its_records_are_found_again(within: Within) -> None:
+    tokens, expected = list(range(8)), []
+    seen: list[weakref.ref[Any]] = []
+    for i in range(14):
+        with within.open(deadline_s=30) as cache:
+            bound = bound_to(cache, cache_salt=str(i))
+            expected.append(store(bound, tokens, i))
+            seen.append(weakref.ref(next(b for b in within.cache.bounds if b.id == bound.id)))
+        until(lambda: not within.daemon.sessions)
+    assert len(within.cache.bounds) <= 4 + 2
+    gc.collect()
+    assert sum(each() is not None for each in seen) <= 4 + 2
+    with within.open(deadline_s=30) as cache:
+        for i in (0, 13):
+            assert load(bound_to(cache, cache_salt=str(i)), tokens) == expected[i]
+
+
+def quiet(cache: Cache) -> None:
+    """What is done in the background is done."""
+    cache.erasure.submit(lambda: None).result(60)
+
+
+@pytest.mark.usefixtures("few")
+def test_whose_a_record_is_is_known_for_as_long_as_it_is_there(within: Within) -> None:
+    """An engine that binds one namespace after the other escapes neither its quota nor an erasure."""
+    cache = within.cache
+    for i in range(12):
+        with within.open(deadline_s=30) as engine:
+            store(bound_to(engine, tenant="churns", cache_salt=str(i)), list(range(4)), i)
+        until(lambda: not within.daemon.sessions)
+    quiet(cache)
+    assert len(cache.bounds) < 12
+    used = cache.kinds.used_bytes("host")["churns"]
+    assert used == cache.host.usage().records * 12288 > 0
+    assert len(cache.erasure.erase(tenant="churns").namespaces) == 12
+    assert cache.host.usage().records == 0
+    cache.unbind(cache.bounds)
+    quiet(cache)
+    assert cache._unbound.places == set()
+    assert cache.kinds._places == {}
+    assert cache.erasure._owners == {}
+    assert cache._coder._layouts == {}
+    assert cache.check() == []
+
+
+def test_one_binding_of_several_sessions_is_one_and_stays_for_the_last(within: Within) -> None:
+    bindings, made = Bindings(within.cache, lambda: 1), bound_to(within.cache)
+    for _ in range(3):
+        assert bindings.take("a", lambda: made) is made
+    assert bindings._allotment.used("a") == 1
+    bindings.take("b", lambda: made)
+    for tenant in ("a", "a", "a", "b"):
+        assert made not in bindings._idle
+        bindings.give_back(tenant, made)
+    assert made in bindings._idle
+    assert bindings._allotment.used("a") == bindings._allotment.used("b") == 0
