@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvcache.daemon.meter import Meter
 from kvcache.daemon.tenant import ANYBODY, Tenant, Tenants
@@ -24,7 +25,7 @@ class Shown:
 
 
 class Door:
-    """Of the loop's thread."""
+    """Of the loop's thread, but for what says otherwise."""
 
     def __init__(self, path: str, clock: Clock) -> None:
         """`path` of the tenants file, if there is one; ConfigError as `Tenants.read`."""
@@ -49,7 +50,7 @@ class Door:
     def use(self, tenants: Tenants | None) -> None:
         """From now on."""
         self.tenants = tenants
-        for name, meter in self._meters.items():
+        for name, meter in self.meters.items():
             meter.change((tenants.by_name if tenants is not None else {}).get(name, Tenant(name=name)))
 
     def tenant(self, shown: Shown) -> Tenant:
@@ -72,11 +73,25 @@ class Door:
         return found
 
     def meter(self, tenant: Tenant) -> Meter:
-        if tenant.name not in self._meters:
-            self._meters[tenant.name] = Meter(tenant, self._clock)
-        return self._meters[tenant.name]
+        """From any thread."""
+        found = self._meters.get(tenant.name)
+        return found or self._meters.setdefault(tenant.name, Meter(tenant, self._clock))
 
     @property
     def meters(self) -> dict[str, Meter]:
         """By name, of tenants that came in."""
         return dict(self._meters)
+
+    @property
+    def rates(self) -> dict[str, dict[str, Any]]:
+        """By tenant, what it may ask for in a second (None: no limit), and what it did. From any thread."""
+        meters, tenants = self.meters, {} if self.tenants is None else self.tenants.by_name
+        return {
+            name: {
+                "bandwidth": tenant.bandwidth,
+                "operations": tenant.operations,
+                "moved_bytes": meters[name].moved_bytes if name in meters else 0,
+                "refused": meters[name].refused if name in meters else 0,
+            }
+            for name, tenant in tenants.items()
+        }

@@ -222,7 +222,8 @@ def _refused(op: str, message: Mapping[str, Any], request: CacheRequest, cache: 
 def _changes(message: Mapping[str, Any], session: Session, cache: Cache) -> dict[str, Any]:
     """Of namespaces that this session has bound: nobody is told of another's."""
     bounds = [session.bound({"namespace": number}) for number in message["namespaces"]]
-    told = cache.changes(message.get("after"), bounds)
+    tenant = session.tenant
+    told = cache.changes(message.get("after"), bounds, None if tenant.operator else tenant.name)
     return {
         "next": told.next,
         "lost": told.lost,

@@ -69,6 +69,7 @@ class Daemon:
         self._limits = Limits(cache)
         self.door = door or Door(self._settings.tenants_file, cache.flow.port.clock)
         cache.binds = self.door.apart
+        cache.answers["rates"] = lambda _: {"rates": self.door.rates}
         self.boot = secrets.token_bytes(8)
         """Another one after every start."""
         self._port, self._again = port, again
@@ -91,6 +92,7 @@ class Daemon:
         """Serve until `stop`, SIGTERM or SIGINT; then let transfers end and hang up."""
         try:
             self._limits.set(self.door.tenants)
+            self.cache.counted()  # begins to count, so that whoever asks for it has something to be told
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGTERM, signal.SIGINT):
                     self._loop.add_signal_handler(number, self._end)

@@ -52,6 +52,7 @@ def serve_http(daemon: Daemon, listener: socket.socket, settings: Http, version:
         daemon.cache,
         version=version,
         owner=owner if door.apart else None,
+        meter=lambda tenant: door.meter(door.tenants.by_name[tenant]) if door.tenants is not None else None,
         local=is_loopback(settings.host),
         waits=lambda: [daemon.why_not()],
     )

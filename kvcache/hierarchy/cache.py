@@ -128,6 +128,8 @@ class Cache:
         self.copiers = Copiers(self._pinner.submit)
         self.host.arena.watch(self.copiers.came, self.copiers.gone)
         self._bound: dict[Hashable, BoundCache] = {}
+        self._tenants: dict[bytes, str] = {}  # by namespace, of those that are bound
+        self.index.changes.tenant = lambda namespace: self._tenants.get(namespace, "")
         self._register: Register[CacheRequest] = Register()
         self.at_close: list[Callable[[], object]] = []
         """Called when closing begins: what reaches this cache from outside lets go of it."""
@@ -192,6 +194,7 @@ class Cache:
                 check_ttl(ttl_s),
             )
             if made:
+                self._tenants[namespace.id] = tenant
                 self._weigh(bound)
                 self._bound[key] = bound
         if made:
@@ -205,6 +208,7 @@ class Cache:
         for key, bound in list(self._bound.items()):
             if bound in bounds:
                 del self._bound[key]
+        self._tenants = {bound.id: bound.tenant for bound in self.bounds}
         self._unbound.add(bounds)
 
     def _curve(self) -> Curve:
@@ -307,8 +311,9 @@ class Cache:
             "counters": self.counters.tree(),
         }
 
-    def changes(self, after: int | None, bounds: Sequence[Bound]) -> Told:
-        return self.index.changes.since(after, {bound.id for bound in bounds})
+    def changes(self, after: int | None, bounds: Sequence[Bound], tenant: str | None = None) -> Told:
+        """`tenant`: whose all of them are, who is to learn nothing of others from what numbers there are."""
+        return self.index.changes.since(after, {bound.id for bound in bounds}, tenant)
 
     def check(self) -> list[str]:
         """A shared tier is left out: what is known of it need not be true, and it belongs to others as well."""

@@ -49,9 +49,7 @@ class Census:
 
     def lately(self, submit: Callable[[Callable[[], object]], object]) -> Counted:
         """As it was counted last, for whoever may not wait: where that stands no more it is counted anew, by what
-        `submit` gives it to. Only the first count is waited for."""
-        if self._until == float("-inf"):
-            return self.take()
+        `submit` gives it to. Nothing before the first count is over."""
         if self._clock.now() >= self._until and not self._recounting:
             self._recounting = True
             submit(self._recount)

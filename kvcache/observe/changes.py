@@ -2,16 +2,19 @@
 prefix is.
 
 Nothing is kept until somebody asks for the first time, so that a cache which nobody follows pays nothing. What is kept
-is bounded; who comes too late is told that something is missing, and takes what he knows for gone.
+is bounded; who comes too late is told that something is missing, and takes what he knows for gone. Each tenant's are
+kept and numbered apart: a number tells a tenant nothing of what others do, and where there are too many, those leave
+first that are of whoever has most.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain, islice, takewhile
 from typing import Literal
 
 from kvcache.block.key import SIGNATURE_BYTES
@@ -58,16 +61,41 @@ class Told:
     changes: Sequence[Change]
 
 
+class _Ring:
+    """Of one tenant: each with its number among all, and by its place its number among these."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.blocks = first, 0
+        self.rows: deque[tuple[int, Change]] = deque()
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.rows)
+
+    def add(self, number: int, change: Change) -> None:
+        self.rows.append((number, change))
+        self.blocks += change.blocks
+
+    def drop(self) -> int:
+        """The first one: its number among all."""
+        number, change = self.rows.popleft()
+        self.blocks -= change.blocks
+        self.first += 1
+        return number
+
+
 class Changes:
     """Thread-safe. A number counts changes, from one that no earlier process has reached, so that a follower sees that
     the cache was started anew."""
 
     def __init__(self, clock: Clock, kept_blocks: int = KEPT_BLOCKS) -> None:
         self._clock, self._kept = clock, kept_blocks
-        self._ring: deque[Change] = deque()
-        self._first = self._blocks = 0
+        self._rings: dict[str, _Ring] = {}
+        self._began = self._end = self._gone = self._blocks = 0
         self._lock = threading.RLock()
         self.on = False
+        self.tenant: Callable[[bytes], str] = lambda _: ""
+        """Whose a namespace is."""
 
     @property
     def order(self) -> AbstractContextManager[object]:
@@ -76,30 +104,47 @@ class Changes:
 
     def add(self, change: Change) -> None:
         with self._lock:
-            self._ring.append(change)
+            self._ring(self.tenant(change.namespace)).add(self._end, change)
+            self._end += 1
             self._blocks += change.blocks
-            while self._blocks > self._kept and self._ring:
-                self._blocks -= self._ring.popleft().blocks
-                self._first += 1
+            while self._blocks > self._kept:
+                most = max(self._rings.values(), key=lambda ring: ring.blocks)
+                self._blocks -= most.rows[0][1].blocks
+                self._gone = max(self._gone, most.drop() + 1)
 
-    def since(self, after: int | None, namespaces: Collection[bytes]) -> Told:
+    def since(self, after: int | None, namespaces: Collection[bytes], tenant: str | None = None) -> Told:
         """Those of these namespaces from number `after` on, as many as go into one answer; none where it is None, which
-        begins."""
+        begins. `tenant`: whose they all are, and by whose numbers; without one by the numbers of all."""
         with self._lock:
             if not self.on:
-                self.on, self._first = True, int(self._clock.wall() * 1e6)
-            end = self._first + len(self._ring)
+                self.on, self._began = True, int(self._clock.wall() * 1e6)
+                self._end = self._gone = self._began
+            rows: Iterable[tuple[int, Change]]
+            if tenant is not None:
+                ring = self._ring(tenant)
+                first, end = ring.first, ring.end
+                lost = after is not None and not first <= after <= end
+                at = first if lost or after is None else after
+                rows = enumerate((change for _, change in islice(ring.rows, at - first, None)), at)
+            else:
+                first, end = self._gone, self._end
+                lost = after is not None and not first <= after <= end
+                at = self._began if lost or after is None else after
+                late = (takewhile(lambda row: row[0] >= at, reversed(ring.rows)) for ring in self._rings.values())
+                rows = sorted(chain.from_iterable(late), key=lambda row: row[0])
             if after is None:
                 return Told(end, lost=False, changes=())
-            lost = not self._first <= after <= end
-            at = self._first if lost else after
             found: list[Change] = []
             blocks = 0
-            for change in list(self._ring)[at - self._first :]:
+            for number, change in rows:
                 if blocks >= TOLD_BLOCKS:
-                    break
-                at += 1
+                    return Told(number, lost, found)
                 if change.namespace in namespaces:
                     found.append(change)
                     blocks += change.blocks
-            return Told(at, lost, found)
+            return Told(end, lost, found)
+
+    def _ring(self, tenant: str) -> _Ring:
+        if tenant not in self._rings:
+            self._rings[tenant] = _Ring(self._began)
+        return self._rings[tenant]

@@ -159,6 +159,19 @@ def test_quota_tells_what_each_tenant_has_and_may(cache: Cache, kv: Any) -> None
     assert (row["tenant"], row["quotas"], row["least"]) == ("acme", {"host": 2 << 20}, {"host": 1 << 20})
 
 
+def test_quota_tells_of_a_daemon_what_each_may_ask_for(cache: Cache, kv: Any) -> None:
+    rates = {
+        "acme": {"bandwidth": 3 << 20, "operations": 1500.0, "moved_bytes": 5 << 20, "refused": 7},
+        "new": {"bandwidth": None, "operations": None, "moved_bytes": 0, "refused": 0},
+    }
+    cache.answers["rates"] = lambda _: {"rates": rates}
+    _, out, _ = kv("quota")
+    for word in ("3 MiB/s", "1,500/s", "5 MiB", "7", "new", "any"):
+        assert word in out, out
+    told = {row["tenant"]: row["rates"] for row in json.loads(kv("quota", "--json")[1])}
+    assert told == rates
+
+
 def test_by_a_page_that_wants_a_token(kv: Any, serve: Callable[..., str], tmp_path: Path) -> None:
     url = serve(owner=OWNERS.get)
     file = tmp_path / "token"

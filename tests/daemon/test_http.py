@@ -14,9 +14,12 @@ from kvcache.config import load as load_settings
 from kvcache.daemon.http.app import HEADERS, PAGE, Site
 from kvcache.daemon.http.entry import shown
 from kvcache.daemon.http.history import History
+from kvcache.daemon.meter import Meter
+from kvcache.daemon.tenant import Tenant
 from kvcache.hierarchy.cache import Cache
 from kvcache.observe.exporter import exposition
 from tests.daemon.house import bound_to, load, store
+from tests.daemon.test_meter import Turned
 from tests.daemon.within import Within, until
 
 API = ("stats", "namespaces", "tenants", "agents", "prefixes", "events", "curve", "history", "info")
@@ -35,6 +38,7 @@ def cache() -> Iterator[Cache]:
                 r.match([*range(first, first + 32), 1, 2, 3, 4])
                 r.admit()
             load(bound, list(range(first, first + 32)))
+        made.census.take()
         made.curve()  # plays what waits, so that statistics stay as they are
         yield made
 
@@ -234,3 +238,20 @@ def test_ready_is_when_it_serves_and_what_it_waits_for_is_there(within: Within) 
     within.cache.waits.clear()
     within.daemon.stop()
     until(lambda: within.daemon.why_not() == "ending")
+
+
+def test_a_tenant_s_explanations_count_among_what_it_may_ask_for(visit: Callable[..., TestClient]) -> None:
+    limits = {"acme": Tenant(name="acme", operations=2, bandwidth=1000), "zeta": Tenant(name="zeta")}
+    meters = {name: Meter(tenant, Turned()) for name, tenant in limits.items()}
+    site = visit(owner=OWNERS.get, meter=meters.get)
+
+    def ask(token: str, ids: int = 4) -> int:
+        return site.post("/api/explain", headers=bearer(token), json={"ids": list(range(ids))}).status_code
+
+    assert ask("acme-token") == 200
+    assert meters["acme"].moved_bytes > 0
+    assert ask("acme-token", ids=1000) == 200, "what goes beyond is let through once"
+    assert ask("acme-token") == 429
+    assert site.get("/api/explain", headers=bearer("acme-token")).headers["Retry-After"] == "1"
+    assert ask("zeta-token", ids=1000) == ask("operator-token") == 200
+    assert site.get("/api/stats", headers=bearer("acme-token")).status_code == 200

@@ -169,3 +169,7 @@ def test_beyond_its_bandwidth_a_tenant_moves_nothing(limited: Callable[..., With
     clock.time += 1  # type: ignore[attr-defined]  # of a stand-in
     assert load(acme, tokens) == mine
     assert load(acme, tokens) == []
+    told = within.cache.answers["rates"]({})["rates"]["acme"]
+    assert (told["bandwidth"], told["operations"]) == (64 << 10, None)
+    assert told["moved_bytes"] == 2 * 8 * (12 << 10)
+    assert told["refused"] >= 2

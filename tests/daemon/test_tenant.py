@@ -229,6 +229,7 @@ class TestApart:
     def test_a_tenant_hears_of_nobody_else(self, shared: Within, tmp_path: Path) -> None:
         acme, beta, root = (came_in(shared, token, tmp_path) for token in (ACME, BETA, ROOT))
         store(bound_to(acme), list(range(16)), 1)
+        shared.cache.census.take(anew=True)
         assert acme.stats()["tiers"]["host"]["records"] == 4
         assert beta.stats()["tiers"] == {}
         assert root.stats()["tiers"]["host"]["records"] == 4

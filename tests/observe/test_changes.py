@@ -93,3 +93,54 @@ def test_an_answer_has_an_end(monkeypatch: Any) -> None:
             break
         counts.append(len(told.changes))
     assert counts == [2, 2, 1]
+
+
+def owner(namespace: bytes) -> str:
+    return namespace[:1].decode()
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([ONE, OTHER]), st.integers(1, 5)), max_size=60),
+    st.integers(1, 7),
+    st.integers(1, 40),
+)
+def test_a_tenant_s_numbers_are_those_of_its_own_changes(
+    given_: list[tuple[bytes, int]], every: int, kept: int
+) -> None:
+    """As if nobody else was there; and one that has no more than half loses nothing to another."""
+    both, alone = ring(kept), ring(1 << 20)
+    both.tenant = alone.tenant = owner
+    told, truth = (changes.since(None, [], "1") for changes in (both, alone))
+    assert told == truth
+    everything, heard, missed = both.since(None, []), list[Any](), False
+    for i, (namespace, blocks) in enumerate(given_):
+        both.add(change(i, namespace, blocks))
+        if namespace == ONE:
+            alone.add(change(i, namespace, blocks))
+        if i % every == 0:
+            told, truth = both.since(told.next, [ONE], "1"), alone.since(truth.next, [ONE], "1")
+            assert told.next == truth.next
+            if not told.lost:
+                assert told.changes == truth.changes
+            everything = both.since(everything.next, [ONE, OTHER])
+            missed |= everything.lost
+            heard += everything.changes
+        assert sum(each.blocks for of in both._rings.values() for _, each in of.rows) <= kept
+    everything = both.since(everything.next, [ONE, OTHER])
+    heard += everything.changes
+    if not (missed or everything.lost):
+        assert heard == [change(i, *each) for i, each in enumerate(given_)]
+
+
+def test_whoever_has_most_loses_first() -> None:
+    changes = ring(kept=10)
+    changes.tenant = owner
+    quiet, loud = (changes.since(None, [], tenant) for tenant in "12")
+    for i in range(5):
+        changes.add(change(i, ONE))
+    for i in range(100):
+        changes.add(change(i, OTHER))
+    mine = changes.since(quiet.next, [ONE], "1")
+    assert (mine.lost, len(mine.changes)) == (False, 5)
+    theirs = changes.since(loud.next, [OTHER], "2")
+    assert (theirs.lost, len(theirs.changes)) == (True, 5)

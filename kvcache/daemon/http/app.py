@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from kvcache.daemon.http.entry import Entry, Owner
 from kvcache.daemon.http.history import EVERY_S, History
+from kvcache.daemon.meter import Meter
 from kvcache.daemon.report import Report
 from kvcache.errors import ConfigError
 from kvcache.hierarchy.cache import Cache
@@ -59,7 +60,8 @@ _log = logger("kvcache.daemon.http")
 
 
 class Site:
-    """`waits`: why the daemon cannot serve engines now, a line a reason; none when it can."""
+    """`meter`: of a tenant, what it may ask for. `waits`: why the daemon cannot serve engines now, a line a reason;
+    none when it can."""
 
     def __init__(
         self,
@@ -67,11 +69,12 @@ class Site:
         *,
         version: str = "",
         owner: Owner | None = None,
+        meter: Callable[[str], Meter | None] = lambda _: None,
         local: bool = True,
         waits: Callable[[], Iterable[str]] = tuple,
     ) -> None:
         self._cache, self._version, self._waits = cache, version, waits
-        self._entry = Entry(owner, local=local)
+        self._entry, self._meter = Entry(owner, local=local), meter
         self.history = History()
 
     def application(self) -> Starlette:
@@ -153,8 +156,13 @@ class Site:
         return self._answer("history", self.history.all() if self._entry.tenant(request) is None else [])
 
     async def _explain(self, request: Request) -> Response:
-        report = Report(self._cache, self._entry.tenant(request))
-        question = await _question(request)
+        tenant = self._entry.tenant(request)
+        meter = None if tenant is None else self._meter(tenant)
+        if meter is not None and not meter.ask(moves=True):
+            raise HTTPException(429, "more than this tenant may ask for in a second", {"Retry-After": "1"})
+        report, (question, size) = Report(self._cache, tenant), await _question(request)
+        if meter is not None:
+            meter.move(size)
         stories = await run_in_threadpool(report.explain, question)
         return self._answer("stories", [_without_ids(story) for story in stories])
 
@@ -189,18 +197,19 @@ def _count(request: Request, default: int) -> int:
     return int(given)
 
 
-async def _question(request: Request) -> dict[str, Any]:
-    """`request` or `count` in the address; or, posted, a map with `ids`, a list, and perhaps `namespace`."""
+async def _question(request: Request) -> tuple[dict[str, Any], int]:
+    """`request` or `count` in the address; or, posted, a map with `ids`, a list, and perhaps `namespace`. And how many
+    bytes were posted."""
     if request.method == "GET":
         named = request.query_params.get("request")
-        return {"count": _count(request, 10)} if named is None else {"request": named}
+        return ({"count": _count(request, 10)} if named is None else {"request": named}), 0
     try:
         body = await asyncio.wait_for(_body(request), BODY_S)
     except asyncio.TimeoutError:
         raise HTTPException(408, f"a body that did not come within {BODY_S:g} s") from None
     try:
         asked = json.loads(body)
-        return {"ids": array("I", asked["ids"]).tobytes(), "namespace": str(asked.get("namespace", ""))}
+        return {"ids": array("I", asked["ids"]).tobytes(), "namespace": str(asked.get("namespace", ""))}, len(body)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise ConfigError('expected {"ids": [...]}, token ids, and perhaps "namespace", first digits of one') from None
 
