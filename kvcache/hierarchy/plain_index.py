@@ -74,10 +74,7 @@ class PlainIndex:
             for node in moving:
                 self._orders.leave(node)
                 self._count_residents(node, -1)
-            for place in places:
-                self._kinds[place] = kind
-                if not kind:
-                    del self._kinds[place]
+            self._kinds.update(dict.fromkeys(places, kind))
             for node in moving:
                 self._orders.enter(node, kind)
                 self._count_residents(node, 1)
