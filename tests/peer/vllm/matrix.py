@@ -63,9 +63,14 @@ ROWS: tuple[tuple[str, tuple[Row, ...]], ...] = (
         (
             ("one process", "run", "test_models.py::test_a_second_process_* test_versions.py::test_the_answers_*"),
             (
-                "`vllm serve`, a daemon of its own, a restart, a damaged drive, bypass",
+                "`vllm serve`, a daemon of its own, bypass, OpenAI's client",
                 "run",
-                "test_serve.py::test_the_documented_command*",
+                "test_serve.py::test_the_documented_command",
+            ),
+            (
+                "`vllm serve`: a restart, a damaged drive",
+                "run",
+                "test_serve.py::test_a_restart_*",
             ),
             ("tensor parallel, 2 ranks", "run", "test_serve.py::test_two_ranks"),
             ("data parallel, 2 replicas", "run", "test_serve.py::test_two_replicas*"),

@@ -127,9 +127,13 @@ def test_the_plan_hears_how_long_steps_take(run: Run, tmp_path: Path) -> None:
     """Then a hit is held against computing it, whichever is sooner here; and vLLM hears from which tier it came."""
     options = cache(tmp_path / "nvme")
     del options["settings"]["plan"]
-    result = run([ask(A, B), ask(A, B), "paces"], connector=options)
+    result = run([ask(A, B), ask(A, B), "paces", ask(A[:40]), "counters"], connector=options)
     assert result["rounds"][0]["tokens"] == result["rounds"][1]["tokens"]
     assert 0 < result["rounds"][2]["seconds"] < 60
     cached = sum(result["rounds"][1]["cached"])
+    told = result["rounds"][4]
+    assert (told.get("planned_seconds", 0) > 0) == bool(cached)
+    assert told.get("plan_regret_seconds", 0) <= told.get("planned_seconds", 0)
+    cached += result["rounds"][3]["cached"][0]
     by_source = {name: n for name, n in result["metrics"].items() if "cached_by_source" in name}
     assert by_source.get("vllm:prompt_tokens_cached_by_source,source=host", 0) == cached
