@@ -5,8 +5,8 @@ As many come as leave, in batches of 256, and the clock goes on: nothing is prep
 
     evict/lru/1e6          a victim, all told: counts, table, choice, unlinking, its address; a mean over batches
     evict/lru/1e6/single   one at a time, as a store that needs one slot takes it
-    store/full/1e6         a block of the smallest size, of 256 that are stored at once: all that a store does but for
-                           moving many bytes; needs 12 GiB of free memory, and is left out where there is less
+    store/full/1e6         a block of the smallest size, of 256 that are stored at once, under `lru`: all that a store
+                           does but for moving many bytes; needs 12 GiB of free memory, left out where there is less
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def stored_us(blocks: int, stores: int) -> float:
     page_ids, tokens = [list(range(BATCH))], BATCH * SMALLEST.block_tokens
     times = []
     with kvcache.open(
-        host={"capacity_bytes": blocks * size}, nvme={"enabled": False}, control={"enabled": False}
+        host={"capacity_bytes": blocks * size},
+        nvme={"enabled": False},
+        control={"enabled": False},
+        evict={"policy": "lru"},  # takes in whatever comes: `hazard` may keep what is there instead
     ) as cache:
         bound = cache.namespace(SMALLEST, model="m", revision="r")
         for i in range(blocks // BATCH + 1 + stores):

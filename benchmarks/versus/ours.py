@@ -55,6 +55,8 @@ class Ours:
             "redis": {"enabled": True, "url": url} if url else {},
             "flow": {"ask_deadline_s": DEADLINE_S, "queue_blocks": 1 << 15},  # more than any prompt here has
             "control": {"enabled": False},
+            # As LMCache's: `hazard` may keep what is there, and take in nothing of prompts that are never used again.
+            "evict": {"policy": "lru"},
         }
         self._begin()
         self._directory = directory

@@ -7,7 +7,7 @@ tiers have names, records have addresses, and the policy is asked for its table.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import inf
 from typing import Any, Literal, NamedTuple
 
@@ -91,6 +91,10 @@ class Victim(NamedTuple):
         group = int.from_bytes(self.place[SIGNATURE_BYTES : SIGNATURE_BYTES + 2], "little")
         shard = _shard(self.place[SIGNATURE_BYTES + 2 :])
         return Address(self.namespace, self.signature, self.parent, group, shard)
+
+
+_victim: Callable[[tuple[bytes, bytes, bytes, bool]], Victim] = partial(tuple.__new__, Victim)
+"""As `Victim._make`, in half its time: thousands leave a second."""
 
 
 @lru_cache(maxsize=1 << 12)
@@ -287,7 +291,7 @@ class Index:
         gone = [signature for _, signature, _, kept in victims if not kept]
         if gone:
             self.departed(tier, gone)
-        return list(map(Victim._make, victims))
+        return list(map(_victim, victims))
 
     # audits
 
