@@ -12,6 +12,15 @@ std::size_t Ages::bin(std::uint64_t age) const {
     return static_cast<std::size_t>(std::upper_bound(edges_.begin() + 1, edges_.end(), age) - edges_.begin()) - 1;
 }
 
+void Ages::begin(std::uint64_t now) {
+    starts_.assign(1, 0);
+    for (std::size_t b = bins(); b-- > 0;) {
+        if (edges_[b] < now && now - edges_[b] > starts_.back()) starts_.push_back(now - edges_[b]);
+    }
+    counts_.assign(starts_.size() * classes_, 0);
+    merged_ = starts_.size();
+}
+
 void Ages::tick(std::uint64_t now) {
     starts_.push_back(now);
     counts_.resize(counts_.size() + classes_);

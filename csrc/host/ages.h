@@ -22,6 +22,7 @@ class Ages {
     std::uint64_t edge(std::size_t bin) const { return edges_[bin]; }
     std::size_t bin(std::uint64_t age) const;
 
+    void begin(std::uint64_t now);  // nothing is counted yet; what comes first may be of any age, in exact bins
     void tick(std::uint64_t now);
     void add(std::size_t use_class, std::uint64_t stamp, std::int64_t blocks);
     void count(std::uint64_t now, std::int64_t* out) const;  // (classes, bins)

@@ -2,6 +2,7 @@
 // slot; the name is not kept, only 48 bits of its keyed hash, which is enough for counting.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -32,6 +33,17 @@ class Ghosts {
             if (oldest.stamp == BACK) continue;
             table_.erase(oldest.tag, first_ & POSITIONS);
             gone(Use{oldest.stamp, oldest.uses});
+        }
+    }
+
+    // call(hash, use) for each of those that left last, the first of them first; of a hash the upper 16 and lower 32
+    // bits are known.
+    template <class Call>
+    void newest(std::size_t most, Call call) const {
+        for (std::size_t i = left_.size() - std::min(most, left_.size()); i < left_.size(); ++i) {
+            const Departure& departure = left_[i];
+            if (departure.stamp == BACK) continue;
+            call(std::uint64_t{departure.print} << 48 | departure.tag, Use{departure.stamp, departure.uses});
         }
     }
 

@@ -25,6 +25,7 @@ Index::Index(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint
 }
 
 std::uint64_t Index::tick() {
+    if (recalling_) recalling_ = false, trim_ghosts();
     ages_.tick(++clock_);
     return clock_;
 }
@@ -122,8 +123,12 @@ void Index::attach(std::uint32_t i, std::uint32_t parent) {
     Ghosts::Use use;
     if (node.parent == Node::NEVER && ghosts_.take(hash(node.place, node.signature), &use)) {
         ages_.add(use_class(use.uses), use.stamp, -1);
-        count_reuse(use.uses, age(use.stamp));
-        node.uses = used_again(use.uses, age(use.stamp));
+        if (recalling_) {
+            node.uses = use.uses & 0xff, node.stamp = use.stamp;
+        } else {
+            count_reuse(use.uses, age(use.stamp));
+            node.uses = used_again(use.uses, age(use.stamp));
+        }
     }
     node.parent = descends(parent, i) ? Node::UNKNOWN : parent;
     node.depth = node.has_parent() ? std::min<std::uint32_t>(nodes_[node.parent].depth + 1u, Node::MOST_DEPTH) : 0;

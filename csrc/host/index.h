@@ -39,6 +39,7 @@ struct Run {
     std::size_t blocks;
 };
 
+using Secret = std::array<std::uint64_t, 3>;
 using ByTier = std::array<std::uint64_t, Node::MOST_TIERS>;
 
 class Index {
@@ -95,6 +96,15 @@ class Index {
     const std::vector<std::int64_t>& reused() const { return reused_; }
     const std::vector<std::int64_t>& forgotten() const { return forgotten_; }
     void learn(const std::int64_t* reused, const std::int64_t* forgotten);  // (class, bin), of another life
+
+    // What outlives a process (recall.cpp): a row each of at most so many ghosts, the first to leave first; of those of
+    // the nodes `first` to `end` that some tier has, false behind the last. `remember`: of an index that is new; what
+    // is inserted before the first tick goes on as it was. False where the rows are none.
+    void keep_ghosts(std::size_t most, std::vector<std::uint64_t>* rows) const;
+    bool keep(std::uint32_t first, std::uint32_t end, std::vector<std::uint64_t>* rows) const;
+    bool remember(const Secret& secret, std::uint64_t clock, const std::uint64_t* rows, std::size_t count);
+    const Secret& secret() const { return secret_; }
+
     unsigned use_class(std::uint64_t uses) const;
     std::size_t classes() const { return ages_.classes(); }
     std::size_t bins() const { return ages_.bins(); }
@@ -183,7 +193,8 @@ class Index {
     const std::vector<unsigned> bounds_;
     const std::vector<std::uint64_t> gaps_;
     const double ghosts_a_block_;
-    std::array<std::uint64_t, 3> secret_;
+    Secret secret_;
+    bool recalling_ = false;
     std::uint64_t clock_ = 0, blocks_ = 0, holds_ = 0;  // blocks: nodes that some tier has
     ByTier resident_{};
     std::vector<ByTier> of_kind_ = std::vector<ByTier>(1);  // residents

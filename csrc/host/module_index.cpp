@@ -235,6 +235,31 @@ class PyIndex {
         });
     }
 
+    // Secret, clock, then rows: ghosts, the first to leave first, then blocks that some tier has.
+    py::bytes kept(std::size_t most) {
+        std::vector<std::uint64_t> here, told;
+        by_parts([&](std::uint32_t first, std::uint32_t end) { return index_.keep(first, end, &here); });
+        here.resize(std::min(here.size(), most));
+        locked(index_, BRIEF + 1, [&] {
+            told.assign(index_.secret().begin(), index_.secret().end());
+            told.push_back(index_.clock());
+            return index_.keep_ghosts(most - here.size(), &told), true;
+        });
+        told.insert(told.end(), here.begin(), here.end());
+        return bytes(told.data(), told.size() * sizeof told[0]);
+    }
+
+    void remember(const py::object& told) {
+        const Buffer view(told, PyBUF_SIMPLE);
+        std::vector<std::uint64_t> words(view.bytes() / 8);
+        expect(view.bytes() % 8 == 0 && words.size() >= 4, "nothing that an index told");
+        std::copy_n(view.data(), view.bytes(), reinterpret_cast<std::uint8_t*>(words.data()));
+        const bool sound = locked(index_, words.size(), [&] {
+            return index_.remember({words[0], words[1], words[2]}, words[3], words.data() + 4, words.size() - 4);
+        });
+        expect(sound, "what another index told is no use to this one, or it is not new");
+    }
+
     template <class Number>
     std::uint64_t number(Number number) {
         return locked(index_, 1, [&] { return static_cast<std::uint64_t>(number(index_)); });
@@ -355,6 +380,8 @@ for more than a few blocks. ValueError where arguments make no sense.)")
         .def("reused", &PyIndex::reused)
         .def("forgotten", &PyIndex::forgotten)
         .def("learn", &PyIndex::learn, py::arg("reused"), py::arg("forgotten"))
+        .def("kept", &PyIndex::kept, py::arg("most"))
+        .def("remember", &PyIndex::remember, py::arg("told"))
         .def("check", &PyIndex::check)
         .def("held", [](PyIndex& self) { return self.number([](const Index& i) { return i.held(); }); })
         .def("ghosts", [](PyIndex& self) { return self.number([](const Index& i) { return i.ghosts(); }); })

@@ -26,6 +26,12 @@ class Ages:
     def bin(self, age: int) -> int:
         return bisect_right(self.edges, age) - 1
 
+    def begin(self, now: int) -> None:
+        """Nothing is counted yet; what comes first may be of any age, in exact bins."""
+        self._starts = sorted({0, *(now - edge for edge in self.edges if edge < now)})
+        self._counts = [[0] * self._shape[0] for _ in self._starts]
+        self._merged = len(self._starts)
+
     def tick(self, now: int) -> None:
         self._starts.append(now)
         self._counts.append([0] * self._shape[0])

@@ -82,10 +82,13 @@ class Cache:
             self.index, port.clock, settings.explain.memory_bytes, [tier.name for tier in self.below if tier.shared]
         )
         self.index.departed = self.why.departed
+        self._player = port.executor(1, "curve")
+        directory = str(settings.nvme.directories[0]) if settings.nvme.enabled else None
+        self.learnt = Learnt(directory, self.index, self.kinds, self.counters, port, self._player.submit)
+        self.learnt.load()  # what single blocks were used comes before they do
         for tier in self.below:
             if not tier.shared:
                 _take_in(self.index, tier)
-        self._player = port.executor(1, "curve")
         self.flow = Flow(
             index=self.index,
             kinds=self.kinds,
@@ -120,9 +123,6 @@ class Cache:
             self.index, mine, self._coder, self.kinds, self.erasure, lambda: self.bounds, self._binding
         )
         self.learned = [self.erasure.submit(partial(self.flow.expiry.learn, tier.ending)) for tier in own]
-        directory = str(settings.nvme.directories[0]) if settings.nvme.enabled else None
-        self.learnt = Learnt(directory, self.index, self.kinds, self.counters, port, self._player.submit)
-        self.learnt.load()
         self.index.begun = self.learnt.used
         self._pinner = port.executor(1, "pin")
         self.copiers = Copiers(self._pinner.submit)

@@ -1,13 +1,21 @@
-"""What is remembered of the blocks that left last: the plain twin of `csrc/host/ghosts`, which keeps a hash in place of
-a name."""
+"""What is remembered of the blocks that left last: the plain twin of `csrc/host/ghosts`, and of `csrc/host/recall`.
+
+A name is not kept, only 48 bits of its keyed hash, which is enough for counting; so what one process remembers, another
+that has its secret can.
+"""
 
 from __future__ import annotations
 
+import secrets
+import struct
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from kvcache.hierarchy.node import Name
+
+_WORD = (1 << 64) - 1
 
 
 class Use(NamedTuple):
@@ -15,37 +23,72 @@ class Use(NamedTuple):
     uses: int
 
 
+def _fold(a: int, b: int) -> int:
+    product = a * b
+    return (product ^ product >> 64) & _WORD
+
+
+def _words(data: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(data) // 8}Q", data)
+
+
 class PlainGhosts:
     def __init__(self) -> None:
-        self._left: dict[Name, tuple[int, Use]] = {}
-        self._departures: deque[Name] = deque()
+        self.secret = tuple(secrets.randbits(64) for _ in range(3))
+        self._left: dict[int, tuple[int, Use]] = {}  # by print
+        self._departures: deque[int] = deque()
         self._departed = 0
 
     def __len__(self) -> int:
         return len(self._left)
 
+    def print(self, name: Name) -> int:
+        """The lower 32 and above them the upper 16 bits of its hash."""
+        place, signature = name
+        one, two, three = self.secret
+        space = _fold(_words(place[:8])[0] ^ one, _words(place[8:16])[0] ^ two)
+        of_place = _fold(_words(place[-8:])[0] ^ three, _words(place[-16:-8])[0] ^ space)
+        first, second = _words(signature[:16])
+        hashed = _fold(first ^ one, second ^ of_place)
+        return hashed & 0xFFFFFFFF | hashed >> 48 << 32
+
     def add(self, name: Name, use: Use) -> None:
         """The block left; it is not here."""
-        self._left[name] = self._departed, use
-        self._departures.append(name)
+        self.put(self.print(name), use)
+
+    def put(self, print_: int, use: Use) -> bool:
+        """False where it is here already."""
+        if print_ in self._left:
+            return False
+        self._left[print_] = self._departed, use
+        self._departures.append(print_)
         self._departed += 1
+        return True
 
     def find(self, name: Name) -> Use | None:
-        found = self._left.get(name)
+        found = self._left.get(self.print(name)) if self._left else None
         return None if found is None else found[1]
 
     def take(self, name: Name) -> Use | None:
         """As `find`, and then it is here no longer."""
-        found = self._left.pop(name, None)
+        found = self._left.pop(self.print(name), None) if self._left else None
         return None if found is None else found[1]
+
+    def newest(self, most: int) -> Iterator[tuple[int, Use]]:
+        """Of the last departures, the first of them first, those that are here: print and use."""
+        skipped = len(self._departures) - min(most, len(self._departures))
+        for number, print_ in enumerate(islice(self._departures, skipped, None), skipped):
+            found = self._left.get(print_)
+            if found is not None and found[0] == self._departed - len(self._departures) + number:
+                yield print_, found[1]
 
     def trim(self, departures: int) -> Iterator[Use]:
         """Forget the first to leave until at most so many departures are remembered, those that came back among
         them; each that did not."""
         while len(self._departures) > departures:
             number = self._departed - len(self._departures)
-            name = self._departures.popleft()
-            found = self._left.get(name)
+            print_ = self._departures.popleft()
+            found = self._left.get(print_)
             if found is not None and found[0] == number:
-                del self._left[name]
+                del self._left[print_]
                 yield found[1]

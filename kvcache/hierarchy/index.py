@@ -334,6 +334,16 @@ class Index:
         self._core.learn(reused, forgotten)
         self._table, self._due = None, 0
 
+    def kept(self, most: int) -> bytes:
+        """What outlives the process of single blocks, in at most so many rows of 8 bytes and 32 bytes more."""
+        told: bytes = self._core.kept(most)
+        return told
+
+    def remember(self, told: bytes) -> None:
+        """What another life kept, of an index that is new: ghosts all of it, but what is inserted before the first
+        request goes on as it was. ValueError where it is no use here."""
+        self._core.remember(told)
+
     def check(self) -> list[str]:
         """A full audit; one line a fault, none when sound."""
         faults: list[str] = self._core.check()

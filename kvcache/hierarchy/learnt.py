@@ -1,10 +1,14 @@
 """What a policy has learnt, kept beside the first drive's store and read again at start.
 
-One file, `policy`: a line that names the format, a line with the SHA-256 of the rest, then JSON. It holds the counts
-that the policy judges by (`reused`, and as `forgotten` all that was last seen waiting, here or as a ghost: it counts as
-seen until then), and which kind what lies on the drive is of, so that shares hold before an engine comes. It is
-written every `SAVE_S` in which there was a request, and at the end; a kill loses what was learnt since. A file that is
-damaged, of another version or of another policy is ignored and counted: then the policy begins anew.
+One file, `policy`: a line that names the format, a line with the SHA-256 of the rest, a line of JSON, then rows. The
+JSON holds the counts that the policy judges by (`reused`, and as `forgotten` all that was last seen waiting, here or as
+a ghost), and which kind what lies on the drive is of, so that shares hold before an engine comes. The rows hold how
+often single blocks and ghosts were used and how long ago (`Index.kept`): what lies on the drive goes on as it was, what
+does not is a ghost, and what there was no room for counts as seen until then.
+
+It is written every `SAVE_S` in which there was a request, for each MiB of it later, and at the end; a kill loses what
+was learnt since. A file that is damaged, of another version or of another policy is ignored and counted: then the
+policy begins anew.
 """
 
 from __future__ import annotations
@@ -31,11 +35,13 @@ from kvcache.observe.request import logger
 from kvcache.port import Port
 
 NAME = "policy"
-FORMAT = b"kvcache policy 1\n"
+FORMAT = b"kvcache policy 2\n"
 SAVE_S = 60.0
 MOST_COUNT = 1 << 48
 MOST_BYTES = 64 << 10
-"""Of the file; places beyond them are left out. A store's own overhead has room for it."""
+"""But for the rows; places beyond them are left out. A store's own overhead has room for it."""
+MOST_ROWS = 1 << 21
+"""Of 8 bytes: blocks that are there, then the ghosts that left last."""
 
 _log = logger("kvcache.learnt")
 
@@ -67,7 +73,7 @@ class Learnt:
         except OSError:
             return  # there is none yet, or the drive has troubles that others will tell of
         try:
-            data = bytearray(min(file.size(), MOST_BYTES + 1))
+            data = bytearray(min(file.size(), MOST_BYTES + 8 * MOST_ROWS + 64))
             got = file.read(0, [memoryview(data)]) if data else 0
             result = self._take(bytes(data[:got]))
         except OSError as error:
@@ -91,11 +97,15 @@ class Learnt:
             _log.warning("%s is damaged; the policy begins anew", self._path or NAME)
             return "damaged"
         try:
-            told = json.loads(body)
+            head, _, rows = body.partition(b"\n")
+            told = json.loads(head)
             if [told.get(name) for name in ("policy", "bounds", "gaps", "edges")] != _of(self._index.policy):
                 return "foreign"
             shape = self._index.evidence().reused.shape
             reused, forgotten = _counts(told["reused"], shape), _counts(told["forgotten"], shape)
+            if rows:
+                self._index.remember(rows)
+                forgotten = np.maximum(forgotten - self._index.evidence().waiting, 0)  # these wait, each by itself
             self._kinds.recall(told["kinds"])
             self._index.learn(reused, forgotten)
         except Exception as error:  # noqa: BLE001  whole, but not as we write it: another version's
@@ -129,6 +139,7 @@ class Learnt:
         file = disk.open(temporary, create=True)
         try:
             data = self.told()
+            self._due = max(self._due, self._port.clock.now() + SAVE_S * (1 + len(data) // (1 << 20)))
             file.truncate(0)
             file.write(0, [memoryview(data)])
             file.sync()
@@ -138,7 +149,7 @@ class Learnt:
         disk.sync_directory(str(self._directory))
 
     def told(self, *, waiting: bool = True) -> bytes:
-        """As the file has it. Not `waiting`: without what waits now, for a life in which it still does."""
+        """As the file has it. Not `waiting`: without what waits now, for a life that is told of it in another way."""
         policy, evidence = self._index.policy, self._index.evidence()
         told: dict[str, Any] = {
             **dict(zip(("policy", "bounds", "gaps", "edges"), _of(policy), strict=True)),
@@ -148,7 +159,9 @@ class Learnt:
         }
         room = MOST_BYTES - len(json.dumps(told)) - 128
         told["kinds"] = self._kinds.told(room)
-        body = json.dumps(told, separators=(",", ":")).encode()
+        body = json.dumps(told, separators=(",", ":")).encode() + b"\n"
+        if waiting:
+            body += self._index.kept(MOST_ROWS)
         return FORMAT + sha256(body).hexdigest().encode() + b"\n" + body
 
 

@@ -26,7 +26,8 @@ from kvcache.block.key import SIGNATURE_BYTES, digest_chain
 from kvcache.hierarchy.ages import Ages
 from kvcache.hierarchy.ghosts import PlainGhosts, Use
 from kvcache.hierarchy.node import UNKNOWN, Name, Node, descends, names_of
-from kvcache.hierarchy.orders import Classes, PlainOrders
+from kvcache.hierarchy.orders import USES_BITS, Classes, PlainOrders
+from kvcache.hierarchy.plain_audit import Audited
 from kvcache.hierarchy.prefix import usable
 from kvcache.hierarchy.run import Packed
 
@@ -35,7 +36,7 @@ Victim = tuple[bytes, bytes, bytes, bool]  # place, signature, parent, whether a
 MOST_TIERS = 4
 
 
-class PlainIndex:
+class PlainIndex(Audited):
     """`bounds`, `gaps`: the classes of use, see `orders.Classes`. `edges`: the least age of each bin. `ghosts`: how
     many departures are remembered for each block that some tier has."""
 
@@ -45,7 +46,7 @@ class PlainIndex:
         if not 1 <= tiers <= MOST_TIERS:
             raise ValueError(f"{tiers} tiers: expected 1 to {MOST_TIERS}")
         self.clock = 0
-        self._tiers, self._ghosts_a_block = tiers, ghosts
+        self._tiers, self._ghosts_a_block, self._gaps = tiers, ghosts, len(gaps)
         self._nodes: dict[Name, Node] = {}
         self._blocks = 0  # nodes that some tier has
         classes = Classes(bounds, gaps)
@@ -57,11 +58,15 @@ class PlainIndex:
         self._reused = np.zeros((len(classes), len(edges)), np.int64)
         self._forgotten = np.zeros((len(classes), len(edges)), np.int64)
         self._ghosts = PlainGhosts()
+        self._recalling = False
         self._lock = threading.RLock()
 
     def tick(self) -> int:
         """A request begins: the new time."""
         with self._lock:
+            if self._recalling:
+                self._recalling = False
+                self._trim_ghosts()
             self.clock += 1
             self._ages.tick(self.clock)
             return self.clock
@@ -149,6 +154,31 @@ class PlainIndex:
         with self._lock:
             self._reused += reused
             self._forgotten += forgotten
+
+    def kept(self, most: int) -> bytes:
+        """What outlives a process: the hashes' secret, the clock, then at most so many rows of 8 bytes, ghosts first,
+        then what some tier has: 48 bits of a keyed hash, the uses, the bin of age."""
+        with self._lock:
+            here = [(self._ghosts.print(n.name), Use(n.stamp, n.uses)) for n in self._nodes.values() if n.tiers][:most]
+            rows = [*self._ghosts.newest(most - len(here)), *here]
+            told = [p | u.uses << 48 | self._ages.bin(self.clock - u.stamp) << 56 for p, u in rows]
+            return np.array([*self._ghosts.secret, self.clock, *told], "<u8").tobytes()
+
+    def remember(self, told: bytes) -> None:
+        """To a new index, what another one kept, as ghosts; but what is inserted before the first `tick` is itself
+        again, and was not used by that. ValueError for what is no use here."""
+        words = np.frombuffer(told, "<u8").tolist()
+        with self._lock:
+            sound = len(words) >= 4 and not (self.clock or self._nodes or len(self._ghosts)) and words[3] < 1 << 39
+            bins, gaps = [word >> 56 for word in words[4:]], [word >> 48 + USES_BITS & 7 for word in words[4:]]
+            if not sound or max(bins, default=0) >= len(self._ages.edges) or max(gaps, default=0) > self._gaps:
+                raise ValueError("what another index told is no use to this one, or it is not new")
+            self._ghosts.secret, self.clock, self._recalling = tuple(words[:3]), words[3], True
+            self._ages.begin(self.clock)
+            for word, b in zip(words[4:], bins, strict=True):
+                stamp, uses = max(0, self.clock - self._ages.edges[b]), word >> 48 & 0xFF
+                if self._ghosts.put(word & (1 << 48) - 1, Use(stamp, uses)):
+                    self._ages.add(self.use_class(uses), stamp, 1)
 
     # changing
 
@@ -273,7 +303,11 @@ class PlainIndex:
     def _attach(self, node: Node, parent: bytes) -> None:
         """Some tier will have the node now."""
         place, _ = node.name
-        node.uses = self._return(node.name, node.uses)
+        if self._recalling and (ghost := self._ghosts.take(node.name)) is not None:
+            self._ages.add(self.use_class(ghost.uses), ghost.stamp, -1)
+            node.stamp, node.uses = ghost
+        else:
+            node.uses = self._return(node.name, node.uses)
         node.parent, node.known, node.depth = parent, True, 0
         if parent not in (UNKNOWN, place[:SIGNATURE_BYTES]):
             before = self._get((place, parent))
@@ -364,37 +398,3 @@ class PlainIndex:
     def names(self, tier: int) -> bytes:  # place and signature of each that the tier has, one behind the other
         with self._lock:
             return b"".join(place + sign for (place, sign), node in self._nodes.items() if node.tiers >> tier & 1)
-
-    def check(self) -> list[str]:
-        """Counts, orders and links against what a walk over all nodes finds."""
-        faults = []
-        with self._lock:
-            children: dict[Name, list[int]] = {}
-            for node in self._nodes.values():
-                if node.parent_name:
-                    counts = children.setdefault(node.parent_name, [0] * self._tiers)
-                    for t in range(self._tiers):
-                        counts[t] += node.tiers >> t & 1
-            for node in self._nodes.values():
-                label = f"index: {node.name[1][:8].hex()}"
-                if node.children != children.get(node.name, [0] * self._tiers):
-                    faults.append(f"{label} counts {node.children} children, {children.get(node.name)} are there")
-                if not node.tiers and not node.holds and not any(node.children):
-                    faults.append(f"{label} is remembered for nothing")
-                for t, place in enumerate(node.listed):
-                    if (place is not None) != bool(node.tiers >> t & 1 and not node.children[t] and not node.holds):
-                        faults.append(f"{label} {'is missing in' if place is None else 'stands in'} an order")
-                    if place is not None and node.standing not in self._orders.all[place]:
-                        faults.append(f"{label} stands in the wrong order")
-            resident = [sum(node.tiers >> t & 1 for node in self._nodes.values()) for t in range(self._tiers)]
-            counted = [sum(of_kind[t] for of_kind in self._of_kind) for t in range(self._tiers)]
-            if counted != resident:
-                faults.append(f"index: counts {counted} residents, {resident} are there")
-            listed = sum(place is not None for node in self._nodes.values() for place in node.listed)
-            if listed != sum(map(len, self._orders.all.values())):
-                faults.append("index: orders with strangers in them")
-            if any(order != sorted(order) for order in self._orders.all.values()):
-                faults.append("index: an order out of order")
-            if self.waiting().sum() != self._blocks + len(self._ghosts):
-                faults.append(f"index: {self.waiting().sum()} blocks and ghosts by age, {self._blocks} are there")
-        return faults

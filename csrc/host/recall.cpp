@@ -1,0 +1,52 @@
+// What outlives a process: of each block that some tier has and of each ghost, by 48 bits of its keyed hash, how often
+// it was used and how long ago. Read again before the first block is told, all of it is ghosts; a block that a tier
+// then turns out to have is itself again, and was not used by that.
+#include <algorithm>
+
+#include "index.h"
+
+namespace kvcache {
+namespace {
+
+// A row: hash's lower half, its upper 16 bits, uses, bin of age.
+std::uint64_t row(std::uint64_t hash, std::uint64_t uses, std::uint64_t bin) {
+    return (hash & 0xffffffff) | hash >> 48 << 32 | (uses & 0xff) << 48 | bin << 56;
+}
+
+std::uint64_t hash_of(std::uint64_t row) { return (row & 0xffffffff) | (row >> 32 & 0xffff) << 48; }
+
+}  // namespace
+
+void Index::keep_ghosts(std::size_t most, std::vector<std::uint64_t>* rows) const {
+    ghosts_.newest(most, [&](std::uint64_t hash, Ghosts::Use use) {
+        rows->push_back(row(hash, use.uses, ages_.bin(age(use.stamp))));
+    });
+}
+
+bool Index::keep(std::uint32_t first, std::uint32_t end, std::vector<std::uint64_t>* rows) const {
+    for (std::uint32_t i = first; i < std::min(end, nodes_.made()); ++i) {
+        const Node& node = nodes_[i];
+        if (node.tiers) rows->push_back(row(hash(node.place, node.signature), node.uses, ages_.bin(age(node.stamp))));
+    }
+    return end < nodes_.made();
+}
+
+bool Index::remember(const Secret& secret, std::uint64_t clock, const std::uint64_t* rows, std::size_t count) {
+    if (clock_ || nodes_.made() || ghosts_.size() || clock >> 39) return false;
+    for (std::size_t i = 0; i < count; ++i) {
+        const std::uint64_t uses = rows[i] >> 48 & 0xff;
+        if (rows[i] >> 56 >= ages_.bins() || uses >> Node::USES_BITS > gaps_.size()) return false;
+    }
+    secret_ = secret, clock_ = clock, recalling_ = true;
+    ages_.begin(clock);
+    for (std::size_t i = 0; i < count; ++i) {
+        const std::uint64_t hash = hash_of(rows[i]), edge = ages_.edge(rows[i] >> 56);
+        Ghosts::Use use{clock - std::min(clock, edge), rows[i] >> 48 & 0xff}, other;
+        if (ghosts_.find(hash, &other)) continue;
+        ghosts_.add(hash, use);
+        ages_.add(use_class(use.uses), use.stamp, 1);
+    }
+    return true;
+}
+
+}  // namespace kvcache

@@ -1,0 +1,144 @@
+"""What an index kept of single blocks, told to a new one: the same uses, the same ages, the same ghosts; and after a
+restart in the middle of real traffic, the same hits."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache import native
+from kvcache.evict.hazard import Hazard
+from kvcache.evict.lru import LRU
+from kvcache.evict.policy import AGE_EDGES, Policy, age_bin, requests_between_tables
+from kvcache.hierarchy.index import evidence_of, table_of
+from kvcache.hierarchy.plain_index import PlainIndex
+from kvcache.hierarchy.played import play
+from kvcache.trace.formats import read
+from kvcache.trace.simulate import PLACE, signatures, simulate
+from kvcache.trace.trace import Trace
+from tests.trace.test_simulate import traffic
+
+TRACE = Path(__file__).parents[3] / "shared" / "data" / "traces" / "mooncake-conversation.jsonl.gz"
+CORES = ["plain", "native"]
+
+
+def core(kind: str, policy: Policy) -> Any:
+    if kind == "native" and not native.built:
+        pytest.skip("the compiled core was not built")
+    made: Any = PlainIndex if kind == "plain" else native.core.Index
+    return made(1, policy.bounds, AGE_EDGES, policy.ghosts, policy.gaps)
+
+
+def live(index: Any, policy: Policy, trace: Trace, capacity: int, first: int, end: int) -> int:
+    """Blocks found."""
+    names, hits = signatures(trace.unique), np.zeros(end - first, np.int32)
+    while first < end:
+        stop = min(end, first + requests_between_tables(first))
+        part = trace.starts, trace.blocks, names, first, stop, capacity, table_of(policy, evidence_of(index))
+        at = hits[len(hits) - (end - first) :][: stop - first]
+        if isinstance(index, PlainIndex):
+            play(index, PLACE, *part, at)
+        else:
+            index.play(PLACE, *part, at)
+        first = stop
+    return int(hits.sum())
+
+
+def restarted(index: Any, other: Any, trace: Trace, most: int = 1 << 20) -> None:
+    """As a cache does: what was kept, then what is still there, parents first, then what was learnt."""
+    waited = evidence_of(index)
+    other.remember(index.kept(most))
+    known = evidence_of(other).waiting
+    other.learn(waited.reused, np.maximum(waited.forgotten + waited.waiting - known, 0))
+    names = signatures(trace.unique)
+    there = {index.names(0)[i + 42 : i + 74] for i in range(0, len(index.names(0)), 74)}
+    told: set[bytes] = set()
+    for chain in trace:
+        parent = PLACE[:32]
+        for block in chain.tolist():
+            name = names[block].tobytes()
+            if name not in there:
+                break
+            if name not in told:
+                other.insert(PLACE, name, parent, 0)
+                told.add(name)
+            parent = name
+    assert told == there
+
+
+@pytest.mark.parametrize("make", [Hazard, LRU])
+@pytest.mark.parametrize("kind", CORES)
+@pytest.mark.parametrize("other", CORES)
+def test_blocks_and_ghosts_go_on_as_they_were(make: type[Policy], kind: str, other: str) -> None:
+    policy, trace = make(), traffic(5, 300)
+    index, again = core(kind, policy), core(other, policy)
+    live(index, policy, trace, 40, 0, 300)
+    restarted(index, again, trace)
+    assert again.clock == index.clock
+    assert (again.resident(0), again.ghosts()) == (index.resident(0), index.ghosts())
+    names = signatures(trace.unique)
+    assert again.uses(PLACE, names.tobytes()) == index.uses(PLACE, names.tobytes())
+    for name in names:
+        old, new = (each.clock - each.stamp(PLACE, name.tobytes()) for each in (index, again))
+        assert age_bin(old) == age_bin(new)
+    assert again.check() == []
+    assert again.tick() == index.tick()  # from now on, what comes is used
+    assert again.ghosts() == index.ghosts()
+    live(again, policy, trace, 40, 0, 300)
+    assert again.check() == []
+
+
+@pytest.mark.parametrize("kind", CORES)
+def test_what_does_not_fit_is_the_oldest_ghosts(kind: str) -> None:
+    policy, trace = Hazard(), traffic(6, 300)
+    index = core(kind, policy)
+    live(index, policy, trace, 20, 0, 300)
+    here = index.resident(0)
+    assert index.ghosts() > 10
+    for most in (0, here // 2, here, here + 7):
+        told = index.kept(most)
+        assert len(told) <= 32 + 8 * most
+        again = core(kind, policy)
+        again.remember(told)
+        assert again.ghosts() == (len(told) - 32) // 8
+        assert again.check() == []
+
+
+@pytest.mark.parametrize("kind", CORES)
+def test_what_is_no_use_is_refused_and_changes_nothing(kind: str) -> None:
+    policy, trace = Hazard(), traffic(7, 50)
+    index = core(kind, policy)
+    for told in (
+        b"",
+        b"\0" * 31,
+        b"\0" * 36,
+        struct.pack("<4Q", 1, 2, 3, 1 << 40),
+        struct.pack("<5Q", 1, 2, 3, 9, 200 << 56),
+        struct.pack("<5Q", 1, 2, 3, 9, 0xE1 << 48),
+    ):
+        with pytest.raises(ValueError, match=r"told|multiple"):
+            index.remember(told)
+    assert (index.clock, index.ghosts()) == (0, 0)
+    live(index, policy, trace, 20, 0, 50)
+    with pytest.raises(ValueError, match="new"):
+        index.remember(index.kept(100))
+    assert index.check() == []
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason="the traces are not shipped")
+@pytest.mark.skipif(not native.built, reason="without the compiled core it takes minutes")
+@pytest.mark.parametrize("percent", [1, 5, 20])
+def test_a_restart_in_the_middle_of_a_trace_costs_next_to_no_hits(percent: int) -> None:
+    trace = read(TRACE, "mooncake").part(0, 4000)
+    policy, capacity, middle = Hazard(), trace.unique * percent // 100, 2000
+    whole = simulate(trace, policy, capacity).hits[middle:].sum()
+    index, again = core("native", policy), core("native", policy)
+    live(index, policy, trace, capacity, 0, middle)
+    restarted(index, again, trace)
+    asked = int(trace.starts[-1] - trace.starts[middle])
+    # a block's age is kept to a fifth of an octave, so other blocks leave now and then
+    assert live(again, policy, trace, capacity, middle, 4000) > whole - 0.005 * asked
