@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, age_bin
-from kvcache.evict.prior import prior_of
+from kvcache.evict.prior import BLOCKS, prior_of
 
 Table = NDArray[np.float64]
 
@@ -59,9 +59,13 @@ class Hazard:
         unseen = (evidence.waiting + evidence.forgotten)[:, _WIDE].astype(np.float64)
         risk = (seen + unseen)[:, ::-1].cumsum(1)[:, ::-1] - unseen / 2  # who was last seen waiting counts for half
         prior = prior_of(self)
-        weight = prior.weight(float(seen.sum() + unseen.sum()))
+        own = float(seen.sum() + unseen.sum())
+        weight = prior.weight(own)
         seen, risk = seen + weight * prior.reused[:, _WIDE], risk + weight * prior.risk[:, _WIDE]
-        return index(hazards(seen, risk, self._of_uses()))[:, _OF_BIN] * _YOUNGER_FIRST
+        values: Table = index(hazards(seen, risk, self._of_uses()))[:, _OF_BIN] * _YOUNGER_FIRST
+        if own < BLOCKS:  # what others saw ranks who leaves; it is no reason yet to take in nothing that is new
+            values[:, 0] = values.max()
+        return values
 
     def _of_uses(self) -> NDArray[np.int64]:
         """By class, the number of bounds that its uses reach."""

@@ -95,7 +95,10 @@ class Model:
                 of_uses = (sum(uses[o, b] for o in same) + PSEUDO * every) / (sum(risk[o] for o in same) + PSEUDO)
                 own = (uses[c, b] + PSEUDO_OF_USES * of_uses) / (risk[c] + PSEUDO_OF_USES)
                 hazard[c, b] = min(own, 1 - 1e-6)
-        return {(c, b): self.best(hazard, c, b) for c in CLASSES for b in range(AGE_BINS)}
+        values = {(c, b): self.best(hazard, c, b) for c in CLASSES for b in range(AGE_BINS)}
+        if seen.total() + unseen.total() < BLOCKS:
+            values |= dict.fromkeys([(c, 0) for c in CLASSES], max(values.values()))
+        return values
 
     def best(self, hazard: dict[tuple[int, int], float], c: int, b: int) -> float:
         begins = 0 if b == 0 else age_bin(AGE_EDGES[b] + 1)
