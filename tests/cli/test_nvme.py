@@ -152,11 +152,14 @@ def test_an_import_refuses_every_byte_that_is_not_what_was_exported(store: Path,
     for cut in (3, 12, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:cut])
         assert ("it is none" if cut == 3 else "export it anew") in shell("import", file, "--dry-run", code=2)
-    for at in (0, 60, len(whole) // 2, len(whole) - 1):
-        bad = bytearray(whole)
-        bad[at] ^= 1
-        file.write_bytes(bad)
-        assert str(file) in shell("import", file, "--dry-run", code=2)
+    one = tmp_path / "one"
+    shell("export", one, "--namespace", namespace(1).hex()[:8], "--path", store)
+    for sound, head in ((whole, (0, 22)), (one.read_bytes(), range(8, 64, 5))):  # its own head has 29 or 62 bytes
+        for at in (*head, 64, len(sound) // 2, len(sound) - 1):
+            bad = bytearray(sound)
+            bad[at] ^= 1
+            file.write_bytes(bad)
+            assert str(file) in shell("import", file, "--dry-run", code=2), at
     file.write_bytes(whole + msgpack.packb(1))
     assert "its end says" in shell("import", file, "--dry-run", code=2)
 

@@ -28,6 +28,7 @@ from kvcache.tier.tier import Outcome, Segments
 
 MAGIC = b"KVCARCH\n"
 VERSION = 1
+_ID_BYTES = 32  # of a namespace
 _BATCH = 32
 _READ_BYTES = 1 << 20
 _MOST_BYTES = 1 << 30  # of one record
@@ -122,6 +123,9 @@ async def _batches(values: AsyncIterator[Any], path: str) -> AsyncIterator[list[
     version = about.get("version") if isinstance(about, dict) else None
     if version != VERSION:
         raise StoreError(f"archive {path}: version {version}, this one reads {VERSION}")
+    namespace = about.get("namespace", b"")
+    if namespace is not None and not (isinstance(namespace, bytes) and len(namespace) == _ID_BYTES):
+        raise StoreError(f"archive {path}: its head names no namespace, nor all of them; export it anew")
     batch: list[tuple[Header, Segments]] = []
     count = 0
     async for value in values:
@@ -133,7 +137,7 @@ async def _batches(values: AsyncIterator[Any], path: str) -> AsyncIterator[list[
                 yield batch
             return
         try:
-            batch.append(_record(value, await anext(values, b"")))
+            batch.append(_record(value, await anext(values, b""), namespace))
         except RecordError as error:
             raise StoreError(f"archive {path}: record {count + 1}: {error}; export it anew") from None
         count += 1
@@ -143,11 +147,13 @@ async def _batches(values: AsyncIterator[Any], path: str) -> AsyncIterator[list[
     raise StoreError(f"archive {path}: ends after {count} records without its end: it was cut short; export it anew")
 
 
-def _record(head: Any, payload: Any) -> tuple[Header, Segments]:
+def _record(head: Any, payload: Any, namespace: bytes | None) -> tuple[Header, Segments]:
     """A record in the padded form, as a tier takes it."""
     if not (isinstance(head, bytes) and isinstance(payload, bytes)):
         raise RecordError("field", f"{type(head).__name__} and {type(payload).__name__}: expected two binaries")
     header = read_header(head)
+    if namespace not in (None, header.address.namespace):
+        raise RecordError("namespace", "another one than the archive's head names")
     if len(payload) != header.stored_bytes:
         raise RecordError("length", f"{len(payload)} bytes, where its header says {header.stored_bytes}")
     area = header_area(header.decoded_bytes)
