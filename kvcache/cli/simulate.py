@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvcache.cli.output import print_table
 from kvcache.errors import ConfigError
 from kvcache.units import parse_bytes, show_bytes
+
+if TYPE_CHECKING:
+    from kvcache.trace.tiers import Level
 
 TOKEN_BYTES = 128 << 10  # Llama 3.1 8B in bf16
 
@@ -29,6 +32,10 @@ def simulate(
     token_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a token's keys and values.")] = TOKEN_BYTES,
     tiers: Annotated[
         str | None, typer.Option(help="Price a hierarchy instead: host:64GiB,nvme:2TiB, with rates nvme:2TiB@5GB.")
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="Rates where none is given: a file with `kvcache stats --json` of a cache.", exists=True),
     ] = None,
     prefill: Annotated[float, typer.Option(min=1, help="Tokens that the engine computes in a second.")] = 8000.0,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file; -: print them.")] = None,
@@ -50,7 +57,7 @@ def simulate(
     except TypeError:
         raise ConfigError(f"{', '.join(options)}: not of this format; leave it out") from None
     if tiers is not None:
-        _price(played, tiers, policy or ["hazard"], token_bytes, prefill, as_json)
+        _price(played, _levels(tiers, measured), policy or ["hazard"], token_bytes, prefill, as_json)
         return
     rows: list[dict[str, Any]] = []
     for text in capacity:
@@ -77,12 +84,23 @@ def _blocks(text: str, unique: int, block_bytes: int) -> int:
         raise ConfigError(f"capacity {text!r}: expected blocks (5000), a size (64GiB) or a share (2%)") from None
 
 
-def _price(trace: Any, tiers: str, policies: list[str], token_bytes: int, prefill: float, as_json: Path | None) -> None:
+def _levels(tiers: str, stats: Path | None) -> list[Level]:
+    from kvcache.trace.tiers import RATES, Level, measured
+
+    try:
+        rates = RATES if stats is None else measured(json.loads(stats.read_text(encoding="utf-8")))
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise ConfigError(f"{stats}: {error}; expected what `kvcache stats --json` says") from None
+    return [Level.parse(text, rates) for text in tiers.split(",")]
+
+
+def _price(
+    trace: Any, levels: list[Level], policies: list[str], token_bytes: int, prefill: float, as_json: Path | None
+) -> None:
     import numpy as np
 
-    from kvcache.trace.tiers import Level, price
+    from kvcache.trace.tiers import price
 
-    levels = [Level.parse(text) for text in tiers.split(",")]
     rows, shown = [], []
     for name in policies:
         priced = price(trace, levels, name, token_bytes=token_bytes, prefill_per_s=prefill)
@@ -97,7 +115,8 @@ def _price(trace: Any, tiers: str, policies: list[str], token_bytes: int, prefil
             (name, *(f"{100 * share:.1f} %" for share in priced.found.values()), *(f"{t:.3f}" for t in times.values()))
         )
     if as_json is not None:
-        _write({"trace": trace.name, "tiers": tiers, "rows": rows}, as_json)
+        named = {level.name: [level.capacity_bytes, level.bytes_per_s] for level in levels}
+        _write({"trace": trace.name, "tiers": named, "rows": rows}, as_json)
     if str(as_json) != "-":
         found = (f"from {level.name}, {show_bytes(level.capacity_bytes)}" for level in levels)
         print_table(("policy", *found, "first token, s: mean", "p50", "p90", "without a cache"), shown)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Policy, classes
 
 FILE = Path(__file__).with_name("prior.json")
-BLOCKS, UNTIL = 300.0, 100_000.0
+BLOCKS, UNTIL = 300.0, 50_000.0
 
 
 @dataclass(frozen=True)

@@ -295,6 +295,7 @@ class Cache:
                 "capacity_bytes": usage.capacity_bytes,
                 "held_bytes": held[tier.name],
                 "pinned_bytes": pinned[tier.name],
+                "read_bytes_per_s": self.flow.plan.read_bytes_per_s(tier.name),
                 "troubles": troubles,
                 "in_trouble": len(troubles),
                 "faults": cast(SharedTier, tier).faults if tier.shared else {},

@@ -33,6 +33,7 @@ how these compare with one another counts."""
 PROBE_S = 1.0
 """A tier that nothing is loaded from is tried after so long; at once, where the last try was not as expected."""
 MOST_RUNS = 32
+LARGE_BYTES = 64 << 20
 LEAST_PATIENCE_S = 0.05
 
 
@@ -114,6 +115,12 @@ class Plan:
         """A load found all of its blocks in host."""
         with self._lock:
             self._pace("host").learn(size_bytes, seconds)
+
+    def read_bytes_per_s(self, tier: str) -> float | None:
+        """Of large reads, as they were of late; None where there was none."""
+        with self._lock:
+            pace = self._tiers.get(tier)
+            return LARGE_BYTES / pace.seconds(LARGE_BYTES) if pace is not None and pace.known else None
 
     def _pace(self, tier: str) -> Pace:
         pace = self._tiers.get(tier)

@@ -7,8 +7,9 @@ the rest at the engine's; queues are not played.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,18 +30,31 @@ class Level:
     bytes_per_s: float
 
     @classmethod
-    def parse(cls, text: str) -> Level:
-        """`host:64GiB`, or with a rate `nvme:2TiB@5GB`; ConfigError for what is none."""
+    def parse(cls, text: str, rates: Mapping[str, float] = RATES) -> Level:
+        """`host:64GiB`, or with a rate `nvme:2TiB@5GB`, else that in `rates`; ConfigError for what is none."""
         name, _, rest = text.strip().partition(":")
         size, _, rate = rest.partition("@")
         try:
             if name not in RATES or not size:
                 raise ValueError(f"expected one of {', '.join(RATES)} and a size")
-            return cls(name, parse_bytes(size), float(parse_bytes(rate)) if rate else RATES[name])
+            return cls(name, parse_bytes(size), float(parse_bytes(rate)) if rate else rates.get(name, RATES[name]))
         except ValueError as error:
             raise ConfigError(
                 f"tier {text!r}: {error}; write host:64GiB, or with a rate a second nvme:2TiB@5GB"
             ) from None
+
+
+def measured(stats: Mapping[str, Any]) -> dict[str, float]:
+    """By tier, the bytes a second that a running cache read of late: from what `kvcache stats --json` says.
+    ConfigError where there is nothing of that."""
+    tiers = stats.get("tiers")
+    told = (
+        {} if not isinstance(tiers, Mapping) else {name: tier.get("read_bytes_per_s") for name, tier in tiers.items()}
+    )
+    rates = {name: float(rate) for name, rate in told.items() if rate}
+    if not rates:
+        raise ConfigError("no tier was read of late: expected what `kvcache stats --json` says of a cache at work")
+    return rates
 
 
 @dataclass(frozen=True)

@@ -84,3 +84,15 @@ def test_a_hierarchy_is_priced_by_its_rates(trace: Path, tmp_path: Path) -> None
     last = 20 * 512 * (128 << 10) / 1e9 + 4 * 512 / 8000  # of 24 blocks 20 were seen
     assert alone.first_token_s[-1] == pytest.approx(last)
     assert alone.without_s[-1] == pytest.approx(24 * 512 / 8000)
+
+
+def test_rates_are_those_that_a_running_cache_measured(trace: Path, tmp_path: Path) -> None:
+    """Where none is given beside the size."""
+    stats, out = tmp_path / "stats.json", tmp_path / "out.json"
+    stats.write_text(json.dumps({"tiers": {"host": {"read_bytes_per_s": None}, "nvme": {"read_bytes_per_s": 2e8}}}))
+    run("simulate", trace, "--tiers", "host:2GiB@9GB,nvme:1TiB", "--measured", stats, "--json", out)
+    assert json.loads(out.read_text())["tiers"] == {"host": [2 << 30, 9e9], "nvme": [1 << 40, 2e8]}
+    for nothing in ("{}", "[]", "no JSON", '{"tiers": {"host": {"read_bytes_per_s": null}}}'):
+        stats.write_text(nothing)
+        with pytest.raises(ConfigError, match=r"stats --json"):
+            run("simulate", trace, "--tiers", "host:2GiB", "--measured", stats)

@@ -88,6 +88,8 @@ def test_what_is_in_host_is_loaded_and_only_the_rest_computed(tmp_path: Path) ->
         assert ask(cache, "told") == (4, "below_plan")
         assert cache.counters.get("hit_tokens", tier="host") == 16
         assert cache.counters.get("planned_seconds") > 0
+        rate = cache.stats()["tiers"]["nvme"]["read_bytes_per_s"]
+        assert 0 < rate < 1e6, "as it was of late"
 
 
 def test_a_slow_tier_is_tried_again_and_what_it_brings_stays(tmp_path: Path) -> None:
