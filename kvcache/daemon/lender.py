@@ -138,6 +138,18 @@ class Moving:
     busy: bool = False
     ending: bool = False  # it takes no more questions
 
+    def hang_up(self) -> None:
+        """Its client sees the end. Where that may still write to what it was lent, this side goes on to listen for the
+        other one to hang up: until then those slots are nobody else's."""
+        lends = self.busy and not self.session.copies
+        hang_up(self.connection, socket.SHUT_WR if lends else socket.SHUT_RDWR)
+
+
+def hang_up(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
+    """Whoever waits for it sees its end; it stays theirs to close."""
+    with suppress(OSError):  # not by a TLS socket's own method, after which another thread would send in the clear
+        socket.socket.shutdown(connection, how)
+
 
 def serve(moving: Moving, cache: Cache, lease_s: float) -> None:
     """Answer this connection until it ends, or a message makes no sense, or all of it ends."""
@@ -155,15 +167,15 @@ def serve(moving: Moving, cache: Cache, lease_s: float) -> None:
             answer = _answered(op, message, session, cache, lender)
             if not lender.broken:
                 wire.send(answer, timeout_s=lease_s)
-            moving.busy = False
+            moving.busy = lender.broken  # then until the other side has hung up
     except ProtocolError as error:
         with suppress(UnreachableError):
             wire.send(refusal(error), timeout_s=lease_s)
     except UnreachableError as error:
         _log.debug("a connection ended: %s", error)
     finally:
-        moving.busy = False
         lender.close()
+        moving.busy = False
         wire.close()
 
 

@@ -338,7 +338,7 @@ class Daemon:
 
     def _hang_up_movers(self, session: Session) -> None:
         for moving in [m for m in self._moving if m.session is session]:
-            hang_up(moving.connection)
+            moving.hang_up()
 
     def _linger(self) -> None:
         if self._linger_s is not None and not self._sessions and not self._ending and self._lingering is None:
@@ -375,9 +375,9 @@ class Daemon:
         for moving, thread in self._moving.items():
             moving.ending = True
             if not moving.busy:
-                hang_up(moving.connection)
+                moving.hang_up()
             thread.join(max(0.0, end - time.monotonic()))
-            hang_up(moving.connection)
+            moving.hang_up()
         for peer in list(self._peers):
             peer.close()
         for session in self.sessions:
@@ -392,9 +392,3 @@ def new_loop() -> asyncio.AbstractEventLoop:
         return asyncio.new_event_loop()
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     return loop
-
-
-def hang_up(connection: socket.socket) -> None:
-    """Whoever waits for it sees its end; it stays theirs to close."""
-    with suppress(OSError):  # not by a TLS socket's own method, after which another thread would send in the clear
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)

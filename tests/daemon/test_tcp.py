@@ -15,8 +15,8 @@ import pytest
 import kvcache
 from kvcache.config import load as load_settings
 from kvcache.daemon.door import Door
+from kvcache.daemon.lender import hang_up
 from kvcache.daemon.protocol import SENT, VERSION, pack
-from kvcache.daemon.server import hang_up
 from kvcache.daemon.tcp import Port, host_and_port
 from kvcache.daemon.token import token_hash
 from kvcache.daemon.wire import Wire
