@@ -239,6 +239,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
             if work.era == self._era:
                 self._completed.put(kept)
             self._offloads.task_done()
+        self._offloads.task_done()  # that there are no more
 
     def _store(self, work: _Offload) -> bool:
         for event in work.ready:

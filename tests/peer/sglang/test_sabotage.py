@@ -127,6 +127,10 @@ def test_a_reset_forgets_what_cannot_be_stored(sabotage: Sabotage, tmp_path: Pat
     sabotage.method = ""
     assert bench.offload(chain(3), [1, 2, 3])
     bench.linker.close()
+    begun = time.monotonic()
+    bench.linker._deadline_s = 60.0
+    bench.linker.close()
+    assert time.monotonic() - begun < 60, "nothing is left to wait for"
 
 
 def test_without_a_thread_the_scheduler_loads(
