@@ -11,9 +11,7 @@ import torch
 import kvcache
 from tests.engine import tiny
 from tests.peer.server import BINARY, MISSING, Server
-from tests.peer.sglang import serving
 from tests.peer.sglang.pools import PAGE
-from tests.peer.sglang.serving import hicache
 from tests.peer.sglang.stack import Stack
 
 pytestmark = [pytest.mark.usefixtures("sglang_here"), pytest.mark.skipif(not BINARY, reason=MISSING)]
@@ -91,18 +89,3 @@ def test_other_weights_are_apart(model: str, tmp_path: Path) -> None:
         stack.close()
     finally:
         server.end()
-
-
-def test_a_server_answers_by_what_the_reference_engine_has_computed(model: str, tmp_path: Path) -> None:
-    redis = Server()
-    try:
-        with kvcache.open(**settings(redis.tcp)) as cache:
-            first = answer(engine(model, cache))
-            assert cache.flush(30)
-        flags = hicache(share_across_engines=True, **settings(redis.tcp))
-        with serving.Server(model, tmp_path, "--dtype", "float32", *flags) as server:
-            tokens, cached = server.generate(PROMPT, 8)
-            assert cached.get("storage", 0) == 20 * PAGE, (cached, server.tail())
-            assert tokens == first.token_ids
-    finally:
-        redis.end()
