@@ -48,7 +48,7 @@ def test_a_server_that_engines_share_is_told_by_vllms_own_publisher(run: Run) ->
     while last is not None:
         last, ids_of = chains[0][last]
         tokens = ids_of + tokens
-    assert tokens == A[:672]
+    assert tokens == (A + result["rounds"][0]["tokens"][0])[:704]  # an answer's tokens fill the last block
 
 
 def of_medium(events: list[dict[str, Any]], kind: str, medium: str) -> list[dict[str, Any]]:
