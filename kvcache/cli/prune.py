@@ -20,7 +20,7 @@ def prune(
 ) -> None:
     """Remove the namespaces of a running cache that nobody used for so long, from its own memory and drives.
 
-    One that was not used since the cache began counts from then. Tiers that others share are left alone."""
+    One of which no use is known counts from when the cache began. Tiers that others share are left alone."""
     from kvcache.daemon.control.client import ask
 
     try:

@@ -40,7 +40,7 @@ class Report:
         return {"tiers": tiers, "counters": _summed(list(uses.values()))}
 
     def namespaces(self) -> list[dict[str, Any]]:
-        """The last used first. `last` is nil where it was not used since this cache began, which was at `since`."""
+        """The last used first. `last` is nil where no use is known since this cache began, which was at `since`."""
         held, uses = self._cache.census.take(), self._cache.flow.uses.namespaces()
         known = {namespace.id: namespace for namespace in self._cache.namespaces}
         rows = [

@@ -36,6 +36,7 @@ from kvcache.hierarchy.why import Why
 from kvcache.observe.changes import Told
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
+from kvcache.observe.uses import Uses
 from kvcache.port import Port
 from kvcache.settings import Settings
 from kvcache.tier.host import HostTier
@@ -84,7 +85,8 @@ class Cache:
         self.index.departed = self.why.departed
         self._player = port.executor(1, "curve")
         directory = str(settings.nvme.directories[0]) if settings.nvme.enabled else None
-        self.learnt = Learnt(directory, self.index, self.kinds, self.counters, port, self._player.submit)
+        uses = Uses(port.clock)
+        self.learnt = Learnt(directory, self.index, self.kinds, uses, self.counters, port, self._player.submit)
         self.learnt.load()  # what single blocks were used comes before they do
         for tier in self.below:
             if not tier.shared:
@@ -99,6 +101,7 @@ class Cache:
             counters=self.counters,
             events=self.events,
             why=self.why,
+            uses=uses,
             plan=Plan(port.clock, self.counters, enabled=settings.plan.enabled),
             port=port,
             ask=Ask(

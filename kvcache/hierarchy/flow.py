@@ -50,6 +50,7 @@ class Flow:
         canary: Canary,
         write: Mapping[str, WriteMode],
         why: Why,
+        uses: Uses,
         plan: Plan,
         queue_blocks: int,
         threads: int,
@@ -101,7 +102,7 @@ class Flow:
         )
         self.holds = Holds(index, [host, *below])
         self.pins = Pins(index, [host, *below], port.clock)
-        self.uses = Uses(port.clock)
+        self.uses = uses
         self.executor = port.executor(threads, "copy")
         self._storing = 0
         self._changed = port.condition()

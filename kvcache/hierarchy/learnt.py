@@ -2,9 +2,10 @@
 
 One file, `policy`: a line that names the format, a line with the SHA-256 of the rest, a line of JSON, then rows. The
 JSON holds the counts that the policy judges by (`reused`, and as `forgotten` all that was last seen waiting, here or as
-a ghost), and which kind what lies on the drive is of, so that shares hold before an engine comes. The rows hold how
-often single blocks and ghosts were used and how long ago (`Index.kept`): what lies on the drive goes on as it was, what
-does not is a ghost, and what there was no room for counts as seen until then.
+a ghost), which kind what lies on the drive is of, so that shares hold before an engine comes, and when the namespaces
+that were used last were used, whatever the policy. The rows hold how often single blocks and ghosts were used and how
+long ago (`Index.kept`): what lies on the drive goes on as it was, what does not is a ghost, and what there was no room
+for counts as seen until then.
 
 It is written every `SAVE_S` in which there was a request, for each MiB of it later, and at the end; a kill loses what
 was learnt since. A file that is damaged, of another version or of another policy is ignored and counted: then the
@@ -20,7 +21,8 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
-from math import prod
+from math import isfinite, prod
+from struct import Struct
 from typing import Any
 from zlib import compress, decompressobj
 
@@ -32,6 +34,7 @@ from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.kinds import Kinds
 from kvcache.observe.metrics import Counters
 from kvcache.observe.request import logger
+from kvcache.observe.uses import Uses
 from kvcache.port import Port
 
 NAME = "policy"
@@ -42,6 +45,9 @@ MOST_BYTES = 64 << 10
 """But for the rows; places beyond them are left out. A store's own overhead has room for it."""
 MOST_ROWS = 1 << 21
 """Of 8 bytes: blocks that are there, then the ghosts that left last."""
+
+USED, MOST_USED = Struct("<32sd"), 256
+"""A namespace and when it was used last; so many are told, those used last."""
 
 _log = logger("kvcache.learnt")
 
@@ -54,12 +60,13 @@ class Learnt:
         directory: str | None,
         index: Index,
         kinds: Kinds,
+        uses: Uses,
         counters: Counters,
         port: Port,
         submit: Callable[[Callable[[], None]], object],
     ) -> None:
         self._path = None if directory is None else os.path.join(directory, NAME)
-        self._directory, self._index, self._kinds = directory, index, kinds
+        self._directory, self._index, self._kinds, self._uses = directory, index, kinds, uses
         self._counters, self._port, self._submit = counters, port, submit
         self._due = port.clock.now() + SAVE_S
         self._writing = threading.Lock()
@@ -99,6 +106,10 @@ class Learnt:
         try:
             head, _, rows = body.partition(b"\n")
             told = json.loads(head)
+            used = list(USED.iter_unpack(b64decode(told.get("used", ""))))
+            if not all(isfinite(last) for _, last in used):
+                raise ValueError("a time that is none")
+            self._uses.recall(used)
             if [told.get(name) for name in ("policy", "bounds", "gaps", "edges")] != _of(self._index.policy):
                 return "foreign"
             shape = self._index.evidence().reused.shape
@@ -155,6 +166,7 @@ class Learnt:
             **dict(zip(("policy", "bounds", "gaps", "edges"), _of(policy), strict=True)),
             "reused": _packed(evidence.reused),
             "forgotten": _packed(evidence.forgotten + (evidence.waiting if waiting else 0)),
+            "used": b64encode(b"".join(USED.pack(*row) for row in self._uses.told(MOST_USED))).decode(),
             "kinds": [],
         }
         room = MOST_BYTES - len(json.dumps(told)) - 128

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Generic, TypeVar
 
 from kvcache.port import Clock
@@ -82,6 +83,19 @@ class Uses:
         """By tenant and agent."""
         with self._lock:
             return {name: _copy(use) for name, use in self._agents.rows.items()}
+
+    def told(self, most: int) -> list[tuple[bytes, float]]:
+        """For another life: the namespaces that were used last, and when, the oldest of them first."""
+        with self._lock:
+            rows = self._namespaces.rows
+            return [(name, use.last) for name, use in islice(rows.items(), max(0, len(rows) - most), None)]
+
+    def recall(self, told: Iterable[tuple[bytes, float]]) -> None:
+        """What another life told; at the start, before anything is used."""
+        now = self._clock.wall()
+        with self._lock:
+            for name, last in told:
+                self._namespaces.touch(name, min(last, now))
 
     def forget(self, namespace: bytes) -> None:
         with self._lock:

@@ -78,6 +78,26 @@ def test_prune_takes_what_nobody_used_for_so_long(cache: Cache, kv: Any, monkeyp
     assert [row["tenant"] for row in json.loads(kv("ls", "--json")[1]) if row["tiers"]] == ["acme"]
 
 
+def test_a_restart_is_no_use(kv: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened() -> Any:
+        return kvcache.open(
+            host__capacity_bytes="4MiB",
+            host__extent_bytes="1MiB",
+            nvme={"path": tmp_path / "nvme", "capacity_bytes": "16MiB", "free_floor_bytes": 0},
+        )
+
+    with opened() as cache:
+        store(bound_to(cache, tenant="acme"), list(range(32)), 1)
+    with opened() as cache:
+        later(cache, monkeypatch, 2 * DAY)
+    with opened() as cache:
+        ((_, use),) = cache.flow.uses.namespaces().items()
+        assert cache.flow.uses.since - use.last > DAY, "it began two days later"
+        (row,) = json.loads(kv("prune", "--unused", "1d", "--dry-run", "--json")[1])["pruned"]
+        assert row["last"] == use.last
+        assert json.loads(kv("ls", "--json")[1])[0]["last"] == use.last
+
+
 @pytest.mark.parametrize(
     "arguments", [("prune",), ("prune", "--unused", "soon"), ("prune", "--unused", "0d"), ("pin", "x", "--for", "1")]
 )

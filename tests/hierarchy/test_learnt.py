@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,10 +20,11 @@ from kvcache.evict.shares import Shares
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.kinds import Kinds
-from kvcache.hierarchy.learnt import FORMAT, MOST_BYTES, MOST_ROWS, NAME, SAVE_S, Learnt, _packed
+from kvcache.hierarchy.learnt import FORMAT, MOST_BYTES, MOST_ROWS, MOST_USED, NAME, SAVE_S, USED, Learnt, _packed
 from kvcache.hierarchy.parts import POLICIES
 from kvcache.hierarchy.run import PLACE_BYTES
 from kvcache.observe.metrics import Counters
+from kvcache.observe.uses import Uses
 from kvcache.port import Disk, InlineExecutor, LocalDisk, Port, SystemClock
 from tests.hierarchy.test_room import SMALL, found, put
 
@@ -153,7 +155,10 @@ ROWS: list[Any] = [
     st.tuples(st.sampled_from(["kinds", "reused", "forgotten", "policy", "edges"]), JSON)
     | st.tuples(st.sampled_from(["reused", "forgotten"]), st.sampled_from(PACKED))
     | st.tuples(st.just("kinds"), st.sampled_from(ROWS))
-    | st.tuples(st.just("rows"), st.binary(max_size=31) | st.binary(min_size=33, max_size=39) | st.just(b"\xff" * 40))
+    | st.tuples(
+        st.just("rows"),
+        st.binary(min_size=1, max_size=31) | st.binary(min_size=33, max_size=39) | st.just(b"\xff" * 40),
+    )
     | st.tuples(st.just(""), JSON)
 )
 @settings(max_examples=60, deadline=None)
@@ -162,7 +167,7 @@ def test_a_state_that_is_whole_but_of_another_make_is_ignored_and_counted(change
     index = Index(["host", "nvme"], POLICIES["hazard"]())
     kinds, counters = Kinds(index, ["host", "nvme"], Shares()), Counters()
     with TemporaryDirectory() as place:
-        learnt = Learnt(place, index, kinds, counters, Port(), lambda save: save())
+        learnt = Learnt(place, index, kinds, Uses(SystemClock()), counters, Port(), lambda save: save())
         learnt.save()
         head, _, rows = (Path(place) / NAME).read_bytes().split(b"\n", 2)[2].partition(b"\n")
         told = json.loads(head)
@@ -180,6 +185,52 @@ def test_a_state_that_is_whole_but_of_another_make_is_ignored_and_counted(change
     assert kinds.used_bytes("host") == {}
     assert kinds.weights("host") == [1.0]
     assert kinds.evict("host", 1, tenant="t") == []
+
+
+def test_when_a_namespace_was_used_last_is_known_after_a_restart_whatever_the_policy(tmp_path: Path) -> None:
+    with opened(tmp_path) as cache:
+        live(cache, 1)
+        (before,) = cache.flow.uses.namespaces().items()
+    for policy in ("hazard", "lru"):
+        with opened(tmp_path, policy=policy) as cache:
+            ((namespace, use),) = cache.flow.uses.namespaces().items()
+            assert (namespace, use.last) == (before[0], before[1].last)
+            assert use.requests == 0, "those are of this life"
+
+
+def test_of_many_namespaces_those_used_last_are_told_and_none_from_the_future() -> None:
+    class Played(SystemClock):
+        time = 1000.0
+
+        def wall(self) -> float:
+            return self.time
+
+    clock = Played()
+    uses = Uses(clock)
+    for i in range(MOST_USED + 9):
+        clock.time += 1
+        uses.touch(bytes([i % 256, i // 256]) * 16)
+    uses.touch(bytes(32))
+    told = uses.told(MOST_USED)
+    assert len(told) == MOST_USED
+    assert told[-1][0] == bytes(32)
+    other = Uses(clock)
+    other.recall([*told, (b"f" * 32, 1e300)])
+    assert [(name, use.last) for name, use in other.namespaces().items()][:-1] == told
+    assert other.namespaces()[b"f" * 32].last == clock.time
+
+
+@pytest.mark.parametrize("used", [[], 7, "AAAA", b64encode(USED.pack(b"n", float("nan"))).decode()])
+def test_uses_that_make_no_sense_are_of_another_make(tmp_path: Path, used: Any) -> None:
+    with opened(tmp_path) as cache:
+        live(cache, 1)
+    head, _, body = (tmp_path / NAME).read_bytes().split(b"\n", 2)
+    told, _, rows = body.partition(b"\n")
+    body = json.dumps({**json.loads(told), "used": used}).encode() + b"\n" + rows
+    (tmp_path / NAME).write_bytes(b"\n".join([head, sha256(body).hexdigest().encode(), body]))
+    with opened(tmp_path) as cache:
+        assert cache.counters.tree()["policy_states"] == {"foreign": 1}
+        assert cache.flow.uses.namespaces() == {}
 
 
 def test_another_policy_s_state_is_no_use(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def unpin(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
 
 def prune(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
     """Remove namespaces that nobody used for `unused_s` from the tiers of this cache alone: what others share, others
-    may use. One that was not used since this cache began counts from then. `dry_run`: only tell which."""
+    may use. One of which no use is known counts from when this cache began. `dry_run`: only tell which."""
     unused_s, dry_run = asked.get("unused_s"), bool(asked.get("dry_run"))
     if not isinstance(unused_s, (int, float)) or isinstance(unused_s, bool) or not unused_s > 0:
         raise ConfigError(f"unused_s = {unused_s!r:.40}: expected for how long nobody used it, in seconds")
