@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, age_bin
-from kvcache.evict.prior import BLOCKS, prior_of
+from kvcache.evict.prior import prior_of
 
 Table = NDArray[np.float64]
 
@@ -63,7 +63,7 @@ class Hazard:
         weight = prior.weight(own)
         seen, risk = seen + weight * prior.reused[:, _WIDE], risk + weight * prior.risk[:, _WIDE]
         values: Table = index(hazards(seen, risk, self._of_uses()))[:, _OF_BIN] * _YOUNGER_FIRST
-        if own < BLOCKS:  # what others saw ranks who leaves; it is no reason yet to take in nothing that is new
+        if weight > 0:  # what others saw ranks who leaves; it is no reason yet to take in nothing that is new
             values[:, 0] = values.max()
         return values
 
