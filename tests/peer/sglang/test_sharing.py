@@ -11,7 +11,9 @@ import torch
 import kvcache
 from tests.engine import tiny
 from tests.peer.server import BINARY, MISSING, Server
+from tests.peer.sglang import serving
 from tests.peer.sglang.pools import PAGE
+from tests.peer.sglang.serving import hicache
 from tests.peer.sglang.stack import Stack
 
 pytestmark = [pytest.mark.usefixtures("sglang_here"), pytest.mark.skipif(not BINARY, reason=MISSING)]
@@ -41,7 +43,7 @@ def answer(engine: Any) -> Any:
 def model(tmp_path: Path) -> str:
     """With as many layers and heads as SGLang's pools have here."""
     sizes = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32}
-    return tiny.make(tmp_path / "model", "llama", max_position_embeddings=1024, **sizes)
+    return tiny.make(tmp_path / "model", "llama", max_position_embeddings=2048, **sizes)
 
 
 def sglang(place: Path, model: str, url: str) -> Stack:
@@ -83,9 +85,24 @@ def test_other_weights_are_apart(model: str, tmp_path: Path) -> None:
             answer(engine(model, cache))
             assert cache.flush(30)
         sizes = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32}
-        other = tiny.make(tmp_path / "other", "llama", seed=1, max_position_embeddings=1024, **sizes)
+        other = tiny.make(tmp_path / "other", "llama", seed=1, max_position_embeddings=2048, **sizes)
         stack = sglang(tmp_path, other, server.tcp)
         assert stack.prefetch_of(PROMPT[: 20 * PAGE]) == 0
         stack.close()
     finally:
         server.end()
+
+
+def test_a_server_answers_by_what_the_reference_engine_has_computed(model: str, tmp_path: Path) -> None:
+    redis = Server()
+    try:
+        with kvcache.open(**settings(redis.tcp)) as cache:
+            first = answer(engine(model, cache))
+            assert cache.flush(30)
+        flags = hicache(share_across_engines=True, **settings(redis.tcp))
+        with serving.Server(model, tmp_path, "--dtype", "float32", *flags) as server:
+            tokens, cached = server.generate(PROMPT, 8)
+            assert cached.get("storage", 0) == 20 * PAGE, (cached, server.tail())
+            assert tokens == first.token_ids
+    finally:
+        redis.end()
