@@ -18,6 +18,8 @@ from tests.peer.sglang.serving import PAGE, PROMPTS, STORED, WATCHED, Server, da
 ROOM = 16 << 20
 WHOLE = 3 * 40 * PAGE
 SHORT = [[random.randrange(3, 250) for _ in range(20 * PAGE + 7)] for random in map(Random, range(10, 40))]
+FEW = 3
+"""Tokens of an answer to one of these: they are many, and each token is a step of all of the server's processes."""
 
 
 @pytest.fixture
@@ -70,7 +72,7 @@ def test_a_full_disk(flags: Any, where: str, model: str, disk: Path, tmp_path: P
         filler.unlink()
         before = journal(disk)
         turns = iter(SHORT)
-        first.wait(lambda: first.generate(next(turns)) and journal(disk) > before)
+        first.wait(lambda: first.generate(next(turns), FEW) and journal(disk) > before)
         last = next(turns)
         answer = first.generate(last)[0]
         first.wait(lambda: all_there(first, [last], [answer], where))
@@ -104,7 +106,7 @@ def test_a_hung_redis(flags: Any, where: str, model: str, tmp_path: Path) -> Non
     try:
         with Server(model, tmp_path, *flags(**settings)) as first:
             answers = computed(first)
-            later = [(prompt, first.generate(prompt)[0]) for prompt in SHORT]
+            later = [(prompt, first.generate(prompt, FEW)[0]) for prompt in SHORT]
         with Server(model, tmp_path, *flags(**settings), *WATCHED) as second:
             there.pause()
             for _ in range(2):
@@ -116,7 +118,7 @@ def test_a_hung_redis(flags: Any, where: str, model: str, tmp_path: Path) -> Non
             def hit() -> bool:
                 """A prompt that only Redis has: what missed once is in memory afterwards."""
                 prompt, answer = next(turns)
-                tokens, cached = second.generate(prompt)
+                tokens, cached = second.generate(prompt, FEW)
                 assert tokens == answer
                 return bool(cached.get(where, 0) == 20 * PAGE)
 
