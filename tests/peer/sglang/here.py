@@ -11,6 +11,8 @@ from pathlib import Path
 def begin(rank: int, size: int, meeting: Path) -> None:
     """`meeting`: a file by which the ranks find each other."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    # The ninja that servers take as well: another version of it builds SGLang's extension anew, and then they do again.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     sys.path.insert(0, str(Path(__file__).parent / "cpu"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
