@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +14,7 @@ import pytest
 
 import kvcache
 from kvcache.tier.tier import Outcome, Ticket
-from tests.contract.test_cache import FULL, HYBRID, Engine, bind, store
+from tests.contract.caches import FULL, HYBRID, Engine, bind, store
 from tests.peer.server import MISSING, empty
 
 KiB = 1 << 10
@@ -107,6 +112,57 @@ def test_what_leaves_host_is_written_then_with_its_heads(tmp_path: Path, tier: s
                 assert [engine.block(page) for page in range(transfer.blocks)] == blocks[: transfer.blocks]
                 found += transfer.blocks
         assert found > 400
+        assert cache.check() == []
+
+
+_ANOTHER = """
+import hashlib, json, sys
+from pathlib import Path
+from tests.contract.caches import FULL, Engine, bind
+from tests.hierarchy.test_object import settled
+from tests.hierarchy.test_write_modes import open_cache
+engine, said = Engine(FULL), []
+flow = {"ask_deadline_s": 60, "deadline_s": 60}
+with open_cache(Path(sys.argv[1]), "write_back", "object", 8 << 20, **flow) as cache:
+    bound = bind(cache)
+    for prompt in json.loads(sys.argv[2]):
+        engine.poison()
+        with bound.request() as r:
+            hit = settled(r, prompt)
+            r.admit()
+            transfer = r.load(hit.blocks, engine.described, engine.ids(list(range(hit.blocks))))
+            assert transfer.wait(60)
+            said.append([hashlib.sha256(engine.block(page)).hexdigest() for page in range(transfer.blocks)])
+    assert cache.check() == []
+print(json.dumps(said))
+"""
+
+
+def test_what_left_host_for_the_store_another_process_reads(tmp_path: Path) -> None:
+    """As much of each prompt as this process has in the store, byte for byte, while it is open; of what is in its host
+    memory alone, nothing."""
+    with open_cache(tmp_path, "write_back", "object") as cache:
+        bound, engine = bind(cache), Engine(FULL)
+        prompts = [[seed, *range(39)] for seed in range(30)]
+        expected = []
+        for seed, prompt in enumerate(prompts):
+            engine.fill(seed, list(range(10)))
+            expected.append([hashlib.sha256(engine.block(page)).hexdigest() for page in range(10)])
+            store(bound, engine, prompt, list(range(10)))
+            assert cache.flush(30)
+        there = []
+        for prompt in prompts:
+            with bound.request() as r:
+                r.match(prompt)
+                (chain,) = r._chains()
+                there.append(sum(cache.index.contains(chain[i], "object") for i in range(len(chain))))
+        assert sum(there) > 100
+        assert 0 in there
+        command = [sys.executable, "-c", _ANOTHER, str(tmp_path), json.dumps(prompts)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        came = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+        assert came.returncode == 0, came.stderr
+        assert json.loads(came.stdout) == [blocks[:count] for blocks, count in zip(expected, there, strict=True)]
         assert cache.check() == []
 
 
