@@ -1,4 +1,5 @@
-"""What every tier promises, of object stores over real servers that speak S3."""
+"""What every tier promises, of object stores over real servers that speak S3, and over what plays Microsoft's and
+Google's."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from kvcache.testing.blocks import chain
 from kvcache.testing.tier import Bench, TierContract, intact, on_bench, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.tier import Outcome, Tier
-from tests.peer import google
+from tests.peer import azure, google
 from tests.peer.objects import MISSING, shared
 
 
@@ -23,9 +25,15 @@ from tests.peer.objects import MISSING, shared
 class TestSeaweedFS(TierContract):
     kind = "seaweedfs"
 
+    def settings(self, path: Path) -> dict[str, str]:
+        """Of its store, at a place of its own."""
+        return {**self.store(), "prefix": hashlib.sha256(str(path).encode()).hexdigest()[:16]}
+
+    def store(self) -> dict[str, str]:
+        return shared(self.kind).settings
+
     def make(self, path: Path, capacity_bytes: int, port: Port) -> Tier:
-        prefix = hashlib.sha256(str(path).encode()).hexdigest()[:16]
-        return ObjectTier(**shared(self.kind).settings, prefix=prefix, timeout_s=60, port=port)
+        return ObjectTier(**self.settings(path), timeout_s=60, port=port)  # type: ignore[arg-type]  # strings all
 
     @pytest.fixture
     def bench(self, tmp_path: Path) -> Iterator[Bench]:
@@ -39,8 +47,8 @@ class TestSeaweedFS(TierContract):
     ) -> None:
         """Each goes in parts to a place of its own, and one of them to where all look for it."""
         monkeypatch.setattr("kvcache.tier.object.store.MULTIPART_BYTES", 6 << 20)
-        settings = {**shared(self.kind).settings, "prefix": hashlib.sha256(str(tmp_path).encode()).hexdigest()[:16]}
-        tiers = [ObjectTier(**settings, pack_bytes=5 << 20, timeout_s=60) for _ in range(3)]
+        given: dict[str, Any] = {**self.settings(tmp_path), "pack_bytes": 5 << 20, "timeout_s": 60}
+        tiers = [ObjectTier(**given) for _ in range(3)]
         try:
             blocks, size, start = chain(2), 12 << 20, threading.Barrier(3)
 
@@ -64,20 +72,16 @@ class TestMoto(TestSeaweedFS):
     kind = "moto"
 
 
-@pytest.mark.skipif(bool(google.MISSING), reason=google.MISSING)
-class TestGoogle(TierContract):
-    """Its own names, conditions, listings and ranges; uploads in parts are not played."""
+@pytest.mark.skipif(bool(azure.MISSING), reason=azure.MISSING)
+class TestAzure(TestSeaweedFS):
+    """Its own names, conditions, listings, ranges, copies and uploads in parts; signed by the account's key."""
 
-    def make(self, path: Path, capacity_bytes: int, port: Port) -> Tier:
-        prefix = hashlib.sha256(str(path).encode()).hexdigest()[:16]
-        return ObjectTier(**google.shared().settings, prefix=prefix, timeout_s=60, port=port)
+    def store(self) -> dict[str, str]:
+        return azure.shared().settings
 
-    @pytest.fixture
-    def bench(self, tmp_path: Path) -> Iterator[Bench]:
-        bench = on_bench(self.make, tmp_path)
-        yield bench
-        assert bench.tier.check() == []
-        bench.tier.close()
+    def stranger(self, path: Path) -> str:
+        """Credentials that do not fit."""
+        return azure.credentials(path, b"another key")
 
     def test_two_that_write_the_same_at_once_leave_one_copy(self, tmp_path: Path) -> None:
         tiers, blocks, start = [self.make(tmp_path, 0, Port()) for _ in range(3)], chain(20), threading.Barrier(3)
@@ -94,3 +98,28 @@ class TestGoogle(TierContract):
         finally:
             for tier in tiers:
                 tier.close()
+
+    def test_whom_the_store_does_not_know_it_tells_nothing(self, tmp_path: Path) -> None:
+        known = self.make(tmp_path, 0, Port())
+        given: dict[str, Any] = {**self.settings(tmp_path), "credentials_file": self.stranger(tmp_path)}
+        stranger, blocks = ObjectTier(**given, timeout_s=60), chain(3)
+        try:
+            assert write(known, blocks) == (Outcome.DONE,) * 3
+            assert set(stranger.contains(blocks)) == {Outcome.FAILED}
+            assert stranger.counters["faults_denied"] > 0
+            assert intact(known, blocks)
+        finally:
+            known.close()
+            stranger.close()
+
+
+@pytest.mark.skipif(bool(google.MISSING), reason=google.MISSING)
+class TestGoogle(TestAzure):
+    """Its own names, conditions, listings and ranges; uploads in parts, copies and the check of what a service account
+    signed are the gate's."""
+
+    def store(self) -> dict[str, str]:
+        return google.shared().settings
+
+    def stranger(self, path: Path) -> str:
+        return google.credentials(path, google.new_key())

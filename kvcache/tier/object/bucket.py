@@ -232,7 +232,7 @@ class Bucket:
             if kind in {"AlreadyExistsError", "PreconditionError"}:
                 self.breaker.passed()
                 raise TakenError from None
-            reason = {"PermissionDeniedError": "denied", "UnauthenticatedError": "denied"}.get(kind, "failed")
+            reason = "denied" if _is_denied(error) else "failed"
             reason = "unsupported" if kind in {"NotSupportedError", "NotImplementedError"} else reason
             self._failed(reason, (str(error).splitlines() or [kind])[0][:200])
             raise RefusedError(reason) from None
@@ -271,6 +271,13 @@ def _is_short(error: Exception) -> bool:
     """Stores have no name of their own for a range that begins behind the end: HTTP says 416, a directory in words."""
     said = str(error).lower()
     return type(error).__name__ == "GenericError" and ("416" in said or "range was invalid" in said)
+
+
+def _is_denied(error: Exception) -> bool:
+    """A listing that Microsoft's store refuses has no name of its own, only the status in words."""
+    if type(error).__name__ == "GenericError":
+        return any(f"non-2xx status code: {status}" in str(error) for status in (401, 403))
+    return type(error).__name__ in {"PermissionDeniedError", "UnauthenticatedError"}
 
 
 async def _bounded(make: Callable[[], Awaitable[T]], seconds: float) -> T:
