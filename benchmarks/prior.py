@@ -17,7 +17,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -98,7 +98,17 @@ def made(data: Path) -> str:
         "reused": _rows(scale * np.array([never_growing(*row) for row in zip(reused, risk, strict=True)])),
         "risk": _rows(scale * risk),
     }
-    return "{" + ",\n".join(f'"{name}": {json.dumps(value)}' for name, value in told.items()) + "}\n"
+    return written(told)
+
+
+def written(told: Mapping[str, Sequence[object]]) -> str:
+    """As JSON, one row a line."""
+    lists = []
+    for name, value in told.items():
+        nested = isinstance(value[0], list)
+        rows = "[\n" + ",\n".join(map(json.dumps, value)) + "\n]" if nested else json.dumps(value)
+        lists.append(f'"{name}": {rows}')
+    return "{\n" + ",\n".join(lists) + "\n}\n"
 
 
 def never_growing(reused: Counts, risk: Counts) -> Counts:

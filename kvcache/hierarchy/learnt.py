@@ -96,16 +96,16 @@ class Learnt:
             self._counters.add("policy_states", result=self._take(data))
 
     def _take(self, data: bytes) -> str:
-        head, _, rest = data.partition(b"\n")
+        form, _, rest = data.partition(b"\n")
         checksum, _, body = rest.partition(b"\n")
-        if head + b"\n" != FORMAT:
+        if form + b"\n" != FORMAT:
             return "foreign"
         if sha256(body).hexdigest().encode() != checksum:
             _log.warning("%s is damaged; the policy begins anew", self._path or NAME)
             return "damaged"
         try:
-            head, _, rows = body.partition(b"\n")
-            told = json.loads(head)
+            learnt, _, rows = body.partition(b"\n")
+            told = json.loads(learnt)
             used = list(USED.iter_unpack(b64decode(told.get("used", ""))))
             if not all(isfinite(last) for _, last in used):
                 raise ValueError("a time that is none")

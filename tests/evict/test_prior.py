@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from kvcache.evict.hazard import Hazard
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, classes
-from kvcache.evict.prior import UNTIL, prior_of
+from kvcache.evict.prior import FILE, UNTIL, prior_of
 from kvcache.trace.formats import read
 from kvcache.trace.simulate import simulate
 
@@ -21,6 +22,13 @@ def test_the_data_are_of_the_policy_s_classes() -> None:
     assert prior.reused.shape == prior.risk.shape == (classes(Hazard()), AGE_BINS)
     assert prior.risk[:, 0].sum() == pytest.approx(1, abs=1e-4)
     assert (prior.reused <= prior.risk + 1e-6).all()
+
+
+def test_the_file_has_one_row_a_line() -> None:
+    told, lines = json.loads(FILE.read_text(encoding="utf-8")), FILE.read_text(encoding="utf-8").splitlines()
+    rows = [told["bounds"], told["gaps"], told["edges"], *told["reused"], *told["risk"]]
+    found = [line.rstrip(",").rpartition(": ")[2] for line in lines if "]" in line and "[" in line]
+    assert [json.loads(line) for line in found] == rows
 
 
 def test_within_a_class_the_chance_of_a_request_does_not_grow_with_age() -> None:
