@@ -172,4 +172,21 @@ std::vector<Index::Victim> Index::evict(unsigned tier, const double* values, con
     return taken;
 }
 
+double Index::worth(unsigned tier, const double* values, const std::vector<double>& weights,
+                    const std::uint8_t* records, std::size_t count) const {
+    double sum = 0;
+    std::uint32_t place = NIL;
+    for (std::size_t i = 0; i < count; ++i, records += PLACE + SIGNATURE) {
+        const bool known = place != NIL && std::memcmp(places_[place].name.data(), records, PLACE) == 0;
+        if (!known) place = find_place(records);
+        const std::uint32_t found = place == NIL ? NIL : find(place, records + PLACE);
+        if (found == NIL || !nodes_[found].resident(tier) || nodes_[found].holds) return STAYS;
+        const Node& node = nodes_[found];
+        const double weight = kind(node) < weights.size() ? weights[kind(node)] : 1;
+        if (weight == STAYS) return STAYS;
+        sum += values[use_class(node.uses) * bins() + ages_.bin(age(node.stamp))] * weight;
+    }
+    return sum;
+}
+
 }  // namespace kvcache

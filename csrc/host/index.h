@@ -88,6 +88,11 @@ class Index {
     std::vector<Victim> evict(unsigned tier, const double* values, const std::vector<double>& weights,
                               std::size_t count, std::uint64_t before, bool stored_below, double most);
 
+    // What records are worth to a tier, `PLACE` and `SIGNATURE` bytes each: the sum by `values` and `weights`, as
+    // above. STAYS where one of them may not leave: the tier has it not, or it is held, or it is worth that.
+    double worth(unsigned tier, const double* values, const std::vector<double>& weights, const std::uint8_t* records,
+                 std::size_t count) const;
+
     std::size_t size() const { return table_.size(); }
     std::size_t ghosts() const { return ghosts_.size(); }
     std::uint64_t resident(unsigned tier) const { return resident_[tier]; }

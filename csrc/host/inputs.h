@@ -54,4 +54,37 @@ class Groups {
     std::vector<std::uint64_t> needs_;
 };
 
+// A policy's table, and what it is multiplied by.
+class TableInput {
+  public:
+    TableInput(const pybind11::handle& values, const std::vector<double>& weights, const Index& index)
+        : values_(values, PyBUF_FORMAT) {
+        expect(values_.holds("d", 8) && values_.bytes() == 8 * index.classes() * index.bins(),
+               "a table of " + std::to_string(values_.bytes()) + " bytes: expected float64 of (class, age bin)");
+        for (const double weight : weights) expect(weight > 0, "a weight that is not more than 0");
+    }
+
+    const double* values() const { return reinterpret_cast<const double*>(values_.data()); }
+
+  private:
+    Buffer values_;
+};
+
+// What an index is made from.
+inline unsigned checked_tiers(unsigned tiers, const std::vector<unsigned>& bounds,
+                              const std::vector<std::uint64_t>& edges, double ghosts,
+                              const std::vector<std::uint64_t>& gaps) {
+    expect(tiers >= 1 && tiers <= Node::MOST_TIERS, std::to_string(tiers) + " tiers: expected 1 to 4");
+    expect(!edges.empty() && edges[0] == 0, "edges of age that do not begin with 0");
+    for (std::size_t i = 1; i < edges.size(); ++i) expect(edges[i - 1] <= edges[i], "edges of age out of order");
+    for (std::size_t i = 0; i < bounds.size(); ++i) {
+        expect((i == 0 || bounds[i - 1] < bounds[i]) && bounds[i] <= Node::MOST_USES,
+               "bounds of use: expected ascending numbers up to 31");
+    }
+    expect(gaps.size() <= Node::MOST_GAPS, "gaps between uses: expected 7 at most");
+    for (std::size_t i = 1; i < gaps.size(); ++i) expect(gaps[i - 1] < gaps[i], "gaps between uses out of order");
+    expect(ghosts >= 0 && ghosts <= 100, "ghosts: expected 0 to 100 for each resident block");
+    return tiers;
+}
+
 }  // namespace kvcache

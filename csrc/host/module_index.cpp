@@ -36,7 +36,7 @@ class PyIndex {
   public:
     PyIndex(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint64_t> edges, double ghosts,
             std::vector<std::uint64_t> gaps)
-        : tiers_(checked(tiers, bounds, edges, ghosts, gaps)), index_(tiers, bounds, edges, ghosts, gaps) {}
+        : tiers_(checked_tiers(tiers, bounds, edges, ghosts, gaps)), index_(tiers, bounds, edges, ghosts, gaps) {}
 
     std::uint64_t tick() {
         return locked(index_, 1, [&] { return index_.tick(); });
@@ -154,22 +154,29 @@ class PyIndex {
 
     py::list evict(unsigned tier, const py::object& values, std::size_t count, const py::object& before,
                    bool stored_below, const std::vector<double>& weights, double most) {
-        const Buffer table(values, PyBUF_FORMAT);
         check_tier(tier);
-        const std::size_t cells = index_.classes() * index_.bins();
-        expect(table.holds("d", 8) && table.bytes() == 8 * cells,
-               "a table of " + std::to_string(table.bytes()) + " bytes: expected float64 of (class, age bin)");
+        const TableInput table(values, weights, index_);
         const std::uint64_t earlier = before.is_none() ? Index::NEVER : before.cast<std::uint64_t>();
-        const double* numbers = reinterpret_cast<const double*>(table.data());
-        for (const double weight : weights) expect(weight > 0, "a weight that is not more than 0");
-        const auto victims = locked(
-            index_, count, [&] { return index_.evict(tier, numbers, weights, count, earlier, stored_below, most); });
+        const auto victims = locked(index_, count, [&] {
+            return index_.evict(tier, table.values(), weights, count, earlier, stored_below, most);
+        });
         py::list out;
         for (const Index::Victim& victim : victims) {
             out.append(py::make_tuple(bytes(victim.place, PLACE), bytes(victim.signature, SIGNATURE),
                                       bytes(victim.parent, victim.parent_known ? SIGNATURE : 0), victim.kept));
         }
         return out;
+    }
+
+    double worth(unsigned tier, const py::object& values, const py::object& records,
+                 const std::vector<double>& weights) {
+        check_tier(tier);
+        const TableInput table(values, weights, index_);
+        const Buffer rows(records, PyBUF_SIMPLE);
+        const std::size_t count = rows.bytes() / (PLACE + SIGNATURE);
+        expect(rows.bytes() == count * (PLACE + SIGNATURE),
+               "records of " + std::to_string(rows.bytes()) + " bytes: expected a place and a signature each");
+        return locked(index_, count, [&] { return index_.worth(tier, table.values(), weights, rows.data(), count); });
     }
 
     py::bytes names(unsigned tier) {
@@ -196,20 +203,19 @@ class PyIndex {
               std::size_t first, std::size_t end, std::uint64_t capacity, const py::object& values,
               const py::object& hits, bool refuses) {
         const Buffer where(place, PyBUF_SIMPLE), begins(starts, PyBUF_FORMAT), chain(blocks, PyBUF_FORMAT);
-        const Buffer names(signatures, PyBUF_SIMPLE), table(values, PyBUF_FORMAT);
+        const Buffer names(signatures, PyBUF_SIMPLE);
+        const TableInput table(values, {}, index_);
         const Buffer out(hits, PyBUF_FORMAT | PyBUF_WRITABLE);
         expect(where.bytes() == PLACE && first <= end && out.integers("i", 4, "int32") >= end - first,
                "requests to play: expected a place, and a hit each of those that there are");
         check_chains(begins, chain, names.bytes() / SIGNATURE, first, end);
-        expect(table.holds("d", 8) && table.bytes() == 8 * index_.classes() * index_.bins() && tiers_ == 1,
-               "a trace is played to one tier by a float64 table of (class, age bin)");
+        expect(tiers_ == 1, "a trace is played to one tier");
         expect(capacity >= index_.resident(0), "a capacity below what is there");
         locked(index_, BRIEF + 1, [&] {
             kvcache::play(index_, where.data(),
                           {reinterpret_cast<const std::int64_t*>(begins.data()),
                            reinterpret_cast<const std::int32_t*>(chain.data()), names.data(), first, end},
-                          capacity, reinterpret_cast<const double*>(table.data()), refuses,
-                          reinterpret_cast<std::int32_t*>(out.data()));
+                          capacity, table.values(), refuses, reinterpret_cast<std::int32_t*>(out.data()));
             return true;
         });
     }
@@ -292,22 +298,6 @@ class PyIndex {
     static void bind(py::module_& module);
 
   private:
-    static unsigned checked(unsigned tiers, const std::vector<unsigned>& bounds,
-                            const std::vector<std::uint64_t>& edges, double ghosts,
-                            const std::vector<std::uint64_t>& gaps) {
-        expect(tiers >= 1 && tiers <= Node::MOST_TIERS, std::to_string(tiers) + " tiers: expected 1 to 4");
-        expect(!edges.empty() && edges[0] == 0, "edges of age that do not begin with 0");
-        for (std::size_t i = 1; i < edges.size(); ++i) expect(edges[i - 1] <= edges[i], "edges of age out of order");
-        for (std::size_t i = 0; i < bounds.size(); ++i) {
-            expect((i == 0 || bounds[i - 1] < bounds[i]) && bounds[i] <= Node::MOST_USES,
-                   "bounds of use: expected ascending numbers up to 31");
-        }
-        expect(gaps.size() <= Node::MOST_GAPS, "gaps between uses: expected 7 at most");
-        for (std::size_t i = 1; i < gaps.size(); ++i) expect(gaps[i - 1] < gaps[i], "gaps between uses out of order");
-        expect(ghosts >= 0 && ghosts <= 100, "ghosts: expected 0 to 100 for each resident block");
-        return tiers;
-    }
-
     static py::bytes bytes(const void* data, std::size_t length) {
         return py::bytes(static_cast<const char*>(data), length);
     }
@@ -372,6 +362,8 @@ for more than a few blocks. ValueError where arguments make no sense.)")
         .def("evict", &PyIndex::evict, py::arg("tier"), py::arg("values"), py::arg("count"), py::arg("before"),
              py::arg("stored_below"), py::arg("weights") = std::vector<double>{},
              py::arg("most") = std::numeric_limits<double>::infinity())
+        .def("worth", &PyIndex::worth, py::arg("tier"), py::arg("values"), py::arg("records"),
+             py::arg("weights") = std::vector<double>{})
         .def("assign", &PyIndex::assign, py::arg("places"), py::arg("kind"))
         .def("residents", &PyIndex::residents, py::arg("tier"))
         .def("resident", &PyIndex::resident, py::arg("tier"))

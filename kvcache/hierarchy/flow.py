@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.block.record import record_bytes
@@ -25,12 +26,17 @@ from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.observe.uses import Uses
 from kvcache.port import Port
-from kvcache.tier.arena import Slot
+from kvcache.tier.arena import Extent, Slot
 from kvcache.tier.host import HostTier
 from kvcache.tier.tier import Tier
 
 VICTIMS_A_SLOT = 64
 """How many records one slot may cost: more only where sizes are mixed, and then the search ends as 'no room'."""
+ASKED, LEAST_ASKED = 1 << 12, 16
+"""How many records tell what they are worth before an extent is chosen, and how many of each extent at least: where
+that is too many, some of the extents are left out."""
+TRIES = 8
+"""Of the cheapest extents, how many may turn out to have something in them that cannot leave."""
 
 
 class Flow:
@@ -135,7 +141,7 @@ class Flow:
         Victims leave by the value of their bytes, whatever their size and tenant, as far as shares allow; a tenant that
         has its quota makes room by what is its own. What leaves from extents of another kind is of use
         only once a whole extent is empty: by moving what is left of it together or, where an extent's worth of
-        victims did not get that far, by letting go of what is in the emptiest one.
+        victims did not get that far, by letting go of what is in the one whose bytes are worth least.
 
         `worth`: of newcomers at `place`, how often they were used. Where host is the last tier, they take the place of
         nothing that is worth more; else they go through it on their way down, whatever they are worth.
@@ -190,17 +196,36 @@ class Flow:
         return sum(map(sum, fates.values()))
 
     def _clear(self, slot_bytes: int, tenant: str) -> bool:
-        """Let go of all in the extent of another kind that has the least in it, of those that may go. True where that
-        emptied it."""
-        for extent in self.host.arena.emptiest(slot_bytes, tenant):
-            there = self.host.within(extent)
-            if len(self.kinds.losable(self.host.name, there, tenant)) == len(there):
+        """Let go of all in the extent of another kind whose bytes are worth least, of those that may go. True where
+        that emptied it."""
+        for extent in self._cheapest(slot_bytes, tenant)[:TRIES]:
+            there = self.host.some_within(extent, len(extent.slots) or 1, 0)
+            if there is not None and self.kinds.worth(self.host.name, there) < inf:
                 break
         else:
             return False
         gone = [a for a in there if self.index.discard(a, self.host.name, unless_held=True)]
         self._leave_host([Victim(place_of_address(a), a.signature, a.parent, self.index.contains(a)) for a in gone])
         return not extent.slots
+
+    def _cheapest(self, slot_bytes: int, tenant: str) -> list[Extent]:
+        """Extents of other kinds, those whose bytes are worth least first, among equals the emptier; so far as is seen
+        from some of what is in them."""
+        extents = self.host.arena.others(slot_bytes, tenant)
+        step = -(-len(extents) * LEAST_ASKED // ASKED) or 1
+        extents = extents[self.index.clock % step :: step]
+        may = {owner: self.kinds.losable_bytes(self.host.name, owner, tenant) for owner in {e.tenant for e in extents}}
+        extents = [e for e in extents if len(e.slots) * e.slot_bytes <= may[e.tenant]]
+        worths = {e: self._worth(e, ASKED // len(extents)) for e in extents}
+        return sorted((e for e in extents if worths[e] < inf), key=worths.__getitem__)
+
+    def _worth(self, extent: Extent, most: int) -> float:
+        """A byte of it, by at most so many of its records; infinity where one of these may not leave."""
+        there = self.host.some_within(extent, most, self.index.clock)
+        if there is None:
+            return inf
+        filled = len(extent.slots) * extent.slot_bytes / extent.region.bytes
+        return self.kinds.worth(self.host.name, there) / max(1, len(there)) * filled
 
     # down
 

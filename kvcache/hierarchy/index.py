@@ -293,6 +293,11 @@ class Index:
             self.departed(tier, gone)
         return list(map(_victim, victims))
 
+    def worth(self, tier: str, addresses: Sequence[Address], weights: Sequence[float] = ()) -> float:
+        """What these are worth to a tier together, as `evict` values them; infinity where one of them may not leave."""
+        rows = b"".join([place_of_address(address) + address.signature for address in addresses])
+        return float(self._core.worth(self._number[tier], self.values(), rows, weights))
+
     # audits
 
     def names(self, tier: str) -> set[bytes]:

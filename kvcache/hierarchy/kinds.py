@@ -260,6 +260,16 @@ class Kinds:
             most = min(most, left or most)
         return kept, most
 
+    def worth(self, tier: str, addresses: Sequence[Address]) -> float:
+        """As the index's."""
+        return self._index.worth(tier, addresses, self.weights(tier))
+
+    def losable_bytes(self, tier: str, owner: str, tenant: str) -> int:
+        """How much of what one tenant has may go to another without its least share being touched."""
+        if not self.shares.all(tier):
+            return UNLIMITED
+        return self.shares.losable(owner, tier, self.used_bytes(tier).get(owner, 0), to=tenant)
+
     def losable(self, tier: str, addresses: Sequence[Address], tenant: str) -> list[Address]:
         """Of these, in order, what may go to a tenant without anybody's least share being touched."""
         if not self.shares.all(tier):

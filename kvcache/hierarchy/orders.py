@@ -85,6 +85,11 @@ class PlainOrders:
                     worst = candidate
         return None if worst is None else worst[2]
 
+    def value(self, node: Node, kind: int, values: NDArray[np.float64], weights: Sequence[float], now: int) -> float:
+        weight = weights[kind] if kind < len(weights) else 1.0
+        b = self._ages.bin(max(0, now - node.stamp))
+        return inf if weight == inf else float(values[self._classes.of(node.uses), b]) * weight
+
     def _heads(self, order: list[Standing], values: NDArray[np.float64], now: int) -> Iterator[tuple[float, Standing]]:
         """The first of each bin of age."""
         at = 0

@@ -21,6 +21,27 @@ class Audited:
     _ghosts: PlainGhosts
     _lock: threading.RLock
 
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def resident(self, tier: int) -> int:
+        return sum(self.residents(tier))
+
+    def residents(self, tier: int) -> list[int]:  # by kind
+        with self._lock:
+            return [of_kind[tier] for of_kind in self._of_kind]
+
+    def ghosts(self) -> int:
+        return len(self._ghosts)
+
+    def held(self) -> int:
+        with self._lock:
+            return sum(node.holds for node in self._nodes.values())
+
+    def names(self, tier: int) -> bytes:  # place and signature of each that the tier has, one behind the other
+        with self._lock:
+            return b"".join(place + sign for (place, sign), node in self._nodes.items() if node.tiers >> tier & 1)
+
     def check(self) -> list[str]:
         """Counts, orders and links against what a walk over all nodes finds."""
         faults = []

@@ -29,11 +29,12 @@ from kvcache.hierarchy.node import UNKNOWN, Name, Node, descends, names_of
 from kvcache.hierarchy.orders import USES_BITS, Classes, PlainOrders
 from kvcache.hierarchy.plain_audit import Audited
 from kvcache.hierarchy.prefix import usable
-from kvcache.hierarchy.run import Packed
+from kvcache.hierarchy.run import PLACE_BYTES, Packed
 
 Victim = tuple[bytes, bytes, bytes, bool]  # place, signature, parent, whether another tier still has it
 
 MOST_TIERS = 4
+ROW_BYTES = PLACE_BYTES + SIGNATURE_BYTES
 
 
 class PlainIndex(Audited):
@@ -288,6 +289,19 @@ class PlainIndex(Audited):
                 self._drop(node, tier)
         return victims
 
+    def worth(self, tier: int, values: NDArray[np.float64], records: bytes, weights: Sequence[float] = ()) -> float:
+        """What these are worth to a tier together, as `evict` values them; place and signature of each, as in `names`.
+        Infinity where one may not leave: the tier has it not, or it is held, or it is worth that."""
+        worth = 0.0
+        with self._lock:
+            for row in range(0, len(records), ROW_BYTES):
+                name = records[row : row + PLACE_BYTES], records[row + PLACE_BYTES : row + ROW_BYTES]
+                node = self._nodes.get(name)
+                if node is None or not node.tiers >> tier & 1 or node.holds:
+                    return inf
+                worth += self._orders.value(node, self._kind(name), values, weights, self.clock)
+        return worth
+
     # within
 
     def _kind(self, name: Name) -> int:
@@ -375,26 +389,3 @@ class PlainIndex(Audited):
 
     def _count_reuse(self, uses: int, age: int) -> None:
         self._reused[self.use_class(uses), self._ages.bin(age)] += 1
-
-    # audits
-
-    def __len__(self) -> int:
-        return len(self._nodes)
-
-    def resident(self, tier: int) -> int:
-        return sum(self.residents(tier))
-
-    def residents(self, tier: int) -> list[int]:  # by kind
-        with self._lock:
-            return [of_kind[tier] for of_kind in self._of_kind]
-
-    def ghosts(self) -> int:
-        return len(self._ghosts)
-
-    def held(self) -> int:
-        with self._lock:
-            return sum(node.holds for node in self._nodes.values())
-
-    def names(self, tier: int) -> bytes:  # place and signature of each that the tier has, one behind the other
-        with self._lock:
-            return b"".join(place + sign for (place, sign), node in self._nodes.items() if node.tiers >> tier & 1)

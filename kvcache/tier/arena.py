@@ -322,12 +322,20 @@ class Arena:
                 found += [e for e in fitting if all(s.references == 1 and s.name for s in e.slots.values())]
             return min(found, key=lambda e: len(e.slots) * e.slot_bytes, default=None)
 
-    def emptiest(self, slot_bytes: int, tenant: str) -> list[Extent]:
+    def others(self, slot_bytes: int, tenant: str) -> list[Extent]:
         """The extents of other kinds that one of these slots fits into, those with the fewest bytes in use first."""
         with self._lock:
             others = (e for kind, extents in self._extents.items() if kind != (slot_bytes, tenant) for e in extents)
             fitting = (e for e in others if e.region.bytes >= slot_bytes)
             return sorted(fitting, key=lambda e: len(e.slots) * e.slot_bytes)
+
+    def names(self, extent: Extent, most: int, turn: int) -> list[bytes] | None:
+        """Of the records in at most so many of its slots, here and there, in others at another turn. None where
+        somebody reads or writes one of these slots."""
+        with self._lock:
+            step = -(-len(extent.slots) // most) or 1
+            slots = list(itertools.islice(extent.slots.values(), turn % step, None, step))
+            return [s.name for s in slots] if all(s.references == 1 and s.name for s in slots) else None
 
     def extents(self) -> Iterator[Extent]:
         for extents in list(self._extents.values()):

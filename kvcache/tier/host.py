@@ -313,6 +313,16 @@ class HostTier(Waits):
             found = (self._records.get(slot.name) for slot in list(extent.slots.values()))
             return [held.address for held in found if held is not None and held.slot.extent is extent]
 
+    def some_within(self, extent: Extent, most: int, turn: int) -> list[Address] | None:
+        """As `within`, at most so many, others at another turn. None where somebody reads or writes one of them."""
+        names = self.arena.names(extent, most, turn)
+        if names is None:
+            return None
+        with self._lock:
+            found = [self._records.get(name) for name in names]
+        here = [held.address for held in found if held is not None and held.slot.extent is extent]
+        return here if len(here) == len(names) else None
+
     def scan(self) -> Iterator[Address]:
         with self._lock:
             addresses = [held.address for held in self._records.values()]

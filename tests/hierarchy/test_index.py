@@ -172,10 +172,7 @@ class IndexMachine(RuleBasedStateMachine):
                     continue
                 if (stored_below and not below) or (before is not None and k.stamp >= before):
                     continue
-                c = sum(k.uses >= bound for bound in self.policy.bounds)
-                if c:  # the second, third... group of as many classes as there are gaps, and one
-                    later = sum(k.gap >= gap for gap in self.policy.gaps)
-                    c = 1 + (c - 1) * (len(self.policy.gaps) + 1) + later
+                c = self.use_class(k)
                 if values[c, age_bin(self.index.clock - k.stamp)] == np.inf:
                     continue
                 candidates.append((values[c, age_bin(self.index.clock - k.stamp)], -below, k.stamp, -k.depth, name))
@@ -190,6 +187,24 @@ class IndexMachine(RuleBasedStateMachine):
             self.forget()
         else:
             assert len(victims) == count
+
+    @rule(tier=st.integers(0, 2), which=st.integers(0, 3), length=st.integers(0, 6))
+    def worth(self, tier: int, which: int, length: int) -> None:
+        values, expected = self.policy.values(Evidence.none(self.policy)), 0.0
+        for address in self.chains[which][:length]:
+            k = self.known.get(address.name)
+            if k is None or k.holds or address.name not in self.resident[tier]:
+                expected = np.inf
+                break
+            expected += values[self.use_class(k), age_bin(self.index.clock - k.stamp)]
+        assert self.index.worth(TIERS[tier], self.chains[which][:length]) == pytest.approx(expected)
+
+    def use_class(self, known: Known) -> int:
+        c = sum(known.uses >= bound for bound in self.policy.bounds)
+        if not c:
+            return 0
+        # the second, third... group of as many classes as there are gaps, and one
+        return 1 + (c - 1) * (len(self.policy.gaps) + 1) + sum(known.gap >= gap for gap in self.policy.gaps)
 
     @invariant()
     def agrees(self) -> None:

@@ -18,6 +18,7 @@ import kvcache
 from kvcache.block.layout import Group, KVLayout
 from kvcache.block.record import record_bytes
 from kvcache.config import load
+from kvcache.hierarchy import flow
 from kvcache.hierarchy.cache import Cache
 from kvcache.port import InlineExecutor, Port
 from kvcache.tier.tier import Outcome
@@ -247,3 +248,81 @@ def test_what_a_failing_copy_had_borrowed_comes_back() -> None:
         slots = [slot for extent in cache.host.arena.extents() for slot in extent.slots.values()]
         assert {slot.references for slot in slots} == {1}
         assert cache.index.held() == 0
+
+
+OTHER = layout(512)  # of a fourth model: records of 20 KiB
+
+
+def left(cache: Cache, of: KVLayout) -> int:
+    """How many records of a layout are in host."""
+    return sum(len(e.slots) for e in cache.host.arena.extents() if e.slot_bytes == record_bytes(of.block_bytes()))
+
+
+def in_vain(cache: Cache) -> None:
+    """Three full extents of a model each. What is the oldest is more than an extent holds, and leaves none empty: of
+    SMALL 6 newer ones stay and of LARGE 1, of MIDDLE 6 that were not used for long: the most bytes."""
+    for of, numbers in ((SMALL, range(6)), (LARGE, range(1)), (MIDDLE, range(2)), (MIDDLE, range(2, 8))):
+        for number in numbers:
+            assert put(cache, of, number, 1) == 1
+    for _ in range(300):
+        cache.index.tick()
+    for of, numbers in ((SMALL, range(6, 12)), (LARGE, range(1, 2))):
+        for number in numbers:
+            assert put(cache, of, number, 1) == 1
+    assert [left(cache, of) for of in (SMALL, MIDDLE, LARGE)] == [12, 8, 2]
+
+
+asked = pytest.mark.parametrize("asked", [flow.ASKED, 3], ids=["all", "one of each extent"])
+
+
+@asked
+def test_the_extent_that_is_worth_least_goes_though_another_is_emptier(
+    asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow, "ASKED", asked)
+    monkeypatch.setattr(flow, "LEAST_ASKED", 1)
+    with closing(opened(3)) as cache:
+        in_vain(cache)
+        assert put(cache, OTHER, 100, 1) == 1
+        assert found(cache, OTHER, 100, 1) == 1
+        assert [left(cache, of) for of in (SMALL, MIDDLE, LARGE)] == [6, 0, 1]
+        assert [found(cache, MIDDLE, number, 1) for number in range(8)] == [0] * 8
+        assert [found(cache, SMALL, number, 1) for number in range(6, 12)] == [1] * 6
+        assert found(cache, LARGE, 1, 1) == 1
+        assert cache.check() == []
+
+
+@asked
+@pytest.mark.parametrize("number", range(2, 8))
+def test_an_extent_of_which_something_is_held_stays_whole(
+    number: int, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow, "ASKED", asked)
+    monkeypatch.setattr(flow, "LEAST_ASKED", 1)
+    with closing(opened(3)) as cache:
+        in_vain(cache)
+        with cache.namespace(MIDDLE, model="m", revision="r", tenant="a").request() as r:
+            assert r.match(chain(number, 1)).blocks == 1
+            r.admit()
+            assert put(cache, OTHER, 100, 1) == 1
+        assert [found(cache, MIDDLE, number, 1) for number in range(2, 8)] == [1] * 6
+        assert found(cache, OTHER, 100, 1) == 1
+        assert cache.check() == []
+
+
+def test_what_a_choice_of_extents_costs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "ASKED", 48)
+    monkeypatch.setattr(flow, "LEAST_ASKED", 4)
+    told: list[int] = []
+    with closing(opened(40)) as cache:
+        for number in range(40):
+            assert put(cache, SMALL, number, 12) == 12
+        worth = cache.kinds.worth
+        monkeypatch.setattr(cache.kinds, "worth", lambda tier, there: told.append(len(there)) or worth(tier, there))
+        chosen = set()
+        for _ in range(40):
+            cache.index.tick()
+            chosen.update(e.number for e in cache.flow._cheapest(record_bytes(LARGE.block_bytes()), "a"))
+            assert 0 < sum(told) <= 48
+            told.clear()
+    assert len(chosen) == 40, "another time others are asked"

@@ -103,3 +103,25 @@ def test_no_full_block() -> None:
 def test_what_is_refused(arguments: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         native.core.digest_chain(*arguments)
+
+
+@pytest.mark.parametrize("values", [[1, 2, 3], (7, 0, 2**32 - 1), [], [2**30 - 1, 2**30, 2**31]])
+def test_token_ids_of_lists(values: Any) -> None:
+    assert native.core.token_ids(values) == np.array(values, np.uint32).tobytes()
+
+
+@pytest.mark.parametrize("values", [[-1], [2**32], [2**64], [True], [1.0], [np.int64(1)], [None], range(3), "12", {1}])
+def test_token_ids_of_anything_else(values: Any) -> None:
+    assert native.core.token_ids(values) is None
+
+
+def test_populate() -> None:
+    import mmap
+
+    memory = mmap.mmap(-1, 40 << 20)
+    memory[5] = 7
+    native.core.populate(memory)
+    assert memory[5] == 7
+    assert memory[:5] == bytes(5)
+    with pytest.raises(BufferError):
+        native.core.populate(bytes(10))

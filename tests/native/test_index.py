@@ -160,6 +160,20 @@ class Twins(RuleBasedStateMachine):
             )
         )
 
+    @rule(
+        tier=tiers,
+        of=tiers,
+        table=st.integers(0, len(TABLES) - 1),
+        some=st.integers(1, 3),
+        which=st.sampled_from(WEIGHTS),
+    )
+    def worth(self, tier: int, of: int, table: int, some: int, which: tuple[float, ...]) -> None:
+        """Of all, or of every second or third, that this tier has or another one."""
+        records = b"".join(sorted(rows(self.twins[0].names(of)))[::some])
+        worth = self.both(lambda twin: twin.worth(tier, TABLES[table], records, which))
+        alone = [self.twins[0].worth(tier, TABLES[table], row, which) for row in rows(records)]
+        assert worth == math.inf if math.inf in alone else math.isclose(worth, math.fsum(alone), abs_tol=1e-9)
+
     @rule(place=places, kind=st.integers(0, 3))
     def assign(self, place: int, kind: int) -> None:
         """Whether blocks are there or not, and again."""
@@ -209,7 +223,7 @@ def test_long_lives(seed: int) -> None:
     for _ in range(60):
         chain, place, tier = random.randrange(4), random.randrange(3), random.randrange(3)
         ends, some = sorted(random.choices(range(10), k=2)), random.random() < 0.5
-        match random.randrange(13):
+        match random.randrange(14):
             case 0:
                 twins.tick(random.choice([1, 3, 30, 400]))
             case 1 | 2:
@@ -230,6 +244,8 @@ def test_long_lives(seed: int) -> None:
                 twins.discard_odd(random.randrange(5), place, tier)
             case 10:
                 twins.assign(place, random.randrange(4))
+            case 11:
+                twins.worth(tier, tier, random.randrange(len(TABLES)), random.randrange(1, 4), random.choice(WEIGHTS))
             case _:
                 back = random.choice([None, None, 0, 1, 5, 100])
                 weights, most = random.choice(WEIGHTS), random.choice([math.inf, 0.5])
@@ -355,6 +371,9 @@ def test_threads_at_once() -> None:
         (lambda i: i.match([PLACES[0]], [1, 2], bytes(32)), "1 places and 2 needs"),
         (lambda i: i.evict(0, np.zeros(3), 1, None, False), "expected float64 of"),
         (lambda i: i.evict(0, np.zeros((1, AGE_BINS)), 1, None, False, [0.0]), "not more than 0"),
+        (lambda i: i.worth(0, np.zeros(3), b""), "expected float64 of"),
+        (lambda i: i.worth(2, np.zeros((1, AGE_BINS)), b""), "tier 2: there are 2"),
+        (lambda i: i.worth(0, np.zeros((1, AGE_BINS)), bytes(75)), "records of 75 bytes"),
         (lambda i: i.assign([PLACES[0]], 1 << 12), "kind 4096: expected less than 4096"),
         (lambda i: i.assign([b"short"], 1), "a place of 5 bytes"),
         (lambda i: native.core.Index(5, (), AGE_EDGES, 0.0), "5 tiers: expected 1 to 4"),
@@ -370,25 +389,3 @@ def test_what_is_refused(call: Callable[[Any], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         call(index)
     assert len(index) == 0
-
-
-@pytest.mark.parametrize("values", [[1, 2, 3], (7, 0, 2**32 - 1), [], [2**30 - 1, 2**30, 2**31]])
-def test_token_ids_of_lists(values: Any) -> None:
-    assert native.core.token_ids(values) == np.array(values, np.uint32).tobytes()
-
-
-@pytest.mark.parametrize("values", [[-1], [2**32], [2**64], [True], [1.0], [np.int64(1)], [None], range(3), "12", {1}])
-def test_token_ids_of_anything_else(values: Any) -> None:
-    assert native.core.token_ids(values) is None
-
-
-def test_populate() -> None:
-    import mmap
-
-    memory = mmap.mmap(-1, 40 << 20)
-    memory[5] = 7
-    native.core.populate(memory)
-    assert memory[5] == 7
-    assert memory[:5] == bytes(5)
-    with pytest.raises(BufferError):
-        native.core.populate(bytes(10))
