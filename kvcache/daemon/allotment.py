@@ -39,8 +39,12 @@ class Allotment:
         """One; False where nothing is left for it."""
         if not self.has_room(tenant):
             return False
-        self._used[tenant] += 1
+        self.exchange(tenant)
         return True
+
+    def exchange(self, tenant: str) -> None:
+        """One, for another that it gives back next."""
+        self._used[tenant] += 1
 
     def give_back(self, tenant: str) -> None:
         self._used[tenant] -= 1

@@ -7,7 +7,7 @@ own and an operator its name. Its records stay longer than it: whoever binds the
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvcache.daemon.allotment import Allotment
 from kvcache.errors import ConfigError
@@ -29,18 +29,22 @@ class Bindings:
         self._tenants: Counter[BoundCache] = Counter()
         self._idle: OrderedDict[BoundCache, None] = OrderedDict()  # what was let go of longest ago stands first
 
-    def take(self, tenant: str, bind: Callable[[], BoundCache]) -> BoundCache:
-        """For a session of this tenant; ConfigError where it has as many as it may."""
-        if not self._allotment.has_room(tenant):
-            raise ConfigError(
-                f"tenant {tenant!r} has {self._allotment.used(tenant)} namespaces bound, of {MOST} for all: no more "
-                "can be bound before one of its engines ends"
-            )
+    def take(self, tenant: str, bind: Callable[[], BoundCache], ends: Sequence[BoundCache] = ()) -> BoundCache:
+        """For a session of this tenant, which gives back `ends` next. ConfigError where the tenant has as many as it
+        may and none of these leaves it room; what it has already costs nothing."""
         bound = bind()
-        self._idle.pop(bound, None)
         if not self._sessions[tenant, bound]:
-            self._allotment.take(tenant)
+            leaves = any(self._sessions[tenant, ended] == 1 for ended in ends)
+            if not leaves and not self._allotment.has_room(tenant):
+                if not self._tenants[bound]:
+                    self._rest(bound)
+                raise ConfigError(
+                    f"tenant {tenant!r} has {self._allotment.used(tenant)} namespaces bound, of {MOST} for all: no "
+                    "more can be bound before one of its engines ends some"
+                )
+            self._allotment.exchange(tenant)
             self._tenants[bound] += 1
+        self._idle.pop(bound, None)
         self._sessions[tenant, bound] += 1
         return bound
 
@@ -54,6 +58,10 @@ class Bindings:
         if self._tenants[bound]:
             return
         del self._tenants[bound]
+        self._rest(bound)
+
+    def _rest(self, bound: BoundCache) -> None:
+        """Nobody has it."""
         self._idle[bound] = None
         if len(self._idle) >= KEPT + A_BATCH:
             self._cache.unbind([self._idle.popitem(last=False)[0] for _ in range(A_BATCH)])

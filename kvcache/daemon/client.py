@@ -68,6 +68,7 @@ class Link:
             self.wire.close()
             raise
         self.bound: OrderedDict[int, None] = OrderedDict()  # numbers of namespaces, the last used last
+        self.ends: list[int] = []  # those let go of, until the daemon took it: it may have done so and refused the rest
         self.idle: list[Wire] = []  # connections that move records, of which none is in use
         self.closed = False
         self.lock = threading.Lock()
@@ -79,6 +80,11 @@ class Link:
         """The answer; the error that it tells of is raised."""
         self.tell(op, **fields)
         return answer(self.wire.receive(self.patience_s)[0])
+
+    def let_go(self, count: int) -> None:
+        """Of the namespaces used longest ago, as the next one is bound; whoever uses them binds them again."""
+        for _ in range(min(count, len(self.bound))):
+            self.ends.append(self.bound.popitem(last=False)[0])
 
     @contextmanager
     def mover(self, timeout_s: float) -> Iterator[Wire]:

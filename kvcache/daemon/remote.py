@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from itertools import islice
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
 from kvcache.daemon.protocol import FRAME_BYTES, NAMESPACES, describe_shards
 from kvcache.daemon.taker import Taker
-from kvcache.errors import KVCacheError
+from kvcache.errors import ConfigError, KVCacheError
 from kvcache.hierarchy.edge import check_origin, check_transfer, check_ttl
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.mover import PagesMover
@@ -48,27 +47,36 @@ class RemoteBound:
     def number(self, link: Link) -> int:
         """What this session calls it."""
         if self._number is None or self._number[0] is not link or self._number[1] not in link.bound:
-            n, ends = self.namespace, list(islice(link.bound, max(0, len(link.bound) - NAMESPACES + 1)))
-            told = link.ask(
-                "namespace",
-                layout=n.layout.describe(),
-                model=n.model,
-                revision=n.revision,
-                adapter=n.adapter,
-                tenant=n.tenant,
-                cache_salt=n.cache_salt,
-                facts=dict(n.facts),
-                shards=describe_shards(self.shards),
-                ranks=None if self._ranks is None else [describe_shards(of_rank) for of_rank in self._ranks],
-                ends=ends,
-            )
-            for number in ends:
-                del link.bound[number]
+            link.let_go(len(link.bound) - NAMESPACES + 1)
+            try:
+                told = self._bind(link)
+            except ConfigError:
+                if not link.bound:
+                    raise
+                link.let_go(1)  # our tenant has all that it may, of which this is
+                told = self._bind(link)
+            link.ends.clear()
             self.id = told["id"]
             self._number = link, told["namespace"]
             link.bound[self._number[1]] = None
         link.bound.move_to_end(self._number[1])
         return self._number[1]
+
+    def _bind(self, link: Link) -> dict[str, Any]:
+        n = self.namespace
+        return link.ask(
+            "namespace",
+            layout=n.layout.describe(),
+            model=n.model,
+            revision=n.revision,
+            adapter=n.adapter,
+            tenant=n.tenant,
+            cache_salt=n.cache_salt,
+            facts=dict(n.facts),
+            shards=describe_shards(self.shards),
+            ranks=None if self._ranks is None else [describe_shards(of_rank) for of_rank in self._ranks],
+            ends=list(link.ends),
+        )
 
     def known_as(self, signature: bytes) -> bytes:
         return bind_signatures(self.id, signature) if self.cache.apart else signature

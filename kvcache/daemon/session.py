@@ -101,10 +101,8 @@ class Session:
         return [] if bound is None else [place.payload_bytes for place in bound.places]
 
     def _namespace(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        for number in message.get("ends") or ():
-            self._end_binding(number)
-        if len(self._bound) >= NAMESPACES:
-            raise ConfigError(f"{NAMESPACES} namespaces a client: no more can be bound before it ends some")
+        """What the client ends goes when the new one is bound: where that is refused, nothing changes."""
+        ends = {number for number in message.get("ends") or () if type(number) is int and number in self._bound}
         shards, ranks = message.get("shards"), message.get("ranks")
         if not self.tenant.owns(message["tenant"]):
             raise AccessError(f"tenant = {message['tenant']!r:.140}: this client came in as {self.tenant.name!r}")
@@ -120,13 +118,17 @@ class Session:
             shards=None if shards is None else read_shards(shards),
             ranks=None if ranks is None else [read_shards(of_rank) for of_rank in ranks],
         )
-        bound = self._bindings.take(self.tenant.name, bind)
+        if len(self._bound) - len(ends) >= NAMESPACES:
+            raise ConfigError(f"{NAMESPACES} namespaces a client: no more can be bound before it ends some")
+        bound = self._bindings.take(self.tenant.name, bind, [self._bound[number] for number in ends])
         number = self._numbers.get(bound)
         if number is None:
             number = self._numbers[bound] = self._next
             self._bound[number], self._next = bound, number + 1
         else:
             self._bindings.give_back(self.tenant.name, bound)  # it had it already
+        for ended in ends - {number}:
+            self._end_binding(ended)
         return {"namespace": number, "id": bound.id}
 
     def _end_binding(self, number: Any) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from kvcache.daemon import bindings as of_bindings
 from kvcache.daemon.bindings import Bindings
-from kvcache.errors import ConfigError
+from kvcache.errors import AccessError, ConfigError, LayoutError
 from kvcache.hierarchy.cache import Cache
 from tests.daemon.house import bound_to, load, store
 from tests.daemon.test_tenant import ACME, BETA, came_in, everybody
@@ -57,8 +58,8 @@ def test_a_tenant_binds_no_more_than_leaves_another_its_share(make_within: Make,
     engines = [came_in(within, ACME, tmp_path, deadline_s=30) for _ in range(3)]
     for i in range(12 - 2 * share):
         store(bound_to(engines[i // 4], cache_salt=str(i)), list(range(4)), i)
-    with pytest.raises(ConfigError, match=r"acme.*no more"), bound_to(engines[2], cache_salt="more").request() as r:
-        r.match(list(range(4)))
+    with pytest.raises(ConfigError, match=r"acme.*no more"):
+        bound_to(engines[2], cache_salt="more")
     beta = came_in(within, BETA, tmp_path, deadline_s=30)
     for i in range(share):
         other = bound_to(beta, cache_salt=str(i))
@@ -74,6 +75,59 @@ def test_a_tenant_binds_no_more_than_leaves_another_its_share(make_within: Make,
         return True
 
     until(again)
+
+
+@pytest.mark.usefixtures("few")
+def test_a_client_at_its_tenants_share_goes_on_with_those_it_used_last(make_within: Make, tmp_path: Path) -> None:
+    within = make_within(daemon__tenants_file=str(everybody(tmp_path / "t")))
+    fills, engine = came_in(within, ACME, tmp_path, deadline_s=30), came_in(within, ACME, tmp_path, deadline_s=30)
+    for i in range(6):
+        bound_to(fills, cache_salt=f"fills {i}")
+    tokens, expected = list(range(8)), []
+    bounds = [bound_to(engine, cache_salt=str(i)) for i in range(10)]
+    for i, bound in enumerate(bounds):
+        expected.append(store(bound, tokens, i))
+    assert [load(bound, tokens) for bound in bounds] == expected
+    assert within.daemon._bindings._allotment.used("acme") <= 12 - 2
+    bound_to(came_in(within, ACME, tmp_path, deadline_s=30), cache_salt="fills 0")  # another engine has it: it is free
+
+
+@pytest.mark.usefixtures("few")
+def test_a_refused_namespace_costs_a_client_none_of_its_others(within: Within) -> None:
+    cache, tokens = within.open(deadline_s=30), list(range(8))
+    bounds = [bound_to(cache, cache_salt=str(i)) for i in range(8)]
+    expected = [store(bound, tokens, i) for i, bound in enumerate(bounds)]
+    link, (session,) = cache.link, within.daemon.sessions
+    first = min(link.bound)
+    with pytest.raises(LayoutError):
+        link.ask("namespace", layout={}, model="m", revision="1", tenant="t", cache_salt="", facts={}, ends=[first])
+    assert first in session._bound
+    for error in (ConfigError, AccessError):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(within.daemon._bindings, "take", partial(refuse, error))
+            with pytest.raises(error):
+                bound_to(cache, cache_salt="more")
+        assert [load(bound, tokens) for bound in bounds] == expected
+    for i in range(8, 12):
+        bound_to(cache, cache_salt=str(i))
+    assert list(session._bound) == sorted(link.bound)
+    assert link.ends == []
+
+
+def refuse(error: type[Exception], *_: object) -> NoReturn:
+    raise error("not this one")
+
+
+@pytest.mark.usefixtures("few")
+def test_a_namespace_that_is_ended_as_it_is_bound_again_stays(within: Within) -> None:
+    cache = within.open(deadline_s=30)
+    bound = bound_to(cache)
+    with cache.asking() as link:
+        number = bound.number(link)
+        link.let_go(1)
+        assert bound.number(link) == number
+    expected = store(bound, list(range(8)), 1)
+    assert load(bound, list(range(8))) == expected
 
 
 @pytest.mark.usefixtures("few")
