@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvcache.port import Port
 from kvcache.testing.blocks import chain
 from kvcache.testing.tier import Clock, intact, write
 from kvcache.tier.object import ObjectTier, bucket, catalogue
+from kvcache.tier.object.name import Place
 from kvcache.tier.tier import Outcome
 from tests.peer.objects import MISSING, shared
 
@@ -119,6 +121,64 @@ def test_what_is_known_is_bounded_and_the_rest_is_found_by_its_name(
     assert tier.check() == []
     assert tier.purge(chains[0][0].namespace) == 21
     assert list(tier.scan()) == []
+
+
+def folder(tmp_path: Path, namespace: bytes) -> Path:
+    (found,) = tmp_path.rglob(namespace.hex())
+    return found
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("where", ["namespace", "group", "name"])
+def test_a_pack_that_somebody_copied_elsewhere_is_none(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, listed: bool
+) -> None:
+    """A sound one: asked for by its name or met in a listing, it is no hit, is counted, and takes no room."""
+    blocks = chain(4)
+    write(opened(), blocks)
+    wrong = {
+        "namespace": replace(blocks[0], namespace=b"\xff" * 32),
+        "group": replace(blocks[0], group=1),
+        "name": replace(blocks[0], signature=b"\xee" * 32, parent=b""),
+    }[where]
+    tier = opened()
+    names = tier._catalogue._names
+    to = folder(tmp_path, blocks[0].namespace).parents[2] / names.pack(Place.of(wrong), wrong.signature)
+    to.parent.mkdir(parents=True, exist_ok=True)
+    to.write_bytes(next(folder(tmp_path, blocks[0].namespace).rglob(blocks[0].signature.hex())).read_bytes())
+    monkeypatch.setattr(catalogue, "MOST_RECORDS", 6)
+    for times in range(1, 5):
+        if listed:
+            assert tier.contains([blocks[0]]) == (DONE,)
+            tier._catalogue.refresh(wrong.namespace, None, now=True)
+            assert tier._catalogue.find([wrong], None, ask=False) == [None]
+        else:
+            assert not tier._catalogue.ask(wrong, None)
+            tier._catalogue._missing.clear()
+        assert tier.counters["foreign"] >= times
+        assert tier._catalogue._records == (4 if listed else 0)
+    assert intact(tier, blocks)
+    other = chain(4, seed=1)
+    assert write(tier, other) == (DONE,) * 4  # makes room
+    assert intact(tier, other)
+    assert write(tier, [wrong]) == (DONE,)  # in its place, where nobody could read
+    assert intact(opened(), [wrong])
+
+
+def test_one_with_few_large_packs_pushes_out_nobody(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is in records, and so is who has most of them."""
+    monkeypatch.setattr(catalogue, "MOST_RECORDS", 24)
+    tier, small = opened(), [chain(1, seed=seed) for seed in range(6)]
+    other = b"\xaa" * 32
+    for each in small:
+        assert write(tier, each) == (DONE,)
+    for seed in range(10, 16):
+        assert write(tier, [replace(a, namespace=other) for a in chain(8, seed=seed)]) == (DONE,) * 8
+    known = tier._catalogue
+    assert known.find([each[0] for each in small], None, ask=False) != [None] * 6
+    assert len(known.packs(small[0][0].namespace)) == 6
+    assert [len(pack.table.rows) for pack in known.packs(other)] == [8, 8]
+    assert known._records == sum(space.records for space in known._known.values()) == 22
 
 
 @pytest.mark.parametrize(("stores", "rounds"), [(0, 1), (2, 3), (99, 3)])

@@ -41,6 +41,7 @@ class Known:
     """Of one namespace."""
 
     packs: dict[str, Pack] = field(default_factory=dict)
+    records: int = 0  # in all of them
     rows: dict[Place, dict[bytes, Found]] = field(default_factory=dict)
     listed: float | None = None  # when
     pause_s: float = 0.0  # until the next listing
@@ -123,7 +124,8 @@ class Catalogue:
                     self._missing[path] = now + _MOMENT_S
 
     def learn(self, path: str, deadline: float | None, *, mark: str = "") -> Table | None:
-        """Read a pack's table anew; None where there is no pack of this name, or its table is no table."""
+        """Read a pack's table anew; None where there is no pack of this name, or its table is none of
+        this name."""
         table = self._tables.of(path, deadline)
         if table is None:
             self.forget(path)
@@ -245,15 +247,14 @@ class Catalogue:
 
     def add(self, pack: Pack) -> None:
         """This pack is there. Of a record that two have, the one that lasts longer counts, else the later one."""
-        self.forget(pack.path)
         table = pack.table
         with self._lock:
-            while self._records and self._records + len(table.rows) > MOST_RECORDS:  # the oldest of who has most
-                fullest = max(self._known.values(), key=lambda known: len(known.packs))
-                self.forget(next(iter(fullest.packs)))
+            self.forget(pack.path)
             known = self._space(table.namespace)
-            known.packs[pack.path] = pack
+            known.records += len(table.rows)
             self._records += len(table.rows)
+            self._make_room()
+            known.packs[pack.path] = pack
             rows = known.rows.setdefault(Place(table.namespace, table.group, table.shard), {})
             for row in table.rows:
                 there = rows.get(row.signature)
@@ -261,20 +262,33 @@ class Catalogue:
                     rows[row.signature] = pack, row
             self._missing.pop(pack.path, None)
 
+    def _make_room(self) -> None:
+        """Forget the oldest of who has most records, so that one namespace does not push out what is known of
+        others."""
+        while self._records > MOST_RECORDS:
+            fullest = max((k for k in self._known.values() if k.packs), key=lambda k: k.records, default=None)
+            if fullest is None:
+                return
+            while self._records > MOST_RECORDS and fullest.packs:
+                self._drop(fullest, next(iter(fullest.packs)))
+
     def forget(self, path: str) -> None:
         """This pack is not there, or not to be used."""
         namespace = self._names.namespace_of(path)
         with self._lock:
             known = self._known.get(namespace) if namespace else None
-            pack = known.packs.pop(path, None) if known else None
-            if known is None or pack is None:
-                return
-            table = pack.table
-            self._records -= len(table.rows)
-            rows = known.rows.get(Place(table.namespace, table.group, table.shard), {})
-            for row in table.rows:
-                if (found := rows.get(row.signature)) is not None and found[0] is pack:
-                    del rows[row.signature]
+            if known is not None and path in known.packs:
+                self._drop(known, path)
+
+    def _drop(self, known: Known, path: str) -> None:
+        pack = known.packs.pop(path)
+        table = pack.table
+        known.records -= len(table.rows)
+        self._records -= len(table.rows)
+        rows = known.rows.get(Place(table.namespace, table.group, table.shard), {})
+        for row in table.rows:
+            if (found := rows.get(row.signature)) is not None and found[0] is pack:
+                del rows[row.signature]
 
     def packs(self, namespace: bytes) -> list[Pack]:
         with self._lock:

@@ -57,6 +57,11 @@ class Names:
         end = f".{secrets.token_hex(8)}" if other else ""
         return f"{self.namespace(place.namespace)}/{part}/{first.hex()}{end}"
 
+    def bears(self, path: str, place: Place, first: bytes) -> bool:
+        """Whether a pack of this place that begins with this block lies where it belongs."""
+        name = self.pack(place, first)
+        return path == name or path.startswith(f"{name}.")
+
     def namespace_of(self, path: str) -> bytes | None:
         """Whose object this is; None for what is not ours."""
         parts = path[len(self.root) + 1 :].split("/") if path.startswith(self.root + "/") else []

@@ -11,7 +11,7 @@ from xxhash import xxh3_64_digest
 from kvcache.block.record import RecordError
 from kvcache.tier.counters import Counters
 from kvcache.tier.object.bucket import Bucket, Listed, RefusedError, TakenError
-from kvcache.tier.object.name import Names
+from kvcache.tier.object.name import Names, Place
 from kvcache.tier.object.pack import Table, read_table, table_bytes
 
 HEAD_BYTES = 16 << 10
@@ -36,16 +36,25 @@ class Tables:
         self.bucket, self.names, self.counters = bucket, names, counters
 
     def of(self, path: str, deadline: float | None, head: bytes | None = None) -> Table | None:
-        """That of a pack, `head` being its first bytes where they are there; None where it has none that can be read.
-        OSError where the store did not answer."""
+        """That of a pack, `head` being its first bytes where they are there; None where it has none that can be read,
+        or one that belongs elsewhere: whoever can write there may copy a folder. OSError where the store did not
+        answer."""
         try:
-            head = head or self.bucket.get(path, deadline, end=HEAD_BYTES)
+            if head is None:
+                head = self.bucket.get(path, deadline, end=HEAD_BYTES)
             if head is not None and (end := table_bytes(head)) > len(head):
                 head = self.bucket.get(path, deadline, end=end)
-            return None if head is None else read_table(head)
+            if head is None:
+                return None
+            table = read_table(head)
         except RecordError as error:
             self.counters.add("foreign" if error.foreign else "damaged")
             return None
+        place = Place(table.namespace, table.group, table.shard)
+        if not self.names.bears(path, place, table.rows[0].signature):
+            self.counters.add("foreign")
+            return None
+        return table
 
     def copies(self, namespace: bytes) -> Copies:
         return Copies(self, namespace)
@@ -55,7 +64,7 @@ class Copies:
     """The catalogue of a namespace, read once it is worth it; and how many tables it had not."""
 
     def __init__(self, tables: Tables, namespace: bytes) -> None:
-        self._tables, self._namespace = tables, namespace
+        self._tables = tables
         self._path = tables.names.catalogue(namespace)
         self._copies: dict[str, tuple[str, bytes]] | None = None
         self._singly = 0
@@ -70,9 +79,9 @@ class Copies:
             self._copies = self._load()
         singly: list[Listed] = []
         for each in listed:
-            mark, head = (self._copies or {}).get(each.path, ("", b""))
-            table = self._tables.of(each.path, None, head) if head and mark == each.mark else None
-            if table is None or table.namespace != self._namespace or table.size_bytes != each.size:
+            copy = (self._copies or {}).get(each.path)
+            table = self._tables.of(each.path, None, copy[1]) if copy is not None and copy[0] == each.mark else None
+            if table is None or table.size_bytes != each.size:
                 singly.append(each)
             else:
                 yield Pack(each.path, each.mark, table)
@@ -81,8 +90,8 @@ class Copies:
             some = singly[first : first + AT_ONCE]
             heads = self._tables.bucket.heads([each.path for each in some], HEAD_BYTES, None)
             for each, begin in zip(some, heads, strict=True):
-                table = self._tables.of(each.path, None, begin) if begin else None
-                if table is not None and table.namespace == self._namespace:
+                table = self._tables.of(each.path, None, begin) if begin is not None else None
+                if table is not None:
                     yield Pack(each.path, each.mark, table)
 
     def _load(self) -> dict[str, tuple[str, bytes]]:
