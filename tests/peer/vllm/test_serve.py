@@ -25,6 +25,8 @@ from tests.peer.vllm.prompts import ids
 
 TRANSFER = '{"kv_connector":"KVCacheConnector","kv_connector_module_path":"kvcache.connector.vllm","kv_role":"kv_both"}'
 PROMPT = ids(1400, 1)
+TRACED = ("--no-enforce-eager", "--compilation-config", '{"mode":2,"backend":"eager"}')
+"""Takes the way of a compiled model, and no compiler."""
 
 
 @contextmanager
@@ -220,8 +222,9 @@ def test_two_ranks(models: Path, tmp_path: Path) -> None:
 
 
 def test_two_stages(models: Path, tmp_path: Path) -> None:
-    """Each stage has its layers of a block; a prefix counts where both have theirs."""
-    flags = ("--no-enable-prefix-caching", "--pipeline-parallel-size", "2", "--block-size", "32")
+    """Each stage has its layers of a block; a prefix counts where both have theirs. Not eager: vLLM 0.32 makes the room
+    for what a stage receives as it warms up, which it leaves out on a processor where nothing is compiled."""
+    flags = ("--no-enable-prefix-caching", "--pipeline-parallel-size", "2", "--block-size", "32", *TRACED)
     with served(models / "tiny-llama", tmp_path, *flags) as url:
         first, cached = complete(url, PROMPT)
         assert cached == 0
