@@ -39,7 +39,7 @@ def daemon(
     from kvcache.daemon.address import Claim, socket_of
     from kvcache.daemon.control.server import listen
     from kvcache.daemon.door import Door
-    from kvcache.daemon.ground import prepare
+    from kvcache.daemon.ground import check, prepare
     from kvcache.daemon.handover import END_S, give, take
     from kvcache.daemon.notify import keep, kept, notify
     from kvcache.daemon.server import Daemon
@@ -58,6 +58,7 @@ def daemon(
     prepare(loaded)
     path = socket_of(loaded.daemon.socket)
     door = Door(loaded.daemon.tenants_file, SystemClock())
+    check(loaded, door.tenants)
     port = Port(loaded.daemon, door, insecure=insecure_loopback) if loaded.daemon.listen else None
     what = told(loaded, path, port)
     if check_config:

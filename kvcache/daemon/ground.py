@@ -7,7 +7,11 @@ import resource
 from pathlib import Path
 
 from kvcache.daemon.hall import WAITING
+from kvcache.daemon.limits import limits
+from kvcache.daemon.tenant import Tenants
 from kvcache.errors import ConfigError
+from kvcache.hierarchy.parts import check as check_parts
+from kvcache.machine import memory
 from kvcache.observe.request import logger
 from kvcache.settings import Settings
 from kvcache.settings.http import CONNECTIONS
@@ -43,6 +47,16 @@ def locked(settings: Settings) -> str:
         "(host.capacity_bytes), and copies at a part of the speed where it may not; LimitMEMLOCK=infinity for a "
         "service, --ulimit memlock=-1 for a container, or give less host.capacity_bytes"
     )
+
+
+def check(settings: Settings, tenants: Tenants | None) -> None:
+    """ConfigError for settings that a daemon would refuse once it opens its cache: asked before another daemon is told
+    to end for it. An arena that nobody gave a size gets that of the one before, which may be all that there is."""
+    if not settings.given("host.capacity_bytes"):
+        host = settings.host.model_copy(update={"capacity_bytes": memory().allowed_bytes})
+        settings = settings.model_copy(update={"host": host})
+    check_parts(settings)
+    limits(settings, tenants)
 
 
 def prepare(settings: Settings) -> None:

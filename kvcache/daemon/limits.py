@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvcache.daemon.tenant import OPERATOR, Tenants
 from kvcache.evict.shares import UNLIMITED, Limit
 from kvcache.hierarchy.cache import Cache
+from kvcache.settings import Settings
 from kvcache.settings.work import Tenant as Bytes
 from kvcache.values import no_larger
 
@@ -18,24 +19,28 @@ class Limits:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._set: set[str] = set()
-        self._given = dict(cache.settings.evict.tenants)
-        host, nvme = cache.settings.host, cache.settings.nvme
-        self._capacities = {"host": host.capacity_bytes, "nvme": nvme.capacity_bytes if nvme.enabled else 0}
 
     def set(self, tenants: Tenants | None) -> None:
         """ConfigError, before anything is changed, where the least shares together are more than there is."""
-        wanted: dict[str, Bytes] = dict(self._given)
-        for tenant in tenants.by_name.values() if tenants is not None else ():
-            if tenant.name != OPERATOR and tenant.model_fields_set & Bytes.model_fields.keys():
-                wanted[tenant.name] = tenant
-        for tier in TIERS:
-            least = sum(_of(given, tier).least_bytes for given in wanted.values())
-            if self._capacities[tier]:
-                no_larger(f"{tier}_least_bytes of all tenants", least, f"{tier}.capacity_bytes", self._capacities[tier])
+        wanted = limits(self._cache.settings, tenants)
         for name in self._set | wanted.keys():
             for tier in TIERS:
                 self._cache.shares.set(name, tier, _of(wanted.get(name, Bytes()), tier))
         self._set = set(wanted)
+
+
+def limits(settings: Settings, tenants: Tenants | None) -> dict[str, Bytes]:
+    """By tenant; ConfigError where the least shares together are more than there is."""
+    wanted: dict[str, Bytes] = dict(settings.evict.tenants)
+    for tenant in tenants.by_name.values() if tenants is not None else ():
+        if tenant.name != OPERATOR and tenant.model_fields_set & Bytes.model_fields.keys():
+            wanted[tenant.name] = tenant
+    host, nvme = settings.host, settings.nvme
+    for tier, capacity in (("host", host.capacity_bytes), ("nvme", nvme.capacity_bytes if nvme.enabled else 0)):
+        least = sum(_of(given, tier).least_bytes for given in wanted.values())
+        if capacity:
+            no_larger(f"{tier}_least_bytes of all tenants", least, f"{tier}.capacity_bytes", capacity)
+    return wanted
 
 
 def _of(given: Bytes, tier: str) -> Limit:

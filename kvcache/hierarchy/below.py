@@ -15,7 +15,7 @@ _log = logging.getLogger("kvcache")
 
 def tiers_below(settings: Settings, port: Port, serves: str) -> list[Tier]:
     tiers: list[Tier] = []
-    nvme, redis = settings.nvme, settings.redis
+    nvme = settings.nvme
     if nvme.enabled:
         for path in nvme.directories:
             if file_system(path) == "overlay":
@@ -37,6 +37,13 @@ def tiers_below(settings: Settings, port: Port, serves: str) -> list[Tier]:
                 port=port,
             )
         )
+    return tiers + far_tiers(settings, port)
+
+
+def far_tiers(settings: Settings, port: Port) -> list[Tier]:
+    """Those that others use as well. Opening them asks nobody anything."""
+    tiers: list[Tier] = []
+    redis = settings.redis
     if redis.enabled:
         from kvcache.tier.redis import RedisTier
 

@@ -9,7 +9,6 @@ from functools import partial
 from types import TracebackType
 from typing import Any, cast
 
-from kvcache.block.cipher import Keys
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
 from kvcache.errors import ClosedError
@@ -17,7 +16,6 @@ from kvcache.hierarchy.ask import Ask, SharedTier
 from kvcache.hierarchy.below import tiers_below
 from kvcache.hierarchy.canary import Canary
 from kvcache.hierarchy.census import Census, Counted
-from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.curve import Curve
 from kvcache.hierarchy.edge import check_shards, check_ttl
 from kvcache.hierarchy.erase import Erasure
@@ -26,7 +24,7 @@ from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.kinds import Kind, Kinds, Model
 from kvcache.hierarchy.learnt import Learnt
-from kvcache.hierarchy.parts import policy_of, shares_of, size_of
+from kvcache.hierarchy.parts import coder_of, policy_of, shares_of, size_of
 from kvcache.hierarchy.plan import Plan
 from kvcache.hierarchy.register import Register
 from kvcache.hierarchy.request import BoundCache, CacheRequest
@@ -59,13 +57,7 @@ class Cache:
         port = port or Port()
         self.counters = Counters()
         self.events = Events(port.clock)
-        key_file = settings.encryption.key_file
-        self._coder = Coder(
-            {NvmeTier.name: settings.nvme.codec} if settings.nvme.enabled else {},
-            self.counters,
-            keys=Keys.of(key_file, "encryption.key_file") if key_file else None,
-            accept_plain=settings.encryption.accept_plain,
-        )
+        self._coder = coder_of(settings, self.counters)
         self.below = tiers_below(settings, port, serves)
         self.host = HostTier(
             capacity_bytes=settings.host.capacity_bytes,

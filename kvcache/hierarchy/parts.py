@@ -1,14 +1,19 @@
-"""The parts of a cache as its settings want them: policy and shares; and how large its tiers are."""
+"""The parts of a cache as its settings want them: policy, shares and coder; and how large its tiers are."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvcache.block.cipher import Keys
 from kvcache.errors import ConfigError
 from kvcache.evict.hazard import Hazard
 from kvcache.evict.lru import LRU
 from kvcache.evict.policy import Policy
 from kvcache.evict.shares import UNLIMITED, Limit, Shares
+from kvcache.hierarchy.below import far_tiers
+from kvcache.hierarchy.coder import Coder
+from kvcache.observe.metrics import Counters
+from kvcache.port import Port
 from kvcache.settings import Settings
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import Tier
@@ -36,6 +41,26 @@ def shares_of(settings: Settings) -> Shares:
         least = sum(limit.least_bytes for limit in shares.all(tier).values())
         no_larger(f"{tier}_least_bytes of all in evict.tenants", least, f"{tier}.capacity_bytes", capacity)
     return shares
+
+
+def coder_of(settings: Settings, counters: Counters) -> Coder:
+    key_file = settings.encryption.key_file
+    return Coder(
+        {NvmeTier.name: settings.nvme.codec} if settings.nvme.enabled else {},
+        counters,
+        keys=Keys.of(key_file, "encryption.key_file") if key_file else None,
+        accept_plain=settings.encryption.accept_plain,
+    )
+
+
+def check(settings: Settings) -> None:
+    """ConfigError as opening a cache raises it, before any drive is opened and anybody is asked: for a file of keys or
+    a package that is not there, or shares that do not fit."""
+    policy_of(settings)
+    shares_of(settings)
+    coder_of(settings, Counters())
+    for tier in far_tiers(settings, Port()):
+        tier.close()
 
 
 def size_of(tier: Tier) -> str:
