@@ -73,7 +73,11 @@ def daemon(
             if loaded.http.enabled:
                 planned(loaded.http)  # what can be refused is, while the one before still serves
             legacy = take(path)
-        legacy = legacy or kept()
+        unit = kept()
+        if legacy is None:
+            legacy = unit
+        elif unit is not None:  # of a process before the one that was asked: what came from that is newer
+            unit.close()
         claim = Claim(path, int(loaded.daemon.mode, 8), wait_s=END_S if replace else 0.0)
         ends.callback(claim.release)
         if legacy is not None:

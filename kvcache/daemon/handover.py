@@ -18,7 +18,7 @@ from pathlib import Path
 
 from kvcache.daemon.peer import credentials
 from kvcache.daemon.protocol import DESCRIPTORS, VERSION, ProtocolError, answer
-from kvcache.daemon.wire import Wire
+from kvcache.daemon.wire import LateError, Wire
 from kvcache.errors import AccessError, ClosedError, KVCacheError, StoreError, UnreachableError
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.legacy import Legacy, leave
@@ -79,7 +79,7 @@ def take(path: Path, timeout_s: float = END_S) -> Legacy | None:
             raise AccessError(f"{path}: a daemon of user {user}, process {pid}: only one of {_US} is replaced")
         process = _process(pid)
         try:
-            legacy = _ask(wire, end) if _tell(wire, process, pid) else None
+            legacy = _ask(wire, end) if _tell(wire, process, pid, end) else None
             if not _gone(wire, process, end):
                 if legacy is not None:
                     legacy.close()
@@ -92,11 +92,13 @@ def take(path: Path, timeout_s: float = END_S) -> Legacy | None:
     return legacy
 
 
-def _tell(wire: Wire, process: int | None, pid: int) -> bool:
+def _tell(wire: Wire, process: int | None, pid: int, end: float) -> bool:
     """Have it end. False where it will hand over nothing: then it was told as an operator would, by SIGTERM."""
     try:
         wire.send({"op": "hello", "version": VERSION, "role": "heir"}, timeout_s=ANSWER_S)
-        answer(wire.receive(ANSWER_S)[0])
+        answer(wire.receive(max(0.0, end - time.monotonic()))[0])  # one that is only slow is waited for
+    except LateError:
+        return False  # and it has not ended: `_gone` says so
     except ClosedError:
         return False  # it is ending already
     except KVCacheError as error:  # an earlier version, or another protocol

@@ -67,7 +67,8 @@ def kept(environ: MutableMapping[str, str] = os.environ) -> Legacy | None:
     if environ.get("LISTEN_PID") != str(os.getpid()):
         return None
     names = environ.get("LISTEN_FDNAMES", "").split(":")
-    count = int(environ.get("LISTEN_FDS", "0"))
+    given = environ.get("LISTEN_FDS", "")
+    count = int(given) if given.isascii() and given.isdigit() else 0
     for name in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES"):
         environ.pop(name, None)
     found: dict[int, int] = {}

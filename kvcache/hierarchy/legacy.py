@@ -154,8 +154,12 @@ class Legacy:
             cache.index.catch_up(min(int(told["clock"]), MOST_REQUESTS))
             cache.erasure.recall({space: Owner.read(owner) for space, owner in told["owners"].items()})
             cache.learnt.recall(told["learnt"])
-            for about in told["extents"]:
-                records += _extent(cache, about, told["places"], descriptors.pop(0), alike=alike)
+            while descriptors:
+                about = told["extents"][-len(descriptors)]
+                try:  # what is wrong with one says nothing of the others
+                    records += _extent(cache, about, told["places"], descriptors.pop(0), alike=alike)
+                except Exception as error:  # noqa: BLE001  as above
+                    _log.warning("an extent of host memory is not taken over: %s", str(error))
         except Exception as error:  # noqa: BLE001  as above
             _log.warning("not all that was in host memory is taken over: %s", str(error))
         for descriptor in descriptors:
@@ -167,7 +171,12 @@ class Legacy:
 
 def _extent(cache: Cache, about: dict[str, Any], places: Sequence[bytes], descriptor: int, *, alike: bool) -> int:
     """Takes the descriptor. How many of its records are here now."""
-    region = Region(about["bytes"], left=descriptor)
+    try:
+        size = int(about["bytes"])
+    except Exception:
+        os.close(descriptor)
+        raise
+    region = Region(size, left=descriptor)
     slot_bytes, generations = about["slot_bytes"], array("Q", about["generations"])
     if type(slot_bytes) is not int or slot_bytes < PAGE or len(generations) != region.bytes // slot_bytes:
         raise ValueError(f"slots of {slot_bytes!r:.20} bytes, {len(generations)} generations")

@@ -306,6 +306,8 @@ def test_generations_go_on(make: Open) -> None:
         lambda told: told["extents"].append(told["extents"][0]),
         lambda told: told.update(places=[b""]),
         lambda told: told["extents"][0].update(bytes=told["extents"][0]["bytes"] * 2),
+        lambda told: told["extents"][0].update(bytes="much"),
+        lambda told: told["extents"][0].pop("bytes"),
         lambda told: told["extents"][0].update(slot_bytes=1),
         lambda told: told["extents"][0].update(slot_bytes=2 * RECORD),
         lambda told: told["extents"][0].update(generations=b"12345678"),
@@ -323,6 +325,18 @@ def test_what_makes_no_sense_is_not_taken(make: Open, change: Callable[[dict[str
     assert open_extents() == before - 1
     assert heir.check() == []
     assert blocks(bound_to(heir), prompt(1)) == {}
+
+
+def test_one_bad_extent_is_no_reason_to_leave_the_others(make: Open) -> None:
+    old = make()
+    for number in range(6):  # three extents
+        store(bound_to(old), prompt(number), number)
+    table, descriptors = left(old)
+    assert len(descriptors) == 3
+    heir = make()
+    assert taken(heir, changed(table, lambda told: told["extents"][0].update(slot_bytes=1)), descriptors) == 32
+    assert heir.check() == []
+    assert sum(blocks(bound_to(heir), prompt(number)) == {"host": 8} for number in range(6)) == 4
 
 
 def test_a_damaged_table_is_not_taken(make: Open) -> None:
