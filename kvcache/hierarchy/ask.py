@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Protocol, overload
 
 from kvcache.block.address import Address
+from kvcache.errors import ClosedError
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.prefix import ALL
 from kvcache.hierarchy.run import Chained
@@ -31,7 +32,8 @@ class SharedTier(Tier, Protocol):
         """What has failed since it was opened, by a word for it."""
 
     def leading(self, addresses: Sequence[Address], *, deadline: float | None = None) -> Future[int]:
-        """How many of a chain are there, from its head; 0 where that cannot be told in time. Returns at once."""
+        """How many of a chain are there, from its head; 0 where that cannot be told in time. Returns at once.
+        ClosedError where it is closed."""
 
 
 class Question:
@@ -107,6 +109,8 @@ class Ask:
                 answer = "late"
             elif self._find(tier, question):
                 answer = "found"
+        except ClosedError:
+            pass  # the cache is closing: nobody waits for this
         except Exception:  # noqa: BLE001  law: never in the way
             _log.exception("a lookup in %s failed; what it has is a miss", tier.name)
         finally:

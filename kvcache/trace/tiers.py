@@ -21,6 +21,7 @@ from kvcache.units import parse_bytes
 
 RATES = {"hbm": 1e12, "host": 20e9, "nvme": 3e9, "redis": 1e9, "object": 0.3e9}
 """Bytes a second where none is given."""
+_MOST_RATE = 1e18
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,19 @@ class Level:
 
 def measured(stats: Mapping[str, Any]) -> dict[str, float]:
     """By tier, the bytes a second that a running cache read of late: from what `kvcache stats --json` says.
-    ConfigError where there is nothing of that."""
-    tiers = stats.get("tiers")
-    told = (
-        {} if not isinstance(tiers, Mapping) else {name: tier.get("read_bytes_per_s") for name, tier in tiers.items()}
-    )
-    rates = {name: float(rate) for name, rate in told.items() if rate}
+    ConfigError where there is nothing of that, or what is there is no rate."""
+    tiers = stats.get("tiers") if isinstance(stats, Mapping) else None
+    rates = {}
+    for name, tier in tiers.items() if isinstance(tiers, Mapping) else ():
+        rate = tier.get("read_bytes_per_s") if isinstance(tier, Mapping) else None
+        if rate is None or rate == 0:
+            continue
+        if not isinstance(rate, (int, float)) or not 0 < rate <= _MOST_RATE:
+            raise ConfigError(
+                f"tiers.{name}.read_bytes_per_s = {rate!r}: expected a number of bytes a second, as "
+                "`kvcache stats --json` says it"
+            )
+        rates[name] = float(rate)
     if not rates:
         raise ConfigError("no tier was read of late: expected what `kvcache stats --json` says of a cache at work")
     return rates

@@ -92,7 +92,10 @@ def test_rates_are_those_that_a_running_cache_measured(trace: Path, tmp_path: Pa
     stats.write_text(json.dumps({"tiers": {"host": {"read_bytes_per_s": None}, "nvme": {"read_bytes_per_s": 2e8}}}))
     run("simulate", trace, "--tiers", "host:2GiB@9GB,nvme:1TiB", "--measured", stats, "--json", out)
     assert json.loads(out.read_text())["tiers"] == {"host": [2 << 30, 9e9], "nvme": [1 << 40, 2e8]}
-    for nothing in ("{}", "[]", "no JSON", '{"tiers": {"host": {"read_bytes_per_s": null}}}'):
-        stats.write_text(nothing)
+    rates = ("null", "0", '"x"', "[1]", "-1", "NaN", "Infinity", "1" + "0" * 400)
+    tiers = ["null", "[]", "7", *(f'{{"read_bytes_per_s": {rate}}}' for rate in rates)]
+    nothing = ["{}", "[]", "no JSON", '{"tiers": []}', *(f'{{"tiers": {{"nvme": {tier}}}}}' for tier in tiers)]
+    for said in nothing:
+        stats.write_text(said)
         with pytest.raises(ConfigError, match=r"stats --json"):
             run("simulate", trace, "--tiers", "host:2GiB", "--measured", stats)

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 import kvcache
-from kvcache.hierarchy.ask import MOST_QUESTIONS
+from kvcache.errors import ClosedError
+from kvcache.hierarchy.ask import MOST_QUESTIONS, Ask
+from kvcache.hierarchy.prefix import ALL
+from kvcache.port import InlineExecutor, Port
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.name import Names
 from kvcache.tier.tier import Outcome
@@ -253,3 +256,21 @@ def test_more_questions_than_may_be_asked_are_matched_with_what_is_known(
         r.admit()
         r.close()
     assert cache.counters.get("lookups", answer="dropped") == 3
+
+
+def test_a_tier_that_is_closed_while_it_is_asked_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    class Closed:
+        name = "far"
+
+        def leading(self, addresses: Any, *, deadline: float | None = None) -> Any:
+            raise ClosedError("far tier: it was closed")
+
+    port = Port(executor=lambda threads, name: InlineExecutor())
+    tiers: Any = [Closed()]
+    ask = Ask(tiers, index=cast(Any, None), port=port, most_known=1, deadline_s=20)
+    chains: Any = [[object()]]
+    question = ask.begin(chains, [ALL], 0, port.clock.now() + 1e6)
+    assert question is not None
+    assert (question.pending, question.answer) == (False, "nothing")
+    assert caplog.records == []
+    ask.close()

@@ -23,7 +23,6 @@ from kvcache.testing.blocks import PAYLOAD_BYTES, chain, record
 from kvcache.testing.tier import Clock, intact, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.object import tables as module
-from kvcache.tier.object.bucket import RefusedError
 from kvcache.tier.object.entrance import opened as opened_store
 from kvcache.tier.object.name import Names, Place
 from kvcache.tier.object.pack import Cut, made, read_table
@@ -122,30 +121,6 @@ def test_two_that_store_the_same_store_one_copy(opened: Open, tmp_path: Path) ->
     stored = [row.signature for path in objects(tmp_path) for row in read_table(path.read_bytes()).rows]
     assert sorted(stored) == sorted(address.signature for address in blocks)
     assert intact(opened(), blocks)
-
-
-@pytest.mark.parametrize("moves", [True, False])
-def test_a_large_record_goes_in_parts(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, moves: bool
-) -> None:
-    """Beside its place first, and then there, where its name is found; or it stays, where a store cannot."""
-    monkeypatch.setattr("kvcache.tier.object.store.MULTIPART_BYTES", 6 * MIB)
-
-    def refuse(*_: Any) -> None:
-        raise RefusedError("unsupported")
-
-    tier, other, blocks = opened(pack_bytes=5 * MIB), opened(), chain(2)
-    assert other.leading(blocks).result(30) == 0
-    if not moves:
-        monkeypatch.setattr(tier._bucket, "move", refuse)
-    assert write(tier, blocks, 12 * MIB) == (DONE, DONE)
-    assert len(objects(tmp_path)) == 2
-    assert ["." in path.name for path in objects(tmp_path)] == [not moves] * 2
-    other._catalogue._missing.clear()
-    assert other.leading(blocks).result(30) == (2 if moves else 0)
-    assert write(opened(), blocks, 12 * MIB) == (DONE, DONE)
-    assert len(objects(tmp_path)) == 2
-    assert intact(opened(), blocks, 12 * MIB)
 
 
 def test_a_store_that_cannot_write_only_where_nothing_is(opened: Open, tmp_path: Path) -> None:

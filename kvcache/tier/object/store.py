@@ -17,7 +17,7 @@ from kvcache.tier.counters import Counters
 from kvcache.tier.object.bucket import Bucket, RefusedError, TakenError
 from kvcache.tier.object.catalogue import Catalogue
 from kvcache.tier.object.name import Names, Place
-from kvcache.tier.object.pack import Cut, Row, made
+from kvcache.tier.object.pack import Cut, Row, Table, made
 from kvcache.tier.object.tables import Pack
 from kvcache.tier.piece import flat, outgoing
 from kvcache.tier.queue import Batch
@@ -210,11 +210,11 @@ class Store:
             beside = self._names.pack(Place.of(run[0].address), table.rows[0].signature, other=True)
             part_bytes = None if whole else self._pack_bytes
             mark = self._bucket.put(beside, pieces, deadline, create=False, part_bytes=part_bytes)
-            path, mark = (path, "") if self._creates and self._moved(beside, path, deadline) else (beside, mark)
+            path, mark = (path, "") if self._creates and self._moved(beside, path, table, deadline) else (beside, mark)
         self._catalogue.add(Pack(path, mark, table))
         self._counters.add("written_packs")
 
-    def _moved(self, beside: str, path: str, deadline: float | None) -> bool:
+    def _moved(self, beside: str, path: str, table: Table, deadline: float | None) -> bool:
         """Bring a pack to where others look for it; TakenError where there is one. Where a store cannot, it stays
         beside, and a listing finds it."""
         try:
@@ -222,9 +222,24 @@ class Store:
         except TakenError:
             self._bucket.delete([beside], deadline)
             raise
+        except TimeoutError:
+            return self._came(beside, path, table)
         except OSError:
             return False
         return True
+
+    def _came(self, beside: str, path: str, table: Table) -> bool:
+        """A move that was late may have been made for a part: the copy is there, and what was to go is still beside
+        it. Looked for once, in the time of a call; TakenError where the one that is there is another."""
+        try:
+            there = self._catalogue.learn(path, None)
+            if there is not None:
+                self._bucket.delete([beside], None)
+        except OSError:
+            return False
+        if there is not None and there != table:
+            raise TakenError
+        return there is not None
 
     def _beside(self, run: list[Cut], deadline: float | None, settle: Settle) -> list[Cut]:
         """Somebody has written a pack that begins with the same block: what of a run is left to write."""

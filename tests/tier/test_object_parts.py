@@ -1,0 +1,87 @@
+"""A large record goes into an object store in parts, beside its place first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.port import Port
+from kvcache.testing.blocks import chain
+from kvcache.testing.tier import Clock, intact, write
+from kvcache.tier.object import ObjectTier
+from kvcache.tier.object.bucket import RefusedError
+from kvcache.tier.tier import Outcome
+
+DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
+MIB = 1 << 20
+Open = Callable[..., ObjectTier]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    tiers: list[ObjectTier] = []
+
+    def open_tier(**settings: Any) -> ObjectTier:
+        tiers.append(ObjectTier(f"file://{tmp_path}/store", port=Port(clock=Clock()), refresh_s=1e9, **settings))
+        return tiers[-1]
+
+    yield open_tier
+    for tier in tiers:
+        tier.close()
+
+
+def objects(place: Path) -> list[Path]:
+    return sorted(path for path in (place / "store").rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_large_record_goes_in_parts(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, moves: bool
+) -> None:
+    """Beside its place first, and then there, where its name is found; or it stays, where a store cannot."""
+    monkeypatch.setattr("kvcache.tier.object.store.MULTIPART_BYTES", 6 * MIB)
+
+    def refuse(*_: Any) -> None:
+        raise RefusedError("unsupported")
+
+    tier, other, blocks = opened(pack_bytes=5 * MIB), opened(), chain(2)
+    assert other.leading(blocks).result(30) == 0
+    if not moves:
+        monkeypatch.setattr(tier._bucket, "move", refuse)
+    assert write(tier, blocks, 12 * MIB) == (DONE, DONE)
+    assert len(objects(tmp_path)) == 2
+    assert ["." in path.name for path in objects(tmp_path)] == [not moves] * 2
+    other._catalogue._missing.clear()
+    assert other.leading(blocks).result(30) == (2 if moves else 0)
+    assert write(opened(), blocks, 12 * MIB) == (DONE, DONE)
+    assert len(objects(tmp_path)) == 2
+    assert intact(opened(), blocks, 12 * MIB)
+
+
+@pytest.mark.parametrize("made", ["all", "half", "nothing", "another's"])
+def test_a_move_that_is_late_leaves_one_pack(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: str
+) -> None:
+    """Wherever it stopped, and whoever was there before."""
+    monkeypatch.setattr("kvcache.tier.object.store.MULTIPART_BYTES", 6 * MIB)
+    tier, other, blocks = opened(pack_bytes=5 * MIB), opened(), chain(1)
+    assert other.contains(blocks) == (ABSENT,)
+
+    def late(beside: str, path: str, deadline: float | None) -> None:
+        source, target = (tmp_path / "store" / each for each in (beside, path))
+        if made == "another's":
+            assert write(other, blocks, MIB) == (DONE,)
+        elif made != "nothing":
+            target.write_bytes(source.read_bytes())
+        if made == "all":
+            source.unlink()
+        raise TimeoutError("timeout")
+
+    monkeypatch.setattr(tier._bucket, "move", late)
+    assert write(tier, blocks, 12 * MIB) == (DONE,)
+    assert ["." in path.name for path in objects(tmp_path)] == [made == "nothing"]
+    for reader in (tier, opened()):
+        assert intact(reader, blocks, MIB if made == "another's" else 12 * MIB)
