@@ -85,6 +85,7 @@ def daemon(
             if not loaded.given("host.capacity_bytes") and legacy.capacity_bytes:
                 # what is free now is less by what is taken over
                 loaded = load(settings, **given, host__capacity_bytes=legacy.capacity_bytes)
+                prepare(loaded)
                 what = told(loaded, path, port)
         listener = None
         if loaded.http.enabled:

@@ -78,5 +78,8 @@ def prepare(settings: Settings) -> None:
             f"{show_bytes(settings.host.extent_bytes)}, two a connection (daemon.connections), one an NVMe segment; "
             "raise the limit, or make extents and segments larger"
         )
-    if soft != resource.RLIM_INFINITY and needed > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    most = (
+        max(soft, needed) if hard == resource.RLIM_INFINITY else hard
+    )  # of a daemon before, more may come than is ours
+    if soft != resource.RLIM_INFINITY and most > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
