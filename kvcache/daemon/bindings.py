@@ -26,7 +26,7 @@ class Bindings:
     def __init__(self, cache: Cache, tenants: Callable[[], int]) -> None:
         self._cache, self._allotment = cache, Allotment(MOST, tenants)
         self._sessions: Counter[tuple[str, BoundCache]] = Counter()
-        self._tenants: Counter[BoundCache] = Counter()
+        self._users: Counter[BoundCache] = Counter()  # tenants that have it, and open requests
         self._idle: OrderedDict[BoundCache, None] = OrderedDict()  # what was let go of longest ago stands first
 
     def take(self, tenant: str, bind: Callable[[], BoundCache], ends: Sequence[BoundCache] = ()) -> BoundCache:
@@ -36,15 +36,14 @@ class Bindings:
         if not self._sessions[tenant, bound]:
             leaves = any(self._sessions[tenant, ended] == 1 for ended in ends)
             if not leaves and not self._allotment.has_room(tenant):
-                if not self._tenants[bound]:
+                if not self._users[bound]:
                     self._rest(bound)
                 raise ConfigError(
                     f"tenant {tenant!r} has {self._allotment.used(tenant)} namespaces bound, of {MOST} for all: no "
                     "more can be bound before one of its engines ends some"
                 )
             self._allotment.exchange(tenant)
-            self._tenants[bound] += 1
-        self._idle.pop(bound, None)
+            self.use(bound)
         self._sessions[tenant, bound] += 1
         return bound
 
@@ -54,14 +53,33 @@ class Bindings:
             return
         del self._sessions[tenant, bound]
         self._allotment.give_back(tenant)
-        self._tenants[bound] -= 1
-        if self._tenants[bound]:
-            return
-        del self._tenants[bound]
-        self._rest(bound)
+        self.leave(bound)
+
+    def use(self, bound: BoundCache) -> None:
+        """It stays until as many `leave` it: an open request goes on with what its session has ended."""
+        self._users[bound] += 1
+        self._idle.pop(bound, None)
+
+    def leave(self, bound: BoundCache) -> None:
+        self._users[bound] -= 1
+        if not self._users[bound]:
+            del self._users[bound]
+            self._rest(bound)
 
     def _rest(self, bound: BoundCache) -> None:
         """Nobody has it."""
         self._idle[bound] = None
         if len(self._idle) >= KEPT + A_BATCH:
-            self._cache.unbind([self._idle.popitem(last=False)[0] for _ in range(A_BATCH)])
+            gone = self._first(A_BATCH)
+            for each in gone:
+                del self._idle[each]
+            self._cache.unbind(gone)
+
+    def _first(self, count: int) -> list[BoundCache]:
+        """That go: the oldest of the tenant that has most at each, so that whoever binds without end pushes out its
+        own."""
+        newer: Counter[str] = Counter()
+        ranks = {}
+        for bound in reversed(self._idle):
+            ranks[bound] = newer[bound.tenant] = newer[bound.tenant] + 1
+        return sorted(self._idle, key=ranks.__getitem__, reverse=True)[:count]

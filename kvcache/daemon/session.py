@@ -209,9 +209,11 @@ class Session:
         request = self._requests.pop(message["request"], None)
         self._sizes.pop(message["request"], None)
         self._told.pop(message["request"], None)
-        self._bound_of.pop(message["request"], None)
+        bound = self._bound_of.pop(message["request"], None)
         if request is not None:
             request.close()
+        if bound is not None:
+            self._bindings.leave(bound)
         return {}
 
     def _stats(self) -> dict[str, Any]:
@@ -226,6 +228,7 @@ class Session:
             request.close()
             raise RequestError(f"{REQUESTS} requests are open: no client may have more; close some")
         self._requests[number], self._bound_of[number] = request, bound
+        self._bindings.use(bound)
         return request
 
     def bound(self, message: Mapping[str, Any]) -> BoundCache:
@@ -270,6 +273,8 @@ class Session:
         requests, self._requests = self._requests, {}
         for request in requests.values():
             request.close()
+        while self._bound_of:
+            self._bindings.leave(self._bound_of.popitem()[1])
         for number in list(self._bound):
             self._end_binding(number)
 

@@ -200,11 +200,14 @@ class Cache:
 
     def unbind(self, bounds: Collection[BoundCache]) -> None:
         """Nobody has these any more. Their records stay, and whoever binds their namespaces again finds them."""
-        for key, bound in list(self._bound.items()):
-            if bound in bounds:
-                del self._bound[key]
-        self._tenants = {bound.id: bound.tenant for bound in self.bounds}
-        self._unbound.add(bounds)
+        gone = set(bounds)
+        with self._binding:
+            for key, bound in list(self._bound.items()):
+                if bound in gone:
+                    del self._bound[key]
+            self._tenants = {bound.id: bound.tenant for bound in self.bounds}
+            self._unbound.add(gone)
+        self.erasure.submit(self._unbound.look)
 
     def _curve(self) -> Curve:
         own = [tier for tier in (self.host, *self.below) if not tier.shared]

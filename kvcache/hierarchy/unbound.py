@@ -7,7 +7,7 @@ tenant is erased. So it is looked, in the background, which of these namespaces 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.hierarchy.coder import Coder
@@ -33,24 +33,26 @@ class Unbound:
         """`tiers`: our own."""
         self._index, self._tiers, self._coder, self._kinds, self._erasure = index, tiers, coder, kinds, erasure
         self._bounds, self._binding = bounds, binding
+        self._added = 0
         self.places: set[bytes] = set()
         """Of which something is known still."""
 
-    def add(self, bounds: Iterable[BoundCache]) -> None:
-        """These are not bound any more. Waits for nothing."""
-        gone = list(bounds)
-        with self._binding:
-            bound = {each.id for each in self._bounds()}
-            for each in gone:
-                if each.id not in bound:
-                    self._coder.unbind(each.id)
-            self.places |= {name for each in gone for name in _names(each)}
-        self._erasure.submit(self.look)
+    def add(self, gone: Collection[BoundCache]) -> None:
+        """These are not bound any more: called with `binding` held. Then `look`, in the background."""
+        self._added += 1
+        bound = {each.id for each in self._bounds()}
+        for each in gone:
+            if each.id not in bound:
+                self._coder.unbind(each.id)
+        self.places |= {name for each in gone for name in _names(each)}
 
     def look(self) -> None:
         """Forget what has no record."""
+        added = self._added
         held = set[bytes]().union(*(self._index.places(tier) for tier in self._tiers))
         with self._binding:
+            if added != self._added:  # it may have records since: who added it looks after us
+                return
             bound = {name for each in self._bounds() for name in _names(each)}
             gone = self.places - held - bound
             self.places -= gone | bound

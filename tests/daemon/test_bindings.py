@@ -187,3 +187,58 @@ def test_one_binding_of_several_sessions_is_one_and_stays_for_the_last(within: W
         bindings.give_back(tenant, made)
     assert made in bindings._idle
     assert bindings._allotment.used("a") == bindings._allotment.used("b") == 0
+
+
+@pytest.mark.usefixtures("few")
+def test_whoever_binds_without_end_pushes_out_none_of_another_tenants(within: Within) -> None:
+    bindings = Bindings(within.cache, lambda: 1)
+    quiet_one = bound_to(within.cache, tenant="quiet")
+    bindings.take("a", lambda: quiet_one)
+    bindings.give_back("a", quiet_one)
+    for i in range(20):
+        bound = bindings.take("a", partial(bound_to, within.cache, tenant="churns", cache_salt=str(i)))
+        bindings.give_back("a", bound)
+    assert quiet_one in within.cache.bounds
+    assert bound in within.cache.bounds
+    assert len(within.cache.bounds) < 4 + 2
+
+
+@pytest.mark.usefixtures("few")
+def test_what_an_open_request_is_of_stays_bound(within: Within) -> None:
+    cache, tokens = within.open(deadline_s=30), list(range(8))
+    first = bound_to(cache)
+    with first.request() as request:
+        assert request.match(tokens).blocks == 0
+        for i in range(24):
+            bound_to(cache, cache_salt=str(i))
+        (session,) = within.daemon.sessions
+        (mine,) = session._bound_of.values()
+        assert mine not in session._bound.values()
+        assert len(within.cache.bounds) < 24, "others were let go of"
+        assert mine in within.cache.bounds
+    until(lambda: mine in within.daemon._bindings._idle)
+
+
+def test_what_is_bound_and_stored_to_while_it_is_looked_stays_its_tenants(
+    within: Within, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, index = within.cache, within.cache.index
+    bound = bound_to(cache, tenant="late")
+    seen = index.places
+
+    def places(tier: str) -> dict[bytes, int]:
+        """What is there, and then somebody comes."""
+        found = seen(tier)
+        if not found:
+            monkeypatch.undo()
+            again = bound_to(cache, tenant="late")
+            store(again, list(range(4)), 1)
+            cache.unbind([again])
+        return found
+
+    monkeypatch.setattr(index, "places", places)
+    cache.unbind([bound])
+    quiet(cache)
+    quiet(cache)
+    assert cache.kinds.used_bytes("host")["late"] > 0
+    assert bound.id in cache.erasure._owners
