@@ -65,6 +65,8 @@ def written() -> None:
     text = re.sub(rf"^({'|'.join(LEFT_OUT)})=.*\n", "", text, flags=re.MULTILINE)
     text = text.replace("/usr/local/bin/kvcache", f"{sys.executable} -m kvcache.cli.main")
     text = text.replace("/etc/kvcache/kvcache.toml", "/run/etc/kvcache.toml")
+    places = f"{os.environ['PYTHONPATH']} {sys.prefix}"  # a checkout below /tmp is there as well
+    text = text.replace("[Service]\n", f"[Service]\nBindReadOnlyPaths={places}\n")
     text = text.replace("XDG_RUNTIME_DIR=/run/kvcache", f"XDG_RUNTIME_DIR={RUN} PYTHONPATH={os.environ['PYTHONPATH']}")
     (RUN / "systemd" / "user" / "kvcache.service").write_text(text, encoding="utf-8")
 
