@@ -96,7 +96,7 @@ def test_blocks_and_ghosts_go_on_as_they_were(make: type[Policy], kind: str, oth
 def test_what_does_not_fit_is_the_oldest_ghosts(kind: str) -> None:
     policy, trace = Hazard(), traffic(6, 300)
     index = core(kind, policy)
-    live(index, policy, trace, 20, 0, 300)
+    live(index, policy, trace, 10, 0, 300)
     here = index.resident(0)
     assert index.ghosts() > 10
     for most in (0, here // 2, here, here + 7):
