@@ -54,31 +54,35 @@ class Load:
         return min(WINDOW_BYTES, flow.host.arena.capacity_bytes // SHARE // 2)
 
     def run(self) -> None:
-        """Never raises: an engine that waits for this must not fail for a fault of a cache."""
+        """Never raises: an engine that waits for this must not fail for a fault of a cache. Whoever hears that it is
+        done finds given back what it held, and how long it took."""
+        left: list[tuple[int, int, Outcome]] = []  # runs of blocks that have no outcome yet, and theirs
         with working_for(self.request_id):
             try:
-                self._run()
+                left = self._run()
             except NotMovedError as error:
                 _log.debug("a load ended: %s", error)
             except Exception:  # noqa: BLE001  law: never in the way
                 _log.exception("a load failed; its blocks are a miss")
             finally:
                 self.flow.holds.give_back(self.claim)
-                self._time()
+                self._time(whole=all(outcome is Outcome.DONE for *_, outcome in left) and bool(left))
+                for first, end, outcome in left:
+                    self.transfer.settle_run(first, end, outcome)
                 self.transfer.settle_rest(0, Outcome.FAILED)
 
-    def _time(self) -> None:
+    def _time(self, *, whole: bool) -> None:
         """What it took, of which a plan learns how long host alone takes."""
         seconds = self.transfer.seconds = self.flow.port.clock.now() - self.begun
-        if self._host_alone and self.transfer.blocks == len(self.blocks):
+        if self._host_alone and whole:
             sizes = (
                 chain.payload_bytes * (min(need.stop, self.blocks.stop) - max(need.start, self.blocks.start))
                 for chain, need in zip(self.chains, self.needs, strict=True)
             )
             self.flow.plan.copied(sum(size for size in sizes if size > 0), seconds)
 
-    def _run(self) -> None:
-        windows = self._windows()
+    def _run(self) -> list[tuple[int, int, Outcome]]:
+        windows, count = self._windows(), len(self.blocks)
         current = self._start(next(windows, range(0)))
         while current:
             with ExitStack() as undo:
@@ -91,12 +95,10 @@ class Load:
                     undo.pop_all()
             if failed is not None:
                 block, outcome = failed
-                self.flow.counters.add("load_failures", len(self.blocks) - block, outcome=outcome.value)
-                self.transfer.settle(block, outcome)
-                self.transfer.settle_rest(block, Outcome.ABSENT)
-                return
+                self.flow.counters.add("load_failures", count - block, outcome=outcome.value)
+                return [(block, block + 1, outcome), (block, count, Outcome.ABSENT)]
             current = following
-        self.transfer.settle_rest(0, Outcome.DONE)  # blocks of which the rules need nothing
+        return [(0, count, Outcome.DONE)]  # also those of which the rules need nothing
 
     def _windows(self) -> Iterator[range]:
         """Runs of blocks, each within the window's bytes or one block long."""
@@ -194,7 +196,8 @@ class Load:
         return held, Outcome.DONE if held is not None else Outcome.ABSENT
 
     def _copy(self, ready: list[tuple[int, int, Held]], end: int) -> list[tuple[int, int, Held]]:
-        """Scatter what is of blocks before `end`, all of which are whole, settle them and give them back; the rest."""
+        """Scatter what is of blocks before `end`, all of which are whole, settle them but the load's last one, with
+        which it is done, and give them back; the rest."""
         whole = ready if end == len(self.blocks) else [r for r in ready if r[0] < end]
         if whole:
             copies = self.mover.scatter([(i, group, held.slot) for i, group, held in whole])
@@ -203,7 +206,7 @@ class Load:
         self._count()
         self.flow.host.arena.release(*[held.slot for _, _, held in whole])
         if whole:
-            self.transfer.settle_run(whole[0][0], whole[-1][0] + 1, Outcome.DONE)
+            self.transfer.settle_run(whole[0][0], min(whole[-1][0] + 1, len(self.blocks) - 1), Outcome.DONE)
         return ready[len(whole) :]
 
     def _bring(self, tier: str, size: int) -> None:
