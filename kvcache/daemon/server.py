@@ -325,8 +325,9 @@ class Daemon:
     # ends
 
     def _end_session(self, session: Session) -> None:
-        if self._sessions.pop(session.secret, None) is not None:
+        if session.secret in self._sessions:
             session.end()
+            del self._sessions[session.secret]  # whoever sees it gone finds nothing of it
             self._watch.end(session)
             self._linger()
 
