@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections import Counter
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -23,6 +19,7 @@ from kvcache.hierarchy.cache import Cache
 from kvcache.port import InlineExecutor, Port
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
+from tests.calls import calls
 
 KiB = 1 << 10
 EXTENT = 96 * KiB
@@ -84,24 +81,6 @@ def found(cache: Cache, of: KVLayout, number: int, blocks: int, tenant: str = "a
     for part in into:
         assert (part.owner[0][:, : loaded.blocks] == number).all()
     return loaded.blocks
-
-
-def calls(work: Callable[[], object]) -> Counter[str]:
-    """How often each function was called, Python's and C's: what work costs, whatever the machine."""
-    counts: Counter[str] = Counter()
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call":
-            counts[frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name] += 1
-        elif event == "c_call":
-            counts[argument.__qualname__] += 1
-
-    sys.setprofile(count)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return counts
 
 
 def test_a_store_into_a_full_tier_costs_the_same_whatever_the_tier_holds() -> None:

@@ -7,9 +7,7 @@ never read; lost: the index at every restart; stuck for ever: a put after ENOSPC
 from __future__ import annotations
 
 import random
-import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from kvcache.hierarchy.cache import Cache
 from kvcache.port import Port
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
+from tests.calls import calls
 from tests.fault.disk import SimDisk
 from tests.tier.blocks import RECORD_BYTES, buffer, chain, holds, record
 from tests.tier.stores import ABSENT, DAMAGED, DONE, MIB, Clock, Open, change, inline, place, read, write
@@ -305,22 +304,6 @@ def test_models_whose_names_differ_in_a_slash_are_two(tmp_path: Path) -> None:
 # rows 14, 15
 
 
-def calls_of(work: Callable[[], object]) -> int:
-    """How many functions this calls, C's included: a measure of work that no other process disturbs."""
-    count = 0
-
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in {"call", "c_call"}
-
-    sys.setprofile(profile)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 def test_a_put_into_a_full_tier_does_not_get_slower_with_its_entries(store: Open) -> None:
     """418: each put summed all entries under a lock: 50 ms at 100,000 entries, 656 ms at a million."""
     cost = []
@@ -336,7 +319,7 @@ def test_a_put_into_a_full_tier_does_not_get_slower_with_its_entries(store: Open
                 tier.remove(tier.siblings(blocks[i])[:1])
                 assert tier.write([blocks[i - 8]], new[i]) == (DONE,)
 
-        cost.append(calls_of(put_each))
+        cost.append(calls(put_each).total())
         into = buffer(4000)
         assert tier.read([blocks[-1]], [into]) == (DONE,)
         assert holds(into, blocks[-1], 4000)
