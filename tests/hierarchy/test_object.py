@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kvcache
-from tests.contract.caches import FULL, HYBRID, Engine, bind, store
+from tests.contract.caches import FULL, HYBRID, Engine, bind, quiet, store
 from tests.peer.server import MISSING, Server, empty
 
 MiB = 1 << 20
@@ -152,6 +152,8 @@ def test_a_store_that_is_emptied_is_a_miss(opened: Open, tmp_path: Path) -> None
     assert one.flush(30)
     with bind(other).request() as r:
         assert settled(r).blocks == 10
+        for cache in (one, other):
+            quiet(cache)  # nobody writes there meanwhile
         shutil.rmtree(tmp_path / "objects")
         r.admit()
         transfer = r.load(10, engine.described, engine.ids(list(range(10))))
