@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+import pytest
 
-import kvcache
 from tests.daemon.house import LAYOUT, store
 from tests.daemon.within import Within
 
 
-def test_a_request_and_a_namespace_say_how_long(within: Within, monkeypatch: Any) -> None:
+def test_a_request_and_a_namespace_say_how_long(within: Within, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = within.cache.flow.port.clock
     began = clock.wall()
-    with kvcache.open(f"unix:{within.path}", patience_s=30.0) as cache:
-        long = cache.namespace(LAYOUT, model="m", revision="1", ttl_s=600)
-        store(long, list(range(32)), 1)
-        short = cache.namespace(LAYOUT, model="m", revision="2")
-        with short.request(ttl_s=60) as r:
-            assert r.ttl_s == 60
-        store(cache.namespace(LAYOUT, model="m", revision="2", ttl_s=60), list(range(32)), 2)
-        for after_s, blocks in ((59, [8, 8]), (61, [8, 0]), (601, [0, 0])):
-            monkeypatch.setattr(type(clock), "wall", lambda self, at=began + after_s: at)
-            found = []
-            for bound in (long, short):
-                with bound.request() as r:
-                    found.append(r.match(list(range(32))).blocks)
-            assert found == blocks
+
+    def later(seconds: float) -> None:
+        monkeypatch.setattr(type(clock), "wall", lambda self: began + seconds)
+
+    later(0)  # it stands still until it is turned
+    cache = within.open()
+    long = cache.namespace(LAYOUT, model="m", revision="1", ttl_s=600)
+    store(long, list(range(32)), 1)
+    short = cache.namespace(LAYOUT, model="m", revision="2")
+    with short.request(ttl_s=60) as r:
+        assert r.ttl_s == 60
+    store(cache.namespace(LAYOUT, model="m", revision="2", ttl_s=60), list(range(32)), 2)
+    for seconds, blocks in ((59, [8, 8]), (61, [8, 0]), (601, [0, 0])):
+        later(seconds)
+        found = []
+        for bound in (long, short):
+            with bound.request() as r:
+                found.append(r.match(list(range(32))).blocks)
+        assert found == blocks

@@ -28,12 +28,15 @@ PAGES = list(range(10))
 
 
 class Clock(SystemClock):
-    """Deadlines are real; what is written down for expiry is turned."""
+    """Deadlines are real; what is written down for expiry stands still until it is turned."""
 
     ahead_s = 0.0
 
+    def __init__(self) -> None:
+        self._began = super().wall()
+
     def wall(self) -> float:
-        return super().wall() + self.ahead_s
+        return self._began + self.ahead_s
 
 
 @pytest.fixture
