@@ -29,7 +29,7 @@ def served(directory: Path, how: str) -> tuple[Any, Callable[[], None]]:
     from kvcache.hierarchy.cache import Cache
     from kvcache.port import SystemClock
     from tests.daemon.authority import Authority
-    from tests.daemon.within import start
+    from tests.daemon.within import PATIENT, start
 
     settings: dict[str, Any] = {}
     if how != "daemon":
@@ -52,9 +52,9 @@ def served(directory: Path, how: str) -> tuple[Any, Callable[[], None]]:
         claim.release()
 
     if port is None:
-        return kvcache.open(f"unix:{directory / 'daemon'}", patience_s=30.0), end
+        return kvcache.open(f"unix:{directory / 'daemon'}", **PATIENT), end
     shown = {"ca_file": str(authority.file), "cert_file": str(authority.sign("engine"))}
-    return kvcache.open(str(port), patience_s=30.0, **shown), end
+    return kvcache.open(str(port), **PATIENT, **shown), end
 
 
 @pytest.fixture(

@@ -50,7 +50,7 @@ def make_within() -> Iterator[Callable[..., Within]]:
             settings = load_settings(
                 None,
                 host={"capacity_bytes": "768KiB", "extent_bytes": "192KiB"},  # 64 records, in extents of 16
-                **{"nvme__enabled": False, "daemon__lease_s": 0.2, **more},
+                **{"nvme__enabled": False, "daemon__lease_s": 30, **more},
             )
             cache = Cache(settings, shared=True)
             undo.callback(cache.close)
@@ -78,4 +78,4 @@ def within(make_within: Callable[..., Within]) -> Within:
 @pytest.fixture
 def loopback(make_within: Callable[..., Within]) -> Within:
     """By TCP, without TLS."""
-    return make_within(insecure=True, daemon__listen="127.0.0.1:0", daemon__lease_s=5)
+    return make_within(insecure=True, daemon__listen="127.0.0.1:0")

@@ -15,6 +15,7 @@ from kvcache.block.layout import KVLayout
 from kvcache.daemon.connect import route_of
 from kvcache.daemon.wire import Wire
 from tests.contract.caches import Engine, bind
+from tests.daemon.within import PATIENT
 from tests.peer.port import free_port
 
 LAYOUT = KVLayout.mha(layers=2, kv_heads=2, head_dim=64, dtype="fp32", block_tokens=4)  # 8 KiB a block
@@ -104,7 +105,7 @@ class House:
         self.heirs.append(other)
         return other
 
-    def run(self, *words: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             self.command(*words), env=self.environ, capture_output=True, text=True, timeout=timeout_s, check=False
         )
@@ -126,7 +127,7 @@ class House:
 
     def _gone(self) -> int:
         assert self.process is not None
-        code = self.process.wait(60)
+        code = self.process.wait(120)
         if self._listener is not None:
             self._listener.join()
         self._listener = None
@@ -141,7 +142,7 @@ class House:
             self.kill()
 
     def open(self, **more: Any) -> Any:
-        return kvcache.open(self.where, **{"patience_s": 30.0, **more})
+        return kvcache.open(self.where, **{**PATIENT, **more})
 
     def wire(self) -> Wire:
         """A connection on which nothing was said."""

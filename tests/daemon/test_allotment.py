@@ -112,14 +112,14 @@ def test_where_an_address_of_version_6_comes_from_is_its_network() -> None:
 
 def test_strangers_shut_out_nobody_who_is_known(make_within: Make) -> None:
     within = make_within(daemon__connections=8)
-    known = within.open(deadline_s=30)
+    known = within.open()
     expected = store(bound_to(known), list(range(8)), 1)
     strangers = []
     for _ in range(3 * WAITING):
         stranger = socket.socket(socket.AF_UNIX)
         stranger.connect(str(within.path))
         strangers.append(stranger)
-    assert load(bound_to(within.open(deadline_s=30)), list(range(8))) == expected
+    assert load(bound_to(within.open()), list(range(8))) == expected
     for stranger in strangers:
         stranger.close()
 
@@ -132,7 +132,7 @@ def test_a_tenant_takes_no_connection_that_is_another_s_share(make_within: Make,
         came_in(within, ACME, tmp_path)
     tokens = list(range(8))
     for token in (BETA, ROOT):  # a control connection each, and one that moves
-        bound = bound_to(came_in(within, token, tmp_path, threads=1, deadline_s=30))
+        bound = bound_to(came_in(within, token, tmp_path, threads=1))
         expected = store(bound, tokens, 1)
         assert load(bound, tokens) == expected
     with pytest.raises(UnreachableError, match=r"daemon\.connections"):

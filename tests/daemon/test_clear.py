@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import kvcache
 from tests.daemon.house import LAYOUT, House, bound_to, store
 
 
@@ -15,7 +14,7 @@ def test_a_tenant_is_erased_while_clients_are_there(make_house: Callable[..., Ho
     house = make_house(nvme=True, CONTROL__ENABLED="true")
     house.environ["XDG_RUNTIME_DIR"] = str(runtime.parent)
     house.start()
-    with kvcache.open(f"unix:{house.socket}", patience_s=30.0) as cache:
+    with house.open() as cache:
         mine, other = bound_to(cache, tenant="mine"), bound_to(cache, tenant="other")
         for bound in (mine, other):
             store(bound, list(range(32)), 1)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-import kvcache
 from kvcache.daemon.handover import take
 from kvcache.daemon.private import find_or_start
 from kvcache.daemon.protocol import VERSION
@@ -21,7 +20,7 @@ from kvcache.daemon.token import new_token, token_hash
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, House, bound_to, load, reached, store
-from tests.daemon.test_kill import BLOCKS, Worker
+from tests.daemon.test_kill import BLOCKS, check_durable, durable, working
 from tests.daemon.test_leases import Slow
 from tests.daemon.test_tenant import written
 
@@ -245,63 +244,39 @@ def test_killed_at_any_moment_it_is_the_drives_path_and_no_wrong_block(
     """The old one, the new one, or both; engines go on all the while."""
     kills, rng = 40 if request.config.getoption("--long") else 5, random.Random(3)
     house = make_house(nvme=True, DAEMON__DRAIN_S=1).start()
-    with house.open() as cache:
-        workers = [Worker(bound_to(cache), number) for number in (1, 2)]
-        for worker in workers:
-            worker.thread.start()
-        try:
-            for i in range(kills):
-                for worker in workers:
-                    worker.wait_turns(rng.randrange(1, 12))
-                sure = [set(worker.stored) for worker in workers]
-                flushed = cache.flush(60)
-                heir = house.heir().begin("--replace")
-                workers[0].wait_turns(rng.randrange(1, 300))
-                for each in {0: (house,), 1: (heir,), 2: (house, heir)}[i % 3]:
-                    each.kill()
-                if i % 3 == 0:
-                    heir.serves()
-                else:  # whatever the old one was told by then, it is replaced
-                    heir = house.heir().start("--replace")
-                house.gone()
-                house = heir
-                assert cache.wait_reachable(60)
-                with house.open() as other:
-                    assert other.check() == []
-                    for worker, prompts in zip(workers, sure, strict=True):
-                        for prompt in prompts if flushed else ():
-                            found = tiers(bound_to(other), worker.tokens(prompt))
-                            assert sum(found.values()) == BLOCKS, "what was durable is gone"
-        finally:
+    with house.open() as cache, working(cache) as workers:
+        for i in range(kills):
             for worker in workers:
-                worker.ending.set()
-            for worker in workers:
-                worker.thread.join()
-        assert [fault for worker in workers for fault in worker.faults] == []
-        assert all(worker.hits and worker.misses for worker in workers)
+                worker.wait_turns(rng.randrange(1, 12))
+            sure = durable(cache, workers)
+            heir = house.heir().begin("--replace")
+            workers[0].wait_turns(rng.randrange(1, 300))
+            for each in {0: (house,), 1: (heir,), 2: (house, heir)}[i % 3]:
+                each.kill()
+            if i % 3 == 0:
+                heir.serves()
+            else:  # whatever the old one was told by then, it is replaced
+                heir = house.heir().start("--replace")
+            house.gone()
+            house = heir
+            reached(cache)
+            with house.open() as other:
+                assert other.check() == []
+                check_durable(other, workers, sure)
 
 
 def test_engines_go_on_through_many_hand_overs(make_house: Make, request: pytest.FixtureRequest) -> None:
     turns = 20 if request.config.getoption("--long") else 3
     house = make_house().start()
     with house.open() as cache:
-        workers = [Worker(bound_to(cache), number) for number in (1, 2)]
-        for worker in workers:
-            worker.thread.start()
-        try:
+        with working(cache) as workers:
             for _ in range(turns):
                 for worker in workers:
                     worker.wait_turns(30)
                 heir = house.heir().start("--replace")
                 assert house.gone()[0] == 0
                 house = heir
-                assert cache.wait_reachable(60)
-        finally:
-            for worker in workers:
-                worker.ending.set()
-            for worker in workers:
-                worker.thread.join()
-        assert [fault for worker in workers for fault in worker.faults] == []
+                reached(cache)
         for worker in workers:  # there is no drive: what is still there came through memory
             assert any(tiers(worker.bound, worker.tokens(prompt)) == {"host": BLOCKS} for prompt in worker.stored)
         assert cache.check() == []
@@ -383,5 +358,5 @@ def test_a_daemon_that_goes_on_serving_is_not_started_beside(make_house: Make, t
     assert house.process is not None
     assert house.process.poll() is None
     assert take(tmp_path / "nobody") is None
-    with kvcache.open(house.where, patience_s=30.0) as cache:
+    with house.open() as cache:
         assert cache.check() == []

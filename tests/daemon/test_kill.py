@@ -6,15 +6,15 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.contract.caches import Engine
-from tests.daemon.house import LAYOUT, House, bound_to
+from tests.daemon.house import LAYOUT, House, bound_to, reached
 from tests.daemon.within import Within, until
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +76,43 @@ class Worker:
             end = self.turns + count
             assert self.turned.wait_for(lambda: self.turns >= end, 120), "a worker hangs"
 
+    def wait_hit(self) -> None:
+        """Until it has loaded a prompt, whenever that was."""
+        with self.turned:
+            assert self.turned.wait_for(lambda: self.hits > 0, 120), "a worker finds nothing"
+
+
+@contextmanager
+def working(cache: Any) -> Iterator[list[Worker]]:
+    """Two that go on meanwhile, and by the end have stored and loaded, and met no fault."""
+    workers = [Worker(bound_to(cache), number) for number in (1, 2)]
+    for worker in workers:
+        worker.thread.start()
+    try:
+        yield workers
+        for worker in workers:
+            worker.wait_hit()
+    finally:
+        for worker in workers:
+            worker.ending.set()
+        for worker in workers:
+            worker.thread.join()
+    assert [fault for worker in workers for fault in worker.faults] == []
+    assert all(worker.hits and worker.misses for worker in workers)
+
+
+def durable(cache: Any, workers: list[Worker]) -> list[set[int]]:
+    """By worker, what it stored up to now: of this nothing may be lost. Nothing where that took too long."""
+    sure = [set(worker.stored) for worker in workers]
+    return sure if cache.flush(60) else [set() for _ in workers]
+
+
+def check_durable(cache: Any, workers: list[Worker], sure: list[set[int]]) -> None:
+    for worker, prompts in zip(workers, sure, strict=True):
+        for prompt in prompts:
+            with bound_to(cache).request() as r:
+                assert r.match(worker.tokens(prompt)).blocks == BLOCKS, "what was durable is gone"
+
 
 @pytest.mark.parametrize("tcp", [False, True], ids=["unix", "tcp"])
 def test_a_killed_daemon_costs_misses_and_what_was_durable_is_there(
@@ -84,36 +121,21 @@ def test_a_killed_daemon_costs_misses_and_what_was_durable_is_there(
     kills = 50 if request.config.getoption("--long") else 2 if tcp else 5
     rng = random.Random(1)
     house = make_house(nvme=True, tcp=tcp).start()
-    with house.open() as cache:
-        workers = [Worker(bound_to(cache), number) for number in (1, 2)]
-        for worker in workers:
-            worker.thread.start()
-        try:
-            for _ in range(kills):
-                for worker in workers:
-                    worker.wait_turns(rng.randrange(1, 12))
-                sure = [set(worker.stored) for worker in workers]
-                flushed = cache.flush(60)
-                for worker in workers:
-                    worker.wait_turns(rng.randrange(3))
-                house.kill()
-                for worker in workers:
-                    worker.wait_turns(3)  # with nobody there: it goes on
-                house.start()
-                assert cache.wait_reachable(60)
-                with house.open() as other:
-                    assert other.check() == []
-                    for worker, prompts in zip(workers, sure, strict=True):
-                        for prompt in prompts if flushed else ():
-                            with bound_to(other).request() as r:
-                                assert r.match(worker.tokens(prompt)).blocks == BLOCKS, "what was durable is gone"
-        finally:
+    with house.open() as cache, working(cache) as workers:
+        for _ in range(kills):
             for worker in workers:
-                worker.ending.set()
+                worker.wait_turns(rng.randrange(1, 12))
+            sure = durable(cache, workers)
             for worker in workers:
-                worker.thread.join()
-        assert [fault for worker in workers for fault in worker.faults] == []
-        assert all(worker.hits and worker.misses for worker in workers)
+                worker.wait_turns(rng.randrange(3))
+            house.kill()
+            for worker in workers:
+                worker.wait_turns(3)  # with nobody there: it goes on
+            house.start()
+            reached(cache)
+            with house.open() as other:
+                assert other.check() == []
+                check_durable(other, workers, sure)
 
 
 @pytest.mark.parametrize("kind", ["within", "loopback"])

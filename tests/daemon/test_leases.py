@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
+
+import pytest
 
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.copier import Copier, Copy
@@ -40,43 +43,47 @@ class Slow(Copiers):
         return Waiting()
 
 
-def test_a_reader_that_takes_longer_than_its_lease_has_a_miss_and_never_another_block(within: Within) -> None:
-    cache, slow, engine = within.open(), Slow(), Engine(LAYOUT)
-    bound = bound_to(cache)
-    store(bound, list(range(16)), 1)
+@pytest.fixture
+def brief(make_within: Callable[..., Within]) -> Within:
+    """With leases that a client soon outlasts. What is stored beside goes into its cache by no lease at all."""
+    return make_within(daemon__lease_s=0.2)
+
+
+def test_a_reader_that_takes_longer_than_its_lease_has_a_miss_and_never_another_block(brief: Within) -> None:
+    within, slow, engine = brief, Slow(), Engine(LAYOUT)
+    own, cache = bound_to(within.cache), within.open()
+    store(own, list(range(16)), 1)
     cache.copiers = slow
-    with bound.request() as r:
+    with bound_to(cache).request() as r:
         assert r.match(list(range(16))).blocks == 4
         transfer = r.load(4, engine.described, engine.ids([8, 9, 10, 11]))
         assert slow.entered.wait(60)
         until(lambda: within.held == 0)  # the daemon has given it up
-        other = bound_to(within.open())
         for turn in range(8):  # as much as host can have, and more: the slots that are read are given out again
-            store(other, [1000 + turn, *range(63)], turn)
+            store(own, [1000 + turn, *range(63)], turn)
         slow.go.set()
         assert transfer.wait(60)
         assert Outcome.DONE not in transfer.outcomes
         assert transfer.blocks == 0
 
 
-def test_a_writer_that_takes_longer_than_its_lease_writes_into_nobody_s_block(within: Within) -> None:
-    cache, slow, engine = within.open(), Slow(), Engine(LAYOUT)
-    bound = bound_to(cache)
+def test_a_writer_that_takes_longer_than_its_lease_writes_into_nobody_s_block(brief: Within) -> None:
+    within, slow, engine = brief, Slow(), Engine(LAYOUT)
+    own, cache = bound_to(within.cache), within.open()
     engine.fill(9, [0, 1, 2, 3])
     cache.copiers = slow
-    with bound.request() as r:
+    with bound_to(cache).request() as r:
         r.match(list(range(16)))
         transfer = r.store(engine.described, engine.ids([0, 1, 2, 3]))
         assert slow.entered.wait(60)
         until(lambda: within.cache.flow.flush(0))  # the daemon has given it up
-        other = bound_to(within.open())
-        expected = {turn: store(other, [2000 + turn, *range(31)], turn) for turn in range(7)}
+        expected = {turn: store(own, [2000 + turn, *range(31)], turn) for turn in range(7)}
         assert r.match().blocks == 0
         slow.go.set()
         assert transfer.wait(60)
         assert Outcome.DONE not in transfer.outcomes
     for turn, blocks in expected.items():
-        found = load(other, [2000 + turn, *range(31)])
+        found = load(own, [2000 + turn, *range(31)])
         assert found == blocks[: len(found)]
     until(lambda: within.lost == 0)  # what was lent is back once the client has hung up
 
@@ -104,12 +111,12 @@ def test_what_a_client_held_is_back_when_it_hangs_up(within: Within) -> None:
         r.admit()
     assert within.held > 0
     cache.close()
-    until(lambda: within.held == 0)
-    assert within.daemon.sessions == []
+    until(lambda: within.daemon.sessions == [])
+    assert within.held == 0
 
 
 def test_a_lease_does_not_end_while_its_request_waits(within: Within) -> None:
-    """Many times the lease of a copy: what is held belongs to the request, which may wait as long as it likes."""
+    """Only a copy has one: what is held belongs to the request, which may wait as long as it likes."""
     cache = within.open()
     bound = bound_to(cache)
     expected = store(bound, list(range(16)), 1)

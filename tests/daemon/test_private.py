@@ -37,7 +37,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def ended(process: int) -> bool:
     """Wait for the end of the process of a descriptor."""
-    there, _, _ = select.select([process], [], [], 30)
+    there, _, _ = select.select([process], [], [], 120)
     os.close(process)
     return bool(there)
 
@@ -51,7 +51,7 @@ def end(number: int) -> None:
 def test_whoever_comes_first_starts_it_and_all_find_the_same(place: Path) -> None:
     found: list[str] = []
     threads = [
-        threading.Thread(target=lambda: found.append(find_or_start("engine", linger_s=2, **SMALL))) for _ in range(4)
+        threading.Thread(target=lambda: found.append(find_or_start("engine", linger_s=4, **SMALL))) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -73,7 +73,7 @@ def test_it_ends_when_its_engine_is_killed(place: Path) -> None:
     script = (
         "import os, kvcache\n"
         "from kvcache.daemon.private import find_or_start\n"
-        "where = find_or_start('engine', linger_s=0.5, host={'capacity_bytes': '8MiB'}, nvme__enabled=False)\n"
+        "where = find_or_start('engine', linger_s=4, host={'capacity_bytes': '8MiB'}, nvme__enabled=False)\n"
         "cache = kvcache.open(where)\n"
         "print(cache.link.pid, flush=True)\n"
         "input()\n"

@@ -20,7 +20,7 @@ from kvcache.errors import AccessError, KVCacheError
 from tests.daemon.authority import Authority
 from tests.daemon.house import House, bound_to, load, store
 from tests.daemon.test_tenant import written
-from tests.daemon.within import until
+from tests.daemon.within import PATIENT, until
 from tests.peer.port import free_port
 
 
@@ -94,7 +94,7 @@ def test_a_certificate_is_renewed_without_a_restart(make_house: Callable[..., Ho
 
     def reach(authority: Authority) -> Any:
         return kvcache.open(
-            f"tls://{address}", ca_file=str(authority.file), token_file=str(tmp_path / "token"), patience_s=30.0
+            f"tls://{address}", ca_file=str(authority.file), token_file=str(tmp_path / "token"), **PATIENT
         )
 
     with reach(before) as cache:
@@ -129,7 +129,7 @@ def test_nothing_sensitive_is_logged(make_house: Callable[..., House]) -> None:
         for token in (right, wrong):
             file.write_text(token)
             try:
-                with kvcache.open(where, token_file=str(file), patience_s=30.0) as cache:
+                with kvcache.open(where, token_file=str(file), **PATIENT) as cache:
                     bound = bound_to(cache, cache_salt=salt)
                     store(bound, ids, 1)
                     load(bound, ids)

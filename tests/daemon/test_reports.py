@@ -73,10 +73,11 @@ def test_a_restart_between_two_questions_is_no_fault_of_anybody(make_house: Make
 
 def test_a_daemon_that_hangs_keeps_nobody_waiting_twice(make_house: Make) -> None:
     house = make_house().start()
-    cache = house.open(patience_s=0.3, deadline_s=0.3)
+    cache = house.open()
     assert house.process is not None
     bound, engine = bound_to(cache), Engine(LAYOUT)
     expected = store(bound, list(range(16)), 1)
+    cache.patience_s = cache.deadline_s = cache.link.patience_s = 0.3
     os.kill(house.process.pid, signal.SIGSTOP)
     try:
         with bound.request() as r:
@@ -91,7 +92,9 @@ def test_a_daemon_that_hangs_keeps_nobody_waiting_twice(make_house: Make) -> Non
                 assert Outcome.DONE not in transfer.outcomes
     finally:
         os.kill(house.process.pid, signal.SIGCONT)
+    cache.patience_s = cache.deadline_s = 30.0
     assert cache.wait_reachable(60)
+    cache.link.patience_s = 30.0  # it may have been reached before
     assert load(bound, list(range(16))) == expected
     cache.close()
 

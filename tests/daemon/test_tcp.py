@@ -27,7 +27,7 @@ from tests.contract.caches import Engine
 from tests.daemon.authority import Authority
 from tests.daemon.house import LAYOUT, House, bound_to, load, store
 from tests.daemon.test_tenant import ACME, BETA, everybody, written
-from tests.daemon.within import Within, until
+from tests.daemon.within import PATIENT, Within, until
 from tests.peer.port import free_port
 
 Make = Callable[..., Within]
@@ -54,7 +54,7 @@ def reach(within: Within, authority: Authority, token: str = "", **more: Any) ->
         file = authority.directory / f"token-{token_hash(token)[7:15]}"
         file.write_text(token)
         more["token_file"] = str(file)
-    made = kvcache.open(str(within.port), **{"ca_file": str(authority.file), "patience_s": 30.0, **more})
+    made = kvcache.open(str(within.port), **{"ca_file": str(authority.file), **PATIENT, **more})
     within.undo.callback(made.close)
     return made
 
@@ -336,7 +336,7 @@ def test_a_port_that_was_given_up_is_free(make_house: Callable[..., House]) -> N
     house = make_house(DAEMON__LISTEN=f"127.0.0.1:{free_port()}")
     for _ in range(2):
         house.start("--insecure-loopback")
-        with kvcache.open(f"tcp://{house.environ['KVCACHE_DAEMON__LISTEN']}", patience_s=30.0) as cache:
+        with kvcache.open(f"tcp://{house.environ['KVCACHE_DAEMON__LISTEN']}", **PATIENT) as cache:
             assert len(store(bound_to(cache), list(range(16)), 1)) == 4
         assert house.end()[0] == 0
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.daemon.house import bound_to, load, reached, store
+from tests.daemon.within import PATIENT
 
 UNIT = Path(__file__).parents[2] / "deploy" / "systemd" / "kvcache.service"
 LEFT_OUT = ("User", "Group", "ProtectHome", "ProtectKernelLogs", "ProtectKernelTunables")
@@ -98,7 +99,7 @@ def seen() -> dict[str, Any]:
     first = pid()
     status = Path(f"/proc/{first}/status").read_text(encoding="utf-8")
     found["rights"] = re.findall(r"^CapEff:\s*(\w+)$|^NoNewPrivs:\s*(\d)$|^Seccomp:\s*(\d)$", status, re.MULTILINE)
-    with kvcache.open(f"unix:{SOCKET}", patience_s=30.0) as cache:
+    with kvcache.open(f"unix:{SOCKET}", **PATIENT) as cache:
         bound = bound_to(cache)
         expected = store(bound, PROMPT, 1)
         systemctl("restart", "kvcache")

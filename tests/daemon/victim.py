@@ -8,12 +8,13 @@ import sys
 import kvcache
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to
+from tests.daemon.within import PATIENT
 
 
 def main(where: str, seed: int) -> None:
     rng, engine = random.Random(seed), Engine(LAYOUT)
     engine.fill(seed, list(range(32)))
-    with kvcache.open(where, patience_s=30.0) as cache:
+    with kvcache.open(where, **PATIENT) as cache:
         bound = bound_to(cache)
         print("begins", flush=True)
         while True:

@@ -15,6 +15,9 @@ import kvcache
 from kvcache.daemon.server import Daemon
 from kvcache.hierarchy.cache import Cache
 
+PATIENT = {"patience_s": 30.0, "deadline_s": 30.0}
+"""How a test's client opens a daemon: no machine is so busy that an answer takes longer."""
+
 
 @dataclass
 class Within:
@@ -28,12 +31,12 @@ class Within:
 
     def reach(self, **more: Any) -> Any:
         """As `open`, by its port."""
-        made = kvcache.open(str(self.port), **{"patience_s": 30.0, **more})
+        made = kvcache.open(str(self.port), **{**PATIENT, **more})
         self.undo.callback(made.close)
         return made
 
     def open(self, **more: Any) -> Any:
-        made = kvcache.open(f"unix:{self.path}", **{"patience_s": 30.0, **more})
+        made = kvcache.open(f"unix:{self.path}", **{**PATIENT, **more})
         self.undo.callback(made.close)
         return made
 
