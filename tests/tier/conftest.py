@@ -1,4 +1,4 @@
-"""NVMe tiers in one directory, audited at the end."""
+"""Tiers in one directory, closed at the end; those on NVMe are audited first."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from kvcache.port import Port
+from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier
-from tests.tier.stores import MIB, Open, inline
+from kvcache.tier.object import ObjectTier
+from tests.tier.stores import MIB, Open, OpenObjects, inline
 
 
 @pytest.fixture
@@ -29,3 +31,18 @@ def store(tmp_path: Path) -> Iterator[Open]:
         if not tier._closed:
             assert tier.check() == []
             tier.close()
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[OpenObjects]:
+    """Opens object tiers in one directory, as processes of a fleet do; each is closed at the end."""
+    tiers: list[ObjectTier] = []
+
+    def open_tier(**settings: Any) -> ObjectTier:
+        given = {"url": f"file://{tmp_path}/store", "port": Port(clock=Clock()), "refresh_s": 1e9, "timeout_s": 60}
+        tiers.append(ObjectTier(**{**given, **settings}))
+        return tiers[-1]
+
+    yield open_tier
+    for tier in tiers:
+        tier.close()

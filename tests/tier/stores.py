@@ -1,4 +1,4 @@
-"""NVMe tiers for the tests of this folder, and what is done to their files."""
+"""NVMe and object tiers for the tests of this folder, and what is done to their files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from kvcache.block.address import Address
 from kvcache.port import InlineExecutor, SystemClock
 from kvcache.tier.nvme import NvmeTier
+from kvcache.tier.object import ObjectTier
 from kvcache.tier.tier import Outcome
 from tests.tier.blocks import PAYLOAD_BYTES, buffer, holds, record
 
@@ -44,6 +45,7 @@ def inline(threads: int, name: str) -> InlineExecutor:
 
 
 Open = Callable[..., NvmeTier]
+OpenObjects = Callable[..., ObjectTier]
 
 
 def write(tier: NvmeTier, addresses: list[Address], size: int = PAYLOAD_BYTES) -> tuple[Outcome, ...]:
@@ -70,3 +72,7 @@ def change(path: Path, offset: int, to: Callable[[int], int]) -> None:
         old = file.read(1)[0]
         file.seek(offset)
         file.write(bytes([to(old)]))
+
+
+def objects(tmp_path: Path) -> list[Path]:
+    return sorted(path for path in (tmp_path / "store").rglob("*") if path.is_file())

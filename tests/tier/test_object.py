@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +26,12 @@ from kvcache.tier.object.entrance import opened as opened_store
 from kvcache.tier.object.name import Names, Place
 from kvcache.tier.object.pack import Cut, made, read_table
 from kvcache.tier.tier import Outcome
+from tests.tier.stores import OpenObjects, objects
 
 DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
-MIB = 1 << 20
-Open = Callable[..., ObjectTier]
 
 
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Open]:
-    """Opens tiers in one directory, as processes of a fleet do; each is closed at the end."""
-    tiers: list[ObjectTier] = []
-
-    def open_tier(**settings: Any) -> ObjectTier:
-        settings = {"port": Port(clock=Clock()), "refresh_s": 1e9, **settings}
-        tiers.append(ObjectTier(f"file://{tmp_path}/store", **settings))
-        return tiers[-1]
-
-    yield open_tier
-    for tier in tiers:
-        tier.close()
-
-
-def objects(place: Path) -> list[Path]:
-    return sorted(path for path in (place / "store").rglob("*") if path.is_file())
-
-
-def test_a_chain_lies_in_few_objects(opened: Open, tmp_path: Path) -> None:
+def test_a_chain_lies_in_few_objects(opened: OpenObjects, tmp_path: Path) -> None:
     tier, blocks = opened(), chain(60)
     assert set(write(tier, blocks)) == {DONE}
     assert len(objects(tmp_path)) == 1
@@ -64,13 +43,13 @@ def test_a_chain_lies_in_few_objects(opened: Open, tmp_path: Path) -> None:
     assert opened().check() == []
 
 
-def test_chains_stand_apart(opened: Open, tmp_path: Path) -> None:
+def test_chains_stand_apart(opened: OpenObjects, tmp_path: Path) -> None:
     tier = opened()
     assert set(write(tier, chain(3) + chain(3, seed=1) + chain(2, group=1))) == {DONE}
     assert len(objects(tmp_path)) == 3
 
 
-def test_a_cold_process_finds_any_block(opened: Open) -> None:
+def test_a_cold_process_finds_any_block(opened: OpenObjects) -> None:
     blocks = chain(40)
     write(opened(), blocks)
     assert opened().contains(blocks[17:20]) == (DONE,) * 3
@@ -79,7 +58,7 @@ def test_a_cold_process_finds_any_block(opened: Open) -> None:
     assert opened().leading(blocks + chain(3, seed=1)).result(30) == 40
 
 
-def test_what_others_write_later_is_found_by_its_name(opened: Open) -> None:
+def test_what_others_write_later_is_found_by_its_name(opened: OpenObjects) -> None:
     """Between two listings: a new prefix, and what goes on where a known one ends."""
     one, other, blocks = opened(), opened(), chain(12)
     assert other.leading(blocks).result(30) == 0
@@ -92,7 +71,7 @@ def test_what_others_write_later_is_found_by_its_name(opened: Open) -> None:
     assert intact(other, blocks)
 
 
-def test_what_lies_within_a_pack_is_found_by_the_next_listing(opened: Open) -> None:
+def test_what_lies_within_a_pack_is_found_by_the_next_listing(opened: OpenObjects) -> None:
     one, blocks, clock = opened(), chain(6), Clock()
     other = opened(port=Port(clock=clock), refresh_s=30)
     assert other.contains(blocks[3:]) == (ABSENT,) * 3
@@ -102,7 +81,7 @@ def test_what_lies_within_a_pack_is_found_by_the_next_listing(opened: Open) -> N
     assert other.contains(blocks[3:]) == (DONE,) * 3
 
 
-def test_two_that_store_the_same_store_one_copy(opened: Open, tmp_path: Path) -> None:
+def test_two_that_store_the_same_store_one_copy(opened: OpenObjects, tmp_path: Path) -> None:
     blocks = chain(30)
     tiers = [opened() for _ in range(4)]
     for tier in tiers:
@@ -123,7 +102,7 @@ def test_two_that_store_the_same_store_one_copy(opened: Open, tmp_path: Path) ->
     assert intact(opened(), blocks)
 
 
-def test_a_store_that_cannot_write_only_where_nothing_is(opened: Open, tmp_path: Path) -> None:
+def test_a_store_that_cannot_write_only_where_nothing_is(opened: OpenObjects, tmp_path: Path) -> None:
     tier, blocks = opened(), chain(4)
     tier._store._creates = False
     assert set(write(tier, blocks)) == {DONE}
@@ -137,7 +116,9 @@ def test_a_store_that_cannot_write_only_where_nothing_is(opened: Open, tmp_path:
 # tables of many packs
 
 
-def test_the_catalogue_spares_the_next_process(opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_catalogue_spares_the_next_process(
+    opened: OpenObjects, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(module, "WORTH_COPYING", 8)
     blocks = [chain(2, seed=seed) for seed in range(12)]
     for each in blocks:
@@ -154,7 +135,9 @@ def test_the_catalogue_spares_the_next_process(opened: Open, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("how", ["garbage", "shape", "rows", "stale"])
-def test_a_catalogue_is_never_believed(opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str) -> None:
+def test_a_catalogue_is_never_believed(
+    opened: OpenObjects, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
+) -> None:
     monkeypatch.setattr(module, "WORTH_COPYING", 4)
     blocks = [chain(2, seed=seed) for seed in range(6)]
     for each in blocks:
@@ -171,7 +154,7 @@ def test_a_catalogue_is_never_believed(opened: Open, monkeypatch: pytest.MonkeyP
     assert intact(opened(), blocks[1])
 
 
-def test_a_listing_that_fails_keeps_what_it_has_read(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_that_fails_keeps_what_it_has_read(opened: OpenObjects, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "AT_ONCE", 2)
     blocks = [chain(2, seed=seed) for seed in range(6)]
     for each in blocks:
@@ -194,7 +177,7 @@ def test_a_listing_that_fails_keeps_what_it_has_read(opened: Open, monkeypatch: 
 # what others do to the objects
 
 
-def test_a_pack_that_a_lifecycle_rule_deletes_is_a_miss(opened: Open, tmp_path: Path) -> None:
+def test_a_pack_that_a_lifecycle_rule_deletes_is_a_miss(opened: OpenObjects, tmp_path: Path) -> None:
     tier, blocks = opened(), chain(6)
     write(tier, blocks)
     objects(tmp_path)[0].unlink()
@@ -206,7 +189,7 @@ def test_a_pack_that_a_lifecycle_rule_deletes_is_a_miss(opened: Open, tmp_path: 
 
 
 @pytest.mark.parametrize("how", ["cut", "empty", "other", "flipped table"])
-def test_an_object_that_somebody_else_changed_is_never_a_hit(opened: Open, tmp_path: Path, how: str) -> None:
+def test_an_object_that_somebody_else_changed_is_never_a_hit(opened: OpenObjects, tmp_path: Path, how: str) -> None:
     tier, blocks = opened(), chain(6)
     write(tier, blocks)
     (path,) = objects(tmp_path)
@@ -227,7 +210,7 @@ def test_an_object_that_somebody_else_changed_is_never_a_hit(opened: Open, tmp_p
     assert intact(opened(), blocks)
 
 
-def test_a_flipped_bit_costs_one_record(opened: Open, tmp_path: Path) -> None:
+def test_a_flipped_bit_costs_one_record(opened: OpenObjects, tmp_path: Path) -> None:
     tier, blocks = opened(), chain(6)
     write(tier, blocks)
     (path,) = objects(tmp_path)
@@ -246,7 +229,7 @@ def test_a_flipped_bit_costs_one_record(opened: Open, tmp_path: Path) -> None:
     assert intact(opened(), blocks)
 
 
-def test_removed_from_a_pack_that_another_process_reads(opened: Open, tmp_path: Path) -> None:
+def test_removed_from_a_pack_that_another_process_reads(opened: OpenObjects, tmp_path: Path) -> None:
     one, other, blocks = opened(), opened(), chain(6)
     write(one, blocks)
     assert intact(other, blocks)
@@ -266,7 +249,7 @@ def lasting(address: Address, end_s: float) -> list[memoryview]:
 
 
 @pytest.mark.parametrize("stale", [{0}, {1}, {3}, {0, 2}, {0, 1, 2, 3}])
-def test_what_expired_in_a_pack_makes_room_and_the_rest_stays(opened: Open, stale: set[int]) -> None:
+def test_what_expired_in_a_pack_makes_room_and_the_rest_stays(opened: OpenObjects, stale: set[int]) -> None:
     class Wall(Clock):
         wall_s = 1000.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,34 +12,19 @@ from typing import Any
 import pytest
 
 from kvcache.block.address import Address
-from kvcache.port import Port
 from kvcache.testing.blocks import chain
-from kvcache.testing.tier import Clock, intact, write
-from kvcache.tier.object import ObjectTier, bucket, catalogue
+from kvcache.testing.tier import intact, write
+from kvcache.tier.object import bucket, catalogue
 from kvcache.tier.object.name import Place
 from kvcache.tier.tier import Outcome
 from tests.peer.objects import MISSING, shared
+from tests.tier.stores import OpenObjects
 
 DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
-Open = Callable[..., ObjectTier]
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Open]:
-    tiers: list[ObjectTier] = []
-
-    def open_tier(**settings: Any) -> ObjectTier:
-        given = {"url": f"file://{tmp_path}/store", "port": Port(clock=Clock()), "refresh_s": 1e9, "timeout_s": 60}
-        tiers.append(ObjectTier(**{**given, **settings}))
-        return tiers[-1]
-
-    yield open_tier
-    for tier in tiers:
-        tier.close()
-
-
-@pytest.fixture
-def chains(opened: Open, monkeypatch: pytest.MonkeyPatch) -> list[list[Address]]:
+def chains(opened: OpenObjects, monkeypatch: pytest.MonkeyPatch) -> list[list[Address]]:
     """Six packs of two records, which a listing names two at a time."""
     monkeypatch.setattr(bucket, "PAGE", 2)
     made = [chain(2, seed=seed) for seed in range(6)]
@@ -54,7 +39,7 @@ def tails(chains: Sequence[Sequence[Address]]) -> list[Address]:
 
 
 def test_pages_that_came_stay_where_a_later_one_does_not(
-    opened: Open, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch
+    opened: OpenObjects, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = opened()
     pages, heads = tier._bucket.pages, tier._bucket.heads
@@ -80,7 +65,7 @@ def test_pages_that_came_stay_where_a_later_one_does_not(
 
 
 def test_a_long_listing_holds_nobody_up(
-    opened: Open, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch
+    opened: OpenObjects, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it goes on, what came of it is known, and the rest is found by its name."""
     monkeypatch.setattr(catalogue, "_PATIENCE", 0.001)
@@ -106,7 +91,7 @@ def test_a_long_listing_holds_nobody_up(
 
 
 def test_what_is_known_is_bounded_and_the_rest_is_found_by_its_name(
-    opened: Open, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch
+    opened: OpenObjects, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(catalogue, "MOST_RECORDS", 5)
     tier = opened()
@@ -131,7 +116,7 @@ def folder(tmp_path: Path, namespace: bytes) -> Path:
 @pytest.mark.parametrize("listed", [False, True])
 @pytest.mark.parametrize("where", ["namespace", "group", "name"])
 def test_a_pack_that_somebody_copied_elsewhere_is_none(
-    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, listed: bool
+    opened: OpenObjects, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, listed: bool
 ) -> None:
     """A sound one: asked for by its name or met in a listing, it is no hit, is counted, and takes no room."""
     blocks = chain(4)
@@ -165,7 +150,7 @@ def test_a_pack_that_somebody_copied_elsewhere_is_none(
     assert intact(opened(), [wrong])
 
 
-def test_one_with_few_large_packs_pushes_out_nobody(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_with_few_large_packs_pushes_out_nobody(opened: OpenObjects, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound is in records, and so is who has most of them."""
     monkeypatch.setattr(catalogue, "MOST_RECORDS", 24)
     tier, small = opened(), [chain(1, seed=seed) for seed in range(6)]
@@ -183,7 +168,7 @@ def test_one_with_few_large_packs_pushes_out_nobody(opened: Open, monkeypatch: p
 
 @pytest.mark.parametrize(("stores", "rounds"), [(0, 1), (2, 3), (99, 3)])
 def test_a_purge_meets_who_goes_on_storing(
-    opened: Open, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch, stores: int, rounds: int
+    opened: OpenObjects, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch, stores: int, rounds: int
 ) -> None:
     """What is stored while it deletes goes too, for so many rounds; who stores for longer is an error, not an end
     that never comes."""
@@ -209,7 +194,7 @@ def test_a_purge_meets_who_goes_on_storing(
 
 
 @pytest.mark.skipif(bool(MISSING["seaweedfs"]), reason=MISSING["seaweedfs"])
-def test_a_bucket_of_many_objects(opened: Open) -> None:
+def test_a_bucket_of_many_objects(opened: OpenObjects) -> None:
     """More than a server names at a time: a cold process finds all of them, the next one from what the first left."""
     store = {**shared("seaweedfs").settings, "prefix": "many"}
     writer, chains = opened(**store), [chain(2, seed=seed) for seed in range(1100)]

@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvcache.port import Port
 from kvcache.testing.blocks import chain
-from kvcache.testing.tier import Clock, intact, write
-from kvcache.tier.object import ObjectTier
+from kvcache.testing.tier import intact, write
 from kvcache.tier.object.bucket import RefusedError
 from kvcache.tier.tier import Outcome
+from tests.tier.stores import MIB, OpenObjects, objects
 
 DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
-MIB = 1 << 20
-Open = Callable[..., ObjectTier]
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Open]:
-    tiers: list[ObjectTier] = []
-
-    def open_tier(**settings: Any) -> ObjectTier:
-        tiers.append(ObjectTier(f"file://{tmp_path}/store", port=Port(clock=Clock()), refresh_s=1e9, **settings))
-        return tiers[-1]
-
-    yield open_tier
-    for tier in tiers:
-        tier.close()
-
-
-def objects(place: Path) -> list[Path]:
-    return sorted(path for path in (place / "store").rglob("*") if path.is_file())
 
 
 @pytest.mark.parametrize("moves", [True, False])
 def test_a_large_record_goes_in_parts(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, moves: bool
+    opened: OpenObjects, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, moves: bool
 ) -> None:
     """Beside its place first, and then there, where its name is found; or it stays, where a store cannot."""
     monkeypatch.setattr("kvcache.tier.object.store.MULTIPART_BYTES", 6 * MIB)
@@ -63,7 +42,7 @@ def test_a_large_record_goes_in_parts(
 
 @pytest.mark.parametrize("made", ["all", "half", "nothing", "another's"])
 def test_a_move_that_is_late_leaves_one_pack(
-    opened: Open, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: str
+    opened: OpenObjects, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, made: str
 ) -> None:
     """Wherever it stopped, and whoever was there before."""
     monkeypatch.setattr("kvcache.tier.object.store.MULTIPART_BYTES", 6 * MIB)
