@@ -289,7 +289,7 @@ class TierContract:
         ticket = tier.submit(
             "contains", blocks, priority=BACKGROUND, on_outcome=lambda i, outcome: seen.append((i, outcome))
         )
-        assert ticket.wait(10)
+        assert ticket.wait(60)
         assert sorted(seen, key=lambda pair: pair[0]) == list(enumerate([DONE] * 3 + [ABSENT] * 3))
         assert ticket.outcomes == (DONE,) * 3 + (ABSENT,) * 3
         assert ticket.done
@@ -301,11 +301,11 @@ class TierContract:
         target = new if op == "write" else here
         segments = [record(target[0])] if op == "write" else [buffer()] if op == "read" else []
         ticket = bench.tier.submit(op, target, segments, deadline=bench.clock.now() - 1)
-        assert ticket.wait(10)
+        assert ticket.wait(60)
         assert ticket.outcomes == (LATE,)
         assert bench.tier.contains([*here, *new]) == (DONE, ABSENT)
-        ticket = bench.tier.submit(op, target, segments, deadline=bench.clock.now() + 1)
-        assert ticket.wait(10)
+        ticket = bench.tier.submit(op, target, segments, deadline=bench.clock.now() + 60)
+        assert ticket.wait(60)
         assert ticket.outcomes == (DONE,)
 
     def test_misuse_raises(self, tier: Tier) -> None:
@@ -361,7 +361,7 @@ class TierContract:
     def test_the_same_block_from_many_threads_is_there_once(self, tier: Tier) -> None:
         (address,) = chain(1)
         tickets = [tier.submit("write", [address], [record(address)]) for _ in range(16)]
-        assert all(ticket.wait(10) for ticket in tickets)
+        assert all(ticket.wait(60) for ticket in tickets)
         assert {ticket.outcomes for ticket in tickets} == {(DONE,)}
         assert tier.usage().records == 1
 

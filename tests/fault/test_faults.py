@@ -240,7 +240,7 @@ def test_a_drive_that_hangs_on_writes_still_reads(tmp_path: Path) -> None:
         refused = tier.submit("write", more, [record(a) for a in more])
         assert (refused.outcomes, refused.checks) == ((FAILED, FAILED), {0: "hung", 1: "hung"})
         disk.may_write.set()
-        assert stuck.wait(10)
+        assert stuck.wait(60)
         assert tier.write(more, [record(a) for a in more]) == (DONE, DONE)
 
 
@@ -269,7 +269,7 @@ def test_closing_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Monk
         assert (waiting.outcomes, waiting.checks) == ((FAILED,), {0: "hung"})
         assert not under_way.done
         disk.may_write.set()
-        assert under_way.wait(10)
+        assert under_way.wait(60)
 
 
 def test_a_directory_that_vanishes_is_misses_and_refusals(tmp_path: Path) -> None:

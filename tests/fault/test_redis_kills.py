@@ -75,7 +75,7 @@ def killed(server: Server, after_s: float) -> None:
 def test_writers_are_killed(server: Server, request: pytest.FixtureRequest) -> None:
     names, chance = Names("kvcache"), random.Random(1)
     blocks = chain(BLOCKS)
-    tier = RedisTier(server.unix, part_bytes=256 << 10)
+    tier = RedisTier(server.unix, part_bytes=256 << 10, timeout_s=60)
     found = 0
     for _ in range(20 if request.config.getoption("--long") else 2):
         killed(server, chance.uniform(0.01, 0.2))

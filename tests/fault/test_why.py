@@ -43,7 +43,6 @@ class Drive(SimDisk):
 
 def opened(drive: Drive, *, host: str = "1MiB", **more: Any) -> Cache:
     settings = load(
-        environ={},
         host={"capacity_bytes": host, "extent_bytes": "24KiB"},
         nvme={"path": "store", "capacity_bytes": "8MiB", "segment_bytes": "96KiB", "free_floor_bytes": 0},
         plan__enabled=False,

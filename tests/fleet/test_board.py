@@ -29,7 +29,7 @@ def test_the_rights_that_the_page_names_are_enough(server: Server, tmp_path: Pat
     for words in rights[:lines]:
         server.client.execute_command("ACL", "SETUSER", "engine", *words)
     board = Board(
-        Redis(enabled=True, url=server.tcp, username="engine", password_file=str(tmp_path / "password"), timeout_s=5)
+        Redis(enabled=True, url=server.tcp, username="engine", password_file=str(tmp_path / "password"), timeout_s=20)
     )
     try:
         lease, heat = Lease(board, "d"), Heat(board, chains=1)
@@ -50,7 +50,7 @@ def test_the_rights_that_the_page_names_are_enough(server: Server, tmp_path: Pat
 
 def test_a_slot_that_moved_is_followed_and_one_that_moves_is_an_error() -> None:
     cluster = Cluster()
-    board = Board(Redis(enabled=True, url=cluster.url, mode="cluster", timeout_s=10))
+    board = Board(Redis(enabled=True, url=cluster.url, mode="cluster", timeout_s=20))
     try:
         first, second = Lease(board, "d"), Lease(board, "d")
         assert first.take() is Turn.MINE

@@ -176,7 +176,7 @@ def test_stopped_it_ends_behind_the_prompt_under_way(boards: Callable[[], Board]
 
 def test_a_server_that_goes_in_the_middle_leaves_each_alone() -> None:
     server = Server()
-    board = Board(Redis(enabled=True, url=server.tcp, timeout_s=0.5))
+    board = Board(Redis(enabled=True, url=server.tcp, timeout_s=20))
     try:
         work = warm(Node(Fleet()), board, tell=lambda step: server.stop() if step.number == 2 else None)
         work.run()
@@ -188,7 +188,7 @@ def test_a_server_that_goes_in_the_middle_leaves_each_alone() -> None:
 
 def test_a_server_that_hangs_in_the_middle_holds_nobody_up_for_long() -> None:
     server = Server()
-    board = Board(Redis(enabled=True, url=server.tcp, timeout_s=0.2))
+    board = Board(Redis(enabled=True, url=server.tcp, timeout_s=3))
     try:
         work = warm(Node(Fleet()), board, tell=lambda step: server.pause() if step.number == 2 else None)
         work.run()

@@ -54,7 +54,7 @@ def make(tmp_path: Path) -> Iterator[Open]:
     def open_cache(*, nvme: bool = False, extents: int = 4, **more: Any) -> Cache:
         host = {"capacity_bytes": extents * EXTENT, "extent_bytes": EXTENT}
         drive = {"enabled": nvme, "path": tmp_path / "nvme", "capacity_bytes": "64MiB", "free_floor_bytes": 0}
-        caches.append(Cache(load_settings(None, environ={}, host=host, nvme=drive, **more), shared=True))
+        caches.append(Cache(load_settings(None, host=host, nvme=drive, **more), shared=True))
         return caches[-1]
 
     yield open_cache

@@ -45,7 +45,7 @@ def opened(extents: int, place: Path | None = None, port: Port = INLINE) -> Cach
         }
     host = {"capacity_bytes": extents * EXTENT, "extent_bytes": EXTENT}
     lru = {"policy": "lru"}  # whoever comes is taken in: this is about room, not about worth
-    return Cache(load(environ={}, host=host, nvme=nvme, evict=lru), port)
+    return Cache(load(host=host, nvme=nvme, evict=lru), port)
 
 
 def pages(of: KVLayout, count: int, value: float = 0) -> list[GroupPages]:

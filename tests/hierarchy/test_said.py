@@ -29,7 +29,6 @@ BLOCKS = 8
 
 def opened(place: Path, port: Port | None = None, *, host: str = "96KiB", nvme: str = "8MiB", queue: int = 64) -> Cache:
     settings = load(
-        environ={},
         host={"capacity_bytes": host, "extent_bytes": "24KiB"},
         nvme={"path": place / "nvme", "capacity_bytes": nvme, "segment_bytes": "96KiB", "free_floor_bytes": 0},
         flow={"queue_blocks": queue},

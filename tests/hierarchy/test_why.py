@@ -33,7 +33,6 @@ def opened(
     if place is not None:
         nvme = {"path": place / "nvme", "capacity_bytes": "8MiB", "segment_bytes": "96KiB", "free_floor_bytes": 0}
     settings = load(
-        environ={},
         host={"capacity_bytes": host, "extent_bytes": "24KiB"},
         nvme=nvme,
         explain={"memory_bytes": memory},

@@ -62,7 +62,7 @@ def test_a_password_is_taken_and_never_shown(
 def test_refused_to_come_in(guarded: Server, password: str, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     url = guarded.tcp.replace("//", f"//:{password}@") if password else guarded.tcp
-    tier = RedisTier(url, timeout_s=0.5, port=Port(clock=clock))
+    tier = RedisTier(url, timeout_s=20, port=Port(clock=clock))
     assert until_open(tier, chain(1)[0]) == {FAILED}
     assert caplog.records
     assert "secret" not in caplog.text + repr(tier) + str(tier.counters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from kvcache.tier.tier import Outcome
 from tests.peer.fleet import Sentinels, until
 from tests.peer.server import MISSING
 from tests.tier.blocks import chain, record
-from tests.tier.test_redis_cluster import MISS, read, write
+from tests.tier.test_redis_cluster import MISS, lines, read, write
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -40,19 +41,19 @@ def others(request: pytest.FixtureRequest) -> Iterator[Sentinels]:
 
 
 def open_tier(sentinels: Sentinels, **settings: Any) -> RedisTier:
-    return RedisTier(sentinels.url, mode="sentinel", master=Sentinels.NAME, **{"timeout_s": 1, **settings})
+    return RedisTier(sentinels.url, mode="sentinel", master=Sentinels.NAME, **{"timeout_s": 10, **settings})
 
 
 def test_some_sentinels_are_gone(sentinels: Sentinels) -> None:
     url = f"redis://127.0.0.1:1,127.0.0.1:2,127.0.0.1:{sentinels.ports[0]}/0"
-    tier = RedisTier(url, mode="sentinel", master=Sentinels.NAME, timeout_s=2)
+    tier = RedisTier(url, mode="sentinel", master=Sentinels.NAME, timeout_s=20)
     assert write(tier, chain(3)) == (DONE,) * 3
     assert read(tier, chain(3)) == (DONE,) * 3
     tier.close()
 
 
 def test_a_master_that_nobody_knows(sentinels: Sentinels) -> None:
-    tier = RedisTier(sentinels.url, mode="sentinel", master="another", timeout_s=0.2)
+    tier = RedisTier(sentinels.url, mode="sentinel", master="another", timeout_s=20)
     for _ in range(4):
         assert set(read(tier, chain(2))) <= MISS
     assert tier.breaker == "open"
@@ -111,7 +112,7 @@ def test_passwords_of_the_sentinels_and_of_their_servers(tmp_path: Path) -> None
 
 def failover(sentinels: Sentinels, way: str, caplog: Any) -> None:
     sentinels.master.client.flushall()
-    tier = open_tier(sentinels)
+    tier, began = open_tier(sentinels), time.monotonic()
     blocks = chain(40)
     assert write(tier, blocks) == (DONE,) * 40
     assert tier.leading(blocks).result(10) == 40
@@ -130,7 +131,7 @@ def failover(sentinels: Sentinels, way: str, caplog: Any) -> None:
         until(lambda: set(write(tier, new)) == {DONE} and client.dbsize() == 60, "writes go to the new master")
         until(lambda: read(tier, blocks) == (DONE,) * 40, "what was stored is found again")
         assert tier.leading(blocks).result(10) == 40
-        assert len(caplog.records) < 12
+        assert len(caplog.records) <= lines(3, began)  # of a server each, and of who looks for the master
     finally:
         sentinels.master.go_on() if way == "hung" else None
         tier.close()

@@ -41,7 +41,7 @@ class Encrypted:
     other_ca: Path
 
     def open(self, **settings: Any) -> RedisTier:
-        return RedisTier(self.url, **{"tls_ca_file": str(self.ca), "timeout_s": 5, **settings})
+        return RedisTier(self.url, **{"tls_ca_file": str(self.ca), "timeout_s": 20, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_who_is_not_trusted_gets_nothing(encrypted: Encrypted, wrong: str, caplo
     else:
         url = url.replace("rediss:", "redis:")
     settings = {} if wrong == "plain" else {"tls_ca_file": str(ca)}
-    tier = RedisTier(url, **settings, timeout_s=2, port=Port(clock=clock))  # type: ignore[arg-type]
+    tier = RedisTier(url, **settings, timeout_s=20, port=Port(clock=clock))  # type: ignore[arg-type]
     assert until_open(tier, chain(1)[0]) == {FAILED}
     assert caplog.records
     assert encrypted.server.client.dbsize() == 0

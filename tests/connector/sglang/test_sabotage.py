@@ -49,7 +49,7 @@ def test_a_face_that_breaks_its_promises(method: str, way: str) -> None:
     assert (len(came), len(kept)) == (8, 4)
     if not (method == "blocks" and way == "a hit of everything"):  # a number that says of itself how many came
         assert all(torch.equal(other.page(i), host.page(i)) for i, here in enumerate(came) if here)
-    sabotage.method = ""
+    sabotage.method, store.deadline_s = "", 30.0
     assert store.fetch(keys, range(8)) == [True] * 8, "and afterwards it goes on"
     assert store.leading(fresh) >= kept.count(True)
 
