@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from concurrent.futures import Future
 from queue import Full, SimpleQueue
 
 from kvcache.engine.engine import Engine
@@ -40,7 +39,7 @@ class EngineLoop:
         if not self._backlog.acquire(blocking=False):
             raise Full("too many unfinished requests: try again later")
         future: Future[Result] = Future()
-        future.add_done_callback(lambda _: self._backlog.release())
+        future.add_done_callback(lambda done: self._backlog.release() if done.cancelled() else None)
         with self._lock:  # so that nothing is put behind the last thing that the thread takes
             if self._closed:
                 future.cancel()
@@ -67,7 +66,7 @@ class EngineLoop:
         try:
             sequence = self._engine.add(prompt_ids, params)
         except KVCacheError as error:
-            _settle(future, error)
+            self._settle(future, error)
             return
         self._running[sequence] = future
         future.add_done_callback(lambda done: self._inbox.put(lambda: self._abort(sequence)))
@@ -80,13 +79,22 @@ class EngineLoop:
         if self._engine.unfinished:
             for sequence in self._engine.step():
                 if sequence.state is State.FINISHED and sequence in self._running:
-                    _settle(self._running.pop(sequence), sequence.result())
+                    self._settle(self._running.pop(sequence), sequence.result())
 
     def _end(self, error: Exception) -> None:
         for sequence, future in list(self._running.items()):
             self._engine.abort(sequence)
-            _settle(future, error)
+            self._settle(future, error)
         self._running.clear()
+
+    def _settle(self, future: Future[Result], outcome: Result | Exception) -> None:
+        if not future.set_running_or_notify_cancel():
+            return  # cancelled meanwhile
+        self._backlog.release()  # before it is heard of: who waits for it may ask the next at once
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
 
     def close(self) -> None:
         """End the thread; unfinished requests end with ClosedError. Idempotent."""
@@ -99,11 +107,3 @@ class EngineLoop:
         """A full audit, once the loop is closed."""
         faults = [f"{s.id} is still listed" for s in self._running]
         return [*faults, *self._engine.check()]
-
-
-def _settle(future: Future[Result], outcome: Result | Exception) -> None:
-    with suppress(InvalidStateError):  # cancelled meanwhile
-        if isinstance(outcome, Exception):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from queue import Full
 from typing import Any
 
@@ -86,6 +87,24 @@ def test_no_more_than_the_backlog(loop: EngineLoop, model: Gate) -> None:
     model.open.set()
     assert futures[0].result(WAIT_S).token_ids == answer([0], 1)
     assert loop.submit([5], Params(max_tokens=1)).result(WAIT_S).token_ids == answer([5], 1)
+
+
+def test_who_has_an_answer_may_ask_the_next_at_once(
+    loop: EngineLoop, model: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place is free before it hears."""
+    room, answered = list[bool](), Future.set_result
+
+    def watched(future: Future[Any], result: Any) -> None:
+        room.append(loop._backlog.acquire(blocking=False))
+        loop._backlog.release()
+        answered(future, result)
+
+    monkeypatch.setattr(Future, "set_result", watched)
+    futures = [loop.submit([i], Params(max_tokens=1)) for i in range(4)]
+    model.open.set()
+    assert [future.result(WAIT_S).token_ids for future in futures] == [answer([i], 1) for i in range(4)]
+    assert room == [True] * 4
 
 
 def test_a_step_that_fails_ends_its_requests_and_no_others(loop: EngineLoop, model: Gate) -> None:

@@ -231,16 +231,28 @@ def test_a_defect_is_500_and_the_next_request_is_served(
     assert ask(client).status_code == 200
 
 
-def test_a_client_that_goes_away_is_computed_for_no_longer(engine: Engine, directory: Path) -> None:
-    begun = threading.Event()
+def test_a_client_that_goes_away_is_computed_for_no_longer(
+    engine: Engine, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, gone = threading.Event(), threading.Event()
     forward = engine.model.forward
 
     def watched(*given: Any) -> Any:
+        """Computes the second step once nobody waits for it any more."""
+        assert not begun.is_set() or gone.wait(30)
         begun.set()
         return forward(*given)
 
     engine.model.forward = watched  # type: ignore[method-assign]
     loop = EngineLoop(engine)
+    submit = loop.submit
+
+    def submitted(*given: Any) -> Any:
+        future = submit(*given)
+        future.add_done_callback(lambda _: gone.set())
+        return future
+
+    monkeypatch.setattr(loop, "submit", submitted)
     app = Server(loop, Tokenizer(str(directory)), model="tiny").application()
     body = b'{"model": "tiny", "prompt": "a", "max_tokens": 500, "ignore_eos": true}'
     events = [{"type": "http.request", "body": body, "more_body": False}]

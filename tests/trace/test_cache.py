@@ -37,6 +37,7 @@ def test_a_cache_finds_what_the_simulator_says(policy: str, seed: int) -> None:
             "host": {"capacity_bytes": ROOM * SLOT_BYTES, "extent_bytes": ROOM * SLOT_BYTES},
             "nvme": {"enabled": False},
             "evict": {"policy": policy},
+            "flow": {"deadline_s": 60},
         }
     )
     found = []

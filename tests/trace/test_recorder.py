@@ -70,6 +70,7 @@ def test_what_was_written_is_played_as_it_was_lived(tmp_path: Path, policy: str)
         "host": {"capacity_bytes": room * slot, "extent_bytes": room * slot},
         "nvme": {"enabled": False},
         "evict": {"policy": policy},
+        "flow": {"deadline_s": 60},
         "trace": {"path": str(path)},
     }
     lived = traffic(5, 400)
