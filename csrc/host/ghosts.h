@@ -24,11 +24,11 @@ class Ghosts {
     bool find(std::uint64_t hash, Use* use) const;
     bool take(std::uint64_t hash, Use* use);  // then it is here no longer
 
-    // Forgets the first to leave until at most `departures` are remembered, those that came back among them; calls
-    // `gone(use)` for each that did not.
+    // Forgets the first to leave until at most `departures` and the spared are remembered, those that came back among
+    // them; calls `gone(use)` for each that did not.
     template <class Gone>
     void trim(std::size_t departures, Gone gone) {
-        for (; left_.size() > departures; left_.pop_front(), ++first_) {
+        for (departures += spared_; left_.size() > departures; left_.pop_front(), ++first_) {
             const Departure& oldest = left_.front();
             if (oldest.stamp == BACK) continue;
             table_.erase(oldest.tag, first_ & POSITIONS);
@@ -36,15 +36,36 @@ class Ghosts {
         }
     }
 
-    // call(hash, use) for each of those that left last, the first of them first; of a hash the upper 16 and lower 32
-    // bits are known.
+    // What is here may stay, however few departures `trim` is to leave, until `press` says otherwise: then so many of
+    // those beyond `departures` no longer.
+    void spare() { spared_ = left_.size(); }
+    void press(std::size_t departures, std::size_t count) {
+        spared_ = std::min(spared_, left_.size() - std::min(departures, left_.size()));
+        spared_ -= std::min(count, spared_);
+    }
+
+    // Departures that follow on one another; more may leave and some be forgotten while somebody goes through them.
+    struct Span {
+        std::uint32_t first, end;
+    };
+
+    Span newest(std::size_t most) const {
+        const std::uint32_t end = first_ + static_cast<std::uint32_t>(left_.size());
+        return {end - static_cast<std::uint32_t>(std::min(most, left_.size())), end};
+    }
+
+    // call(hash, use) for those among the next `count` of the span that are here, the first to leave first; of a hash
+    // the upper 16 and lower 32 bits are known. False behind the last.
     template <class Call>
-    void newest(std::size_t most, Call call) const {
-        for (std::size_t i = left_.size() - std::min(most, left_.size()); i < left_.size(); ++i) {
-            const Departure& departure = left_[i];
+    bool next(Span* span, std::uint32_t count, Call call) const {
+        const auto ahead = [](std::uint32_t a, std::uint32_t b) { return static_cast<std::int32_t>(a - b) > 0; };
+        if (ahead(first_, span->first)) span->first = ahead(first_, span->end) ? span->end : first_;
+        for (; count && span->first != span->end; --count, ++span->first) {
+            const Departure& departure = left_[span->first - first_];
             if (departure.stamp == BACK) continue;
             call(std::uint64_t{departure.print} << 48 | departure.tag, Use{departure.stamp, departure.uses});
         }
+        return span->first != span->end;
     }
 
     std::size_t size() const { return table_.size(); }
@@ -65,6 +86,7 @@ class Ghosts {
     Table table_;                 // positions by tag
     std::deque<Departure> left_;  // the first of them at position `first_`
     std::uint32_t first_ = 0;
+    std::size_t spared_ = 0;
 };
 
 }  // namespace kvcache

@@ -25,7 +25,9 @@ Index::Index(unsigned tiers, std::vector<unsigned> bounds, std::vector<std::uint
 }
 
 std::uint64_t Index::tick() {
-    if (recalling_) recalling_ = false, trim_ghosts();
+    recalling_ = false;
+    ghosts_.press(most_ghosts(), A_TICK);
+    trim_ghosts();
     ages_.tick(++clock_);
     return clock_;
 }
@@ -233,8 +235,7 @@ void Index::forget(std::uint32_t i) {
 }
 
 void Index::trim_ghosts() {
-    const double most = ghosts_a_block_ * static_cast<double>(blocks_);
-    ghosts_.trim(static_cast<std::size_t>(most), [&](Ghosts::Use use) {
+    ghosts_.trim(most_ghosts(), [&](Ghosts::Use use) {
         ages_.add(use_class(use.uses), use.stamp, -1);
         ++forgotten_[use_class(use.uses) * ages_.bins() + ages_.bin(age(use.stamp))];
     });

@@ -102,13 +102,16 @@ class Index {
     const std::vector<std::int64_t>& forgotten() const { return forgotten_; }
     void learn(const std::int64_t* reused, const std::int64_t* forgotten);  // (class, bin), of another life
 
-    // What outlives a process (recall.cpp): a row each of at most so many ghosts, the first to leave first; of those of
-    // the nodes `first` to `end` that some tier has, false behind the last. `remember`: of an index that is new; what
-    // is inserted before the first tick goes on as it was. False where the rows are none.
-    void keep_ghosts(std::size_t most, std::vector<std::uint64_t>* rows) const;
-    bool keep(std::uint32_t first, std::uint32_t end, std::vector<std::uint64_t>* rows) const;
+    // What outlives a process (recall.cpp): a row each of those of the nodes `first` to `end` that some tier has, while
+    // there are less than `most`; of the next `count` of some ghosts, the first to leave first. False behind the last.
+    // Before the rows stand the secret and the clock.
+    bool keep(std::uint32_t first, std::uint32_t end, std::size_t most, std::vector<std::uint64_t>* rows) const;
+    std::vector<std::uint64_t> head() const { return {secret_[0], secret_[1], secret_[2], clock_}; }
+    Ghosts::Span newest(std::size_t most) const { return ghosts_.newest(most); }
+    bool keep(Ghosts::Span* span, std::uint32_t count, std::vector<std::uint64_t>* rows) const;
+    // Of an index that is new; what is inserted before the first tick goes on as it was, and each tick forgets a few of
+    // those for which there is no room. False where the rows are none.
     bool remember(const Secret& secret, std::uint64_t clock, const std::uint64_t* rows, std::size_t count);
-    const Secret& secret() const { return secret_; }
 
     unsigned use_class(std::uint64_t uses) const;
     std::size_t classes() const { return ages_.classes(); }
@@ -141,7 +144,8 @@ class Index {
   private:
     Index(const Index& other, Nodes copied);
 
-    static constexpr std::size_t BATCH = 32;  // lookups whose memory is asked for before the first is answered
+    static constexpr std::size_t A_TICK = 64;  // of the remembered for which there is no room, so many does one forget
+    static constexpr std::size_t BATCH = 32;   // lookups whose memory is asked for before the first is answered
 
     struct PlaceName {
         std::array<std::uint8_t, PLACE> name;
@@ -192,6 +196,7 @@ class Index {
     void count_waiting(const Node& node, int change) { ages_.add(use_class(node.uses), node.stamp, change); }
     std::uint8_t used_again(std::uint64_t uses, std::uint64_t age) const;
     void count_reuse(std::uint64_t uses, std::uint64_t age);
+    std::size_t most_ghosts() const { return static_cast<std::size_t>(ghosts_a_block_ * static_cast<double>(blocks_)); }
     void trim_ghosts();
 
     const unsigned tiers_;

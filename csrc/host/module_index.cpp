@@ -181,14 +181,13 @@ class PyIndex {
 
     py::bytes names(unsigned tier) {
         check_tier(tier);
-        std::vector<std::uint8_t> found;
-        by_parts([&](std::uint32_t first, std::uint32_t end) {
+        const auto found = gathered<std::uint8_t>([&](std::uint32_t first, std::uint32_t end, auto* part) {
             return index_.names(tier, first, end, [&](const std::uint8_t* place, const std::uint8_t* signature) {
-                found.insert(found.end(), place, place + PLACE);
-                found.insert(found.end(), signature, signature + SIGNATURE);
+                part->insert(part->end(), place, place + PLACE);
+                part->insert(part->end(), signature, signature + SIGNATURE);
             });
         });
-        return bytes(found.data(), found.size());
+        return joined(found);
     }
 
     py::bytes uses(const py::object& place, const py::object& signatures) {
@@ -243,16 +242,16 @@ class PyIndex {
 
     // Secret, clock, then rows: ghosts, the first to leave first, then blocks that some tier has.
     py::bytes kept(std::size_t most) {
-        std::vector<std::uint64_t> here, told;
-        by_parts([&](std::uint32_t first, std::uint32_t end) { return index_.keep(first, end, &here); });
-        here.resize(std::min(here.size(), most));
-        locked(index_, BRIEF + 1, [&] {
-            told.assign(index_.secret().begin(), index_.secret().end());
-            told.push_back(index_.clock());
-            return index_.keep_ghosts(most - here.size(), &told), true;
+        auto here = gathered<std::uint64_t>([&](std::uint32_t first, std::uint32_t end, auto* part) {
+            const bool more = index_.keep(first, end, most, part);
+            return most -= part->size(), more;
         });
+        std::vector<std::uint64_t> head;
+        Ghosts::Span left = locked(index_, 1, [&] { return head = index_.head(), index_.newest(most); });
+        auto told = gathered<std::uint64_t>([&](auto, auto, auto* part) { return index_.keep(&left, A_PART, part); });
+        told.insert(told.begin(), std::move(head));
         told.insert(told.end(), here.begin(), here.end());
-        return bytes(told.data(), told.size() * sizeof told[0]);
+        return joined(told);
     }
 
     void remember(const py::object& told) {
@@ -305,6 +304,29 @@ class PyIndex {
     py::bytes copied(const std::vector<std::int64_t>& counts) {
         const auto copy = locked(index_, 1, [&] { return counts; });
         return bytes(copy.data(), copy.size() * sizeof copy[0]);
+    }
+
+    // What call(first, end, part) puts into one part after the other: nothing that is large grows under the lock.
+    template <class Item, class Call>
+    std::vector<std::vector<Item>> gathered(Call call) {
+        std::vector<std::vector<Item>> parts;
+        by_parts([&](std::uint32_t first, std::uint32_t end) { return call(first, end, &parts.emplace_back()); });
+        return parts;
+    }
+
+    template <class Item>
+    static py::bytes joined(const std::vector<std::vector<Item>>& parts) {
+        std::size_t items = 0;
+        for (const auto& part : parts) items += part.size();
+        py::bytes out(nullptr, items * sizeof(Item));
+        std::uint8_t* to = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
+        {
+            py::gil_scoped_release unlocked;
+            for (const auto& part : parts) {
+                to = std::copy_n(reinterpret_cast<const std::uint8_t*>(part.data()), part.size() * sizeof(Item), to);
+            }
+        }
+        return out;
     }
 
     // call(first, end) over the nodes' numbers, each time under the lock, until it says false.

@@ -17,18 +17,18 @@ std::uint64_t hash_of(std::uint64_t row) { return (row & 0xffffffff) | (row >> 3
 
 }  // namespace
 
-void Index::keep_ghosts(std::size_t most, std::vector<std::uint64_t>* rows) const {
-    ghosts_.newest(most, [&](std::uint64_t hash, Ghosts::Use use) {
+bool Index::keep(Ghosts::Span* span, std::uint32_t count, std::vector<std::uint64_t>* rows) const {
+    return ghosts_.next(span, count, [&](std::uint64_t hash, Ghosts::Use use) {
         rows->push_back(row(hash, use.uses, ages_.bin(age(use.stamp))));
     });
 }
 
-bool Index::keep(std::uint32_t first, std::uint32_t end, std::vector<std::uint64_t>* rows) const {
-    for (std::uint32_t i = first; i < std::min(end, nodes_.made()); ++i) {
+bool Index::keep(std::uint32_t first, std::uint32_t end, std::size_t most, std::vector<std::uint64_t>* rows) const {
+    for (std::uint32_t i = first; i < std::min(end, nodes_.made()) && rows->size() < most; ++i) {
         const Node& node = nodes_[i];
         if (node.tiers) rows->push_back(row(hash(node.place, node.signature), node.uses, ages_.bin(age(node.stamp))));
     }
-    return end < nodes_.made();
+    return end < nodes_.made() && rows->size() < most;
 }
 
 bool Index::remember(const Secret& secret, std::uint64_t clock, const std::uint64_t* rows, std::size_t count) {
@@ -46,6 +46,7 @@ bool Index::remember(const Secret& secret, std::uint64_t clock, const std::uint6
         ghosts_.add(hash, use);
         ages_.add(use_class(use.uses), use.stamp, 1);
     }
+    ghosts_.spare();  // till it is known what is here
     return true;
 }
 

@@ -221,6 +221,41 @@ void index_round(Random& random, Index& index) {
     for (const std::string& fault : locked([&] { return index.check(); })) demand(false, fault.c_str());
 }
 
+Index fresh() { return Index(3, {1, 3}, std::vector<std::uint64_t>(EDGES, EDGES + BINS), 1.5, {3, 40}); }
+
+// What an index keeps, by parts while others change it, is told to a new one, which goes on with it.
+void recall_round(Random& random, Index& index) {
+    const u64 most = pick(random, 0, 1) ? 1 << 21 : pick(random, 0, 300);
+    const auto part = static_cast<std::uint32_t>(pick(random, 1, 500));
+    std::vector<std::uint64_t> here, told;
+    const auto by_parts = [&](auto call) {
+        for (bool more = true; more;) {
+            const std::lock_guard<std::mutex> lock(index.mutex);
+            more = call();
+        }
+    };
+    std::uint32_t first = 0;
+    by_parts([&] { return first += part, index.keep(first - part, first, most, &here); });
+    Ghosts::Span left{};
+    by_parts([&] { return told = index.head(), left = index.newest(most - here.size()), false; });
+    by_parts([&] { return index.keep(&left, part, &told); });
+    told.insert(told.end(), here.begin(), here.end());
+    demand(told.size() <= 4 + most, "more is kept than there is room for");
+
+    Index again = fresh();
+    demand(again.remember({told[0], told[1], told[2]}, told[3], told.data() + 4, told.size() - 4),
+           "what was kept is no use");
+    demand(again.ghosts() <= told.size() - 4, "more is remembered than was kept");
+    const Memory place(PLACE, 1), run = signatures(pick(random, 0, 40), 0, 40);
+    again.insert({place.data(), run.data(), 40}, place.data(), 0);
+    if (pick(random, 0, 1)) {
+        for (std::size_t i = 0; i < told.size(); ++i) again.tick();
+        demand(again.ghosts() <= 60, "more is remembered than there is room for");
+    }
+    for (int small = 0; small < 5; ++small) index_round(random, again);
+    for (const std::string& fault : again.check()) demand(false, fault.c_str());
+}
+
 }  // namespace
 
 int main(int count, char** words) {
@@ -228,7 +263,14 @@ int main(int count, char** words) {
     const u64 seed = count > 2 ? std::strtoull(words[2], nullptr, 10) : 1;
     using Clock = std::chrono::steady_clock;
     const auto end = Clock::now() + std::chrono::duration<double>(seconds);
-    Index index(3, {1, 3}, std::vector<std::uint64_t>(EDGES, EDGES + BINS), 1.5, {3, 40});
+    Index index = fresh();
+    Random remembered(seed);
+    std::vector<std::uint64_t> rows(20000);
+    for (std::uint64_t& row : rows) {
+        row = pick(remembered, 0, (u64{1} << 48) - 1) | pick(remembered, 0, 2) << (48 + Node::USES_BITS) |
+              pick(remembered, 0, BINS - 1) << 56;
+    }
+    demand(index.remember({1, 2, 3}, 1000, rows.data(), rows.size()), "a new index does not remember");
     std::vector<u64> rounds(3);
     std::vector<std::thread> threads;
     for (u64 i = 0; i < rounds.size(); ++i) {
@@ -237,7 +279,7 @@ int main(int count, char** words) {
             do {
                 for (int small = 0; small < 20; ++small) chain_round(random), copy_round(random, false);
                 for (int small = 0; small < 20; ++small) index_round(random, index);
-                copy_round(random, true), table_round(random);
+                copy_round(random, true), table_round(random), recall_round(random, index);
                 ++rounds[i];
             } while (Clock::now() < end);
         });

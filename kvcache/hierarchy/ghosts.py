@@ -37,7 +37,7 @@ class PlainGhosts:
         self.secret = tuple(secrets.randbits(64) for _ in range(3))
         self._left: dict[int, tuple[int, Use]] = {}  # by print
         self._departures: deque[int] = deque()
-        self._departed = 0
+        self._departed, self._spared = 0, 0
 
     def __len__(self) -> int:
         return len(self._left)
@@ -74,6 +74,14 @@ class PlainGhosts:
         found = self._left.pop(self.print(name), None) if self._left else None
         return None if found is None else found[1]
 
+    def spare(self) -> None:
+        """What is here may stay, however few departures `trim` is to leave, until `press` says otherwise."""
+        self._spared = len(self._departures)
+
+    def press(self, departures: int, count: int) -> None:
+        """So many of the spared, of those beyond `departures`, may stay no longer."""
+        self._spared = max(0, min(self._spared, len(self._departures) - departures) - count)
+
     def newest(self, most: int) -> Iterator[tuple[int, Use]]:
         """Of the last departures, the first of them first, those that are here: print and use."""
         skipped = len(self._departures) - min(most, len(self._departures))
@@ -83,9 +91,9 @@ class PlainGhosts:
                 yield print_, found[1]
 
     def trim(self, departures: int) -> Iterator[Use]:
-        """Forget the first to leave until at most so many departures are remembered, those that came back among
-        them; each that did not."""
-        while len(self._departures) > departures:
+        """Forget the first to leave until at most so many departures and the spared are remembered, those that came
+        back among them; each that did not."""
+        while len(self._departures) > departures + self._spared:
             number = self._departed - len(self._departures)
             print_ = self._departures.popleft()
             found = self._left.get(print_)

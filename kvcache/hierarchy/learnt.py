@@ -149,10 +149,11 @@ class Learnt:
         disk, temporary = self._port.disk, f"{path}.tmp"
         file = disk.open(temporary, create=True)
         try:
-            data = self.told()
-            self._due = max(self._due, self._port.clock.now() + SAVE_S * (1 + len(data) // (1 << 20)))
+            parts = self._parts(waiting=True)
+            size = sum(map(len, parts))
+            self._due = max(self._due, self._port.clock.now() + SAVE_S * (1 + size // (1 << 20)))
             file.truncate(0)
-            file.write(0, [memoryview(data)])
+            file.write(0, [memoryview(part) for part in parts])
             file.sync()
         finally:
             file.close()
@@ -161,6 +162,10 @@ class Learnt:
 
     def told(self, *, waiting: bool = True) -> bytes:
         """As the file has it. Not `waiting`: without what waits now, for a life that is told of it in another way."""
+        return b"".join(self._parts(waiting=waiting))
+
+    def _parts(self, *, waiting: bool) -> list[bytes]:
+        """The rows are the last of them, and never copied: others wait while Python copies 16 MiB."""
         policy, evidence = self._index.policy, self._index.evidence()
         told: dict[str, Any] = {
             **dict(zip(("policy", "bounds", "gaps", "edges"), _of(policy), strict=True)),
@@ -171,10 +176,11 @@ class Learnt:
         }
         room = MOST_BYTES - len(json.dumps(told)) - 128
         told["kinds"] = self._kinds.told(room)
-        body = json.dumps(told, separators=(",", ":")).encode() + b"\n"
-        if waiting:
-            body += self._index.kept(MOST_ROWS)
-        return FORMAT + sha256(body).hexdigest().encode() + b"\n" + body
+        learnt = json.dumps(told, separators=(",", ":")).encode() + b"\n"
+        rows = self._index.kept(MOST_ROWS) if waiting else b""
+        checksum = sha256(learnt)
+        checksum.update(rows)
+        return [FORMAT, checksum.hexdigest().encode() + b"\n", learnt, rows]
 
 
 def _of(policy: Policy) -> list[Any]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from math import inf
 from typing import Any
 
@@ -35,6 +36,8 @@ Victim = tuple[bytes, bytes, bytes, bool]  # place, signature, parent, whether a
 
 MOST_TIERS = 4
 ROW_BYTES = PLACE_BYTES + SIGNATURE_BYTES
+A_TICK = 64
+"""So many of the remembered for which there is no room does one forget."""
 
 
 class PlainIndex(Audited):
@@ -65,9 +68,9 @@ class PlainIndex(Audited):
     def tick(self) -> int:
         """A request begins: the new time."""
         with self._lock:
-            if self._recalling:
-                self._recalling = False
-                self._trim_ghosts()
+            self._recalling = False
+            self._ghosts.press(self._most_ghosts(), A_TICK)
+            self._trim_ghosts()
             self.clock += 1
             self._ages.tick(self.clock)
             return self.clock
@@ -160,7 +163,8 @@ class PlainIndex(Audited):
         """What outlives a process: the hashes' secret, the clock, then at most so many rows of 8 bytes, ghosts first,
         then what some tier has: 48 bits of a keyed hash, the uses, the bin of age."""
         with self._lock:
-            here = [(self._ghosts.print(n.name), Use(n.stamp, n.uses)) for n in self._nodes.values() if n.tiers][:most]
+            there = (node for node in self._nodes.values() if node.tiers)
+            here = [(self._ghosts.print(n.name), Use(n.stamp, n.uses)) for n in islice(there, most)]
             rows = [*self._ghosts.newest(most - len(here)), *here]
             told = [p | u.uses << 48 | self._ages.bin(self.clock - u.stamp) << 56 for p, u in rows]
             return np.array([*self._ghosts.secret, self.clock, *told], "<u8").tobytes()
@@ -180,6 +184,7 @@ class PlainIndex(Audited):
                 stamp, uses = max(0, self.clock - self._ages.edges[b]), word >> 48 & 0xFF
                 if self._ghosts.put(word & (1 << 48) - 1, Use(stamp, uses)):
                     self._ages.add(self.use_class(uses), stamp, 1)
+            self._ghosts.spare()
 
     # changing
 
@@ -381,8 +386,11 @@ class PlainIndex(Audited):
         self._count_reuse(ghost.uses, self.clock - ghost.stamp)
         return self._again(ghost.uses, self.clock - ghost.stamp)
 
+    def _most_ghosts(self) -> int:
+        return int(self._ghosts_a_block * self._blocks)
+
     def _trim_ghosts(self) -> None:
-        for ghost in self._ghosts.trim(int(self._ghosts_a_block * self._blocks)):
+        for ghost in self._ghosts.trim(self._most_ghosts()):
             c = self.use_class(ghost.uses)
             self._ages.add(c, ghost.stamp, -1)
             self._forgotten[c, self._ages.bin(self.clock - ghost.stamp)] += 1

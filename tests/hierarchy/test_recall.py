@@ -15,7 +15,7 @@ from kvcache.evict.hazard import Hazard
 from kvcache.evict.lru import LRU
 from kvcache.evict.policy import AGE_EDGES, Policy, age_bin, requests_between_tables
 from kvcache.hierarchy.index import evidence_of, table_of
-from kvcache.hierarchy.plain_index import PlainIndex
+from kvcache.hierarchy.plain_index import A_TICK, PlainIndex
 from kvcache.hierarchy.played import play
 from kvcache.trace.formats import read
 from kvcache.trace.simulate import PLACE, signatures, simulate
@@ -106,6 +106,62 @@ def test_what_does_not_fit_is_the_oldest_ghosts(kind: str) -> None:
         again.remember(told)
         assert again.ghosts() == (len(told) - 32) // 8
         assert again.check() == []
+
+
+def strangers(count: int) -> bytes:
+    """As an index keeps them: blocks that are nowhere."""
+    rows = np.random.default_rng(count).integers(0, 1 << 48, count, "<u8")
+    return struct.pack("<4Q", 1, 2, 3, 1000) + rows.tobytes()
+
+
+@pytest.mark.parametrize("make", [Hazard, LRU])
+@pytest.mark.parametrize("kind", CORES)
+def test_no_request_forgets_many_of_those_there_is_no_room_for(make: type[Policy], kind: str) -> None:
+    policy, count = make(), 20 * A_TICK + 1
+    index = core(kind, policy)
+    index.remember(strangers(count))
+    for ticks in range(1, 22):
+        index.tick()
+        if ticks == 3:  # what leaves makes no room, and is not a reason to forget them all
+            name = b"a" * 32
+            index.insert(PLACE, name, PLACE[:32], 0)
+            index.discard(PLACE, name, 0, False)
+        assert index.ghosts() <= max(0, count - A_TICK * ticks) + (ticks >= 3)
+        assert index.ghosts() >= count - A_TICK * ticks
+    assert index.ghosts() == 0
+    assert evidence_of(index).forgotten.sum() == count + (make is Hazard)
+    assert index.check() == []
+
+
+@pytest.mark.parametrize("make", [Hazard, LRU])
+@pytest.mark.parametrize("kind", CORES)
+def test_some_requests_later_there_are_no_more_ghosts_than_there_is_room_for(make: type[Policy], kind: str) -> None:
+    policy, count = make(), 10 * A_TICK
+    index = core(kind, policy)
+    index.remember(strangers(count))
+    index.insert(PLACE, signatures(20).tobytes(), PLACE[:32], 0)
+    assert index.ghosts() == count
+    for _ in range(12):
+        index.tick()
+    assert index.ghosts() == 20 * policy.ghosts
+    assert evidence_of(index).forgotten.sum() == count - 20 * policy.ghosts
+    assert index.check() == []
+
+
+@pytest.mark.skipif(not native.built, reason="the compiled core was not built")
+def test_both_cores_keep_the_same_rows() -> None:
+    policy = Hazard()
+    plain, compiled = core("plain", policy), core("native", policy)
+    for index in (plain, compiled):
+        index.remember(strangers(13_000))
+        for chain in signatures(5000).reshape(50, -1):
+            index.insert(PLACE, chain.tobytes(), PLACE[:32], 0)
+        index.tick()
+    assert compiled.ghosts() == 13_000
+    for most in (0, 1, 4095, 4096, 4097, 5000, 5001, 9095, 9096, 9097, 18_000, 1 << 21):
+        told = compiled.kept(most)
+        assert told == plain.kept(most)
+        assert len(told) == 32 + 8 * min(most, 18_000)
 
 
 @pytest.mark.parametrize("kind", CORES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import threading
 from collections.abc import Callable
 from hashlib import sha256
@@ -51,7 +52,6 @@ def branch(number: int, length: int) -> bytes:
 
 CHAINS = [branch(number, 9) for number in range(4)]
 ODD = [sha256(b"odd %d" % i).digest() for i in range(5)]
-gaps = st.lists(st.sampled_from([0, 1, 2, 5, 20]), min_size=1, max_size=12)
 chains = st.integers(0, len(CHAINS) - 1)
 places = st.integers(0, len(PLACES) - 1)
 tiers = st.integers(0, 2)
@@ -64,11 +64,35 @@ def rows(packed: bytes) -> list[bytes]:
     return [packed[at : at + 74] for at in range(0, len(packed), 74)]
 
 
+def words(told: bytes) -> list[int]:
+    return list(struct.unpack(f"<{len(told) // 8}Q", told))
+
+
+def life(others: int) -> bytes:
+    """What an index kept that had so many blocks, and half of the first branches at the first place."""
+    index, random = PlainIndex(3, BOUNDS, AGE_EDGES, 0, GAPS), Random(others)
+    for _ in range(50):
+        index.tick()
+    for chain in CHAINS[:2]:
+        index.insert(PLACES[0], chain[: 5 * 32], SPACES[0], 0)
+    index.touch(PLACES[0], CHAINS[0][: 3 * 32], index.clock)
+    index.tick()
+    strangers = [
+        random.getrandbits(48) | random.choice([0, 1, 3]) << 48 | random.randrange(9) << 56 for _ in range(others)
+    ]
+    return index.kept(10**6) + struct.pack(f"<{others}Q", *strangers)
+
+
 class Twins(RuleBasedStateMachine):
-    @initialize(ghosts=st.sampled_from([0.0, 0.5, 2.0]))
-    def begin(self, ghosts: float) -> None:
+    @initialize(ghosts=st.sampled_from([0.0, 0.5, 2.0]), others=st.none() | st.sampled_from([0, 30, 300]))
+    def begin(self, ghosts: float, others: int | None) -> None:
+        """`others`: of a life that is remembered, blocks that never come, beside some that do."""
         self.twins: list[Any] = [core(3, BOUNDS, AGE_EDGES, ghosts, GAPS) for core in (PlainIndex, native.core.Index)]
         self.held: list[tuple[bytes, bytes]] = []
+        self.remembers = others is not None
+        if others is not None:
+            told = life(others)
+            self.both(lambda twin: twin.remember(told))
 
     def both(self, call: Callable[[Any], Any]) -> Any:
         plain, compiled = (call(twin) for twin in self.twins)
@@ -199,6 +223,10 @@ class Twins(RuleBasedStateMachine):
         self.both(lambda twin: bytes(memoryview(twin.waiting()).cast("B")))
         self.both(lambda twin: bytes(memoryview(twin.reused()).cast("B")))
         self.both(lambda twin: bytes(memoryview(twin.forgotten()).cast("B")))
+        if self.remembers:  # by the same secret
+            told = [words(twin.kept(10**6)) for twin in self.twins]
+            assert [(rows[:4], sorted(rows[4:])) for rows in told[:1]] == [(rows[:4], sorted(rows[4:])) for rows in told[1:]]
+            self.both(lambda twin: len(twin.kept(7)))
         self.both(lambda twin: twin.check())
 
     def teardown(self) -> None:
@@ -219,7 +247,7 @@ def test_long_lives(seed: int) -> None:
     """The same, but many of one class wait in bins here and there, and what leaves is a few of them: what short lives
     that are made to shrink seldom come to."""
     random, twins = Random(seed), Twins()
-    twins.begin(random.choice([0.0, 0.5, 2.0]))
+    twins.begin(random.choice([0.0, 0.5, 2.0]), random.choice([None, 0, 300]))
     for _ in range(60):
         chain, place, tier = random.randrange(4), random.randrange(3), random.randrange(3)
         ends, some = sorted(random.choices(range(10), k=2)), random.random() < 0.5
@@ -260,56 +288,6 @@ def new(tiers: int = 2, ghosts: float = 0.0) -> Any:
 
 def signatures(seed: int, blocks: int) -> bytes:
     return np.random.default_rng(seed).bytes(32 * blocks)
-
-
-@pytest.mark.parametrize("turns", [3])
-def test_a_hundred_thousand_come_and_go(turns: int) -> None:
-    """Through every growth of the tables, on the way there and back, with all of them found at each step."""
-    index, runs = new(ghosts=1.0), [signatures(i, 1000) for i in range(100)]
-    place = PLACES[0]
-    for turn in range(turns):
-        for i, run in enumerate(runs):
-            index.tick()
-            index.insert(place, run, place[:32], 0)
-            for earlier in range(0, i + 1, 7):
-                assert index.where(place, runs[earlier]) == b"\1" * 1000
-        assert index.resident(0) == 100_000
-        assert index.check() == []
-        taken = 0
-        while victims := index.evict(0, TABLES[0][:1].copy(), 997, None, False):
-            taken += len(victims)
-        assert taken == 100_000, turn
-        assert index.where(place, runs[0]) == bytes(1000)
-        assert len(index) == 0
-
-
-@pytest.mark.parametrize("tiers", [1, 4])
-def test_what_a_block_and_a_ghost_take(tiers: int) -> None:
-    """At every moment of growth, nodes in whole pieces of 4,096; so that at 10^6 four tiers take 96 bytes at most."""
-    index, ghosts, slots = new(tiers, ghosts=100.0), new(ghosts=100.0), []
-    for i in range(1 << 8):
-        for tier in range(tiers):
-            index.insert(PLACES[0], signatures(i, 512), PLACES[0][:32], tier)
-        if (count := len(index)) >= 1 << 16:
-            slots.append((index.bytes() - -(-count // 4096) * 4096 * (52 + 8 * tiers)) / count)
-    assert max(slots) < 11.6
-    ghosts.insert(PLACES[0], signatures(0, 1 << 12), PLACES[0][:32], 0)
-    for i in range(1, 1 << 6):
-        ghosts.refuse(PLACES[0], signatures(i, 1 << 11))
-    assert ghosts.ghosts() >= 1 << 16
-    assert ghosts.ghost_bytes() / ghosts.ghosts() < 24
-
-
-def test_a_place_without_blocks_takes_nothing() -> None:
-    """Each user with a salt has a namespace, and so a place."""
-    index, sizes = new(), []
-    for user in range(20_000):
-        place = place_of(sha256(b"%d" % user).digest(), 0, Shard(0, 1, 0, 1))
-        index.insert(place, place[:32], b"", 0)
-        if user >= 100:
-            assert index.evict(0, TABLES[0][:1].copy(), 1, None, False)
-        sizes.append(index.bytes())
-    assert max(sizes[200:]) == sizes[200]
 
 
 def test_ask_is_digest_and_match() -> None:
