@@ -43,7 +43,7 @@ class Allotment:
         return True
 
     def exchange(self, tenant: str) -> None:
-        """One, for another that it gives back next."""
+        """One, in the place of another that it gave back."""
         self._used[tenant] += 1
 
     def give_back(self, tenant: str) -> None:

@@ -6,8 +6,8 @@ own and an operator its name. Its records stay longer than it: whoever binds the
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 
 from kvcache.daemon.allotment import Allotment
 from kvcache.errors import ConfigError
@@ -21,37 +21,52 @@ KEPT, A_BATCH = 1024, 256
 
 
 class Bindings:
-    """Of the loop's thread."""
+    """Of the loop's thread. A session is whatever has an identity."""
 
     def __init__(self, cache: Cache, tenants: Callable[[], int]) -> None:
         self._cache, self._allotment = cache, Allotment(MOST, tenants)
-        self._sessions: Counter[tuple[str, BoundCache]] = Counter()
+        self._had: defaultdict[str, OrderedDict[BoundCache, set[object]]] = defaultdict(OrderedDict)
+        """By tenant, what was used last at the end: the sessions that have it."""
         self._users: Counter[BoundCache] = Counter()  # tenants that have it, and open requests
         self._idle: OrderedDict[BoundCache, None] = OrderedDict()  # what was let go of longest ago stands first
 
-    def take(self, tenant: str, bind: Callable[[], BoundCache], ends: Sequence[BoundCache] = ()) -> BoundCache:
-        """For a session of this tenant, which gives back `ends` next. ConfigError where the tenant has as many as it
-        may and none of these leaves it room; what it has already costs nothing."""
-        bound = bind()
-        if not self._sessions[tenant, bound]:
-            leaves = any(self._sessions[tenant, ended] == 1 for ended in ends)
-            if not leaves and not self._allotment.has_room(tenant):
-                if not self._users[bound]:
-                    self._rest(bound)
-                raise ConfigError(
-                    f"tenant {tenant!r} has {self._allotment.used(tenant)} namespaces bound, of {MOST} for all: no "
-                    "more can be bound before one of its engines ends some"
-                )
+    def take(self, tenant: str, bind: Callable[[], BoundCache], session: object) -> BoundCache:
+        """For a session of this tenant. Where the tenant has as many as it may, the one goes that its sessions used
+        longest ago, whoever has it: who uses it again takes it again. ConfigError where it may not have one."""
+        bound, had = bind(), self._had[tenant]
+        if bound not in had:
+            if not self._allotment.has_room(tenant):
+                if not had:
+                    if not self._users[bound]:
+                        self._rest(bound)
+                    raise ConfigError(
+                        f"tenant {tenant!r} can have no namespace bound: all tenants together have {MOST}; end engines"
+                        " that are not used"
+                    )
+                self._let_go(tenant, next(iter(had)))
             self._allotment.exchange(tenant)
+            had[bound] = set()
             self.use(bound)
-        self._sessions[tenant, bound] += 1
+        had[bound].add(session)
+        had.move_to_end(bound)
         return bound
 
-    def give_back(self, tenant: str, bound: BoundCache) -> None:
-        self._sessions[tenant, bound] -= 1
-        if self._sessions[tenant, bound]:
-            return
-        del self._sessions[tenant, bound]
+    def touch(self, tenant: str, bound: BoundCache, session: object) -> bool:
+        """The session uses it now. False where it is no longer bound for it."""
+        if session not in self._had[tenant].get(bound, ()):
+            return False
+        self._had[tenant].move_to_end(bound)
+        return True
+
+    def give_back(self, tenant: str, bound: BoundCache, session: object) -> None:
+        """Idempotent."""
+        sessions = self._had[tenant].get(bound, set())
+        sessions.discard(session)
+        if not sessions and bound in self._had[tenant]:
+            self._let_go(tenant, bound)
+
+    def _let_go(self, tenant: str, bound: BoundCache) -> None:
+        del self._had[tenant][bound]
         self._allotment.give_back(tenant)
         self.leave(bound)
 

@@ -12,7 +12,7 @@ from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
 from kvcache.daemon.protocol import FRAME_BYTES, NAMESPACES, describe_shards
 from kvcache.daemon.taker import Taker
-from kvcache.errors import ConfigError, KVCacheError
+from kvcache.errors import KVCacheError
 from kvcache.hierarchy.edge import check_origin, check_transfer, check_ttl
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.mover import PagesMover
@@ -48,13 +48,7 @@ class RemoteBound:
         """What this session calls it."""
         if self._number is None or self._number[0] is not link or self._number[1] not in link.bound:
             link.let_go(len(link.bound) - NAMESPACES + 1)
-            try:
-                told = self._bind(link)
-            except ConfigError:
-                if not link.bound:
-                    raise
-                link.let_go(1)  # our tenant has all that it may, of which this is
-                told = self._bind(link)
+            told = self._bind(link)
             link.ends.clear()
             self.id = told["id"]
             self._number = link, told["namespace"]

@@ -36,7 +36,7 @@ LONGEST_AGENT = 128
 
 
 class Session:
-    """Asked by the loop's thread; `request` also by those that move records."""
+    """Asked by the loop's thread; `request` and `bound` also by those that move records."""
 
     def __init__(self, cache: Cache, engine: str, pid: int, shown: Shown, door: Door, bindings: Bindings) -> None:
         """`pid`: of the process behind it where that is on this host, else 0. AccessError where the door says so."""
@@ -49,6 +49,7 @@ class Session:
         """Whether bytes go over the socket, since it maps nothing."""
         self._cache, self._bindings = cache, bindings
         self._bound: dict[int, BoundCache] = {}
+        self._binds: dict[int, Callable[[], BoundCache]] = {}  # for what is let go of and used again
         self._numbers: dict[BoundCache, int] = {}
         self._next = 0
         self._requests: dict[int, CacheRequest] = {}
@@ -120,23 +121,22 @@ class Session:
         )
         if len(self._bound) - len(ends) >= NAMESPACES:
             raise ConfigError(f"{NAMESPACES} namespaces a client: no more can be bound before it ends some")
-        bound = self._bindings.take(self.tenant.name, bind, [self._bound[number] for number in ends])
+        bound = self._bindings.take(self.tenant.name, bind, self)
         number = self._numbers.get(bound)
         if number is None:
             number = self._numbers[bound] = self._next
-            self._bound[number], self._next = bound, number + 1
-        else:
-            self._bindings.give_back(self.tenant.name, bound)  # it had it already
+            self._bound[number], self._binds[number], self._next = bound, bind, number + 1
         for ended in ends - {number}:
             self._end_binding(ended)
         return {"namespace": number, "id": bound.id}
 
-    def _end_binding(self, number: Any) -> None:
+    def _end_binding(self, number: int) -> None:
         """What its requests have stays theirs."""
-        bound = self._bound.pop(number, None) if type(number) is int else None
-        if bound is not None:
+        bound = self._bound.pop(number)
+        del self._binds[number]
+        if self._numbers.get(bound) == number:
             del self._numbers[bound]
-            self._bindings.give_back(self.tenant.name, bound)
+            self._bindings.give_back(self.tenant.name, bound, self)
 
     def _open(self, message: Mapping[str, Any]) -> dict[str, Any]:
         number = message["request"]
@@ -232,15 +232,25 @@ class Session:
         return request
 
     def bound(self, message: Mapping[str, Any]) -> BoundCache:
-        """What this session has bound under the message's number; RequestError for another."""
-        return self._of(message)
-
-    def _of(self, message: Mapping[str, Any]) -> BoundCache:
+        """What this session bound under the message's number, also where the tenant's share let go of it meanwhile;
+        RequestError for another. Of any thread."""
         number: int = message["namespace"]
         bound = self._bound.get(number) if type(number) is int else None
         if bound is None:
             raise RequestError(f"namespace {number!r:.40}: none of this number is bound; {len(self._bound)} are")
         return bound
+
+    def _of(self, message: Mapping[str, Any]) -> BoundCache:
+        """The same, to be used: it is taken again where it was let go of."""
+        bound, number = self.bound(message), message["namespace"]
+        if self._bindings.touch(self.tenant.name, bound, self):
+            return bound
+        again = self._bindings.take(self.tenant.name, self._binds[number], self)
+        if self._numbers.get(bound) == number:
+            del self._numbers[bound]
+        self._numbers.setdefault(again, number)
+        self._bound[number] = again
+        return again
 
     def _name(self, message: Mapping[str, Any]) -> str:
         """Of a request among all engines': none of these can have another one's, whatever the ids."""

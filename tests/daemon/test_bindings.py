@@ -54,27 +54,56 @@ def test_a_client_of_many_namespaces_lets_go_of_those_it_used_longest_ago(within
 @pytest.mark.usefixtures("few")
 def test_a_tenant_binds_no_more_than_leaves_another_its_share(make_within: Make, tmp_path: Path) -> None:
     within = make_within(daemon__tenants_file=str(everybody(tmp_path / "t")))
-    share = 12 // 6
+    share, tokens = 12 // 6, list(range(8))
     engines = [came_in(within, ACME, tmp_path) for _ in range(3)]
-    for i in range(12 - 2 * share):
-        store(bound_to(engines[i // 4], cache_salt=str(i)), list(range(4)), i)
-    with pytest.raises(ConfigError, match=r"acme.*no more"):
-        bound_to(engines[2], cache_salt="more")
+    bounds, expected = [], []
+    for i in range(3 * 6):
+        bounds.append(bound_to(engines[i // 6], cache_salt=str(i)))
+        expected.append(store(bounds[i], tokens, i))
+        assert within.daemon._bindings._allotment.used("acme") <= 12 - 2 * share
+    assert within.daemon._bindings._allotment.used("acme") == 12 - 2 * share
     beta = came_in(within, BETA, tmp_path)
     for i in range(share):
         other = bound_to(beta, cache_salt=str(i))
-        expected = store(other, list(range(8)), i)
-        assert load(other, list(range(8))) == expected
-    engines[0].close()  # an engine ends, and its tenant can bind again
+        stored = store(other, tokens, 100 + i)
+        assert load(other, tokens) == stored
+    assert [load(bound, tokens) for bound in bounds] == expected, "whose place another took has it again"
+    assert within.daemon._bindings._allotment.used("acme") == 12 - 2 * share
+    assert within.daemon._bindings._allotment.used("beta") == share
 
-    def again() -> bool:
-        try:
-            store(bound_to(engines[2], cache_salt="more"), list(range(4)), 1)
-        except ConfigError:
-            return False
-        return True
 
-    until(again)
+def test_a_scheduler_and_its_worker_at_their_share_go_on_with_new_namespaces(
+    make_within: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both have all of them bound, and neither gives up any by itself."""
+    monkeypatch.setattr(of_bindings, "MOST", 12)
+    within = make_within(daemon__tenants_file=str(everybody(tmp_path / "t")))
+    scheduler, worker = (came_in(within, ACME, tmp_path, engine="e") for _ in range(2))
+    tokens, expected = list(range(8)), []
+    for i in range(30):
+        asks, moves = (bound_to(part, cache_salt=str(i)) for part in (scheduler, worker))
+        expected.append(store(moves, tokens, i))
+        with asks.request("r") as r:
+            assert r.match(tokens).blocks == 2
+            with moves.join("r") as joined:
+                assert len(joined.signatures) == 2
+        assert load(asks, tokens) == expected[i]
+    for part in (worker, scheduler):
+        assert [load(bound_to(part, cache_salt=str(i)), tokens) for i in range(30)] == expected
+    assert within.daemon._bindings._allotment.used("acme") <= 12 - 2
+    assert all(session._bound.keys() == session._binds.keys() for session in within.daemon.sessions)
+
+
+@pytest.mark.usefixtures("few")
+def test_a_tenant_that_may_have_none_is_refused(within: Within) -> None:
+    bindings = Bindings(within.cache, lambda: 100)
+    for i in range(12):
+        bindings.take("first", partial(bound_to, within.cache, cache_salt=str(i)), "session")
+    with pytest.raises(ConfigError, match=r"'late' can have no namespace bound"):
+        bindings.take("late", partial(bound_to, within.cache, cache_salt="late"), "session")
+    assert bindings._allotment.used("first") == 12
+    bindings.take("first", partial(bound_to, within.cache, cache_salt="more"), "session")
+    assert bindings._allotment.used("first") == 12
 
 
 @pytest.mark.usefixtures("few")
@@ -178,13 +207,15 @@ def test_whose_a_record_is_is_known_for_as_long_as_it_is_there(within: Within) -
 
 def test_one_binding_of_several_sessions_is_one_and_stays_for_the_last(within: Within) -> None:
     bindings, made = Bindings(within.cache, lambda: 1), bound_to(within.cache)
-    for _ in range(3):
-        assert bindings.take("a", lambda: made) is made
+    for session in (1, 2, 3, 3):
+        assert bindings.take("a", lambda: made, session) is made
     assert bindings._allotment.used("a") == 1
-    bindings.take("b", lambda: made)
-    for tenant in ("a", "a", "a", "b"):
+    bindings.take("b", lambda: made, 4)
+    for tenant, session in (("a", 1), ("a", 3), ("a", 2), ("a", 2), ("b", 4)):
         assert made not in bindings._idle
-        bindings.give_back(tenant, made)
+        assert bindings.touch("b", made, 4)
+        bindings.give_back(tenant, made, session)
+        assert not bindings.touch(tenant, made, session)
     assert made in bindings._idle
     assert bindings._allotment.used("a") == bindings._allotment.used("b") == 0
 
@@ -193,11 +224,11 @@ def test_one_binding_of_several_sessions_is_one_and_stays_for_the_last(within: W
 def test_whoever_binds_without_end_pushes_out_none_of_another_tenants(within: Within) -> None:
     bindings = Bindings(within.cache, lambda: 1)
     quiet_one = bound_to(within.cache, tenant="quiet")
-    bindings.take("a", lambda: quiet_one)
-    bindings.give_back("a", quiet_one)
+    bindings.take("a", lambda: quiet_one, 1)
+    bindings.give_back("a", quiet_one, 1)
     for i in range(20):
-        bound = bindings.take("a", partial(bound_to, within.cache, tenant="churns", cache_salt=str(i)))
-        bindings.give_back("a", bound)
+        bound = bindings.take("a", partial(bound_to, within.cache, tenant="churns", cache_salt=str(i)), 2)
+        bindings.give_back("a", bound, 2)
     assert quiet_one in within.cache.bounds
     assert bound in within.cache.bounds
     assert len(within.cache.bounds) < 4 + 2
