@@ -314,21 +314,6 @@ class PyIndex {
         return parts;
     }
 
-    template <class Item>
-    static py::bytes joined(const std::vector<std::vector<Item>>& parts) {
-        std::size_t items = 0;
-        for (const auto& part : parts) items += part.size();
-        py::bytes out(nullptr, items * sizeof(Item));
-        std::uint8_t* to = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
-        {
-            py::gil_scoped_release unlocked;
-            for (const auto& part : parts) {
-                to = std::copy_n(reinterpret_cast<const std::uint8_t*>(part.data()), part.size() * sizeof(Item), to);
-            }
-        }
-        return out;
-    }
-
     // call(first, end) over the nodes' numbers, each time under the lock, until it says false.
     template <class Call>
     void by_parts(Call call) {

@@ -1,8 +1,9 @@
-// What the parts of the module share: how Python's objects are looked at.
+// What the parts of the module share: how Python's objects are looked at and made.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -52,6 +53,22 @@ class Buffer {
 
 inline void expect(bool held, const std::string& message) {
     if (!held) throw pybind11::value_error(message);
+}
+
+// One behind the other. Others run while they are copied.
+template <class Item>
+pybind11::bytes joined(const std::vector<std::vector<Item>>& parts) {
+    std::size_t items = 0;
+    for (const auto& part : parts) items += part.size();
+    pybind11::bytes out(nullptr, items * sizeof(Item));
+    std::uint8_t* to = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
+    {
+        pybind11::gil_scoped_release unlocked;
+        for (const auto& part : parts) {
+            to = std::copy_n(reinterpret_cast<const std::uint8_t*>(part.data()), part.size() * sizeof(Item), to);
+        }
+    }
+    return out;
 }
 
 // What a chain is made from, looked at and checked; the objects stay as they are while this lives.

@@ -1,0 +1,110 @@
+"""A daemon's start and end as one: whatever fails leaves nothing behind."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.config import load as load_settings
+from kvcache.daemon.service import Service
+from kvcache.errors import ConfigError, StoreError
+from kvcache.hierarchy.cache import Cache
+from tests.daemon.house import bound_to, load, store
+from tests.peer.port import free_port
+
+TOKENS = list(range(8))
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[..., Service]:
+    def make(*, lines: list[str] | None = None, beside: Callable[[Cache], object] = id, **more: Any) -> Service:
+        read = partial(
+            load_settings,
+            None,
+            daemon__socket=str(tmp_path / "s"),
+            host={"capacity_bytes": "8MiB", "extent_bytes": "4MiB"},
+            nvme={"enabled": True, "path": str(tmp_path / "nvme"), "capacity_bytes": "64MiB", "free_floor_bytes": 0},
+            control={"enabled": False},
+            **more,
+        )
+        say = [].append if lines is None else lines.append
+        return Service(read, version="1", insecure=True, beside=[beside], say=say)
+
+    return make
+
+
+@contextmanager
+def running(service: Service) -> Iterator[None]:
+    serves, said = threading.Event(), service._say
+    service._say = lambda line: (said(line), serves.set())
+    thread = threading.Thread(target=service.run)
+    service.start()
+    thread.start()
+    try:
+        assert serves.wait(60)
+        yield
+    finally:
+        assert service._daemon is not None
+        service._daemon.stop()
+        thread.join()
+        service.stop()
+
+
+def test_it_serves_and_what_it_had_is_there_for_the_next(made: Callable[..., Service], tmp_path: Path) -> None:
+    lines: list[str] = []
+    for turn in range(2):
+        service = made(lines=lines)
+        with running(service), kvcache.open(f"unix:{tmp_path / 's'}", patience_s=30, deadline_s=30) as cache:
+            if turn == 0:
+                expected = store(bound_to(cache), TOKENS, 1)
+            assert load(bound_to(cache), TOKENS) == expected
+        service.stop()
+        assert not (tmp_path / "s").exists()
+    serving, ending = (
+        f"serving unix:{tmp_path / 's'}, 8 MiB of host memory",
+        "ending; what is queued is written first",
+    )
+    assert [line[: len(serving)] for line in lines] == [serving, ending] * 2
+
+
+def test_a_plan_says_the_same_and_takes_nothing(made: Callable[..., Service], tmp_path: Path) -> None:
+    port = free_port()
+    told = made(daemon__listen=f"127.0.0.1:{port}").plan()
+    assert told.startswith(f"unix:{tmp_path / 's'}, 8 MiB of host memory, 64 MiB at {tmp_path / 'nvme'}")
+    assert list(tmp_path.iterdir()) == []
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+def no_room(cache: Cache) -> None:
+    raise StoreError("not this one")
+
+
+@pytest.mark.parametrize("step", ["http", "drive", "beside"])
+def test_a_start_that_fails_leaves_nothing_open(made: Callable[..., Service], tmp_path: Path, step: str) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        if step == "http":
+            service = made(daemon__listen=listen, http={"enabled": True, "port": taken.getsockname()[1]})
+        elif step == "drive":
+            (tmp_path / "nvme").write_text("a file")
+            service = made(daemon__listen=listen)
+        else:
+            service = made(daemon__listen=listen, beside=no_room)
+        with pytest.raises((StoreError, ConfigError)):
+            service.start()
+    service.stop()
+    assert not (tmp_path / "s").exists()
+    if step == "drive":
+        (tmp_path / "nvme").unlink()
+    with running(made(daemon__listen=listen)), kvcache.open(f"tcp://{listen}", patience_s=30, deadline_s=30) as cache:
+        expected = store(bound_to(cache), TOKENS, 1)
+        assert load(bound_to(cache), TOKENS) == expected
