@@ -141,8 +141,17 @@ class Index {
 
     mutable std::mutex mutex;
 
+    // The lock, in turn: whoever lets go of a mutex and wants it again has it before those that wait are awake, however
+    // often.
+    std::unique_lock<std::mutex> turn() const {
+        const std::lock_guard<std::mutex> next(next_);
+        return std::unique_lock<std::mutex>(mutex);
+    }
+
   private:
     Index(const Index& other, Nodes copied);
+
+    mutable std::mutex next_;  // whose turn is next has it
 
     static constexpr std::size_t A_TICK = 64;  // of the remembered for which there is no room, so many does one forget
     static constexpr std::size_t BATCH = 32;   // lookups whose memory is asked for before the first is answered

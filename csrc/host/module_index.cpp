@@ -25,7 +25,7 @@ auto locked(const Index& index, std::size_t blocks, Call call) {
     std::unique_lock<std::mutex> lock(index.mutex, std::defer_lock);
     if (blocks <= BRIEF && lock.try_lock()) return call();
     py::gil_scoped_release unlocked;
-    lock.lock();
+    lock = index.turn();
     auto answer = call();
     lock.unlock();  // before the wait for the interpreter lock
     return answer;
@@ -68,7 +68,7 @@ class PyIndex {
         } else {
             py::gil_scoped_release unlocked;
             input.digest(false, signatures);
-            const std::lock_guard<std::mutex> lock(index_.mutex);
+            const auto lock = index_.turn();
             found = look();
         }
         return py::make_tuple(out, found, tuple(by_tier));
@@ -181,13 +181,12 @@ class PyIndex {
 
     py::bytes names(unsigned tier) {
         check_tier(tier);
-        const auto found = gathered<std::uint8_t>([&](std::uint32_t first, std::uint32_t end, auto* part) {
+        return joined(gathered<std::uint8_t>([&](std::uint32_t first, std::uint32_t end, auto* part) {
             return index_.names(tier, first, end, [&](const std::uint8_t* place, const std::uint8_t* signature) {
                 part->insert(part->end(), place, place + PLACE);
                 part->insert(part->end(), signature, signature + SIGNATURE);
             });
-        });
-        return joined(found);
+        }));
     }
 
     py::bytes uses(const py::object& place, const py::object& signatures) {
@@ -251,7 +250,7 @@ class PyIndex {
         auto told = gathered<std::uint64_t>([&](auto, auto, auto* part) { return index_.keep(&left, A_PART, part); });
         told.insert(told.begin(), std::move(head));
         told.insert(told.end(), here.begin(), here.end());
-        return joined(told);
+        return joined(std::move(told));
     }
 
     void remember(const py::object& told) {
@@ -281,11 +280,11 @@ class PyIndex {
         {
             py::gil_scoped_release unlocked;
             Nodes room = index_.room();
-            std::unique_lock<std::mutex> lock(index_.mutex);
+            auto lock = index_.turn();
             const std::uint32_t made = index_.made();
             lock.unlock();
             room.prepare(made);
-            lock.lock();
+            lock = index_.turn();
             const std::unique_ptr<const Index> picture = index_.picture(std::move(room));
             lock.unlock();
             faults = picture->audit();
@@ -319,7 +318,7 @@ class PyIndex {
     void by_parts(Call call) {
         py::gil_scoped_release unlocked;
         for (std::uint32_t first = 0;; first += A_PART) {
-            const std::lock_guard<std::mutex> lock(index_.mutex);
+            const auto lock = index_.turn();
             if (!call(first, first + A_PART)) return;
         }
     }

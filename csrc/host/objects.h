@@ -55,9 +55,9 @@ inline void expect(bool held, const std::string& message) {
     if (!held) throw pybind11::value_error(message);
 }
 
-// One behind the other. Others run while they are copied.
+// One behind the other. Others run while they are copied, and let go of.
 template <class Item>
-pybind11::bytes joined(const std::vector<std::vector<Item>>& parts) {
+pybind11::bytes joined(std::vector<std::vector<Item>> parts) {
     std::size_t items = 0;
     for (const auto& part : parts) items += part.size();
     pybind11::bytes out(nullptr, items * sizeof(Item));
@@ -67,6 +67,7 @@ pybind11::bytes joined(const std::vector<std::vector<Item>>& parts) {
         for (const auto& part : parts) {
             to = std::copy_n(reinterpret_cast<const std::uint8_t*>(part.data()), part.size() * sizeof(Item), to);
         }
+        parts = {};
     }
     return out;
 }

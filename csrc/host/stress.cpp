@@ -186,7 +186,7 @@ void index_round(Random& random, Index& index) {
     Memory place(PLACE, static_cast<std::uint8_t>(pick(random, 0, 3)));
     const Run run{place.data(), run_signatures.data(), blocks};
     const auto locked = [&](auto call) {
-        const std::lock_guard<std::mutex> lock(index.mutex);
+        const auto lock = index.turn();
         return call();
     };
     const u64 now = locked([&] { return index.tick(); });
@@ -230,7 +230,7 @@ void recall_round(Random& random, Index& index) {
     std::vector<std::uint64_t> here, told;
     const auto by_parts = [&](auto call) {
         for (bool more = true; more;) {
-            const std::lock_guard<std::mutex> lock(index.mutex);
+            const auto lock = index.turn();
             more = call();
         }
     };
