@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from math import inf
 
@@ -110,7 +111,8 @@ class Flow:
         self.pins = Pins(index, [host, *below], port.clock)
         self.uses = uses
         self.executor = port.executor(threads, "copy")
-        self._storing = 0
+        self._stores = itertools.count()
+        self._storing: set[int] = set()
         self._changed = port.condition()
 
     def lookup(self, places: Sequence[bytes], needs: Sequence[int]) -> Lookup:
@@ -243,10 +245,10 @@ class Flow:
             for lane in lanes:
                 for chain in chains:
                     self._offer(lane, chain, 0, blocks)
-            self.end_store()
+            self.end_store(number)
 
         if lanes and blocks:
-            self.begin_store()  # what `flush` waits for
+            number = self.begin_store()  # what `flush` waits for
             self.executor.submit(offer)
 
     def _offer(self, lane: Lane, chain: Chained, first: int, end: int) -> None:
@@ -278,13 +280,16 @@ class Flow:
 
     # barriers
 
-    def begin_store(self) -> None:
+    def begin_store(self) -> int:
+        """The number to end it by."""
         with self._changed:
-            self._storing += 1
+            number = next(self._stores)
+            self._storing.add(number)
+        return number
 
-    def end_store(self) -> None:
+    def end_store(self, number: int) -> None:
         with self._changed:
-            self._storing -= 1
+            self._storing.discard(number)
             self._changed.notify_all()
 
     def wipe(self) -> None:
@@ -293,6 +298,7 @@ class Flow:
             lane.leaving.wipe()
 
     def flush(self, timeout_s: float | None = None) -> bool:
+        """Wait for what is on its way now; what is stored meanwhile keeps nobody waiting."""
         clock = self.port.clock
         end = None if timeout_s is None else clock.now() + timeout_s
 
@@ -300,7 +306,8 @@ class Flow:
             return None if end is None else max(0.0, end - clock.now())
 
         with self._changed:
-            if not self._changed.wait_for(lambda: self._storing == 0, left()):
+            begun = set(self._storing)
+            if not self._changed.wait_for(lambda: begun.isdisjoint(self._storing), left()):
                 return False
         more = True
         while more:
@@ -308,7 +315,7 @@ class Flow:
             if not self.expiry.wait(left()):
                 return False
         for lane in self.lanes:
-            if not lane.wait_empty(left()):
+            if not lane.wait_queued(left()):
                 return False
             if not lane.tier.sync():
                 return False

@@ -153,9 +153,11 @@ class Lane:
         if start:
             self._executor.submit(self._drain)
 
-    def wait_empty(self, timeout_s: float | None = None) -> bool:
+    def wait_queued(self, timeout_s: float | None = None) -> bool:
+        """Until what is queued now was written, or could not be."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._names, timeout_s)
+            queued = set(self._names)
+            return self._changed.wait_for(lambda: queued.isdisjoint(self._names), timeout_s)
 
     def _drain(self) -> None:
         while True:

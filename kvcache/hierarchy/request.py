@@ -307,8 +307,8 @@ class CacheRequest:
             before=self.begin(),
             transfer=transfer,
             ttl_s=self.ttl_s,
+            number=self._flow.begin_store(),  # which nothing may fail after
         )
-        self._flow.begin_store()
         submit(job.run)
         return transfer
 

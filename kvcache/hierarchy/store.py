@@ -30,6 +30,7 @@ _log = logger("kvcache.store")
 @dataclass(kw_only=True)
 class Store:
     flow: Flow
+    number: int  # of this store, as the flow has it
     request_id: str
     namespace: bytes
     mover: Mover
@@ -52,7 +53,7 @@ class Store:
                 _log.exception("a store failed; its blocks are not kept")
             finally:
                 self.transfer.settle_rest(0, Outcome.FAILED)
-                self.flow.end_store()
+                self.flow.end_store(self.number)
 
     def _run(self) -> None:
         count = len(self.transfer.outcomes)

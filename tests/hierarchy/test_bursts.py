@@ -233,3 +233,48 @@ def test_a_burst_over_a_drive_that_hangs_neither_blocks_nor_errs(
     put(cache, chains[0])
     assert found(cache, chains[0]) == 8, "it comes back by itself"
     cache.close()
+
+
+class Restless(MemoryTier):
+    """Something else is stored before a write is over, so that the queue is never empty."""
+
+    def __init__(self, put_one: Callable[[int], object]) -> None:
+        super().__init__(capacity_bytes=1 << 30)
+        self.name = "nvme"
+        self.put_one, self.writes, self.most = put_one, 0, 400
+
+    def submit(self, op: Op, *arguments: Any, **more: Any) -> Ticket:
+        if op == "write" and self.writes < self.most:
+            self.writes += 1
+            self.put_one(self.writes)
+        return super().submit(op, *arguments, **more)
+
+
+def test_a_flush_waits_for_what_was_stored_before_it_and_not_for_what_comes_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drive = Restless(lambda number: put(cache, [1000 * number + t for t in range(4)]))
+    monkeypatch.setattr("kvcache.hierarchy.cache.tiers_below", lambda settings, port, serves: [drive])
+    cache = open_host(32)
+    put(cache, list(range(4)))
+    assert cache.flush(60)
+    assert drive.writes < drive.most
+    drive.most = 0
+    assert cache.flush(60)
+    assert cache.check() == []
+    cache.close()
+
+
+def test_a_flush_waits_for_the_stores_that_were_begun_before_it() -> None:
+    cache = open_host(8)
+    last, answers = cache.flow.begin_store(), list[bool]()
+    flushes = threading.Thread(target=lambda: answers.append(cache.flush(120)))
+    flushes.start()
+    while flushes.is_alive():  # one is under way at every moment
+        last, before = cache.flow.begin_store(), last
+        cache.flow.end_store(before)
+    assert answers == [True]
+    assert not cache.flush(0)
+    cache.flow.end_store(last)
+    assert cache.flush(0)
+    cache.close()
