@@ -60,6 +60,7 @@ class Link:
             self.facts: dict[str, Any] = hello["facts"]
             self.tenant: str = hello.get("tenant", "")
             self.apart: bool = hello.get("apart", False)
+            self.hears_stores: bool = hello.get("stores", False)
             self.pid: int = hello["pid"]
         except KeyError as error:
             self.wire.close()

@@ -52,9 +52,8 @@ class Guest(Peer):
         certificates = shown_by(self.connection) if isinstance(self.connection, ssl.SSLSocket) else ()
         return Shown(token_hash=token_hash, certificates=certificates, remote=True)
 
-    def _readable(self) -> None:
-        if self._greeted or self._greet():
-            super()._readable()
+    def _readable(self) -> bool:
+        return (self._greeted or self._greet()) and super()._readable()
 
     def _greet(self) -> bool:
         """A step of the handshake; whether it is over."""

@@ -201,7 +201,7 @@ def _answer(
         raise ProtocolError(f"tenant {session.tenant.name!r} asks far more than its operations a second")
     if op == "flush":
         given = message.get("timeout_s")
-        return {"done": cache.flush(FLUSH_S if given is None else min(FLUSH_S, given))}
+        return {"done": session.flush(FLUSH_S if given is None else min(FLUSH_S, given))}
     if op == "check":
         if not session.tenant.operator:
             raise AccessError("an audit tells of all tenants: only an operator may ask for it")

@@ -21,6 +21,8 @@ FIRST_BYTES = 64 << 10
 """Of the first message: nobody knows yet who says it."""
 AT_ONCE = 32
 """Messages of one client that are answered before others have their turn."""
+CATCH_UP = 64
+"""Turns of one client that are taken before somebody else's question is answered."""
 RECEIVED = memoryview(bytearray(BUFFER_BYTES))  # of the loop's thread: a long message comes in one piece
 _CREDENTIALS = struct.Struct("3i")
 
@@ -88,6 +90,14 @@ class Peer:
             _log.warning("%s does not take its answers: let go", self)
             self.close()
 
+    def catch_up(self) -> None:
+        """Take in and answer what had come by now; of a client that says more than any has reason to, a part."""
+        for _ in range(CATCH_UP):
+            if self._full:
+                self._answer_some()
+            elif not self.open or not self._readable():
+                return
+
     def detach(self) -> socket.socket:
         """The connection, for a thread to go on with: the loop has no more to do with it."""
         self._loop.remove_reader(self.connection)
@@ -134,18 +144,20 @@ class Peer:
         if self.open:
             self._loop.remove_writer(self.connection)
 
-    def _readable(self) -> None:
+    def _readable(self) -> bool:
+        """Take in a piece of what has come, and answer what is whole; whether there was anything."""
         try:
             count = self._receive()
         except BlockingIOError:
-            return
+            return False
         except OSError:
             count = 0
         if not count:
             self.close()
-            return
+            return False
         self._read += RECEIVED[:count]
         self._answer_some()
+        return True
 
     def _answer_some(self) -> None:
         """What has been read and not answered is less than a message and what one call brings, however much is sent:

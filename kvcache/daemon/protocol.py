@@ -102,6 +102,8 @@ OPS: Mapping[str, Op] = {
     "signatures": Op("control", {"request": int}),
     "admit": Op("control", {"request": int}, {"ids": bytes}),
     "close": Op("control", {"request": int}, answered=False),
+    "storing": Op("control", {"store": int}, answered=False),
+    "stored": Op("control", {"store": int}, answered=False),
     "stats": Op("control", {}),
     "load": Op("mover", {"request": int, "first": int, "end": int}),
     "store": Op("mover", {"request": int, "first": int, "end": int}),

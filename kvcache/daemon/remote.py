@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +125,9 @@ class RemoteRequest:
         self._chain = Chain(bound.id, bound.layout.block_tokens)
         self._number = next(bound.cache.numbers)
         self._link: weakref.ref[Link] | None = None  # the session that knows this request
+        self._moving = 0  # transfers under way
         self._closed = False
+        self._lock = threading.Lock()
 
     @property
     def signatures(self) -> Sequence[bytes]:
@@ -250,23 +254,50 @@ class RemoteRequest:
         check_transfer(self._bound.layout, self._bound.shards, pages, page_ids, first, end, known)
         transfer = BlockTransfer(end - first)
         mover = PagesMover(self._cache.copiers, pages, page_ids)
+        sizes = [p.block_bytes for p in pages]
         taker = Taker(
-            self._cache, self, op, first, end, [p.block_bytes for p in pages], mover, transfer, self._deadline_s
+            self._cache, self, op, first, end, sizes, mover, transfer, self._deadline_s, store=self._begin(op)
         )
         self._cache.moves()
         self._cache.executor.submit(taker.run)
         return transfer
 
+    def _begin(self, op: str) -> int:
+        """A transfer begins. Of a store the daemon hears before the engine goes on, so that a flush which anybody asks
+        for then waits for it; its number, 0 where there is none."""
+        with self._lock:
+            self._moving += 1
+        if op != "store":
+            return 0
+        number = next(self._cache.numbers)
+        with suppress(KVCacheError), self._cache.asking() as link:  # a session that is over has no stores
+            if link.hears_stores:
+                link.tell("storing", store=number)
+        return number
+
+    def moved(self, store: int) -> None:
+        """One has ended; `store` is its number. On the thread that moved it."""
+        with self._lock:
+            self._moving -= 1
+            over = self._closed and not self._moving
+        with suppress(KVCacheError), self._cache.asking() as link:
+            if store and link.hears_stores:
+                link.tell("stored", store=store)
+            if over:
+                self._say_closed(link)
+
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            with self._cache.asking() as link:
-                if self._link is not None and self._link() is link:
-                    link.tell("close", request=self._number)
-        except KVCacheError:  # then the session is over, and so is the request
-            pass
+        """The daemon hears of it once no transfer is under way any more, which would not find the request."""
+        with self._lock:
+            over = not self._closed and not self._moving
+            self._closed = True
+        if over:
+            with suppress(KVCacheError), self._cache.asking() as link:
+                self._say_closed(link)
+
+    def _say_closed(self, link: Link) -> None:
+        if self._link is not None and self._link() is link:  # else its session is over, and so is the request
+            link.tell("close", request=self._number)
 
     def __enter__(self) -> RemoteRequest:
         return self

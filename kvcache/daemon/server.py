@@ -21,6 +21,7 @@ from typing import Any
 from kvcache.daemon.address import Claim
 from kvcache.daemon.allotment import Allotment
 from kvcache.daemon.bindings import Bindings
+from kvcache.daemon.coming import Coming
 from kvcache.daemon.door import Door
 from kvcache.daemon.guest import Guest
 from kvcache.daemon.hall import Hall
@@ -80,6 +81,7 @@ class Daemon:
         self._peers: set[Peer] = set()
         self._sessions: dict[bytes, Session] = {}
         self._of_peer: dict[Peer, Session] = {}
+        self._coming = Coming(self._loop, lambda: self._of_peer)
         self._watch = Watch(self._loop, self._process_ended)
         self._moving: dict[Moving, threading.Thread] = {}
         self._serving = self._ending = False
@@ -106,7 +108,9 @@ class Daemon:
             self.began()
             if self._linger_s is not None:  # whoever started this may take a while to come
                 self._linger_for(max(self._linger_s, FIRST_S))
+            self.cache.at_flush.append(self._coming.wait)
             self._loop.run_until_complete(self._ended.wait())
+            self._coming.close()
             self._drain()
         finally:
             self.claim.close()
@@ -247,7 +251,7 @@ class Daemon:
         if "/" in engine or len(engine) > 256:
             raise ProtocolError("engine: expected a name of at most 256 characters without '/'")
         shown = peer.shown(token_hash(message["token"]) if message.get("token") else "")
-        session = Session(self.cache, engine, peer.pid, shown, self.door, self._bindings)
+        session = Session(self.cache, engine, peer.pid, shown, self.door, self._bindings, self._coming)
         self._place(session)
         self._hall.leave(peer)
         self._sessions[session.secret] = self._of_peer[peer] = session
@@ -265,6 +269,7 @@ class Daemon:
             "facts": self.cache.facts,
             "share": "copy" if session.copies else "map",
             "apart": self.door.apart,
+            "stores": True,
             "tenant": "" if session.tenant.operator else session.tenant.name,
         }
 

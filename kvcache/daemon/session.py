@@ -7,6 +7,7 @@ first: then every request of it is closed and what these held is back. Nothing i
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from kvcache.block.key import SIGNATURE_BYTES, bind_signatures
 from kvcache.daemon.bindings import Bindings
+from kvcache.daemon.coming import STORES, Coming
 from kvcache.daemon.door import Door, Shown
 from kvcache.daemon.meter import QUOTA
 from kvcache.daemon.protocol import NAMESPACES, ProtocolError, read_layout, read_shards
@@ -38,7 +40,9 @@ LONGEST_AGENT = 128
 class Session:
     """Asked by the loop's thread; `request` and `bound` also by those that move records."""
 
-    def __init__(self, cache: Cache, engine: str, pid: int, shown: Shown, door: Door, bindings: Bindings) -> None:
+    def __init__(
+        self, cache: Cache, engine: str, pid: int, shown: Shown, door: Door, bindings: Bindings, coming: Coming
+    ) -> None:
         """`pid`: of the process behind it where that is on this host, else 0. AccessError where the door says so."""
         self.secret = secrets.token_bytes(16)
         self.engine, self.pid, self.shown = engine, pid, shown
@@ -47,7 +51,7 @@ class Session:
         self._apart = door.apart
         self.copies = shown.remote or self.tenant.share == "copy"
         """Whether bytes go over the socket, since it maps nothing."""
-        self._cache, self._bindings = cache, bindings
+        self._cache, self._bindings, self._coming = cache, bindings, coming
         self._bound: dict[int, BoundCache] = {}
         self._binds: dict[int, Callable[[], BoundCache]] = {}  # for what is let go of and used again
         self._numbers: dict[BoundCache, int] = {}
@@ -57,6 +61,7 @@ class Session:
         self._sizes: dict[int, int] = {}  # bytes of signatures, of those that were opened here and not joined
         self._within = True  # whether what is asked now is within the tenant's operations
         self._told: dict[int, int] = {}  # bytes of token ids, of those that told some
+        self._stores: dict[int, int] = {}  # that it has begun, by its number: ours
         self.ended = False
 
     def known_still(self, door: Door) -> bool:
@@ -83,6 +88,8 @@ class Session:
             "signatures": self._signatures,
             "admit": self._admit,
             "close": self._close,
+            "storing": self._storing,
+            "stored": self._stored,
             "stats": lambda _: self._stats(),
         }
         self._within = self.meter.ask()
@@ -216,6 +223,25 @@ class Session:
             self._bindings.leave(bound)
         return {}
 
+    def _storing(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        if len(self._stores) < STORES and message["store"] not in self._stores:
+            self._stores[message["store"]] = self._coming.begin(self.tenant.name)
+        return {}
+
+    def _stored(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        number = self._stores.pop(message["store"], None)
+        if number is not None:
+            self._coming.end(number)
+        return {}
+
+    def flush(self, timeout_s: float) -> bool:
+        """As the cache's, from any thread; but a tenant waits for no other one's clients."""
+        if self.tenant.operator:
+            return self._cache.flush(timeout_s)
+        end = time.monotonic() + timeout_s
+        come = self._coming.wait(timeout_s, self.tenant.name)
+        return come and self._cache.flow.flush(max(0.0, end - time.monotonic()))
+
     def _stats(self) -> dict[str, Any]:
         """An operator's are the cache's; a tenant's are of what is its own, so that it learns of nobody else."""
         if self.tenant.operator:
@@ -283,6 +309,8 @@ class Session:
         requests, self._requests = self._requests, {}
         for request in requests.values():
             request.close()
+        while self._stores:
+            self._coming.end(self._stores.popitem()[1])
         while self._bound_of:
             self._bindings.leave(self._bound_of.popitem()[1])
         for number in list(self._bound):

@@ -38,6 +38,7 @@ class Taker:
     mover: PagesMover  # made on the engine's thread
     transfer: BlockTransfer
     deadline_s: float
+    store: int = 0  # by which the daemon was told that it begins, where it is one
     spoilt: bool = False  # of what is to be sent over the socket, something could not be had
     good: int = field(init=False)  # of what comes over it: nothing from this block on goes into pages
 
@@ -59,6 +60,7 @@ class Taker:
                 _log.exception("a %s failed", self.op)
             finally:
                 self.transfer.settle_rest(0, outcome)
+                self.request.moved(self.store)
                 self.cache.moved()
 
     def _run(self) -> None:

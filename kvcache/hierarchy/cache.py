@@ -128,6 +128,8 @@ class Cache:
         self._register: Register[CacheRequest] = Register()
         self.at_close: list[Callable[[], object]] = []
         """Called when closing begins: what reaches this cache from outside lets go of it."""
+        self.at_flush: list[Callable[[float | None], bool]] = []
+        """Asked first by `flush`, with the time there is: whether what is on its way from outside has come."""
         self.at_rest: list[Callable[[], object]] = []
         """Called when nothing moves any more, before the tiers are closed."""
         self.at_bind: list[Callable[[BoundCache], object]] = []
@@ -278,7 +280,12 @@ class Cache:
         return all(wait() for wait in self.waits)
 
     def flush(self, timeout_s: float | None = None) -> bool:
-        return self._flushed if self._closed else self.flow.flush(timeout_s)
+        if self._closed:
+            return self._flushed
+        clock = self.flow.port.clock
+        end = None if timeout_s is None else clock.now() + timeout_s
+        come = all(wait(timeout_s) for wait in self.at_flush)
+        return come and self.flow.flush(None if end is None else max(0.0, end - clock.now()))
 
     def stats(self) -> dict[str, Any]:
         held, pinned = self.flow.holds.held_bytes(), self.flow.pins.held_bytes()

@@ -155,3 +155,40 @@ def test_a_message_without_sense_ends_it_with_what_was_before_it_answered(floor:
         theirs.sendall(pack({"n": 1}) * (2 * AT_ONCE) + b"\xff\xff\xff\xff" + pack({"n": 2}))
     floor.until(lambda: floor.gone == [peer])
     assert floor.said[peer] == [1] * (2 * AT_ONCE)
+
+
+@pytest.mark.parametrize("count", [0, 1, AT_ONCE, 5 * AT_ONCE + 1])
+def test_what_has_come_is_taken_in_when_somebody_else_asks(floor: Floor, join: Make, count: int) -> None:
+    """Also where a part of it had its turn already, and what comes afterwards has its own."""
+    peer, theirs = join("unix")
+    theirs.sendall(pack({"n": 0}) * count + pack({"n": 1})[:-1])
+    peer.catch_up()
+    assert floor.said.get(peer, []) == [0] * count
+    theirs.sendall(pack({"n": 1})[-1:] + pack({"n": 2}) * (2 * AT_ONCE))
+    floor.loop.run_until_complete(asyncio.sleep(0))
+    peer.catch_up()
+    assert floor.said[peer] == [0] * count + [1] + [2] * (2 * AT_ONCE)
+    theirs.sendall(pack({"n": 3}))
+    floor.until(lambda: floor.said[peer][-1] == 3)
+    theirs.close()
+    peer.catch_up()
+    assert floor.gone == [peer]
+    peer.catch_up()
+
+
+def test_who_never_stops_talking_is_not_heard_out(floor: Floor, join: Make) -> None:
+    peer, theirs = join("unix")
+    over = threading.Event()
+
+    def talk() -> None:
+        with suppress(OSError):
+            while not over.is_set():
+                theirs.sendall(pack({"n": 1}) * AT_ONCE)
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    floor.until(lambda: peer in floor.said)
+    peer.catch_up()
+    over.set()
+    peer.close()
+    thread.join()
