@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvcache.fleet.warm import Step
 
 _LOOK_S = 0.2
+_ANSWER_S = 5.0  # beyond what it may wait for
 
 
 def warm(
@@ -47,7 +48,8 @@ def warm(
     most = _bytes(max_bytes)
     quiet = as_json or output is Format.json
     if file is not None:
-        rows = prefill(file, engine, model, settings, most, patience_s, quiet=quiet)
+        named = None if address is None else the_one(address)
+        rows = prefill(file, engine, model, settings, most, patience_s, named, quiet=quiet)
     else:
         assert hot is not None, "one of them"
         rows = [fetch(the_one(address), hot, most, patience_s)]
@@ -73,12 +75,21 @@ def fetch(cache: Path, hot: int, most_bytes: int | None, patience_s: float) -> d
 
 
 def prefill(
-    file: Path, url: str, model: str, path: Path | None, most_bytes: int | None, patience_s: float, *, quiet: bool
+    file: Path,
+    url: str,
+    model: str,
+    path: Path | None,
+    most_bytes: int | None,
+    patience_s: float,
+    cache: Path | None,
+    *,
+    quiet: bool,
 ) -> list[dict[str, Any]]:
     """By an engine; a row a prompt."""
     from kvcache.config import load
     from kvcache.fleet.board import Board
     from kvcache.fleet.engine import Engine
+    from kvcache.fleet.node import SETTLE_S
     from kvcache.fleet.prompts import read
     from kvcache.fleet.warm import Warm
     from kvcache.port import Port
@@ -103,7 +114,7 @@ def prefill(
         prompts,
         board,
         port.clock,
-        settle=_flush,
+        settle=lambda: settle(cache, SETTLE_S),
         held=_held,
         most_bytes=most_bytes,
         patience_s=patience_s,
@@ -127,17 +138,26 @@ def prefill(
     ]
 
 
-def _flush() -> bool:
-    """Whether all running caches of this user, of which one is the engine's, have written what they were given."""
+def settle(cache: Path | None, within_s: float) -> bool:
+    """Whether the engine's cache has written what it was given: this one, or, where it is not known which, all that run
+    here as this user. One that does not answer is asked again while there is time."""
     from kvcache.daemon.control.client import ask, find
-    from kvcache.fleet.node import SETTLE_S
 
-    try:
-        found = [each.path for each in find() if not each.fault]
-        said = [ask(path, "flush", seconds=SETTLE_S, timeout_s=2 * SETTLE_S) for path in found]
-    except KVCacheError:
-        return False
-    return bool(said) and all(each["flushed"] for each in said)
+    def flushed(path: Path) -> bool:
+        left = max(0.0, end - time.monotonic())
+        try:
+            return bool(ask(path, "flush", seconds=left, timeout_s=left + _ANSWER_S)["flushed"])
+        except KVCacheError:
+            return False
+
+    end = time.monotonic() + within_s
+    while caches := [each.path for each in find()] if cache is None else [cache]:
+        if all(map(flushed, caches)):
+            return True
+        if time.monotonic() >= end:
+            break
+        time.sleep(_LOOK_S)
+    return False
 
 
 def _held() -> int:

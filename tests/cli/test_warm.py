@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvcache
+from kvcache.cli.warm import settle
+from kvcache.daemon.control.client import find
 from tests.contract.caches import FULL, Engine, bind, store
 from tests.fleet.test_engine import USED, Spoken, spoken
 from tests.peer.fleet import until
@@ -126,3 +130,35 @@ def test_what_makes_no_sense(kv: Any, tmp_path: Path) -> None:
     assert (code, "is an engine serving" in err) == (3, True)
     code, _, err = kv("warm", "--hot", "3")
     assert (code, "no cache of this user" in err) == (3, True)
+
+
+def test_nothing_is_said_to_be_stored_while_an_engine_s_cache_does_not_answer(
+    cache: Any,
+) -> None:
+    """Whichever of those that run here is the engine's; another one's word is not enough."""
+    mine = next(find()).path
+    assert settle(None, 0)
+    assert settle(mine, 0)
+    silent = mine.with_stem("1-1")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(str(silent))
+        listener.listen(8)
+        asked = threading.Event()
+
+        def hang_up() -> None:
+            while not asked.is_set():
+                with suppress(OSError):
+                    listener.accept()[0].close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        try:
+            assert not settle(None, 0)
+            assert not settle(silent, 0)
+            assert settle(mine, 0)
+        finally:
+            asked.set()
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+    cache.close()
+    assert not settle(None, 60)
