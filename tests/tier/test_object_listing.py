@@ -14,7 +14,7 @@ import pytest
 from kvcache.block.address import Address
 from kvcache.testing.blocks import chain
 from kvcache.testing.tier import intact, write
-from kvcache.tier.object import bucket, catalogue
+from kvcache.tier.object import bucket, catalogue, pack, store
 from kvcache.tier.object.name import Place
 from kvcache.tier.tier import Outcome
 from tests.peer.objects import MISSING, shared
@@ -164,6 +164,46 @@ def test_one_with_few_large_packs_pushes_out_nobody(opened: OpenObjects, monkeyp
     assert len(known.packs(small[0][0].namespace)) == 6
     assert [len(pack.table.rows) for pack in known.packs(other)] == [8, 8]
     assert known._records == sum(space.records for space in known._known.values()) == 22
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_one_pack_of_more_rows_than_are_remembered_pushes_out_nobody(
+    opened: OpenObjects, monkeypatch: pytest.MonkeyPatch, listed: bool
+) -> None:
+    """Whoever can write to the store can make one that is sound; neither its rows nor what was known go for it."""
+    blocks, other, much = chain(4), chain(4, seed=1), chain(5, seed=2)
+    assert write(opened(), much) == (DONE,) * 5  # by who takes so many
+    monkeypatch.setattr(pack, "ROWS", 4)
+    monkeypatch.setattr(store, "ROWS", 4)
+    monkeypatch.setattr(catalogue, "MOST_RECORDS", 8)
+    tier = opened()
+    assert write(tier, blocks) == write(tier, other) == (DONE,) * 4
+    known = tier._catalogue
+    if listed:
+        known.refresh(much[0].namespace, None, now=True)
+    assert known.find([much[0]], None) == [None]
+    assert tier.counters["foreign"] > 0
+    assert len(known.packs(blocks[0].namespace)) == 2
+    assert intact(tier, blocks + other)
+    monkeypatch.setattr(catalogue, "MOST_RECORDS", 32)
+    longer = chain(9, seed=3)
+    assert write(tier, longer) == (DONE,) * 9
+    assert sorted(len(each.table.rows) for each in known.packs(longer[0].namespace)) == [1, 4, 4, 4, 4]
+    assert intact(opened(), longer)
+
+
+def test_who_asks_for_more_than_is_remembered_comes_to_an_end(
+    opened: OpenObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is learnt of one pack pushes out another that was asked for as well."""
+    chains = [chain(4, seed=seed) for seed in range(3)]
+    writer = opened()
+    for each in chains:
+        assert write(writer, each) == (DONE,) * 4
+    monkeypatch.setattr(catalogue, "MOST_RECORDS", 8)
+    tier = opened()
+    found = tier._catalogue.find([address for each in chains for address in each], None)
+    assert sum(each is not None for each in found) == 8
 
 
 @pytest.mark.parametrize(("stores", "rounds"), [(0, 1), (2, 3), (99, 3)])

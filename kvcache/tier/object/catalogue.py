@@ -80,10 +80,14 @@ class Catalogue:
         OSError where the store did not answer and nothing is known."""
         for namespace in {address.namespace for address in addresses}:
             self.refresh(namespace, deadline, wait=wait)
+        lacked = len(addresses) + 1
         while True:
             found = [self._look(address) for address in addresses]
-            if not ask or not self._asked(addresses, found, deadline):
+            lacking = found.count(None)
+            # what is learnt of one may push out another, where they take more than is remembered
+            if lacking >= lacked or not ask or not self._asked(addresses, found, deadline):
                 return found
+            lacked = lacking
 
     def _asked(self, addresses: Sequence[Address], found: Sequence[Found | None], deadline: float | None) -> bool:
         """Ask by name for the heads of what was not found; whether there is more now."""

@@ -24,6 +24,8 @@ _HEAD = Struct("<4sHH8sII32s")
 _SUM = Struct("<Q")
 HEAD_BYTES = _HEAD.size + _SUM.size
 _ROW = Struct("<32s32sQQQQ")
+ROWS = 1 << 16
+"""Of a table, at most: no pack takes more than a small part of what a process remembers of a store, whoever made it."""
 UNKNOWN = bytes(32)
 """A parent that the writer did not know."""
 
@@ -77,6 +79,8 @@ def table_bytes(head: bytes) -> int:
     _, version, _, _, count, _, _ = _HEAD.unpack_from(head)
     if version != VERSION:
         raise RecordError("version", f"version {version}: this reader knows {VERSION}", foreign=True)
+    if count > ROWS:
+        raise RecordError("field", f"a table of {count} rows: at most {ROWS} are read", foreign=True)
     return HEAD_BYTES + _ROW.size * int(count)
 
 

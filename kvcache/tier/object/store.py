@@ -17,7 +17,7 @@ from kvcache.tier.counters import Counters
 from kvcache.tier.object.bucket import Bucket, RefusedError, TakenError
 from kvcache.tier.object.catalogue import Catalogue
 from kvcache.tier.object.name import Names, Place
-from kvcache.tier.object.pack import Cut, Row, Table, made
+from kvcache.tier.object.pack import ROWS, Cut, Row, Table, made
 from kvcache.tier.object.tables import Pack
 from kvcache.tier.piece import flat, outgoing
 from kvcache.tier.queue import Batch
@@ -158,7 +158,7 @@ class Store:
         for record in records:
             behind = bool(run) and record.address.parent == run[-1].address.signature
             together = behind and Place.of(record.address) == Place.of(run[0].address)
-            if run and (not together or size + record.size > self._pack_bytes):
+            if run and (not together or len(run) == ROWS or size + record.size > self._pack_bytes):
                 yield run
                 run, size = [], 0
             run.append(record)
