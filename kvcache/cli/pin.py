@@ -1,4 +1,4 @@
-"""`kvcache pin` and `kvcache unpin`: keep a prefix where it is, for a time; let it go."""
+"""`kvcache pin` and `kvcache unpin`: keep a prefix near, for a time; let it go."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from kvcache.cli.output import Format, Json, Output, print_json, print_table
 from kvcache.cli.prompt import token_ids
 from kvcache.cli.running import Address, the_one
 from kvcache.units import parse_seconds, show_seconds
+
+_NEAR_S = 60.0  # for it to come near
 
 
 def pin(
@@ -32,8 +34,8 @@ def pin(
     output: Output = Format.table,
     as_json: Json = False,
 ) -> None:
-    """Keep the blocks of a prefix that are there from leaving, for a time. All pins together keep at most an eighth of
-    each tier."""
+    """Bring the blocks of a prefix that are there into host memory, and keep them from leaving for a time. All pins
+    together keep at most an eighth of each tier."""
     from kvcache.daemon.control.client import ask
 
     try:
@@ -42,7 +44,7 @@ def pin(
         raise typer.BadParameter(f"--for {error}") from None
     path = the_one(address)
     which = {} if prefix is None else _which(path, prefix, model, namespace)
-    told = ask(path, "pin", seconds=seconds, **which)
+    told = ask(path, "pin", seconds=seconds, timeout_s=_NEAR_S, **which)
     if as_json or output is Format.json:
         print_json(told)
         return

@@ -10,11 +10,12 @@ from typing import Any
 from kvcache.errors import ConfigError
 from kvcache.fleet.board import Board
 from kvcache.fleet.engine import Engine
-from kvcache.fleet.fetch import Fetch, Room
+from kvcache.fleet.fetch import Fetch
 from kvcache.fleet.heat import CHAINS, Heat, Teller
 from kvcache.fleet.prompts import Prompt
 from kvcache.fleet.warm import Warm
 from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.near import Room
 from kvcache.hierarchy.request import BoundCache
 
 SETTLE_S = 30.0

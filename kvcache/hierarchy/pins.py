@@ -1,4 +1,4 @@
-"""An operator's order that a prefix be kept where it is: bounded, and with an end.
+"""An operator's order that a prefix be kept: bounded, and with an end.
 
 A pin holds the blocks of a prefix that are there when it is made, each in the tiers that have it, as a request would;
 all pins together hold at most an eighth of each tier. It ends at its time, by `unpin`, or with the process.

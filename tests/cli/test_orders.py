@@ -133,3 +133,32 @@ def test_a_prefix_that_nobody_knows_is_refused(cache: Cache, kv: Any) -> None:
         code, _, err = kv("pin", argument)
         assert (code, says in err) == (2, True), err
     assert json.loads(kv("pin", "--json")[1]) == {"made": None, "pins": []}
+
+
+@pytest.mark.parametrize("tier", ["nvme", "object"])
+def test_what_is_pinned_comes_near_as_far_as_pins_may_keep_it(kv: Any, tmp_path: Path, tier: str) -> None:
+    """From wherever this process has never read it; what others need of host memory stays theirs."""
+    below = {
+        "nvme": {"path": tmp_path / "nvme", "capacity_bytes": "64MiB", "free_floor_bytes": 0},
+        "object": {"enabled": True, "url": f"file://{tmp_path}/objects"},
+    }
+    given = {"nvme": {"enabled": False}, tier: below[tier], "host": {"capacity_bytes": "1536KiB"}}  # 128 records
+    tokens = list(range(20 * 4))
+    with kvcache.open(**given) as made:
+        store(bound_to(made), tokens, 1)
+        assert made.flush(60)
+    with kvcache.open(**given) as made:
+        assert isinstance(made, Cache)
+        bound = bound_to(made)
+        code, out, _ = kv("pin", json.dumps(tokens), "--json")
+        assert code == 0
+        pin = json.loads(out)["made"]
+        assert (pin["tokens"], pin["wanted_tokens"], pin["by_tier"]["host"]) == (16 * 4, 20 * 4, 16 * 4)
+        assert made.stats()["tiers"]["host"]["pinned_bytes"] == 16 * 12_288  # an eighth
+        for turn in range(40):
+            store(bound, [1000 * turn + t for t in range(9_000, 9_064)], turn)
+        assert made.flush(60)
+        with bound.request() as r:
+            assert r.match(tokens[: 16 * 4]).by_tier == {"host": 16}
+        assert kv("unpin", "all")[0] == 0
+        assert made.check() == []

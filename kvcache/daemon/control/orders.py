@@ -9,13 +9,19 @@ from kvcache.daemon.control.explain import prompt
 from kvcache.errors import ConfigError
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.clear import clear
+from kvcache.hierarchy.near import Near, Room
+from kvcache.hierarchy.pins import SHARE
 from kvcache.observe.asked import Asked
 from kvcache.observe.prefixes import named
 
+NEAR_S = 30.0
+"""For a prefix to come near before it is pinned as far as it is."""
+
 
 def pin(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
-    """`seconds`, and which prefix: `request`, the id of one that is remembered, `prefix`, its name, or `ids`. Without
-    any of these it tells what is pinned."""
+    """`seconds`, and which prefix: `request`, the id of one that is remembered, `prefix`, its name, or `ids`. It is
+    brought into host memory, as far as pins may fill that, and kept there and wherever else it is. Without any of these
+    it tells what is pinned."""
     which, seconds = _which(cache, asked), asked.get("seconds")
     if which is not None:
         if not isinstance(seconds, (int, float)) or isinstance(seconds, bool):
@@ -24,7 +30,11 @@ def pin(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
         bound = next((bound for bound in cache.bounds if bound.id == whose.namespace), None)
         if bound is None:
             raise ConfigError("no engine has bound this prompt's namespace here")
-        made = cache.flow.pins.pin(bound, whose.packed[: blocks * SIGNATURE_BYTES], float(seconds))
+        packed, flow = whose.packed[: blocks * SIGNATURE_BYTES], cache.flow
+        room = Room(cache.settings.host.capacity_bytes // SHARE - flow.pins.held_bytes()[cache.host.name])
+        end = flow.port.clock.now() + NEAR_S
+        Near(flow, bound, packed, room, lambda: flow.port.clock.now() >= end).bring("pin")
+        made = flow.pins.pin(bound, packed, float(seconds))
         return {"made": made.told(), "pins": [each.told() for each in cache.flow.pins.all()]}
     return {"made": None, "pins": [each.told() for each in cache.flow.pins.all()]}
 
