@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from typing import Protocol, overload
 
 from kvcache.block.address import Address
@@ -148,6 +149,12 @@ class Ask:
         over = self._index.resident(tier.name) - self._most_known
         if over > 0:
             self._index.evict(tier.name, over + self._most_known // 16)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until what was asked by now was answered, and no answer tells of what has gone since."""
+        with self._lock:
+            told = [] if self._closed else [executor.submit(lambda: None) for executor in self._executors]
+        return not wait_for(told, timeout_s).not_done
 
     def close(self) -> None:
         with self._lock:

@@ -99,6 +99,7 @@ class BoundCache:
 
     def clear(self) -> int:
         self.flow.flush(CLEAR_S)  # what is on its way down would arrive afterwards
+        self.flow.ask.wait(CLEAR_S)  # as an answer would that was begun before
         return clear(self.id, self.flow.index, (self.flow.host, *self.flow.below))
 
     def join(self, id: str) -> CacheRequest:

@@ -77,6 +77,40 @@ def load(bound: Any, engine: Engine, blocks: int, tokens: Any = TOKENS) -> tuple
         return transfer.blocks, [engine.block(page) for page in range(transfer.blocks)]
 
 
+def test_an_answer_that_was_begun_before_tells_of_nothing_that_was_cleared(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = opened()
+    bound, go, asked, waits = bind(cache), threading.Event(), threading.Event(), threading.Event()
+    store(bound, Engine(FULL), TOKENS, list(range(10)))
+    assert cache.flush(30)
+    (tier,) = cache.below
+    for address in tier.scan():
+        cache.index.discard(address, tier.name)  # as a process that has not seen it yet
+        cache.index.discard(address, "host")
+        cache.host.remove([address])
+    leading, wait = tier.leading, cache.flow.ask.wait
+
+    def answer(*arguments: Any, **more: Any) -> Any:
+        found = leading(*arguments, **more)
+        found.result(30)
+        asked.set()
+        assert go.wait(60)
+        return found
+
+    monkeypatch.setattr(tier, "leading", answer)
+    monkeypatch.setattr(cache.flow.ask, "wait", lambda timeout_s: waits.set() or wait(60))
+    with bound.request() as r:
+        assert r.match(TOKENS).pending
+        assert asked.wait(60)
+        clears = threading.Thread(target=bound.clear)
+        clears.start()
+        assert waits.wait(60)
+        go.set()
+        clears.join(60)
+    assert cache.index.resident("redis") == 0
+
+
 def test_what_one_process_stored_the_other_finds_and_keeps_near(opened: Open) -> None:
     one, other = opened(), opened()
     engine = Engine(FULL)
