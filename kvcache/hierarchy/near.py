@@ -22,14 +22,14 @@ class Room:
     """Bytes that may be brought, by several chains together. Thread-safe."""
 
     def __init__(self, most_bytes: int) -> None:
-        self.left = most_bytes
+        self._left = most_bytes
         self._lock = threading.Lock()
 
     def take(self, size_bytes: int) -> bool:
         with self._lock:
-            if size_bytes > self.left:
+            if size_bytes > self._left:
                 return False
-            self.left -= size_bytes
+            self._left -= size_bytes
             return True
 
 
@@ -37,7 +37,18 @@ class Near:
     """`packed`: the chain's signatures, from its first block on. Host memory bounds what is brought, as `room` does.
     Nothing that was used after this began leaves for it. `ends`: it stops where this is so, looked at now and then."""
 
-    def __init__(self, flow: Flow, bound: BoundCache, packed: bytes, room: Room, ends: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        flow: Flow,
+        bound: BoundCache,
+        packed: bytes,
+        room: Room,
+        ends: Callable[[], bool],
+        *,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> None:
+        """`window_bytes`: come or stay together."""
+        self._window_bytes = window_bytes
         self._flow, self._bound, self._packed, self._room, self._ends = flow, bound, packed, room, ends
         self.blocks = self.bytes = 0  # that came
         self.full = False  # the limit on bytes, or host memory, had no room for the rest
@@ -61,7 +72,7 @@ class Near:
         flow, bound, packed = self._flow, self._bound, self._packed
         need = wanted(bound.layout, blocks)
         chains = [Chained(bound.id, packed, p.group, p.shard, p.payload_bytes, bound.id) for p in bound.everywhere]
-        step = max(1, min(WINDOW_BYTES, self._room.left) // sum(chain.payload_bytes for chain in chains))
+        step = max(1, self._window_bytes // sum(chain.payload_bytes for chain in chains))
         for first in range(0, blocks, step):
             far = []
             for place, chain in zip(bound.everywhere, chains, strict=True):
