@@ -122,6 +122,19 @@ def file_system(path: Path, root: Path = _ROOT) -> str:
     return kind
 
 
+def running(process: int) -> bool:
+    """Whether a process of this number runs. One that has ended and that nobody has waited for does not: where a
+    container's first process waits for nobody, such are there for good."""
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's
+        pass
+    state = _text(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()
+    return state[:1] not in (["Z"], ["X"])
+
+
 def _existing(path: Path) -> Path:
     path = path.absolute()
     while not os.path.exists(path):
@@ -132,6 +145,6 @@ def _existing(path: Path) -> Path:
 def _text(path: Path) -> str:
     """What is there to read; nothing where there is nothing, or where a sandbox hides it."""
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")
     except OSError:
         return ""

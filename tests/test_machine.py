@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
-from kvcache.machine import cache_directory, disk_free_bytes, disk_held_bytes, file_system, in_memory, memory
+from kvcache.machine import cache_directory, disk_free_bytes, disk_held_bytes, file_system, in_memory, memory, running
 
 GiB = 1 << 30
 
@@ -98,3 +100,12 @@ def test_where_caches_go(tmp_path: Path) -> None:
     assert cache_directory({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "kvcache"
     assert cache_directory({"XDG_CACHE_HOME": "relative"}) == Path.home() / ".cache" / "kvcache"
     assert cache_directory({}) == Path.home() / ".cache" / "kvcache"
+
+
+def test_a_process_that_ended_and_that_nobody_waited_for_does_not_run() -> None:
+    assert running(os.getpid())
+    assert not running(1 << 70)
+    child = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", ""], {})
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended, and can be waited for still
+    assert not running(child)
+    os.waitpid(child, 0)

@@ -17,10 +17,10 @@ import fcntl
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -32,6 +32,7 @@ from kvcache.config import load
 from kvcache.daemon.address import SCHEME
 from kvcache.daemon.control.place import prepare
 from kvcache.errors import StoreError
+from kvcache.machine import running
 from kvcache.observe.request import logger
 from kvcache.settings import TABLE
 
@@ -40,6 +41,13 @@ LINGER_S = 10.0
 START_S = 60.0
 """For a daemon to read its journal and listen, at most."""
 _LOOK_S = 0.02
+_DETACH = """import os, sys
+child = os.fork()
+if child:
+    os.write(int(sys.argv[1]), b"%d" % child)
+    os._exit(0)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"""
+"""Tells the number of a process that is nobody's child."""
 _STEM = "engine-"
 _PROCESS = re.compile(r"\d+")
 
@@ -129,32 +137,50 @@ def _start(
     environ: Mapping[str, str],
     given: Mapping[str, str],
 ) -> None:
+    """Nobody's child: an engine that ends with all of its own (vLLM does) leaves it its time to write."""
     _tell_given(path, given)
-    words = [sys.executable, "-m", "kvcache.cli.main", "daemon", "--socket", str(path), "--linger-s", str(linger_s)]
+    words = ["-m", "kvcache.cli.main", "daemon", "--socket", str(path), "--linger-s", str(linger_s)]
     if settings_file is not None:
         words.append(os.fspath(settings_file))
     ours = [str(Path(__file__).parents[2]), *filter(None, [environ.get("PYTHONPATH")])]  # however we were found
     log = path.with_suffix(".log")
     environ = {**environ, "PYTHONPATH": os.pathsep.join(ours)}
-    with log.open("wb") as said:
-        process = subprocess.Popen(  # noqa: S603  our own command
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-            env=environ,
-            start_new_session=True,
-        )
-    while not answers(path):
-        if process.poll() is not None:
-            lines = log.read_text(errors="replace").strip().splitlines() or [f"it left with {process.returncode}"]
-            raise StoreError(f"no private daemon: {lines[-1].removeprefix('kvcache: ')}")
-        if time.monotonic() > end:
-            process.kill()
-            process.wait()
-            raise StoreError(f"no private daemon: it did not listen in time; see {log}")
-        time.sleep(_LOOK_S)
-    threading.Thread(target=process.wait, name="kvcache-private", daemon=True).start()  # leaves no zombie behind
+    alive, told = os.pipe()  # the daemon holds its end open as long as it runs
+    try:
+        try:
+            with log.open("wb") as said:
+                subprocess.run(  # noqa: S603  our own command
+                    [sys.executable, "-I", "-S", "-c", _DETACH, str(told), *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=said,
+                    stderr=said,
+                    env=environ,
+                    pass_fds=(told,),
+                    start_new_session=True,
+                    check=False,
+                )
+        finally:
+            os.close(told)
+        number = os.read(alive, 32)
+        os.set_blocking(alive, False)
+        while not answers(path):
+            if not number or _ended(alive):
+                lines = log.read_text(errors="replace").strip().splitlines() or ["it left without a word"]
+                raise StoreError(f"no private daemon: {lines[-1].removeprefix('kvcache: ')}")
+            if time.monotonic() > end:
+                os.kill(int(number), signal.SIGKILL)
+                raise StoreError(f"no private daemon: it did not listen in time; see {log}")
+            time.sleep(_LOOK_S)
+    finally:
+        os.close(alive)
+
+
+def _ended(alive: int) -> bool:
+    """Whether nobody holds the other end of this pipe."""
+    try:
+        return not os.read(alive, 1)
+    except BlockingIOError:
+        return False
 
 
 def _decides(name: str) -> bool:
@@ -197,15 +223,7 @@ def _process_of(lock: Path) -> int | None:
     """Which process a lock's file names, if it runs. The lock itself is not tried: whoever opens the directory at that
     moment would be refused."""
     number = _PROCESS.search(_text(lock))
-    if number is None:
-        return None
-    try:
-        os.kill(int(number[0]), 0)
-    except (ProcessLookupError, OverflowError):
-        return None
-    except PermissionError:  # somebody else's
-        pass
-    return int(number[0])
+    return int(number[0]) if number is not None and running(int(number[0])) else None
 
 
 def _text(path: Path) -> str:

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 
 from kvcache.errors import StoreError
-from kvcache.machine import runtime_directories
+from kvcache.machine import running, runtime_directories
 
 LONGEST = 107 if sys.platform == "linux" else 103
 """Bytes of a socket's path that the system takes."""
@@ -111,10 +111,4 @@ def stale(path: Path) -> bool:
 
 
 def _alive(pid: str) -> bool:
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except (ValueError, OverflowError, OSError):  # no number; or another user's
-        return True
-    return True
+    return not pid.isdecimal() or running(int(pid))

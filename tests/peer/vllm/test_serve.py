@@ -29,6 +29,11 @@ TRACED = ("--no-enforce-eager", "--compilation-config", '{"mode":2,"backend":"ea
 """Takes the way of a compiled model, and no compiler."""
 
 
+def at(place: Path) -> dict[str, str]:
+    """The settings of a cache at a place: where it stores, and where it can be asked."""
+    return {"KVCACHE_DIR": str(place / "cache"), "XDG_RUNTIME_DIR": str(place)}
+
+
 @contextmanager
 def served(model: Path, place: Path, *more: str) -> Iterator[str]:
     """The address of a server whose cache is at a place."""
@@ -44,8 +49,7 @@ def served(model: Path, place: Path, *more: str) -> Iterator[str]:
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
-        "KVCACHE_DIR": str(place / "cache"),
-        "XDG_RUNTIME_DIR": str(place),  # where its caches can be asked
+        **at(place),
         "KVCACHE_HOST__CAPACITY_BYTES": "128MiB",
         "KVCACHE_NVME__CAPACITY_BYTES": "512MiB",
         "KVCACHE_NVME__FREE_FLOOR_BYTES": "0",
@@ -145,7 +149,7 @@ def until(url: str, name: str, least: float) -> dict[str, float]:
 
 def command(place: Path, *words: str) -> Any:
     """`kvcache WORDS --json`, at the running cache of a server."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "KVCACHE_DIR": str(place / "cache")}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **at(place)}
     words = (sys.executable, "-m", "kvcache.cli.main", *words, "--json")
     ended = subprocess.run(words, capture_output=True, text=True, env=env, timeout=WATCHDOG_S, check=True)
     return json.loads(ended.stdout)
@@ -153,7 +157,7 @@ def command(place: Path, *words: str) -> Any:
 
 def daemons(place: Path) -> set[Path]:
     """The sockets of engines' own daemons: each is there for a while after its engine."""
-    return set(prepare({**os.environ, "KVCACHE_DIR": str(place / "cache")}).glob("engine-*.socket"))
+    return set(prepare(at(place)).glob("engine-*.socket"))
 
 
 def damage(place: Path) -> int:
