@@ -85,6 +85,7 @@ def leave(cache: Cache, within_s: float, most: int | None = None) -> tuple[bytes
         "extents": [about for _, about, _ in told],
         "owners": {space: owner.pack() for space, owner in cache.erasure.owned().items()},
         "learnt": cache.learnt.told(waiting=False),  # it goes on waiting
+        "pins": cache.flow.pins.left(),
     }
     packed: bytes = msgpack.packb(table)
     descriptors = [region.descriptor for _, _, region in told if region.descriptor is not None]
@@ -160,6 +161,11 @@ class Legacy:
                     records += _extent(cache, about, told["places"], descriptors.pop(0), alike=alike)
                 except Exception as error:  # noqa: BLE001  as above
                     _log.warning("an extent of host memory is not taken over: %s", str(error))
+            for pin in told.get("pins", ()):
+                try:
+                    cache.flow.pins.recall(pin)
+                except Exception as error:  # noqa: BLE001  as above
+                    _log.warning("a pin is not taken over: %s", str(error))
         except Exception as error:  # noqa: BLE001  as above
             _log.warning("not all that was in host memory is taken over: %s", str(error))
         for descriptor in descriptors:

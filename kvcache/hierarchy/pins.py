@@ -1,12 +1,12 @@
 """An operator's order that a prefix be kept: bounded, and with an end.
 
 A pin holds the blocks of a prefix that are there when it is made, each in the tiers that have it, as a request would;
-all pins together hold at most an eighth of each tier. It ends at its time, by `unpin`, or with the process.
+all pins together hold at most an eighth of each tier. It ends at its time, by `unpin`, or with the process, unless
+another takes its place: that goes on with it, as far as its blocks are there.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +39,7 @@ class Pin:
     blocks: int
     wanted: int
     block_tokens: int
+    runs: Sequence[tuple[Run, int]]  # with the bytes of a payload each
     by_tier: Mapping[str, int]
     ends: float  # seconds since 1970
     until: float  # the same by the port's clock
@@ -63,7 +64,7 @@ class Pins:
         self._index, self._clock = index, clock
         self._holds = Holds(index, tiers, share=SHARE)
         self._pins: dict[int, Pin] = {}
-        self._ids = itertools.count(1)
+        self._last = 0  # number of a pin
         self._next = float("inf")  # when the first of them ends
         self._lock = threading.Lock()
 
@@ -83,31 +84,39 @@ class Pins:
         with self._lock:
             if len(self._pins) >= PINS:
                 raise ConfigError(f"{PINS} prefixes are pinned, and no more can be: `kvcache unpin` one")
-            claim = self._holds.take(runs)
-            held = self._whole(claim, runs, found)
-            if not held:
-                self._holds.give_back(claim)
+            made = Pin(
+                self._last + 1,
+                bound.id,
+                packed[-SIGNATURE_BYTES:],
+                found,
+                len(packed) // SIGNATURE_BYTES,
+                bound.layout.block_tokens,
+                runs,
+                lookup.by_tier,
+                self._clock.wall() + seconds,
+                self._clock.now() + seconds,
+            )
+            if not self._keep(made):
                 raise ConfigError(
                     "nothing of this prefix is there to be kept"
                     if not found
                     else f"no room for it: pins keep at most 1/{SHARE} of each tier; `kvcache unpin` one"
                 )
-            tokens = bound.layout.block_tokens
-            made = Pin(
-                next(self._ids),
-                bound.id,
-                packed[-SIGNATURE_BYTES:],
-                held,
-                len(packed) // SIGNATURE_BYTES,
-                tokens,
-                lookup.by_tier if held == found else dict(zip(self._index.tiers, claim[0][1], strict=True)),
-                self._clock.wall() + seconds,
-                self._clock.now() + seconds,
-                claim,
-            )
-            self._pins[made.id] = made
-            self._next = min(self._next, made.until)
         return made
+
+    def _keep(self, pin: Pin) -> bool:
+        """Hold what there is room for. False where that is nothing."""
+        pin.claim = self._holds.take(pin.runs)
+        held = self._whole(pin.claim, pin.runs, pin.blocks)
+        if not held:
+            self._holds.give_back(pin.claim)
+            return False
+        if held < pin.blocks or not pin.by_tier:
+            pin.by_tier = {tier: count for tier, count in zip(self._index.tiers, pin.claim[0][1], strict=True) if count}
+        pin.blocks = held
+        self._pins[pin.id], self._last = pin, max(self._last, pin.id)
+        self._next = min(self._next, pin.until)
+        return True
 
     @staticmethod
     def _whole(claim: Holds.Claim, runs: Sequence[tuple[Run, int]], found: int) -> int:
@@ -139,6 +148,44 @@ class Pins:
         self.sweep()
         with self._lock:
             return list(self._pins.values())
+
+    def left(self) -> list[dict[str, Any]]:
+        """For the process after this one."""
+        self.sweep()
+        with self._lock:
+            return [
+                {
+                    "pin": pin.id,
+                    "namespace": pin.namespace,
+                    "signature": pin.signature,
+                    "blocks": pin.blocks,
+                    "wanted": pin.wanted,
+                    "block_tokens": pin.block_tokens,
+                    "ends": pin.ends,
+                    "runs": [
+                        [run.place, bytes(run.signatures), payload_bytes]
+                        for (run, _, _), (_, payload_bytes) in zip(pin.claim, pin.runs, strict=True)
+                    ],
+                }
+                for pin in self._pins.values()
+            ]
+
+    def recall(self, left: Mapping[str, Any]) -> None:
+        """One that the process before kept, as far as it is there, unless it has ended. Raises something where it makes
+        no sense."""
+        numbers = [left[name] for name in ("pin", "blocks", "wanted", "block_tokens")]
+        runs = [(Run(place, signatures), payload_bytes) for place, signatures, payload_bytes in left["runs"]]
+        sizes = [payload_bytes for _, payload_bytes in runs]
+        if any(type(number) is not int or number < 1 for number in (*numbers, *sizes)) or not runs:
+            raise ValueError(f"a pin of {numbers}, payloads of {sizes}")
+        number, blocks, asked, tokens = numbers
+        space, signature = bytes(left["namespace"]), bytes(left["signature"])
+        seconds = float(left["ends"]) - self._clock.wall()
+        with self._lock:
+            if not 0 < seconds <= LONGEST_S or number in self._pins or len(self._pins) >= PINS:
+                return
+            until = self._clock.now() + seconds
+            self._keep(Pin(number, space, signature, blocks, asked, tokens, runs, {}, float(left["ends"]), until))
 
     def held_bytes(self) -> dict[str, int]:
         self.sweep()

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from kvcache.daemon.control.client import ask
 from kvcache.daemon.handover import take
 from kvcache.daemon.private import find_or_start
 from kvcache.daemon.protocol import VERSION
@@ -77,6 +79,28 @@ def test_what_is_in_host_memory_is_there_in_the_next_process(make_house: Make, n
         assert load(bound, list(range(100, 132))) == other
         assert cache.check() == []
     assert house.end()[0] == 0
+
+
+def test_an_operators_pins_go_on(make_house: Make, runtime: Path) -> None:
+    house = make_house(CONTROL__ENABLED="true", HOST__CAPACITY_BYTES="2MiB", HOST__EXTENT_BYTES="512KiB")
+    house.environ["XDG_RUNTIME_DIR"] = str(runtime.parent)
+    house.start()
+    with house.open() as cache:
+        bound = bound_to(cache)
+        expected = store(bound, PROMPT, 1)
+        (control,) = runtime.glob("*.sock")
+        kept = ask(control, "pin", ids=np.array(PROMPT, "<u4").tobytes(), seconds=3600)["pins"]
+        assert [pin["tokens"] for pin in kept] == [len(PROMPT)]
+        heir = house.heir().start("--replace")
+        assert house.gone()[0] == 0
+        reached(cache)
+        (control,) = runtime.glob("*.sock")
+        assert ask(control, "pin")["pins"] == kept
+        for seed in range(2, 32):  # more than all of its memory
+            store(bound, [seed * 100 + i for i in range(32)], seed)
+        assert load(bound, PROMPT) == expected
+        assert ask(control, "unpin", pin=kept[0]["pin"])["pins"] == []
+    assert heir.end()[0] == 0
 
 
 def test_where_nobody_listens_it_simply_begins(make_house: Make) -> None:

@@ -1,0 +1,133 @@
+"""Pins of a process, in the one that takes its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvcache.config import load as load_settings
+from kvcache.hierarchy.cache import Cache
+from kvcache.port import Port
+from tests.daemon.house import bound_to, store
+from tests.hierarchy.test_legacy import changed, left, taken
+from tests.hierarchy.test_pins import flood, packed, pinned, there, tokens
+from tests.observe.test_uses import Clock
+
+EXTENT = 192 << 10
+"""Sixteen records."""
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def make(clock: Clock) -> Iterator[Callable[..., Cache]]:
+    caches: list[Cache] = []
+
+    def open_cache(extents: int = 4) -> Cache:
+        host = {"capacity_bytes": extents * EXTENT, "extent_bytes": EXTENT}
+        caches.append(Cache(load_settings(None, host=host, nvme__enabled=False), Port(clock=clock), shared=True))
+        return caches[-1]
+
+    yield open_cache
+    for cache in caches:
+        assert cache.close() or cache.check() == []
+
+
+def kept(cache: Cache, *seeds: int, seconds: float = 60) -> None:
+    """Prompts of four blocks, each stored and pinned."""
+    bound = bound_to(cache)
+    for seed in seeds:
+        store(bound, tokens(seed, 4), seed)
+        cache.flow.pins.pin(bound, packed(bound, tokens(seed, 4)), seconds)
+
+
+def told(cache: Cache) -> list[dict[str, Any]]:
+    return [pin.told() for pin in cache.flow.pins.all()]
+
+
+def test_they_go_on_under_their_numbers_until_their_end(make: Callable[..., Cache], clock: Clock) -> None:
+    old = make()
+    kept(old, 1)
+    kept(old, 2, seconds=600)
+    old.flow.pins.unpin(1)
+    before = told(old)
+    clock.time += 30
+    heir = make()
+    assert taken(heir, *left(old)) == 8
+    assert told(heir) == before
+    assert pinned(heir) == 4 * 12288
+    bound = bound_to(heir)
+    flood(bound, 10)
+    assert (there(bound, tokens(1, 4)), there(bound, tokens(2, 4))) == (0, 4)
+    kept(heir, 3)
+    assert [pin["pin"] for pin in told(heir)] == [2, 3]
+    clock.time += 569
+    assert [pin["pin"] for pin in told(heir)] == [2]
+    clock.time += 1
+    assert (told(heir), heir.index.held()) == ([], 0)
+    flood(bound, 20)
+    assert there(bound, tokens(2, 4)) == 0
+
+
+def test_one_that_ended_meanwhile_or_whose_blocks_did_not_come_is_none(
+    make: Callable[..., Cache], clock: Clock
+) -> None:
+    old = make()
+    kept(old, 1, seconds=10)
+    flood(bound_to(old), 10, times=2)
+    kept(old, 2)
+    table, descriptors = left(old)
+    clock.time += 10
+    heir = make(extents=1)  # the extent that was used last, of which pins keep two blocks at most
+    assert taken(heir, table, descriptors) == 8
+    (pin,) = told(heir)
+    assert (pin["pin"], pin["tokens"], pin["wanted_tokens"]) == (2, 2 * 4, 4 * 4)
+    assert heir.index.held() == 2
+    last = make(extents=1)
+    assert taken(last, *left(heir)) == 8
+    assert told(last) == [pin]
+
+
+def test_a_table_without_them_is_taken(make: Callable[..., Cache]) -> None:
+    old = make()
+    kept(old, 1)
+    table, descriptors = left(old)
+    heir = make()
+    assert taken(heir, changed(table, lambda told: told.pop("pins")), descriptors) == 4
+    assert (told(heir), heir.index.held()) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pin": 0},
+        {"pin": "1"},
+        {"blocks": -1},
+        {"ends": "soon"},
+        {"ends": float("nan")},
+        {"ends": 1e300},
+        {"runs": []},
+        {"runs": [[b"", bytes(32), 8192]]},
+        {"runs": [[bytes(42), bytes(31), 8192]]},
+        {"runs": [[bytes(42), bytes(32), 0]]},
+        {"runs": [[bytes(42), bytes(32), 8192]]},
+        {"signature": None},
+    ],
+)
+def test_what_makes_no_sense_is_not_kept_and_costs_no_record(
+    make: Callable[..., Cache], change: dict[str, Any]
+) -> None:
+    old = make()
+    kept(old, 1, 2)
+    table, descriptors = left(old)
+    heir = make()
+    assert taken(heir, changed(table, lambda told: told["pins"][1].update(change)), descriptors) == 8
+    assert [pin["pin"] for pin in told(heir)] == [1]
+    assert heir.index.held() == 4
+    kept(heir, 3)
+    assert len(told(heir)) == 2
