@@ -7,14 +7,16 @@ at: none at all, or up to where the tier changes.
 
 What is not known is not decided: until an engine has told what computing takes (`Bound.computed`) all is loaded that
 was found. Of a tier that is never read nothing more would be learned; so a few blocks that are not worth loading are
-read all the same, when nobody waits for them, and stand in host the next time.
+read all the same, when nobody waits for them, and stand in host the next time. What it was worth to leave blocks where
+they are is known when their tier was read next: until then the choice stays open.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvcache.hierarchy.pace import Pace
 from kvcache.observe.metrics import Counters
@@ -33,6 +35,8 @@ how these compare with one another counts."""
 PROBE_S = 1.0
 """A tier that nothing is loaded from is tried after so long; at once, where the last try was not as expected."""
 MOST_RUNS = 32
+MOST_OPEN = 256
+"""Choices whose regret is not known yet; beyond these the oldest is counted by what is known."""
 LARGE_BYTES = 64 << 20
 LEAST_PATIENCE_S = 0.05
 
@@ -61,6 +65,23 @@ class Choice:
     tokens: int = 0
     block_tokens: int = 0
     namespace: bytes = b""
+    ahead: Mapping[str, int] = field(default_factory=dict)
+    """By tier, the bytes that it had to read first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What came of a choice: so many blocks after so long."""
+
+    choice: Choice
+    blocks: int
+    load_s: float
+
+    @property
+    def unknown(self) -> str:
+        """The tier of which blocks were left out; "" for none."""
+        choice = self.choice
+        return _tier_at(choice.spans, choice.blocks) if choice.blocks < choice.found else ""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +103,7 @@ class Plan:
         self._engines: dict[bytes, Pace] = {}  # by namespace
         self._under_way: dict[str, int] = {}  # bytes by tier
         self._tried: dict[str, float] = {}  # when a tier was last read
+        self._open: deque[Taken] = deque()
         self._lock = threading.Lock()
 
     # what is learned
@@ -104,23 +126,36 @@ class Plan:
         return Reading(tier, size_bytes, before, now)
 
     def ended(self, reading: Reading, brought_bytes: int) -> None:
-        """It ended; a tier that brought nothing taught nothing but that."""
+        """It ended. One that brought little soon, since there was no more or it failed, teaches nothing; one that was
+        late does, also where nothing came of it: that is taken to need twice the time."""
         seconds = self._clock.now() - reading.begun
         with self._lock:
             self._under_way[reading.tier] -= reading.bytes
-            if brought_bytes * 2 >= reading.bytes:
-                self._pace(reading.tier).learn(reading.waited_for + brought_bytes, seconds)
+            late = seconds > self._pace(reading.tier).seconds(reading.waited_for + reading.bytes)
+            if brought_bytes * 2 >= reading.bytes or (late and brought_bytes):
+                self._learn(reading.tier, reading.waited_for + brought_bytes, seconds)
+            elif late:
+                self._learn(reading.tier, reading.waited_for + reading.bytes, 2 * seconds)
 
     def copied(self, size_bytes: int, seconds: float) -> None:
         """A load found all of its blocks in host."""
         with self._lock:
-            self._pace("host").learn(size_bytes, seconds)
+            self._learn("host", size_bytes, seconds)
 
     def read_bytes_per_s(self, tier: str) -> float | None:
         """Of large reads, as they were of late; None where there was none."""
         with self._lock:
             pace = self._tiers.get(tier)
             return LARGE_BYTES / pace.seconds(LARGE_BYTES) if pace is not None and pace.known else None
+
+    def _learn(self, tier: str, size_bytes: int, seconds: float) -> None:
+        pace = self._pace(tier)
+        pace.learn(size_bytes, seconds)
+        if self._open and not pace.doubtful:
+            known = [taken for taken in self._open if taken.unknown == tier]
+            self._open = deque(taken for taken in self._open if taken.unknown != tier)
+            for taken in known:
+                self._regret(taken)
 
     def _pace(self, tier: str) -> Pace:
         pace = self._tiers.get(tier)
@@ -137,7 +172,8 @@ class Plan:
             engine = self._engines.get(namespace)
             if not self.enabled or engine is None or not found or len(spans) > MOST_RUNS:
                 return Choice(found, found)
-            ends = self._ends(engine, tokens, block_tokens, spans)
+            ahead = dict(self._under_way)
+            ends = self._ends(engine, tokens, block_tokens, spans, ahead)
             blocks, load_s, compute_s = min(ends, key=lambda end: (end[1] + end[2], -end[0]))
             _, all_s, rest_s = ends[-1]
             instead = ends[0][2]
@@ -151,10 +187,11 @@ class Plan:
             tokens=tokens,
             block_tokens=block_tokens,
             namespace=namespace,
+            ahead=ahead,
         )
 
     def _ends(
-        self, engine: Pace, tokens: int, block_tokens: int, spans: Sequence[Span]
+        self, engine: Pace, tokens: int, block_tokens: int, spans: Sequence[Span], ahead: Mapping[str, int]
     ) -> list[tuple[int, float, float]]:
         """Of each number of blocks worth a look: it, the time to load them, the time to compute the rest."""
         ends = [(0, 0.0, engine.seconds(tokens))]
@@ -163,7 +200,7 @@ class Plan:
         for span in spans:
             blocks, size = blocks + span.blocks, size + span.bytes
             by_tier[span.tier] = by_tier.get(span.tier, 0) + span.bytes
-            times = [self._pace(t).seconds(b + self._under_way.get(t, 0)) for t, b in by_tier.items() if t != "host"]
+            times = [self._pace(t).seconds(b + ahead.get(t, 0)) for t, b in by_tier.items() if t != "host"]
             load_s = max([self._pace("host").seconds(size), *times])
             ends.append((blocks, load_s, engine.seconds(max(1, tokens - blocks * block_tokens))))
         return ends
@@ -181,15 +218,28 @@ class Plan:
 
     def settle(self, choice: Choice, loaded_blocks: int, load_s: float) -> None:
         """The request went on with so many blocks after so long: count what a better choice would have saved, by what
-        is known now."""
+        is known now; or once it is, where blocks were left out."""
         if not choice.spans:
             return
+        taken = Taken(choice, loaded_blocks, load_s)
         with self._lock:
-            engine = self._engines[choice.namespace]
-            ends = self._ends(engine, choice.tokens, choice.block_tokens, choice.spans)
-            spent = load_s + engine.seconds(max(1, choice.tokens - loaded_blocks * choice.block_tokens))
-            others = [load + compute for blocks, load, compute in ends if blocks != choice.blocks]
-        self._counters.add("planned_seconds", spent)
+            self._counters.add("planned_seconds", self._spent(taken))
+            if not taken.unknown:
+                self._regret(taken)
+                return
+            self._open.append(taken)
+            if len(self._open) > MOST_OPEN:
+                self._regret(self._open.popleft())
+
+    def _spent(self, taken: Taken) -> float:
+        rest = max(1, taken.choice.tokens - taken.blocks * taken.choice.block_tokens)
+        return taken.load_s + self._engines[taken.choice.namespace].seconds(rest)
+
+    def _regret(self, taken: Taken) -> None:
+        choice, spent = taken.choice, self._spent(taken)
+        engine = self._engines[choice.namespace]
+        ends = self._ends(engine, choice.tokens, choice.block_tokens, choice.spans, choice.ahead)
+        others = [load + compute for blocks, load, compute in ends if blocks != choice.blocks]
         self._counters.add("plan_regret_seconds", max(0.0, spent - min(others, default=spent)))
 
 

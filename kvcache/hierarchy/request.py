@@ -174,7 +174,7 @@ class CacheRequest:
         anew = digests is not None or token_ids is not None or signatures is not None
         if anew:
             self._question = None
-        self._by_tier = {}
+        self._by_tier, self.choice = {}, Choice(0, 0)
         if refused or self._flow.bypass.loads:
             self._found = 0
             self.miss.look(self.chain.packed, 0, lookup.ids, reason=refused or BYPASS)
@@ -370,11 +370,12 @@ class CacheRequest:
         return self._flow.plan.choose(bound.id, self.chain.tokens, layout.block_tokens, there)
 
     def _count(self) -> None:
-        self.miss.count()
-        loaded = self.miss.loaded()
+        first, loaded, choice = self.miss.count(), self.miss.loaded(), (self._origin or self).choice
         if loaded is not None:
             taken, reached, seconds = loaded
-            self._flow.plan.settle(replace((self._origin or self).choice, blocks=taken), reached, seconds)
+            self._flow.plan.settle(replace(choice, blocks=taken), reached, seconds)
+        elif first and not choice.blocks:  # nothing was worth loading
+            self._flow.plan.settle(choice, 0, 0.0)
 
     def _bring(self, stamp: int, first: int, end: int, room: int, priority: int) -> None:
         """Begin to read what of blocks `first` to `end` lies below host, as much as fits into `room` bytes."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.hierarchy.pace import Pace
-from kvcache.hierarchy.plan import Plan, Span
+from kvcache.hierarchy.plan import MOST_OPEN, Choice, Plan, Reading, Span
 from kvcache.observe.metrics import Counters
 
 NAMESPACE = b"n" * 32
@@ -39,6 +39,7 @@ class World:
     token_s: float = 1e-4
     attention_s: float = 2e-9  # for a token and one before it
     noise: float = 0.1
+    deadline_s: float = 5.0  # of a read: what has not come by then does not
     clock: Turned = field(default_factory=Turned)
 
     def read(self, drive: int, factor: float = 1.0) -> float:
@@ -73,25 +74,32 @@ def serve(world: World, plan: Plan, rng: random.Random) -> tuple[float, float]:
         load_s = world.load(min(loaded, host), drive, noisy[0])
         reading = plan.begun("nvme", drive * BLOCK_BYTES) if drive else None
         if reading is not None:
-            world.clock.time += world.read(drive, noisy[0])
-            plan.ended(reading, reading.bytes)
+            read(world, plan, reading, drive, noisy[0])
         else:
             plan.copied(loaded * BLOCK_BYTES, load_s)
+        if (limit := min(choice.patience_s, world.deadline_s)) < load_s:  # the engine computes instead
+            load_s, loaded = limit, 0
+            took = limit + world.compute(tokens)
         world.clock.time = begun + load_s
-        if load_s > choice.patience_s:  # the engine computes instead; the reads end all the same
-            took = choice.patience_s + world.compute(tokens)
-            loaded = 0
-    elif plan.probe(choice):
-        reading = plan.begun("nvme", BLOCK_BYTES)
-        world.clock.time += world.read(1, noisy[0])
-        plan.ended(reading, BLOCK_BYTES)
-    plan.settle(choice, loaded, world.clock.time - begun)
+        plan.settle(choice, loaded, load_s)
+    else:
+        reading = plan.begun("nvme", BLOCK_BYTES) if plan.probe(choice) else None
+        plan.settle(choice, 0, 0.0)  # before it is known: a request does not wait for what it does not load
+        if reading is not None:
+            read(world, plan, reading, 1, noisy[0])
     rest = max(1, tokens - loaded * TOKENS_A_BLOCK)
     world.clock.time += world.compute(rest, noisy[1])
     plan.computed(NAMESPACE, rest, world.compute(rest, noisy[1]))
     world.clock.time += rng.random()  # until the next one comes
     best = min(world.total(n, host, tokens) for n in (0, host, found))
     return took, best
+
+
+def read(world: World, plan: Plan, reading: Reading, blocks: int, factor: float) -> None:
+    """The drive's part of a load; where that takes too long, what came until then."""
+    takes = world.read(blocks, factor)
+    world.clock.time += min(takes, world.deadline_s)
+    plan.ended(reading, int(min(1.0, world.deadline_s / takes) * blocks) * BLOCK_BYTES)
 
 
 def regret(world: World, plan: Plan, rng: random.Random, requests: int) -> float:
@@ -139,6 +147,51 @@ def test_across_a_sudden_change_it_loses_less_than_a_fifth(
     name, factor, requests = change
     setattr(world, name, getattr(world, name) * factor)
     assert regret(world, plan, rng, requests) < 0.20
+
+
+@pytest.mark.parametrize("drive_rate", [1e3, 1e5, 1e6])
+def test_a_drive_whose_reads_are_always_late_is_left_alone(drive_rate: float) -> None:
+    """What comes in time is little, or nothing: the plan learns from that too, and waits for the drive no more."""
+    world, rng = World(drive_rate=drive_rate), random.Random(3)
+    plan = plan_of(world)
+    regret(world, plan, rng, 10)
+    assert regret(world, plan, rng, 100) < 0.05
+    world.drive_rate = 1e10
+    regret(world, plan, rng, 10)
+    assert regret(world, plan, rng, 100) < 0.05, "and is read again when it is well"
+
+
+def test_what_is_left_out_is_regretted_once_it_is_known() -> None:
+    """A drive that was slow and is fast again: the metric says what leaving its blocks alone has cost meanwhile."""
+    counters, lost = Counters(), 0.0
+    for seed in range(8):
+        world, rng = World(drive_rate=1e7), random.Random(seed)
+        plan = plan_of(world, counters)
+        regret(world, plan, rng, 60)
+        world.drive_rate = 1e10
+        for _ in range(80):
+            took, best = serve(world, plan, rng)
+            lost += took - best
+    assert lost > 5
+    assert counters.get("plan_regret_seconds") == pytest.approx(lost, rel=0.3)
+
+
+def test_choices_whose_regret_stays_unknown_are_counted_and_bounded() -> None:
+    counters, world = Counters(), World()
+    plan = plan_of(world, counters)
+    plan.computed(NAMESPACE, 1000, 0.1)
+    left = plan.choose(NAMESPACE, 1000, 16, [Span("redis", 60, 1 << 40)])
+    assert left.blocks == 0
+    for n in range(1, 1001):
+        plan.settle(left, 0, 0.0)
+        assert counters.get("planned_seconds") == pytest.approx(n * 0.1, rel=0.01)
+    assert len(plan._open) == MOST_OPEN
+    reading = plan.begun("redis", 60 << 10)
+    world.clock.time += 1e-3
+    plan.ended(reading, 60 << 10)
+    assert not plan._open
+    plan.settle(Choice(0, 0), 0, 0.0)
+    assert not plan._open, "where nothing was found nothing was chosen"
 
 
 def test_without_the_plan_the_same_traffic_loses_much() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvcache.block.layout import Group, KVLayout
 from kvcache.evict.lru import LRU
@@ -17,7 +18,9 @@ from kvcache.hierarchy.plan import Span
 from kvcache.hierarchy.prefix import needs
 from kvcache.hierarchy.run import Run, place_of
 from kvcache.hierarchy.spans import spans
+from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.port import Port, SystemClock
+from kvcache.tier.tier import Outcome
 from tests.hierarchy.test_why import LAYOUT, misses, opened, pages, story, turn
 
 SLOW_S = 10.0  # of the drive, for a block
@@ -101,6 +104,44 @@ def test_a_slow_tier_is_tried_again_and_what_it_brings_stays(tmp_path: Path) -> 
         assert found[0] == 0
         assert found[-1] == 10, "the drive is fast after all: it was tried until that was clear"
         assert cache.check() == []
+
+
+def test_a_choice_to_load_nothing_is_settled_and_regretted_once_its_tier_is_known(tmp_path: Path) -> None:
+    with closing(below(tmp_path)) as cache:
+        slow(cache)
+        bound, counted = cache.namespace(LAYOUT, model="m", revision="r"), cache.counters.get
+        bound.computed(40, 0.1)
+        for i in range(5):
+            cache.flow.plan._tried["nvme"] = 1e9  # just now: it is not tried again
+            with bound.request(id=f"r{i}") as r:
+                assert r.match(range(44)).blocks == 0
+                r.admit()
+                if i == 4:
+                    with bound.join("r4") as rank:  # whoever stores first settles it
+                        assert rank.store(pages(), [[0]], first_block=0).wait(30)
+            assert 0.1 * (i + 1) <= counted("planned_seconds") < 0.15 * (i + 1)
+        assert counted("plan_regret_seconds") == 0, "by what is known"
+        cache.flow.plan._tried["nvme"] = -1e9
+        while ask(cache, "again")[0] < 10:
+            assert cache.flow.promoter.wait_idle(30)
+        assert 0 < counted("plan_regret_seconds") < counted("planned_seconds")
+
+
+def test_how_long_a_load_took_is_known_as_soon_as_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settled, seen = BlockTransfer.settle_run, []
+
+    def watched(transfer: BlockTransfer, first: int, end: int, outcome: Outcome) -> None:
+        settled(transfer, first, end, outcome)
+        seen.append((transfer.done, transfer.seconds))
+
+    with closing(below(tmp_path)) as cache:
+        monkeypatch.setattr(BlockTransfer, "settle_run", watched)
+        assert ask(cache, "whole")[0] == 10
+        with cache.namespace(LAYOUT, model="m", revision="r").request() as r:
+            r.match(range(44))
+            assert r.load(11, pages(), [list(range(11))]).wait(30)  # of which the last is nowhere
+        assert any(done for done, _ in seen)
+        assert all(seconds > 0 for done, seconds in seen if done)
 
 
 def test_a_bound_that_is_told_nonsense_stands(tmp_path: Path) -> None:
