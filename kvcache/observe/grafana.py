@@ -17,7 +17,16 @@ WHERE = 'instance=~"$instance"'
 WIDE, HIGH = 12, 8  # a panel, of 24 columns
 
 SECTIONS: Mapping[str, Sequence[str]] = {
-    "Requests": ("requests", "asked_tokens", "hit_tokens", "misses", "missed_tokens", "lookups", "curve_hit_rate"),
+    "Requests": (
+        "requests",
+        "asked_tokens",
+        "hit_tokens",
+        "misses",
+        "missed_tokens",
+        "declined",
+        "lookups",
+        "curve_hit_rate",
+    ),
     "Loads": (
         "loaded_blocks",
         "loaded_bytes",

@@ -32,6 +32,9 @@ METRICS: dict[str, Metric] = {
         Metric("stored_blocks", "counter", (), "blocks taken from pages"),
         Metric("stored_bytes", "counter", (), "bytes taken from pages"),
         Metric("misses", "counter", ("reason",), "requests whose prefix ended before its last full block, by reason"),
+        Metric(
+            "declined", "counter", ("reason",), "requests that a connector let go by uncached; in its engine's metrics"
+        ),
         Metric("lookups", "counter", ("answer",), "prompts that a shared tier was asked about, by what came of it"),
         Metric("missed_tokens", "counter", ("reason",), "tokens of full blocks behind that end, left to compute"),
         Metric(

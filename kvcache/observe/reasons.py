@@ -45,6 +45,15 @@ REASONS: Mapping[tuple[str, str], Mapping[str, str]] = {
     },
     ("misses", "reason"): _MISSES,
     ("missed_tokens", "reason"): _MISSES,
+    ("declined", "reason"): {
+        "off": "the engine runs without its cache: its log said why as it started",
+        "embeddings": "it is given as embeddings, which are not in the names of its blocks",
+        "media": "it has media, which are not in the names of blocks that engines of several makes share",
+        "streamed input": "its prompt may still grow, so that its blocks have no names that would hold",
+        "adapter": "the files of its adapter could not be read: the log has it",
+        "refused": "the cache, or the daemon behind it, did not take its tenant or its namespace: the log has it",
+        "failed": "an error of ours, which the log has",
+    },
     ("drops", "reason"): {
         "no room": "no free slot and no victim in host: what is there is held, the request's own, or another's share",
         "orphan": "its parent is not in the tier that it was offered to, so that it could not be found",

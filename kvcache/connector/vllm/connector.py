@@ -47,7 +47,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._recompute(vllm_config.kv_transfer_config)
             self._scheduling = Scheduling(vllm_config, kv_cache_config, self._options, self._share.cache, off=off)
-            self._sampler = Sampler(self._share.cache)
+            self._sampler = Sampler(self._share.cache, self._scheduling.declined.counters)
             if off:
                 _log.warning("nothing is cached: %s", off)
         else:

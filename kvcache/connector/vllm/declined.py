@@ -1,8 +1,12 @@
-"""Requests that go on without a cache: counted by why, and said once each, so that no caller can fill the log."""
+"""Requests that go on without a cache: counted once each by why, and said once a kind, so that no caller can fill the
+log."""
 
 from __future__ import annotations
 
 import logging
+
+from kvcache.errors import KVCacheError
+from kvcache.observe.metrics import Counters
 
 MOST_SAID = 256
 """Different lines."""
@@ -12,25 +16,32 @@ _log = logging.getLogger("kvcache.connector.vllm")
 
 class Declined:
     def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
+        self.counters = Counters()  # the row `declined`
+        self._requests: set[str] = set()  # that were counted and are not over
         self._said: set[str] = set()
 
-    def because(self, why: str) -> None:
-        self._count(why)
-        self.say(f"requests with {why} are not cached")
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
 
-    def failed(self, error: Exception) -> None:
+    def because(self, request_id: str, reason: str, why: str = "") -> None:
+        """`reason` as the table has it; `why`: what is said of it, where that was not said before."""
+        if request_id not in self._requests:
+            self._requests.add(request_id)
+            self.counters.add("declined", reason=reason)
+        if why:
+            self.say(f"requests with {why} are not cached")
+
+    def failed(self, request_id: str, error: Exception) -> None:
         """Law: an error of ours is a miss, and never the engine's to bear."""
         kind = type(error).__name__
-        self._count(kind)
+        self.because(request_id, "refused" if isinstance(error, KVCacheError) else "failed")
         self.say(f"a request is not cached: {kind}: {error}; others that end so are counted only", once=kind)
+
+    def over(self, request_id: str) -> None:
+        self._requests.discard(request_id)
 
     def say(self, text: str, *, once: str = "") -> None:
         key = once or text
         if key not in self._said and len(self._said) < MOST_SAID:
             self._said.add(key)
             _log.warning("%s", text)
-
-    def _count(self, why: str) -> None:
-        if why in self.counts or len(self.counts) < MOST_SAID:
-            self.counts[why] = self.counts.get(why, 0) + 1

@@ -28,7 +28,7 @@ from kvcache.connector.vllm.tracked import Tracked, Wishes, behind
 from kvcache.connector.vllm.trial import Trial
 from kvcache.connector.vllm.whole import whole
 from kvcache.errors import KVCacheError
-from kvcache.hierarchy.face import Bound, Followed, KVCache, Request
+from kvcache.hierarchy.face import Bound, Followed, KVCache
 
 _log = logging.getLogger("kvcache.connector.vllm")
 
@@ -114,21 +114,21 @@ class Scheduling:
     def track(self, request: Any) -> Tracked | None:
         """None where the request is not cached."""
         known = self.requests.get(request.request_id)
-        if known is not None or self._model is None or self.off:
+        if self.off:
+            self.declined.because(request.request_id, "off")
+        if known is not None or self._model is None or request.request_id in self.declined:
             return known
         origin = self._name()
         wishes, wrong = Wishes.of(request.kv_transfer_params)
         if wrong:
             self.declined.say(f"kv_transfer_params that make no sense are ignored: {wrong}")
-        why = unnamed(request, origin)
-        adapter = None
-        if not why:
-            try:
-                adapter = self._adapters.name(request.lora_request)
-            except Exception as error:  # noqa: BLE001  law: never in the way
-                why = str(error)
-        if why:
-            self.declined.because(why)
+        if why := unnamed(request, origin):
+            self.declined.because(request.request_id, why, why)
+            return None
+        try:
+            adapter = self._adapters.name(request.lora_request)
+        except Exception as error:  # noqa: BLE001  law: never in the way
+            self.declined.because(request.request_id, "adapter", str(error))
             return None
         who = Who(
             tenant=wishes.tenant or self._options.tenant,
@@ -148,7 +148,7 @@ class Scheduling:
         try:
             return self._matched(request, tracked, local_tokens)
         except Exception as error:  # noqa: BLE001  law: never in the way
-            self.declined.failed(error)
+            self.declined.failed(request.request_id, error)
             tracked.decline()
             return 0, False
 
@@ -224,10 +224,10 @@ class Scheduling:
             self._pending.append(self._promised(tracked, first, end))
             tracked.stored, tracked.loading, tracked.hit = end, True, None
             if face is not None:
-                self._admit(face)
+                quietly(None, face.admit)
         elif hit is not None and face is not None:  # not after a load
             if not hit.blocks:
-                self._admit(face)  # counted as a miss
+                quietly(None, face.admit)  # counted as a miss
             tracked.stored = hit.blocks
             tracked.close()
 
@@ -235,14 +235,8 @@ class Scheduling:
         try:
             return self._move(tracked, first, end)
         except Exception as error:  # noqa: BLE001  law: never in the way
-            self.declined.failed(error)
+            self.declined.failed(tracked.request.request_id, error)
             return self._move(tracked, first, end, known=UNTOLD)
-
-    def _admit(self, face: Request) -> None:
-        try:
-            face.admit()
-        except Exception as error:  # noqa: BLE001  law: never in the way; what it would have counted is lost
-            self.declined.failed(error)
 
     def _move(self, tracked: Tracked, first: int, end: int, known: int | None = None) -> Move:
         """`known`: UNTOLD for a load that the ranks are to say has failed."""
@@ -252,12 +246,8 @@ class Scheduling:
             known = tracked.told
             digests = tuple(tracked.digests.first(end)[known:])
             tracked.told += len(digests)
-        if self.events is not None and digests:
-            try:
-                bound = self._bind(tracked.who)
-                self.events.name(bound, tracked.request, digests, known, self._layout_tokens // self._hash_tokens)
-            except Exception as error:  # noqa: BLE001  law: never in the way; not told of, the ranks bind for themselves
-                self.declined.failed(error)
+        if digests:
+            quietly(None, self._tell, tracked, digests, known)
         return Move(
             request_id=tracked.request.request_id,
             who=tracked.who,
@@ -267,6 +257,12 @@ class Scheduling:
             pages=tuple(tuple(tracked.blocks[g][first:end]) for g in self._model.of),
             ttl_s=tracked.wishes.ttl,
         )
+
+    def _tell(self, tracked: Tracked, digests: tuple[bytes, ...], known: int) -> None:
+        """The events, by which names their blocks are known."""
+        if self.events is not None:
+            bound = self._bind(tracked.who)
+            self.events.name(bound, tracked.request, digests, known, self._layout_tokens // self._hash_tokens)
 
     # a step
 
@@ -323,7 +319,7 @@ class Scheduling:
         try:
             self._store(message, tracked, computed + scheduled)
         except Exception as error:  # noqa: BLE001  law: never in the way
-            self.declined.failed(error)
+            self.declined.failed(request_id, error)
             tracked.decline()
 
     def _store(self, message: Message, tracked: Tracked, computed: int) -> None:
@@ -373,6 +369,7 @@ class Scheduling:
                     self._healed.add(request_id)
 
     def finished(self, request: Any) -> None:
+        self.declined.over(request.request_id)
         tracked = self.requests.pop(request.request_id, None)
         if tracked is not None:
             tracked.close()

@@ -12,10 +12,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvcache.connector.vllm.trial import Trial
 from kvcache.hierarchy.face import KVCache
 from kvcache.observe.exporter import PREFIX, samples
-from kvcache.observe.metrics import METRICS
+from kvcache.observe.metrics import METRICS, Counters
 
 EVERY_S = 1.0
-_LOGGED = ("asked_tokens", "hit_tokens", "loaded_blocks", "stored_blocks", "load_failures", "drops", "saved_seconds")
+_LOGGED = (
+    "asked_tokens",
+    "hit_tokens",
+    "loaded_blocks",
+    "stored_blocks",
+    "load_failures",
+    "drops",
+    "declined",
+    "saved_seconds",
+)
 
 _log = logging.getLogger("kvcache.connector.vllm")
 
@@ -43,8 +52,9 @@ class Stats(KVConnectorStats):
 class Sampler:
     """Asks the cache once a second on a thread of its own, since a daemon's answer takes a while."""
 
-    def __init__(self, cache: KVCache | Trial) -> None:
-        self._cache = cache
+    def __init__(self, cache: KVCache | Trial, own: Counters) -> None:
+        """`own`: what the connector counts itself."""
+        self._cache, self._own = cache, own
         self._told: dict[str, dict[str, float]] = {}
         self._now: dict[str, dict[str, float]] = {}
         self._end = threading.Event()
@@ -76,7 +86,8 @@ class Sampler:
     def _run(self) -> None:
         while not self._end.wait(EVERY_S):
             try:
-                now = table(self._cache.stats())
+                stats = self._cache.stats()
+                now = table({**stats, "counters": {**stats.get("counters", {}), **self._own.tree()}})
             except Exception as error:  # noqa: BLE001  law: never in the way
                 _log.debug("no statistics this time: %s", error)
             else:

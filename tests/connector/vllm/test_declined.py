@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from kvcache.connector.vllm.tracked import Wishes
 from kvcache.errors import AccessError, ConfigError
 from kvcache.hierarchy.edge import check_ttl
 from kvcache.hierarchy.naive import NaiveCache
+from kvcache.observe.reasons import REASONS
 from tests.connector.vllm.conftest import MODEL, blocks, output, request
 
 
@@ -31,6 +34,12 @@ class Refusing(NaiveCache):
         if given["tenant"] == "broken":
             raise ZeroDivisionError("ours")
         return super().namespace(layout, **given)
+
+
+def counts(scheduling: Any) -> dict[str, int]:
+    found: dict[str, int] = scheduling.declined.counters.tree().get("declined", {})
+    assert found.keys() <= REASONS["declined", "reason"].keys()
+    return found
 
 
 @pytest.fixture
@@ -49,15 +58,20 @@ def step(scheduling: Any, asked: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("tenant", "kind"), [("other", "AccessError"), ("many", "ConfigError"), ("broken", "ZeroDivisionError")]
+    ("tenant", "kind", "reason"),
+    [
+        ("other", "AccessError", "refused"),
+        ("many", "ConfigError", "refused"),
+        ("broken", "ZeroDivisionError", "failed"),
+    ],
 )
 def test_a_namespace_that_is_refused_is_a_miss(
-    scheduling: Any, tenant: str, kind: str, caplog: pytest.LogCaptureFixture
+    scheduling: Any, tenant: str, kind: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for i in range(3):
         assert step(scheduling, request(f"r{i}", tenant=tenant)).stores == []
         assert len(step(scheduling, request(f"s{i}")).stores) == 1, "others go on"
-    assert scheduling.declined.counts == {kind: 3}
+    assert counts(scheduling) == {reason: 3}
     assert sum(kind in record.getMessage() for record in caplog.records) == 1
 
 
@@ -68,7 +82,7 @@ def test_a_ttl_that_is_no_time_to_come_is_ignored_and_said(
     (move,) = step(scheduling, request("r", ttl=ttl)).stores
     assert move.ttl_s is None
     assert "kvcache.ttl" in caplog.text
-    assert scheduling.declined.counts == {}
+    assert counts(scheduling) == {}
 
 
 def test_digests_that_cannot_be_made_stop_nobody(scheduling: Any) -> None:
@@ -76,7 +90,29 @@ def test_digests_that_cannot_be_made_stop_nobody(scheduling: Any) -> None:
         bad = request("r", **wishes)
         bad.block_hashes = None
         assert step(scheduling, bad).stores == []
-    assert scheduling.declined.counts == {"TypeError": 2}
+    assert counts(scheduling) == {"failed": 2}
+
+
+def test_a_request_is_counted_once_however_often_it_is_asked_about(scheduling: Any, tmp_path: Path) -> None:
+    lost = SimpleNamespace(lora_name="lost", lora_path=str(tmp_path / "lost"))
+    for name, more in {
+        "r": {"resumable": True},
+        "s": {"lora_request": lost},
+        "t": {"resumable": True, "lora_request": lost},
+    }.items():
+        asked = request(name)
+        vars(asked).update(more)
+        assert scheduling.matched(asked, 0) == (0, False)
+        assert step(scheduling, asked).stores == []
+        assert name not in scheduling.declined, "nothing is kept of a request that is over"
+    assert counts(scheduling) == {"streamed input": 2, "adapter": 1}
+
+
+def test_an_engine_that_is_off_says_so_of_each_request(scheduling: Any) -> None:
+    scheduling.off = "a reason"
+    for i in range(3):
+        assert step(scheduling, request(f"r{i}")).stores == []
+    assert counts(scheduling) == {"off": 3}
 
 
 def test_tenants_that_callers_make_up_fill_no_memory_and_no_log(
