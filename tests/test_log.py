@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvcache.log import apply
-from kvcache.observe.request import logger, working_for
+from kvcache.observe.request import Work, logger, working_for
 from kvcache.settings.service import Log
 
 
@@ -53,7 +53,7 @@ def test_the_request_stands_on_each_line_of_its_own(capsys: pytest.CaptureFixtur
     log = logger("kvcache.store")
     for form in ("text", "json"):
         apply(Log(format=form))
-        with working_for("r-7"):
+        with working_for(Work("r-7")):
             log.warning("late")
         log.warning("on its own")
     text, alone, *lines = capsys.readouterr().err.splitlines()

@@ -106,7 +106,9 @@ def words(story: Story, decode: Decode | None) -> Iterator[str]:
     from kvcache.observe.reasons import meaning
 
     tokens, space = story["block_tokens"], story["namespace"]
-    who = f"Request {story['request']}, {_ago(story['ago_s'])}" if story["request"] else "This prompt, asked for now"
+    whose = "".join(f" of {name} {story[name]}" for name in ("agent", "session") if name in story)
+    request = f"Request {story['request']}{whose}, {_ago(story['ago_s'])}"
+    who = request if story["request"] else "This prompt, asked for now"
     yield f"{who}, model {space.get('model', '?')} (namespace {space['id'][:8]})."
     found = story["found_blocks"] * tokens
     yield f"{story['blocks'] * tokens:,} tokens in full blocks of {tokens}; the first {found:,} of them were found."

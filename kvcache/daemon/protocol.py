@@ -92,7 +92,7 @@ OPS: Mapping[str, Op] = {
     "open": Op(
         "control",
         {"request": int, "namespace": int, "id": str},
-        {"deadline_s": _NUMBER, "ttl_s": _NUMBER, "agent": str},
+        {"deadline_s": _NUMBER, "ttl_s": _NUMBER, "agent": str, "session": str},
         answered=False,
     ),
     "computed": Op("control", {"namespace": int, "tokens": int, "seconds": _NUMBER}, answered=False),

@@ -19,7 +19,7 @@ from kvcache.hierarchy.edge import check_origin, check_transfer, check_ttl
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.mover import PagesMover
 from kvcache.hierarchy.transfer import BlockTransfer
-from kvcache.observe.request import logger
+from kvcache.observe.request import Work, logger
 from kvcache.transfer.pages import Pages
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class RemoteBound:
         deadline_s: float | None = None,
     ) -> RemoteRequest:
         made = RemoteRequest(self, id or f"{self.cache.prefix}-{next(self.cache.numbers)}", deadline_s)
-        made.agent, made.ttl_s = agent or "", check_ttl(self.ttl_s if ttl_s is None else ttl_s)
+        made.work, made.ttl_s = Work.of(made.id, agent, session), check_ttl(self.ttl_s if ttl_s is None else ttl_s)
         made.open()
         return made
 
@@ -116,7 +116,7 @@ class RemoteBound:
 
 class RemoteRequest:
     def __init__(self, bound: RemoteBound, id: str, deadline_s: float | None, *, joined: bool = False) -> None:
-        self.id, self.agent, self.ttl_s = id, "", bound.ttl_s
+        self.id, self.work, self.ttl_s = id, Work(id), bound.ttl_s
         self._bound, self._cache = bound, bound.cache
         self._deadline_s = bound.cache.deadline_s if deadline_s is None else deadline_s
         self._joined = joined
@@ -156,7 +156,8 @@ class RemoteRequest:
             if self._joined:
                 self._known = link.ask("join", **fields)["blocks"]
             else:
-                link.tell("open", **fields, deadline_s=self._deadline_s, ttl_s=self.ttl_s, agent=self.agent)
+                named = {"agent": self.work.agent, "session": self.work.session}
+                link.tell("open", **fields, deadline_s=self._deadline_s, ttl_s=self.ttl_s, **named)
                 if tell and self._chain.packed and self._chain.namespace_id == self._bound.id:
                     link.ask("match", request=self._number, **self._told())
             self._link = weakref.ref(link)

@@ -13,6 +13,7 @@ from kvcache.evict.shares import UNLIMITED
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.census import Counted
 from kvcache.observe.prefixes import prefixes
+from kvcache.observe.request import Work
 from kvcache.observe.uses import Use
 
 EVENTS, PREFIXES, ROWS = 1024, 64, 1024
@@ -109,7 +110,8 @@ class Report:
         last = min(EVENTS, EVENTS if count is None else _count(count))
         found = self._cache.events.last(last, None if self._tenant is None else self._owned)
         hidden = {"evicted", "dropped"} if self._tenant is not None else set()
-        return [asdict(event) | ({"request": ""} if event.kind in hidden else {}) for event in found]
+        nobody = Work()._asdict()
+        return [asdict(event) | (nobody if event.kind in hidden else {}) for event in found]
 
     def explain(self, question: Mapping[str, Any]) -> list[dict[str, Any]]:
         """As the control socket's `explain`; to a tenant nothing of others: what is another's was never stored."""

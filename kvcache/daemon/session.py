@@ -33,8 +33,6 @@ SIGNATURES_BYTES = 64 << 20
 count as well; what finds no room among them is not kept."""
 
 LONGEST_DEADLINE_S = 3600.0
-LONGEST_AGENT = 128
-"""Characters of an agent's name that are kept."""
 
 
 class Session:
@@ -149,10 +147,10 @@ class Session:
         number = message["request"]
         if number in self._requests:
             raise RequestError(f"request {number} is open already")
-        agent = (message.get("agent") or "")[:LONGEST_AGENT]
+        agent, session = message.get("agent"), message.get("session")
         bound = self._of(message)
         ttl_s, deadline_s = message.get("ttl_s"), _deadline(message)
-        made = bound.request(self._name(message), agent=agent, ttl_s=ttl_s, deadline_s=deadline_s)
+        made = bound.request(self._name(message), agent=agent, session=session, ttl_s=ttl_s, deadline_s=deadline_s)
         self._take(number, bound, made)
         self._sizes[number] = 0
         return {}

@@ -48,7 +48,7 @@ class Taker:
     def run(self) -> None:
         """Never raises: an engine that waits for this must not fail for a fault of a cache."""
         outcome = Outcome.FAILED
-        with working_for(self.request.id):
+        with working_for(self.request.work):
             try:
                 self._run()
             except LateError as error:

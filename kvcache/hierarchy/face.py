@@ -139,9 +139,10 @@ class Bound(Protocol):
         ttl_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Request:
-        """`id` names it to the engine's ranks and in what is said of it; one is made up where none is given. `ttl_s`:
-        what it stores anew is a miss in every tier after so long, whoever asks, and then leaves; in place of the
-        namespace's. What is there already keeps the end that it has."""
+        """`id` names it to the engine's ranks and in what is said of it; one is made up where none is given. `agent`
+        and `session` label events, traces and the reasons of misses, and are no part of a key. `ttl_s`: what it stores
+        anew is a miss in every tier after so long, whoever asks, and then leaves; in place of the namespace's. What is
+        there already keeps the end that it has."""
 
     def computed(self, tokens: int, seconds: float) -> None:
         """The engine computed so many tokens of prompts in one step of so long. Told now and then, it is what loads are

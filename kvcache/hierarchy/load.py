@@ -19,7 +19,7 @@ from kvcache.hierarchy.mover import Mover, NotMovedError, wait_all
 from kvcache.hierarchy.promote import Arrival
 from kvcache.hierarchy.run import Chained
 from kvcache.hierarchy.transfer import BlockTransfer
-from kvcache.observe.request import logger, working_for
+from kvcache.observe.request import Work, logger, working_for
 from kvcache.tier.host import Held
 from kvcache.tier.tier import WAITING, Outcome
 
@@ -33,7 +33,7 @@ _log = logger("kvcache.load")
 @dataclass(kw_only=True)
 class Load:
     flow: Flow
-    request_id: str
+    work: Work
     namespace: bytes
     mover: Mover
     chains: Sequence[Chained]  # by group
@@ -57,7 +57,7 @@ class Load:
         """Never raises: an engine that waits for this must not fail for a fault of a cache. Whoever hears that it is
         done finds given back what it held, and how long it took."""
         left: list[tuple[int, int, Outcome]] = []  # runs of blocks that have no outcome yet, and theirs
-        with working_for(self.request_id):
+        with working_for(self.work):
             try:
                 left = self._run()
             except NotMovedError as error:

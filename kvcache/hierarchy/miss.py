@@ -6,6 +6,7 @@ Counted when the request stores or is left, since until then a load may still br
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.hierarchy.why import OUTCOMES, Why
 from kvcache.observe.asked import Asked, kept
 from kvcache.observe.metrics import Counters
+from kvcache.observe.request import Work
 from kvcache.tier.tier import Outcome
 
 
@@ -25,13 +27,14 @@ class Miss:
         why: Why,
         counters: Counters,
         *,
-        request: str,
+        work: Work,
         namespace: bytes,
         places: Sequence[bytes],
         block_tokens: int,
     ) -> None:
         self._why, self._counters = why, counters
-        self._asked = Asked(request, namespace, places, block_tokens, b"", 0, 0.0)
+        request, agent, session = work
+        self._asked = Asked(request, namespace, places, block_tokens, b"", 0, 0.0, agent=agent, session=session)
         self._prompt_blocks = 0
         self._behind: list[NDArray[np.uint32]] = []
         self._loads: list[tuple[int, int, BlockTransfer]] = []  # whose, its first block
@@ -53,9 +56,7 @@ class Miss:
         asked = self._asked
         if packed is not asked.packed:
             if asked.kept:  # another prompt in the same request
-                self._asked = asked = Asked(
-                    asked.request, asked.namespace, asked.places, asked.block_tokens, b"", asked.clock, asked.time
-                )
+                self._asked = asked = replace(asked, ids=[], found=0, reason="", fate=None, detail={}, kept=False)
             asked.packed, asked.ids, asked.known_from = packed, [], 0
         asked.found, asked.detail = found, detail
         if found == asked.blocks:

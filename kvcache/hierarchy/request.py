@@ -34,7 +34,7 @@ from kvcache.hierarchy.run import Chained, Place, Run, place_of
 from kvcache.hierarchy.spans import spans
 from kvcache.hierarchy.store import Store
 from kvcache.hierarchy.transfer import BlockTransfer
-from kvcache.observe.request import working_for
+from kvcache.observe.request import Work, working_for
 from kvcache.tier.tier import AHEAD, BACKGROUND, Outcome
 from kvcache.transfer.copiers import Copiers
 from kvcache.transfer.pages import Pages
@@ -92,8 +92,9 @@ class BoundCache:
         ttl_s: float | None = None,
         deadline_s: float | None = None,
     ) -> CacheRequest:
-        made = CacheRequest(self, id or f"r{next(self._ids)}", self.deadline_s if deadline_s is None else deadline_s)
-        made.agent, made.ttl_s = agent or "", check_ttl(self.ttl_s if ttl_s is None else ttl_s)
+        work = Work.of(id or f"r{next(self._ids)}", agent, session)
+        made = CacheRequest(self, work, self.deadline_s if deadline_s is None else deadline_s)
+        made.ttl_s = check_ttl(self.ttl_s if ttl_s is None else ttl_s)
         self.register.add((self.id, made.id), made)
         return made
 
@@ -103,29 +104,24 @@ class BoundCache:
         return clear(self.id, self.flow.index, (self.flow.host, *self.flow.below))
 
     def join(self, id: str) -> CacheRequest:
-        return CacheRequest(self, id, self.deadline_s, self.register.find((self.id, id)))
+        origin = self.register.find((self.id, id))
+        return CacheRequest(self, origin.work, self.deadline_s, origin)
 
 
 class CacheRequest:
     """`origin`: the request that this one joined, whose blocks and whose time are its own as well."""
 
-    def __init__(self, bound: BoundCache, id: str, deadline_s: float, origin: CacheRequest | None = None) -> None:
-        self.id, self.agent = id, ""
+    def __init__(self, bound: BoundCache, work: Work, deadline_s: float, origin: CacheRequest | None = None) -> None:
+        self.id, self.work = work.request, work
         self.ttl_s: float | None = bound.ttl_s if origin is None else origin.ttl_s
         self._bound, self._flow, self._deadline_s, self._origin = bound, bound.flow, deadline_s, origin
         self._own = Chain(bound.id, bound.layout.block_tokens)
         self._found, self._admitted = 0, False
+        places, size = bound.names, bound.layout.block_tokens
         self.miss: Miss = (
-            origin.miss
-            if origin is not None
-            else Miss(
-                self._flow.why,
-                self._flow.counters,
-                request=id,
-                namespace=bound.id,
-                places=bound.names,
-                block_tokens=bound.layout.block_tokens,
-            )
+            Miss(bound.flow.why, bound.flow.counters, work=work, namespace=bound.id, places=places, block_tokens=size)
+            if origin is None
+            else origin.miss
         )
         self._by_tier: dict[str, int] = {}
         self.choice = Choice(0, 0)  # what the plan said last
@@ -233,12 +229,12 @@ class CacheRequest:
         hits = {tier: blocks * layout.block_tokens for tier, blocks in self._by_tier.items()}
         for tier, tokens in hits.items():
             counters.add("hit_tokens", tokens, tier=tier)
-        flow.uses.add(self._bound.id, self._bound.tenant, self.agent, asked_tokens, hits)
+        flow.uses.add(self._bound.id, self._bound.tenant, self.work.agent, asked_tokens, hits)
         if self._question is not None:
             counters.add("lookups", answer=self._question.answer)
         self.miss.admit(stamp, flow.port.clock.wall())
         if not flow.bypass.loads:
-            with working_for(self.id):
+            with working_for(self.work):
                 self._bring(stamp, 0, self._found, Load.window_bytes(self._flow), AHEAD)
                 if flow.plan.probe(self.choice):
                     first = self.choice.blocks
@@ -263,7 +259,7 @@ class CacheRequest:
         now = self._flow.port.clock.now()
         job = Load(
             flow=self._flow,
-            request_id=self.id,
+            work=self.work,
             namespace=self._bound.id,
             mover=mover,
             chains=self._chains(),
@@ -292,13 +288,13 @@ class CacheRequest:
         self._count()
         transfer = BlockTransfer(end - first)
         if self._flow.bypass.stores:
-            with working_for(self.id):
+            with working_for(self.work):
                 self._flow.drop(end - first, BYPASS, self._bound.id, tier=self._flow.host.name)
             transfer.settle_rest(0, Outcome.DROPPED)
             return transfer
         job = Store(
             flow=self._flow,
-            request_id=self.id,
+            work=self.work,
             namespace=self._bound.id,
             mover=mover,
             chains=self._chains(),
@@ -317,7 +313,9 @@ class CacheRequest:
         self._count()
         if self._asked:
             bound, asked, self._asked = self._bound, self._asked, 0
-            self._flow.curve.add(self.chain.packed, asked, bound.model, (bound.tenant, self.agent, bound.id[:4].hex()))
+            self._flow.curve.add(
+                self.chain.packed, asked, bound.model, (bound.tenant, self.work.agent, bound.id[:4].hex())
+            )
         self._flow.holds.give_back(self._claim)
         if self._claimed is not None:
             self._claimed.detach()

@@ -16,7 +16,7 @@ from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.mover import Mover, NotMovedError
 from kvcache.hierarchy.run import Chained, place_of, runs
 from kvcache.hierarchy.transfer import BlockTransfer
-from kvcache.observe.request import logger, working_for
+from kvcache.observe.request import Work, logger, working_for
 from kvcache.tier.arena import Slot
 from kvcache.tier.tier import Outcome
 
@@ -31,7 +31,7 @@ _log = logger("kvcache.store")
 class Store:
     flow: Flow
     number: int  # of this store, as the flow has it
-    request_id: str
+    work: Work
     namespace: bytes
     mover: Mover
     chains: Sequence[Chained]  # by group
@@ -44,7 +44,7 @@ class Store:
 
     def run(self) -> None:
         """Never raises: an engine that stores must not fail for a fault of a cache."""
-        with working_for(self.request_id):
+        with working_for(self.work):
             try:
                 self._run()
             except NotMovedError as error:

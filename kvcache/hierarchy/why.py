@@ -128,6 +128,7 @@ class Why:
             reason = self.alone(asked)
         told: dict[str, Any] = {
             "request": asked.request,
+            **{name: value for name, value in (("agent", asked.agent), ("session", asked.session)) if value},
             "time": asked.time,
             "ago_s": now - asked.time,
             "namespace": _described(named.get(asked.namespace), asked.namespace),

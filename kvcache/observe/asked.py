@@ -47,6 +47,8 @@ class Asked:
     fate: Fate | None = None  # of that block, as it was remembered then
     detail: dict[str, Any] = field(default_factory=dict)
     kept: bool = False  # in the ring
+    agent: str = ""  # that the request named
+    session: str = ""
 
     @property
     def blocks(self) -> int:

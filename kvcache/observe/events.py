@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from kvcache.observe.request import current_request
+from kvcache.observe.request import Work, current_work
 from kvcache.port import Clock
 
 Kind = Literal["stored", "loaded", "evicted", "dropped", "refused"]
@@ -25,7 +25,7 @@ KINDS: dict[Kind, str] = {
     "refused": "found in a tier and not given out, by the check that failed",
 }
 
-_Fate = tuple[Kind, str, bytes, str, str]  # kind, tier, namespace, request, reason
+_Fate = tuple[Kind, str, bytes, Work, str]  # kind, tier, namespace, whose, reason
 
 RUN_S = 1.0
 """A run ends after so long, so that its time still says something."""
@@ -41,6 +41,8 @@ class Event:
     blocks: int
     bytes: int  # 0 where the tier does not tell
     reason: str
+    agent: str = ""  # that the request named
+    session: str = ""
 
 
 class _Run:
@@ -52,8 +54,9 @@ class _Run:
         self.time, self.fate, self.blocks, self.bytes = time, fate, blocks, size
 
     def event(self) -> Event:
-        kind, tier, namespace, request, reason = self.fate
-        return Event(self.time, kind, tier, namespace[:4].hex(), request, self.blocks, self.bytes, reason)
+        kind, tier, namespace, (request, agent, session), reason = self.fate
+        short = namespace[:4].hex()
+        return Event(self.time, kind, tier, short, request, self.blocks, self.bytes, reason, agent, session)
 
 
 class Events:
@@ -70,7 +73,7 @@ class Events:
         """Say it of the request that this thread works for."""
         if not blocks:
             return
-        fate: _Fate = (kind, tier, namespace, current_request(), reason)
+        fate: _Fate = (kind, tier, namespace, current_work(), reason)
         now = self._clock.wall()
         with self._lock:
             last = self._ring[-1] if self._ring else None

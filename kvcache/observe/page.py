@@ -44,7 +44,8 @@ after another, within {RUN_S:g} s, is one event. The ring holds the last 1,024.
 
 Each has {", ".join(f"`{field.name}`" for field in fields(Event))}: the time of the run's first block in seconds since
 1970, the first 8 digits of the namespace's id, and the id of the request on whose behalf it was done, where there was
-one. What happens on a tier's own threads has none. `bytes` is 0 where a tier does not tell.
+one, with the agent and the session that it named. What happens on a tier's own threads has none. `bytes` is 0 where a
+tier does not tell.
 """
 
 

@@ -3,11 +3,12 @@
 A line of JSON a request, as Mooncake publishes its traces, so that what reads those reads these:
 
     {"timestamp": 1764417802123, "input_length": 2048, "output_length": 0, "hash_ids": [6755399441055744, ...],
-     "block_tokens": 16, "namespace": "ab12cd34", "found_tokens": 1024}
+     "block_tokens": 16, "namespace": "ab12cd34", "found_tokens": 1024, "agent": "planner", "session": "7"}
 
-`timestamp` in ms since 1970, when the request was admitted; `input_length` counts full blocks. A hash id is the first
-53 bits of a block's key, which stands for the whole prefix. Files are bounded: a full one becomes `PATH.1`, and what
-was `PATH.1` is gone. An engine's thread only appends to a bounded queue; what finds it full is counted and left out.
+`timestamp` in ms since 1970, when the request was admitted; `input_length` counts full blocks. `agent` and `session`
+are there where the request named them. A hash id is the first 53 bits of a block's key, which stands for the whole
+prefix. Files are bounded: a full one becomes `PATH.1`, and what was `PATH.1` is gone. An engine's thread only appends
+to a bounded queue; what finds it full is counted and left out.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _PAUSE_S = 0.5
 
 _log = logger("kvcache.trace")
 
-Row = tuple[float, bytes, int, int, bytes]  # time, namespace, tokens in a block, blocks found, signatures
+Row = tuple[float, bytes, int, int, bytes, str, str]
+"""Time, namespace, tokens in a block, blocks found, signatures, agent, session."""
 
 
 class Recorder:
@@ -55,7 +57,8 @@ class Recorder:
         if self._closed or len(self._rows) >= WAITING:
             self.left_out += 1
             return
-        self._rows.append((asked.time, asked.namespace, asked.block_tokens, asked.found, asked.packed))
+        row = asked.time, asked.namespace, asked.block_tokens, asked.found, asked.packed, asked.agent, asked.session
+        self._rows.append(row)
         self._wake.set()
 
     def close(self) -> None:
@@ -88,7 +91,7 @@ class Recorder:
 
 
 def line(row: Row) -> str:
-    time, namespace, block_tokens, found, packed = row
+    time, namespace, block_tokens, found, packed, *named = row
     words = np.frombuffer(packed, np.uint8).reshape(-1, SIGNATURE_BYTES)[:, :8].copy().view(">u8")[:, 0]
     told = {
         "timestamp": int(1000 * time),
@@ -98,6 +101,7 @@ def line(row: Row) -> str:
         "block_tokens": block_tokens,
         "namespace": namespace[:4].hex(),
         "found_tokens": found * block_tokens,
+        **{name: value for name, value in zip(("agent", "session"), named, strict=True) if value},
     }
     return json.dumps(told, separators=(",", ":")) + "\n"
 

@@ -146,7 +146,8 @@ def test_a_tenant_is_not_told_for_whose_request_its_blocks_left() -> None:
                 assert r.store(engine.described, engine.ids(list(range(64)))).wait(60)
         told = Report(made, "acme").events()
         assert "zeta" in {event["request"][10:14] for event in Report(made).events() if event["kind"] == "evicted"}
-        assert [event["request"] for event in told if event["kind"] == "evicted"] == [""]
+        evicted = [event for event in told if event["kind"] == "evicted"]
+        assert [(event["request"], event["agent"], event["session"]) for event in evicted] == [("", "", "")]
         assert {event["request"] for event in told if event["kind"] == "stored"} == {"engine-of-acme/1"}
 
 

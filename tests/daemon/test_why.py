@@ -10,6 +10,7 @@ import pytest
 from kvcache.block.layout import KVLayout
 from kvcache.daemon.session import SIGNATURES_BYTES
 from kvcache.observe.asked import Asked
+from kvcache.observe.request import LONGEST
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to
 from tests.daemon.within import Within, until
@@ -24,6 +25,19 @@ def ask(bound: Any, ids: list[int], name: str, *, store: bool = False, **more: A
         if store:
             engine, blocks = Engine(LAYOUT), list(range(len(r.signatures)))
             assert r.store(engine.described, engine.ids(blocks)).wait(60)
+
+
+def test_whose_it_is(within: Within) -> None:
+    bound = bound_to(within.open())
+    with bound.request(id="named", agent="planner", session="s" * 1000) as r:
+        r.match(OLD)
+        r.admit()
+        engine = Engine(LAYOUT)
+        assert r.store(engine.described, engine.ids(list(range(10)))).wait(60)
+    told = story(within, "named")
+    assert (told["reason"], told["agent"], told["session"]) == ("cold", "planner", "s" * LONGEST)
+    stored = next(event for event in within.cache.events.last() if event.kind == "stored")
+    assert (stored.request, stored.agent, stored.session) == ("named", "planner", "s" * LONGEST)
 
 
 def asked(within: Within, name: str) -> Asked:

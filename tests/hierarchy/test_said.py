@@ -18,6 +18,7 @@ from kvcache.config import load
 from kvcache.hierarchy.bypass import Bypass
 from kvcache.hierarchy.cache import Cache
 from kvcache.observe.reasons import meaning
+from kvcache.observe.request import LONGEST
 from kvcache.port import Executor, InlineExecutor, Port, ThreadExecutor
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
@@ -57,6 +58,29 @@ def turn(cache: Cache, chain: int, blocks: int, name: str) -> None:
         brought = r.load(hit.blocks, pages(), ids(hit.blocks))
         assert brought.wait(30)
         assert r.store(pages(), ids(blocks - brought.blocks), first_block=brought.blocks).wait(30)
+
+
+def test_whose_a_request_is_labels_what_is_said_of_it_and_no_key(tmp_path: Path) -> None:
+    with closing(opened(tmp_path)) as cache:
+        names = dict[str, list[bytes]]()
+        for agent, session in (("planner", "one"), ("critic", "x" * 1000), (None, None)):
+            with bound(cache).request(id=f"of {agent}", agent=agent, session=session) as r:
+                hit = r.match(range(40))
+                r.admit()
+                with bound(cache).join(r.id) as rank:
+                    assert rank.load(hit.blocks, pages(), ids(hit.blocks)).wait(30)
+                    assert rank.store(pages(), ids(BLOCKS - hit.blocks), first_block=hit.blocks).wait(30)
+                names[r.id] = list(r.signatures)
+        assert names["of planner"] == names["of critic"] == names["of None"]
+        told = [(event.kind, event.request, event.agent, event.session) for event in cache.events.last()]
+        assert told == [
+            ("stored", "of planner", "planner", "one"),
+            ("loaded", "of critic", "critic", "x" * LONGEST),
+            ("loaded", "of None", "", ""),
+        ]
+        story, other = (cache.why.story(asked) for asked in reversed(cache.why.ring.last()[1:]))
+        assert (story["reason"], story["agent"], story["session"]) == ("cold", "planner", "one")
+        assert other["agent"] == "critic"
 
 
 @given(

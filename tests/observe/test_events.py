@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.observe.events import KINDS, Event, Events, Kind
-from kvcache.observe.request import current_request, logger, working_for
+from kvcache.observe.request import Work, current_work, logger, working_for
 from kvcache.port import SystemClock
 
 ONE, OTHER = bytes(32), b"\x01" * 32
@@ -84,10 +84,10 @@ def test_an_event_belongs_to_the_request_its_thread_works_for() -> None:
     events = Events(Clock())
 
     def work(name: str) -> None:
-        with working_for(name):
+        with working_for(Work(name)):
             events.add("stored", tier="host", namespace=ONE)
 
-    with working_for("here"):
+    with working_for(Work("here")):
         thread = threading.Thread(target=work, args=("there",))
         thread.start()
         thread.join()
@@ -95,7 +95,7 @@ def test_an_event_belongs_to_the_request_its_thread_works_for() -> None:
         events.add("stored", tier="host", namespace=ONE)
     events.add("stored", tier="host", namespace=ONE)
     assert [event.request for event in events.last()] == ["there", "within", "here", ""]
-    assert current_request() == ""
+    assert current_work() == Work()
 
 
 def test_every_record_of_a_log_has_the_request() -> None:
@@ -109,7 +109,7 @@ def test_every_record_of_a_log_has_the_request() -> None:
     plain.addHandler(handler)
     try:
         log = logger("kvcache.test")
-        with working_for("42"):
+        with working_for(Work("42")):
             log.warning("late by %d ms", 3, extra={"tier": "nvme"})
         log.warning("on its own")
     finally:

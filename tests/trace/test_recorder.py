@@ -43,8 +43,8 @@ def test_a_cache_writes_what_it_is_asked_and_no_content(tmp_path: Path) -> None:
         kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False, control__enabled=False, trace__path=str(path))
     ) as cache:
         bound = cache.namespace(LAYOUT, model="m", revision="r")
-        for tokens in ([SECRET] * 10, [SECRET] * 14):
-            with bound.request() as r:
+        for tokens, named in (([SECRET] * 10, {}), ([SECRET] * 14, {"agent": "planner", "session": "one"})):
+            with bound.request(**named) as r:
                 r.match(tokens)
                 r.admit()
                 signatures = list(r.signatures)
@@ -55,6 +55,8 @@ def test_a_cache_writes_what_it_is_asked_and_no_content(tmp_path: Path) -> None:
     assert second["hash_ids"][:2] == first["hash_ids"]
     assert second["namespace"] == bound.id[:4].hex()
     assert second["block_tokens"] == 4
+    assert (second["agent"], second["session"]) == ("planner", "one")
+    assert first.keys() == second.keys() - {"agent", "session"}
     assert str(SECRET) not in path.read_text()
     arrivals, block_tokens = read(path)
     assert (len(arrivals), block_tokens) == (2, 4)

@@ -29,6 +29,8 @@ class Move:
     first: int
     pages: tuple[tuple[int, ...], ...]  # one tuple a group of the layout
     ttl_s: float | None = None
+    agent: str | None = None
+    session: str | None = None
 
     @property
     def count(self) -> int:

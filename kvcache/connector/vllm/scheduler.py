@@ -256,6 +256,8 @@ class Scheduling:
             first=first,
             pages=tuple(tuple(tracked.blocks[g][first:end]) for g in self._model.of),
             ttl_s=tracked.wishes.ttl,
+            agent=tracked.wishes.agent,
+            session=tracked.wishes.session,
         )
 
     def _tell(self, tracked: Tracked, digests: tuple[bytes, ...], known: int) -> None:

@@ -199,7 +199,8 @@ class Working:
             assert self._model is not None
             assert not isinstance(self.cache, Trial), "a trial moves nothing"
             bound = self._bound.bind(self._model, self.cache, move.who, self._rank)
-            request = bound.request(move.request_id, ttl_s=move.ttl_s, deadline_s=self._options.load_s)
+            named = {"agent": move.agent, "session": move.session}
+            request = bound.request(move.request_id, ttl_s=move.ttl_s, deadline_s=self._options.load_s, **named)
             try:
                 request.match(digests=list(move.digests))
             except Exception:

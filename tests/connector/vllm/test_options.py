@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
 
+import kvcache
 from kvcache.connector.vllm.options import Options, read
 from kvcache.connector.vllm.tracked import Wishes
 from kvcache.errors import ConfigError
+from tests.connector.vllm.conftest import blocks, output, request
 
 
 def test_nothing_is_needed() -> None:
@@ -49,3 +53,18 @@ def test_wishes_that_make_no_sense_are_left_out_and_said() -> None:
     )
     assert Wishes.of({"kvcache.ttl": -1}) == (Wishes(), "kvcache.ttl = -1")
     assert Wishes.of(None) == (Wishes(), "")
+
+
+def test_whose_a_request_is_reaches_what_a_rank_does_for_it(sides: Callable[..., tuple[Any, Any]]) -> None:
+    settings: dict[str, Any] = {"host": {"capacity_bytes": "1MiB"}, "nvme": {"enabled": False}}
+    with closing(kvcache.open(**settings, control={"enabled": False})) as cache:
+        scheduling, working = sides(cache)
+        asked = request("r", agent="planner", session="one")
+        assert scheduling.matched(asked, 0) == (0, False)
+        scheduling.allocated(asked, blocks([1, 2, 3]), 0)
+        message = scheduling.message(output(asked, [1, 2, 3]))
+        working.begin(message)
+        working.store(message)
+        working.close()
+        (stored,) = [event for event in cache.events.last() if event.kind == "stored"]
+        assert (stored.request, stored.agent, stored.session, stored.blocks) == ("r", "planner", "one", 3)

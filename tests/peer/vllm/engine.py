@@ -157,6 +157,14 @@ def counters(llm):
     return connector(llm)._share.cache.stats()["counters"]
 
 
+def sampled(llm, name: str):
+    """Until the connector has seen a row of ours grow; vLLM is told with the next step."""
+    sampler, end = connector(llm)._sampler, time.monotonic() + 60
+    while not any(sampler._now.get(name, {}).values()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return {"sampled": sampler._now.get(name, {})}
+
+
 def kill(llm, pid: str):
     os.kill(int(pid), signal.SIGKILL)
     return {"killed": int(pid)}
@@ -207,6 +215,7 @@ def leaks(llm):
         "pending": len(scheduling._pending),
         "loading": len(working._loading) + len(working._waiting),
         "known": len(working._known),
+        "declined": len(scheduling.declined._requests),
     }
 
 
@@ -252,7 +261,22 @@ def events(llm, replay: str):
 
 ACTS = {
     act.__name__: act
-    for act in (flush, kill, counters, reset, aborts, leaks, events, idle, origin, pause, replace, records, paces)
+    for act in (
+        flush,
+        kill,
+        counters,
+        reset,
+        aborts,
+        leaks,
+        events,
+        idle,
+        origin,
+        pause,
+        replace,
+        records,
+        paces,
+        sampled,
+    )
 }
 
 
@@ -268,6 +292,12 @@ def metrics(llm) -> dict:
                 f",{k}={v}" for k, v in sorted(metric.labels.items()) if k not in {"engine", "model_name"}
             )
             found[name] = metric.value
+    from prometheus_client import REGISTRY
+
+    for family in REGISTRY.collect():  # ours, which LLM.get_metrics leaves out
+        for sample in family.samples if family.name.startswith("kvcache_") else ():
+            labels = (v for k, v in sample.labels.items() if k not in {"engine", "model_name"})
+            found[",".join((sample.name, *labels))] = sample.value
     return found
 
 

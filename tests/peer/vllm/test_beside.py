@@ -63,9 +63,11 @@ def test_speculation_by_a_draft_model_goes_by_uncached(run: Run, bare: Run, mode
     draft = {"method": "draft_model", "model": str(models / "tiny-llama"), "num_speculative_tokens": 2}
     speculation = {"speculative_config": draft}
     plain = bare([ask(A)] * 2, llm=speculation)
-    result = run([ask(A)] * 2, connector=cache(tmp_path / "nvme"), llm=speculation)
+    rounds = [ask(A), "sampled declined", ask(A)]
+    result = run(rounds, connector=cache(tmp_path / "nvme"), llm=speculation)
     assert tokens(result) == tokens(plain)
-    assert [r["cached"] for r in result["rounds"]] == [[0], [0]]
+    assert [r["cached"] for r in result["rounds"] if "cached" in r] == [[0], [0]]
+    assert result["metrics"]["kvcache_declined_total,off"] >= 1, "in vLLM's own metrics"
     assert "speculation by 'draft_model'" in result["log"]
 
 

@@ -148,11 +148,18 @@ def until(url: str, name: str, least: float) -> dict[str, float]:
 
 
 def command(place: Path, *words: str) -> Any:
-    """`kvcache WORDS --json`, at the running cache of a server."""
+    """`kvcache WORDS --json`, at the running cache of a server; others may run on this machine."""
+
     env = {**os.environ, "PYTHONPATH": str(ROOT), **at(place)}
-    words = (sys.executable, "-m", "kvcache.cli.main", *words, "--json")
-    ended = subprocess.run(words, capture_output=True, text=True, env=env, timeout=WATCHDOG_S, check=True)
-    return json.loads(ended.stdout)
+
+    def said(*words: str) -> Any:
+        whole = (sys.executable, "-m", "kvcache.cli.main", *words, "--json")
+        ended = subprocess.run(whole, capture_output=True, text=True, env=env, timeout=WATCHDOG_S, check=False)
+        assert ended.returncode == 0, (words, ended.stderr)
+        return json.loads(ended.stdout)
+
+    (mine,) = [row["address"] for row in said("ps") if str(row.get("nvme_path")).startswith(str(place))]
+    return said(*words, "--address", mine)
 
 
 def daemons(place: Path) -> set[Path]:
@@ -190,8 +197,13 @@ def test_the_documented_command(models: Path, tmp_path: Path) -> None:
         command(tmp_path, "bypass", "off")
         named = {"kvcache.agent": "planner", "kvcache.session": "one"}
         assert complete(url, PROMPT, kv_transfer_params=named) == (first, 1280)
+        loaded = [event for event in command(tmp_path, "events") if event["kind"] == "loaded"][-1]
+        assert (loaded["agent"], loaded["session"]) == ("planner", "one")
+        assert complete(url, PROMPT + ids(200, 2), kv_transfer_params=named)[1] == 1280
+        story = command(tmp_path, "explain")[0]
+        assert (story["agent"], story["session"], story["found_blocks"]) == ("planner", "one", 10), story["reason"]
         (planner,) = command(tmp_path, "top")["agents"]
-        assert (planner["agent"], planner["hit_tokens"]) == ("planner", {"host": 1280})
+        assert (planner["agent"], planner["hit_tokens"]) == ("planner", {"host": 2 * 1280})
         assert [cached for _, cached in by_client(url, PROMPT)] == [1280]
 
 

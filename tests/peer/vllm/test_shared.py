@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.peer.proxy import Proxy
 from tests.peer.server import MISSING, Server
 from tests.peer.vllm.conftest import ROOT, Run, cache
 from tests.peer.vllm.prompts import SMALL, ask, ids, pressed
@@ -42,6 +43,33 @@ def test_another_process_finds_it_in_redis(run: Run, bare: Run, server: Server) 
     second = run([ask(A)], connector=shared(server, lookup_s=5.0))
     assert second["rounds"][0]["cached"] == [672]
     assert plain["rounds"][0]["tokens"] == first["rounds"][0]["tokens"] == second["rounds"][0]["tokens"]
+
+
+def test_a_server_behind_a_slow_line_is_left_alone_and_what_it_cost_is_told(
+    run: Run, bare: Run, server: Server
+) -> None:
+    """The first load is late, and from then on a prompt is computed; by the plan's rows in vLLM's own metrics."""
+    prompts = [ids(700, n) for n in range(1, 6)]
+    run([ask(*prompts), "flush"], connector=shared(server))
+    options = shared(server, lookup_s=10.0, load_s=2.0)
+    line = Proxy(server.port)
+    line.delay_s = 0.5  # for 64 KiB at most, which is a block
+    options["settings"] |= {"redis": {"enabled": True, "url": line.url}, "flow": {"ask_deadline_s": 10.0}}
+    del options["settings"]["plan"]
+    asked = [ask(prompt) for prompt in (ids(700, 90), ids(700, 91), *prompts)]
+    try:
+        result = run([*asked, "sampled plan_regret_seconds", ask(A[:40]), "counters"], connector=options)
+    finally:
+        line.end()
+    plain = bare([*asked, ask(A[:40])])
+    rounds = [r for r in result["rounds"] if "cached" in r]
+    assert [r["tokens"] for r in rounds] == [r["tokens"] for r in plain["rounds"]]
+    assert [r["cached"][0] for r in rounds[:3]] == [0, 0, 672]
+    assert rounds[6]["cached"] == [0]
+    told = result["rounds"][-1]
+    assert told["misses"]["below_plan"] >= 1
+    assert 1 < told["plan_regret_seconds"] < told["planned_seconds"]
+    assert result["metrics"]["kvcache_plan_regret_seconds_total"] > 1
 
 
 def test_a_server_that_is_killed_fails_nothing(run: Run, bare: Run, server: Server) -> None:

@@ -11,7 +11,7 @@ from tests.peer.vllm.prompts import SMALL, pressed
 
 ROUNDS = [pressed(), pressed()]
 ABORTS = ["aborts 1", "aborts 2"]
-NOTHING = {"requests": 0, "pages": 0, "tracked": 0, "pending": 0, "loading": 0, "known": 0}
+NOTHING = {"requests": 0, "pages": 0, "tracked": 0, "pending": 0, "loading": 0, "known": 0, "declined": 0}
 
 
 def answers(result: dict) -> list:
