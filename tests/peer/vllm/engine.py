@@ -157,6 +157,11 @@ def counters(llm):
     return connector(llm)._share.cache.stats()["counters"]
 
 
+def arrived(llm):
+    """Until nothing is on its way up any more, wanted or not."""
+    return {"arrived": connector(llm)._share.cache.flow.promoter.wait_idle(60)}
+
+
 def sampled(llm, name: str):
     """Until the connector has seen a row of ours grow; vLLM is told with the next step."""
     sampler, end = connector(llm)._sampler, time.monotonic() + 60
@@ -276,6 +281,7 @@ ACTS = {
         records,
         paces,
         sampled,
+        arrived,
     )
 }
 
