@@ -125,13 +125,13 @@ class Plan:
             self._tried[tier] = now
         return Reading(tier, size_bytes, before, now)
 
-    def ended(self, reading: Reading, brought_bytes: int) -> None:
-        """It ended. One that brought little soon, since there was no more or it failed, teaches nothing; one that was
-        late does, also where nothing came of it: that is taken to need twice the time."""
+    def ended(self, reading: Reading, brought_bytes: int, *, late: bool = False) -> None:
+        """It ended. One that brought little, since there was no more or it failed, teaches nothing; one that was `late`
+        does, also where nothing came of it: that is taken to need twice the time."""
         seconds = self._clock.now() - reading.begun
         with self._lock:
             self._under_way[reading.tier] -= reading.bytes
-            late = seconds > self._pace(reading.tier).seconds(reading.waited_for + reading.bytes)
+            late = late and seconds > self._pace(reading.tier).seconds(reading.waited_for + reading.bytes)
             if brought_bytes * 2 >= reading.bytes or (late and brought_bytes):
                 self._learn(reading.tier, reading.waited_for + brought_bytes, seconds)
             elif late:

@@ -126,20 +126,21 @@ class Promoter:
             return
         views = []
         failed: list[Arrival] = []  # here; the next tier is asked for them together
-        left, brought, told = len(arrivals), 0, [False] * len(arrivals)
+        left, brought, late, told = len(arrivals), 0, False, [False] * len(arrivals)
         reading = self._plan.begun(tier.name, sum(arrival.payload_bytes for arrival in arrivals))
 
         def arrived(i: int, outcome: Outcome) -> None:
-            nonlocal left, brought
+            nonlocal left, brought, late
             told[i] = True
             elsewhere = self._arrived(tier, arrivals[i], outcome)
             with self._changed:
                 failed.extend([arrivals[i]] if elsewhere else [])
                 left -= 1
                 brought += arrivals[i].payload_bytes if outcome is Outcome.DONE else 0
+                late = late or outcome is Outcome.LATE
                 if left:
                     return
-            self._plan.ended(reading, brought)
+            self._plan.ended(reading, brought, late=late)
             for other in self._below:
                 self._ask(other, [arrival for arrival in failed if arrival.tiers[0] is other])
 

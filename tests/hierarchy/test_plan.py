@@ -99,7 +99,8 @@ def read(world: World, plan: Plan, reading: Reading, blocks: int, factor: float)
     """The drive's part of a load; where that takes too long, what came until then."""
     takes = world.read(blocks, factor)
     world.clock.time += min(takes, world.deadline_s)
-    plan.ended(reading, int(min(1.0, world.deadline_s / takes) * blocks) * BLOCK_BYTES)
+    brought = int(min(1.0, world.deadline_s / takes) * blocks)
+    plan.ended(reading, brought * BLOCK_BYTES, late=takes > world.deadline_s)
 
 
 def regret(world: World, plan: Plan, rng: random.Random, requests: int) -> float:
@@ -227,6 +228,19 @@ def test_what_a_tier_has_to_read_first_counts() -> None:
     assert plan.choose(NAMESPACE, 1601, 16, spans).blocks == 0
     plan.ended(reading, 0)
     assert plan.choose(NAMESPACE, 1601, 16, spans).blocks == 100
+
+
+@pytest.mark.parametrize(("brought", "late"), [(0, False), (10 << 10, False), (0, True)])
+def test_what_was_not_there_teaches_nothing_of_how_fast_a_tier_is(brought: int, late: bool) -> None:
+    """Nor does a reading that had less time than it should have needed."""
+    world = World()
+    plan = plan_of(world)
+    plan.computed(NAMESPACE, 1000, 0.1)
+    for _ in range(5):
+        reading = plan.begun("redis", 1 << 30)
+        world.clock.time += 1.0 if late else 60.0
+        plan.ended(reading, brought, late=late)
+    assert plan.read_bytes_per_s("redis") is None
 
 
 def test_the_metric_is_the_regret_of_what_was_loaded() -> None:

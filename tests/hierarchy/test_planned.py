@@ -127,6 +127,29 @@ def test_a_choice_to_load_nothing_is_settled_and_regretted_once_its_tier_is_know
         assert 0 < counted("plan_regret_seconds") < counted("planned_seconds")
 
 
+def test_a_tier_whose_reads_are_late_is_not_asked_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(below(tmp_path)) as cache:
+        (drive,) = cache.flow.below
+
+        def late(op: str, addresses: Any, *_: Any, on_outcome: Any, **__: Any) -> None:
+            for _ in range(10_000):
+                cache.flow.port.clock.now()  # a second goes by
+            for i in range(len(addresses)):
+                on_outcome(i, Outcome.LATE)
+
+        bound = cache.namespace(LAYOUT, model="m", revision="r")
+        bound.computed(40, 0.1)
+        monkeypatch.setattr(drive, "submit", late)
+        with bound.request(id="first") as r:
+            assert r.match(range(44)).blocks == 10
+            r.admit()
+            assert r.load(10, pages(), [list(range(10))]).wait(30)
+        assert ask(cache, "second") == (0, "below_plan")
+        assert cache.counters.get("plan_regret_seconds") > 0
+
+
 def test_how_long_a_load_took_is_known_as_soon_as_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settled, seen = BlockTransfer.settle_run, []
 

@@ -1,0 +1,124 @@
+"""What users of other connectors have met, as far as no engine is needed to see that it does not happen here. The
+reports are on the page of vLLM, by their numbers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.hierarchy.face import Hit
+from kvcache.hierarchy.naive import NaiveCache, NaiveRequest
+from tests.connector.vllm.conftest import TOKENS, blocks, output, request
+
+Sides = Callable[..., tuple[Any, Any]]
+
+
+@pytest.fixture
+def cache() -> Iterator[Any]:
+    settings: dict[str, Any] = {"host": {"capacity_bytes": "1MiB"}, "nvme": {"enabled": False}}
+    with closing(kvcache.open(**settings, control={"enabled": False})) as cache:
+        yield cache
+
+
+@pytest.fixture
+def filled(sides: Sides, cache: Any) -> Any:
+    """The scheduler's side of an engine that has stored a prompt of three blocks."""
+    scheduling, working = sides(cache, "async")
+    asked = request("first")
+    assert scheduling.matched(asked, 0) == (0, False)
+    scheduling.allocated(asked, blocks([1, 2, 3]), 0)
+    message = scheduling.message(output(asked, [1, 2, 3]))
+    working.begin(message)
+    working.store(message)
+    working.close()
+    scheduling.finished(asked)
+    return scheduling
+
+
+def counted(cache: Any) -> tuple[float, float]:
+    return cache.counters.get("requests"), cache.counters.get("misses")
+
+
+def test_prompt_logprobs_are_no_miss(filled: Any, cache: Any) -> None:
+    """vllm 57596"""
+    before, asked = counted(cache), request("logprobs")
+    asked.skip_reading_prefix_cache = True
+    assert filled.matched(asked, 0) == (0, False)
+    filled.allocated(asked, blocks([4, 5, 6]), 0)
+    filled.finished(asked)
+    assert counted(cache) == before
+
+
+def test_nothing_is_counted_by_asking_again(filled: Any, cache: Any) -> None:
+    """vllm 18232"""
+    (before, _), asked = counted(cache), request("again")
+    for _ in range(5):
+        assert filled.matched(asked, 0) == (3 * TOKENS, True)
+    assert counted(cache)[0] == before
+    filled.allocated(asked, blocks([4, 5, 6]), 3 * TOKENS)
+    assert filled.matched(asked, 3 * TOKENS) == (0, False), "asked once more when its load is over"
+    assert counted(cache)[0] == before + 1
+
+
+@pytest.mark.parametrize("local", [0, 1, 2, 3])
+def test_what_the_engine_has_itself_is_not_loaded_over(filled: Any, local: int) -> None:
+    """LMCache 2206, 2091, 2574"""
+    asked = request("local")
+    tokens, _ = filled.matched(asked, local * TOKENS)
+    assert tokens == (3 - local) * TOKENS
+    filled.allocated(asked, blocks([4, 5, 6]), tokens)
+    loads = filled.message(output()).loads
+    assert [(move.first, move.pages) for move in loads] == ([(local, ((4, 5, 6)[local:],))] if tokens else [])
+
+
+def test_a_load_of_fewer_blocks_than_were_found_is_of_those(filled: Any) -> None:
+    """LMCache 4614, vllm 52617"""
+    asked = request("less")
+    assert filled.matched(asked, 0) == (3 * TOKENS, True)
+    filled.allocated(asked, blocks([4, 5, 6]), 2 * TOKENS)
+    (move,) = filled.message(output()).loads
+    assert (move.first, move.pages) == (0, ((4, 5),))
+
+
+@pytest.mark.parametrize("told", ["pages", "request"])
+def test_a_load_that_failed_is_not_asked_for_again(filled: Any, told: str) -> None:
+    """vllm 49176"""
+    asked = request("failed")
+    assert filled.matched(asked, 0) == (3 * TOKENS, True)
+    filled.allocated(asked, blocks([4, 5, 6]), 3 * TOKENS)
+    filled.learned({5} if told == "pages" else set(), ["failed"] if told == "request" else [], ["failed"])
+    for _ in range(3):
+        assert filled.matched(asked, 0) == (0, False)
+    assert filled.matched(request("another"), 0) == (3 * TOKENS, True)
+
+
+class Undecided(NaiveCache):
+    """A shared tier that never answers."""
+
+    def namespace(self, *given: Any, **named: Any) -> Any:
+        bound = super().namespace(*given, **named)
+        bound.request = lambda name="", **_: Asking(bound, name)  # type: ignore[method-assign]
+        return bound
+
+
+class Asking(NaiveRequest):
+    def match(self, *given: Any, **named: Any) -> Hit:
+        return replace(super().match(*given, **named), pending=True)
+
+
+def test_a_lookup_that_is_never_answered_ends(sides: Sides, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm 53130, 23620"""
+    scheduling, _ = sides(Undecided())
+    now = [0.0]
+    monkeypatch.setattr(sys.modules[type(scheduling).__module__], "monotonic", lambda: now[0])
+    asked = request("waits")
+    for _ in range(3):
+        assert scheduling.matched(asked, 0) == (None, False)
+    now[0] = 0.2  # later than `lookup_s`
+    assert scheduling.matched(asked, 0) == (0, False)
