@@ -27,6 +27,7 @@ for name, value in {
 
 def main() -> None:
     job = json.load(sys.stdin)
+    import torch
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -44,7 +45,7 @@ def main() -> None:
     llm = LLM(
         model=job["model"],
         kv_transfer_config=transfer,
-        **{"enforce_eager": True, "distributed_executor_backend": "uni", **job["llm"]},
+        **{"enforce_eager": not torch.cuda.is_available(), "distributed_executor_backend": "uni", **job["llm"]},
     )
     measured: list[Any] = [time.perf_counter() - began]
     for what, *given in job["steps"]:

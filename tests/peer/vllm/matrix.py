@@ -63,7 +63,7 @@ ROWS: tuple[tuple[str, tuple[Row, ...]], ...] = (
         (
             ("one process", "run", "test_models.py::test_a_second_process_* test_versions.py::test_the_answers_*"),
             (
-                "`vllm serve`, a daemon of its own, bypass, OpenAI's client",
+                "`vllm serve`, a daemon of its own, bypass, agents and sessions, OpenAI's client",
                 "run",
                 "test_serve.py::test_the_documented_command",
             ),
@@ -88,6 +88,7 @@ ROWS: tuple[tuple[str, tuple[Row, ...]], ...] = (
                 "test_models.py::test_a_second_process_* test_versions.py::*",
             ),
             ("Redis between engines", "run", "test_shared.py::test_another_process_finds_it_in_redis"),
+            ("Redis behind a slow line", "run", "test_shared.py::test_a_server_behind_*"),
             ("Redis killed", "run", "test_shared.py::test_a_server_that_is_killed_*"),
             ("a daemon that engines share", "run", "test_shared.py::test_engines_of_a_host_*"),
             ("the daemon killed", "run", "test_shared.py::test_a_daemon_that_is_killed_*"),
