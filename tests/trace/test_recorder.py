@@ -25,7 +25,7 @@ from tests.trace.test_simulate import traffic
 
 LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=4, block_tokens=4)
 SIXTEEN = KVLayout.mha(layers=1, kv_heads=1, head_dim=8, dtype="fp32", block_tokens=16)
-SECRET = 424242
+SECRET = 1_987_654_321  # longer than what a time may happen to have
 
 
 def asked(number: int, blocks: int) -> Asked:
