@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvcache.block.address import Address
-from kvcache.port import File, InlineExecutor, LocalDisk, Port, SystemClock
+from kvcache.port import File, InlineExecutor, LocalDisk, Port
+from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme import tier as nvme_tier
 from kvcache.tier.tier import BACKGROUND, WAITING, Outcome
@@ -23,13 +24,6 @@ from tests.tier.blocks import buffer, chain, holds, record
 DONE, ABSENT, FAILED = Outcome.DONE, Outcome.ABSENT, Outcome.FAILED
 SIZES = [1, 5_000, 20_000, 150_000]
 BLOCKS = [*chain(8), *chain(3, seed=1)]
-
-
-class Clock(SystemClock):
-    seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
 
 
 def size_of(address: Address) -> int:

@@ -13,7 +13,8 @@ import kvcache
 from kvcache.block.address import Address
 from kvcache.cli.demo.drive import small_drive
 from kvcache.hierarchy.cache import Cache
-from kvcache.port import InlineExecutor, Port, SystemClock
+from kvcache.port import InlineExecutor, Port
+from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import Outcome
 from tests.tier.blocks import buffer, chain, holds, record
@@ -22,13 +23,6 @@ from tests.tier.test_reports import load, put
 DONE, ABSENT, NO_ROOM = Outcome.DONE, Outcome.ABSENT, Outcome.NO_ROOM
 MIB = 1 << 20
 FULL = {NO_ROOM, Outcome.FAILED}
-
-
-class Clock(SystemClock):
-    seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
 
 
 @pytest.fixture

@@ -8,21 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.block.address import Address
-from kvcache.port import InlineExecutor, SystemClock
+from kvcache.port import InlineExecutor
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.object import ObjectTier
-from kvcache.tier.tier import Outcome
+from kvcache.tier.tier import Outcome, Tier
 from tests.tier.blocks import PAYLOAD_BYTES, buffer, holds, record
 
 DONE, ABSENT, DAMAGED = Outcome.DONE, Outcome.ABSENT, Outcome.DAMAGED
 MIB = 1 << 20
-
-
-class Clock(SystemClock):
-    seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
 
 
 class Held(InlineExecutor):
@@ -52,10 +45,10 @@ def write(tier: NvmeTier, addresses: list[Address], size: int = PAYLOAD_BYTES) -
     return tier.write(addresses, [record(address, size) for address in addresses])
 
 
-def read(tier: NvmeTier, address: Address) -> Outcome:
-    into = buffer()
+def read(tier: Tier, address: Address, size: int = PAYLOAD_BYTES) -> Outcome:
+    into = buffer(size)
     (outcome,) = tier.read([address], [into])
-    assert outcome is not DONE or holds(into, address)
+    assert outcome is not DONE or holds(into, address, size)
     return outcome
 
 

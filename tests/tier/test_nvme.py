@@ -18,12 +18,13 @@ from kvcache.config import load
 from kvcache.errors import ConfigError, StoreError
 from kvcache.hierarchy.cache import Cache
 from kvcache.port import LocalDisk, Port
+from kvcache.testing.tier import Clock
 from kvcache.tier.nvme.space import Space
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
 from tests.fault.disk import SimDisk
 from tests.tier.blocks import RECORD_BYTES, buffer, chain, holds
-from tests.tier.stores import ABSENT, DONE, MIB, Clock, Open, inline, read, write
+from tests.tier.stores import ABSENT, DONE, MIB, Open, inline, read, write
 
 # the directory
 

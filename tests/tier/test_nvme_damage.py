@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from kvcache.block.address import Address
 from kvcache.block.record import header_area, record_bytes, seal
 from kvcache.port import Port
+from kvcache.testing.tier import Clock
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme.store import SUSPECT_AFTER
 from kvcache.tier.tier import Outcome
 from tests.fault.disk import SimDisk
 from tests.tier.blocks import PAYLOAD_BYTES, RECORD_BYTES, buffer, chain, record
-from tests.tier.stores import ABSENT, DAMAGED, DONE, MIB, Clock, Open, change, inline, place, read, write
+from tests.tier.stores import ABSENT, DAMAGED, DONE, MIB, Open, change, inline, place, read, write
 
 
 @given(data=st.data())

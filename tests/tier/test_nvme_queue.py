@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcache.port import Port
+from kvcache.testing.tier import Clock
 from kvcache.tier.tier import AHEAD, BACKGROUND, WAITING, Outcome
 from tests.tier.blocks import RECORD_BYTES, buffer, chain, record
-from tests.tier.stores import ABSENT, DONE, Clock, Held, Open, read, write
+from tests.tier.stores import ABSENT, DONE, Held, Open, read, write
 
 
 def test_the_most_urgent_goes_first(store: Open) -> None:

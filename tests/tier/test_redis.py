@@ -17,7 +17,8 @@ from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.name import Names, part
 from kvcache.tier.tier import Outcome
 from tests.peer.server import MISSING, Server, empty
-from tests.tier.blocks import PAYLOAD_BYTES, buffer, chain, holds, record
+from tests.tier.blocks import buffer, chain, holds, record
+from tests.tier.stores import read
 from tests.vectors import make
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
@@ -46,13 +47,6 @@ def tier(request: pytest.FixtureRequest, server: Server, client: Any) -> Iterato
     tier = RedisTier(getattr(server, request.param), part_bytes=512 * KIB)
     yield tier
     tier.close()
-
-
-def read(tier: RedisTier, address: Address, size: int = PAYLOAD_BYTES) -> Outcome:
-    into = buffer(size)
-    (outcome,) = tier.read([address], [into])
-    assert outcome is not DONE or holds(into, address, size)
-    return outcome
 
 
 def key(address: Address) -> bytes:

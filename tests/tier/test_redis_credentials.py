@@ -15,7 +15,8 @@ from kvcache.tier.redis.endpoint import PASSWORD
 from kvcache.tier.tier import Outcome
 from tests.peer.server import MISSING, Server
 from tests.tier.blocks import chain, record
-from tests.tier.test_redis_faults import read, until_open
+from tests.tier.stores import read
+from tests.tier.test_redis_faults import until_open
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 

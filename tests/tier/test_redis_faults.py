@@ -16,6 +16,7 @@ from kvcache.tier.tier import Outcome
 from tests.peer.proxy import Proxy
 from tests.peer.server import MISSING, Server
 from tests.tier.blocks import buffer, chain, holds, record
+from tests.tier.stores import read
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
@@ -55,13 +56,6 @@ def behind(proxy: Proxy, clock: Clock) -> Iterator[RedisTier]:
     tier = RedisTier(proxy.url, timeout_s=3, connections=1, port=Port(clock=clock))
     yield tier
     tier.close()
-
-
-def read(tier: RedisTier, address: Any, size: int = 12_000) -> Outcome:
-    into = buffer(size)
-    (outcome,) = tier.read([address], [into])
-    assert outcome is not DONE or holds(into, address, size)
-    return outcome
 
 
 def until_open(tier: RedisTier, address: Any) -> set[Outcome]:

@@ -18,12 +18,13 @@ import kvcache
 from kvcache.block.layout import KVLayout
 from kvcache.hierarchy.cache import Cache
 from kvcache.port import Port
+from kvcache.testing.tier import Clock
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
 from tests.calls import calls
 from tests.fault.disk import SimDisk
 from tests.tier.blocks import RECORD_BYTES, buffer, chain, holds, record
-from tests.tier.stores import ABSENT, DAMAGED, DONE, MIB, Clock, Open, change, inline, place, read, write
+from tests.tier.stores import ABSENT, DAMAGED, DONE, MIB, Open, change, inline, place, read, write
 
 LAYOUT = KVLayout.mha(layers=2, kv_heads=4, head_dim=32, dtype="fp32", block_tokens=4)
 BLOCK_BYTES = LAYOUT.block_bytes(LAYOUT.groups[0].whole)
