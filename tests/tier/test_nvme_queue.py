@@ -56,9 +56,9 @@ def test_what_waits_past_its_deadline_is_late(store: Open) -> None:
     executor, clock = Held(), Clock()
     tier = store(port=Port(clock=clock, executor=lambda threads, name: executor))
     blocks = chain(3)
-    ticket = tier.submit("write", blocks[:2], [record(a) for a in blocks[:2]], deadline=5.0)
-    clock.seconds = 6.0
-    tier.submit("write", blocks[2:], [record(blocks[2])], deadline=10.0)
+    ticket = tier.submit("write", blocks[:2], [record(a) for a in blocks[:2]], deadline=clock.now() + 5.0)
+    clock.seconds += 6.0
+    tier.submit("write", blocks[2:], [record(blocks[2])], deadline=clock.now() + 4.0)
     assert ticket.outcomes == (Outcome.LATE, Outcome.LATE)
     executor.release()
     assert tier.contains(blocks) == (ABSENT, ABSENT, DONE)

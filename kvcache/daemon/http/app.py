@@ -108,6 +108,7 @@ class Site:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        await run_in_threadpool(self.take)  # so that whoever asks first finds one
         sampling = asyncio.ensure_future(self._sample())
         yield
         sampling.cancel()
@@ -116,8 +117,8 @@ class Site:
 
     async def _sample(self) -> None:
         while True:
-            await run_in_threadpool(self.take)
             await asyncio.sleep(EVERY_S)
+            await run_in_threadpool(self.take)
 
     def take(self) -> None:
         """A sample for the history, now."""
