@@ -71,11 +71,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What came of a choice: so many blocks after so long."""
+    """What came of a choice: so many blocks after so long. Without a time: of the part that was left out alone."""
 
     choice: Choice
     blocks: int
-    load_s: float
+    load_s: float | None
 
     @property
     def unknown(self) -> str:
@@ -216,12 +216,13 @@ class Plan:
             idle_s = self._clock.now() - self._tried.get(tier, float("-inf"))
             return idle_s >= PROBE_S or self._pace(tier).doubtful
 
-    def settle(self, choice: Choice, loaded_blocks: int, load_s: float) -> None:
+    def settle(self, choice: Choice, loaded_blocks: int, load_s: float | None) -> None:
         """The request went on with so many blocks after so long: count what a better choice would have saved, by what
-        is known now; or once it is, where blocks were left out."""
-        if not choice.spans:
-            return
+        is known now; or once it is, where blocks were left out. `load_s`: None where others load what was chosen, and
+        settle that."""
         taken = Taken(choice, loaded_blocks, load_s)
+        if not choice.spans or (load_s is None and not taken.unknown):
+            return
         with self._lock:
             self._counters.add("planned_seconds", self._spent(taken))
             if not taken.unknown:
@@ -233,12 +234,15 @@ class Plan:
 
     def _spent(self, taken: Taken) -> float:
         rest = max(1, taken.choice.tokens - taken.blocks * taken.choice.block_tokens)
-        return taken.load_s + self._engines[taken.choice.namespace].seconds(rest)
+        return (taken.load_s or 0.0) + self._engines[taken.choice.namespace].seconds(rest)
 
     def _regret(self, taken: Taken) -> None:
         choice, spent = taken.choice, self._spent(taken)
         engine = self._engines[choice.namespace]
         ends = self._ends(engine, choice.tokens, choice.block_tokens, choice.spans, choice.ahead)
+        if taken.load_s is None:
+            spent += max(load for blocks, load, _ in ends if blocks <= taken.blocks)
+            ends = [end for end in ends if end[0] > taken.blocks]
         others = [load + compute for blocks, load, compute in ends if blocks != choice.blocks]
         self._counters.add("plan_regret_seconds", max(0.0, spent - min(others, default=spent)))
 

@@ -372,8 +372,8 @@ class CacheRequest:
         if loaded is not None:
             taken, reached, seconds = loaded
             self._flow.plan.settle(replace(choice, blocks=taken), reached, seconds)
-        elif first and not choice.blocks:  # nothing was worth loading
-            self._flow.plan.settle(choice, 0, 0.0)
+        elif first:  # what was not worth loading
+            self._flow.plan.settle(choice, choice.blocks, None)
 
     def _bring(self, stamp: int, first: int, end: int, room: int, priority: int) -> None:
         """Begin to read what of blocks `first` to `end` lies below host, as much as fits into `room` bytes."""

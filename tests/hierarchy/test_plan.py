@@ -177,6 +177,37 @@ def test_what_is_left_out_is_regretted_once_it_is_known() -> None:
     assert counters.get("plan_regret_seconds") == pytest.approx(lost, rel=0.3)
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_the_rest_of_a_prefix_is_regretted_whoever_loads_its_head(own: bool) -> None:
+    """Where a rank loads for a scheduler, the scheduler settles what it left out, and the rank what it loaded."""
+    counters, world = Counters(), World()
+    plan = plan_of(world, counters)
+    plan.computed(NAMESPACE, 1600, 0.2)
+    spans = [Span("host", 20, 20 << 20), Span("redis", 80, 80 << 20)]
+    for _ in range(5):
+        plan.ended(begun_before(plan, 80 << 20, 10.0), 80 << 20)
+    choice = plan.choose(NAMESPACE, 1601, 16, spans)
+    assert choice.blocks == 20
+    if own:
+        plan.settle(choice, 20, 0.003)
+    else:
+        plan.settle(choice, 20, None)
+        head = plan.choose(NAMESPACE, 320, 16, spans[:1])
+        plan.settle(head, 20, 0.003)
+    assert counters.get("plan_regret_seconds") == 0
+    for _ in range(5):
+        plan.ended(begun_before(plan, 80 << 20, 0.01), 80 << 20)
+    rest_s = plan._engines[NAMESPACE].seconds(1281)
+    assert counters.get("plan_regret_seconds") == pytest.approx(rest_s, rel=0.4)
+    assert counters.get("planned_seconds") == pytest.approx(rest_s, rel=0.2)
+
+
+def begun_before(plan: Plan, size_bytes: int, seconds: float) -> Reading:
+    reading = plan.begun("redis", size_bytes)
+    reading.begun -= seconds
+    return reading
+
+
 def test_choices_whose_regret_stays_unknown_are_counted_and_bounded() -> None:
     counters, world = Counters(), World()
     plan = plan_of(world, counters)
