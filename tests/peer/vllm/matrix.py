@@ -100,6 +100,8 @@ ROWS: tuple[tuple[str, tuple[Row, ...]], ...] = (
     (
         "Feature",
         (
+            ("by its name alone, installed", "run", "test_models.py::test_where_the_package_*"),
+            ("load or recompute", "run", "test_models.py::test_the_plan_* test_shared.py::test_a_server_behind_*"),
             ("salts, tenants", "run", "test_models.py::test_a_salt_*"),
             ("LoRA adapters", "run", "test_beside.py::test_adapters_*"),
             (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.peer.vllm.conftest import MODELS, Run, cache
+from tests.peer.vllm.conftest import MODELS, ROOT, Run, cache
 from tests.peer.vllm.prompts import ask, ids
 
 A, B = ids(700, 1), ids(700, 2)
@@ -52,6 +52,21 @@ def test_a_model_with_weights_that_mean_something(run: Run, bare: Run, tmp_path:
     assert tokens(first) == tokens(second) == tokens(plain)
     assert [first["rounds"][0]["cached"], second["rounds"][0]["cached"]] == [[0], [672]]
     assert first["rounds"][2]["cached"] == [672, 672]
+
+
+def test_where_the_package_is_installed_its_name_is_enough(run: Run, tmp_path: Path) -> None:
+    """By the entry point that it declares, vLLM knows the connector without a module's path."""
+    declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.entry-points.")[2]
+    assert declared.startswith('"vllm.general_plugins"]')
+    lines = declared.partition("[tool")[0].replace('"', "")
+    installed = tmp_path / "site" / "kvcache_tiers-0.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: kvcache-tiers\nVersion: 0\n", encoding="utf-8")
+    (installed / "entry_points.txt").write_text(f"[{lines}", encoding="utf-8")
+    named = {"kv_connector": "KVCacheConnector", "kv_role": "kv_both"}
+    transfer = {**named, "kv_connector_extra_config": cache(tmp_path / "nvme")}
+    result = run([ask(A), "flush", ask(A)], transfer=transfer, path=[str(tmp_path / "site")])
+    assert [r["cached"] for r in result["rounds"] if "cached" in r] == [[0], [672]]
 
 
 def test_where_vllm_cannot_continue_a_prefix_nothing_is_loaded(run: Run, bare: Run, tmp_path: Path) -> None:
