@@ -84,6 +84,7 @@ def test_an_answer_that_was_begun_before_tells_of_nothing_that_was_cleared(
     bound, go, asked, waits = bind(cache), threading.Event(), threading.Event(), threading.Event()
     store(bound, Engine(FULL), TOKENS, list(range(10)))
     assert cache.flush(30)
+    assert cache.flow.ask.wait(60)  # what was asked before it was stored
     (tier,) = cache.below
     for address in tier.scan():
         cache.index.discard(address, tier.name)  # as a process that has not seen it yet
