@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import inf
 
@@ -181,21 +182,21 @@ class Flow:
     def _leave_host(self, victims: Sequence[Victim]) -> int:
         """The index let go of these; so does the tier. Their bytes."""
         handed = self._hand_down(victims)
-        names = [(victim.name, victim.signature) for victim in victims]
-        gone = self.host.withdraw_named(names)
-        fates: dict[tuple[bytes, bool], list[int]] = {}  # by place and whether it is kept: the bytes of each
-        for held, victim, (name, _) in zip(gone, victims, names, strict=True):
-            if held is not None:
-                fate = victim.place, victim.kept or name in handed
-                fates.setdefault(fate, []).append(held.slot.extent.slot_bytes)
+        names = [victim.name for victim in victims]
+        gone = self.host.withdraw_named(names, [victim.signature for victim in victims])
+        fates = Counter(
+            (victim.place, victim.kept or name in handed, held.slot.extent.slot_bytes)
+            for held, victim, name in zip(gone, victims, names, strict=True)
+            if held is not None
+        )
         tier = self.host.name
-        for (place, kept), sizes in fates.items():
+        for (place, kept, size), blocks in fates.items():
             said, space = "yes" if kept else "no", place[:SIGNATURE_BYTES]
-            self.counters.add("evicted_blocks", len(sizes), tier=tier, kept=said)
+            self.counters.add("evicted_blocks", blocks, tier=tier, kept=said)
             self.events.add(
-                "evicted", tier=tier, namespace=space, blocks=len(sizes), bytes=sum(sizes), reason=f"kept: {said}"
+                "evicted", tier=tier, namespace=space, blocks=blocks, bytes=blocks * size, reason=f"kept: {said}"
             )
-        return sum(map(sum, fates.values()))
+        return sum(blocks * size for (_, _, size), blocks in fates.items())
 
     def _clear(self, slot_bytes: int, tenant: str) -> bool:
         """Let go of all in the extent of another kind whose bytes are worth least, of those that may go. True where

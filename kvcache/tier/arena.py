@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
 from kvcache.port import Executor
@@ -46,8 +47,7 @@ class Extent:
         self.view = region.view
         self.free = list(range(count - 1, -1, -1))
         self.generations = region.generations
-        for i in range(0 if left else count):
-            region.renew(i)
+        region.renew(range(0 if left else count))
         self.slots: dict[int, Slot] = {}  # given out
         self.closing = False  # no slot of it is given out
         self.gone = False  # its region is another's, or nobody's
@@ -243,18 +243,21 @@ class Arena:
                 slot.references += 1
 
     def release(self, *slots: Slot) -> None:
+        back: defaultdict[Extent, list[int]] = defaultdict(list)
         with self._lock:
             for slot in slots:
                 slot.references -= 1
                 if not slot.references:
-                    self._come_back(slot)
+                    back[slot.extent].append(slot.i)
+            for extent, numbers in back.items():
+                self._come_back(extent, numbers)
 
-    def _come_back(self, slot: Slot) -> None:
-        extent = slot.extent
-        extent.region.renew(slot.i)
-        extent.free.append(slot.i)
-        del extent.slots[slot.i]
-        self._use(extent.tenant, -extent.slot_bytes)
+    def _come_back(self, extent: Extent, numbers: Sequence[int]) -> None:
+        extent.region.renew(numbers)
+        extent.free += numbers
+        for i in numbers:
+            del extent.slots[i]
+        self._use(extent.tenant, -extent.slot_bytes * len(numbers))
         if extent.slots:
             self._open[extent.kind][extent] = None
             return

@@ -99,11 +99,11 @@ class HostTier(Waits):
         self.arena.release(held.slot)
         return True
 
-    def withdraw_named(self, records: Sequence[tuple[bytes, bytes]]) -> list[Held | None]:
-        """As `withdraw`, of each of these (name, signature); what was here."""
+    def withdraw_named(self, names: Sequence[bytes], signatures: Sequence[bytes]) -> list[Held | None]:
+        """As `withdraw`, of each of these; what was here."""
         gone: list[Held | None] = []
         with self._lock:
-            for name, signature in records:
+            for name, signature in zip(names, signatures, strict=True):
                 held = self._records.get(name)
                 if held is not None and held.address.signature == signature:
                     del self._records[name]

@@ -12,6 +12,7 @@ import mmap
 import os
 import weakref
 from array import array
+from collections.abc import Iterable
 from contextlib import suppress
 
 from kvcache import native
@@ -55,11 +56,13 @@ class Region:
         self.generations = array("Q", bytes(table))
         """By slot; zero in those that were never cut. Ours alone: who may write to the memory may write any there."""
 
-    def renew(self, i: int) -> None:
-        """Another generation for this slot, here and for those who map it."""
-        self.generations[i] = self.generations[i] % _LAST_GENERATION + 1
-        if self._words is not None:
-            self._words[i] = self.generations[i]
+    def renew(self, numbers: Iterable[int]) -> None:
+        """Another generation for these slots, here and for those who map them."""
+        generations, words = self.generations, self._words
+        for i in numbers:
+            generations[i] = generations[i] % _LAST_GENERATION + 1
+            if words is not None:
+                words[i] = generations[i]
 
     def recall(self, generations: array[int]) -> None:
         """Those of the process that left it, by slot. What the file says is not believed: others may write there."""

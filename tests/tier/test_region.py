@@ -28,7 +28,7 @@ def test_another_mapping_sees_bytes_and_generations_and_cannot_write_unless_it_m
     reader, writer = mapped(region, writable=False), mapped(region, writable=True)
     region.view[PAGE : PAGE + 4] = b"abcd"
     for _ in range(7):
-        region.renew(3)
+        region.renew([3])
     assert reader[PAGE : PAGE + 4] == b"abcd"
     assert int.from_bytes(reader[8 * PAGE + 24 : 8 * PAGE + 32], "little") == 7
     writer[0:1] = b"x"
@@ -68,7 +68,7 @@ def test_what_a_client_writes_over_generations_is_no_matter() -> None:
 def test_after_the_last_generation_comes_the_first() -> None:
     region = Region(8 * PAGE, shared=True)
     region.generations[3] = (1 << 64) - 1
-    region.renew(3)
+    region.renew([3])
     assert region.generations[3] == 1
 
 
