@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +17,14 @@ from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, classes
 from kvcache.evict.prior import FILE, UNTIL, prior_of
 from kvcache.trace.formats import read
 from kvcache.trace.simulate import simulate
+from kvcache.trace.trace import Trace
 
-TEXT = Path(__file__).parents[3] / "shared" / "data" / "text" / "agent-sessions.jsonl.gz"
+ROOT = Path(__file__).parents[2]
+DATA = ROOT.parent / "shared" / "data"
+TEXT = DATA / "text" / "agent-sessions.jsonl.gz"
+PAGE = ROOT / "docs" / "eviction.md"
+BEHIND = {"conversation": 0.25, "synthetic": 3.1, "agents, tools shared": 0.1, "agents, ids local": 0.1}
+"""The most that hazard was ever behind LRU in what it had found, in points of all that was asked for in the end."""
 
 
 def test_the_data_are_of_the_policy_s_classes() -> None:
@@ -50,6 +60,36 @@ def test_a_policy_of_other_classes_begins_without() -> None:
 def test_it_is_gone_when_enough_was_seen() -> None:
     prior = prior_of(Hazard())
     assert prior.weight(0) > prior.weight(UNTIL / 2) > prior.weight(UNTIL) == prior.weight(2 * UNTIL) == 0
+
+
+def test_while_nothing_was_seen_everybody_makes_room_for_what_is_new() -> None:
+    values = Hazard().values(Evidence.none(Hazard()))
+    assert (values[:, 0] >= values[:, 1:].max()).all()
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import prior
+
+        yield prior
+
+
+@pytest.mark.skipif(not (DATA / "traces").exists(), reason="the traces are not shipped")
+def test_nowhere_is_it_further_behind_lru_than_the_page_tells(made: Any, request: pytest.FixtureRequest) -> None:
+    """On the halves that had no part in the prior; the agents', which take minutes, where all is asked for."""
+    table = dict(re.findall(r"^\| (.+ %) \|.+\| ([0-9.]+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
+    played: list[tuple[str, Trace]] = list(islice(made.reported_on(DATA), None if _long(request) else 2))
+    for name, trace in played:
+        for size in made.SIZES[name]:
+            _, behind = made.ahead(trace, round(size / 100 * trace.unique))
+            assert f"{behind:.2f}" == table[f"{name}, {size:g} %"]
+            assert behind <= BEHIND.get(name, 0)
+
+
+def _long(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--long"))
 
 
 @pytest.mark.skipif(not TEXT.exists(), reason="the coding agents' log is not shipped")
