@@ -8,6 +8,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,28 +76,30 @@ def test_a_store_that_was_begun_is_waited_for_whoever_asks(within: Within, hold:
     assert transfer.wait(60)
 
 
-def test_it_is_waited_for_also_where_the_daemon_has_not_read_of_it(within: Within, hold: Hold) -> None:
+def test_it_is_waited_for_also_where_the_daemon_has_not_read_of_it(
+    within: Within, hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who asks may come before the client's message has had its turn."""
-    cache, stands, go_on = within.open(), threading.Event(), threading.Event()
+    cache, stands, coming = within.open(), threading.Event(), within.daemon._coming
     go, bound = hold(cache), bound_to(cache)
-    engine = Engine(LAYOUT)
+    engine, answers, to_do = Engine(LAYOUT), list[bool](), Queue[Callable[[], None]]()
+    asks = threading.Thread(target=lambda: answers.append(coming.wait(0)))
+
+    def stand() -> None:
+        """On the loop's thread, where nothing else has its turn until there is the answer."""
+        stands.set()
+        to_do.get(timeout=60)()
+        asks.join(60)
+
     with bound.request() as r:
         r.match(TOKENS)
-
-        def stand() -> None:
-            stands.set()
-            assert go_on.wait(60)
-
         within.daemon._loop.call_soon_threadsafe(stand)
         assert stands.wait(60)
-        answers: list[bool] = []
-        coming = within.daemon._coming
-        asks = threading.Thread(target=lambda: answers.append(coming.wait(0)))
         transfer = r.store(engine.described, engine.ids(PAGES))
-        within.daemon._loop.call_soon_threadsafe(asks.join)
-        asks.start()
-        go_on.set()
-        asks.join(60)
+        with monkeypatch.context() as patch:
+            patch.setattr(coming, "_loop", SimpleNamespace(call_soon_threadsafe=to_do.put))
+            asks.start()
+            asks.join(60)
     assert answers == [False]
     go.set()
     assert transfer.wait(60)
@@ -216,7 +220,7 @@ class TestComing:
         assert answers == [True]
         coming.end(last)
         coming.end(last)
-        assert coming.wait(0)
+        assert coming.wait(60)
 
     def test_once_the_loop_is_over_it_waits_for_what_has_begun_alone(self) -> None:
         loop = asyncio.new_event_loop()
