@@ -129,14 +129,21 @@ def answers(node: Node, path: str) -> tuple[int, Any]:
             return error.code, json.load(error)
 
 
-def test_nodes_that_boot_are_ready_when_their_prefixes_are_near(nodes: list[Node], server: Server) -> None:
+@pytest.fixture(scope="module")
+def booted(nodes: list[Node], server: Server) -> tuple[int, list[int]]:
+    """How many blocks the server has, and how many each node stored, when all are ready and nobody has asked yet."""
     for node in nodes:
         until(lambda node=node: answers(node, "/readyz") == (200, {"ready": True}), "it is ready", 120)
-    assert len(server.client.keys("kvcache:k1*:0:*")) == len(BOOT) // 16, "one copy of the prompt"
-    computed = [blocks for node in nodes if (blocks := stored(node))]
-    assert computed == [len(BOOT) // 16], "one node computed it"
+    return len(server.client.keys("kvcache:k1*:0:*")), [stored(node) for node in nodes]
 
 
+def test_nodes_that_boot_are_ready_when_their_prefixes_are_near(booted: tuple[int, list[int]]) -> None:
+    there, computed = booted
+    assert there == len(BOOT) // 16, "one copy of the prompt"
+    assert [blocks for blocks in computed if blocks] == [len(BOOT) // 16], "one node computed it"
+
+
+@pytest.mark.usefixtures("booted")
 def test_one_prefill_in_all(nodes: list[Node], tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     prompts = [TEXT, IDS, {"messages": MESSAGES}]
