@@ -55,6 +55,7 @@ class Sampler:
     def __init__(self, cache: KVCache | Trial, own: Counters) -> None:
         """`own`: what the connector counts itself."""
         self._cache, self._own = cache, own
+        self._answered: Mapping[str, Any] = {}  # the last statistics of the cache that came
         self._told: dict[str, dict[str, float]] = {}
         self._now: dict[str, dict[str, float]] = {}
         self._end = threading.Event()
@@ -83,16 +84,23 @@ class Sampler:
         self._end.set()
         self._thread.join(EVERY_S)
 
+    def sample(self) -> None:
+        """The thread's, once a second. Where a daemon does not answer, the rows that it told last stand: counts that
+        were told once would else be told again when it does."""
+        stats = self._cache.stats()
+        if "unreachable" not in stats:
+            self._answered = stats
+        counters = {**self._answered.get("counters", {}), **self._own.tree()}
+        now = table({**self._answered, "counters": counters})
+        with self._lock:
+            self._now = now
+
     def _run(self) -> None:
         while not self._end.wait(EVERY_S):
             try:
-                stats = self._cache.stats()
-                now = table({**stats, "counters": {**stats.get("counters", {}), **self._own.tree()}})
+                self.sample()
             except Exception as error:  # noqa: BLE001  law: never in the way
                 _log.debug("no statistics this time: %s", error)
-            else:
-                with self._lock:
-                    self._now = now
 
 
 def table(stats: Mapping[str, Any]) -> dict[str, dict[str, float]]:
