@@ -8,13 +8,14 @@ at: none at all, or up to where the tier changes.
 What is not known is not decided: until an engine has told what computing takes (`Bound.computed`) all is loaded that
 was found. Of a tier that is never read nothing more would be learned; so a few blocks that are not worth loading are
 read all the same, when nobody waits for them, and stand in host the next time. What it was worth to leave blocks where
-they are is known when their tier was read next: until then the choice stays open.
+they are is known when their tier was read next: until then the choice stays open. Whoever matches a prompt waits for
+whoever tells of a reading, so that no call here works through more than a few choices.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -36,7 +37,9 @@ PROBE_S = 1.0
 """A tier that nothing is loaded from is tried after so long; at once, where the last try was not as expected."""
 MOST_RUNS = 32
 MOST_OPEN = 256
-"""Choices whose regret is not known yet; beyond these the oldest is counted by what is known."""
+"""Choices whose regret is not known yet, by tier; beyond these the oldest is counted by what is known."""
+A_READING = 4
+"""Choices whose regret is known with one reading of their tier; the others have to wait for the next."""
 LARGE_BYTES = 64 << 20
 LEAST_PATIENCE_S = 0.05
 
@@ -68,20 +71,26 @@ class Choice:
     ahead: Mapping[str, int] = field(default_factory=dict)
     """By tier, the bytes that it had to read first."""
 
+    @property
+    def left_in(self) -> str | None:
+        """The nearest tier of the first block that was found and is not worth loading; None where there is none."""
+        before = self.blocks
+        for span in self.spans:
+            if before < span.blocks:
+                return span.tier
+            before -= span.blocks
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What came of a choice: so many blocks after so long. Without a time: of the part that was left out alone."""
+    """What came of a choice: so many blocks after so long."""
 
     choice: Choice
     blocks: int
-    load_s: float | None
-
-    @property
-    def unknown(self) -> str:
-        """The tier of which blocks were left out; "" for none."""
-        choice = self.choice
-        return _tier_at(choice.spans, choice.blocks) if choice.blocks < choice.found else ""
+    load_s: float
+    rest_alone: bool = False
+    """These blocks are loaded, and their time is told, by others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +112,7 @@ class Plan:
         self._engines: dict[bytes, Pace] = {}  # by namespace
         self._under_way: dict[str, int] = {}  # bytes by tier
         self._tried: dict[str, float] = {}  # when a tier was last read
-        self._open: deque[Taken] = deque()
+        self._open: defaultdict[str, deque[Taken]] = defaultdict(deque)  # by the tier that blocks were left in
         self._lock = threading.Lock()
 
     # what is learned
@@ -151,11 +160,10 @@ class Plan:
     def _learn(self, tier: str, size_bytes: int, seconds: float) -> None:
         pace = self._pace(tier)
         pace.learn(size_bytes, seconds)
-        if self._open and not pace.doubtful:
-            known = [taken for taken in self._open if taken.unknown == tier]
-            self._open = deque(taken for taken in self._open if taken.unknown != tier)
-            for taken in known:
-                self._regret(taken)
+        if not pace.doubtful:
+            left = self._open[tier]
+            for _ in range(min(A_READING, len(left))):
+                self._regret(left.popleft())
 
     def _pace(self, tier: str) -> Pace:
         pace = self._tiers.get(tier)
@@ -196,63 +204,64 @@ class Plan:
         """Of each number of blocks worth a look: it, the time to load them, the time to compute the rest."""
         ends = [(0, 0.0, engine.seconds(tokens))]
         blocks = size = 0
-        by_tier: dict[str, int] = {}
+        read: dict[str, int] = {}  # bytes by tier
+        takes: dict[str, float] = {}  # seconds by tier
         for span in spans:
             blocks, size = blocks + span.blocks, size + span.bytes
-            by_tier[span.tier] = by_tier.get(span.tier, 0) + span.bytes
-            times = [self._pace(t).seconds(b + ahead.get(t, 0)) for t, b in by_tier.items() if t != "host"]
-            load_s = max([self._pace("host").seconds(size), *times])
-            ends.append((blocks, load_s, engine.seconds(max(1, tokens - blocks * block_tokens))))
+            read[span.tier] = read.get(span.tier, ahead.get(span.tier, 0)) + span.bytes
+            takes[span.tier] = self._pace(span.tier).seconds(read[span.tier])
+            takes["host"] = self._pace("host").seconds(size)  # which all of it goes through
+            ends.append((blocks, max(takes.values()), engine.seconds(max(1, tokens - blocks * block_tokens))))
         return ends
 
     def probe(self, choice: Choice) -> bool:
         """Whether some of what is not worth loading should be read, so that it is known what that takes by now."""
-        if choice.blocks == choice.found or not choice.spans:
+        tier = choice.left_in
+        if tier is None:
             return False
-        tier = _tier_at(choice.spans, choice.blocks)
         with self._lock:
             if self._under_way.get(tier, 0):
                 return False
             idle_s = self._clock.now() - self._tried.get(tier, float("-inf"))
             return idle_s >= PROBE_S or self._pace(tier).doubtful
 
-    def settle(self, choice: Choice, loaded_blocks: int, load_s: float | None) -> None:
+    def settle(self, choice: Choice, loaded_blocks: int, load_s: float) -> None:
         """The request went on with so many blocks after so long: count what a better choice would have saved, by what
-        is known now; or once it is, where blocks were left out. `load_s`: None where others load what was chosen, and
-        settle that."""
-        taken = Taken(choice, loaded_blocks, load_s)
-        if not choice.spans or (load_s is None and not taken.unknown):
+        is known now; or once it is, where blocks were left out."""
+        self._settle(Taken(choice, loaded_blocks, load_s))
+
+    def settle_rest(self, choice: Choice) -> None:
+        """The same, of what was left out alone: others load what was chosen, and settle that."""
+        if choice.left_in is not None:
+            self._settle(Taken(choice, choice.blocks, 0.0, rest_alone=True))
+
+    def _settle(self, taken: Taken) -> None:
+        if not taken.choice.spans:
             return
         with self._lock:
             self._counters.add("planned_seconds", self._spent(taken))
-            if not taken.unknown:
+            tier = taken.choice.left_in
+            if tier is None:
                 self._regret(taken)
                 return
-            self._open.append(taken)
-            if len(self._open) > MOST_OPEN:
-                self._regret(self._open.popleft())
+            left = self._open[tier]
+            left.append(taken)
+            if len(left) > MOST_OPEN:
+                self._regret(left.popleft())
 
     def _spent(self, taken: Taken) -> float:
         rest = max(1, taken.choice.tokens - taken.blocks * taken.choice.block_tokens)
-        return (taken.load_s or 0.0) + self._engines[taken.choice.namespace].seconds(rest)
+        return taken.load_s + self._engines[taken.choice.namespace].seconds(rest)
 
     def _regret(self, taken: Taken) -> None:
         choice, spent = taken.choice, self._spent(taken)
         engine = self._engines[choice.namespace]
         ends = self._ends(engine, choice.tokens, choice.block_tokens, choice.spans, choice.ahead)
-        if taken.load_s is None:
+        if taken.rest_alone:
             spent += max(load for blocks, load, _ in ends if blocks <= taken.blocks)
             ends = [end for end in ends if end[0] > taken.blocks]
         others = [load + compute for blocks, load, compute in ends if blocks != choice.blocks]
         self._counters.add("plan_regret_seconds", max(0.0, spent - min(others, default=spent)))
-
-
-def _tier_at(spans: Sequence[Span], block: int) -> str:
-    for span in spans:
-        if block < span.blocks:
-            return span.tier
-        block -= span.blocks
-    return spans[-1].tier
 
 
 def kept(choice: Choice) -> dict[str, int]:

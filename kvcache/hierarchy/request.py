@@ -373,7 +373,7 @@ class CacheRequest:
             taken, reached, seconds = loaded
             self._flow.plan.settle(replace(choice, blocks=taken), reached, seconds)
         elif first:  # what was not worth loading
-            self._flow.plan.settle(choice, choice.blocks, None)
+            self._flow.plan.settle_rest(choice)
 
     def _bring(self, stamp: int, first: int, end: int, room: int, priority: int) -> None:
         """Begin to read what of blocks `first` to `end` lies below host, as much as fits into `room` bytes."""

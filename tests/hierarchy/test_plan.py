@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.hierarchy.pace import Pace
-from kvcache.hierarchy.plan import MOST_OPEN, Choice, Plan, Reading, Span
+from kvcache.hierarchy.plan import A_READING, MOST_OPEN, MOST_RUNS, Choice, Plan, Reading, Span
 from kvcache.observe.metrics import Counters
 
 NAMESPACE = b"n" * 32
@@ -191,7 +192,7 @@ def test_the_rest_of_a_prefix_is_regretted_whoever_loads_its_head(own: bool) -> 
     if own:
         plan.settle(choice, 20, 0.003)
     else:
-        plan.settle(choice, 20, None)
+        plan.settle_rest(choice)
         head = plan.choose(NAMESPACE, 320, 16, spans[:1])
         plan.settle(head, 20, 0.003)
     assert counters.get("plan_regret_seconds") == 0
@@ -217,13 +218,52 @@ def test_choices_whose_regret_stays_unknown_are_counted_and_bounded() -> None:
     for n in range(1, 1001):
         plan.settle(left, 0, 0.0)
         assert counters.get("planned_seconds") == pytest.approx(n * 0.1, rel=0.01)
-    assert len(plan._open) == MOST_OPEN
-    reading = plan.begun("redis", 60 << 10)
-    world.clock.time += 1e-3
-    plan.ended(reading, 60 << 10)
-    assert not plan._open
+    assert len(plan._open["redis"]) == MOST_OPEN
+    for left_open in range(MOST_OPEN - A_READING, -1, -A_READING):
+        plan.ended(begun_before(plan, 60 << 10, 1e-3), 60 << 10)
+        assert len(plan._open["redis"]) == left_open
     plan.settle(Choice(0, 0), 0, 0.0)
-    assert not plan._open, "where nothing was found nothing was chosen"
+    assert not any(plan._open.values()), "where nothing was found nothing was chosen"
+
+
+def test_no_call_works_through_more_than_a_few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it holds what a request has to wait for: however many choices are open, and of whatever tier."""
+    world, looks, asked = World(), [0], Pace.seconds
+    plan = plan_of(world)
+
+    def counted(pace: Pace, size: float) -> float:
+        looks[0] += 1
+        return asked(pace, size)
+
+    monkeypatch.setattr(Pace, "seconds", counted)
+
+    def looked(call: Callable[[], object]) -> int:
+        looks[0] = 0
+        call()
+        return looks[0]
+
+    plan.computed(NAMESPACE, 1000, 0.1)
+    by_first = {
+        first: [Span(first, 1, 1 << 40), *[Span(("nvme", "redis", "object")[i % 3], 1, 1 << 20) for i in range(31)]]
+        for first in ("host", "nvme", "redis")
+    }
+    assert {len(spans) for spans in by_first.values()} == {MOST_RUNS}
+    choices = {first: plan.choose(NAMESPACE, 1000, 16, spans) for first, spans in by_first.items()}
+    for first, choice in choices.items():
+        assert choice.left_in == first
+        for _ in range(MOST_OPEN + 1):
+            plan.settle(choice, 0, 0.0)
+    most = looked(lambda: plan.choose(NAMESPACE, 1000, 16, by_first["redis"]))
+    assert most <= 4 * MOST_RUNS
+    for call in (
+        lambda: plan.ended(begun_before(plan, 1 << 20, 1e-2), 1 << 20),
+        lambda: plan.copied(1 << 20, 1e-4),
+        lambda: plan.settle(choices["nvme"], 0, 0.0),
+        lambda: plan.settle_rest(choices["nvme"]),
+        lambda: plan.probe(choices["nvme"]),
+        lambda: plan.computed(NAMESPACE, 1000, 0.1),
+    ):
+        assert looked(call) <= (A_READING + 1) * most
 
 
 def test_without_the_plan_the_same_traffic_loses_much() -> None:
