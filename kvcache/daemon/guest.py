@@ -81,16 +81,12 @@ class Guest(Peer):
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
         if isinstance(self.connection, ssl.SSLSocket) and self.connection.pending():
-            self._loop.call_soon(self._readable_still)  # no event will tell of what is decrypted already
+            self._go_on_soon()  # no event will tell of what is decrypted already
         return count
-
-    def _readable_still(self) -> None:
-        if self.open and not self._full:
-            self._readable()
 
     def _read_on(self) -> None:
         if self._full and isinstance(self.connection, ssl.SSLSocket) and self.connection.pending():
-            self._loop.call_soon(self._readable_still)
+            self._go_on_soon()
         super()._read_on()
 
     def _transmit(self, data: memoryview) -> int:

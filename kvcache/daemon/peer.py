@@ -46,6 +46,7 @@ class Peer:
         self._loop, self._on_message, self._on_end = loop, on_message, on_end
         self._read = bytearray()
         self._full = False  # whole messages wait: no more is read before they have had their turn
+        self._waits = False  # for its turn, which the loop knows of
         self._unread: deque[memoryview] = deque()
         self._unread_bytes = 0
         self.open = True
@@ -180,7 +181,20 @@ class Peer:
         if not self._full:
             self._full = True
             self._loop.remove_reader(self.connection)
-        self._loop.call_soon(self._answer_some)
+        self._go_on_soon()
+
+    def _go_on_soon(self) -> None:
+        """In the loop's next turn; once in it, however often that is asked for meanwhile."""
+        if not self._waits:
+            self._waits = True
+            self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._waits = False
+        if self._full:
+            self._answer_some()
+        elif self.open:
+            self._readable()
 
     def _read_on(self) -> None:
         if self._full:

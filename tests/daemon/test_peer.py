@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.daemon.guest import Guest
-from kvcache.daemon.peer import AT_ONCE, Peer
+from kvcache.daemon.peer import AT_ONCE, CATCH_UP, Peer
 from kvcache.daemon.protocol import FRAME_BYTES, HEAD_BYTES, pack
 from kvcache.daemon.tls import server_context
 from kvcache.daemon.wire import BUFFER_BYTES
@@ -157,7 +158,7 @@ def test_a_message_without_sense_ends_it_with_what_was_before_it_answered(floor:
     assert floor.said[peer] == [1] * (2 * AT_ONCE)
 
 
-@pytest.mark.parametrize("count", [0, 1, AT_ONCE, 5 * AT_ONCE + 1])
+@pytest.mark.parametrize("count", [0, 1, AT_ONCE, 5 * AT_ONCE + 1, (CATCH_UP - 4) * AT_ONCE])
 def test_what_has_come_is_taken_in_when_somebody_else_asks(floor: Floor, join: Make, count: int) -> None:
     """Also where a part of it had its turn already, and what comes afterwards has its own."""
     peer, theirs = join("unix")
@@ -174,6 +175,33 @@ def test_what_has_come_is_taken_in_when_somebody_else_asks(floor: Floor, join: M
     peer.catch_up()
     assert floor.gone == [peer]
     peer.catch_up()
+
+
+@pytest.mark.parametrize("kind", ["unix", "tls"])
+@pytest.mark.parametrize("asked", [1, 4])
+def test_who_was_caught_up_with_has_one_turn_like_anybody(floor: Floor, join: Make, kind: str, asked: int) -> None:
+    peer, theirs = join(kind)
+    part = CATCH_UP * AT_ONCE
+    theirs.sendall(pack({"n": 1}) * ((asked + 1) * part))
+    floor.loop.run_until_complete(asyncio.sleep(0))
+    for _ in range(asked):
+        before = len(floor.said.get(peer, ()))
+        peer.catch_up()
+        if kind == "unix":  # all that is sent has come
+            assert len(floor.said[peer]) - before == part
+    counts: list[int] = []
+
+    def look() -> None:
+        counts.append(len(floor.said.get(peer, ())))
+        if len(counts) < 20:
+            floor.loop.call_soon(look)
+
+    look()
+    floor.until(lambda: len(counts) == 20)
+    assert all(after - before <= AT_ONCE for before, after in pairwise(counts))
+    theirs.sendall(pack({"n": 2}))
+    floor.until(lambda: floor.said[peer][-1] == 2)
+    assert floor.said[peer] == [1] * ((asked + 1) * part) + [2]
 
 
 def test_who_never_stops_talking_is_not_heard_out(floor: Floor, join: Make) -> None:
