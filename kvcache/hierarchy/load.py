@@ -56,32 +56,43 @@ class Load:
     def run(self) -> None:
         """Never raises: an engine that waits for this must not fail for a fault of a cache. Whoever hears that it is
         done finds given back what it held, and how long it took."""
-        left: list[tuple[int, int, Outcome]] = []  # runs of blocks that have no outcome yet, and theirs
+        failed, whole = None, False
         with working_for(self.work):
             try:
-                left = self._run()
+                failed = self._run()
+                whole = failed is None
             except NotMovedError as error:
                 _log.debug("a load ended: %s", error)
             except Exception:  # noqa: BLE001  law: never in the way
                 _log.exception("a load failed; its blocks are a miss")
             finally:
-                self.flow.holds.give_back(self.claim)
-                self._time(whole=all(outcome is Outcome.DONE for *_, outcome in left) and bool(left))
-                for first, end, outcome in left:
-                    self.transfer.settle_run(first, end, outcome)
-                self.transfer.settle_rest(0, Outcome.FAILED)
+                try:
+                    self._account(whole=whole)
+                finally:
+                    if failed is not None:
+                        block, outcome = failed
+                        self.transfer.settle_run(block, block + 1, outcome)
+                        self.transfer.settle_rest(block, Outcome.ABSENT)
+                    # whole: also those of which the rules need nothing
+                    self.transfer.settle_rest(0, Outcome.DONE if whole else Outcome.FAILED)
 
-    def _time(self, *, whole: bool) -> None:
-        """What it took, of which a plan learns how long host alone takes."""
-        seconds = self.transfer.seconds = self.flow.port.clock.now() - self.begun
-        if self._host_alone and whole:
-            sizes = (
-                chain.payload_bytes * (min(need.stop, self.blocks.stop) - max(need.start, self.blocks.start))
-                for chain, need in zip(self.chains, self.needs, strict=True)
-            )
-            self.flow.plan.copied(sum(size for size in sizes if size > 0), seconds)
+    def _account(self, *, whole: bool) -> None:
+        """Give back what it held and tell what it took, of which a plan learns how long host alone takes. What was
+        loaded stays loaded where this fails."""
+        try:
+            self.transfer.seconds = seconds = self.flow.port.clock.now() - self.begun
+            self.flow.holds.give_back(self.claim)
+            if self._host_alone and whole:
+                sizes = (
+                    chain.payload_bytes * (min(need.stop, self.blocks.stop) - max(need.start, self.blocks.start))
+                    for chain, need in zip(self.chains, self.needs, strict=True)
+                )
+                self.flow.plan.copied(sum(size for size in sizes if size > 0), seconds)
+        except Exception:  # noqa: BLE001  law: never in the way
+            _log.exception("what a load held, or how long it took, is not accounted for")
 
-    def _run(self) -> list[tuple[int, int, Outcome]]:
+    def _run(self) -> tuple[int, Outcome] | None:
+        """The block that ended the prefix, and why; None where all of them came. The last one is not told of yet."""
         windows, count = self._windows(), len(self.blocks)
         current = self._start(next(windows, range(0)))
         while current:
@@ -96,9 +107,9 @@ class Load:
             if failed is not None:
                 block, outcome = failed
                 self.flow.counters.add("load_failures", count - block, outcome=outcome.value)
-                return [(block, block + 1, outcome), (block, count, Outcome.ABSENT)]
+                return failed
             current = following
-        return [(0, count, Outcome.DONE)]  # also those of which the rules need nothing
+        return None
 
     def _windows(self) -> Iterator[range]:
         """Runs of blocks, each within the window's bytes or one block long."""

@@ -167,6 +167,34 @@ def test_how_long_a_load_took_is_known_as_soon_as_it_is_done(tmp_path: Path, mon
         assert all(seconds > 0 for done, seconds in seen if done)
 
 
+@pytest.mark.parametrize("broken", ["holds.give_back", "plan.copied"])
+def test_a_load_ends_whatever_fails_after_it(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(below(tmp_path)) as cache:
+        assert ask(cache, "brings all to host")[0] == 10
+        part, name = broken.split(".")
+        whole = getattr(getattr(cache.flow, part), name)
+
+        def fails(*given: Any) -> None:
+            whole(*given)
+            raise RuntimeError(broken)
+
+        with cache.namespace(LAYOUT, model="m", revision="r").request() as r:
+            assert r.match(range(44)).blocks == 10
+            with monkeypatch.context() as patch:
+                patch.setattr(getattr(cache.flow, part), name, fails)
+                loaded, failed = (r.load(n, pages(), [list(range(n))]) for n in (10, 11))  # the last is nowhere
+                assert loaded.wait(30)
+                assert failed.wait(30)
+        assert loaded.blocks == 10
+        assert failed.failure == (10, Outcome.ABSENT)
+        assert loaded.seconds > 0
+        assert f"RuntimeError: {broken}" in caplog.text
+        assert cache.index.held() == 0
+        assert cache.check() == []
+
+
 def test_a_bound_that_is_told_nonsense_stands(tmp_path: Path) -> None:
     with closing(below(tmp_path)) as cache:
         bound = cache.namespace(LAYOUT, model="m", revision="r")
