@@ -81,6 +81,8 @@ class Op:
 _NUMBER = (int, float)
 FLUSH_S = 60.0
 """A daemon waits for at most so long in one answer; who wants to wait longer asks again."""
+STORE_S = 30.0
+"""For the daemon to find room; nobody waits for a store, so this only ends what hangs."""
 
 OPS: Mapping[str, Op] = {
     "hello": Op("any", {"version": int, "role": str}, {"session": bytes, "engine": str, "token": str}),

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from kvcache.daemon.address import Claim
@@ -81,7 +81,7 @@ class Daemon:
         self._peers: set[Peer] = set()
         self._sessions: dict[bytes, Session] = {}
         self._of_peer: dict[Peer, Session] = {}
-        self._coming = Coming(self._loop, lambda: self._of_peer)
+        self._coming = Coming(self._loop, self._of_peer, cache.flow.port.clock)
         self._watch = Watch(self._loop, self._process_ended)
         self._moving: dict[Moving, threading.Thread] = {}
         self._serving = self._ending = False
@@ -108,9 +108,9 @@ class Daemon:
             self.began()
             if self._linger_s is not None:  # whoever started this may take a while to come
                 self._linger_for(max(self._linger_s, FIRST_S))
-            self.cache.at_flush.append(self._coming.wait)
-            self._loop.run_until_complete(self._ended.wait())
-            self._coming.close()
+            with closing(self._coming):  # before its clients are waited for, and however it ends
+                self.cache.at_flush.append(self._coming.wait)
+                self._loop.run_until_complete(self._ended.wait())
             self._drain()
         finally:
             self.claim.close()

@@ -7,7 +7,6 @@ first: then every request of it is closed and what these held is back. Nothing i
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -229,16 +228,17 @@ class Session:
     def _stored(self, message: Mapping[str, Any]) -> dict[str, Any]:
         number = self._stores.pop(message["store"], None)
         if number is not None:
-            self._coming.end(number)
+            self._coming.end(self.tenant.name, number)
         return {}
 
     def flush(self, timeout_s: float) -> bool:
         """As the cache's, from any thread; but a tenant waits for no other one's clients."""
         if self.tenant.operator:
             return self._cache.flush(timeout_s)
-        end = time.monotonic() + timeout_s
+        clock = self._cache.flow.port.clock
+        end = clock.now() + timeout_s
         come = self._coming.wait(timeout_s, self.tenant.name)
-        return come and self._cache.flow.flush(max(0.0, end - time.monotonic()))
+        return come and self._cache.flow.flush(max(0.0, end - clock.now()))
 
     def _stats(self) -> dict[str, Any]:
         """An operator's are the cache's; a tenant's are of what is its own, so that it learns of nobody else."""
@@ -308,7 +308,7 @@ class Session:
         for request in requests.values():
             request.close()
         while self._stores:
-            self._coming.end(self._stores.popitem()[1])
+            self._coming.end(self.tenant.name, self._stores.popitem()[1])
         while self._bound_of:
             self._bindings.leave(self._bound_of.popitem()[1])
         for number in list(self._bound):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvcache.daemon.carrier import laid_out, room
 from kvcache.daemon.lender import OUTCOMES
 from kvcache.daemon.mapping import Lent, Mappings
-from kvcache.daemon.protocol import ProtocolError, answer
+from kvcache.daemon.protocol import STORE_S, ProtocolError, answer
 from kvcache.daemon.wire import LateError, Wire
 from kvcache.errors import KVCacheError, UnreachableError
 from kvcache.hierarchy.mover import PagesMover, PlacedPart, wait_all
@@ -20,9 +20,6 @@ from kvcache.tier.tier import Outcome
 if TYPE_CHECKING:
     from kvcache.daemon.client import RemoteCache
     from kvcache.daemon.remote import RemoteRequest
-
-STORE_S = 30.0
-"""For the daemon to find room; nobody waits for a store, so this only ends what hangs."""
 
 _log = logger("kvcache.daemon")
 

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from kvcache.daemon.coming import STORES, Coming
-from kvcache.daemon.control.client import ask, find
+from kvcache.config import load as load_settings
+from kvcache.daemon.address import Claim
+from kvcache.daemon.coming import COMES_S, STORES, Coming
+from kvcache.daemon.server import Daemon
+from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.mover import PagesMover
+from kvcache.port import SystemClock
+from kvcache.testing.tier import Clock
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import Engine
-from tests.daemon.house import LAYOUT, House, bound_to, load
+from tests.daemon.house import LAYOUT, bound_to, load
 from tests.daemon.test_tenant import ACME, BETA, ROOT, came_in, everybody
 from tests.daemon.within import Within, until
 
@@ -28,6 +37,17 @@ PAGES = [0, 1, 2, 3]
 ROOT_OF_TESTS = Path(__file__).parents[2]
 
 Hold = Callable[[Any], threading.Event]
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flush that is not done waits for a store: a busy loop has all the time to hear of it."""
+    monkeypatch.setattr("kvcache.daemon.coming.HEAR_S", 600.0)
+
+
+def done(cache: Any) -> bool:
+    """What the daemon answers a flush for which there is no time; an error where it does not answer."""
+    return bool(cache.ask_apart("flush", 0, {"timeout_s": 0})["done"])
 
 
 @pytest.fixture
@@ -67,7 +87,7 @@ def test_a_store_that_was_begun_is_waited_for_whoever_asks(within: Within, hold:
     cache, other = within.open(), within.open()
     go = hold(cache)
     transfer, blocks = begin(bound_to(cache))
-    assert not other.flush(0)
+    assert not done(other)
     assert not within.cache.flush(0)
     go.set()
     assert other.flush(60)
@@ -126,7 +146,7 @@ def test_a_store_that_never_comes_keeps_nobody_waiting(
     cache, other = within.open(), within.open()
     go = hold(cache)
     transfer, _ = begin(bound_to(cache))
-    assert not other.flush(0)
+    assert not done(other)
     if how == "hung up":
         cache.link.close()
         assert other.flush(60)
@@ -144,9 +164,9 @@ def test_a_tenant_does_not_wait_for_another_s(make_within: Callable[..., Within]
     acme, beta, root = (came_in(within, token, tmp_path) for token in (ACME, BETA, ROOT))
     go = hold(acme)
     begin(bound_to(acme))
-    assert not came_in(within, ACME, tmp_path).flush(0)
+    assert not done(came_in(within, ACME, tmp_path))
     assert beta.flush(60)
-    assert not root.flush(0)
+    assert not done(root)
     go.set()
     assert root.flush(60)
 
@@ -155,11 +175,24 @@ def test_what_one_client_can_keep_others_waiting_with_is_bounded(within: Within)
     cache, other = within.open(), within.open()
     for number in range(STORES + 10):
         cache.link.tell("storing", store=number)
-    assert not other.flush(0)
-    for number in range(STORES + 10):
-        cache.link.tell("stored", store=number)
+    assert not done(other)
     cache.link.tell("stored", store=1 << 40)  # of which nobody has heard
+    for number in range(STORES - 1):
+        cache.link.tell("stored", store=number)
+    assert not done(other)
+    cache.link.tell("stored", store=STORES - 1)
     assert other.flush(60)
+
+
+def test_nobody_waits_for_ever_for_a_store_of_which_its_client_says_no_more(
+    within: Within, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, other = within.open(), within.open()
+    cache.link.tell("storing", store=1)
+    assert not done(other)
+    monkeypatch.setattr("kvcache.daemon.coming.COMES_S", 0.0)
+    assert done(other)
+    assert within.cache.flush(0)
 
 
 def test_a_daemon_that_does_not_know_of_stores_is_not_told(within: Within) -> None:
@@ -174,8 +207,7 @@ def test_a_daemon_that_does_not_know_of_stores_is_not_told(within: Within) -> No
     assert not {"storing", "stored"} & set(said)
 
 
-def test_a_client_that_dies_keeps_nobody_waiting(make_house: Callable[..., House], runtime: Path) -> None:
-    house = make_house(CONTROL__ENABLED="true").start()
+def test_a_client_that_dies_keeps_nobody_waiting(within: Within) -> None:
     program = (
         "import sys, threading, kvcache\n"
         "from tests.daemon.house import bound_to\n"
@@ -186,16 +218,30 @@ def test_a_client_that_dies_keeps_nobody_waiting(make_house: Callable[..., House
         "print('begun', flush=True)\n"
         "stands.wait()\n"
     )
-    command = [sys.executable, "-c", program, house.where]
+    command = [sys.executable, "-c", program, f"unix:{within.path}"]
     with subprocess.Popen(command, cwd=ROOT_OF_TESTS, stdout=subprocess.PIPE, text=True) as engine:
         try:
             assert engine.stdout is not None
             assert engine.stdout.readline() == "begun\n"
-            (found,) = find()
-            assert ask(found.path, "flush", seconds=0, timeout_s=60) == {"flushed": False}
+            assert not within.cache.flush(0)
         finally:
             engine.kill()
-    assert ask(found.path, "flush", seconds=60, timeout_s=120) == {"flushed": True}
+    assert within.cache.flush(60)
+
+
+def test_a_daemon_that_ends_by_an_error_keeps_nobody_waiting(tmp_path: Path) -> None:
+    async def fails() -> None:
+        raise ArithmeticError
+
+    settings = load_settings(None, host={"capacity_bytes": "768KiB"}, nvme__enabled=False)
+    with Cache(settings, shared=True) as cache:
+        claim = Claim(Path(os.path.relpath(tmp_path / "d")), 0o600)
+        daemon = Daemon(cache, claim)
+        daemon._ended = SimpleNamespace(wait=fails)
+        with pytest.raises(ArithmeticError):
+            daemon.run()
+        claim.release()
+        assert cache.flush(60)
 
 
 class TestComing:
@@ -210,28 +256,84 @@ class TestComing:
         loop.close()
 
     def test_what_begins_later_is_not_waited_for(self, loop: asyncio.AbstractEventLoop) -> None:
-        coming = Coming(loop, list)
+        coming = Coming(loop, {}, SystemClock())
         last, answers = coming.begin("a"), list[bool]()
         waits = threading.Thread(target=lambda: answers.append(coming.wait(120)))
         waits.start()
         while waits.is_alive():  # there is one at every moment
             last, before = coming.begin("a"), last
-            coming.end(before)
+            coming.end("a", before)
         assert answers == [True]
-        coming.end(last)
-        coming.end(last)
+        coming.end("a", last)
+        coming.end("a", last)
         assert coming.wait(60)
 
     def test_once_the_loop_is_over_it_waits_for_what_has_begun_alone(self) -> None:
         loop = asyncio.new_event_loop()
-        coming = Coming(loop, list)
+        coming = Coming(loop, {}, SystemClock())
         number, answers = coming.begin("a"), list[bool]()
         waits = threading.Thread(target=lambda: answers.append(coming.wait(120)))
         waits.start()
         coming.close()
         loop.close()
         assert not coming.wait(0)
-        coming.end(number)
+        coming.end("a", number)
         waits.join(120)
         assert answers == [True]
         assert coming.wait(0)
+
+    @pytest.mark.parametrize("whose", ["a", None])
+    def test_what_is_too_old_keeps_nobody_waiting(self, loop: asyncio.AbstractEventLoop, whose: str | None) -> None:
+        clock = Clock()
+        coming = Coming(loop, {}, clock)
+        old, clock.seconds = coming.begin("a"), clock.seconds + COMES_S - 1
+        coming.begin("a")
+        assert not coming.wait(0, whose)
+        clock.seconds += 1
+        assert not coming.wait(0, whose)
+        coming.end("a", old)
+        clock.seconds += COMES_S - 2
+        assert not coming.wait(0, whose)
+        clock.seconds += 1
+        assert coming.wait(0, whose)
+
+    def test_nor_whoever_waits_for_it_already(
+        self, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvcache.daemon.coming.COMES_S", 0.1)
+        coming = Coming(loop, {}, SystemClock())
+        coming.begin("a")
+        assert coming.wait(None)
+
+    def test_they_end_in_any_order(self, loop: asyncio.AbstractEventLoop) -> None:
+        coming = Coming(loop, {}, SystemClock())
+        numbers = {coming.begin(tenant): tenant for tenant in "abcab" * 3}
+        for number in random.Random(1).sample(sorted(numbers), len(numbers)):
+            for tenant in "abc":
+                assert coming.wait(0, tenant) == (tenant not in numbers.values())
+            assert not coming.wait(0)
+            coming.end(numbers.pop(number), number)
+        assert coming.wait(0)
+
+    def test_one_turn_hears_for_all_who_wait_and_no_other_tenant_s_clients(self) -> None:
+        to_do, heard = Queue[Callable[[], None]](), list[str]()
+        clients = {
+            Mock(catch_up=partial(heard.append, name)): SimpleNamespace(tenant=SimpleNamespace(name=name))
+            for name in "abc"
+        }
+        coming = Coming(SimpleNamespace(call_soon_threadsafe=to_do.put), clients, SystemClock())
+        waits = [threading.Thread(target=coming.wait, args=(120, whose)) for whose in "aaab"]
+        for thread in waits:
+            thread.start()
+        hear = to_do.get(timeout=60)
+        until(lambda: coming._asked == {"a", "b"} and len(coming._changed._waiters) == 4)
+        hear()
+        for thread in waits:
+            thread.join(120)
+        assert sorted(heard) == ["a", "b"]
+        assert to_do.empty()
+        last = threading.Thread(target=coming.wait, args=(120,))
+        last.start()
+        to_do.get(timeout=60)()
+        last.join(120)
+        assert sorted(heard) == ["a", "a", "b", "b", "c"]
