@@ -56,10 +56,12 @@ _log = logger("kvcache.legacy")
 
 
 def leave(cache: Cache, within_s: float, most: int | None = None) -> tuple[bytes, list[int]]:
-    """The table, and the extents' descriptors in its order, the one used last first, at most so many; they stay the
-    cache's. For one in which nothing moves any more, and which is not asked again."""
-    index, places = cache.index, dict[bytes, int]()
-    told: list[tuple[int, dict[str, Any], Region]] = []
+    """The table, and the extents' descriptors in its order, at most so many: those with what an operator pinned first,
+    and of these, and of the others, the one used last; they stay the cache's. For one in which nothing moves any more,
+    and which is not asked again."""
+    index, places, pins = cache.index, dict[bytes, int](), cache.flow.pins
+    pinned = pins.held()
+    told: list[tuple[tuple[bool, int], dict[str, Any], Region]] = []
     for extent, records in cache.host.leave(within_s).items():
         if not records:
             continue
@@ -74,7 +76,8 @@ def leave(cache: Cache, within_s: float, most: int | None = None) -> tuple[bytes
             "generations": generations.tobytes(),
             "rows": rows.tobytes(),
         }
-        told.append((int(rows["age"].min()), about, extent.region))
+        unpinned = not pinned or pinned.isdisjoint(Run.of(held.address) for held in records)
+        told.append(((unpinned, int(rows["age"].min())), about, extent.region))
     told = sorted(told, key=lambda each: each[0])[:most]
     table = {
         "legacy": VERSION,
@@ -85,7 +88,8 @@ def leave(cache: Cache, within_s: float, most: int | None = None) -> tuple[bytes
         "extents": [about for _, about, _ in told],
         "owners": {space: owner.pack() for space, owner in cache.erasure.owned().items()},
         "learnt": cache.learnt.told(waiting=False),  # it goes on waiting
-        "pins": cache.flow.pins.left(),
+        "pins": pins.left(),
+        "last_pin": pins.last,
     }
     packed: bytes = msgpack.packb(table)
     descriptors = [region.descriptor for _, _, region in told if region.descriptor is not None]
@@ -166,6 +170,7 @@ class Legacy:
                     cache.flow.pins.recall(pin)
                 except Exception as error:  # noqa: BLE001  as above
                     _log.warning("a pin is not taken over: %s", str(error))
+            cache.flow.pins.go_on(int(told.get("last_pin", 0)))
         except Exception as error:  # noqa: BLE001  as above
             _log.warning("not all that was in host memory is taken over: %s", str(error))
         for descriptor in descriptors:

@@ -18,6 +18,7 @@ from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.prefix import wanted
 from kvcache.hierarchy.run import Run
+from kvcache.observe.request import logger
 from kvcache.port import Clock
 from kvcache.tier.tier import Tier
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 SHARE = 8
 PINS = 64
 LONGEST_S = 30 * 86_400.0
+
+_log = logger("kvcache.pins")
 
 
 @dataclass(slots=True)
@@ -64,7 +67,8 @@ class Pins:
         self._index, self._clock = index, clock
         self._holds = Holds(index, tiers, share=SHARE)
         self._pins: dict[int, Pin] = {}
-        self._last = 0  # number of a pin
+        self.last = 0
+        """Number of a pin: none comes twice, in the processes after this one neither."""
         self._next = float("inf")  # when the first of them ends
         self._lock = threading.Lock()
 
@@ -85,7 +89,7 @@ class Pins:
             if len(self._pins) >= PINS:
                 raise ConfigError(f"{PINS} prefixes are pinned, and no more can be: `kvcache unpin` one")
             made = Pin(
-                self._last + 1,
+                self.last + 1,
                 bound.id,
                 packed[-SIGNATURE_BYTES:],
                 found,
@@ -114,7 +118,7 @@ class Pins:
         if held < pin.blocks or not pin.by_tier:
             pin.by_tier = {tier: count for tier, count in zip(self._index.tiers, pin.claim[0][1], strict=True) if count}
         pin.blocks = held
-        self._pins[pin.id], self._last = pin, max(self._last, pin.id)
+        self._pins[pin.id], self.last = pin, max(self.last, pin.id)
         self._next = min(self._next, pin.until)
         return True
 
@@ -149,6 +153,12 @@ class Pins:
         with self._lock:
             return list(self._pins.values())
 
+    def held(self) -> set[Run]:
+        """Each block by itself."""
+        with self._lock:
+            runs = [run for pin in self._pins.values() for run, _, _ in pin.claim]
+        return {Run(run.place, bytes(run.part(i, i + 1).signatures)) for run in runs for i in range(run.blocks)}
+
     def left(self) -> list[dict[str, Any]]:
         """For the process after this one."""
         self.sweep()
@@ -170,9 +180,14 @@ class Pins:
                 for pin in self._pins.values()
             ]
 
+    def go_on(self, last: int) -> None:
+        """Behind this number."""
+        with self._lock:
+            self.last = max(self.last, last)
+
     def recall(self, left: Mapping[str, Any]) -> None:
-        """One that the process before kept, as far as it is there, unless it has ended. Raises something where it makes
-        no sense."""
+        """One that the process before kept, as far as it is there, unless it has ended; what is not there is said.
+        Raises something where it makes no sense."""
         numbers = [left[name] for name in ("pin", "blocks", "wanted", "block_tokens")]
         runs = [(Run(place, signatures), payload_bytes) for place, signatures, payload_bytes in left["runs"]]
         sizes = [payload_bytes for _, payload_bytes in runs]
@@ -182,10 +197,16 @@ class Pins:
         space, signature = bytes(left["namespace"]), bytes(left["signature"])
         seconds = float(left["ends"]) - self._clock.wall()
         with self._lock:
-            if not 0 < seconds <= LONGEST_S or number in self._pins or len(self._pins) >= PINS:
+            self.last = max(self.last, number)
+            if not 0 < seconds <= LONGEST_S:
                 return
             until = self._clock.now() + seconds
-            self._keep(Pin(number, space, signature, blocks, asked, tokens, runs, {}, float(left["ends"]), until))
+            pin = Pin(number, space, signature, blocks, asked, tokens, runs, {}, float(left["ends"]), until)
+            fits = number not in self._pins and len(self._pins) < PINS
+            kept = pin.blocks if fits and self._keep(pin) else 0
+        if kept < blocks:
+            here, told = kept * tokens, blocks * tokens
+            _log.warning("pin %d: of %d tokens that the process before kept, %d are kept on", number, told, here)
 
     def held_bytes(self) -> dict[str, int]:
         self.sweep()

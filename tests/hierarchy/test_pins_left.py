@@ -95,6 +95,74 @@ def test_one_that_ended_meanwhile_or_whose_blocks_did_not_come_is_none(
     assert told(last) == [pin]
 
 
+def test_what_is_pinned_comes_first_however_long_ago_it_was_used(make: Callable[..., Cache]) -> None:
+    old = make()
+    bound = bound_to(old)
+    store(bound, tokens(1, 2), 1)
+    old.flow.pins.pin(bound, packed(bound, tokens(1, 2)), 60)
+    flood(bound, 10, times=2)
+    before = told(old)
+    heir = make(extents=1)
+    taken(heir, *left(old))
+    assert told(heir) == before
+    assert there(bound_to(heir), tokens(1, 2)) == 2
+
+
+@pytest.mark.parametrize(("extents", "kept_on"), [(1, 8), (4, 16)])
+def test_what_of_a_pin_is_not_kept_on_is_said(
+    make: Callable[..., Cache], extents: int, kept_on: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = make()
+    kept(old, 1)
+    heir = make(extents=extents)
+    taken(heir, *left(old))
+    assert [pin["tokens"] for pin in told(heir)] == [kept_on]
+    assert ("pin 1: of 16 tokens that the process before kept, 8 are kept on" in caplog.text) == (kept_on < 16)
+
+
+def test_one_of_which_nothing_came_is_said(make: Callable[..., Cache], caplog: pytest.LogCaptureFixture) -> None:
+    old = make()
+    kept(old, 1)
+    table, descriptors = left(old)
+    heir = make()
+    assert taken(heir, changed(table, lambda told: told["extents"][0].update(slot_bytes=1)), descriptors) == 0
+    assert told(heir) == []
+    assert "pin 1: of 16 tokens that the process before kept, 0 are kept on" in caplog.text
+
+
+def test_no_number_comes_twice(make: Callable[..., Cache]) -> None:
+    old = make()
+    kept(old, 1, 2)
+    old.flow.pins.unpin(2)
+    heir = make()
+    taken(heir, *left(old))
+    kept(heir, 3)
+    assert [pin["pin"] for pin in told(heir)] == [1, 3]
+    heir.flow.pins.unpin(3)
+    last = make()
+    taken(last, *left(heir))
+    kept(last, 4)
+    assert [pin["pin"] for pin in told(last)] == [1, 4]
+
+
+@pytest.mark.parametrize("change", [{}, {"last_pin": "many"}, {"last_pin": -1}])
+def test_a_last_number_that_is_missing_or_makes_no_sense_costs_nothing_else(
+    make: Callable[..., Cache], change: dict[str, Any]
+) -> None:
+    old = make()
+    kept(old, 1)
+    table, descriptors = left(old)
+    heir = make()
+
+    def other(told: dict[str, Any]) -> None:
+        del told["last_pin"]
+        told.update(change)
+
+    assert taken(heir, changed(table, other), descriptors) == 4
+    kept(heir, 2)
+    assert [pin["pin"] for pin in told(heir)] == [1, 2]
+
+
 def test_a_table_without_them_is_taken(make: Callable[..., Cache]) -> None:
     old = make()
     kept(old, 1)
