@@ -51,8 +51,10 @@ REASONS: Mapping[tuple[str, str], Mapping[str, str]] = {
         "media": "it has media, which are not in the names of blocks that engines of several makes share",
         "streamed input": "its prompt may still grow, so that its blocks have no names that would hold",
         "adapter": "the files of its adapter could not be read: the log has it",
+        "starting": "it was admitted before all ranks of the engine had told of their pages",
+        "unreachable": "the daemon did not answer as it was looked up; what it computes is stored if that is back then",
         "refused": "the cache, or the daemon behind it, did not take its tenant or its namespace: the log has it",
-        "failed": "an error of ours, which the log has",
+        "failed": "an error of ours, which the log has, came before anything of it was found or stored",
     },
     ("drops", "reason"): {
         "no room": "no free slot and no victim in host: what is there is held, the request's own, or another's share",

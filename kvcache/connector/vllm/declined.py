@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 
-from kvcache.errors import KVCacheError
+from kvcache.connector.vllm.tracked import Tracked
+from kvcache.errors import AccessError, ConfigError, UnreachableError
 from kvcache.observe.metrics import Counters
 
 MOST_SAID = 256
@@ -24,18 +25,22 @@ class Declined:
         return request_id in self._requests
 
     def because(self, request_id: str, reason: str, why: str = "") -> None:
-        """`reason` as the table has it; `why`: what is said of it, where that was not said before."""
+        """`reason`: the metric's label. `why`: the log's text, said where it was not said before."""
         if request_id not in self._requests:
             self._requests.add(request_id)
             self.counters.add("declined", reason=reason)
         if why:
-            self.say(f"requests with {why} are not cached")
+            self.say(f"a request is not cached: {why}; others that end so are counted only")
 
-    def failed(self, request_id: str, error: Exception) -> None:
-        """Law: an error of ours is a miss, and never the engine's to bear."""
+    def failed(self, tracked: Tracked, error: Exception) -> None:
+        """Law: an error of ours is a miss, and never the engine's to bear. From here on it is not cached; it counts
+        where nothing of it was before."""
         kind = type(error).__name__
-        self.because(request_id, "refused" if isinstance(error, KVCacheError) else "failed")
-        self.say(f"a request is not cached: {kind}: {error}; others that end so are counted only", once=kind)
+        what = "the rest of a request" if tracked.cached else "a request"
+        if not tracked.cached:
+            self.because(tracked.request.request_id, _reason(error))
+        tracked.decline()
+        self.say(f"{what} is not cached: {kind}: {error}; others that end so are not said", once=kind)
 
     def over(self, request_id: str) -> None:
         self._requests.discard(request_id)
@@ -45,3 +50,9 @@ class Declined:
         if key not in self._said and len(self._said) < MOST_SAID:
             self._said.add(key)
             _log.warning("%s", text)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, (AccessError, ConfigError)):
+        return "refused"
+    return "unreachable" if isinstance(error, UnreachableError) else "failed"

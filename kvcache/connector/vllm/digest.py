@@ -55,7 +55,7 @@ class Digests:
 
 
 def unnamed(request: Any, origin: Origin) -> str:
-    """Why the blocks of a request have no name; "" where they have."""
+    """Why the blocks of a request have no name, as the table of reasons calls it; "" where they have."""
     if origin != "vllm" and getattr(request, "prompt_embeds", None) is not None:
         return "embeddings"
     if origin == "pages" and request.mm_features:

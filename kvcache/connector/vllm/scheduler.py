@@ -27,8 +27,10 @@ from kvcache.connector.vllm.steps import Steps
 from kvcache.connector.vllm.tracked import Tracked, Wishes, behind
 from kvcache.connector.vllm.trial import Trial
 from kvcache.connector.vllm.whole import whole
+from kvcache.daemon.remote import UNREACHABLE
 from kvcache.errors import KVCacheError
 from kvcache.hierarchy.face import Bound, Followed, KVCache
+from kvcache.observe.reasons import meaning
 
 _log = logging.getLogger("kvcache.connector.vllm")
 
@@ -122,13 +124,13 @@ class Scheduling:
         wishes, wrong = Wishes.of(request.kv_transfer_params)
         if wrong:
             self.declined.say(f"kv_transfer_params that make no sense are ignored: {wrong}")
-        if why := unnamed(request, origin):
-            self.declined.because(request.request_id, why, why)
+        if reason := unnamed(request, origin):
+            self.declined.because(request.request_id, reason, meaning("declined", "reason", reason))
             return None
         try:
             adapter = self._adapters.name(request.lora_request)
         except Exception as error:  # noqa: BLE001  law: never in the way
-            self.declined.because(request.request_id, "adapter", str(error))
+            self.declined.because(request.request_id, "adapter", f"its adapter cannot be read: {error}")
             return None
         who = Who(
             tenant=wishes.tenant or self._options.tenant,
@@ -148,8 +150,7 @@ class Scheduling:
         try:
             return self._matched(request, tracked, local_tokens)
         except Exception as error:  # noqa: BLE001  law: never in the way
-            self.declined.failed(request.request_id, error)
-            tracked.decline()
+            self.declined.failed(tracked, error)
             return 0, False
 
     def _matched(self, request: Any, tracked: Tracked, local_tokens: int) -> tuple[int | None, bool]:
@@ -215,19 +216,23 @@ class Scheduling:
         a load that never begins would be waited for."""
         tracked = quietly(None, self.track, request)
         if tracked is None:
+            if self._model is None:
+                self.declined.because(request.request_id, "starting")
             return
         tracked.blocks = [list(ids) for ids in blocks.get_block_ids()]
-        size, hit, face = self._layout_tokens, tracked.hit, tracked.face
+        size, hit = self._layout_tokens, tracked.hit
         if tokens:
             first, end = tracked.local_tokens // size, (tracked.local_tokens + tokens) // size
-            tracked.sources = behind(hit.by_tier, first, end, size) if hit is not None else {}
             self._pending.append(self._promised(tracked, first, end))
+            tracked.sources = behind(hit.by_tier, first, end, size) if hit is not None else {}
             tracked.stored, tracked.loading, tracked.hit = end, True, None
-            if face is not None:
-                quietly(None, face.admit)
-        elif hit is not None and face is not None:  # not after a load
+            if tracked.face is not None:
+                quietly(None, tracked.face.admit)
+        elif hit is not None and tracked.face is not None:  # not after a load
+            if hit.reason == UNREACHABLE and not tracked.cached:
+                self.declined.because(request.request_id, "unreachable")
             if not hit.blocks:
-                quietly(None, face.admit)  # counted as a miss
+                quietly(None, tracked.face.admit)  # counted as a miss
             tracked.stored = hit.blocks
             tracked.close()
 
@@ -235,7 +240,7 @@ class Scheduling:
         try:
             return self._move(tracked, first, end)
         except Exception as error:  # noqa: BLE001  law: never in the way
-            self.declined.failed(tracked.request.request_id, error)
+            self.declined.failed(tracked, error)
             return self._move(tracked, first, end, known=UNTOLD)
 
     def _move(self, tracked: Tracked, first: int, end: int, known: int | None = None) -> Move:
@@ -321,8 +326,7 @@ class Scheduling:
         try:
             self._store(message, tracked, computed + scheduled)
         except Exception as error:  # noqa: BLE001  law: never in the way
-            self.declined.failed(request_id, error)
-            tracked.decline()
+            self.declined.failed(tracked, error)
 
     def _store(self, message: Message, tracked: Tracked, computed: int) -> None:
         assert self._model is not None

@@ -64,6 +64,11 @@ class Tracked:
     sources: dict[str, int] = field(default_factory=dict)  # by tier, the tokens of the last load
     failed: bool = False  # a load failed: this request computes
 
+    @property
+    def cached(self) -> bool:
+        """Something of it was found, loaded or stored."""
+        return bool(self.stored or self.sources)
+
     def storable(self, of: Sequence[int], first: int, end: int) -> int:
         """From where on each of these groups of vLLM's has its own page: what a window has left behind is page 0, which
         is nobody's."""

@@ -16,10 +16,12 @@ from kvcache.connector.vllm.bounds import Bounds
 from kvcache.connector.vllm.identity import Who
 from kvcache.connector.vllm.model import Model
 from kvcache.connector.vllm.tracked import Wishes
-from kvcache.errors import AccessError, ConfigError
+from kvcache.daemon.remote import UNREACHABLE
+from kvcache.errors import AccessError, ClosedError, ConfigError, UnreachableError
 from kvcache.hierarchy.edge import check_ttl
-from kvcache.hierarchy.naive import NaiveCache
-from kvcache.observe.reasons import REASONS
+from kvcache.hierarchy.face import Hit
+from kvcache.hierarchy.naive import NaiveCache, NaiveRequest
+from kvcache.observe.reasons import REASONS, meaning
 from tests.connector.vllm.conftest import MODEL, blocks, output, request
 
 
@@ -31,6 +33,10 @@ class Refusing(NaiveCache):
             raise AccessError("tenant 'other': you came in as 'mine'")
         if given["tenant"] == "many":
             raise ConfigError("256 namespaces are bound already")
+        if given["tenant"] == "away":
+            raise UnreachableError("no answer")
+        if given["tenant"] == "closed":
+            raise ClosedError("closed")
         if given["tenant"] == "broken":
             raise ZeroDivisionError("ours")
         return super().namespace(layout, **given)
@@ -62,6 +68,8 @@ def step(scheduling: Any, asked: Any) -> Any:
     [
         ("other", "AccessError", "refused"),
         ("many", "ConfigError", "refused"),
+        ("away", "UnreachableError", "unreachable"),
+        ("closed", "ClosedError", "failed"),
         ("broken", "ZeroDivisionError", "failed"),
     ],
 )
@@ -106,6 +114,80 @@ def test_a_request_is_counted_once_however_often_it_is_asked_about(scheduling: A
         assert step(scheduling, asked).stores == []
         assert name not in scheduling.declined, "nothing is kept of a request that is over"
     assert counts(scheduling) == {"streamed input": 2, "adapter": 1}
+
+
+def test_the_log_says_more_than_the_label(scheduling: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("r", "s"):
+        asked = request(name)
+        asked.resumable = True
+        step(scheduling, asked)
+    (record,) = caplog.records
+    assert meaning("declined", "reason", "streamed input") in record.getMessage()
+
+
+def test_what_comes_before_the_ranks_have_spoken_is_counted(scheduling: Any) -> None:
+    model, scheduling._model = scheduling._model, None
+    asked = request("r")
+    assert scheduling.matched(asked, 0) == (0, False)
+    assert counts(scheduling) == {}, "it is asked about again, and may be admitted later"
+    assert step(scheduling, asked).stores == []
+    scheduling._model = model
+    assert len(step(scheduling, request("s")).stores) == 1
+    assert counts(scheduling) == {"starting": 1}
+
+
+def test_what_is_admitted_while_the_daemon_is_away_is_counted(scheduling: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as away:
+        away.setattr(NaiveRequest, "match", lambda *_, **__: Hit(tokens=0, blocks=0, reason=UNREACHABLE))
+        for name in ("r", "s"):
+            step(scheduling, request(name))
+        waits = request("t")
+        assert scheduling.matched(waits, 0) == (0, False)
+    assert step(scheduling, request("u")).stores
+    step(scheduling, waits)
+    assert counts(scheduling) == {"unreachable": 2}, "one that was asked about again when it was back is none"
+
+
+@pytest.fixture
+def filled(sides: Callable[..., tuple[Any, Any]]) -> Any:
+    """The scheduler's side of an engine that has stored a prompt."""
+    scheduling, working = sides(NaiveCache())
+    message = step(scheduling, request("first"))
+    working.begin(message)
+    working.store(message)
+    return scheduling
+
+
+def broken(*_: Any) -> None:
+    raise ZeroDivisionError("ours")
+
+
+def test_a_request_that_loaded_a_hit_and_whose_store_fails_was_cached(
+    filled: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduling = filled
+    monkeypatch.setattr(scheduling, "_store", broken)
+    asked = request("second")
+    tokens, _ = scheduling.matched(asked, 0)
+    assert tokens > 0
+    scheduling.allocated(asked, blocks([4, 5, 6]), tokens)
+    assert scheduling.message(output(asked, [4, 5, 6], tokens)).stores == []
+    assert counts(scheduling) == {}
+    assert "the rest of a request is not cached: ZeroDivisionError" in caplog.text
+    step(scheduling, request("third", digests=[bytes([9]) * 32] * 3))
+    assert counts(scheduling) == {"failed": 1}
+
+
+def test_a_hit_that_cannot_be_told_of_is_let_go(filled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = request("second")
+    tokens, _ = filled.matched(asked, 0)
+    with monkeypatch.context() as once:
+        once.setattr(filled.requests["second"].digests, "first", broken)
+        filled.allocated(asked, blocks([4, 5, 6]), tokens)
+    message = filled.message(output(asked, [4, 5, 6], tokens))
+    assert [move.known for move in message.loads] == [-1], "its load fails"
+    assert message.stores == []
+    assert counts(filled) == {"failed": 1}
 
 
 def test_an_engine_that_is_off_says_so_of_each_request(scheduling: Any) -> None:

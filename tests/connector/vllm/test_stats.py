@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import kvcache.connector.vllm as package
 from kvcache.observe.metrics import Counters
 
 STATS = "kvcache.connector.vllm.stats"
@@ -52,6 +53,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     for sampler in made.values():
         sampler.close()
     sys.modules.pop(STATS, None)
+    vars(package).pop("stats", None)
 
 
 def test_a_daemon_that_once_did_not_answer_is_not_counted_again(sampled: Callable[..., Any]) -> None:
