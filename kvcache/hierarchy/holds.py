@@ -47,11 +47,7 @@ class Holds:
         with self._lock:
             for run, payload_bytes in wanted:
                 size = record_bytes(payload_bytes)
-                room = [
-                    UNLIMITED if tier.shared else max(0, tier.usage().capacity_bytes // self._share - held) // size
-                    for tier, held in zip(self._tiers, self._held_bytes, strict=True)
-                ]
-                held = self._index.hold(run, room)
+                held = self._index.hold(run, [left // size for left in self._room_bytes()])
                 if any(held):
                     claim.append((run.part(0, sum(held)), held, size))
                     self._count(held, size)
@@ -78,6 +74,18 @@ class Holds:
     def _count(self, blocks: Sequence[int], size: int) -> None:
         for t, count in enumerate(blocks):
             self._held_bytes[t] += count * size
+
+    def _room_bytes(self) -> list[int]:
+        return [
+            UNLIMITED if tier.shared else max(0, tier.usage().capacity_bytes // self._share - held)
+            for tier, held in zip(self._tiers, self._held_bytes, strict=True)
+        ]
+
+    def room_bytes(self) -> dict[str, int]:
+        """Of records that may be held yet."""
+        self._sweep()
+        with self._lock:
+            return {tier.name: left for tier, left in zip(self._tiers, self._room_bytes(), strict=True)}
 
     def held_bytes(self) -> dict[str, int]:
         self._sweep()

@@ -1,4 +1,4 @@
-"""One chain brought into host memory because somebody ordered it, head first, at the lowest priority."""
+"""One chain brought into host memory before anybody asks for it, head first, at the lowest priority."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from kvcache.hierarchy.flow import Flow
-from kvcache.hierarchy.prefix import wanted
+from kvcache.hierarchy.prefix import ALL, wanted
 from kvcache.hierarchy.request import BoundCache
 from kvcache.hierarchy.run import Chained, Run
 from kvcache.tier.tier import BACKGROUND, Outcome
@@ -34,21 +34,21 @@ class Room:
 
 
 class Near:
-    """`packed`: the chain's signatures, from its first block on. Host memory bounds what is brought, as `room` does.
-    Nothing that was used after this began leaves for it. `ends`: it stops where this is so, looked at now and then."""
+    """`packed`: the chain's signatures, from its first block on. Host memory bounds what is brought, as `room` does,
+    where there is one, and `most_blocks` of the chain. Nothing that was used after this began leaves for it. `ends`: it
+    stops where this is so, looked at now and then."""
 
     def __init__(
         self,
         flow: Flow,
         bound: BoundCache,
         packed: bytes,
-        room: Room,
+        room: Room | None,
         ends: Callable[[], bool],
         *,
-        window_bytes: int = WINDOW_BYTES,
+        most_blocks: int = ALL,
     ) -> None:
-        """`window_bytes`: come or stay together."""
-        self._window_bytes = window_bytes
+        self._most_blocks = most_blocks
         self._flow, self._bound, self._packed, self._room, self._ends = flow, bound, packed, room, ends
         self.blocks = self.bytes = 0  # that came
         self.full = False  # the limit on bytes, or host memory, had no room for the rest
@@ -66,13 +66,14 @@ class Near:
             before = request.begin()
         lookup = index.lookup(bound.names, bound.needs)  # all there is, whatever the plan says of loading it
         lookup.match(self._packed)
-        return bool(lookup.blocks) and self._bring(lookup.blocks, before)
+        blocks = min(lookup.blocks, self._most_blocks)
+        return bool(blocks) and self._bring(blocks, before)
 
     def _bring(self, blocks: int, before: int) -> bool:
         flow, bound, packed = self._flow, self._bound, self._packed
         need = wanted(bound.layout, blocks)
         chains = [Chained(bound.id, packed, p.group, p.shard, p.payload_bytes, bound.id) for p in bound.everywhere]
-        step = max(1, self._window_bytes // sum(chain.payload_bytes for chain in chains))
+        step = max(1, WINDOW_BYTES // sum(chain.payload_bytes for chain in chains))
         for first in range(0, blocks, step):
             far = []
             for place, chain in zip(bound.everywhere, chains, strict=True):
@@ -80,7 +81,7 @@ class Near:
                 near = flow.index.where(Run(place.name, packed).part(part.start, part.stop)) if part else b""
                 far += [(chain[i], chain.payload_bytes) for i, mask in zip(part, near, strict=True) if not mask & 1]
             size = sum(payload for _, payload in far)
-            if not self._room.take(size):
+            if self._room is not None and not self._room.take(size):
                 self.full = True
                 return False
             arrivals = flow.promoter.begin(

@@ -8,11 +8,13 @@ another takes its place: that goes on with it, as far as its blocks are there.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.record import record_bytes
 from kvcache.errors import ConfigError
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.index import Index
@@ -72,11 +74,31 @@ class Pins:
         self._next = float("inf")  # when the first of them ends
         self._lock = threading.Lock()
 
-    def pin(self, bound: BoundCache, packed: bytes, seconds: float) -> Pin:
-        """Hold what is there of these blocks. ConfigError where that is nothing, or there are too many pins."""
+    def check(self, seconds: float) -> None:
+        """ConfigError where a pin of so many seconds makes no sense, or there are too many pins."""
         if not 0 < seconds <= LONGEST_S:
             raise ConfigError(f"a pin of {seconds:g} s: expected more than 0 and at most {LONGEST_S:.0f} (30 days)")
         self.sweep()
+        self._check_number()
+
+    def _check_number(self) -> None:
+        if len(self._pins) >= PINS:
+            raise ConfigError(f"{PINS} prefixes are pinned, and no more can be: `kvcache unpin` one")
+
+    def fitting(self, bound: BoundCache, blocks: int) -> int:
+        """Of so many blocks from the front, those of which pins may hold every record in host memory."""
+        sizes = [(place.group, record_bytes(place.payload_bytes)) for place in bound.everywhere]
+
+        def size(blocks: int) -> int:
+            need = wanted(bound.layout, blocks)
+            return sum(len(need[group]) * size for group, size in sizes)
+
+        self.sweep()
+        return bisect_right(range(1, blocks + 1), self._holds.room_bytes()[self._index.tiers[0]], key=size)
+
+    def pin(self, bound: BoundCache, packed: bytes, seconds: float) -> Pin:
+        """Hold what is there of these blocks. ConfigError where that is nothing, and as of `check`."""
+        self.check(seconds)
         lookup = self._index.lookup(bound.names, bound.needs)
         lookup.match(packed)
         found = lookup.blocks
@@ -86,8 +108,7 @@ class Pins:
             for place in bound.everywhere
         ]
         with self._lock:
-            if len(self._pins) >= PINS:
-                raise ConfigError(f"{PINS} prefixes are pinned, and no more can be: `kvcache unpin` one")
+            self._check_number()
             made = Pin(
                 self.last + 1,
                 bound.id,

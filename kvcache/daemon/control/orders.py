@@ -9,8 +9,7 @@ from kvcache.daemon.control.explain import prompt
 from kvcache.errors import ConfigError
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.clear import clear
-from kvcache.hierarchy.near import WINDOW_BYTES, Near, Room
-from kvcache.hierarchy.pins import SHARE
+from kvcache.hierarchy.near import Near
 from kvcache.observe.asked import Asked
 from kvcache.observe.prefixes import named
 
@@ -31,16 +30,10 @@ def pin(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
         if bound is None:
             raise ConfigError("no engine has bound this prompt's namespace here")
         packed, flow = whose.packed[: blocks * SIGNATURE_BYTES], cache.flow
-        most = cache.settings.host.capacity_bytes // SHARE - flow.pins.held_bytes()[cache.host.name]
+        flow.pins.check(float(seconds))
         end = flow.port.clock.now() + NEAR_S
-        near = Near(
-            flow,
-            bound,
-            packed,
-            Room(most),
-            lambda: flow.port.clock.now() >= end,
-            window_bytes=min(most, WINDOW_BYTES),
-        )
+        most = flow.pins.fitting(bound, blocks)
+        near = Near(flow, bound, packed, None, lambda: flow.port.clock.now() >= end, most_blocks=most)
         near.bring("pin")
         made = flow.pins.pin(bound, packed, float(seconds))
         return {"made": made.told(), "pins": [each.told() for each in cache.flow.pins.all()]}

@@ -1,0 +1,119 @@
+"""What an operator orders of a running cache: how much of a prefix is brought near to be pinned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvcache.block.record import record_bytes
+from kvcache.config import load as load_settings
+from kvcache.daemon.control.orders import pin
+from kvcache.errors import ConfigError
+from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.pins import LONGEST_S, SHARE
+from kvcache.hierarchy.prefix import wanted
+from tests.contract.caches import HYBRID, Engine, bind
+from tests.daemon.house import LAYOUT, bound_to, store
+
+FITS = 64 // SHARE
+"""Blocks that pins may hold in host memory: 64 records of 12 KiB are what it has."""
+BLOCKS = 2 * FITS
+TOKENS = list(range(BLOCKS * LAYOUT.block_tokens))
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Callable[[], Cache]]:
+    """Each has what the one before left on the drive, and nothing in host memory."""
+    with ExitStack() as last:
+
+        def make() -> Cache:
+            last.close()
+            settings = load_settings(
+                None,
+                host={"capacity_bytes": "768KiB", "extent_bytes": "192KiB"},
+                nvme={"enabled": True, "path": str(tmp_path), "capacity_bytes": "64MiB", "free_floor_bytes": 0},
+                control={"enabled": False},
+            )
+            return last.enter_context(Cache(settings))
+
+        yield make
+
+
+@pytest.fixture
+def far(opened: Callable[[], Cache]) -> Cache:
+    """A cache that has TOKENS on its drive alone."""
+    cache = opened()
+    store(bound_to(cache), TOKENS, 1)
+    assert cache.flush(60)
+    cache = opened()
+    assert tiers(bound_to(cache)) == {"nvme": BLOCKS}
+    return cache
+
+
+def tiers(bound: Any, tokens: list[int] = TOKENS) -> dict[str, int]:
+    with bound.request() as r:
+        return dict(r.match(tokens).by_tier)
+
+
+def pinned(cache: Cache, seconds: float = 60, blocks: int = BLOCKS) -> dict[str, Any]:
+    ids = np.array(TOKENS[: blocks * LAYOUT.block_tokens], "<u4").tobytes()
+    return dict(pin(cache, {"ids": ids, "seconds": seconds})["made"])
+
+
+def test_no_more_comes_near_than_a_pin_can_hold(far: Cache) -> None:
+    rest = (BLOCKS - FITS) * LAYOUT.block_tokens
+    assert pinned(far)["by_tier"] == {"host": FITS * LAYOUT.block_tokens, "nvme": rest}
+    assert tiers(bound_to(far)) == {"host": FITS, "nvme": BLOCKS - FITS}
+    assert far.check() == []
+
+
+def test_what_is_near_already_counts(far: Cache) -> None:
+    bound, engine = bound_to(far), Engine(LAYOUT)
+    near = TOKENS[: FITS // 2 * LAYOUT.block_tokens]
+    with bound.request() as r:
+        r.match(near)
+        r.admit()
+        assert r.load(FITS // 2, engine.described, engine.ids(list(range(FITS // 2)))).wait(60)
+    assert tiers(bound) == {"host": FITS // 2, "nvme": BLOCKS - FITS // 2}
+    pinned(far)
+    assert tiers(bound) == {"host": FITS, "nvme": BLOCKS - FITS}
+
+
+def test_what_other_pins_hold_counts(far: Cache) -> None:
+    pinned(far, blocks=FITS - 2)
+    pinned(far)
+    assert tiers(bound_to(far)) == {"host": FITS - 2, "nvme": BLOCKS - FITS + 2}
+
+
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, LONGEST_S + 1])
+def test_a_pin_that_makes_no_sense_brings_nothing(far: Cache, seconds: float) -> None:
+    with pytest.raises(ConfigError, match="a pin of"):
+        pinned(far, seconds)
+    assert tiers(bound_to(far)) == {"nvme": BLOCKS}
+
+
+def test_a_pin_too_many_brings_nothing(far: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvcache.hierarchy.pins.PINS", 1)
+    pinned(far, blocks=1)
+    with pytest.raises(ConfigError, match="no more can be"):
+        pinned(far)
+    assert tiers(bound_to(far)) == {"host": 1, "nvme": BLOCKS - 1}
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, HYBRID], ids=["one part", "several"])
+@pytest.mark.parametrize("blocks", [0, 1, 7, 8, 9, 1000])
+def test_blocks_fit_that_have_room_for_every_record(opened: Callable[[], Cache], layout: Any, blocks: int) -> None:
+    cache = opened()
+    bound = bind(cache, layout)
+
+    def size(blocks: int) -> int:
+        need = wanted(layout, blocks)
+        return sum(len(need[place.group]) * record_bytes(place.payload_bytes) for place in bound.everywhere)
+
+    room = cache.host.usage().capacity_bytes // SHARE
+    assert cache.flow.pins.fitting(bound, blocks) == max(n for n in range(blocks + 1) if size(n) <= room)
