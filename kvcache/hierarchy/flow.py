@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
 from kvcache.block.key import SIGNATURE_BYTES
@@ -26,6 +26,7 @@ from kvcache.hierarchy.run import Chained, place_of_address
 from kvcache.hierarchy.why import Why
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
+from kvcache.observe.request import logger
 from kvcache.observe.uses import Uses
 from kvcache.port import Port
 from kvcache.tier.arena import Extent, Slot
@@ -39,6 +40,11 @@ ASKED, LEAST_ASKED = 1 << 12, 16
 that is too many, some of the extents are left out."""
 TRIES = 8
 """Of the cheapest extents, how many may turn out to have something in them that cannot leave."""
+
+Submit = Callable[[Callable[[], None]], object]
+"""Runs a call, here or elsewhere; `Executor.submit` is one."""
+
+_log = logger("kvcache.flow")
 
 
 class Flow:
@@ -244,13 +250,14 @@ class Flow:
 
         def offer() -> None:
             for lane in lanes:
-                for chain in chains:
-                    self._offer(lane, chain, 0, blocks)
-            self.end_store(number)
+                try:
+                    for chain in chains:
+                        self._offer(lane, chain, 0, blocks)
+                except Exception:  # noqa: BLE001  law: never in the way
+                    _log.exception("%s was not offered %d blocks that are used again", lane.tier.name, blocks)
 
         if lanes and blocks:
-            number = self.begin_store()  # what `flush` waits for
-            self.executor.submit(offer)
+            self.submit_store(offer, self.executor.submit)
 
     def _offer(self, lane: Lane, chain: Chained, first: int, end: int) -> None:
         dropped = lane.offer(chain, first, end)
@@ -280,6 +287,22 @@ class Flow:
         self.events.add("dropped", tier=tier, namespace=namespace, blocks=blocks, reason=reason)
 
     # barriers
+
+    def submit_store(self, call: Callable[[], None], submit: Submit) -> None:
+        """Have `submit` run a call that stores: `flush` waits for it from now on, until it ends, however it ends."""
+        number = self.begin_store()
+
+        def run() -> None:
+            try:
+                call()
+            finally:
+                self.end_store(number)
+
+        try:
+            submit(run)
+        except BaseException:
+            self.end_store(number)
+            raise
 
     def begin_store(self) -> int:
         """The number to end it by."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -21,7 +21,7 @@ from kvcache.hierarchy.canary import Recompute
 from kvcache.hierarchy.clear import CLEAR_S, clear
 from kvcache.hierarchy.edge import check_blocks, check_origin, check_transfer, check_ttl
 from kvcache.hierarchy.face import Extras, Hit, PageIds
-from kvcache.hierarchy.flow import Flow
+from kvcache.hierarchy.flow import Flow, Submit
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.kinds import NO_MODEL
 from kvcache.hierarchy.load import Load
@@ -41,9 +41,6 @@ from kvcache.transfer.pages import Pages
 
 BELOW_PLAN = "below_plan"
 """The reason that is said of what would come later than the engine computes it."""
-
-Submit = Callable[[Callable[[], None]], object]
-"""Runs a call, here or elsewhere; `Executor.submit` is one."""
 
 
 class BoundCache:
@@ -273,7 +270,11 @@ class CacheRequest:
             transfer=transfer,
         )
         self.miss.loading(id(self), first, transfer)
-        submit(job.run)
+        try:
+            submit(job.run)
+        except BaseException:
+            self._flow.holds.give_back(claim)
+            raise
         return transfer
 
     def store(self, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
@@ -304,9 +305,8 @@ class CacheRequest:
             before=self.begin(),
             transfer=transfer,
             ttl_s=self.ttl_s,
-            number=self._flow.begin_store(),  # which nothing may fail after
         )
-        submit(job.run)
+        self._flow.submit_store(job.run, submit)
         return transfer
 
     def close(self) -> None:

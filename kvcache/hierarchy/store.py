@@ -30,7 +30,6 @@ _log = logger("kvcache.store")
 @dataclass(kw_only=True)
 class Store:
     flow: Flow
-    number: int  # of this store, as the flow has it
     work: Work
     namespace: bytes
     mover: Mover
@@ -53,7 +52,6 @@ class Store:
                 _log.exception("a store failed; its blocks are not kept")
             finally:
                 self.transfer.settle_rest(0, Outcome.FAILED)
-                self.flow.end_store(self.number)
 
     def _run(self) -> None:
         count = len(self.transfer.outcomes)

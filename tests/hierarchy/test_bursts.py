@@ -264,6 +264,27 @@ def test_a_flush_waits_for_what_was_stored_before_it_and_not_for_what_comes_afte
     cache.close()
 
 
+def test_what_no_thread_takes_holds_nothing_and_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(_: Callable[[], None]) -> None:
+        raise RuntimeError("no more threads")
+
+    cache = open_host(8)
+    put(cache, list(range(16)))
+    with cache.namespace(LAYOUT, model="m", revision="r").request() as r:
+        assert r.match(range(16)).blocks == 4
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.flow.executor, "submit", refused)
+            for move in (
+                lambda: r.load(4, pages(LAYOUT), [list(range(4))]),
+                lambda: r.store(pages(LAYOUT), [list(range(4))]),
+            ):
+                with pytest.raises(RuntimeError, match="no more threads"):
+                    move()
+        assert cache.index.held() == 0
+        assert cache.flush(30)
+    cache.close()
+
+
 def test_a_flush_waits_for_the_stores_that_were_begun_before_it() -> None:
     cache = open_host(8)
     last, answers = cache.flow.begin_store(), list[bool]()

@@ -71,6 +71,25 @@ def test_when_what_is_stored_and_used_goes_down(tmp_path: Path, tier: str, mode:
         assert cache.check() == []
 
 
+def test_what_cannot_be_offered_keeps_no_flush_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> int:
+        raise RuntimeError("no offers")
+
+    with open_cache(tmp_path, "on_second_use") as cache:
+        bound = bind(cache)
+        store(bound, Engine(FULL), SHORT, list(range(10)))
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.flow.lanes[0], "offer", fails)
+            use(bound, SHORT)
+            assert cache.flush(30)
+        assert "RuntimeError: no offers" in caplog.text
+        assert written(cache, "nvme") == 0
+        use(bound, SHORT)
+        assert written(cache, "nvme") == 10, "the next time"
+
+
 def headless(cache: Any, tier: str, bound: Any, prompts: list[list[int]]) -> list[str]:
     """Blocks whose parent the tier has not, by prompt."""
     faults = []
