@@ -235,10 +235,7 @@ class Session:
         """As the cache's, from any thread; but a tenant waits for no other one's clients."""
         if self.tenant.operator:
             return self._cache.flush(timeout_s)
-        clock = self._cache.flow.port.clock
-        end = clock.now() + timeout_s
-        come = self._coming.wait(timeout_s, self.tenant.name)
-        return come and self._cache.flow.flush(max(0.0, end - clock.now()))
+        return self._cache.flow.flush(timeout_s, first=[partial(self._coming.wait, tenant=self.tenant.name)])
 
     def _stats(self) -> dict[str, Any]:
         """An operator's are the cache's; a tenant's are of what is its own, so that it learns of nobody else."""

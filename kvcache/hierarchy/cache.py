@@ -129,7 +129,7 @@ class Cache:
         self.at_close: list[Callable[[], object]] = []
         """Called when closing begins: what reaches this cache from outside lets go of it."""
         self.at_flush: list[Callable[[float | None], bool]] = []
-        """Asked first by `flush`, with the time there is: whether what is on its way from outside has come."""
+        """Asked first by `flush`, with the time that is left: whether what is on its way from outside has come."""
         self.at_rest: list[Callable[[], object]] = []
         """Called when nothing moves any more, before the tiers are closed."""
         self.at_bind: list[Callable[[BoundCache], object]] = []
@@ -282,10 +282,7 @@ class Cache:
     def flush(self, timeout_s: float | None = None) -> bool:
         if self._closed:
             return self._flushed
-        clock = self.flow.port.clock
-        end = None if timeout_s is None else clock.now() + timeout_s
-        come = all(wait(timeout_s) for wait in self.at_flush)
-        return come and self.flow.flush(None if end is None else max(0.0, end - clock.now()))
+        return self.flow.flush(timeout_s, first=self.at_flush)
 
     def stats(self) -> dict[str, Any]:
         held, pinned = self.flow.holds.held_bytes(), self.flow.pins.held_bytes()

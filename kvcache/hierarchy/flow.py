@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 
 from kvcache.block.key import SIGNATURE_BYTES
@@ -321,14 +321,17 @@ class Flow:
         for lane in self.lanes:
             lane.leaving.wipe()
 
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Wait for what is on its way now; what is stored meanwhile keeps nobody waiting."""
+    def flush(self, timeout_s: float | None = None, *, first: Iterable[Callable[[float | None], bool]] = ()) -> bool:
+        """Wait for what is on its way now; what is stored meanwhile keeps nobody waiting. `first`: asked before, with
+        the time that is left, whether what comes from outside has come."""
         clock = self.port.clock
         end = None if timeout_s is None else clock.now() + timeout_s
 
         def left() -> float | None:
             return None if end is None else max(0.0, end - clock.now())
 
+        if not all(wait(left()) for wait in first):
+            return False
         with self._changed:
             begun = set(self._storing)
             if not self._changed.wait_for(lambda: begun.isdisjoint(self._storing), left()):

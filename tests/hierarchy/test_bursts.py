@@ -285,6 +285,25 @@ def test_what_no_thread_takes_holds_nothing_and_keeps_nobody_waiting(monkeypatch
     cache.close()
 
 
+def test_whoever_a_flush_asks_first_has_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, given, time = open_host(8), list[float | None](), [0.0]
+
+    def waits(timeout_s: float | None) -> bool:
+        given.append(timeout_s)
+        time[0] += 7.0
+        return True
+
+    cache.at_flush += [waits, waits, waits]
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.flow.port.clock, "now", lambda: time[0])
+        assert cache.flush(10.0)
+        assert cache.flush()
+    assert given == [10.0, 3.0, 0.0, None, None, None]
+    cache.at_flush.append(lambda _: False)
+    assert not cache.flush(30)
+    cache.close()
+
+
 def test_a_flush_waits_for_the_stores_that_were_begun_before_it() -> None:
     cache = open_host(8)
     last, answers = cache.flow.begin_store(), list[bool]()
