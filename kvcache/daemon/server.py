@@ -28,6 +28,7 @@ from kvcache.daemon.hall import Hall
 from kvcache.daemon.handover import akin
 from kvcache.daemon.lender import Moving, serve
 from kvcache.daemon.limits import Limits
+from kvcache.daemon.loop import new_loop
 from kvcache.daemon.peer import Peer
 from kvcache.daemon.protocol import FRAME_BYTES, VERSION, ProtocolError, asked, refusal
 from kvcache.daemon.session import Session
@@ -117,6 +118,10 @@ class Daemon:
             if self._port is not None:
                 self._port.close()
             self._loop.close()
+
+    def close(self) -> None:
+        """What was made and never ran; no more is to be done for one that ran. Idempotent."""
+        self._loop.close()
 
     def stop(self) -> None:
         """From any thread."""
@@ -388,13 +393,3 @@ class Daemon:
             peer.close()
         for session in self.sessions:
             self._end_session(session)
-
-
-def new_loop() -> asyncio.AbstractEventLoop:
-    """Of uvloop where that is installed."""
-    try:
-        import uvloop
-    except ModuleNotFoundError:
-        return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop

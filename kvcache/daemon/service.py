@@ -55,7 +55,8 @@ class Service:
         self._port = Port(daemon, self._door, insecure=insecure) if daemon.listen else None
         self._page = ""
         self._ends = ExitStack()
-        self._daemon: Daemon | None = None
+        self.daemon: Daemon | None = None
+        """Once it is started."""
 
     def __str__(self) -> str:
         """What is served, and where."""
@@ -101,7 +102,7 @@ class Service:
                 begin(cache)
             if self._settings.control.enabled:
                 listen(cache, self._version)
-            self._daemon = served = Daemon(
+            served = Daemon(
                 cache,
                 claim,
                 version=self._version,
@@ -111,16 +112,17 @@ class Service:
                 port=self._port,
                 again=lambda: apply(self._read().log),
             )
+            ends.callback(served.close)
             cache.at_rest.append(lambda: keep(cache) if served.heir is None else give(served.heir, cache))
             if listener is not None:
                 self._page, end = serve_http(served, listener, self._settings.http, self._version)
                 ends.callback(end)
-            self._ends = ends.pop_all()
+            self.daemon, self._ends = served, ends.pop_all()
 
     def run(self) -> None:
         """Until SIGTERM, or an heir, or the end of whom it lingers for."""
-        assert self._daemon is not None
-        self._daemon.run()
+        assert self.daemon is not None
+        self.daemon.run()
         notify("STOPPING=1", "STATUS=writing what is queued")
         self._say("ending; what is queued is written first")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 
 import kvcache
 from kvcache.config import load as load_settings
+from kvcache.daemon.loop import new_loop
 from kvcache.daemon.service import Service
 from kvcache.errors import ConfigError, StoreError
 from kvcache.hierarchy.cache import Cache
@@ -25,7 +27,7 @@ TOKENS = list(range(8))
 
 @pytest.fixture
 def made(tmp_path: Path) -> Callable[..., Service]:
-    def make(*, lines: list[str] | None = None, beside: Callable[[Cache], object] = id, **more: Any) -> Service:
+    def make(*, say: Callable[[str], object] = len, beside: Callable[[Cache], object] = id, **more: Any) -> Service:
         read = partial(
             load_settings,
             None,
@@ -35,7 +37,6 @@ def made(tmp_path: Path) -> Callable[..., Service]:
             control={"enabled": False},
             **more,
         )
-        say = [].append if lines is None else lines.append
         return Service(read, version="1", insecure=True, beside=[beside], say=say)
 
     return make
@@ -43,17 +44,18 @@ def made(tmp_path: Path) -> Callable[..., Service]:
 
 @contextmanager
 def running(service: Service) -> Iterator[None]:
-    serves, said = threading.Event(), service._say
-    service._say = lambda line: (said(line), serves.set())
-    thread = threading.Thread(target=service.run)
+    serves = threading.Event()
     service.start()
+    daemon = service.daemon
+    assert daemon is not None
+    began, daemon.began = daemon.began, lambda: (began(), serves.set())
+    thread = threading.Thread(target=service.run)
     thread.start()
     try:
         assert serves.wait(60)
         yield
     finally:
-        assert service._daemon is not None
-        service._daemon.stop()
+        daemon.stop()
         thread.join()
         service.stop()
 
@@ -61,7 +63,7 @@ def running(service: Service) -> Iterator[None]:
 def test_it_serves_and_what_it_had_is_there_for_the_next(made: Callable[..., Service], tmp_path: Path) -> None:
     lines: list[str] = []
     for turn in range(2):
-        service = made(lines=lines)
+        service = made(say=lines.append)
         with running(service), kvcache.open(f"unix:{tmp_path / 's'}", patience_s=30, deadline_s=30) as cache:
             if turn == 0:
                 expected = store(bound_to(cache), TOKENS, 1)
@@ -108,3 +110,41 @@ def test_a_start_that_fails_leaves_nothing_open(made: Callable[..., Service], tm
     with running(made(daemon__listen=listen)), kvcache.open(f"tcp://{listen}", patience_s=30, deadline_s=30) as cache:
         expected = store(bound_to(cache), TOKENS, 1)
         assert load(bound_to(cache), TOKENS) == expected
+
+
+@pytest.fixture
+def loops(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.AbstractEventLoop]:
+    """That were made for a daemon."""
+    made: list[asyncio.AbstractEventLoop] = []
+
+    def new() -> asyncio.AbstractEventLoop:
+        made.append(new_loop())
+        return made[-1]
+
+    monkeypatch.setattr("kvcache.daemon.server.new_loop", new)
+    return made
+
+
+def no_thread(*_: object) -> None:
+    raise OSError("no thread")
+
+
+@pytest.mark.parametrize("step", ["kvcache.daemon.service.serve_http", "kvcache.daemon.http.server.start", None])
+def test_a_daemon_that_never_runs_leaves_nothing_open(
+    made: Callable[..., Service],
+    loops: list[asyncio.AbstractEventLoop],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    step: str | None,
+) -> None:
+    service = made(http={"enabled": True, "port": 0})
+    if step is None:
+        service.start()
+    else:
+        monkeypatch.setattr(step, no_thread)
+        with pytest.raises(OSError, match="no thread"):
+            service.start()
+        assert [loop.is_closed() for loop in loops] == [True]
+    service.stop()
+    assert [loop.is_closed() for loop in loops] == [True]
+    assert not (tmp_path / "s").exists()
