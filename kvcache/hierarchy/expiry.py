@@ -148,11 +148,8 @@ class Expiry:
                     kept.append(address)
             self._push(due_ms, expires_ms, kept)
 
-    def wait(self, timeout_s: float | None) -> bool:
-        """Until what was let go of has left; False where time ran out first."""
-        return all(ticket.wait(timeout_s) for ticket in self._going())
-
-    def _going(self, more: Sequence[Ticket] = ()) -> list[Ticket]:
+    def leaving(self, more: Sequence[Ticket] = ()) -> list[Ticket]:
+        """What was let go of and has not left yet, with these."""
         with self._lock:
             self._leaving = [ticket for ticket in self._leaving if not ticket.done] + list(more)
             return list(self._leaving)
@@ -198,7 +195,7 @@ class Expiry:
                 self._again([each for each in over if each[1].name in stays])
             self._say(tier, [address for address in gone if address.name not in stays])
 
-        self._going([tier.submit("remove", [a for _, a in over], priority=BACKGROUND, on_outcome=settled)])
+        self.leaving([tier.submit("remove", [a for _, a in over], priority=BACKGROUND, on_outcome=settled)])
 
     def _again(self, over: Sequence[tuple[int, Address]]) -> None:
         """Heads first, as they were noted; under the lock."""

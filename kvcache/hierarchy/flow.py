@@ -339,7 +339,7 @@ class Flow:
         more = True
         while more:
             more = self.expiry.sweep()
-            if not self.expiry.wait(left()):
+            if not all(ticket.wait(left()) for ticket in self.expiry.leaving()):
                 return False
         for lane in self.lanes:
             if not lane.wait_queued(left()):

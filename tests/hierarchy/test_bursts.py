@@ -285,7 +285,7 @@ def test_what_no_thread_takes_holds_nothing_and_keeps_nobody_waiting(monkeypatch
     cache.close()
 
 
-def test_whoever_a_flush_asks_first_has_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_a_flush_waits_for_has_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, given, time = open_host(8), list[float | None](), [0.0]
 
     def waits(timeout_s: float | None) -> bool:
@@ -293,12 +293,16 @@ def test_whoever_a_flush_asks_first_has_the_time_that_is_left(monkeypatch: pytes
         time[0] += 7.0
         return True
 
-    cache.at_flush += [waits, waits, waits]
+    class Leaving(Ticket):
+        wait = staticmethod(waits)  # type: ignore[assignment]
+
+    cache.at_flush += [waits, waits]
+    cache.flow.expiry.leaving([Leaving(1), Leaving(1)])
     with monkeypatch.context() as patch:
         patch.setattr(cache.flow.port.clock, "now", lambda: time[0])
-        assert cache.flush(10.0)
+        assert cache.flush(20.0)
         assert cache.flush()
-    assert given == [10.0, 3.0, 0.0, None, None, None]
+    assert given == [20.0, 13.0, 6.0, 0.0, None, None, None, None]
     cache.at_flush.append(lambda _: False)
     assert not cache.flush(30)
     cache.close()
