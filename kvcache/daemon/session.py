@@ -89,7 +89,8 @@ class Session:
             "stored": self._stored,
             "stats": lambda _: self._stats(),
         }
-        self._within = self.meter.ask()
+        if op not in ("storing", "stored"):  # said of a store, which is asked for by itself
+            self._within = self.meter.ask()
         if self.meter.flooded:
             raise ProtocolError(f"tenant {self.tenant.name!r} asks far more than its operations a second")
         return answers[op](message)

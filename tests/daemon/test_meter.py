@@ -158,6 +158,20 @@ def test_whoever_floods_is_let_go_and_comes_back(limited: Callable[..., Within],
     assert bound_to(came_in(within, BETA, tmp_path)).request().match([1, 2, 3, 4]).reason == "cold"
 
 
+def test_what_is_said_of_stores_is_no_question(limited: Callable[..., Within], tmp_path: Path) -> None:
+    within = limited(operations=4)
+    cache = came_in(within, ACME, tmp_path)
+    acme = bound_to(cache)
+    for number in range(100):
+        cache.link.tell("storing", store=number)
+        cache.link.tell("stored", store=number)
+    with acme.request() as r:
+        assert r.match([1, 2, 3, 4]).reason == "cold"
+        assert r.match([1, 2, 3, 4]).reason == "cold"
+        assert r.match([1, 2, 3, 4]).reason == "quota"
+    assert within.daemon.door.meters["acme"].refused == 1
+
+
 def test_beyond_its_bandwidth_a_tenant_moves_nothing(limited: Callable[..., Within], tmp_path: Path) -> None:
     within = limited(bandwidth="64KiB")  # a record takes 12 KiB of the arena
     acme = bound_to(came_in(within, ACME, tmp_path))
