@@ -54,6 +54,19 @@ _PROCESS = re.compile(r"\d+")
 _log = logger("kvcache.daemon")
 
 
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What the system refuses is said as a StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"no private daemon: the system refuses what it needs ({error}); see that there are descriptors (ulimit "
+            "-n), processes (ulimit -u) and memory left, and room in the runtime directory, or name a running daemon"
+        ) from error
+
+
+@_refusals()
 def find_or_start(
     engine: str,
     settings_file: str | os.PathLike[str] | None = None,
@@ -66,7 +79,7 @@ def find_or_start(
     """Where `kvcache.open` reaches the daemon of this engine, which answers when this returns.
 
     `settings` and the file are as for `kvcache.open`; those of the process that starts it hold. ConfigError for one
-    that makes no sense, StoreError with the daemon's own words where it does not start.
+    that makes no sense, StoreError where it does not start, with its own words or the system's.
     """
     loaded = load(settings_file, environ, **settings)
     given = {name: str(loaded.value(name)) for name in TABLE if _decides(name) and loaded.given(name)}
@@ -168,7 +181,8 @@ def _start(
                 lines = log.read_text(errors="replace").strip().splitlines() or ["it left without a word"]
                 raise StoreError(f"no private daemon: {lines[-1].removeprefix('kvcache: ')}")
             if time.monotonic() > end:
-                os.kill(int(number), signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(int(number), signal.SIGKILL)
                 raise StoreError(f"no private daemon: it did not listen in time; see {log}")
             time.sleep(_LOOK_S)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -104,6 +105,19 @@ def test_settings_that_make_no_sense_start_nothing(place: Path) -> None:
     with pytest.raises(StoreError, match="nvme directory /proc/nowhere"):
         find_or_start("engine", nvme={"path": "/proc/nowhere", "capacity_bytes": "64MiB"}, control__enabled=False)
     assert not answers(socket_path("engine"))
+
+
+def test_what_the_system_refuses_is_said(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    for refused in ("os.open", "os.pipe", "subprocess.run", "socket.socket"):
+        with monkeypatch.context() as changed:
+            changed.setattr(refused, none_left)
+            with pytest.raises(StoreError, match=r"no private daemon: .*Too many open files.*ulimit -n"):
+                find_or_start("engine", **SMALL)
+    with kvcache.open(find_or_start("engine", **SMALL)) as cache:
+        end(cache.link.pid)
 
 
 def test_settings_become_variables() -> None:
