@@ -20,10 +20,12 @@ from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.mover import PagesMover
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.observe.request import Work, logger
+from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
 
 if TYPE_CHECKING:
-    from kvcache.daemon.client import Link, RemoteCache
+    from kvcache.daemon.client import RemoteCache
+    from kvcache.daemon.link import Link
 
 UNREACHABLE = "unreachable"
 """The reason of a match that nobody answered."""
@@ -256,49 +258,46 @@ class RemoteRequest:
         transfer = BlockTransfer(end - first)
         mover = PagesMover(self._cache.copiers, pages, page_ids)
         sizes = [p.block_bytes for p in pages]
-        taker = Taker(
-            self._cache, self, op, first, end, sizes, mover, transfer, self._deadline_s, store=self._begin(op)
-        )
-        self._cache.moves()
-        self._cache.executor.submit(taker.run)
-        return transfer
-
-    def _begin(self, op: str) -> int:
-        """A transfer begins. Of a store the daemon hears before the engine goes on, so that a flush which anybody asks
-        for then waits for it; its number, 0 where there is none."""
         with self._lock:
             self._moving += 1
-        if op != "store":
-            return 0
+        self._cache.moves()
+        store = self._announce() if op == "store" else 0
+        taker = Taker(self._cache, self, op, first, end, sizes, mover, transfer, self._deadline_s, store)
+        try:
+            self._cache.executor.submit(taker.run)
+        except RuntimeError as error:  # another thread closes the cache, or the system gives no thread
+            _log.debug("a %s cannot begin: %s", op, error)
+            taker.over(Outcome.FAILED)
+        return transfer
+
+    def _announce(self) -> int:
+        """The daemon hears of a store before the engine goes on, so that a flush which anybody asks for then waits for
+        it; its number, 0 where the daemon cannot be told at once."""
         number = next(self._cache.numbers)
-        with suppress(KVCacheError), self._cache.asking() as link:  # a session that is over has no stores
-            if link.hears_stores:
-                link.tell("storing", store=number)
-        return number
+        return number if self._cache.announce(number) else 0
 
     def moved(self, store: int) -> None:
-        """One has ended; `store` is its number. On the thread that moved it."""
+        """A transfer has ended; `store` is the number by which it was announced, if it was."""
         with self._lock:
             self._moving -= 1
+        self._say_over(store)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._say_over(0)
+
+    def _say_over(self, store: int) -> None:
+        """Of a store; and of the request, once no transfer is under way any more, which would not find it."""
+        with self._lock:
             over = self._closed and not self._moving
+        if not store and not over:
+            return
         with suppress(KVCacheError), self._cache.asking() as link:
             if store and link.hears_stores:
                 link.tell("stored", store=store)
-            if over:
-                self._say_closed(link)
-
-    def close(self) -> None:
-        """The daemon hears of it once no transfer is under way any more, which would not find the request."""
-        with self._lock:
-            over = not self._closed and not self._moving
-            self._closed = True
-        if over:
-            with suppress(KVCacheError), self._cache.asking() as link:
-                self._say_closed(link)
-
-    def _say_closed(self, link: Link) -> None:
-        if self._link is not None and self._link() is link:  # else its session is over, and so is the request
-            link.tell("close", request=self._number)
+            if over and self._link is not None and self._link() is link:  # else its session is over, and so is it
+                link.tell("close", request=self._number)
 
     def __enter__(self) -> RemoteRequest:
         return self

@@ -56,9 +56,13 @@ class Taker:
             except Exception:  # noqa: BLE001  law: never in the way
                 _log.exception("a %s failed", self.op)
             finally:
-                self.transfer.settle_rest(0, outcome)
-                self.request.moved(self.store)
-                self.cache.moved()
+                self.over(outcome)
+
+    def over(self, outcome: Outcome) -> None:
+        """What has no outcome yet has this one; nobody waits for it any more."""
+        self.transfer.settle_rest(0, outcome)
+        self.request.moved(self.store)
+        self.cache.moved()
 
     def _run(self) -> None:
         if self.transfer.cancelled:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import os
+import select
 import socket
 import ssl
 import time
@@ -164,6 +165,12 @@ class Wire:
         except OSError:
             pass
         return True
+
+    def writable(self, timeout_s: float) -> bool:
+        """Whether the system takes a short message at once, or does within this time."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLOUT)
+        return bool(poll.poll(timeout_s * 1e3))
 
     def outlast(self) -> None:
         """Say no more, and wait for the other side to hang up, whatever it still says."""

@@ -195,18 +195,6 @@ def test_nobody_waits_for_ever_for_a_store_of_which_its_client_says_no_more(
     assert within.cache.flush(0)
 
 
-def test_a_daemon_that_does_not_know_of_stores_is_not_told(within: Within) -> None:
-    cache = within.open()
-    cache.link.hears_stores = False
-    tell, said = cache.link.tell, list[str]()
-    cache.link.tell = lambda op, **fields: (said.append(op), tell(op, **fields))[1]
-    transfer, _ = begin(bound_to(cache))
-    assert transfer.wait(60)
-    assert cache.flush(60)
-    assert "open" in said
-    assert not {"storing", "stored"} & set(said)
-
-
 def test_a_client_that_dies_keeps_nobody_waiting(within: Within) -> None:
     program = (
         "import sys, threading, kvcache\n"

@@ -1,0 +1,90 @@
+"""A client's session with a daemon: the connection on which it asks, and those that move records."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvcache.daemon.mapping import Mappings
+from kvcache.daemon.protocol import VERSION, answer
+from kvcache.daemon.route import Route
+from kvcache.daemon.wire import Wire
+from kvcache.errors import UnreachableError
+
+
+class Link:
+    """One session with one daemon. Asked under the cache's lock."""
+
+    def __init__(self, route: Route, engine: str, patience_s: float, mappings: Mappings) -> None:
+        self.route, self.patience_s, self.mappings = route, patience_s, mappings
+        token = route.token.read()
+        self.wire = route.connect(patience_s)
+        try:
+            hello = self.ask("hello", version=VERSION, role="control", engine=engine, token=token)
+            self.session: bytes = hello["session"]
+            self.facts: dict[str, Any] = hello["facts"]
+            self.tenant: str = hello.get("tenant", "")
+            self.apart: bool = hello.get("apart", False)
+            self.hears_stores: bool = hello.get("stores", False)
+            self.pid: int = hello["pid"]
+        except KeyError as error:
+            self.wire.close()
+            raise UnreachableError(f"{route}: a hello without {error}; is it a kvcache daemon?") from None
+        except BaseException:
+            self.wire.close()
+            raise
+        self.bound: OrderedDict[int, None] = OrderedDict()  # numbers of namespaces, the last used last
+        self.ends: list[int] = []  # those let go of, until the daemon took it: it may have done so and refused the rest
+        self.idle: list[Wire] = []  # connections that move records, of which none is in use
+        self.closed = False
+        self.lock = threading.Lock()
+
+    def tell(self, op: str, **fields: Any) -> None:
+        self.wire.send({"op": op, **fields}, timeout_s=self.patience_s)
+
+    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+        """The answer; the error that it tells of is raised."""
+        self.tell(op, **fields)
+        return answer(self.wire.receive(self.patience_s)[0])
+
+    def let_go(self, count: int) -> None:
+        """Of the namespaces used longest ago, as the next one is bound; whoever uses them binds them again."""
+        for _ in range(min(count, len(self.bound))):
+            self.ends.append(self.bound.popitem(last=False)[0])
+
+    @contextmanager
+    def mover(self, timeout_s: float) -> Iterator[Wire]:
+        """A connection of the caller's own; closed where he leaves by an error, since the daemon may go on talking."""
+        with self.lock:
+            wire = self.idle.pop() if self.idle else None
+        if wire is None:
+            wire = self.route.connect(self.patience_s)
+            try:
+                wire.send(
+                    {"op": "hello", "version": VERSION, "role": "mover", "session": self.session}, timeout_s=timeout_s
+                )
+                answer(wire.receive(timeout_s)[0])
+            except BaseException:
+                wire.close()
+                raise
+        try:
+            yield wire
+        except BaseException:
+            wire.close()
+            raise
+        with self.lock:
+            if not self.closed:
+                self.idle.append(wire)
+                return
+        wire.close()
+
+    def close(self) -> None:
+        self.wire.close()
+        with self.lock:
+            self.closed = True
+            wires, self.idle = self.idle, []
+        for wire in wires:
+            wire.close()

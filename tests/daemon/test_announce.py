@@ -1,0 +1,89 @@
+"""A client says that its store begins; whatever becomes of that, its engine goes on."""
+
+from __future__ import annotations
+
+import threading
+from unittest.mock import Mock
+
+import pytest
+
+from kvcache.tier.tier import Outcome
+from tests.contract.caches import Engine
+from tests.daemon.house import LAYOUT, bound_to
+from tests.daemon.test_coming import PAGES, TOKENS, begin
+from tests.daemon.within import Within, until
+
+
+def test_a_daemon_that_does_not_know_of_stores_is_not_told(within: Within) -> None:
+    cache = within.open()
+    cache.link.hears_stores = False
+    tell, said = cache.link.tell, list[str]()
+    cache.link.tell = lambda op, **fields: (said.append(op), tell(op, **fields))[1]
+    transfer, _ = begin(bound_to(cache))
+    assert transfer.wait(60)
+    assert cache.flush(60)
+    assert "open" in said
+    assert not {"storing", "stored"} & set(said)
+
+
+@pytest.mark.parametrize("why", ["the daemon is gone", "another thread asks", "the daemon reads nothing"])
+def test_an_engine_s_thread_neither_waits_nor_reaches_for_a_daemon_that_is_to_hear_of_its_store(
+    within: Within, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, go, stands = within.open(), threading.Event(), threading.Event()
+    bound, engine, reached, stood = bound_to(cache), Engine(LAYOUT), list[threading.Thread](), list[bool]()
+    connect, link = cache._connect, cache.link
+    monkeypatch.setattr(cache, "_connect", lambda: (reached.append(threading.current_thread()), connect())[1])
+
+    def stand() -> None:
+        stands.set()
+        stood.append(go.wait(120))
+
+    def ask() -> None:
+        with cache.asking():
+            stand()
+
+    with bound.request() as r:
+        r.match(TOKENS)
+        asks = threading.Thread(target=ask)
+        if why == "the daemon is gone":
+            within.daemon._loop.call_soon_threadsafe(lambda: [peer.close() for peer in list(within.daemon._peers)])
+            until(lambda: cache.link.wire.ended)
+        elif why == "another thread asks":
+            asks.start()
+            assert stands.wait(60)
+        else:
+            within.daemon._loop.call_soon_threadsafe(stand)
+            assert stands.wait(60)
+            while cache.link.wire.writable(0):
+                cache.link.tell("stored", store=1 << 40)
+        store = r.store(engine.described, engine.ids(PAGES))
+        assert not stood
+        assert threading.current_thread() not in reached
+        assert why == "the daemon is gone" or cache.link is link
+        go.set()
+        assert store.wait(60)
+    if asks.ident:
+        asks.join(60)
+    until(lambda: sum(len(session._stores) for session in within.daemon.sessions) == 0)
+
+
+@pytest.mark.parametrize("why", ["closing", "no thread"])
+def test_a_store_that_cannot_begin_fails_and_keeps_nobody_waiting(
+    within: Within, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, other = within.open(), within.open()
+    bound, engine = bound_to(cache), Engine(LAYOUT)
+    if why == "closing":  # as another thread is within `close`
+        cache.executor.close()
+    else:
+        monkeypatch.setattr(cache.executor, "submit", Mock(side_effect=RuntimeError("can't start new thread")))
+    with bound.request() as r:
+        r.match(TOKENS)
+        store, load = r.store(engine.described, engine.ids(PAGES)), r.load(4, engine.described, engine.ids(PAGES))
+    assert store.wait(0)
+    assert load.wait(0)
+    assert store.outcomes == load.outcomes == (Outcome.FAILED,) * 4
+    assert cache.flush(60)
+    assert other.flush(60)
+    until(lambda: sum(len(session._requests) for session in within.daemon.sessions) == 0)
