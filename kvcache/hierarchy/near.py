@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.prefix import ALL, wanted
+from kvcache.hierarchy.promote import Arrival
 from kvcache.hierarchy.request import BoundCache
 from kvcache.hierarchy.run import Chained, Run
 from kvcache.tier.tier import BACKGROUND, Outcome
@@ -31,6 +32,11 @@ class Room:
                 return False
             self._left -= size_bytes
             return True
+
+    def give_back(self, size_bytes: int) -> None:
+        """Of what was taken and does not come."""
+        with self._lock:
+            self._left += size_bytes
 
 
 class Near:
@@ -90,13 +96,21 @@ class Near:
                 priority=BACKGROUND,
                 deadline=None,
             )
-            for arrival in arrivals:
-                outcome = arrival if isinstance(arrival, Outcome) else flow.promoter.wait(arrival, ANSWER_S)
-                if outcome is not Outcome.DONE:
-                    self.full = outcome is Outcome.NO_ROOM
-                    return False
-                self.blocks += 1
-            self.bytes += size
-            if self._ends():
+            if not self._came(arrivals, [payload for _, payload in far]) or self._ends():
                 return False
         return True
+
+    def _came(self, arrivals: Sequence[Arrival | Outcome], sizes: Sequence[int]) -> bool:
+        """Whether all did. What is late may still come, and is not waited for once one was."""
+        promoter, patience_s, whole = self._flow.promoter, ANSWER_S, True
+        for arrival, size in zip(arrivals, sizes, strict=True):
+            outcome = arrival if isinstance(arrival, Outcome) else promoter.wait(arrival, patience_s)
+            if outcome is Outcome.DONE:
+                self.blocks, self.bytes = self.blocks + 1, self.bytes + size
+                continue
+            whole, self.full = False, self.full or outcome is Outcome.NO_ROOM
+            if isinstance(arrival, Arrival) and not arrival.outcome.settled:
+                patience_s = 0.0
+            elif self._room is not None:
+                self._room.give_back(size)
+        return whole

@@ -1,0 +1,66 @@
+"""Chains that are brought near share bytes: what does not come takes none of them."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvcache.config import load
+from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.near import Near, Room
+from tests.daemon.house import bound_to, store
+from tests.hierarchy.test_pins import packed, tokens
+
+BLOCKS, PAYLOAD = 6, 8192
+RECORD = 12288
+
+
+def opened(place: Path) -> Cache:
+    host = {"capacity_bytes": "768KiB", "extent_bytes": "192KiB"}
+    nvme = {"path": place / "nvme", "capacity_bytes": "8MiB", "segment_bytes": "96KiB", "free_floor_bytes": 0}
+    return Cache(load(None, host=host, nvme=nvme))
+
+
+def keep(place: Path, seed: int) -> None:
+    """On the drive alone."""
+    with closing(opened(place)) as cache:
+        store(bound_to(cache), tokens(seed, BLOCKS), seed)
+        assert cache.flush(30)
+
+
+def damage(place: Path) -> None:
+    """Payloads of all that is there."""
+    for segment in (place / "nvme").glob("segment-*"):
+        data = bytearray(segment.read_bytes())
+        for at in range(RECORD - 4096, len(data), RECORD):
+            data[at] ^= 1
+        segment.write_bytes(data)
+
+
+def brought(cache: Cache, seed: int, room: Room) -> tuple[bool, Near]:
+    bound = bound_to(cache)
+    near = Near(cache.flow, bound, packed(bound, tokens(seed, BLOCKS)), room, lambda: False)
+    return near.bring("test"), near
+
+
+def test_a_chain_whose_blocks_do_not_come_leaves_the_room_to_the_next(tmp_path: Path) -> None:
+    keep(tmp_path, 1)
+    damage(tmp_path)
+    keep(tmp_path, 2)
+    with closing(opened(tmp_path)) as cache:
+        room = Room(BLOCKS * PAYLOAD)
+        whole, near = brought(cache, 1, room)
+        assert (whole, near.blocks, near.bytes, near.full) == (False, 0, 0, False)
+        whole, near = brought(cache, 2, room)
+        assert (whole, near.blocks, near.bytes, near.full) == (True, BLOCKS, BLOCKS * PAYLOAD, False)
+        assert not room.take(1)
+
+
+@pytest.mark.parametrize("room", [0, BLOCKS * PAYLOAD - 1])
+def test_a_window_comes_whole_or_not(tmp_path: Path, room: int) -> None:
+    keep(tmp_path, 1)
+    with closing(opened(tmp_path)) as cache:
+        whole, near = brought(cache, 1, Room(room))
+        assert (whole, near.blocks, near.bytes, near.full) == (False, 0, 0, True)
