@@ -28,10 +28,14 @@ class Ghosts {
     // them; calls `gone(use)` for each that did not.
     template <class Gone>
     void trim(std::size_t departures, Gone gone) {
-        for (departures += spared_; left_.size() > departures; left_.pop_front(), ++first_) {
-            const Departure& oldest = left_.front();
+        const std::size_t most = departures + spared_;
+        while (left_.size() > most) {
+            const Departure oldest = left_.front();
+            const std::uint32_t position = first_ & POSITIONS;
+            left_.pop_front();
+            ++first_;
             if (oldest.stamp == BACK) continue;
-            table_.erase(oldest.tag, first_ & POSITIONS);
+            table_.erase(oldest.tag, position);
             gone(Use{oldest.stamp, oldest.uses});
         }
     }

@@ -22,13 +22,13 @@ constexpr std::uint32_t A_PART = 1 << 12;  // nodes that are looked at under the
 // has it waits for the index.
 template <class Call>
 auto locked(const Index& index, std::size_t blocks, Call call) {
-    std::unique_lock<std::mutex> lock(index.mutex, std::defer_lock);
-    if (blocks <= BRIEF && lock.try_lock()) return call();
+    if (blocks <= BRIEF) {
+        const std::unique_lock<std::mutex> lock(index.mutex, std::try_to_lock);
+        if (lock) return call();
+    }
     py::gil_scoped_release unlocked;
-    lock = index.turn();
-    auto answer = call();
-    lock.unlock();  // before the wait for the interpreter lock
-    return answer;
+    const auto lock = index.turn();  // let go of before the wait for the interpreter lock
+    return call();
 }
 
 // The module's class: an index that knows how many tiers it has, and checks what it is given.
@@ -78,7 +78,7 @@ class PyIndex {
         const RunInput input(place, signatures);
         py::bytes out(nullptr, input.blocks());
         std::uint8_t* masks = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
-        locked(index_, input.blocks(), [&] { return index_.where(input.run(), masks), true; });
+        locked(index_, input.blocks(), [&] { index_.where(input.run(), masks); });
         return out;
     }
 
@@ -94,7 +94,7 @@ class PyIndex {
                "a parent of " + std::to_string(before.bytes()) + " bytes: expected 32, or none where it is unknown");
         check_tier(tier);
         const std::uint8_t* known = before.bytes() ? before.data() : nullptr;
-        locked(index_, input.blocks(), [&] { return index_.insert(input.run(), known, tier), true; });
+        locked(index_, input.blocks(), [&] { index_.insert(input.run(), known, tier); });
     }
 
     void assign(const std::vector<std::string>& places, unsigned kind) {
@@ -103,7 +103,7 @@ class PyIndex {
         }
         expect(kind < Index::MOST_KINDS,
                "kind " + std::to_string(kind) + ": expected less than " + std::to_string(Index::MOST_KINDS));
-        locked(index_, BRIEF + 1, [&] { return index_.assign(places, kind), true; });
+        locked(index_, BRIEF + 1, [&] { index_.assign(places, kind); });
     }
 
     std::vector<std::uint64_t> residents(unsigned tier) {
@@ -117,7 +117,7 @@ class PyIndex {
 
     void refuse(const py::object& place, const py::object& signatures) {
         const RunInput input(place, signatures);
-        locked(index_, input.blocks(), [&] { return index_.refuse(input.run()), true; });
+        locked(index_, input.blocks(), [&] { index_.refuse(input.run()); });
     }
 
     bool discard(const py::object& place, const py::object& signature, unsigned tier, bool unless_held) {
@@ -128,13 +128,13 @@ class PyIndex {
 
     void touch(const py::object& place, const py::object& signatures, std::uint64_t stamp) {
         const RunInput input(place, signatures);
-        locked(index_, input.blocks(), [&] { return index_.touch(input.run(), stamp), true; });
+        locked(index_, input.blocks(), [&] { index_.touch(input.run(), stamp); });
     }
 
     void recall(const py::object& place, const py::object& signatures, std::uint64_t stamp, unsigned uses) {
         const RunInput input(place, signatures);
         expect(uses < 256, std::to_string(uses) + " uses: expected a byte");
-        locked(index_, input.blocks(), [&] { return index_.recall(input.run(), stamp, uses), true; });
+        locked(index_, input.blocks(), [&] { index_.recall(input.run(), stamp, uses); });
     }
 
     py::tuple hold(const py::object& place, const py::object& signatures, const std::vector<std::uint64_t>& room) {
@@ -193,7 +193,7 @@ class PyIndex {
         const RunInput input(place, signatures);
         py::bytes out(nullptr, input.blocks());
         std::uint8_t* uses = reinterpret_cast<std::uint8_t*>(PyBytes_AS_STRING(out.ptr()));
-        locked(index_, input.blocks(), [&] { return index_.uses(input.run(), uses), true; });
+        locked(index_, input.blocks(), [&] { index_.uses(input.run(), uses); });
         return out;
     }
 
@@ -214,13 +214,12 @@ class PyIndex {
                           {reinterpret_cast<const std::int64_t*>(begins.data()),
                            reinterpret_cast<const std::int32_t*>(chain.data()), names.data(), first, end},
                           capacity, table.values(), refuses, reinterpret_cast<std::int32_t*>(out.data()));
-            return true;
         });
     }
 
     py::bytes waiting() {
         std::vector<std::int64_t> counts(index_.classes() * index_.bins());
-        locked(index_, 1, [&] { return index_.waiting(counts.data()), true; });
+        locked(index_, 1, [&] { index_.waiting(counts.data()); });
         return bytes(counts.data(), counts.size() * sizeof counts[0]);
     }
 
@@ -235,7 +234,6 @@ class PyIndex {
         locked(index_, 1, [&] {
             index_.learn(reinterpret_cast<const std::int64_t*>(uses.data()),
                          reinterpret_cast<const std::int64_t*>(rest.data()));
-            return true;
         });
     }
 
@@ -243,10 +241,15 @@ class PyIndex {
     py::bytes kept(std::size_t most) {
         auto here = gathered<std::uint64_t>([&](std::uint32_t first, std::uint32_t end, auto* part) {
             const bool more = index_.keep(first, end, most, part);
-            return most -= part->size(), more;
+            most -= part->size();
+            return more;
         });
         std::vector<std::uint64_t> head;
-        Ghosts::Span left = locked(index_, 1, [&] { return head = index_.head(), index_.newest(most); });
+        Ghosts::Span left;
+        locked(index_, 1, [&] {
+            head = index_.head();
+            left = index_.newest(most);
+        });
         auto told = gathered<std::uint64_t>([&](auto, auto, auto* part) { return index_.keep(&left, A_PART, part); });
         told.insert(told.begin(), std::move(head));
         told.insert(told.end(), here.begin(), here.end());

@@ -191,11 +191,11 @@ void index_round(Random& random, Index& index) {
     };
     const u64 now = locked([&] { return index.tick(); });
     const std::uint8_t* parent = pick(random, 0, 9) ? first ? before.data() : place.data() : nullptr;
-    locked([&] { return index.insert(run, parent, tier), true; });
+    locked([&] { index.insert(run, parent, tier); });
     const ByTier room{pick(random, 0, 30), pick(random, 0, 30), pick(random, 0, 30)};
     const ByTier held = locked([&] { return index.hold(run, room); });
     const Run kept{run.place, run.signatures, held[0] + held[1] + held[2]};
-    locked([&] { return index.touch(run, now), true; });
+    locked([&] { index.touch(run, now); });
     std::vector<double> values(index.classes() * BINS);
     for (double& value : values) value = static_cast<double>(pick(random, 0, 5));
     const u64 count = pick(random, 0, 60), earlier = pick(random, 0, 1) ? Index::NEVER : now;
@@ -203,12 +203,12 @@ void index_round(Random& random, Index& index) {
     const std::vector<double> weights{1, static_cast<double>(pick(random, 1, 3)), Index::STAYS};
     if (!pick(random, 0, 20)) {
         const auto kind = static_cast<unsigned>(pick(random, 0, 3));
-        locked([&] { return index.assign({std::string(place.begin(), place.end())}, kind), true; });
+        locked([&] { index.assign({std::string(place.begin(), place.end())}, kind); });
     }
     const double most = pick(random, 0, 1) ? Index::STAYS : 3;
     locked([&] { return index.evict(tier, values.data(), weights, count, earlier, stored_below, most).size(); });
     Memory masks(blocks);
-    locked([&] { return index.where(run, masks.data()), true; });
+    locked([&] { index.where(run, masks.data()); });
     for (u64 i = 0; i < kept.blocks; ++i) demand(masks[i] != 0, "a held block left");
     const std::uint64_t needs[2] = {~std::uint64_t{0}, 3};
     const Run both[2] = {run, run};
