@@ -49,8 +49,7 @@ class Session:
         self.copies = shown.remote or self.tenant.share == "copy"
         """Whether bytes go over the socket, since it maps nothing."""
         self._cache, self._bindings, self._coming = cache, bindings, coming
-        self._bound: dict[int, BoundCache] = {}
-        self._binds: dict[int, Callable[[], BoundCache]] = {}  # for what is let go of and used again
+        self._bound: dict[int, tuple[BoundCache, Callable[[], BoundCache]]] = {}  # and how, to be bound again
         self._numbers: dict[BoundCache, int] = {}
         self._next = 0
         self._requests: dict[int, CacheRequest] = {}
@@ -130,15 +129,14 @@ class Session:
         number = self._numbers.get(bound)
         if number is None:
             number = self._numbers[bound] = self._next
-            self._bound[number], self._binds[number], self._next = bound, bind, number + 1
+            self._bound[number], self._next = (bound, bind), number + 1
         for ended in ends - {number}:
             self._end_binding(ended)
         return {"namespace": number, "id": bound.id}
 
     def _end_binding(self, number: int) -> None:
         """What its requests have stays theirs."""
-        bound = self._bound.pop(number)
-        del self._binds[number]
+        bound, _ = self._bound.pop(number)
         if self._numbers.get(bound) == number:
             del self._numbers[bound]
             self._bindings.give_back(self.tenant.name, bound, self)
@@ -257,21 +255,22 @@ class Session:
         """What this session bound under the message's number, also where the tenant's share let go of it meanwhile;
         RequestError for another. Of any thread."""
         number: int = message["namespace"]
-        bound = self._bound.get(number) if type(number) is int else None
-        if bound is None:
+        found = self._bound.get(number) if type(number) is int else None
+        if found is None:
             raise RequestError(f"namespace {number!r:.40}: none of this number is bound; {len(self._bound)} are")
-        return bound
+        return found[0]
 
     def _of(self, message: Mapping[str, Any]) -> BoundCache:
         """The same, to be used: it is taken again where it was let go of."""
         bound, number = self.bound(message), message["namespace"]
         if self._bindings.touch(self.tenant.name, bound, self):
             return bound
-        again = self._bindings.take(self.tenant.name, self._binds[number], self)
+        _, bind = self._bound[number]
+        again = self._bindings.take(self.tenant.name, bind, self)
         if self._numbers.get(bound) == number:
             del self._numbers[bound]
         self._numbers.setdefault(again, number)
-        self._bound[number] = again
+        self._bound[number] = again, bind
         return again
 
     def _name(self, message: Mapping[str, Any]) -> str:

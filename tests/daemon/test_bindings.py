@@ -91,7 +91,6 @@ def test_a_scheduler_and_its_worker_at_their_share_go_on_with_new_namespaces(
     for part in (worker, scheduler):
         assert [load(bound_to(part, cache_salt=str(i)), tokens) for i in range(30)] == expected
     assert within.daemon._bindings._allotment.used("acme") <= 12 - 2
-    assert all(session._bound.keys() == session._binds.keys() for session in within.daemon.sessions)
 
 
 @pytest.mark.usefixtures("few")
@@ -244,7 +243,7 @@ def test_what_an_open_request_is_of_stays_bound(within: Within) -> None:
             bound_to(cache, cache_salt=str(i))
         (session,) = within.daemon.sessions
         (mine,) = session._bound_of.values()
-        assert mine not in session._bound.values()
+        assert mine not in [bound for bound, _ in session._bound.values()]
         assert len(within.cache.bounds) < 24, "others were let go of"
         assert mine in within.cache.bounds
     until(lambda: mine in within.daemon._bindings._idle)
