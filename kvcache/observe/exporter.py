@@ -47,7 +47,11 @@ def exposition(stats: Stats) -> str:
 
 
 def samples(stats: Stats, metric: Metric) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Label values and value of each row that the statistics have; a counter without labels begins at 0."""
+    """Label values and value of each row that the statistics have; a counter without labels begins at 0, but where a
+    daemon did not answer there is no row: to who reads it, a counter at 0 began anew, and all of it is to be counted
+    again."""
+    if "unreachable" in stats:
+        return
     if metric.kind == "gauge":
         yield from _gauge(stats, metric.source.split("."), ())
         return

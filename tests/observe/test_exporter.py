@@ -96,6 +96,15 @@ def test_statistics_that_lack_something_are_exported_without_it() -> None:
     assert "kvcache_tier_used_bytes{" not in text
 
 
+def test_a_daemon_that_did_not_answer_has_no_counter_at_nought() -> None:
+    told: dict[str, Any] = {"tiers": {}, "counters": {"requests": 7}}
+    registry = CollectorRegistry()
+    registry.register(Collector(lambda: told))
+    assert registry.get_sample_value("kvcache_requests_total") == 7
+    told = {"tiers": {}, "unreachable": "no answer"}
+    assert registry.get_sample_value("kvcache_requests_total") is None
+
+
 def test_the_page_is_what_the_tables_say() -> None:
     written = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert written == page(), "write it anew: kvcache metrics page > docs/metrics.md"
