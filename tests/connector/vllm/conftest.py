@@ -103,3 +103,13 @@ def output(asked: Any = None, ids: Sequence[int] = (), computed: int = 0, *, end
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], resumed_req_ids=set()),
         num_scheduled_tokens=scheduled,
     )
+
+
+def store_three(scheduling: Any, working: Any, asked: Any) -> None:
+    """A request computes three blocks that nobody has, and both sides store them."""
+    assert scheduling.matched(asked, 0) == (0, False)
+    scheduling.allocated(asked, blocks([1, 2, 3]), 0)
+    message = scheduling.message(output(asked, [1, 2, 3]))
+    working.begin(message)
+    working.store(message)
+    working.close()

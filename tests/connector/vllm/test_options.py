@@ -12,7 +12,7 @@ import kvcache
 from kvcache.connector.vllm.options import Options, read
 from kvcache.connector.vllm.tracked import Wishes
 from kvcache.errors import ConfigError
-from tests.connector.vllm.conftest import blocks, output, request
+from tests.connector.vllm.conftest import request, store_three
 
 
 def test_nothing_is_needed() -> None:
@@ -60,11 +60,6 @@ def test_whose_a_request_is_reaches_what_a_rank_does_for_it(sides: Callable[...,
     with closing(kvcache.open(**settings, control={"enabled": False})) as cache:
         scheduling, working = sides(cache)
         asked = request("r", agent="planner", session="one")
-        assert scheduling.matched(asked, 0) == (0, False)
-        scheduling.allocated(asked, blocks([1, 2, 3]), 0)
-        message = scheduling.message(output(asked, [1, 2, 3]))
-        working.begin(message)
-        working.store(message)
-        working.close()
+        store_three(scheduling, working, asked)
         (stored,) = [event for event in cache.events.last() if event.kind == "stored"]
         assert (stored.request, stored.agent, stored.session, stored.blocks) == ("r", "planner", "one", 3)

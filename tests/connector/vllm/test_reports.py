@@ -14,7 +14,7 @@ import pytest
 import kvcache
 from kvcache.hierarchy.face import Hit
 from kvcache.hierarchy.naive import NaiveCache, NaiveRequest
-from tests.connector.vllm.conftest import TOKENS, blocks, output, request
+from tests.connector.vllm.conftest import TOKENS, blocks, output, request, store_three
 
 Sides = Callable[..., tuple[Any, Any]]
 
@@ -31,12 +31,7 @@ def filled(sides: Sides, cache: Any) -> Any:
     """The scheduler's side of an engine that has stored a prompt of three blocks."""
     scheduling, working = sides(cache, "async")
     asked = request("first")
-    assert scheduling.matched(asked, 0) == (0, False)
-    scheduling.allocated(asked, blocks([1, 2, 3]), 0)
-    message = scheduling.message(output(asked, [1, 2, 3]))
-    working.begin(message)
-    working.store(message)
-    working.close()
+    store_three(scheduling, working, asked)
     scheduling.finished(asked)
     return scheduling
 
