@@ -42,6 +42,21 @@ class TestSeaweedFS(TierContract):
         assert bench.tier.check() == []
         bench.tier.close()
 
+    def test_a_range_behind_the_end_is_empty(self, tmp_path: Path) -> None:
+        tier = ObjectTier(**self.settings(tmp_path), timeout_s=60)  # type: ignore[arg-type]  # strings all
+        try:
+            bucket, (path, nothing) = tier._bucket, (f"{tier._names.root}/{name}" for name in ("three", "nothing"))
+            for name, data in ((path, b"abc"), (nothing, b"")):
+                bucket.put(name, [memoryview(data)], None, create=False)
+            far = 9 << 20
+            assert [bytes(piece) for piece in bucket.ranges(path, [(1, 9), (far, far + 9)], None) or ()] == [b"bc", b""]
+            assert bucket.get(nothing, None, end=9) == b""
+            assert bucket.ranges(f"{path}-gone", [(far, far + 9)], None) is None
+            assert "faults" not in tier.counters
+            bucket.delete([path, nothing], None)
+        finally:
+            tier.close()
+
     def test_large_ones_that_several_write_at_once_lie_there_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -88,6 +88,58 @@ def test_refused(
     assert set(write(tier, new)) == {DONE}
 
 
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_refusal_is_no_short_range_whatever_its_text(gate: Gate, clock: Clock, status: int) -> None:
+    """The text of the error holds the path, and with it the status of a range behind the end."""
+    tier = through(gate, clock, f"port-41600-{next(_numbers)}")
+    try:
+        blocks = chain(3)
+        assert set(write(tier, blocks)) == {DONE}
+        gate.status = status
+        for _ in range(4):
+            assert set(read(tier, blocks)) == {FAILED}
+        assert tier.breaker == "open"
+        gate.well()
+        clock.seconds += 1
+        assert intact(tier, blocks)
+    finally:
+        gate.well()
+        tier.close()
+
+
+def test_a_name_that_was_refused_is_asked_for_again(tier: ObjectTier, gate: Gate) -> None:
+    """For a moment it is remembered that there is no pack of a name: not where the store did not say so."""
+    assert tier.contains(chain(1)) == (ABSENT,)
+    gate.status = 503
+    for _ in range(2):
+        assert tier.contains(chain(1, seed=1)) == (FAILED,)
+
+
+def test_a_conflict_for_a_read_is_a_refusal(tier: ObjectTier, gate: Gate) -> None:
+    """Only a call that takes a name may find it taken."""
+    blocks = chain(3)
+    assert set(write(tier, blocks)) == {DONE}
+    gate.status = 409
+    assert set(read(tier, blocks)) == {FAILED}
+    assert tier.counters["faults_taken"] == 1
+    assert "defects" not in tier.counters
+
+
+def test_the_breaker_of_reads_does_not_stop_writes(tier: ObjectTier, gate: Gate, clock: Clock) -> None:
+    """A write that the breaker refused was not refused by the store."""
+    blocks = chain(3)
+    assert set(write(tier, blocks)) == {DONE}
+    gate.status = 503
+    for _ in range(3):
+        assert set(read(tier, blocks)) == {FAILED}
+    for seed in range(1, 5):
+        assert write(tier, chain(1, seed=seed)) == (FAILED,)
+    assert "writes_stopped" not in tier.counters
+    gate.well()
+    clock.seconds += 1
+    assert write(tier, chain(1, seed=9)) == (DONE,)
+
+
 def test_a_store_that_refuses_only_writes_is_read(tier: ObjectTier, gate: Gate, clock: Clock) -> None:
     blocks = chain(3)
     assert set(write(tier, blocks)) == {DONE}

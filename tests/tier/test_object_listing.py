@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvcache.block.address import Address
-from kvcache.testing.blocks import chain
+from kvcache.testing.blocks import chain, record
 from kvcache.testing.tier import intact, write
 from kvcache.tier.object import bucket, catalogue, pack, store
 from kvcache.tier.object.name import Place
@@ -20,7 +20,7 @@ from kvcache.tier.tier import Outcome
 from tests.peer.objects import MISSING, shared
 from tests.tier.stores import OpenObjects
 
-DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
+DONE, ABSENT, LATE = Outcome.DONE, Outcome.ABSENT, Outcome.LATE
 
 
 @pytest.fixture
@@ -82,12 +82,49 @@ def test_a_long_listing_holds_nobody_up(
     try:
         tier.contains(tails(chains))
         assert came.wait(60)
-        assert sorted(tier.contains(tails(chains)), key=str) == sorted((ABSENT,) * 4 + (DONE,) * 2, key=str)
+        assert sorted(tier.contains(tails(chains)), key=str) == sorted((LATE,) * 4 + (DONE,) * 2, key=str)
         assert [tier.leading(each).result(60) for each in chains] == [2] * 6
         assert all(intact(tier, each) for each in chains)
         assert write(tier, chain(2, seed=9)) == (DONE, DONE)
     finally:
         go_on.set()
+
+
+def test_a_late_listing_makes_no_block_absent(
+    opened: OpenObjects, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one and a later one: for a lookup, a read and a removal."""
+    monkeypatch.setattr(catalogue, "_PATIENCE", 0.001)
+    (block,), again = tails(chains[:1]), chain(3, seed=9)[2:]
+    cold, known = opened(), opened(refresh_s=0)
+    assert known.contains(again) == (ABSENT,)
+    go_on = threading.Event()
+
+    def late(prefix: str) -> Iterator[Any]:
+        assert go_on.wait(60)
+        yield from ()
+
+    monkeypatch.setattr(cold._bucket, "pages", late)
+    monkeypatch.setattr(known._bucket, "pages", late)
+    try:
+        assert cold.contains([block]) == cold.remove([block]) == (LATE,)
+        assert cold.read([block], [record(block)]) == (LATE,)
+        assert known.contains(again) == (LATE,)
+        assert known.contains([block]) == (DONE,)
+    finally:
+        go_on.set()
+
+
+def test_a_refused_listing_makes_no_block_absent(opened: OpenObjects, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where an earlier one came: what it said is too old to say that a block is not there."""
+    blocks, tier = chain(3), opened(refresh_s=0)
+    assert tier.contains(blocks) == (ABSENT,) * 3
+
+    def refused(prefix: str) -> Iterator[Any]:
+        raise bucket.RefusedError("failed")
+
+    monkeypatch.setattr(tier._bucket, "pages", refused)
+    assert tier.contains(blocks) == (LATE,) * 3
 
 
 def test_what_is_known_is_bounded_and_the_rest_is_found_by_its_name(
@@ -136,7 +173,7 @@ def test_a_pack_that_somebody_copied_elsewhere_is_none(
         if listed:
             assert tier.contains([blocks[0]]) == (DONE,)
             tier._catalogue.refresh(wrong.namespace, None, now=True)
-            assert tier._catalogue.find([wrong], None, ask=False) == [None]
+            assert tier._catalogue.find([wrong], None, ask=False) == [ABSENT]
         else:
             assert not tier._catalogue.ask(wrong, None)
             tier._catalogue._missing.clear()
@@ -160,7 +197,7 @@ def test_one_with_few_large_packs_pushes_out_nobody(opened: OpenObjects, monkeyp
     for seed in range(10, 16):
         assert write(tier, [replace(a, namespace=other) for a in chain(8, seed=seed)]) == (DONE,) * 8
     known = tier._catalogue
-    assert known.find([each[0] for each in small], None, ask=False) != [None] * 6
+    assert known.find([each[0] for each in small], None, ask=False) != [ABSENT] * 6
     assert len(known.packs(small[0][0].namespace)) == 6
     assert [len(pack.table.rows) for pack in known.packs(other)] == [8, 8]
     assert known._records == sum(space.records for space in known._known.values()) == 22
@@ -181,7 +218,7 @@ def test_one_pack_of_more_rows_than_are_remembered_pushes_out_nobody(
     known = tier._catalogue
     if listed:
         known.refresh(much[0].namespace, None, now=True)
-    assert known.find([much[0]], None) == [None]
+    assert known.find([much[0]], None) == [ABSENT]
     assert tier.counters["foreign"] > 0
     assert len(known.packs(blocks[0].namespace)) == 2
     assert intact(tier, blocks + other)
@@ -203,7 +240,7 @@ def test_who_asks_for_more_than_is_remembered_comes_to_an_end(
     monkeypatch.setattr(catalogue, "MOST_RECORDS", 8)
     tier = opened()
     found = tier._catalogue.find([address for each in chains for address in each], None)
-    assert sum(each is not None for each in found) == 8
+    assert found.count(ABSENT) == 4
 
 
 @pytest.mark.parametrize(("stores", "rounds"), [(0, 1), (2, 3), (99, 3)])

@@ -22,6 +22,7 @@ from kvcache.tier.object.bucket import Bucket, Listed
 from kvcache.tier.object.name import Names, Place
 from kvcache.tier.object.pack import Row, Table
 from kvcache.tier.object.tables import Pack, Tables
+from kvcache.tier.tier import Outcome
 
 MOST_RECORDS = 1 << 20
 """Known at a time, at about 400 bytes of memory each: what lies in packs beyond them is found by their names alone."""
@@ -74,24 +75,29 @@ class Catalogue:
 
     def find(
         self, addresses: Sequence[Address], deadline: float | None, *, ask: bool = True, wait: bool = True
-    ) -> list[Found | None]:
-        """Where these are; None for what is not there, or has expired. `ask`: look for what is not known by name.
-        `wait`: for a listing that is due.
+    ) -> list[Found | Outcome]:
+        """Where these are. An outcome for each that was not found: ABSENT where the store says that it is not there, or
+        it has expired; LATE where the listing that would say so did not come in time. `ask`: look for what is not known
+        by name. `wait`: for a listing that is due.
         OSError where the store did not answer and nothing is known."""
-        for namespace in {address.namespace for address in addresses}:
-            self.refresh(namespace, deadline, wait=wait)
+        namespaces = {address.namespace for address in addresses}
+        # before the packs are looked at: a listing that ends in between may name what was not seen
+        late = {namespace for namespace in namespaces if not self.refresh(namespace, deadline, wait=wait)}
         lacked = len(addresses) + 1
         while True:
-            found = [self._look(address) for address in addresses]
-            lacking = found.count(None)
+            found: list[Found | Outcome] = [
+                self._look(address) or (Outcome.LATE if address.namespace in late else Outcome.ABSENT)
+                for address in addresses
+            ]
+            lacking = sum(isinstance(each, Outcome) for each in found)
             # what is learnt of one may push out another, where they take more than is remembered
             if lacking >= lacked or not ask or not self._asked(addresses, found, deadline):
                 return found
             lacked = lacking
 
-    def _asked(self, addresses: Sequence[Address], found: Sequence[Found | None], deadline: float | None) -> bool:
+    def _asked(self, addresses: Sequence[Address], found: Sequence[Found | Outcome], deadline: float | None) -> bool:
         """Ask by name for the heads of what was not found; whether there is more now."""
-        lacking = [address for address, there in zip(addresses, found, strict=True) if there is None]
+        lacking = [a for a, there in zip(addresses, found, strict=True) if isinstance(there, Outcome)]
         tails = {address.signature for address in lacking}
         more = False
         for address in lacking:
@@ -118,14 +124,13 @@ class Catalogue:
         with self._lock:
             if path in self._space(address.namespace).packs or self._missing.get(path, now) > now:
                 return False
-        try:
-            return self.learn(path, deadline) is not None and self._look(address) is not None
-        finally:
-            with self._lock:
-                if path not in self._space(address.namespace).packs:
-                    if len(self._missing) >= _MOST_MISSING:
-                        self._missing.clear()
-                    self._missing[path] = now + _MOMENT_S
+        table = self.learn(path, deadline)  # raises where the store did not answer: that is nothing to remember
+        with self._lock:
+            if path not in self._space(address.namespace).packs:
+                if len(self._missing) >= _MOST_MISSING:
+                    self._missing.clear()
+                self._missing[path] = now + _MOMENT_S
+        return table is not None and self._look(address) is not None
 
     def learn(self, path: str, deadline: float | None, *, mark: str = "") -> Table | None:
         """Read a pack's table anew; None where there is no pack of this name, or its table is none of
@@ -157,15 +162,22 @@ class Catalogue:
 
     # learning
 
-    def refresh(self, namespace: bytes, deadline: float | None, *, now: bool = False, wait: bool = True) -> None:
+    def refresh(self, namespace: bytes, deadline: float | None, *, now: bool = False, wait: bool = True) -> bool:
         """List a namespace where that is due, or `now`, on a thread of its own: a large one takes longer than who asks
         has time. `now` it is waited for (OSError where it failed or is late). Else who would `wait`, and who knows
-        nothing yet (OSError where it failed), waits for a part of the time, and goes on with what is known by then."""
+        nothing yet (OSError where it failed), waits for a part of the time, and goes on with what is known by then.
+
+        Returns:
+            Whether a listing says what is not there: False where the one that was waited for failed or is late.
+        """
         with self._lock:
             known = self._space(namespace)
         if not (now or self._due(known)):
-            return
+            return True
         first = known.listed is None
+        waited = now or first or wait
+        if not waited and self._bucket.breaker.is_open():
+            return True  # the listing would be the breaker's probe, in place of the call that would begin it
         future = self._begin(namespace, known)
         if future is None and now:  # one under way may not see what is asked about
             self._await(known.listing, deadline, must=False)
@@ -173,10 +185,13 @@ class Catalogue:
         if now:
             if not self._await(future or known.listing, deadline, must=True):
                 raise TimeoutError("timeout")
-        elif first or wait:
-            began = self._clock.now()
+        elif waited:
+            listing, began = future or known.listing, self._clock.now()
             end = began + self._bucket.timeout_s if deadline is None else deadline
-            self._await(future or known.listing, began + _PATIENCE * (end - began), must=first)
+            if not self._await(listing, began + _PATIENCE * (end - began), must=first):
+                return False
+            return listing is None or listing.exception() is None
+        return True
 
     def _begin(self, namespace: bytes, known: Known) -> Future[None] | None:
         """None where a listing is under way."""

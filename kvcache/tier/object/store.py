@@ -51,7 +51,7 @@ class Store:
 
     def contains(self, batch: Batch, settle: Settle) -> None:
         for i, found in zip(batch.blocks, self._catalogue.find(batch.wanted, batch.deadline), strict=True):
-            settle(i, ABSENT if found is None else DONE, "")
+            settle(i, found if isinstance(found, Outcome) else DONE, "")
 
     # reading
 
@@ -61,8 +61,8 @@ class Store:
             found = self._catalogue.find([batch.addresses[i] for i in left], batch.deadline, wait=False)
             packs: dict[Pack, list[tuple[int, Row]]] = {}
             for i, there in zip(left, found, strict=True):
-                if there is None:
-                    settle(i, ABSENT, "")
+                if isinstance(there, Outcome):
+                    settle(i, there, "")
                 else:
                     packs.setdefault(there[0], []).append((i, there[1]))
             left = []
@@ -136,7 +136,7 @@ class Store:
             except RecordError as error:
                 settle(i, FAILED, error.check)
                 continue
-            if there is None:
+            if isinstance(there, Outcome):
                 new.append(record)
             else:
                 settle(i, DONE, "")
@@ -192,7 +192,7 @@ class Store:
 
     def _refused(self, run: Sequence[Cut], reason: str, settle: Settle) -> None:
         self._counters.add("refused", len(run))
-        if self._shut.failed():
+        if reason != "breaker" and self._shut.failed():  # the breaker's refusal says nothing of the store
             self._counters.add("writes_stopped")
         for record in run:
             settle(record.i, FAILED, reason)
@@ -262,15 +262,15 @@ class Store:
 
     def _lacking(self, run: Sequence[Cut], deadline: float | None) -> list[Cut]:
         found = self._catalogue.find([record.address for record in run], deadline, ask=False, wait=False)
-        return [record for record, there in zip(run, found, strict=True) if there is None]
+        return [record for record, there in zip(run, found, strict=True) if isinstance(there, Outcome)]
 
     # removing
 
     def remove(self, batch: Batch, settle: Settle) -> None:
         packs: dict[Pack, list[tuple[int, Row]]] = {}
         for i, there in zip(batch.blocks, self._catalogue.find(batch.wanted, batch.deadline), strict=True):
-            if there is None:
-                settle(i, ABSENT, "")
+            if isinstance(there, Outcome):
+                settle(i, there, "")
             else:
                 packs.setdefault(there[0], []).append((i, there[1]))
         for pack, wanted in packs.items():

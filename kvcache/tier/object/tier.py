@@ -135,7 +135,7 @@ class ObjectTier(FarTier):
             (found,) = self._catalogue.find([address], None)
         except OSError:
             return []
-        return [found[0].table.address(found[1])] if found else []
+        return [] if isinstance(found, Outcome) else [found[0].table.address(found[1])]
 
     def scan(self) -> Iterator[Address]:
         """All records under this prefix, each behind its parent. Reads the tables of all packs."""
