@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -37,6 +37,7 @@ class Batch:
     end: int
     share: int = 1  # how many of them one thread takes at most
     deadline: float | None = None
+    whole: bool = False  # one thread took all that was left of it
 
     @property
     def blocks(self) -> range:
@@ -92,8 +93,9 @@ class Queue:
             self.write_bytes += size
         return batch.end
 
-    def pop(self) -> Batch | None:
-        """The next piece of work for one thread, or None where there is none that may begin. `leave` when it ran."""
+    def pop(self, whole: Callable[[Op], bool] = lambda op: False) -> Batch | None:
+        """The next piece of work for one thread, or None where there is none that may begin. `leave` when it ran.
+        `whole`: whether the thread takes all that is left of the batch; it does that in `pieces`."""
         for key in sorted(self._lines):
             line = self._lines[key]
             while line and line[0].first >= line[0].end:
@@ -101,20 +103,29 @@ class Queue:
             if not line:
                 del self._lines[key]
             elif key[1] != _RANK["write"] or self.write_too():
-                return self._cut(line)
+                return self._cut(line[0], whole=whole(line[0].op))
         return None
 
-    def _cut(self, line: deque[Batch]) -> Batch:
-        """From the first batch in line a thread's share, or as much of it as makes a piece."""
-        batch = line[0]
+    def _cut(self, batch: Batch, *, whole: bool) -> Batch:
+        piece = replace(batch, end=batch.end if whole else self._piece_end(batch), whole=whole)
+        batch.first = piece.end
+        self._waiting -= piece.end - piece.first
+        return piece
+
+    def _piece_end(self, batch: Batch) -> int:
+        """Where the first piece of a batch ends: a thread's share, or as much of it as makes a piece."""
         most = min(batch.end, batch.first + batch.share)
         end, size = batch.first + 1, batch.size_bytes(batch.first)
         while end < most and size + (more := batch.size_bytes(end)) <= self._piece_bytes:
             end, size = end + 1, size + more
-        piece = replace(batch, end=end)
-        batch.first = end
-        self._waiting -= end - piece.first
-        return piece
+        return end
+
+    def pieces(self, batch: Batch) -> Iterator[Batch]:
+        """What a thread took, as the pieces that several threads would take."""
+        while batch.whole and (end := self._piece_end(batch)) < batch.end:
+            yield replace(batch, end=end)
+            batch = replace(batch, first=end)
+        yield batch
 
     def leave(self, piece: Batch) -> None:
         if piece.op == "write":

@@ -61,6 +61,14 @@ class QueuedTier(Waits, ABC):
         """Whether this call needs no thread: it was settled here."""
         return False
 
+    def _failing(self, op: Op) -> bool:
+        """Whether a breaker is open for calls of this kind.
+
+        One thread then does the whole batch, piece by piece. The first piece is the breaker's probe. Other threads
+        would find the breaker open while the probe runs, and the rest of the batch would be lost.
+        """
+        return False
+
     def _tend(self) -> None:
         """What a thread does besides, after each piece."""
 
@@ -116,17 +124,20 @@ class QueuedTier(Waits, ABC):
         while True:
             self.expire()
             with self._lock:
-                piece = self._queue.pop()
+                piece = self._queue.pop(self._failing)
                 if piece is None:
                     self._running -= 1
                     break
                 if piece.op == "write":
                     self._writing[piece] = self._port.clock.now()
             try:
-                if piece.ticket.cancelled:
-                    self._end(piece, Outcome.CANCELLED)
-                else:
-                    self._do(piece)
+                for part in self._queue.pieces(piece):
+                    if part.first > piece.first and part.op == "write":
+                        self._writing[piece] = self._port.clock.now()  # the piece before it did not hang
+                    if part.ticket.cancelled:
+                        self._end(part, Outcome.CANCELLED)
+                    else:
+                        self._do(part)
             except Exception as error:  # noqa: BLE001  what was submitted ends, whatever happened
                 self._defect()
                 self._log.exception("%s tier: a defect", self.name)

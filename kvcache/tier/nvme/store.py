@@ -78,6 +78,11 @@ class Store:
     def suspect(self) -> bool:
         return self._bad >= SUSPECT_AFTER
 
+    @property
+    def failing(self) -> bool:
+        """Whether writes failed, and the next one is a probe."""
+        return self._breaker.is_open()
+
     def trust(self) -> None:
         """Every record that is left was read and is sound: the drive is no longer suspect."""
         self._bad = 0

@@ -28,7 +28,7 @@ from kvcache.tier.nvme.survey import holdings
 from kvcache.tier.nvme.wipe import wipe
 from kvcache.tier.queue import Batch
 from kvcache.tier.queued import QueuedTier
-from kvcache.tier.tier import Outcome, Scrubbed, Unwanted, Usage
+from kvcache.tier.tier import Op, Outcome, Scrubbed, Unwanted, Usage
 
 _LEAST_BYTES = 768 << 10
 _FLUSH_BYTES = 64 << 20
@@ -106,6 +106,9 @@ class NvmeTier(QueuedTier):
             self._store.write(piece, self._settling(piece))
         else:
             self._store.remove(piece, self._settling(piece))
+
+    def _failing(self, op: Op) -> bool:
+        return op == "write" and self._store.failing
 
     def _defect(self) -> None:
         self._store.counters.add("faults")

@@ -22,7 +22,7 @@ from kvcache.tier.object.name import Names
 from kvcache.tier.object.store import Settle, Store
 from kvcache.tier.object.survey import Survey
 from kvcache.tier.queue import Batch
-from kvcache.tier.tier import Outcome, Usage
+from kvcache.tier.tier import Op, Outcome, Usage
 
 _CLOSE_S = 5.0  # how long closing waits for what is under way before it drops it
 _ROOM_BYTES = 1 << 60
@@ -91,6 +91,9 @@ class ObjectTier(FarTier):
             signer=signer,
         )
         self.survey = Survey(self._bucket, self._catalogue, names)
+
+    def _failing(self, op: Op) -> bool:
+        return self._bucket.breaker.is_open() or (op == "write" and self._shut.is_open())
 
     def _do(self, piece: Batch) -> None:
         settle = self._settle(piece)

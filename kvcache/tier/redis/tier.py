@@ -32,7 +32,7 @@ from kvcache.tier.redis.pool import log, reason
 from kvcache.tier.redis.settling import Settling
 from kvcache.tier.redis.store import Store
 from kvcache.tier.redis.survey import Survey
-from kvcache.tier.tier import Outcome, Usage
+from kvcache.tier.tier import Op, Outcome, Usage
 
 _CLOSE_S = 2.0  # how long closing waits for what is under way before it cuts the connections
 _MOST_MOVES = 3  # how often a call follows keys that are moved between servers
@@ -111,6 +111,10 @@ class RedisTier(FarTier):
         self._survey = Survey(names, self._store)
         self._lookup = Lookup(self._nodes, names, self._store, self._port.clock)
         self._timeout_s = timeout_s
+
+    def _failing(self, op: Op) -> bool:
+        open_ = any(pool.breaker.is_open() for pool in self._nodes.pools())
+        return open_ or (op == "write" and self._shut.is_open())
 
     def _do(self, piece: Batch) -> None:
         left: dict[int, str] | None = None  # all of it

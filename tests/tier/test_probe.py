@@ -1,0 +1,220 @@
+"""A breaker's probe that succeeds takes its whole batch: the first store after a recovery is kept."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import pytest
+
+from kvcache.port import Executor, InlineExecutor, Port, ThreadExecutor
+from kvcache.testing.blocks import chain, record
+from kvcache.testing.tier import Clock, intact, write
+from kvcache.tier.object import ObjectTier
+from kvcache.tier.redis import RedisTier
+from kvcache.tier.tier import Outcome, Tier
+from tests.fault.disk import SimDisk
+from tests.peer import server as redis
+from tests.peer.objects import MISSING, Gate, shared
+from tests.peer.proxy import Proxy
+from tests.tier.stores import Held, Open
+
+DONE, FAILED = Outcome.DONE, Outcome.FAILED
+needs_redis = pytest.mark.skipif(bool(redis.MISSING), reason=redis.MISSING)
+needs_objects = pytest.mark.skipif(bool(MISSING["seaweedfs"]), reason=MISSING["seaweedfs"])
+
+
+class Threads(Held):
+    """The tier's own threads, as `Held`; what else the tier runs in the background runs where it is submitted."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __call__(self, threads: int, name: str) -> Executor:
+        return self if name == self._name else InlineExecutor()
+
+
+def stored(tier: Tier, threads: Threads, count: int, seed: int) -> list[Outcome]:
+    """What a batch of several pieces ends as."""
+    blocks = chain(count, seed=seed)
+    ticket = tier.submit("write", blocks, [record(address) for address in blocks])
+    assert len(threads.calls) > 1
+    threads.release()
+    return list(ticket.outcomes)
+
+
+def failed(tier: Tier, threads: Threads) -> None:
+    """Three stores, each of which fails: the breaker opens."""
+    for seed in range(3):
+        (address,) = chain(1, seed=seed)
+        ticket = tier.submit("write", [address], [record(address)])
+        threads.release()
+        assert ticket.outcomes == (FAILED,)
+
+
+def test_nvme(store: Open) -> None:
+    disk, clock, threads = SimDisk(0), Clock(), Threads("nvme")
+    tier = store(port=Port(disk=disk, clock=clock, executor=threads))
+    disk.fails = {"write": (1.0, errno.EIO)}
+    failed(tier, threads)
+    assert tier.counters["breaker_opened"] == 1
+    disk.fails, ask = {}, disk.ask
+
+    def others_first(kind: str, grows: int = 0) -> None:
+        if kind == "write":
+            threads.release()
+        ask(kind, grows)
+
+    disk.ask = others_first  # type: ignore[method-assign]
+    clock.seconds += 2
+    assert stored(tier, threads, 200, 9) == [DONE] * 200
+
+
+@pytest.fixture
+def values() -> Iterator[redis.Server]:
+    server = redis.Server()
+    yield server
+    server.end()
+
+
+@needs_redis
+def test_redis(values: redis.Server) -> None:
+    proxy, clock, threads = Proxy(values.port), Clock(), Threads("redis")
+    with ExitStack() as stack:
+        stack.callback(proxy.end)
+        tier = RedisTier(proxy.url, timeout_s=60, port=Port(clock=clock, executor=threads))
+        stack.callback(tier.close)
+        proxy.drop = True
+        failed(tier, threads)
+        assert tier.breaker == "open"
+        proxy.well()
+        (pool,) = tier._nodes.pools()
+        take = pool._take
+
+        def others_first(*given: Any, **named: Any) -> Any:
+            threads.release()
+            return take(*given, **named)
+
+        pool._take = others_first  # type: ignore[method-assign]
+        clock.seconds += 1
+        assert stored(tier, threads, 200, 9) == [DONE] * 200
+        assert tier.breaker == "closed"
+
+
+@needs_redis
+def test_redis_that_refused_only_writes(values: redis.Server) -> None:
+    clock, threads = Clock(), Threads("redis")
+    tier = RedisTier(values.tcp, timeout_s=60, port=Port(clock=clock, executor=threads))
+    try:
+        values.client.replicaof("127.0.0.1", "1")
+        failed(tier, threads)
+        assert (tier.breaker, tier.counters["writes_stopped"]) == ("closed", 1)
+        values.client.replicaof("NO", "ONE")
+        judge = tier._store._stored
+
+        def others_first(*given: Any) -> None:
+            threads.release()
+            judge(*given)
+
+        tier._store._stored = others_first  # type: ignore[method-assign, assignment]
+        clock.seconds += 1
+        assert stored(tier, threads, 200, 9) == [DONE] * 200
+    finally:
+        tier.close()
+
+
+class Door(Gate):
+    """`before`: called with each request's path before it is served."""
+
+    before: Callable[[str], object] = staticmethod(lambda path: None)
+
+    def _serve(self, asked: BaseHTTPRequestHandler) -> None:
+        self.before(asked.path)
+        super()._serve(asked)
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    made = Door(shared("seaweedfs").port)
+    yield made
+    made.end()
+
+
+def objects(door: Door, port: Port, prefix: str, **settings: Any) -> ObjectTier:
+    given = {**shared("seaweedfs").settings, "endpoint": door.endpoint, "timeout_s": 60, **settings}
+    return ObjectTier(**given, prefix=prefix, port=port)
+
+
+@needs_objects
+def test_object(door: Door) -> None:
+    clock, threads = Clock(), Threads("object")
+    tier = objects(door, Port(clock=clock, executor=threads), "probe", pack_bytes=40_000)
+    try:
+        assert tier.leading(chain(1)).result(60) == 0  # lists
+        door.status = 503
+        failed(tier, threads)
+        assert (tier.breaker, tier.counters["writes_stopped"]) == ("open", 1)
+        door.well()
+        door.before = lambda path: threads.release()
+        clock.seconds += 1
+        assert stored(tier, threads, 12, 9) == [DONE] * 12
+        assert (tier.breaker, tier.troubles()) == ("closed", [])
+    finally:
+        door.before = Door.before
+        tier.close()
+
+
+class Counted(ThreadExecutor):
+    """`begun`: how many calls were submitted."""
+
+    begun = 0
+
+    def submit(self, call: Callable[[], Any]) -> Future[Any]:
+        self.begun += 1
+        return super().submit(call)
+
+
+@needs_objects
+def test_a_listing_that_is_due_does_not_take_the_probe(door: Door) -> None:
+    """A store begins one in the background: it is the store that the breaker lets through."""
+    clock, listing, came, go_on = Clock(), Counted(1, "listing"), threading.Event(), threading.Event()
+
+    def threads(number: int, name: str) -> Executor:
+        return listing if name == "object-listing" else ThreadExecutor(number, name)
+
+    def hold(path: str) -> None:
+        if "list-type" in path:
+            came.set()
+            assert go_on.wait(60)
+
+    tier = objects(door, Port(clock=clock, executor=threads), "due", refresh_s=10)
+    put = tier._bucket.put
+
+    def after_the_listing(*given: Any, **named: Any) -> str:
+        assert listing.begun == 1 or came.wait(60)
+        return put(*given, **named)
+
+    try:
+        blocks = chain(3)
+        assert set(write(tier, blocks)) == {DONE}
+        assert listing.begun == 1
+        door.status = 503
+        for _ in range(3):
+            assert set(tier.read(blocks, [record(address) for address in blocks])) == {FAILED}
+        assert tier.breaker == "open"
+        door.well()
+        door.before, tier._bucket.put = hold, after_the_listing  # type: ignore[method-assign]
+        clock.seconds += 20
+        assert write(tier, chain(2, seed=1)) == (DONE, DONE)
+        go_on.set()
+        assert intact(tier, blocks)
+        assert listing.begun == 2  # the next call begins it
+    finally:
+        go_on.set()
+        tier.close()
