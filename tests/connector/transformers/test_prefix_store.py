@@ -168,7 +168,7 @@ def test_sampling_is_not_changed(model_of: Callable[[str], Any], cache: kvcache.
 @pytest.mark.parametrize(
     ("named", "why"),
     [
-        ({"num_beams": 2}, "num_beams above 1"),
+        ({"num_beams": 2}, "generation mode beam_search: expected greedy_search or sample"),
         ({"do_sample": True, "num_return_sequences": 2}, "num_return_sequences above 1"),
         ({"use_cache": False}, "use_cache is False"),
         ({"position_ids": torch.arange(40)[None]}, "position_ids given: only token ids name a block"),

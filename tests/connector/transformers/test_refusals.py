@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -70,6 +71,18 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
 
 
+class Shard(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    tp_size = 2
+
+
+class PromptTuned(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    """Puts three tokens of its own before what it is given, as prompt tuning does."""
+
+    @wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, input_ids: Any = None, **named: Any) -> Any:
+        return super().forward(torch.cat((input_ids.new_ones(1, 3), input_ids), 1), **named)
+
+
 @pytest.mark.parametrize(
     ("make", "why"),
     [
@@ -79,8 +92,10 @@ def t5() -> Any:
         (deepseek, "torch.float32 keys of (1, "),
         (lambda: llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
         (lambda: llama().to(torch.float64), "torch.float64"),
+        (lambda: Shard(llama().config), "one of 2 tensor-parallel shards"),
+        (lambda: PromptTuned(llama().config), "caches 4 tokens for one"),
     ],
-    ids=["mamba", "qwen3-next", "t5", "deepseek", "dynamic rope", "float64"],
+    ids=["mamba", "qwen3-next", "t5", "deepseek", "dynamic rope", "float64", "tensor parallel", "prompt tuning"],
 )
 def test_a_model_whose_layers_hold_something_else(make: Any, why: str) -> None:
     with pytest.raises(LayoutError) as refused:

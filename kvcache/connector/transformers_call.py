@@ -1,0 +1,130 @@
+"""One call of transformers' `generate`: its prompt, or the reason why the call runs without the cache.
+
+transformers resolves the configuration itself and names the mode, so that a setting counts wherever it was made: in the
+call, in its `generation_config`, or in the model's. An argument is served only if it is listed here: a later
+transformers may add one that changes the keys of a prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin
+
+CACHES = ("cache", "past_key_values", "cache_params")
+"""Names of a cache among the arguments of `generate`, in every transformers since 4.56."""
+
+_SIGNATURE = signature(GenerationMixin.generate)
+_MODES = ("greedy_search", "sample")
+_NAMED = frozenset({
+    "self", "inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
+    "synced_gpus", "streamer", "negative_prompt_ids", "negative_prompt_attention_mask", "use_model_defaults",
+})  # fmt: skip
+"""Parameters of `generate` that leave the keys and values of the prompt as they are."""
+_FREE = frozenset({"input_ids", "attention_mask", "tokenizer", "trust_remote_code"})
+"""The same among its keywords, beside those of the configuration."""
+_SETTINGS = {
+    "cache_implementation": "the call chooses a cache of another kind",
+    "output_hidden_states": "a loaded prefix has no hidden states",
+    "output_attentions": "a loaded prefix has no attentions",
+    "prefill_chunk_size": "chunks count from the first token of the prompt",
+    "token_healing": "it changes the prompt",
+    "is_assistant": "the model drafts for another one",
+    "return_legacy_cache": "the call returns the cache as tuples",
+}
+"""Settings of the configuration that decline a call, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids (rows, tokens), and by row the number of paddings on its left."""
+
+    ids: torch.Tensor
+    starts: list[int]
+
+
+def read(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompt | str:
+    """The prompt of `model.generate(*args, **kwargs)`, or the reason why the call has to run without the cache."""
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps the model
+    if getattr(bare.generate, "__func__", None) is not GenerationMixin.generate:
+        return f"{type(bare).__name__} has a generate of its own: only that of transformers is known"
+    try:
+        named = _SIGNATURE.bind(bare, *args, **kwargs).arguments
+        free = named.pop("kwargs", {})
+        defaults = {name: named[name] for name in ("use_model_defaults",) if name in named}
+        config, unused = bare._prepare_generation_config(named.get("generation_config"), **defaults, **free)  # noqa: SLF001  no public name
+        mode = config.get_generation_mode(named.get("assistant_model"))
+    except Exception as error:  # noqa: BLE001  `generate` resolves it again, and raises the same at its caller
+        return f"{type(error).__name__}: {error}"
+    more = {name: value for name, value in named.items() if name not in _NAMED}
+    more |= {name: value for name, value in unused.items() if name not in _FREE}
+    return _unserved(bare, config, mode, free) or _beside(more) or _prompt(named, free, config)
+
+
+def starts(ids: Any, mask: Any, config: GenerationConfig) -> list[int] | str:
+    """By row the number of paddings on its left, or the reason why a prefix of these rows cannot be named."""
+    if not isinstance(ids, torch.Tensor):
+        return f"input_ids of type {type(ids).__name__}: expected a tensor (rows, tokens)"
+    if ids.ndim != 2 or not ids.numel() or ids.dtype not in (torch.int64, torch.int32):
+        return f"input_ids of {ids.dtype}, shape {tuple(ids.shape)}: expected integers (rows, tokens)"
+    if mask is None:
+        return "padding without attention_mask" if _infers_padding(ids, config) else [0] * len(ids)
+    if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
+        found = f"shape {tuple(mask.shape)}" if isinstance(mask, torch.Tensor) else f"type {type(mask).__name__}"
+        return f"attention_mask of {found}: expected that of input_ids, {tuple(ids.shape)}"
+    mask = mask.cpu()
+    shown = mask == 1
+    if not torch.equal(shown, mask != 0):
+        return "attention_mask has values other than 0 and 1"
+    if not bool(shown.any(1).all()):
+        return "a row is padding alone"
+    if bool((shown[:, :-1] & ~shown[:, 1:]).any()):
+        return "padding that is not on the left"
+    return [int(count) for count in (~shown).sum(1)]
+
+
+def _unserved(model: Any, config: GenerationConfig, mode: str, free: Mapping[str, Any]) -> str:
+    """Why a call of this configuration is declined; empty where it is served."""
+    if mode not in _MODES:
+        return f"generation mode {getattr(mode, 'value', mode)}: expected {' or '.join(_MODES)}"
+    off = model.config.get_text_config(decoder=True).use_cache is False and free.get("use_cache") is not True
+    if off or not config.use_cache:
+        return "use_cache is False"
+    if (config.num_return_sequences or 1) > 1:
+        return "num_return_sequences above 1"
+    for name, why in _SETTINGS.items():
+        value = getattr(config, name, None)
+        if value:
+            return f"{name} is {value!r}: {why}"
+    return ""
+
+
+def _beside(more: Mapping[str, Any]) -> str:
+    """The reason of the first argument that is neither of the prompt nor of the configuration."""
+    for name, value in more.items():
+        if value is not None:
+            return f"{name} given" + (": only token ids name a block" if isinstance(value, torch.Tensor) else "")
+    return ""
+
+
+def _prompt(named: Mapping[str, Any], free: Mapping[str, Any], config: GenerationConfig) -> Prompt | str:
+    given = [ids for ids in (named.get("inputs"), free.get("input_ids")) if ids is not None]
+    if len(given) != 1:
+        return f"{len(given)} of inputs and input_ids given: expected one"
+    rows = starts(given[0], free.get("attention_mask"), config)
+    return rows if isinstance(rows, str) else Prompt(given[0], rows)
+
+
+def _infers_padding(ids: torch.Tensor, config: GenerationConfig) -> bool:
+    """Whether `generate` takes tokens of these rows for padding: it does unless its end of sequence looks the same."""
+    if config.pad_token_id is None:
+        return False
+    pad = torch.as_tensor(config.pad_token_id, device=ids.device)
+    ends = config.eos_token_id
+    if ends is not None and bool(torch.isin(torch.as_tensor(ends, device=ids.device), pad).any()):
+        return False
+    return bool(torch.isin(ids, pad).any())
