@@ -196,7 +196,8 @@ def _answered(
 def _answer(
     op: str, message: Mapping[str, Any], session: Session, cache: Cache, lender: Lender | Streamer
 ) -> dict[str, Any]:
-    within = session.meter.ask(moves=op in ("load", "store"))
+    moves = op in ("load", "store")
+    within = session.meter.ask(moves=moves, refusable=moves)
     if session.meter.flooded:
         raise ProtocolError(f"tenant {session.tenant.name!r} asks far more than its operations a second")
     if op == "flush":

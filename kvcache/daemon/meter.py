@@ -53,7 +53,7 @@ class Meter:
         self._lock = threading.Lock()
         self._operations, self._bytes = Bucket(tenant.operations, clock), Bucket(tenant.bandwidth, clock)
         self.refused = 0
-        """Questions that were beyond a limit."""
+        """Matches, loads, stores and requests of the page that a limit turned into a miss."""
         self.moved_bytes = 0
 
     def change(self, tenant: Tenant) -> None:
@@ -62,12 +62,18 @@ class Meter:
                 if bucket.rate != rate:
                     bucket.change(rate)
 
-    def ask(self, *, moves: bool = False) -> bool:
-        """Count an operation. False where it is beyond a limit; `moves`: that of bytes counts too."""
+    def ask(self, *, moves: bool = False, refusable: bool = True) -> bool:
+        """Take one operation from the budget; return whether it is within the limits.
+
+        Args:
+            moves: The limit of bytes applies too.
+            refusable: The caller refuses the operation where this returns False. Others, such as the end of a
+                request, are carried out all the same and do not count as refused.
+        """
         with self._lock:
             allowed = self._operations.level() > 0 and not (moves and self._bytes.level() <= 0)
             self._operations.take(1)
-            self.refused += not allowed
+            self.refused += refusable and not allowed
             return allowed
 
     @property

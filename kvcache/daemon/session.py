@@ -89,7 +89,7 @@ class Session:
             "stats": lambda _: self._stats(),
         }
         if op not in ("storing", "stored"):  # said of a store, which is asked for by itself
-            self._within = self.meter.ask()
+            self._within = self.meter.ask(refusable=op == "match")
         if self.meter.flooded:
             raise ProtocolError(f"tenant {self.tenant.name!r} asks far more than its operations a second")
         return answers[op](message)
