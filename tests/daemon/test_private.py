@@ -24,7 +24,7 @@ from kvcache.daemon import private
 from kvcache.daemon.private import answers, find_or_start, socket_path, variables
 from kvcache.errors import ConfigError, StoreError
 from tests.daemon.house import bound_to, load, store
-from tests.daemon.within import Within, until
+from tests.daemon.within import PATIENT, Within, until
 
 SMALL: dict[str, Any] = {"host": {"capacity_bytes": "8MiB"}, "nvme__enabled": False, "control__enabled": False}
 
@@ -34,6 +34,10 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with TemporaryDirectory(prefix="kv-") as made:
         monkeypatch.setenv("XDG_RUNTIME_DIR", made)
         yield Path(made)
+
+
+def opened(where: str) -> Any:
+    return kvcache.open(where, **PATIENT)
 
 
 def ended(process: int) -> bool:
@@ -60,7 +64,7 @@ def test_whoever_comes_first_starts_it_and_all_find_the_same(place: Path) -> Non
         thread.join()
     assert len(found) == 4
     assert len(set(found)) == 1
-    with kvcache.open(found[0]) as one, kvcache.open(found[0]) as other:
+    with opened(found[0]) as one, opened(found[0]) as other:
         expected = store(bound_to(one), list(range(8)), 1)
         assert load(bound_to(other), list(range(8))) == expected
         assert one.stats()["tiers"]["host"]["capacity_bytes"] == 8 << 20
@@ -82,7 +86,7 @@ def test_it_ends_after_its_engine_and_not_with_it(place: Path) -> None:
         "import os, kvcache\n"
         "from kvcache.daemon.private import find_or_start\n"
         "where = find_or_start('engine', linger_s=4, host={'capacity_bytes': '8MiB'}, nvme__enabled=False)\n"
-        "cache = kvcache.open(where)\n"
+        "cache = kvcache.open(where, patience_s=30.0)\n"
         "print(cache.link.pid, flush=True)\n"
         "input()\n"
     )
@@ -116,7 +120,7 @@ def test_what_the_system_refuses_is_said(place: Path, monkeypatch: pytest.Monkey
             changed.setattr(refused, none_left)
             with pytest.raises(StoreError, match=r"no private daemon: .*Too many open files.*ulimit -n"):
                 find_or_start("engine", **SMALL)
-    with kvcache.open(find_or_start("engine", **SMALL)) as cache:
+    with opened(find_or_start("engine", **SMALL)) as cache:
         end(cache.link.pid)
 
 
@@ -133,12 +137,12 @@ DRIVE: dict[str, Any] = {"nvme__free_floor_bytes": 0, "host": {"capacity_bytes":
 def test_an_engine_that_is_restarted_gets_the_daemon_of_the_one_before(place: Path) -> None:
     """It has another id, and the first daemon still has the NVMe directory that both name."""
     given = DRIVE | {"nvme__path": str(place / "nvme"), "nvme__capacity_bytes": "64MiB"}
-    first = find_or_start("first", **given)
-    with kvcache.open(first) as cache:
+    first = find_or_start("first", linger_s=60, **given)  # between two engines, on a machine with other work
+    with opened(first) as cache:
         expected = store(bound_to(cache), list(range(8)), 1)
         daemon = cache.link.pid
     assert find_or_start("second", **given) == first
-    with kvcache.open(first) as cache:
+    with opened(first) as cache:
         assert cache.link.pid == daemon
         assert load(bound_to(cache), list(range(8))) == expected
         hit = cache.stats()["tiers"]["host"]
@@ -168,7 +172,7 @@ def test_the_wait_for_another_start_is_not_ours(place: Path, monkeypatch: pytest
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + waited[0], sleep=time.sleep)
     monkeypatch.setattr(private, "_starting", behind_another)
     monkeypatch.setattr(private, "time", clock)
-    with kvcache.open(find_or_start("engine", **SMALL)) as cache:
+    with opened(find_or_start("engine", **SMALL)) as cache:
         end(cache.link.pid)
 
 
@@ -201,13 +205,13 @@ def test_whoever_looks_whether_it_answers_has_time_to_come(within: Within) -> No
 def test_a_daemon_that_is_ending_is_waited_for(place: Path) -> None:
     given = DRIVE | {"nvme__path": str(place / "nvme"), "nvme__capacity_bytes": "64MiB"}
     for engine in ("same", "another"):
-        with kvcache.open(find_or_start(engine, **given)) as cache:
+        with opened(find_or_start(engine, **given)) as cache:
             bound = bound_to(cache)
             daemon = os.pidfd_open(cache.link.pid)
             store(bound, list(range(64)), 1)
             os.kill(cache.link.pid, signal.SIGTERM)
         where = find_or_start(engine, **given)  # while the first one may be writing what is queued
-        with kvcache.open(where) as cache:
+        with opened(where) as cache:
             assert ended(daemon)
             assert answers(Path(where.removeprefix("unix:")))
             end(cache.link.pid)
