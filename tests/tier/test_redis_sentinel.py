@@ -112,7 +112,7 @@ def test_passwords_of_the_sentinels_and_of_their_servers(tmp_path: Path) -> None
 
 def failover(sentinels: Sentinels, way: str, caplog: Any) -> None:
     sentinels.master.client.flushall()
-    tier, began = open_tier(sentinels), time.monotonic()
+    began, tier = time.monotonic(), open_tier(sentinels)
     blocks = chain(40)
     assert write(tier, blocks) == (DONE,) * 40
     assert tier.leading(blocks).result(10) == 40
