@@ -19,13 +19,14 @@ from pydantic import ValidationError
 
 from kvcache.errors import ConfigError
 from kvcache.settings import PREFIX, SECTIONS, TABLE, Settings
+from kvcache.settings.identity import Identity
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-__all__ = ["Settings", "load"]
+__all__ = ["Settings", "load", "load_identity"]
 
 _SECRETS = {
     "KVCACHE_REDIS_PASSWORD",
@@ -75,6 +76,23 @@ def load(
         raise _refusal(error, origins) from None
     settings._origins.update(origins)  # noqa: SLF001  ours: the tree keeps them, this file knows them
     return settings
+
+
+def load_identity(
+    where: str | os.PathLike[str] | None = None,
+    given: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> Identity:
+    """Return the `identity` section alone, for a connector that identifies its model itself.
+
+    Args:
+        where: a settings file, or a daemon's address, which holds no settings of this process.
+        given: settings that weigh more; those of other sections are not looked at.
+    """
+    remote = where is not None and str(where).startswith(("unix:", "tls:", "tcp:"))
+    keywords = {name: value for name, value in _flat(given or {}) if name.startswith("identity.")}
+    variables = {name: value for name, value in environ.items() if name.startswith(f"{PREFIX}IDENTITY__")}
+    return load(None if remote else where, variables, **keywords).identity
 
 
 def _file(path: str | os.PathLike[str] | None) -> Iterator[tuple[str, Any, str]]:

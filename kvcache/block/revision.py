@@ -1,48 +1,95 @@
 """Which weights these are: the revision of a model, for `Namespace.revision`.
 
-A snapshot of the hub names its commit. Other weights are sampled rather than read whole: for each file its name, its
-size, the safetensors header, and 64 pieces of 64 KiB at places that the size fixes. That tells any training step or
-conversion apart within two seconds for 140 GB; it does not see an edit of a few weights by hand.
+The revision is a digest of the files that an engine loads, not of where they lie. It reads a sample: for each file its
+name, its size, the safetensors header, and 64 pieces of 64 KiB at places that the size fixes. A sample tells any
+training step or conversion apart within two seconds for 140 GB. It misses an edit of a few weights between the pieces;
+`identity.read_every_byte` reads all of each file. Within a snapshot of the hub the commit stands before the digest,
+since it covers every byte.
+
+A digest is computed once for the same files, as device, inode, size and `ctime_ns` tell them apart. No program can set
+`ctime` back, as it can the time of the last write. None of these enters the revision.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from struct import pack, unpack
+from time import time_ns
 from typing import BinaryIO
 
 from kvcache.errors import ModelError
 
 PREFIX = b"kvcache weights 1\n"
+PREFIX_WHOLE = b"kvcache weights 1 whole\n"
 PIECES = 64
 PIECE_BYTES = 64 << 10
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
-_SUFFIXES = (".safetensors", ".gguf", ".bin")
+KINDS = (".safetensors", ".gguf", ".bin")
+"""Endings of weight files. Those of the first kind that a directory has are its weights."""
+
+_LOADED = (".safetensors", ".bin", ".pt", ".gguf")
+_PICKLED = (".bin", ".pt", ".pth")
+_LOADERS = {
+    **dict.fromkeys(("auto", "hf", "bitsandbytes", "dummy"), _LOADED),
+    **dict.fromkeys(("safetensors", "fastsafetensors", "instanttensor", "mistral"), (".safetensors",)),
+    **dict.fromkeys(("sharded_state", "layered", "runai_streamer", "runai_streamer_sharded"), (".safetensors",)),
+    **dict.fromkeys(("pt", "npcache"), _PICKLED),
+    "gguf": (".gguf",),
+}
+_ADAPTER = (*KINDS, ".pt", ".pth")
+_ADAPTER_CONFIG = "adapter_config.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
+# File systems count `ctime` in ticks of some milliseconds, remote ones by a clock of their own. A file that changed
+# less than this before it was read may change again within the same tick.
+_SETTLED_NS = 10_000_000_000
+_MAX_KNOWN = 4096
+_known: OrderedDict[tuple[object, ...], str] = OrderedDict()
 
-def model_revision(path: str | Path) -> str:
-    """The hub's commit where the path lies in a snapshot folder, else "sha256:" and the digest of the weights.
 
-    `path` is a model's directory or one file of weights. ModelError where there are none, or a damaged file.
+def model_revision(path: str | Path, *, kinds: Sequence[str] = KINDS, read_every_byte: bool = False) -> str:
+    """The digest of the weights, after the hub's commit where the path lies in a snapshot folder.
+
+    Args:
+        path: a model's directory, or one file of weights.
+        kinds: the endings that the engine looks for, the preferred one first.
+        read_every_byte: read all of each file instead of a sample.
+
+    Raises:
+        ModelError: there are no weights, or a file is damaged or changed while it was read.
     """
     place = Path(path)
-    files = weight_files(place)
-    for whole in (place.absolute(), place.resolve()):
-        for folder, name in pairwise(whole.parts):
-            if folder == "snapshots" and _COMMIT.fullmatch(name):
-                return name
-    digest = sha256(PREFIX)
-    for file in files:
-        for part in _sample(file):
-            digest.update(part)
-    return f"sha256:{digest.hexdigest()}"
+    return _commit(place) + _digest(weight_files(place, kinds), read_every_byte)
+
+
+def adapter_revision(path: str | Path, *, read_every_byte: bool = False) -> str:
+    """The digest of an adapter's folder or file: all weight files in it, and `adapter_config.json`.
+
+    ModelError as for `model_revision`.
+    """
+    place = Path(path)
+    files = [place] if place.is_file() else _ending(place, _ADAPTER)
+    if not files:
+        raise ModelError(f"{place}: no weights; expected an adapter's folder with files that end in {_named(_ADAPTER)}")
+    config = (place if place.is_dir() else place.parent) / _ADAPTER_CONFIG
+    return _commit(place) + _digest([*files, *([config] if config.is_file() else [])], read_every_byte)
+
+
+def loader_kinds(load_format: str) -> tuple[str, ...]:
+    """The endings of the files that an engine's `load_format` reads. ModelError for one that may read others."""
+    if load_format not in _LOADERS:
+        raise ModelError(
+            f"load_format {load_format!r} may read weights from elsewhere; "
+            "give `revision`, a name that changes with them"
+        )
+    return _LOADERS[load_format]
 
 
 def weight_bytes(path: str | Path) -> int:
@@ -50,27 +97,70 @@ def weight_bytes(path: str | Path) -> int:
     return sum(file.stat().st_size for file in weight_files(Path(path)))
 
 
-def weight_files(path: Path) -> list[Path]:
-    """The file, or those of a directory in order of name: safetensors where there are some, else GGUF, else .bin."""
+def weight_files(path: Path, kinds: Sequence[str] = KINDS) -> list[Path]:
+    """The file, or those of a directory of the first of these kinds that it has, in order of name."""
     if path.is_file():
         return [path]
-    if not path.is_dir():
-        raise ModelError(f"{path}: not there; expected a model's directory or a file of weights")
-    for suffix in _SUFFIXES:
-        files = [file for file in path.iterdir() if file.suffix == suffix and file.is_file()]
+    for kind in kinds:
+        files = _ending(path, (kind,))
         if files:
-            return sorted(files, key=lambda file: file.name.encode(errors="surrogateescape"))
-    raise ModelError(f"{path}: no weights; expected files that end in {', '.join(_SUFFIXES)}")
+            return files
+    raise ModelError(f"{path}: no weights; expected files that end in {_named(kinds)}")
 
 
-def _sample(file: Path) -> Iterator[bytes]:
+def _named(kinds: Sequence[str]) -> str:
+    return ", ".join(kinds)
+
+
+def _ending(folder: Path, kinds: Sequence[str]) -> list[Path]:
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: not there; expected a model's directory or a file of weights")
+    files = [file for file in folder.iterdir() if file.suffix in kinds and file.is_file()]
+    return sorted(files, key=lambda file: file.name.encode(errors="surrogateescape"))
+
+
+def _commit(place: Path) -> str:
+    for whole in (place.absolute(), place.resolve()):
+        for folder, name in pairwise(whole.parts):
+            if folder == "snapshots" and _COMMIT.fullmatch(name):
+                return f"{name}+"
+    return ""
+
+
+def _digest(files: Sequence[Path], read_every_byte: bool) -> str:
+    begun_ns, before = time_ns(), _stats(files)
+    key = (read_every_byte, before)
+    if key in _known:
+        return _known[key]
+    digest = sha256(PREFIX_WHOLE if read_every_byte else PREFIX)
+    for file in files:
+        for part in _parts(file, read_every_byte):
+            digest.update(part)
+    if _stats(files) != before:
+        raise ModelError(f"{files[0].parent}: the weights changed while they were read; wait until they are complete")
+    named = f"{'sha256-whole' if read_every_byte else 'sha256'}:{digest.hexdigest()}"
+    if all(changed_ns < begun_ns - _SETTLED_NS for *_, changed_ns in before):
+        _known[key] = named
+        while len(_known) > _MAX_KNOWN:
+            _known.popitem(last=False)
+    return named
+
+
+def _stats(files: Sequence[Path]) -> tuple[tuple[str, int, int, int, int], ...]:
+    try:
+        return tuple((f.name, s.st_dev, s.st_ino, s.st_size, s.st_ctime_ns) for f in files for s in [f.stat()])
+    except OSError as error:
+        raise ModelError(f"{error.filename}: {error.strerror}; the weights must stay while they are read") from None
+
+
+def _parts(file: Path, read_every_byte: bool) -> Iterator[bytes]:
     name = file.name.encode(errors="surrogateescape")
     try:
         with file.open("rb") as stream:
             size = stream.seek(0, 2)
             header = _safetensors_header(stream, size, file) if file.suffix == ".safetensors" else b""
             yield pack("<Q", len(name)) + name + pack("<QQ", size, len(header)) + header
-            for offset in _places(size):
+            for offset in range(0, size, PIECE_BYTES) if read_every_byte else _places(size):
                 stream.seek(offset)
                 yield stream.read(PIECE_BYTES)
     except OSError as error:

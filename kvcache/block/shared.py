@@ -7,15 +7,16 @@ are named by `page_chain`, in the canonical order, in one group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcache.block.checkpoint import checkpoint_digest
 from kvcache.block.hf import engine_facts, read_config
 from kvcache.block.layout import CANONICAL, Group, KVLayout
 from kvcache.block.page_chain import IDENTITY
-from kvcache.block.revision import model_revision
+from kvcache.block.revision import KINDS, model_revision
 from kvcache.errors import LayoutError
 
 _WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern")
@@ -34,22 +35,43 @@ def shared(
     model: str | None = None,
     revision: str | None = None,
     changed: Mapping[str, Any] | None = None,
+    dtype: str | None = None,
+    kinds: Sequence[str] = KINDS,
+    read_every_byte: bool = False,
 ) -> Shared:
-    """Of the model in a directory. `changed`: what the engine does otherwise than its files say, under the engine's
-    names. ModelError where nothing can be read there."""
+    """Return name, revision and facts of the model in a directory.
+
+    Args:
+        changed: what the engine computes otherwise than its files say, under the engine's names.
+        dtype: what the engine computes in, by torch's name; a difference from the configuration is a change.
+        kinds, read_every_byte: as `model_revision` takes them.
+
+    Raises:
+        ModelError: the directory has no weights or no configuration.
+    """
     config = read_config(directory)
     inner = config.get("text_config")
     text = inner if isinstance(inner, Mapping) else config
-    kinds = config.get("architectures") or [config.get("model_type") or "model"]
+    architectures = config.get("architectures") or [config.get("model_type") or "model"]
     facts: dict[str, Any] = {
         **engine_facts(config),
+        "checkpoint": checkpoint_digest(directory),
         "rms_norm_eps": text.get("rms_norm_eps"),
         "identity": IDENTITY,
     }
     facts |= {name: text[name] for name in _WINDOWS if text.get(name) is not None}
-    if changed:
-        facts["changed"] = dict(changed)
-    return Shared(model or str(kinds[0]), revision or model_revision(directory), facts)
+    changes = dict(changed or {})
+    if dtype is not None and dtype != _dtype(config, text):
+        changes["dtype"] = dtype
+    if changes:
+        facts["changed"] = changes
+    found = revision or model_revision(directory, kinds=kinds, read_every_byte=read_every_byte)
+    return Shared(model or str(architectures[0]), found, facts)
+
+
+def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str | None:
+    found = (source.get(name) for source in (text, config) for name in ("dtype", "torch_dtype"))
+    return next((str(dtype).removeprefix("torch.") for dtype in found if dtype), None)
 
 
 def shared_layout(layout: KVLayout) -> KVLayout:

@@ -50,7 +50,8 @@ def serve(
         from kvcache.fleet.node import warm_up
         from kvcache.hierarchy.cache import Cache
 
-        runner = load_model(model, dtype=dtype, block_tokens=settings.block_tokens)
+        whole = settings.identity.read_every_byte
+        runner = load_model(model, dtype=dtype, block_tokens=settings.block_tokens, read_every_byte=whole)
         tokenizer = Tokenizer(runner.directory)
         name = Path(model).name
         pages = pages or fitting(runner.layout)

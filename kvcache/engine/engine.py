@@ -97,7 +97,7 @@ class Engine:
         bound = None
         if cache is not None:
             if share_across_engines:
-                same = shared(model.directory, revision=model.revision)
+                same = shared(model.directory, revision=model.revision, dtype=str(model.dtype).removeprefix("torch."))
                 bound = cache.namespace(
                     shared_layout(layout), model=same.model, revision=same.revision, facts=same.facts
                 )

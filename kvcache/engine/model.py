@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from kvcache.block.checkpoint import checkpoint_digest
 from kvcache.block.hf import engine_facts
 from kvcache.block.layout import KVLayout
 from kvcache.block.revision import model_revision
@@ -105,13 +106,27 @@ class Model:
         return functional.rms_norm(x, weight.shape, weight, self.architecture.norm_eps)
 
 
-def load_model(path: str, *, dtype: str = "fp32", block_tokens: int = 16, device: str = "cpu") -> Model:
-    """The model in a directory, of a GGUF file, or of a name that `resolve_model` knows; ModelError where it is not."""
+def load_model(
+    path: str,
+    *,
+    dtype: str = "fp32",
+    block_tokens: int = 16,
+    device: str = "cpu",
+    read_every_byte: bool = False,
+) -> Model:
+    """The model in a directory, of a GGUF file, or of a name that `resolve_model` knows; ModelError where it is not.
+
+    `read_every_byte`: the revision covers all bytes of the weights instead of a sample.
+    """
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
-    directory = resolve_model(path)
+    directory = resolve_model(path, read_every_byte=read_every_byte)
+    revision = model_revision(directory, read_every_byte=read_every_byte)
+    checkpoint = checkpoint_digest(directory)
     architecture = Architecture.read(directory)
     weights = Weights.read(directory, architecture, dtype=DTYPES[dtype], device=device)
+    if revision != model_revision(directory, read_every_byte=read_every_byte):
+        raise ModelError(f"{directory}: the weights changed while they were read; start again")
     layout = KVLayout.mha(
         layers=architecture.layers,
         kv_heads=architecture.kv_heads,
@@ -124,10 +139,11 @@ def load_model(path: str, *, dtype: str = "fp32", block_tokens: int = 16, device
         weights,
         layout=replace(layout, max_tokens=architecture.max_tokens),
         directory=directory,
-        revision=model_revision(directory),
+        revision=revision,
         # The weights' revision knows nothing of these, and they change keys and values.
         facts={
             **engine_facts(directory),
+            "checkpoint": checkpoint,
             "rms_norm_eps": architecture.norm_eps,
             "windows": list(architecture.windows) if any(architecture.windows) else None,
         },

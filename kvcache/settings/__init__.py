@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from kvcache.settings.http import Http
+from kvcache.settings.identity import Identity
 from kvcache.settings.object import Encryption, Object
 from kvcache.settings.service import Control, Daemon, Log, Trace
 from kvcache.settings.tiers import Host, Nvme, Redis
@@ -39,6 +40,7 @@ class Settings(Section):
     flow: Flow = Field(default_factory=Flow)
     plan: Plan = Field(default_factory=Plan)
     warm: Warm = Field(default_factory=Warm)
+    identity: Identity = Field(default_factory=Identity)
     explain: Explain = Field(default_factory=Explain)
     canary: Canary = Field(default_factory=Canary)
     daemon: Daemon = Field(default_factory=Daemon)

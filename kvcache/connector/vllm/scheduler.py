@@ -18,7 +18,7 @@ from kvcache.connector.vllm.bounds import Bounds
 from kvcache.connector.vllm.declined import Declined
 from kvcache.connector.vllm.digest import Digests, Origin, unnamed
 from kvcache.connector.vllm.events import Announcer
-from kvcache.connector.vllm.identity import Adapters, Who
+from kvcache.connector.vllm.identity import Adapters, Who, read_every_byte
 from kvcache.connector.vllm.message import UNTOLD, Described, Message, Move
 from kvcache.connector.vllm.model import Model, Rank
 from kvcache.connector.vllm.options import Options
@@ -45,7 +45,7 @@ class Scheduling:
         self._ranks: dict[Rank, Described] = {}
         self._model: Model | None = None
         self._told = 0  # steps in which the ranks were told of the model
-        self._adapters = Adapters()
+        self._adapters = Adapters(read_every_byte=read_every_byte(options))
         self._since = ""
         self._origin: Origin | None = None
         self.requests: dict[str, Tracked] = {}

@@ -25,10 +25,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 
 from kvcache.block.layout import Group, KVLayout
 from kvcache.connector.vllm import version
-from kvcache.connector.vllm.identity import revision_of
+from kvcache.connector.vllm.identity import checkpoint_of, revision_of
 from kvcache.connector.vllm.options import TierOptions, read
 from kvcache.connector.vllm.process import below
 from kvcache.connector.vllm.quiet import Calm, quietly, say
+from kvcache.errors import ModelError
 from kvcache.hierarchy.face import Bound, Hit, Request
 from kvcache.transfer.pages import GroupPages
 
@@ -80,7 +81,12 @@ class KVCacheTier(SecondaryTierManager):
         extra.pop("locality", None)
         self._options = read(extra, TierOptions, where="secondary_tiers")
         self._view = np.asarray(primary_kv_view)
-        self._identity = _identity(offloading_spec, self._options)
+        self._off = ""
+        try:
+            self._identity = _identity(offloading_spec, self._options)
+        except (ModelError, OSError) as error:
+            self._off = str(error)
+            _log.error("nothing is kept below host memory: %s", error)
         chunk_bytes = self.block_size_bytes
         config = offloading_spec.config
         tokens = config.cache.tokens_per_hash * max(1, config.cache.blocks_per_chunk)
@@ -102,7 +108,6 @@ class KVCacheTier(SecondaryTierManager):
         self._cache = below(self._options)
         self._bound: Bound | None = None
         self._since = ""
-        self._off = ""
         self._jobs: dict[int, Job] = {}
         self._asked: dict[bytes, Asked] = {}
         self._failed: dict[str, set[bytes]] = {}  # by open request: what was promised and did not come
@@ -275,6 +280,7 @@ def _identity(spec: Any, options: TierOptions) -> tuple[str, str, dict[str, Any]
         {
             "engine": "vllm offloading",
             "version": version.VERSION,
+            "checkpoint": checkpoint_of(config.model.name),
             "dtype": str(config.model.dtype),
             "layout": str(config.kv_cache_layout),
             "canonical": bool(config.canonical_layout),

@@ -22,7 +22,7 @@ from kvcache.testing.raising import Raising
 
 CHUNKS, CHUNK_BYTES, TOKENS = 16, 256, 4
 TIER = "kvcache.connector.vllm.tier"
-Make = Callable[[Any], "Manager"]
+Make = Callable[..., "Manager"]
 
 
 class Found(Enum):
@@ -105,10 +105,11 @@ def make(monkeypatch: pytest.MonkeyPatch, of_a_version: None) -> Iterator[Make]:
         groups=(),
     )
 
-    def of(cache: Any) -> Manager:
+    def of(cache: Any, **told: Any) -> Manager:
         monkeypatch.setattr(module, "below", lambda _: cache)
         memory = np.zeros((CHUNKS, CHUNK_BYTES), np.uint8)
-        tier = module.KVCacheTier(SimpleNamespace(config=config), memoryview(memory), "KVCacheTier", revision="r")
+        told = told or {"revision": "r"}
+        tier = module.KVCacheTier(SimpleNamespace(config=config), memoryview(memory), "KVCacheTier", **told)
         return Manager(tier, memory)
 
     yield of
@@ -127,6 +128,14 @@ def keep(manager: Manager, prompt: int, length: int) -> JobResult:
     result = manager.move("writer", keys, list(range(length)), load=False)
     manager.end("writer")
     return result
+
+
+def test_a_model_that_nothing_identifies_is_not_kept(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    manager = make(NaiveCache(), tenant="default")
+    assert not keep(manager, 1, 5).success
+    assert "give `revision`" in caplog.text
+    keys = manager.begin("r", 1, 5)
+    assert [manager.look("r", key) for key in keys] == [Found.MISS] * 5
 
 
 def test_what_was_stored_comes_back_to_other_chunks(make: Make) -> None:
