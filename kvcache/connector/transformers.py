@@ -22,9 +22,11 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
+from kvcache.block.checkpoint import config_digest
 from kvcache.block.hf import engine_facts
-from kvcache.block.revision import model_revision
+from kvcache.config import Settings, load_identity
 from kvcache.connector import transformers_call
+from kvcache.connector.tensors import tensors_revision
 from kvcache.connector.transformers_layout import Tensors, caching, word
 from kvcache.errors import ModelError
 from kvcache.hierarchy.face import KVCache, Request
@@ -88,7 +90,7 @@ def _plain(layers: list[Any]) -> DynamicCache:
 class PrefixStore:
     """One model, in this process, over one cache.
 
-    `revision` names the weights; the hub's commit or a digest of the model's directory where it is not given.
+    `revision` names the weights; without it a sample of the model's tensors does, as they are when the store is made.
     LayoutError for a model whose layers hold something else than keys and values; ModelError for weights without a
     name. `patience_s` bounds what a call waits for the cache, whatever happens there.
     """
@@ -118,12 +120,12 @@ class PrefixStore:
         self._patience_s = patience_s
         self._bound = cache.namespace(
             self.caching.layout,
-            model=config.name_or_path or config.model_type,
-            revision=revision or _revision(config),
+            model=_named(config),
+            revision=revision or _revision(model, cache),
             adapter=adapter,
             tenant=tenant,
             cache_salt=cache_salt,
-            facts={"engine": "transformers", **engine_facts(config)},
+            facts={"engine": "transformers", "config": config_digest(config), **engine_facts(config)},
         )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -253,15 +255,22 @@ class PrefixStore:
             return None
 
 
-def _revision(config: Any) -> str:
+def _named(config: Any) -> str:
+    """A path's last part, since the revision identifies the weights; a name of the hub as it is."""
+    name = str(config.name_or_path or config.model_type)
+    return Path(name).name if Path(name).exists() else name
+
+
+def _revision(model: Any, cache: KVCache) -> str:
+    """The digest of the tensors, whatever they were loaded from, after the commit where transformers left one."""
+    config = model.config
+    if not config.name_or_path:
+        raise ModelError("the model was made from no files: give revision=, a name that changes with its weights")
+    settings = getattr(cache, "settings", None)
+    identity = settings.identity if isinstance(settings, Settings) else load_identity()
     commit = getattr(config, "_commit_hash", None)
-    if commit:
-        return str(commit)
-    if config.name_or_path and Path(config.name_or_path).is_dir():
-        return model_revision(config.name_or_path)
-    raise ModelError(
-        "the model comes from no directory and no commit of the hub: give revision=, a name of its weights"
-    )
+    digest = tensors_revision(model.state_dict(), read_every_byte=identity.read_every_byte)
+    return f"{commit}+{digest}" if commit else digest
 
 
 def _found(request: Request, ids: np.ndarray, until: float) -> int:
