@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from difflib import get_close_matches
+
 
 class KVCacheError(Exception):
     """Base of every error of ours. The text is one line: what was found, what was expected, what to do."""
@@ -9,6 +12,17 @@ class KVCacheError(Exception):
 
 class ConfigError(KVCacheError, ValueError):
     """A setting makes no sense; names the setting, the value given and what would do."""
+
+
+class NotFoundError(ConfigError):
+    """Nothing here has the name that was given; says which names are like it."""
+
+    @classmethod
+    def like(cls, found: str, given: str, known: Collection[str]) -> NotFoundError:
+        """`found`: what is wrong, in a line. `known`: the names that would do."""
+        near = get_close_matches(given, [*dict.fromkeys(known)], cutoff=0.5)
+        near += [name for name in dict.fromkeys(known) if given[:4] and name.startswith(given[:4]) and name not in near]
+        return cls(found + (f"; near matches: {', '.join(repr(name) for name in near[:3])}" if near else ""))
 
 
 class LayoutError(KVCacheError, ValueError):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
 from kvcache.cli.running import Address, all_of_them, the_one
-from kvcache.errors import ConfigError
+from kvcache.errors import ConfigError, NotFoundError
 
 
 def clear(
@@ -25,7 +25,7 @@ def clear(
     as_json: Json = False,
 ) -> None:
     """Erase records from host memory, drives, Redis and the object store, overwrite what they left, and say when it is
-    done; exit 1 where a tier could not be cleared.
+    done; exit 1 where a tier could not be cleared, or no cache knows what is named.
 
     What is given must all fit. Memory and drives of other hosts are theirs to clear: run it there too."""
     from kvcache.daemon.control.client import ask
@@ -36,7 +36,14 @@ def clear(
     if everyone and address is not None:
         raise typer.BadParameter("--all and --address: give one or the other")
     paths = [found.path for found in all_of_them()] if everyone else [the_one(address)]
-    told = {path.stem: ask(path, "erase", timeout_s=None, dry_run=dry_run, **given) for path in paths}
+    told, unknown = dict[str, dict[str, Any]](), list[NotFoundError]()
+    for path in paths:
+        try:
+            told[path.stem] = ask(path, "erase", timeout_s=None, dry_run=dry_run, **given)
+        except NotFoundError as error:
+            unknown.append(error)
+    if not told:
+        raise unknown[0]
     left = [(name, tier, why) for name, done in told.items() for tier, why in done["left"].items()]
     if as_json or output is Format.json:
         print_json(told)

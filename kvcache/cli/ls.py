@@ -10,6 +10,7 @@ import typer
 
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
 from kvcache.cli.running import Address, the_one
+from kvcache.errors import NotFoundError
 from kvcache.units import show_bytes, show_seconds
 
 Row = Mapping[str, Any]
@@ -24,11 +25,11 @@ def ls(
     """Name the namespaces of a running cache: bytes in each tier, tokens asked for and found, last use."""
     from kvcache.daemon.control.client import ask
 
-    found = [
-        row
-        for row in ask(the_one(address), "namespaces", timeout_s=60.0)["namespaces"]
-        if tenant in (None, row["tenant"])
-    ]
+    rows = ask(the_one(address), "namespaces", timeout_s=60.0)["namespaces"]
+    found = [row for row in rows if tenant in (None, row["tenant"])]
+    if tenant is not None and not found:
+        tenants = [row["tenant"] for row in rows if row["tenant"]]
+        raise NotFoundError.like(f"tenant {tenant!r:.80}: no namespace of it is bound here", tenant, tenants)
     if as_json or output is Format.json:
         print_json(found)
         return

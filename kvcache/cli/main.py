@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 import kvcache
-from kvcache.errors import ClosedError, KVCacheError, UnreachableError
+from kvcache.errors import ClosedError, KVCacheError, NotFoundError, UnreachableError
 
 SUBCOMMANDS = (
     "bypass",
@@ -62,7 +62,7 @@ EXTRAS: Mapping[str, str] = {
 """What a subcommand may find missing, and the extra that brings it."""
 
 
-CODES: Mapping[type[KVCacheError], int] = {ClosedError: 1, UnreachableError: 3}
+CODES: Mapping[type[KVCacheError], int] = {ClosedError: 1, NotFoundError: 1, UnreachableError: 3}
 """Exit codes of errors that are no misuse."""
 
 

@@ -13,7 +13,7 @@ import typer
 
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
 from kvcache.cli.running import Address, the_one
-from kvcache.errors import ConfigError
+from kvcache.errors import ConfigError, NotFoundError
 from kvcache.units import show_bytes
 
 if TYPE_CHECKING:
@@ -118,7 +118,11 @@ def export(
     with _opened(path) as tier:
         wanted, total = None, _record_bytes(tier)
         if namespace is not None:
-            found = [n for n in survey(tier.ledger)["namespaces"] if n["id"].startswith(namespace.lower())]
+            spaces = survey(tier.ledger)["namespaces"]
+            found = [n for n in spaces if n["id"].startswith(namespace.lower())]
+            if not found:
+                text = f"--namespace {namespace}: no namespace here begins so: see `nvme inspect`"
+                raise NotFoundError.like(text, namespace, [n["id"][: max(8, len(namespace))] for n in spaces])
             if len(found) != 1:
                 raise ConfigError(
                     f"--namespace {namespace}: {len(found)} namespaces here begin so, expected one: see `nvme inspect`"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.2
 _ANSWER_S = 5.0  # beyond what it may wait for
+_NAME = f"warm-{os.getpid()}"  # by which caches know what this process was told
 
 
 def warm(
@@ -114,6 +117,7 @@ def prefill(
         prompts,
         board,
         port.clock,
+        begin=lambda: begin(cache),
         settle=lambda: settle(cache, SETTLE_S),
         held=_held,
         most_bytes=most_bytes,
@@ -138,15 +142,25 @@ def prefill(
     ]
 
 
+def begin(cache: Path | None) -> None:
+    """What is stored from now on is what `settle` asks about."""
+    from kvcache.daemon.control.client import ask, find
+
+    for path in [each.path for each in find()] if cache is None else [cache]:
+        with suppress(KVCacheError):  # `settle` says so
+            ask(path, "flush", seconds=0, fleet=_NAME)
+
+
 def settle(cache: Path | None, within_s: float) -> bool:
-    """Whether the engine's cache has written what it was given: this one, or, where it is not known which, all that run
-    here as this user. One that does not answer is asked again while there is time."""
+    """Whether the blocks that the engine's cache was given or asked for since `begin` are in each tier that the fleet
+    shares: this cache, or, where it is not known which, all that run here as this user. One that does not answer is
+    asked again while there is time."""
     from kvcache.daemon.control.client import ask, find
 
     def flushed(path: Path) -> bool:
         left = max(0.0, end - time.monotonic())
         try:
-            return bool(ask(path, "flush", seconds=left, timeout_s=left + _ANSWER_S)["flushed"])
+            return bool(ask(path, "flush", seconds=left, timeout_s=left + _ANSWER_S, fleet=_NAME)["flushed"])
         except KVCacheError:
             return False
 

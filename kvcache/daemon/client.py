@@ -14,6 +14,7 @@ import uuid
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -22,12 +23,12 @@ from kvcache.block.namespace import Namespace
 from kvcache.daemon.carrier import Stagings
 from kvcache.daemon.link import Link
 from kvcache.daemon.mapping import Mappings
-from kvcache.daemon.protocol import FLUSH_S, ProtocolError, answer
+from kvcache.daemon.protocol import FLUSH_S, ProtocolError, answer, read_report
 from kvcache.daemon.remote import RemoteBound
 from kvcache.daemon.route import Route
 from kvcache.errors import ClosedError, ConfigError, KVCacheError, UnreachableError
 from kvcache.hierarchy.edge import check_shards, check_ttl
-from kvcache.hierarchy.face import Bound
+from kvcache.hierarchy.face import Bound, FlushReport, TierFlush
 from kvcache.observe.changes import Change, Told
 from kvcache.observe.request import logger
 from kvcache.port import Port
@@ -76,16 +77,19 @@ class RemoteCache:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closed = threading.Event()
-        self._flushed = False  # by `close`
+        self._flushed = FlushReport(fault="the cache is being closed")  # by `close`
         self._pid = os.getpid()
         self._retrying = False
         self._moving = 0
         self._moved = threading.Condition()
+        self._announced = self._flushed_stores = 0  # stores that were begun, and those that a true flush covered
+        self._life, self._doubt = "", ""  # of the daemon's memory, and why blocks in it may be lost
         self._facts: dict[str, Any] = {}  # that the daemon adds to a namespace's own
         self._tenant = ""  # as which we came in
         self.apart = False
         """Whether the daemon binds what we call blocks to the namespace, since it keeps tenants apart."""
         self.link: Link | None = self._connect()
+        self._life = self.link.life
         self.numbers = iter(range(1, 1 << 62))
         _OPEN.add(self)
 
@@ -124,24 +128,30 @@ class RemoteCache:
             _log.debug("not bound yet: %s", error)
         return bound
 
-    def flush(self, timeout_s: float | None = None) -> bool:
+    def flush(self, timeout_s: float | None = None) -> FlushReport:
         if self._closed.is_set():
             return self._flushed
+        end = None if timeout_s is None else time.monotonic() + timeout_s
         with self._moved:
             if not self._moved.wait_for(lambda: self._moving == 0, timeout_s):
-                return False
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+                return FlushReport(fault=f"{self._moving} transfers of this process have not ended")
+        report, announced = FlushReport(), self._announced
         try:
             while True:
                 began = time.monotonic()
                 left = FLUSH_S if end is None else max(0.0, min(FLUSH_S, end - began))
-                if self.ask_apart("flush", left, {"timeout_s": left})["done"]:
-                    return True
-                if left < FLUSH_S or time.monotonic() - began < FLUSH_S:
-                    return False
+                answered = read_report(self.ask_apart("flush", left, {"timeout_s": left}))
+                report = _after(report, answered)
+                waits = answered.fault or any(tier.waiting or not tier.synced for tier in answered.tiers.values())
+                if not waits or left < FLUSH_S or time.monotonic() - began < FLUSH_S:
+                    break
         except KVCacheError as error:
-            _log.debug("not flushed: %s", error)
-            return False
+            return replace(report, fault=str(error))
+        with self._lock:
+            doubt, self._doubt = self._doubt, ""
+            if report and not doubt:
+                self._flushed_stores = announced
+        return replace(report, fault=doubt) if report and doubt else report
 
     def stats(self) -> dict[str, Any]:
         """The daemon's; where it does not answer, `unreachable` says why."""
@@ -175,7 +185,7 @@ class RemoteCache:
         except KVCacheError as error:
             return [f"the daemon cannot be asked: {error}"]
 
-    def close(self) -> bool:
+    def close(self) -> FlushReport:
         """Flush, and end this process's part; the daemon and what is in it stay."""
         if self._closed.is_set():
             return self._flushed
@@ -234,6 +244,7 @@ class RemoteCache:
     def announce(self, store: int) -> bool:
         """Whether the daemon was told that a store of this number begins: only where the session is there and takes it
         at once, since an engine's thread waits for nobody and reaches for nobody."""
+        self._announced += self.link is not None
         if not self._lock.acquire(timeout=GLANCE_S):
             return False
         try:
@@ -305,6 +316,9 @@ class RemoteCache:
 
     def _found(self, link: Link) -> None:
         self.link = link
+        if self._announced > self._flushed_stores and not (link.life and link.life == self._life):
+            self._doubt = "the daemon ended after the last flush, and what it had not written then is lost"
+        self._life = link.life
         self._changed.notify_all()
         _log.warning("%s: reached again", self.route)
 
@@ -327,6 +341,16 @@ class RemoteCache:
             for wire in (link.wire, *link.idle):
                 with suppress(OSError):
                     wire.connection.close()
+
+
+def _after(before: FlushReport, report: FlushReport) -> FlushReport:
+    """A report, with what an earlier one of the same flush told already and no later one tells again."""
+    tiers = dict(report.tiers)
+    for name, tier in before.tiers.items():
+        now = tiers.get(name, TierFlush())
+        reached, lost = tier.reached + now.reached, tier.lost + now.lost
+        tiers[name] = replace(now, reached=reached, lost=lost, refused=now.refused + tier.lost)
+    return replace(report, tiers=tiers)
 
 
 _OPEN: weakref.WeakSet[RemoteCache] = weakref.WeakSet()

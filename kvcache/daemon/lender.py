@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.daemon.meter import QUOTA
-from kvcache.daemon.protocol import DESCRIPTORS, FLUSH_S, LENT, ProtocolError, asked, refusal
+from kvcache.daemon.protocol import DESCRIPTORS, FLUSH_S, LENT, ProtocolError, asked, describe_report, refusal
 from kvcache.daemon.session import Session
 from kvcache.daemon.streamer import Streamer
 from kvcache.daemon.wire import Wire
@@ -202,7 +202,8 @@ def _answer(
         raise ProtocolError(f"tenant {session.tenant.name!r} asks far more than its operations a second")
     if op == "flush":
         given = message.get("timeout_s")
-        return {"done": session.flush(FLUSH_S if given is None else min(FLUSH_S, given))}
+        report = session.flush(FLUSH_S if given is None else min(FLUSH_S, given))
+        return {"done": bool(report), "report": describe_report(report)}
     if op == "check":
         if not session.tenant.operator:
             raise AccessError("an audit tells of all tenants: only an operator may ask for it")

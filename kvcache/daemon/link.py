@@ -29,6 +29,7 @@ class Link:
             self.tenant: str = hello.get("tenant", "")
             self.apart: bool = hello.get("apart", False)
             self.hears_stores: bool = hello.get("stores", False)
+            self.life: str = hello.get("life", "")
             self.pid: int = hello["pid"]
         except KeyError as error:
             self.wire.close()

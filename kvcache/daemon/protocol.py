@@ -7,7 +7,7 @@ asks; an answer has `ok` or `error` and `text`. Nothing here trusts what it read
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import msgpack
@@ -26,6 +26,7 @@ from kvcache.errors import (
     TokenError,
     UnreachableError,
 )
+from kvcache.hierarchy.face import FlushReport, TierFlush
 
 VERSION = 1
 HEAD_BYTES = 4
@@ -185,6 +186,23 @@ def answer(message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(kind, str) or not isinstance(text, str):
         raise ProtocolError("an answer with neither `ok` nor `error`")
     raise ERRORS.get(kind, KVCacheError)(text)
+
+
+def describe_report(report: FlushReport) -> dict[str, Any]:
+    return {"tiers": {name: asdict(tier) for name, tier in report.tiers.items()}, "fault": report.fault}
+
+
+def read_report(found: Mapping[str, Any]) -> FlushReport:
+    """A flush's answer as a report. A daemon of an earlier version answers only whether it is `done`."""
+    told = found.get("report")
+    if told is None:
+        return FlushReport(fault="" if found["done"] else "the daemon, of an earlier version, does not say why")
+    try:
+        names = [each.name for each in fields(TierFlush)]
+        tiers = {name: TierFlush(**{n: tier[n] for n in names if n in tier}) for name, tier in told["tiers"].items()}
+        return FlushReport(tiers, str(told["fault"]))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ProtocolError(f"a report of a flush that cannot be read: {error!r:.120}") from None
 
 
 def describe_shards(shards: Any) -> list[list[int]]:

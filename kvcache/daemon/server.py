@@ -275,6 +275,7 @@ class Daemon:
             "share": "copy" if session.copies else "map",
             "apart": self.door.apart,
             "stores": True,
+            "life": self.cache.life,
             "tenant": "" if session.tenant.operator else session.tenant.name,
         }
 

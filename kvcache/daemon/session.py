@@ -23,6 +23,7 @@ from kvcache.daemon.report import Report
 from kvcache.daemon.tenant import Tenant
 from kvcache.errors import AccessError, ConfigError, RequestError, TokenError
 from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.face import FlushReport
 from kvcache.hierarchy.request import BoundCache, CacheRequest
 
 REQUESTS = 8192
@@ -58,6 +59,7 @@ class Session:
         self._within = True  # whether what is asked now is within the tenant's operations
         self._told: dict[int, int] = {}  # bytes of token ids, of those that told some
         self._stores: dict[int, int] = {}  # that it has begun, by its number: ours
+        self._watch = cache.flow.watch()
         self.ended = False
 
     def known_still(self, door: Door) -> bool:
@@ -230,11 +232,17 @@ class Session:
             self._coming.end(self.tenant.name, number)
         return {}
 
-    def flush(self, timeout_s: float) -> bool:
-        """As the cache's, from any thread; but a tenant waits for no other one's clients."""
-        if self.tenant.operator:
-            return self._cache.flush(timeout_s)
-        return self._cache.flow.flush(timeout_s, first=[partial(self._coming.wait, tenant=self.tenant.name)])
+    def flush(self, timeout_s: float) -> FlushReport:
+        """As the cache's, from any thread; but a tenant waits for no other one's clients, and learns of its own blocks
+        alone."""
+        flow, tenant = self._cache.flow, self.tenant
+        if tenant.operator:
+            return flow.flush(timeout_s, watch=self._watch, first=self._cache.at_flush)
+        owners = self._cache.erasure.owned()
+        own = {space for space, owner in owners.items() if owner.fits(tenant.name, None)}
+        own |= {bound.id for bound, _ in list(self._bound.values())}
+        waits = [partial(self._coming.wait, tenant=tenant.name)]
+        return flow.flush(timeout_s, watch=self._watch, first=waits, scope=own.__contains__)
 
     def _stats(self) -> dict[str, Any]:
         """An operator's are the cache's; a tenant's are of what is its own, so that it learns of nobody else."""

@@ -39,12 +39,22 @@ def warm_up(cache: Cache, url: str, prompts: Sequence[Prompt]) -> Warm:
     """Have the engine at `url`, whose cache this is, read or compute these prompts, in the background."""
     settings, clock = cache.settings.warm, cache.flow.port.clock
     board = Board(cache.settings.redis, cache.flow.port) if cache.settings.redis.enabled else None
+    watch = cache.flow.watch(anew=True)
+
+    def begin() -> None:
+        nonlocal watch
+        watch = cache.flow.watch(anew=True)
+
+    def settle() -> bool:
+        return bool(cache.flow.flush(SETTLE_S, watch=watch, first=cache.at_flush, fleet=True))
+
     warm = Warm(
         Engine(url),
         prompts,
         board,
         clock,
-        settle=lambda: cache.flush(SETTLE_S),
+        begin=begin,
+        settle=settle,
         held=lambda: cache.host.usage().used_bytes,
         most_bytes=min(settings.max_bytes, cache.settings.host.capacity_bytes // 2),
         patience_s=settings.deadline_s,

@@ -47,7 +47,8 @@ class Step:
 
 
 class Warm:
-    """`settle`: waits until what this node's engine stored can be read by the others; whether it is so. `held`: bytes
+    """`begin`: called before this node's engine computes a prompt. `settle`: waits until what the engine stored or used
+    since then can be read by the others; whether it is so. `held`: bytes
     that this node keeps, of which `most_bytes` may be added. `patience_s`: for all of it."""
 
     def __init__(
@@ -57,6 +58,7 @@ class Warm:
         board: Board | None,
         clock: Clock,
         *,
+        begin: Callable[[], object] = lambda: None,
         settle: Callable[[], bool] = lambda: True,
         held: Callable[[], int] = lambda: 0,
         most_bytes: int | None = None,
@@ -65,7 +67,7 @@ class Warm:
         tell: Callable[[Step], object] = lambda step: None,
     ) -> None:
         self._engine, self._prompts, self._board, self._clock = engine, prompts, board, clock
-        self._settle, self._held, self._most_bytes = settle, held, most_bytes
+        self._begin, self._settle, self._held, self._most_bytes = begin, settle, held, most_bytes
         self._patience_s, self._lease_s, self._tell = patience_s, lease_s, tell
         self._done = threading.Event()
         self._stop = threading.Event()
@@ -151,6 +153,7 @@ class Warm:
 
     def _with_lease(self, number: int, prompt: Prompt, lease: Lease) -> Step:
         with lease.kept():
+            self._begin()
             usage = self._engine.prefill(prompt)
             settled = self._settle()
         with suppress(OSError):  # then it ends by itself, and somebody else asks his engine

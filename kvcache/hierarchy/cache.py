@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import uuid
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, cast
@@ -19,7 +21,7 @@ from kvcache.hierarchy.census import Census, Counted
 from kvcache.hierarchy.curve import Curve
 from kvcache.hierarchy.edge import check_shards, check_ttl
 from kvcache.hierarchy.erase import Erasure
-from kvcache.hierarchy.face import Bound
+from kvcache.hierarchy.face import Bound, FlushReport
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.kinds import Kind, Kinds, Model
@@ -76,8 +78,7 @@ class Cache:
         )
         self.index.departed = self.why.departed
         self._player = port.executor(1, "curve")
-        directory = str(settings.nvme.directories[0]) if settings.nvme.enabled else None
-        uses = Uses(port.clock)
+        uses, directory = Uses(port.clock), str(settings.nvme.directories[0]) if settings.nvme.enabled else None
         self.learnt = Learnt(directory, self.index, self.kinds, uses, self.counters, port, self._player.submit)
         self.learnt.load()  # what single blocks were used comes before they do
         for tier in self.below:
@@ -110,7 +111,7 @@ class Cache:
         )
         self.census = Census(self.index, (self.host, *self.below), port.clock, self._sizes)
         flow = self.flow
-        self.erasure = Erasure(self.index, (self.host, *self.below), self.census, flow.flush, flow.wipe, port)
+        self.erasure = Erasure(self.index, (self.host, *self.below), self.census, flow.settle, flow.wipe, port)
         own = [tier for tier in self.below if not tier.shared]
         self._binding = threading.Lock()
         mine = [self.host.name, *(tier.name for tier in own)]
@@ -141,7 +142,9 @@ class Cache:
         self.answers: dict[str, Callable[[dict[Any, Any]], dict[str, Any]]] = {}
         """By name, questions that rooms above answer on the control socket."""
         self._closed = False
-        self._flushed = False  # by `close`
+        self._flushed = FlushReport(fault="the cache is being closed")  # by `close`
+        self._watch = flow.watch()
+        self.life = uuid.uuid4().hex  # another one wherever blocks that were stored may be lost
         _log.info(
             "host %s (%s)%s",
             show_bytes(settings.host.capacity_bytes),
@@ -279,10 +282,10 @@ class Cache:
         """Whether engines should be sent requests: what is to be near before is, or had its time."""
         return all(wait() for wait in self.waits)
 
-    def flush(self, timeout_s: float | None = None) -> bool:
+    def flush(self, timeout_s: float | None = None) -> FlushReport:
         if self._closed:
             return self._flushed
-        return self.flow.flush(timeout_s, first=self.at_flush)
+        return self.flow.flush(timeout_s, watch=self._watch, first=self.at_flush)
 
     def stats(self) -> dict[str, Any]:
         held, pinned = self.flow.holds.held_bytes(), self.flow.pins.held_bytes()
@@ -326,7 +329,7 @@ class Cache:
         for _ in range(_LOOKS):  # what is on its way at this moment arrives, and differs no more
             if not any(map(any, differ)):
                 break
-            self.flush(_ARRIVE_S)
+            self.flow.settle(_ARRIVE_S, first=self.at_flush)
             again = [self._differ(tier) for tier in tiers]
             differ = [(u & v, w & x) for (u, w), (v, x) in zip(differ, again, strict=True)]
         for tier, (unheld, unlisted) in zip(tiers, differ, strict=True):
@@ -359,7 +362,7 @@ class Cache:
             unheld = self.index.names(tier.name) - here.keys()
         return unheld, unlisted - self.flow.promoter.foreign
 
-    def close(self) -> bool:
+    def close(self) -> FlushReport:
         if self._closed:
             return self._flushed
         self._closed = True
@@ -367,7 +370,7 @@ class Cache:
             bound.open = False
         for call in self.at_close:
             call()
-        self._flushed = self.flow.close()
+        report = self._flushed = self.flow.close(self._watch)
         for call in self.at_rest:
             call()
         self.host.arena.watch()
@@ -376,8 +379,9 @@ class Cache:
         self._player.close()
         self.learnt.save()
         self.copiers.close()
-        closed = [tier.close() for tier in (self.host, *self.below)]  # each, also where one failed
-        self._flushed = self._flushed and all(closed)
+        closed = {tier.name: tier.close() for tier in (self.host, *self.below)}  # each, also where one failed
+        tiers = {name: replace(tier, synced=tier.synced and closed[name]) for name, tier in report.tiers.items()}
+        self._flushed = replace(report, tiers=tiers)
         return self._flushed
 
     def __enter__(self) -> Cache:

@@ -16,7 +16,7 @@ from functools import partial
 from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.block.namespace import Namespace
 from kvcache.block.owner import Owner
-from kvcache.errors import ConfigError
+from kvcache.errors import ConfigError, NotFoundError
 from kvcache.hierarchy.census import Census
 from kvcache.hierarchy.clear import CLEAR_S, remove
 from kvcache.hierarchy.index import Index
@@ -56,6 +56,7 @@ class Erasure:
         self._index, self._tiers, self._census, self._flush, self._wipe = index, tiers, census, flush, wipe
         self._owners: dict[bytes, Owner] = {}
         self._noted: set[bytes] = set()
+        self._tenants: dict[bytes, str] = {}
         self._executor = port.executor(1, "owners")
         self.submit = self._executor.submit
         """For other work that nobody waits for."""
@@ -73,6 +74,7 @@ class Erasure:
         if namespace.id in self._noted:
             return
         owner = self._owners[namespace.id] = Owner.of(namespace)
+        self._tenants[namespace.id] = namespace.tenant
         self._noted.add(namespace.id)
         self._executor.submit(lambda: self._note(namespace.id, owner))
 
@@ -80,6 +82,7 @@ class Erasure:
         """Nobody has it bound, and no tier of ours has a record of it."""
         self._noted.discard(namespace)
         self._owners.pop(namespace, None)
+        self._tenants.pop(namespace, None)
 
     def _note(self, namespace: bytes, owner: Owner) -> None:
         for tier in self._tiers:
@@ -101,7 +104,8 @@ class Erasure:
     ) -> Erased:
         """Remove what is a tenant's, of a salt, or of namespaces whose id begins so, from every tier, shared ones too,
         and overwrite what it left. All that is given must fit. Waits for stores that are on their way, and for every
-        tier. ConfigError where nothing is given, or an id fits nothing that is known here. `dry_run`: only count."""
+        tier. ConfigError where nothing is given, NotFoundError where no namespace that is known here fits.
+        `dry_run`: only count."""
         if tenant is None and cache_salt is None and namespace is None:
             raise ConfigError("which records: expected a tenant, a cache salt, or a namespace")
         owners, unknown = dict(self._owners), dict[str, str]()
@@ -110,21 +114,37 @@ class Erasure:
                 owners |= tier.owners()
             except OSError as error:
                 unknown[tier.name] = str(error)
+        if not unknown:  # else a tier did not say what it knows
+            self._check(owners.values(), tenant, cache_salt)
         if namespace is None:
             meant = [space for space, owner in owners.items() if owner.fits(tenant, cache_salt)]
         else:
-            found = _matching(namespace, {*owners, *self._census.take(anew=True)})
+            known = {*owners, *self._census.take(anew=True)}
+            found = _matching(namespace, known)
             bare = tenant is None and cache_salt is None
             meant = [s for s in found if (owners[s].fits(tenant, cache_salt) if s in owners else bare)]
             strangers = [] if bare else [space for space in found if space not in owners]
             unknown |= dict.fromkeys((f"namespace {space.hex()[:16]}" for space in strangers), _STRANGER)
             if not meant and not strangers:
-                raise ConfigError(f"namespace {namespace!r:.80}: none is known whose id begins so; see `kvcache ls`")
+                why = "none is known whose id begins so" if not found else "it is not of that tenant and salt"
+                ids = [space.hex() for space in known]
+                text = f"namespace {namespace!r:.80}: {why}; see `kvcache ls`"
+                raise NotFoundError.like(text, namespace, [i[: max(8, len(namespace))] for i in ids])
+        if not meant and not unknown:
+            raise NotFoundError("no namespace is known that is of this tenant and of this cache salt; see `kvcache ls`")
         erased = self._count(meant) if dry_run else self._kept(meant)
         erased.left = unknown | erased.left
         for name, why in erased.left.items():
             _log.warning("%d namespaces were to be erased: %s: %s", len(meant), name, why)
         return erased
+
+    def _check(self, owners: Collection[Owner], tenant: str | None, cache_salt: str | None) -> None:
+        """NotFoundError where no namespace is of this tenant, or of this salt. Salts are secrets: none is named."""
+        if tenant is not None and not any(owner.fits(tenant, None) for owner in owners):
+            text = f"tenant {tenant!r:.80}: no namespace of it is known here; see `kvcache ls`"
+            raise NotFoundError.like(text, tenant, list(self._tenants.values()))
+        if cache_salt is not None and not any(owner.fits(None, cache_salt) for owner in owners):
+            raise NotFoundError("the cache salt: no namespace of it is known here; `kvcache ls` tells which have one")
 
     def _count(self, namespaces: list[bytes]) -> Erased:
         records: Counter[str] = Counter()

@@ -19,6 +19,7 @@ Promises, for every implementation (`tests/contract/test_cache.py` holds them to
 - Nothing here raises for data, devices, deadlines or room. Misuse at the edge (token ids that are none, pages of
   another shape, a closed cache) raises a KVCacheError and changes nothing.
 - No call waits for I/O. `Transfer.wait` and `flush` do.
+- A flush that is true is true of every block stored before it (`FlushReport`).
 - What a request holds (`admit`, `load`) comes back when it is left, however it is left.
 - A store never blocks for room: what finds none is dropped, tails first, and counted.
 """
@@ -51,6 +52,36 @@ class Hit:
     by_tier: Mapping[str, int] = field(default_factory=dict)
     reason: str = ""  # why no more: "" where all full blocks were found
     pending: bool = False  # tiers are still being asked: match again
+
+
+@dataclass(frozen=True, slots=True)
+class TierFlush:
+    """Blocks that one tier was meant to take. A block is counted once for each shard and group, as in `stats`.
+
+    `reached` and `lost` count from the caller's last report on, the others are of this moment. A block that the tier
+    took and evicted later, for room or by its end, has reached it.
+    """
+
+    reached: int = 0
+    refused: int = 0  # not in the tier: host memory has them still and the tier refused them again, or they are lost
+    waiting: int = 0  # queued or being written; or, for lack of time, not offered again yet
+    lost: int = 0  # of those refused: evicted from host memory before the tier took them
+    synced: bool = True  # False where what reached it could not be made as durable as the tier makes it, in time
+
+
+@dataclass(frozen=True, slots=True)
+class FlushReport:
+    """What `flush` and `close` report; true where every block stored before is in each tier that it is meant for.
+
+    `tiers`: those below host memory that take blocks, by name. `fault`: why the counts are not the whole answer, empty
+    where they are.
+    """
+
+    tiers: Mapping[str, TierFlush] = field(default_factory=dict)
+    fault: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.fault and all(t.synced and not t.refused and not t.waiting for t in self.tiers.values())
 
 
 class Transfer(Protocol):
@@ -206,15 +237,25 @@ class KVCache(Protocol):
         `ttl_s`: that of requests that bring none of their own. It is no part of what the namespace is.
         """
 
-    def flush(self, timeout_s: float | None = None) -> bool:
-        """Return True when everything stored before is in every tier it is meant for, as durable as that tier is."""
+    def flush(self, timeout_s: float | None = None) -> FlushReport:
+        """Wait until every block stored before is in each tier that its write mode intends, as durable as that tier is.
+
+        Blocks that a tier refused earlier and that host memory still has are offered again first. Until such a block is
+        in the tier, leaves host memory or is erased, no flush is a success. A block that left host memory before the
+        tier took it makes this caller's next flush fail, and no later one; where no flush has reported it yet, also the
+        first flush of a client that connects later. Write-through intends a tier when a block is stored, on-second-use
+        when it is used again, write-back when it leaves host memory: until then its absence below is no failure.
+        """
 
     def stats(self) -> dict[str, Any]: ...
     def check(self) -> list[str]:
         """A full audit; one line a fault, none when sound."""
 
-    def close(self) -> bool:
-        """Flush, end threads, give back memory; what `flush` would have said. Idempotent, with the same answer."""
+    def close(self) -> FlushReport:
+        """Flush, end threads, give back memory; what `flush` would have reported. Idempotent, with the same answer.
+
+        In write-back mode, blocks that are in host memory alone end with it: `close` does not write them.
+        """
 
     def __enter__(self) -> KVCache: ...
     def __exit__(

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
 from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.block.record import record_bytes
 from kvcache.hierarchy.ask import Ask
+from kvcache.hierarchy.barrier import Barrier, Counts, Stores, Watch, settled
 from kvcache.hierarchy.bypass import Bypass
 from kvcache.hierarchy.canary import Canary
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.curve import Curve
 from kvcache.hierarchy.expiry import Expiry
+from kvcache.hierarchy.face import FlushReport
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.index import Index, Lookup, Victim
 from kvcache.hierarchy.kinds import Kinds
-from kvcache.hierarchy.lane import Lane, WriteMode
+from kvcache.hierarchy.lane import Lane
 from kvcache.hierarchy.pins import Pins
 from kvcache.hierarchy.plan import Plan
 from kvcache.hierarchy.promote import Promoter
+from kvcache.hierarchy.refused import Scope, WriteMode
 from kvcache.hierarchy.run import Chained, place_of_address
 from kvcache.hierarchy.why import Why
 from kvcache.observe.events import Events
@@ -41,8 +44,11 @@ that is too many, some of the extents are left out."""
 TRIES = 8
 """Of the cheapest extents, how many may turn out to have something in them that cannot leave."""
 
-Submit = Callable[[Callable[[], None]], object]
-"""Runs a call, here or elsewhere; `Executor.submit` is one."""
+CLOSE_S = 30.0
+"""For what is queued when the cache is closed to be written."""
+
+Wait = Callable[[float | None], bool]
+"""Waits so many seconds at most; whether what it waits for is here."""
 
 _log = logger("kvcache.flow")
 
@@ -118,9 +124,11 @@ class Flow:
         self.pins = Pins(index, [host, *below], port.clock)
         self.uses = uses
         self.executor = port.executor(threads, "copy")
-        self._stores = itertools.count()
-        self._storing: set[int] = set()
-        self._changed = port.condition()
+        self._syncs = port.executor(max(1, len(below)), "sync")
+        self._told: Counts = {}  # lost blocks that some caller of `flush` was told of
+        self._stores = Stores(port.condition())
+        self.submit_store, self.begin_store, self.end_store = self._stores.submit, self._stores.begin, self._stores.end
+        self._telling = threading.Lock()
 
     def lookup(self, places: Sequence[bytes], needs: Sequence[int]) -> Lookup:
         """Of what has not come to its end."""
@@ -189,6 +197,8 @@ class Flow:
         """The index let go of these; so does the tier. Their bytes."""
         handed = self._hand_down(victims)
         names = [victim.name for victim in victims]
+        for lane in self.lanes:
+            lane.refused.left_host(names)
         gone = self.host.withdraw_named(names, [victim.signature for victim in victims])
         fates = Counter(
             (victim.place, victim.kept or name in handed, held.slot.extent.slot_bytes)
@@ -260,7 +270,11 @@ class Flow:
             self.submit_store(offer, self.executor.submit)
 
     def _offer(self, lane: Lane, chain: Chained, first: int, end: int) -> None:
-        dropped = lane.offer(chain, first, end)
+        try:
+            dropped = lane.offer(chain, first, end)
+        except Exception:
+            lane.refused.add(chain.addresses(range(first, end)))
+            raise
         self.drop(dropped, f"{lane.tier.name} queue", chain.namespace, tier=lane.tier.name)
 
     def _hand_down(self, victims: Sequence[Victim]) -> set[bytes]:
@@ -288,74 +302,84 @@ class Flow:
 
     # barriers
 
-    def submit_store(self, call: Callable[[], None], submit: Submit) -> None:
-        """Have `submit` run a call that stores: `flush` waits for it from now on, until it ends, however it ends."""
-        number = self.begin_store()
-
-        def run() -> None:
-            try:
-                call()
-            finally:
-                self.end_store(number)
-
-        try:
-            submit(run)
-        except BaseException:
-            self.end_store(number)
-            raise
-
-    def begin_store(self) -> int:
-        """The number to end it by."""
-        with self._changed:
-            number = next(self._stores)
-            self._storing.add(number)
-        return number
-
-    def end_store(self, number: int) -> None:
-        with self._changed:
-            self._storing.discard(number)
-            self._changed.notify_all()
-
     def wipe(self) -> None:
         """Overwrite what records on their way down were copied to."""
         for lane in self.lanes:
             lane.leaving.wipe()
 
-    def flush(self, timeout_s: float | None = None, *, first: Iterable[Callable[[float | None], bool]] = ()) -> bool:
-        """Wait for what is on its way now; what is stored meanwhile keeps nobody waiting. `first`: asked before, with
-        the time that is left, whether what comes from outside has come."""
+    def settle(self, timeout_s: float | None = None, *, first: Sequence[Wait] = ()) -> bool:
+        """Whether what goes down now is written, or could not be, in time. `first` as of `flush`."""
+        left = self._left(timeout_s)
+        return all(wait(left()) for wait in first) and not self._wait_begun(left) and settled(self.lanes, left)
+
+    def watch(self, *, anew: bool = False) -> Watch:
+        """For a new caller of `flush`. `anew`: losses count from now on; else from what was reported to anybody."""
+        return Watch.begin(self.lanes, self.index.clock, None if anew else self._told)
+
+    def flush(
+        self,
+        timeout_s: float | None = None,
+        *,
+        watch: Watch | None = None,
+        first: Sequence[Wait] = (),
+        scope: Scope | None = None,
+        fleet: bool = False,
+    ) -> FlushReport:
+        """As of `KVCache`. Blocks that are stored meanwhile keep nobody waiting.
+
+        Args:
+            watch: what the caller was told before; without one, losses count from now on.
+            first: called before, with the time that is left; each returns whether what comes from outside is here.
+            scope: reports only blocks of these namespaces.
+            fleet: reports only tiers that others share, and of the blocks that they refused only those that were used
+                since the watch's last report: for a caller that asks whether these can be read elsewhere.
+        """
+        watch, left = watch or self.watch(anew=True), self._left(timeout_s)
+        faults = [] if all(wait(left()) for wait in first) else ["stores that clients have begun have not ended"]
+        faults += self._wait_begun(left)
+        lanes = [lane for lane in self.lanes if lane.mode != "off" and (lane.tier.shared or not fleet)]
+        barriers = {lane.tier.name: Barrier(lane, scope) for lane in lanes}
+        for left_s in (lambda: 0.0, left):  # a tier that takes nothing keeps no other from what it has room for
+            for barrier in barriers.values():
+                barrier.offer_again(left_s)
+        for barrier in barriers.values():
+            barrier.wait(self._syncs, left)
+        before = watch.clock if fleet else -1
+        with self._telling:
+            tiers = {
+                tier: barrier.report(watch, self._told, lambda address: self.index.stamp(address) > before)
+                for tier, barrier in barriers.items()
+            }
+            watch.clock = self.index.clock
+        return FlushReport(tiers, "; ".join(faults))
+
+    def _left(self, timeout_s: float | None) -> Callable[[], float | None]:
         clock = self.port.clock
         end = None if timeout_s is None else clock.now() + timeout_s
+        return lambda: None if end is None else max(0.0, end - clock.now())
 
-        def left() -> float | None:
-            return None if end is None else max(0.0, end - clock.now())
-
-        if not all(wait(left()) for wait in first):
-            return False
-        with self._changed:
-            begun = set(self._storing)
-            if not self._changed.wait_for(lambda: begun.isdisjoint(self._storing), left()):
-                return False
+    def _wait_begun(self, left: Callable[[], float | None]) -> list[str]:
+        """Until the stores that were begun have ended, and what is over has left; why not, where time ran out."""
+        if stores := self._stores.wait(left()):
+            return [f"{stores} stores have not ended"]
         more = True
         while more:
             more = self.expiry.sweep()
             if not all(ticket.wait(left()) for ticket in self.expiry.leaving()):
-                return False
-        for lane in self.lanes:
-            if not lane.wait_queued(left()):
-                return False
-            if not lane.tier.sync():
-                return False
-        return True
+                return ["expired blocks have not left yet"]
+        return []
 
-    def close(self) -> bool:
-        """End the threads; what is queued is written first. As `flush`, whether everything is where it should be."""
+    def close(self, watch: Watch) -> FlushReport:
+        """End the threads; what is queued, or was refused, is written first. As `flush`."""
         self.expiry.close()
         self.executor.close()
         self.ask.close()
         self.promoter.wait_idle()
+        report = self.flush(CLOSE_S, watch=watch)
         for lane in self.lanes:
+            if len(lane):
+                lane.give_up()
             lane.close()
         self.canary.close()
-        synced = [lane.tier.sync() for lane in self.lanes]  # each, also where one failed
-        return all(synced)
+        self._syncs.close()
+        return report

@@ -8,9 +8,8 @@ stand before it unheld: should one leave as well, its place in the queue takes a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
-from typing import Literal
 
 from kvcache.block.address import Address
 from kvcache.evict.shares import UNLIMITED
@@ -20,14 +19,15 @@ from kvcache.hierarchy.expiry import Expiry
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.kinds import Kinds
 from kvcache.hierarchy.leaving import Leaving
-from kvcache.hierarchy.run import Chained, chained, joined, place_of_address
+from kvcache.hierarchy.refused import Refused, Scope, WriteMode
+from kvcache.hierarchy.run import Chained, Run, chained, joined, place_of_address
 from kvcache.hierarchy.why import Why
 from kvcache.observe.events import Events, Kind
 from kvcache.observe.metrics import Counters
 from kvcache.observe.request import logger
 from kvcache.port import Port
 from kvcache.tier.host import Held, HostTier, segments
-from kvcache.tier.tier import BACKGROUND, Outcome, Segments, Tier
+from kvcache.tier.tier import BACKGROUND, Outcome, Segments, Ticket, Tier
 
 BATCH_BYTES = 32 << 20
 MOST_RECORDS = 256
@@ -37,9 +37,6 @@ MOST_VICTIMS = 32
 IN_VAIN_SHARE = 8
 """So much of a tier may leave without making room, as pieces of another size do until they are enough."""
 
-
-WriteMode = Literal["write_through", "write_back", "on_second_use", "off"]
-"""When a record goes down: when it is stored, when it leaves host, when it is used again, never."""
 
 Going = tuple[Held, Segments]
 """A record on its way down, and the form that it has there."""
@@ -69,9 +66,13 @@ class Lane:
         self._index, self._kinds, self._host, self._coder = index, kinds, host, coder
         self._counters, self._events, self._why = counters, events, why
         self._queue: deque[Address] = deque()
-        self._names: set[bytes] = set()  # queued or being written
+        self._names: dict[bytes, bytes] = {}  # queued or being written; the namespace of each
         self._held: set[bytes] = set()  # of these, what the index holds for it
+        self._again: set[bytes] = set()  # of these, what `offer_again` queued: its refusals were counted before
+        self.refused = Refused(index, tier.name)
         self.leaving = Leaving()
+        self._writing: Ticket | None = None
+        self._given_up = False
         self._changed = port.condition()
         self._draining = False
         self._a_batch = 1  # records; as many as `BATCH_BYTES` hold of those that were written last
@@ -86,51 +87,75 @@ class Lane:
         return address.name in self._names or self.wrote(address)
 
     def wrote(self, address: Address) -> bool:
-        """The tier has it."""
         return self._index.contains(address, self.tier.name)
 
     def offer(self, chain: Chained, first: int, end: int) -> int:
         """Queue what of the chain's blocks `first` to `end` (excluded) the tier lacks, and what it lacks before them,
         heads first; how many the queue could not take (the last ones)."""
+        offered = first
         while first and not self.has(chain[first - 1]):
             first -= 1
         masks = self._index.where(chain.run(first, end))
-        lacking = [first + i for i, mask in enumerate(masks) if not mask >> self._number & 1]
+        heads = offered - first  # of these, only what host memory has can be written
+        lacking = [
+            first + i for i, mask in enumerate(masks) if not mask >> self._number & 1 and (i >= heads or mask & 1)
+        ]
         with self._changed:
             new = [address for address in chain.addresses(lacking) if address.name not in self._names]
             taken = new[: max(0, self.queue_blocks - len(self._names))]
-            at = 0
+            at, gone = 0, list[Address]()
             while at < len(taken):  # what no tier has any more is left out
                 held = sum(self._index.hold(joined(taken[at:])))
                 names = [address.name for address in taken[at : at + held]]
-                self._names.update(names)
+                self._names.update(dict.fromkeys(names, chain.namespace))
                 self._held.update(names)
                 self._queue += taken[at : at + held]
+                gone += taken[at + held : at + held + 1]
                 at += held + 1
         self._start()
+        self.refused.add(gone)
         if len(taken) < len(new):
-            left = [address.signature for address in new[len(taken) :]]
-            self._why.dropped(self.tier.name, left, f"{self.tier.name} queue")
+            left = new[len(taken) :]
+            self.refused.add(left)
+            self._why.dropped(self.tier.name, [address.signature for address in left], f"{self.tier.name} queue")
         return len(new) - len(taken)
+
+    def offer_again(self, address: Address, timeout_s: float | None) -> bool:
+        """Queue what the tier refused before, once the queue has room; False where time ran out before that."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._names) < self.queue_blocks, timeout_s):
+                return address.name in self._names
+            if address.name not in self._names and any(self._index.hold(Run.of(address))):
+                self._names[address.name] = address.namespace
+                self._held.add(address.name)
+                self._again.add(address.name)
+                self._queue.append(address)
+        self._start()
+        return True
 
     def demote(self, held: Held) -> bool:
         """Queue a copy of a record that is about to leave host, behind those of its heads that the tier lacks; the
         caller has a reference. False where there is no room for it, or a head is nowhere."""
         address = held.address
-        heads = self._heads(address)
+        heads = self.heads(address)
         with self._changed:
             new = [a for a in (*(heads or ()), address) if a.name not in self._names]
-            if heads is None or len(self._names) + len(new) > self.queue_blocks or not self.leaving.take(held):
-                return False
-            self._names.update(a.name for a in new)
-            self._queue += new
-        self._start()
-        return True
+            room = heads is not None and len(self._names) + len(new) <= self.queue_blocks
+            taken = room and self.leaving.take(held)
+            if taken:
+                self._names.update((a.name, a.namespace) for a in new)
+                self._queue += new
+        if taken:
+            self._start()
+        else:
+            self.refused.add([address])
+        return taken
 
-    def _heads(self, address: Address) -> list[Address] | None:
-        """The blocks before this one that the tier lacks, from the first; None where one of them is not in host."""
+    def heads(self, address: Address, known: Collection[bytes] = ()) -> list[Address] | None:
+        """The blocks before this one, down to a `known` one, that the tier lacks, from the first; None where one of
+        them is not in host."""
         heads: list[Address] = []
-        while (parent := self._head(address)) is not None and not self.has(parent):
+        while (parent := self._head(address)) is not None and parent.name not in known and not self.has(parent):
             held = self._host.borrow(parent)
             if held is None:
                 return None
@@ -153,11 +178,21 @@ class Lane:
         if start:
             self._executor.submit(self._drain)
 
-    def wait_queued(self, timeout_s: float | None = None) -> bool:
-        """Until what is queued now was written, or could not be."""
+    def queued(self, scope: Scope | None = None) -> set[bytes]:
+        """Names of what is queued or being written."""
         with self._changed:
-            queued = set(self._names)
-            return self._changed.wait_for(lambda: queued.isdisjoint(self._names), timeout_s)
+            return {name for name, namespace in self._names.items() if scope is None or scope(namespace)}
+
+    def wait_written(self, names: Collection[bytes], timeout_s: float | None = None) -> bool:
+        """Until none of these is queued any more: it was written, or could not be."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._names.keys().isdisjoint(names), timeout_s)
+
+    def give_up(self) -> None:
+        """End a write that hangs, and those behind it, as failed: nothing comes after this but `close`."""
+        self._given_up = True
+        if (ticket := self._writing) is not None:
+            ticket.settle_many(0, [Outcome.FAILED] * len(ticket.outcomes))
 
     def _drain(self) -> None:
         while True:
@@ -171,6 +206,7 @@ class Lane:
             except Exception:  # noqa: BLE001  the next batch may fare better
                 self._counters.add("write_failures", len(batch), tier=self.tier.name, outcome=Outcome.FAILED.value)
                 self._why.dropped(self.tier.name, [a.signature for a in batch], Outcome.FAILED.value, failed=True)
+                self._refuse(batch)
                 _log.exception("writing to %s failed; %d blocks are not kept there", self.tier.name, len(batch))
             finally:
                 with self._changed:
@@ -182,8 +218,10 @@ class Lane:
         held = [address for address in batch if address.name in self._held]
         for _, addresses in groupby(held, key=place_of_address):
             self._index.release(joined(list(addresses)))
-        for names in (self._names, self._held):
-            names.difference_update(address.name for address in batch)
+        for address in batch:
+            self._names.pop(address.name, None)
+            self._held.discard(address.name)
+            self._again.discard(address.name)
 
     def _write(self, batch: Sequence[Address]) -> None:
         # what was cleared while it was queued is not there any more, unless a copy was taken
@@ -197,7 +235,9 @@ class Lane:
             going = going if self.tier.shared else self._with_room(self._within_quota(going))
             addresses = [held.address for held, _ in going]
             forms = [form for _, form in going]
-            ticket = self.tier.submit("write", addresses, forms, priority=BACKGROUND)
+            ticket = self._writing = self.tier.submit("write", addresses, forms, priority=BACKGROUND)
+            if self._given_up:
+                self.give_up()
             ticket.wait()
             self._settle(addresses, ticket.outcomes)
             done = zip(going, ticket.outcomes, strict=True)
@@ -219,8 +259,7 @@ class Lane:
                 going.add(held.address.name)
                 fit.append(held)
             else:
-                self._counters.add("drops", reason="orphan")
-                self._say("dropped", held.address, "orphan")
+                self._drop(held.address, "orphan")
         return fit
 
     def _settle(self, addresses: Sequence[Address], outcomes: Sequence[Outcome]) -> None:
@@ -229,9 +268,11 @@ class Lane:
             written = self._without_tails(written)
         for run, parent in chained(written):
             self._index.insert_run(run, parent, self.tier.name)
+        self.refused.reached(written)
         self._counters.add("written_blocks", len(written), tier=self.tier.name)
+        self._refuse([a for a, outcome in zip(addresses, outcomes, strict=True) if outcome is not Outcome.DONE])
         for address, outcome in zip(addresses, outcomes, strict=True):
-            if outcome is not Outcome.DONE:
+            if outcome is not Outcome.DONE and address.name not in self._again:
                 self._counters.add("write_failures", tier=self.tier.name, outcome=outcome.value)
                 self._say("dropped", address, outcome.value)
                 self._why.dropped(self.tier.name, [address.signature], outcome.value, failed=True)
@@ -247,7 +288,8 @@ class Lane:
             else:
                 headless.append(address)
         self.tier.remove(headless)
-        self._counters.add("drops", len(headless), reason="orphan")
+        self._counters.add("drops", sum(address.name not in self._again for address in headless), reason="orphan")
+        self._refuse(headless)
         return [address for address in written if address.name in going]
 
     def _form(self, held: Held) -> Segments:
@@ -310,9 +352,18 @@ class Lane:
 
     def _lack(self, held: Held, reason: str) -> None:
         """Say that there was no room for this one."""
-        self._counters.add("drops", reason=reason)
-        self._say("dropped", held.address, reason)
         self._why.dropped(self.tier.name, [held.address.signature], reason)
+        self._drop(held.address, reason)
+
+    def _drop(self, address: Address, reason: str) -> None:
+        self._refuse([address])
+        if address.name not in self._again:
+            self._counters.add("drops", reason=reason)
+            self._say("dropped", address, reason)
+
+    def _refuse(self, addresses: Sequence[Address]) -> None:
+        """The tier did not take these. In write-back mode a block in host memory is offered when it leaves."""
+        self.refused.add(addresses, keep=self.mode != "write_back")
 
     def _leave(self, victims: Sequence[Address], size: int, tenant: str) -> int:
         """The index let go of them; the tier lets go of them too, and of all siblings of the first where their size is

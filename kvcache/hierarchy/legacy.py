@@ -90,6 +90,7 @@ def leave(cache: Cache, within_s: float, most: int | None = None) -> tuple[bytes
         "learnt": cache.learnt.told(waiting=False),  # it goes on waiting
         "pins": pins.left(),
         "last_pin": pins.last,
+        "life": cache.life if cache.flush(0) else "",
     }
     packed: bytes = msgpack.packb(table)
     descriptors = [region.descriptor for _, _, region in told if region.descriptor is not None]
@@ -171,6 +172,7 @@ class Legacy:
                 except Exception as error:  # noqa: BLE001  as above
                     _log.warning("a pin is not taken over: %s", str(error))
             cache.flow.pins.go_on(int(told.get("last_pin", 0)))
+            cache.life = str(told.get("life") or cache.life)
         except Exception as error:  # noqa: BLE001  as above
             _log.warning("not all that was in host memory is taken over: %s", str(error))
         for descriptor in descriptors:

@@ -13,7 +13,7 @@ from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
 from kvcache.errors import ClosedError
 from kvcache.hierarchy.edge import check_origin, check_shards, check_transfer, check_ttl
-from kvcache.hierarchy.face import Extras, Hit, PageIds
+from kvcache.hierarchy.face import Extras, FlushReport, Hit, PageIds
 from kvcache.hierarchy.prefix import needs, usable, wanted
 from kvcache.hierarchy.register import Register
 from kvcache.hierarchy.transfer import BlockTransfer
@@ -69,8 +69,8 @@ class NaiveCache:
             del self.ends[name]
             self.blocks.pop(name, None)
 
-    def flush(self, timeout_s: float | None = None) -> bool:
-        return True
+    def flush(self, timeout_s: float | None = None) -> FlushReport:
+        return FlushReport()
 
     def stats(self) -> dict[str, Any]:
         return {"tiers": {"host": {"records": len(self.blocks)}}}
@@ -78,10 +78,10 @@ class NaiveCache:
     def check(self) -> list[str]:
         return []
 
-    def close(self) -> bool:
+    def close(self) -> FlushReport:
         self.blocks.clear()
         self.closed = True
-        return True
+        return FlushReport()
 
     def __enter__(self) -> NaiveCache:
         return self

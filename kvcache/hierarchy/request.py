@@ -16,12 +16,13 @@ from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
 from kvcache.errors import ClosedError
 from kvcache.hierarchy.ask import Question
+from kvcache.hierarchy.barrier import Submit
 from kvcache.hierarchy.bypass import BYPASS
 from kvcache.hierarchy.canary import Recompute
 from kvcache.hierarchy.clear import CLEAR_S, clear
 from kvcache.hierarchy.edge import check_blocks, check_origin, check_transfer, check_ttl
 from kvcache.hierarchy.face import Extras, Hit, PageIds
-from kvcache.hierarchy.flow import Flow, Submit
+from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.kinds import NO_MODEL
 from kvcache.hierarchy.load import Load
@@ -96,7 +97,7 @@ class BoundCache:
         return made
 
     def clear(self) -> int:
-        self.flow.flush(CLEAR_S)  # what is on its way down would arrive afterwards
+        self.flow.settle(CLEAR_S)  # what is on its way down would arrive afterwards
         self.flow.ask.wait(CLEAR_S)  # as an answer would that was begun before
         return clear(self.id, self.flow.index, (self.flow.host, *self.flow.below))
 

@@ -76,3 +76,33 @@ def test_what_makes_no_sense_removes_nothing(cache: Cache, kv: Any, arguments: t
     assert code != 0
     assert said
     assert held(cache, "acme") == held(cache, "zeta") == {"host", "nvme"}
+
+
+def test_an_unknown_name_is_exit_code_1_with_near_ones(cache: Cache, kv: Any) -> None:
+    zeta = bound_to(cache, tenant="zeta").id.hex()
+    typo = zeta[:7] + ("0" if zeta[7] != "0" else "1")
+    for arguments, near in (
+        (("clear", "--tenant", "acm"), "'acme'"),
+        (("clear", "--tenant", "acm", "--dry-run"), "'acme'"),
+        (("clear", "--tenant", "acm", "--all"), "'acme'"),
+        (("clear", "--namespace", typo), zeta[:8]),
+        (("clear", "--cache-salt", "nobody's"), "cache salt"),
+        (("ls", "--tenant", "acm"), "'acme'"),
+        (("pin", "[1, 2, 3, 4]", "--namespace", typo), zeta[:8]),
+    ):
+        code, _, said = kv(*arguments)
+        assert (code, near in said) == (1, True), said
+    assert held(cache, "acme") == held(cache, "zeta") == {"host", "nvme"}
+
+
+def test_an_unknown_salt_names_no_salt(cache: Cache, kv: Any) -> None:
+    bound_to(cache, tenant="zeta", cache_salt="secret-salt")
+    code, _, said = kv("clear", "--cache-salt", "secret-sal")
+    assert (code, "secret-salt" in said) == (1, False)
+
+
+def test_names_that_are_known_apart_and_fit_no_namespace(cache: Cache, kv: Any) -> None:
+    bound_to(cache, tenant="zeta", cache_salt="pepper")
+    assert kv("clear", "--tenant", "zeta", "--cache-salt", "pepper")[0] == 0
+    code, _, said = kv("clear", "--tenant", "acme", "--cache-salt", "pepper")
+    assert (code, "no namespace" in said) == (1, True), said

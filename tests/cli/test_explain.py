@@ -102,7 +102,7 @@ def test_what_cannot_be_looked_up_is_said(cache: Any, kv: Any) -> None:
     assert code == 2
     assert "--model" in said
     code, _, said = kv("explain", "[1, 2, 3, 4]", "--namespace", "zz")
-    assert code == 2
+    assert code == 1
     assert "namespace 'zz'" in said
 
 

@@ -14,6 +14,7 @@ import pytest
 
 import kvcache
 from kvcache.block.layout import KVLayout
+from kvcache.hierarchy.face import FlushReport, TierFlush
 from kvcache.transfer.pages import GroupPages
 
 LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=256, dtype="fp32", block_tokens=4)
@@ -130,11 +131,28 @@ def test_bypass_takes_a_cache_out_and_back(cache: Any, kv: Any, address: str) ->
 
 def test_sync_waits_until_all_is_where_it_belongs(cache: Any, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kv("sync")[:2] == (0, "all of it is there\n")
-    assert json.loads(kv("sync", "--json")[1]) == {"done": True}
-    monkeypatch.setattr(type(cache), "flush", lambda self, seconds: False)
+    assert json.loads(kv("sync", "--json")[1]) == {"done": True, "tiers": {}, "fault": ""}
+    report = FlushReport(
+        {"nvme": TierFlush(7, 5, 3, 2), "redis": TierFlush(9, synced=False)}, "2 stores have not ended"
+    )
+    monkeypatch.setattr(cache.flow, "flush", lambda *_, **__: report)
     code, out, _ = kv("sync", "--timeout-s", "1")
     assert code == 1
-    assert "not all of it is there after 1 s" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0] == ["tier", "reached", "refused", "waiting"]
+    assert rows[1:3] == [["nvme", "7", "5", "3"], ["redis", "9", "0", "0", "not", "durable"]]
+    assert out.splitlines()[3:] == ["2 stores have not ended", "not all of it is there after at most 1 s"]
+    code, out, _ = kv("sync", "--json")
+    assert (code, json.loads(out)["tiers"]["nvme"]["lost"]) == (1, 2)
+    monkeypatch.undo()
+
+
+def test_a_running_cache_of_an_earlier_version_is_synced(cache: Any, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvcache.daemon.control import server
+
+    for flushed in (True, False):
+        monkeypatch.setattr(server.Control, "_flush", lambda *_, said=flushed: {"flushed": said})
+        assert kv("sync")[0] == (0 if flushed else 1)
 
 
 def test_of_several_one_is_picked(cache: Any, kv: Any, address: str, runtime: Path) -> None:

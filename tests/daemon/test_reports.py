@@ -30,6 +30,7 @@ import pytest
 
 from kvcache.block.layout import KVLayout
 from kvcache.daemon.protocol import FLUSH_S
+from kvcache.hierarchy.face import FlushReport, TierFlush
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import HYBRID, Engine, bind
 from tests.daemon.house import LAYOUT, House, bound_to, load, store
@@ -99,23 +100,25 @@ def test_a_daemon_that_hangs_keeps_nobody_waiting_twice(make_house: Make) -> Non
     cache.close()
 
 
-def test_nobody_waits_for_a_flush_without_end(within: Within, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_answers_a_flush_before_its_client_gives_up(within: Within, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float | None] = []
 
-    def flush(timeout_s: float | None = None) -> bool:
+    def flush(timeout_s: float | None = None, **_: Any) -> FlushReport:
         asked.append(timeout_s)
-        return len(asked) % 4 == 0
+        late = TierFlush(reached=1, refused=len(asked) % 2, lost=len(asked) % 2, waiting=1)
+        return FlushReport({"nvme": late if len(asked) % 4 else TierFlush(reached=1)})
 
-    monkeypatch.setattr(within.cache, "flush", flush)
+    monkeypatch.setattr(within.cache.flow, "flush", flush)
     cache = within.open()
     for given in ({}, {"timeout_s": 1e9}, {"timeout_s": 0.5}):
-        assert cache.ask_apart("flush", None, given) == {"done": False}
+        assert cache.ask_apart("flush", None, given)["done"] is False
     assert asked == [FLUSH_S, FLUSH_S, 0.5]
     asked.clear()
     assert not cache.flush(), "it was answered before the time that it gave"
     monkeypatch.setattr("kvcache.daemon.client.FLUSH_S", 0.0)
-    assert cache.flush(), "it asks again"
-    assert len(asked) == 4
+    report = cache.flush()
+    assert len(asked) == 4, "it asks again"
+    assert report.tiers == {"nvme": TierFlush(reached=3, refused=1, lost=1)}, "what each answer told once is kept"
 
 
 def test_loads_of_several_requests_are_under_way_together(within: Within) -> None:

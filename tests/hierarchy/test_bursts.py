@@ -201,7 +201,7 @@ def test_a_drive_that_can_write_nothing_keeps_what_it_has(monkeypatch: pytest.Mo
     drive.full = True
     for i in range(1, 6):
         put(cache, [1000 * i + t for t in range(4 * 8)])
-        assert cache.flush(30)
+        assert not cache.flush(30)
     assert found(cache, kept) == 8
     assert cache.counters.get("evicted_blocks", tier="nvme") == 0
     assert cache.counters.get("drops", reason="nvme full") == 40
@@ -209,8 +209,10 @@ def test_a_drive_that_can_write_nothing_keeps_what_it_has(monkeypatch: pytest.Mo
     drive.full = False
     new = [9000 + t for t in range(4 * 8)]
     put(cache, new)
+    report = cache.flush(30).tiers["nvme"]
+    assert (report.reached, report.refused, report.lost) == (16, 8, 8), "what host memory still had reached it"
     assert cache.flush(30)
-    assert cache.index.resident("nvme") == 16, "it comes back by itself"
+    assert cache.index.resident("nvme") == 24, "it comes back by itself"
     cache.close()
 
 
@@ -225,8 +227,14 @@ def test_a_burst_over_a_drive_that_hangs_neither_blocks_nor_errs(
     assert all(set(t.outcomes) <= {Outcome.DONE, Outcome.DROPPED} for t in transfers)
     assert cache.counters.get("drops", reason="nvme queue") > 0
     assert cache.stats()["queued_blocks"] <= 6
+    stored = sum(transfer.outcomes.count(Outcome.DONE) for transfer in transfers)
+    resident = cache.index.resident("host")
+    hung = cache.flush(0).tiers["nvme"]
+    assert (hung.reached, hung.waiting, hung.refused, hung.lost) == (0, resident, stored - resident, stored - resident)
     stuck.go.set()
-    assert cache.flush(60)
+    report = cache.flush(60)
+    assert report, "what host memory still had is there; what it had not was reported"
+    assert report.tiers["nvme"].reached == resident
     assert cache.stats()["queued_blocks"] == 0
     assert cache.index.held() == 0
     assert cache.check() == []
@@ -311,7 +319,7 @@ def test_whatever_a_flush_waits_for_has_the_time_that_is_left(monkeypatch: pytes
 def test_a_flush_waits_for_the_stores_that_were_begun_before_it() -> None:
     cache = open_host(8)
     last, answers = cache.flow.begin_store(), list[bool]()
-    flushes = threading.Thread(target=lambda: answers.append(cache.flush(120)))
+    flushes = threading.Thread(target=lambda: answers.append(bool(cache.flush(120))))
     flushes.start()
     while flushes.is_alive():  # one is under way at every moment
         last, before = cache.flow.begin_store(), last

@@ -34,12 +34,22 @@ def checks(settings: Settings, place: Path) -> Iterator[Finding]:
     with closing(Cache(small)) as cache:
         yield _store(cache, given)
         yield _load(cache, given, "host")
-        if not cache.flush(WAIT_S):
-            remedy = "the drive hangs or is very slow: see the system's log"
-            yield fail("flush", f"not all was written within {WAIT_S:g} s", remedy)
+        yield from _flush(cache)
     if small.nvme.enabled:
         with closing(Cache(small)) as cache:
             yield _load(cache, given, "nvme")
+
+
+def _flush(cache: Cache) -> Iterator[Finding]:
+    """A finding where not every block is in the tiers below host memory."""
+    report = cache.flush(WAIT_S)
+    if report:
+        return
+    refused, waiting = (sum(getattr(t, name) for t in report.tiers.values()) for name in ("refused", "waiting"))
+    faults = [report.fault, *(line for tier in cache.below for line in tier.troubles())]
+    why = "".join(f"; {fault}" for fault in faults if fault)
+    found = f"of {BLOCKS} blocks {refused} were refused and {waiting} still wait after at most {WAIT_S:g} s{why}"
+    yield fail("flush", found, "the drive hangs, fails, is full or is very slow: see the system's log")
 
 
 def _settings(settings: Settings, place: Path) -> Settings:

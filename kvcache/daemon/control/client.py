@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcache.daemon.control.frame import ANSWER_BYTES, REQUEST_BYTES, FrameError, receive, send
+from kvcache.daemon.control.frame import ANSWER_BYTES, NOT_FOUND, REQUEST_BYTES, FrameError, receive, send
 from kvcache.daemon.control.place import directories, sockets, stale
-from kvcache.errors import KVCacheError, UnreachableError
+from kvcache.errors import KVCacheError, NotFoundError, UnreachableError
 
 TIMEOUT_S = 5.0
 
@@ -31,7 +31,8 @@ class Found:
 
 
 def ask(path: Path, op: str, *, timeout_s: float | None = TIMEOUT_S, **arguments: Any) -> dict[str, Any]:
-    """The answer. UnreachableError where none comes; KVCacheError with the cache's own words where it refuses."""
+    """The answer. UnreachableError where none comes; NotFoundError where nothing in the cache has the
+    name that was given, KVCacheError with the cache's own words where it refuses otherwise."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
@@ -42,7 +43,7 @@ def ask(path: Path, op: str, *, timeout_s: float | None = TIMEOUT_S, **arguments
         reason = getattr(error, "strerror", None) or str(error)
         raise UnreachableError(f"{path}: {reason}; `kvcache ps` lists the caches that run") from None
     if isinstance(answer.get("error"), str):
-        raise KVCacheError(answer["error"])
+        raise (NotFoundError if answer.get("kind") == NOT_FOUND else KVCacheError)(answer["error"])
     if not isinstance(answer.get("ok"), dict):
         raise UnreachableError(f"{path}: the answer has neither `ok` nor `error`; is it a cache's socket?")
     return dict(answer["ok"])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.block.key import Chain, bind_signatures
-from kvcache.errors import ConfigError
+from kvcache.errors import ConfigError, NotFoundError
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.why import asked_of
 from kvcache.observe.asked import Asked, Ids
@@ -45,7 +45,8 @@ def prompt(cache: Cache, packed_ids: Any, prefix: str, tenant: str | None = None
     best: Asked | None = None
     bounds = [b for b in cache.bounds if b.id.hex().startswith(prefix) and tenant in (None, b.tenant)]
     if not bounds:
-        raise ConfigError(f"namespace {prefix!r}: no engine has bound one like that here")
+        known = [b.id.hex()[: max(8, len(prefix))] for b in cache.bounds if tenant in (None, b.tenant)]
+        raise NotFoundError.like(f"namespace {prefix!r:.80}: no engine has bound one like that here", prefix, known)
     for bound in bounds:
         tokens = bound.layout.block_tokens
         lookup, chain = cache.index.lookup(bound.names, bound.needs), Chain(bound.id, tokens)

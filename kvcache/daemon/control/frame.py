@@ -10,6 +10,8 @@ import msgpack
 
 REQUEST_BYTES = 1 << 20
 ANSWER_BYTES = 16 << 20
+NOT_FOUND = "not_found"
+"""The `kind` of an error about a name that nothing has."""
 _HEAD_BYTES = 4
 
 

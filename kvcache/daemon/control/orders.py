@@ -6,13 +6,15 @@ from typing import Any
 
 from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.daemon.control.explain import prompt
-from kvcache.errors import ConfigError
+from kvcache.errors import ConfigError, NotFoundError
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.clear import clear
 from kvcache.hierarchy.near import Near
 from kvcache.observe.asked import Asked
-from kvcache.observe.prefixes import named
+from kvcache.observe.prefixes import named, prefixes
 
+KNOWN = 64
+"""Prefixes that an unknown name is compared with."""
 NEAR_S = 30.0
 """For a prefix to come near before it is pinned as far as it is."""
 
@@ -48,7 +50,7 @@ def unpin(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
         ended = [each.id for each in pins.all() if pins.unpin(each.id)]
     elif isinstance(which, int) and not isinstance(which, bool):
         if not pins.unpin(which):
-            raise ConfigError(f"pin {which}: there is none of this number; `kvcache pin` lists those there are")
+            raise NotFoundError(f"pin {which}: there is none of this number; `kvcache pin` lists those there are")
         ended = [which]
     else:
         raise ConfigError(f"pin = {which!r:.40}: expected the number of a pin, or all")
@@ -110,12 +112,14 @@ def _which(cache: Cache, asked: dict[Any, Any]) -> tuple[Asked, int] | None:
     if isinstance(name, str):
         found = named(cache.why.ring.last(), name)
         if found is None:
-            raise ConfigError(f"prefix {name!r:.40}: no prompt of late has a block of this name")
+            known = [prefix.name for prefix in prefixes(cache.why.ring.last(), KNOWN)]
+            raise NotFoundError.like(f"prefix {name!r:.40}: no prompt of late has a block of this name", name, known)
         return found
     if isinstance(request, str):
         one = cache.why.ring.find(request)
         if one is None:
-            raise ConfigError(f"request {request!r:.60}: no request of that id is remembered")
+            known = [each.request for each in cache.why.ring.last()]
+            raise NotFoundError.like(f"request {request!r:.60}: no request of that id is remembered", request, known)
         return one, one.blocks
     if ids is not None:
         one = prompt(cache, ids, str(asked.get("namespace") or ""))

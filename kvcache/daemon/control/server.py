@@ -21,10 +21,12 @@ from typing import Any
 
 from kvcache.daemon.control import orders
 from kvcache.daemon.control.explain import explain
-from kvcache.daemon.control.frame import ANSWER_BYTES, REQUEST_BYTES, FrameError, receive, send
+from kvcache.daemon.control.frame import ANSWER_BYTES, NOT_FOUND, REQUEST_BYTES, FrameError, receive, send
 from kvcache.daemon.control.place import listening, prepare
+from kvcache.daemon.protocol import describe_report
 from kvcache.daemon.report import Report
-from kvcache.errors import ConfigError, KVCacheError
+from kvcache.errors import ConfigError, KVCacheError, NotFoundError
+from kvcache.hierarchy.barrier import Watch
 from kvcache.hierarchy.cache import Cache
 from kvcache.observe.request import logger
 
@@ -37,6 +39,8 @@ LONGEST_S = 60.0
 """That a question may wait for the tiers."""
 FAULTS = 1000
 """Lines of an audit that go into an answer."""
+WATCHES, LONGEST_NAME = 64, 64
+"""Callers of `flush` that name themselves and are remembered, and characters of such a name."""
 _PAUSE_S = 0.1
 
 _log = logger("kvcache.control")
@@ -67,7 +71,9 @@ class Control:
         self._listener = listener
         self._wake, self._woken = socket.socketpair()
         self._free = threading.BoundedSemaphore(AT_ONCE)
-        self._auditing = threading.Lock()
+        self._auditing, self._watching = threading.Lock(), threading.Lock()
+        self._watches: dict[str | None, Watch] = {None: cache.flow.watch()}
+        """What callers of `flush` were told: those that named themselves, and all others together."""
         self._closed = threading.Event()
         _OPEN.add(self)
         threading.Thread(target=self._accept, name="kvcache-control", daemon=True).start()
@@ -132,7 +138,7 @@ class Control:
             "check": self._check,
             "scrub": self._scrub,
             "bypass": _bypass,
-            "flush": _flush,
+            "flush": self._flush,
             "curve": lambda cache, _: cache.curve(),
             "namespaces": lambda cache, _: {"namespaces": Report(cache).namespaces()},
             "tenants": lambda cache, _: {"tenants": Report(cache).tenants()},
@@ -152,6 +158,8 @@ class Control:
             return {"error": f"op = {op!r:.40}: this version knows {', '.join(answers)}"}
         try:
             return {"ok": answers[op](cache, asked)}
+        except NotFoundError as error:
+            return {"error": str(error), "kind": NOT_FOUND}
         except KVCacheError as error:
             return {"error": str(error)}
         except Exception as error:  # noqa: BLE001  whoever asked is told; the engine is not
@@ -190,6 +198,21 @@ class Control:
         finally:
             self._auditing.release()
 
+    def _flush(self, cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
+        """Wait until what was stored is where it should be, for so long at most."""
+        seconds, fleet = asked.get("seconds", DEADLINE_S), asked.get("fleet")
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 <= seconds <= LONGEST_S:
+            raise ConfigError(f"seconds = {seconds!r:.40}: expected at most {LONGEST_S:g}")
+        if fleet is not None and (not isinstance(fleet, str) or len(fleet) > LONGEST_NAME):
+            raise ConfigError(f"fleet = {fleet!r:.40}: expected a name of {LONGEST_NAME} characters at most")
+        with self._watching:
+            watch = self._watches.pop(fleet, None) or cache.flow.watch(anew=fleet is not None)
+            self._watches[fleet] = watch  # the one used last is the last
+            while len(self._watches) > WATCHES:
+                del self._watches[next(name for name in self._watches if name is not None)]
+        report = cache.flow.flush(seconds, watch=watch, first=cache.at_flush, fleet=fleet is not None)
+        return {"flushed": bool(report), **describe_report(report)}
+
 
 def _events(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
     count = asked.get("count")
@@ -207,14 +230,6 @@ def _bypass(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
         if mode != was:
             _log.warning("bypass was %s and is %s, by the control socket", was, mode)
     return {"mode": bypass.mode, "was": was}
-
-
-def _flush(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
-    """Wait until what was stored is where it should be, for so long at most."""
-    seconds = asked.get("seconds", DEADLINE_S)
-    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 <= seconds <= LONGEST_S:
-        raise ConfigError(f"seconds = {seconds!r:.40}: expected at most {LONGEST_S:g}")
-    return {"flushed": cache.flush(seconds)}
 
 
 _OPEN: weakref.WeakSet[Control] = weakref.WeakSet()

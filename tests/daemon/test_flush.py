@@ -1,0 +1,80 @@
+"""A client's flush reports what its daemon's tiers hold of its blocks; an earlier daemon's bare answer still does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.daemon import lender
+from kvcache.daemon.protocol import describe_report, read_report
+from kvcache.errors import KVCacheError
+from kvcache.hierarchy.face import FlushReport, TierFlush
+from kvcache.tier.tier import Outcome, Ticket
+from tests.daemon.house import bound_to, store
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch, cache: Any) -> None:
+    (nvme,) = cache.below
+    submit: Callable[..., Ticket] = nvme.submit
+
+    def refuses(op: str, addresses: Any, *arguments: Any, **more: Any) -> Ticket:
+        if op != "write":
+            return submit(op, addresses, *arguments, **more)
+        ticket = Ticket(len(addresses))
+        ticket.settle_many(0, [Outcome.FAILED] * len(addresses))
+        return ticket
+
+    monkeypatch.setattr(nvme, "submit", refuses)
+
+
+@pytest.fixture
+def nvme_within(make_within: Any, tmp_path: Path) -> Any:
+    drive = {"path": tmp_path / "nvme", "capacity_bytes": "64MiB", "free_floor_bytes": 0}
+    return make_within(nvme=drive, nvme__enabled=True)
+
+
+def test_a_client_s_flush_reports_what_the_drive_refused(nvme_within: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, other = nvme_within.open(), nvme_within.open()
+    with monkeypatch.context() as patch:
+        refusing(patch, nvme_within.cache)
+        store(bound_to(cache), list(range(32)), 1)
+        for client in (cache, other):
+            report = client.flush(30)
+            assert report.tiers == {"nvme": TierFlush(refused=8)}
+            assert not report
+    assert cache.flush(30).tiers == {"nvme": TierFlush(reached=8)}
+    assert other.close()
+    assert cache.close()
+
+
+def test_a_bare_answer_of_an_earlier_daemon_is_read(nvme_within: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = nvme_within.open()
+    for done in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(lender, "_answer", lambda *_, done=done: {"done": done})
+            assert bool(cache.flush(1)) is done
+    assert cache.flush(30)
+
+
+def test_a_report_is_the_same_after_the_socket() -> None:
+    report = FlushReport({"nvme": TierFlush(1, 2, 3, 1, synced=False)}, "why")
+    assert read_report({"done": False, "report": describe_report(report)}) == report
+    newer = {"tiers": {"nvme": {"reached": 1, "another": 2}}, "fault": ""}
+    assert read_report({"done": True, "report": newer}).tiers == {"nvme": TierFlush(reached=1)}
+    with pytest.raises(KVCacheError, match="cannot be read"):
+        read_report({"done": True, "report": {"tiers": 3, "fault": ""}})
+
+
+def test_a_daemon_that_lost_blocks_is_reported_once(make_house: Any) -> None:
+    house = make_house().start()
+    with house.open() as cache:
+        store(bound_to(cache), list(range(32)), 1)
+        house.kill()
+        assert not cache.flush(5)
+        house.start()
+        assert cache.wait_reachable(60)
+        assert "is lost" in cache.flush(60).fault
+        assert cache.flush(60)

@@ -1,0 +1,234 @@
+"""A flush and a close are a success only where every block stored before is in each tier that its mode intends."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvcache
+from kvcache.block.address import Address
+from kvcache.hierarchy.cache import Cache
+from kvcache.hierarchy.face import TierFlush
+from kvcache.tier.memory import MemoryTier
+from kvcache.tier.tier import Op, Outcome, Segments, Ticket
+from tests.hierarchy.test_bursts import open_host, put
+
+FIRST, SECOND = list(range(32)), [1000 + t for t in range(32)]  # eight blocks each
+
+
+class Drive(MemoryTier):
+    """A device whose writes wait for `go`, and are refused while `refuses` names an outcome."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity_bytes=1 << 30)
+        self.name = "nvme"
+        self.refuses: Outcome | None = None
+        self.syncs = True
+        self.go, self.came = threading.Event(), threading.Event()
+        self.go.set()
+
+    def submit(
+        self,
+        op: Op,
+        addresses: Sequence[Address],
+        segments: Sequence[Segments] = (),
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        on_outcome: Callable[[int, Outcome], None] | None = None,
+    ) -> Ticket:
+        if op == "write":
+            self.came.set()
+            assert self.go.wait(60)
+        if op == "write" and self.refuses is not None:
+            ticket = Ticket(len(addresses), on_outcome)
+            ticket.settle_many(0, [self.refuses] * len(addresses))
+            return ticket
+        return super().submit(op, addresses, segments, priority=priority, deadline=deadline, on_outcome=on_outcome)
+
+    def sync(self) -> bool:
+        return self.syncs
+
+
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drive]:
+    made = Drive()
+    monkeypatch.setattr("kvcache.hierarchy.cache.tiers_below", lambda settings, port, serves: [made])
+    yield made
+    made.go.set()
+
+
+def nvme(cache: Cache, timeout_s: float = 30) -> TierFlush:
+    report = cache.flush(timeout_s)
+    tier = report.tiers["nvme"]
+    assert bool(report) is (tier.synced and not tier.refused and not tier.waiting)
+    return tier
+
+
+def test_a_flush_counts_what_reached_a_tier_since_the_last(drive: Drive) -> None:
+    with open_host(32) as cache:
+        put(cache, FIRST)
+        assert nvme(cache) == TierFlush(reached=8)
+        assert nvme(cache) == TierFlush()
+        put(cache, SECOND)
+        assert nvme(cache) == TierFlush(reached=8)
+
+
+def test_blocks_on_a_slow_drive_are_waiting(drive: Drive) -> None:
+    drive.go.clear()
+    with open_host(32) as cache:
+        put(cache, FIRST)
+        assert drive.came.wait(30)
+        assert nvme(cache, 0) == TierFlush(waiting=8)
+        drive.go.set()
+        assert nvme(cache) == TierFlush(reached=8)
+
+
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.NO_ROOM, Outcome.LATE])
+def test_a_drive_that_refuses_makes_flush_and_close_fail(drive: Drive, outcome: Outcome) -> None:
+    drive.refuses = outcome
+    cache = open_host(32)
+    put(cache, FIRST)
+    for _ in range(3):
+        assert nvme(cache) == TierFlush(refused=8)
+    failures = cache.counters.get("write_failures", tier="nvme", outcome=outcome.value)
+    assert failures + cache.counters.get("drops", reason="orphan") == 8, "each block is counted once"
+    report = cache.close()
+    assert report.tiers == {"nvme": TierFlush(refused=8)}
+    assert not report
+    assert cache.close() == cache.flush() == report
+
+
+def test_a_flush_offers_again_what_a_drive_refused(drive: Drive) -> None:
+    drive.refuses = Outcome.FAILED
+    with open_host(32) as cache:
+        put(cache, FIRST)
+        assert nvme(cache) == TierFlush(refused=8)
+        drive.refuses = None
+        assert nvme(cache) == TierFlush(reached=8)
+        assert cache.check() == []
+
+
+def test_a_close_offers_again_what_a_drive_refused(drive: Drive) -> None:
+    drive.refuses = Outcome.FAILED
+    cache = open_host(32)
+    put(cache, FIRST)
+    assert not cache.flush(30)
+    drive.refuses = None
+    assert cache.close().tiers == {"nvme": TierFlush(reached=8)}
+
+
+def test_a_flush_brings_a_long_chain_through_a_short_queue(drive: Drive) -> None:
+    drive.go.clear()
+    with open_host(32, flow={"queue_blocks": 3}) as cache:
+        put(cache, list(range(4 * 32)))
+        assert cache.counters.get("drops", reason="nvme queue") == 29
+        drive.go.set()
+        assert nvme(cache) == TierFlush(reached=32)
+
+
+def test_a_block_that_left_host_memory_is_reported_once(drive: Drive) -> None:
+    drive.refuses = Outcome.FAILED
+    with open_host(8) as cache:
+        put(cache, FIRST)
+        assert nvme(cache) == TierFlush(refused=8)
+        other = cache.flow.watch()
+        put(cache, SECOND)
+        drive.refuses = None
+        assert nvme(cache) == TierFlush(reached=8, refused=8, lost=8)
+        assert nvme(cache) == TierFlush()
+        assert cache.flow.flush(30, watch=other).tiers["nvme"].lost == 8, "each caller that was there hears of it"
+        assert cache.flow.flush(30, watch=cache.flow.watch()), "a later one does not"
+
+
+def test_a_loss_that_no_flush_reported_is_a_later_caller_s(drive: Drive) -> None:
+    drive.refuses = Outcome.FAILED
+    with open_host(8) as cache:
+        put(cache, FIRST)
+        assert cache.flow.settle(30)
+        put(cache, SECOND)
+        assert cache.flow.flush(30, watch=cache.flow.watch()).tiers["nvme"].lost == 8
+
+
+def test_an_erased_block_is_no_loss(drive: Drive) -> None:
+    drive.refuses = Outcome.FAILED
+    with open_host(32) as cache:
+        put(cache, FIRST)
+        assert not cache.flush(30)
+        assert cache.bounds[0].clear() == 8
+        assert nvme(cache) == TierFlush()
+
+
+def test_an_audit_takes_no_report_away(drive: Drive) -> None:
+    drive.refuses = Outcome.FAILED
+    with open_host(8) as cache:
+        put(cache, FIRST)
+        assert cache.flow.settle(30)
+        put(cache, SECOND)
+        assert cache.check() == []
+        assert cache.erasure.erase(tenant="default", dry_run=True).left == {}
+        assert nvme(cache).lost == 8
+
+
+def test_a_sync_that_fails_is_no_success(drive: Drive) -> None:
+    with open_host(32) as cache:
+        put(cache, FIRST)
+        drive.syncs = False
+        assert nvme(cache) == TierFlush(reached=8, synced=False)
+        drive.syncs = True
+        assert nvme(cache) == TierFlush()
+
+
+def test_a_flush_reports_only_the_caller_s_namespaces(drive: Drive) -> None:
+    drive.refuses = Outcome.FAILED
+    with open_host(32) as cache:
+        put(cache, FIRST, model="mine")
+        put(cache, SECOND, model="another")
+        mine = next(bound.id for bound in cache.bounds if bound.namespace.model == "mine")
+        report = cache.flow.flush(30, watch=cache.flow.watch(), scope={mine}.__contains__)
+        assert report.tiers == {"nvme": TierFlush(refused=8)}
+
+
+def test_a_fleet_s_flush_passes_over_earlier_refusals(drive: Drive) -> None:
+    drive.refuses = Outcome.FAILED
+    with open_host(32) as cache:
+        put(cache, FIRST)
+        assert cache.flow.settle(30)
+        drive.shared, drive.refuses = True, None  # as a server's
+        watch = cache.flow.watch(anew=True)
+        put(cache, SECOND)
+        assert cache.flow.settle(30)
+        drive.refuses = Outcome.FAILED
+        assert cache.flow.flush(30, watch=watch, fleet=True), "its own blocks arrived"
+        assert not cache.flush(30)
+        assert nvme(cache) == TierFlush(refused=8)
+        drive.shared = False
+        assert cache.flow.flush(30, watch=watch, fleet=True).tiers == {}
+
+
+def test_a_redis_that_is_away_is_no_success() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{probe.getsockname()[1]}/0"
+        cache: Any = kvcache.open(
+            host={"capacity_bytes": "1MiB"},
+            nvme={"enabled": False},
+            redis={"enabled": True, "url": url},
+            control={"enabled": False},
+        )
+        put(cache, FIRST)
+        report = cache.flush(30)
+        assert (report.tiers["redis"].refused, bool(report), bool(cache.close())) == (8, False, False)
+
+
+def test_a_tier_that_takes_nothing_is_no_failure(tmp_path: Path) -> None:
+    settings = {"path": tmp_path, "capacity_bytes": "16MiB", "free_floor_bytes": 0, "write": "off"}
+    with kvcache.open(host={"capacity_bytes": "1MiB"}, nvme=settings, control={"enabled": False}) as cache:
+        put(cache, FIRST)
+        assert cache.flush(30).tiers == {}
+        assert cache.flush(30)
