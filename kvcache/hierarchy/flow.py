@@ -10,7 +10,7 @@ from math import inf
 from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.block.record import record_bytes
 from kvcache.hierarchy.ask import Ask
-from kvcache.hierarchy.barrier import Barrier, Counts, Stores, Watch, settled
+from kvcache.hierarchy.barrier import Barrier, Counts, Left, Stores, Watch, settled
 from kvcache.hierarchy.bypass import Bypass
 from kvcache.hierarchy.canary import Canary
 from kvcache.hierarchy.coder import Coder
@@ -337,6 +337,10 @@ class Flow:
         watch, left = watch or self.watch(anew=True), self._left(timeout_s)
         faults = [] if all(wait(left()) for wait in first) else ["stores that clients have begun have not ended"]
         faults += self._wait_begun(left)
+        return self._flush(left, watch, scope, fleet=fleet, fault="; ".join(faults))
+
+    def _flush(self, left: Left, watch: Watch, scope: Scope | None, *, fleet: bool, fault: str = "") -> FlushReport:
+        """What the tiers are meant to have by now, into them; what became of it."""
         lanes = [lane for lane in self.lanes if lane.mode != "off" and (lane.tier.shared or not fleet)]
         barriers = {lane.tier.name: Barrier(lane, scope) for lane in lanes}
         for left_s in (lambda: 0.0, left):  # a tier that takes nothing keeps no other from what it has room for
@@ -351,14 +355,14 @@ class Flow:
                 for tier, barrier in barriers.items()
             }
             watch.clock = self.index.clock
-        return FlushReport(tiers, "; ".join(faults))
+        return FlushReport(tiers, fault)
 
-    def _left(self, timeout_s: float | None) -> Callable[[], float | None]:
+    def _left(self, timeout_s: float | None) -> Left:
         clock = self.port.clock
         end = None if timeout_s is None else clock.now() + timeout_s
         return lambda: None if end is None else max(0.0, end - clock.now())
 
-    def _wait_begun(self, left: Callable[[], float | None]) -> list[str]:
+    def _wait_begun(self, left: Left) -> list[str]:
         """Until the stores that were begun have ended, and what is over has left; why not, where time ran out."""
         if stores := self._stores.wait(left()):
             return [f"{stores} stores have not ended"]
@@ -375,7 +379,7 @@ class Flow:
         self.executor.close()
         self.ask.close()
         self.promoter.wait_idle()
-        report = self.flush(CLOSE_S, watch=watch)
+        report = self._flush(self._left(CLOSE_S), watch, None, fleet=False)  # a store that hangs has stored nothing
         for lane in self.lanes:
             if len(lane):
                 lane.give_up()
