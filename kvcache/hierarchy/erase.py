@@ -114,9 +114,9 @@ class Erasure:
                 owners |= tier.owners()
             except OSError as error:
                 unknown[tier.name] = str(error)
-        if not unknown:  # else a tier did not say what it knows
-            self._check(owners.values(), tenant, cache_salt)
         if namespace is None:
+            if not unknown:  # else a tier did not say what it knows
+                self._check(owners.values(), tenant, cache_salt)
             meant = [space for space, owner in owners.items() if owner.fits(tenant, cache_salt)]
         else:
             known = {*owners, *self._census.take(anew=True)}

@@ -12,6 +12,7 @@ import pytest
 import kvcache
 from kvcache.errors import ClosedError
 from kvcache.hierarchy.ask import MOST_QUESTIONS, Ask
+from kvcache.hierarchy.face import TierFlush
 from kvcache.hierarchy.prefix import ALL
 from kvcache.port import InlineExecutor, Port
 from kvcache.tier.redis import RedisTier
@@ -38,7 +39,9 @@ def opened(server: Server) -> Iterator[Open]:
     """Opens caches on the shared server; each is flushed, audited and closed at the end."""
     caches: list[Any] = []
 
-    def open_cache(url: str = "", flow: Any = None, **redis: Any) -> Any:
+    away: list[Any] = []  # whose server takes nothing
+
+    def open_cache(url: str = "", flow: Any = None, *, serves: bool = True, **redis: Any) -> Any:
         caches.append(
             kvcache.open(
                 host={"capacity_bytes": 8 * MiB},
@@ -48,11 +51,12 @@ def opened(server: Server) -> Iterator[Open]:
                 control={"enabled": False},
             )
         )
+        away.extend([] if serves else caches[-1:])
         return caches[-1]
 
     yield open_cache
     for cache in caches:
-        assert cache.flush(30)
+        assert bool(cache.flush(30)) is (cache not in away)
         assert cache.check() == []
         cache.close()
 
@@ -217,13 +221,13 @@ def test_two_that_compute_the_same_at_once_store_one_copy(opened: Open, server: 
 
 
 def test_a_server_that_is_not_there_is_a_miss(opened: Open) -> None:
-    cache = opened("unix:///nowhere/at-all?db=0")
+    cache = opened("unix:///nowhere/at-all?db=0", serves=False)
     bound, engine = bind(cache), Engine(FULL)
     for _ in range(20):
         with bound.request() as r:
             assert settled(r).blocks == 0
     assert store(bound, engine, TOKENS, list(range(10))).blocks == 10
-    assert cache.flush(30)
+    assert cache.flush(30).tiers["redis"] == TierFlush(refused=10)
     lost = cache.counters.get("write_failures", tier="redis") + cache.counters.get("drops", reason="orphan")
     assert lost == 10
     with bound.request() as r:
@@ -233,14 +237,14 @@ def test_a_server_that_is_not_there_is_a_miss(opened: Open) -> None:
 def test_a_server_that_hangs_delays_nobody_beyond_the_deadline(opened: Open, server: Server) -> None:
     proxy = Proxy(server.port)
     try:
-        cache = opened(proxy.url, flow={"ask_deadline_s": 0.5}, timeout_s=0.5)
+        cache = opened(proxy.url, flow={"ask_deadline_s": 0.5}, timeout_s=0.5, serves=False)
         bound, engine = bind(cache), Engine(FULL)
         proxy.hang = True
         with bound.request() as r:
             assert r.match(TOKENS).pending
             assert settled(r).blocks == 0
         assert store(bound, engine, TOKENS, list(range(10))).blocks == 10
-        assert cache.flush(30)
+        assert cache.flush(30).tiers["redis"] == TierFlush(refused=10)
     finally:
         proxy.end()
 
