@@ -23,9 +23,9 @@ from form import Row, options, publish
 
 import kvcache
 from kvcache.block.layout import KVLayout
-from kvcache.config import load as load_settings
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.legacy import Legacy, leave
+from kvcache.settings.sources import load as load_settings
 from kvcache.transfer.pages import GroupPages
 
 LAYOUT = KVLayout.mha(layers=32, kv_heads=8, head_dim=128)

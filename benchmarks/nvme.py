@@ -33,7 +33,7 @@ from form import Row, options, publish
 from kvcache.block.address import Address
 from kvcache.block.layout import Shard
 from kvcache.block.record import header_area, record_bytes, seal, verify
-from kvcache.port import LocalDisk
+from kvcache.os_env import LocalDisk
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.region import Region
 from kvcache.tier.tier import Outcome

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from kvcache.evict.lru import LRU
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.run import Run, place_of
-from kvcache.port import LocalDisk
+from kvcache.os_env import LocalDisk
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme.directory import Directory
 from kvcache.tier.nvme.entry import COLUMNS, ENTRY_BYTES, NAMESPACE, PUT, SEGMENT, SYNCED, Entry

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.config import FOREIGN, load
 from kvcache.errors import ConfigError
 from kvcache.settings import TABLE, Settings
-from kvcache.values import GiB, MiB
+from kvcache.settings.sources import FOREIGN, load
+from kvcache.settings.types import GiB, MiB
 
 
 @pytest.fixture(autouse=True)

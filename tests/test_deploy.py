@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from kvcache.config import load
 from kvcache.daemon.door import Door
 from kvcache.daemon.tcp import Port
 from kvcache.daemon.token import new_token, token_hash
-from kvcache.port import SystemClock
-from kvcache.units import parse_bytes
+from kvcache.os_env import SystemClock
+from kvcache.settings.sources import load
+from kvcache.settings.types import parse_bytes
 from tests.daemon.authority import Authority
 from tests.template import render
 

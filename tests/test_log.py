@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvcache.log import apply
-from kvcache.observe.request import Work, logger, working_for
+from kvcache.log import Work, apply, logger, working_for
 from kvcache.settings.service import Log
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvcache.port import ThreadExecutor
+from kvcache.os_env import ThreadExecutor
 
 
 def named(prefix: str) -> set[threading.Thread]:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache import share
+from kvcache import host_memory_budget as share
 from kvcache.block.layout import KVLayout
-from kvcache.config import load
 from kvcache.machine import Memory, file_system
+from kvcache.settings.sources import load
 
 GiB, MiB = 1 << 30, 1 << 20
 CHILD = """

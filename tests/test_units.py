@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.units import parse_bytes, parse_seconds, show_bytes, show_seconds
+from kvcache.settings.types import parse_bytes, parse_seconds, show_bytes, show_seconds
 
 
 @pytest.mark.parametrize(

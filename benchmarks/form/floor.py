@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from kvcache.port import LocalDisk
+from kvcache.os_env import LocalDisk
 
 MiB = 1 << 20
 

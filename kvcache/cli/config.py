@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
-from kvcache.units import show_bytes
+from kvcache.settings.types import show_bytes
 
 
 def show(
@@ -17,8 +17,8 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Print every setting, its value, and where the value came from."""
-    from kvcache.config import load
     from kvcache.settings import TABLE
+    from kvcache.settings.sources import load
 
     loaded = load(settings)
     if as_json or output is Format.json:

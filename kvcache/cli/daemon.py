@@ -32,9 +32,9 @@ def daemon(
 ) -> None:
     """Serve a cache to the engines of this host, until SIGTERM."""
     import kvcache
-    from kvcache.config import load
     from kvcache.daemon.service import Service
     from kvcache.fleet.node import join
+    from kvcache.settings.sources import load
     from kvcache.trace.recorder import record
 
     given: dict[str, Any] = {} if socket is None else {"daemon__socket": socket}

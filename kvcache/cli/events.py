@@ -9,7 +9,7 @@ import typer
 
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
 from kvcache.cli.running import Address, the_one
-from kvcache.units import show_bytes
+from kvcache.settings.types import show_bytes
 
 COLUMNS = ("time", "what", "tier", "blocks", "size", "namespace", "request", "why")
 

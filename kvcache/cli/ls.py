@@ -11,7 +11,7 @@ import typer
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
 from kvcache.cli.running import Address, the_one
 from kvcache.errors import NotFoundError
-from kvcache.units import show_bytes, show_seconds
+from kvcache.settings.types import show_bytes, show_seconds
 
 Row = Mapping[str, Any]
 

@@ -14,7 +14,7 @@ import typer
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
 from kvcache.cli.running import Address, the_one
 from kvcache.errors import ConfigError, NotFoundError
-from kvcache.units import show_bytes
+from kvcache.settings.types import show_bytes
 
 if TYPE_CHECKING:
     from kvcache.tier.nvme import NvmeTier
@@ -173,7 +173,7 @@ def rebuild(
 
 def _directory(path: Path | None) -> Path:
     if path is None:
-        from kvcache.config import load
+        from kvcache.settings.sources import load
 
         directories = load().nvme.directories
         if len(directories) != 1:
@@ -188,7 +188,7 @@ def _directory(path: Path | None) -> Path:
 def _opened(path: Path | None, *, to_fill: bool = False) -> Iterator[NvmeTier]:
     """The store, for this process alone: StoreError, which names the other one, where it is in use. `to_fill`: within
     the capacity of the settings, and made where it is not there; else as large as it is."""
-    from kvcache.config import load
+    from kvcache.settings.sources import load
     from kvcache.tier.nvme import NvmeTier
 
     if to_fill:

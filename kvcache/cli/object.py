@@ -10,7 +10,7 @@ import typer
 
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
 from kvcache.errors import ConfigError, KVCacheError
-from kvcache.units import parse_bytes, parse_seconds, show_bytes, show_seconds
+from kvcache.settings.types import parse_bytes, parse_seconds, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from kvcache.tier.object import ObjectTier
@@ -83,7 +83,7 @@ def prune(
 
 @contextmanager
 def _opened(config: str | None) -> Iterator[ObjectTier]:
-    from kvcache.config import load
+    from kvcache.settings.sources import load
     from kvcache.tier.object import ObjectTier
 
     settings = load(config, nvme={"enabled": False})

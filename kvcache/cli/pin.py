@@ -12,7 +12,7 @@ import typer
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
 from kvcache.cli.prompt import token_ids
 from kvcache.cli.running import Address, the_one
-from kvcache.units import parse_seconds, show_seconds
+from kvcache.settings.types import parse_seconds, show_seconds
 
 _NEAR_S = 60.0  # for it to come near
 

@@ -8,7 +8,7 @@ import typer
 
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
 from kvcache.cli.running import Address, the_one
-from kvcache.units import parse_seconds, show_bytes
+from kvcache.settings.types import parse_seconds, show_bytes
 
 
 def prune(

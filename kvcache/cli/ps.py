@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
-from kvcache.units import show_bytes, show_seconds
+from kvcache.settings.types import show_bytes, show_seconds
 
 COLUMNS = ("address", "program", "up", "models", "host", "nvme", "bypass")
 

@@ -11,7 +11,7 @@ import typer
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
 from kvcache.cli.running import Address, the_one
 from kvcache.errors import KVCacheError
-from kvcache.units import show_bytes
+from kvcache.settings.types import show_bytes
 
 
 def quota(address: Address = None, output: Output = Format.table, as_json: Json = False) -> None:

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Literal, get_args, get_origin
 
 from kvcache.settings import TABLE, Setting, Settings
-from kvcache.units import show_bytes
+from kvcache.settings.types import show_bytes
 
 _HEAD = """\
 # Configuration

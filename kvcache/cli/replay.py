@@ -34,8 +34,8 @@ def replay(
 
     import kvcache
     from kvcache.errors import ConfigError
+    from kvcache.settings.types import parse_bytes
     from kvcache.trace.replay import Replay, read
-    from kvcache.units import parse_bytes
 
     try:
         size = parse_bytes(weight)

@@ -33,9 +33,9 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, /v1/completions and /v1/models, until SIGINT or SIGTERM."""
     import kvcache
-    from kvcache.config import load
     from kvcache.fleet.prompts import read
-    from kvcache.units import show_bytes
+    from kvcache.settings.sources import load
+    from kvcache.settings.types import show_bytes
 
     settings = load(cache)  # what can be wrong at once is known at once: the rest takes seconds to import
     prompts = read(Path(settings.warm.file)) if settings.warm.file else []

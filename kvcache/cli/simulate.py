@@ -10,7 +10,7 @@ import typer
 
 from kvcache.cli.output import print_table
 from kvcache.errors import ConfigError
-from kvcache.units import parse_bytes, show_bytes
+from kvcache.settings.types import parse_bytes, show_bytes
 
 if TYPE_CHECKING:
     from kvcache.trace.tiers import Level

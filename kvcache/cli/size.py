@@ -14,7 +14,7 @@ from kvcache.block.record import record_bytes
 from kvcache.block.revision import weight_bytes
 from kvcache.cli.output import Format, Json, Output, print_json
 from kvcache.errors import ConfigError, ModelError
-from kvcache.units import parse_bytes, show_bytes
+from kvcache.settings.types import parse_bytes, show_bytes
 
 TOKENS = 32_768
 

@@ -10,7 +10,7 @@ import typer
 
 from kvcache.cli.output import Json, print_json, print_table
 from kvcache.cli.running import Address, the_one
-from kvcache.units import show_bytes
+from kvcache.settings.types import show_bytes
 
 Stats = Mapping[str, Any]
 

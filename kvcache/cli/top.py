@@ -11,7 +11,7 @@ import typer
 
 from kvcache.cli.output import Format, Json, Output, print_json
 from kvcache.cli.running import Address, the_one
-from kvcache.units import show_bytes, show_seconds
+from kvcache.settings.types import show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -89,13 +89,13 @@ def prefill(
     quiet: bool,
 ) -> list[dict[str, Any]]:
     """By an engine; a row a prompt."""
-    from kvcache.config import load
     from kvcache.fleet.board import Board
     from kvcache.fleet.engine import Engine
     from kvcache.fleet.node import SETTLE_S
     from kvcache.fleet.prompts import read
     from kvcache.fleet.warm import Warm
-    from kvcache.port import Port
+    from kvcache.os_env import Port
+    from kvcache.settings.sources import load
 
     if not url:
         raise ConfigError("--engine is missing: the URL of this node's engine, which computes what nobody has")
@@ -182,7 +182,7 @@ def _held() -> int:
 
 
 def _bytes(text: str | None) -> int | None:
-    from kvcache.values import as_size
+    from kvcache.settings.types import as_size
 
     if text is None:
         return None

@@ -29,9 +29,9 @@ from kvcache.daemon.route import Route
 from kvcache.errors import ClosedError, ConfigError, KVCacheError, UnreachableError
 from kvcache.hierarchy.edge import check_shards, check_ttl
 from kvcache.hierarchy.face import Bound, FlushReport, TierFlush
+from kvcache.log import logger
 from kvcache.observe.changes import Change, Told
-from kvcache.observe.request import logger
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.transfer.copiers import Copiers
 
 PATIENCE_S = 1.0

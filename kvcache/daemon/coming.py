@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from kvcache.daemon.peer import Peer
 from kvcache.daemon.protocol import STORE_S
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 
 if TYPE_CHECKING:
     from kvcache.daemon.session import Session

@@ -10,7 +10,7 @@ from typing import Any
 from kvcache.daemon.meter import Meter
 from kvcache.daemon.tenant import ANYBODY, Tenant, Tenants
 from kvcache.errors import AccessError
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from kvcache.daemon.limits import limits
 from kvcache.daemon.tenant import Tenants
 from kvcache.errors import ConfigError
 from kvcache.hierarchy.parts import check as check_parts
+from kvcache.log import logger
 from kvcache.machine import memory
-from kvcache.observe.request import logger
 from kvcache.settings import Settings
-from kvcache.settings.http import CONNECTIONS
+from kvcache.settings.service import CONNECTIONS
+from kvcache.settings.types import show_bytes
 from kvcache.tier.region import Region
-from kvcache.units import show_bytes
 
 OWN_DESCRIPTORS = 64
 """Files, sockets and threads' ends beside those that grow with the settings."""

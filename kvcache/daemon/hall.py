@@ -11,7 +11,7 @@ import asyncio
 from collections import Counter
 
 from kvcache.daemon.peer import Peer
-from kvcache.observe.request import logger
+from kvcache.log import logger
 
 WAITING = 64
 """At a time, a descriptor each, beside those of `daemon.connections`."""

@@ -22,7 +22,7 @@ from kvcache.daemon.wire import LateError, Wire
 from kvcache.errors import AccessError, ClosedError, KVCacheError, StoreError, UnreachableError
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.legacy import Legacy, leave
-from kvcache.observe.request import logger
+from kvcache.log import logger
 
 ANSWER_S = 5.0
 """For the old one to say that it ends."""

@@ -28,7 +28,7 @@ from kvcache.hierarchy.edge import check_blocks
 from kvcache.hierarchy.mover import NotMovedError, Part
 from kvcache.hierarchy.request import CacheRequest
 from kvcache.hierarchy.transfer import BlockTransfer
-from kvcache.observe.request import logger
+from kvcache.log import logger
 from kvcache.tier.arena import Arena, Extent, Slot
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.copier import Copy

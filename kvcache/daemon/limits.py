@@ -6,8 +6,8 @@ from kvcache.daemon.tenant import OPERATOR, Tenants
 from kvcache.evict.shares import UNLIMITED, Limit
 from kvcache.hierarchy.cache import Cache
 from kvcache.settings import Settings
-from kvcache.settings.work import Tenant as Bytes
-from kvcache.values import no_larger
+from kvcache.settings.cache import Tenant as Bytes
+from kvcache.settings.types import no_larger
 
 TIERS = ("host", "nvme")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 
 from kvcache.daemon.tenant import Tenant
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 
 FLOOD_S = 10.0
 """Of operations owed, beyond which a client is let go."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 from kvcache.daemon.handover import LEAVE_S, memory_file, read_file
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.legacy import Legacy, leave
-from kvcache.observe.request import logger
+from kvcache.log import logger
 
 FIRST = 3
 """Descriptor of those that systemd gives."""

@@ -13,7 +13,7 @@ from typing import Any
 from kvcache.daemon.door import Shown
 from kvcache.daemon.protocol import HEAD_BYTES, ProtocolError, body_bytes, pack, refusal, unpack
 from kvcache.daemon.wire import BUFFER_BYTES
-from kvcache.observe.request import logger
+from kvcache.log import logger
 
 UNREAD_BYTES = 16 << 20
 """Of answers that a client does not take, beyond which it is let go."""

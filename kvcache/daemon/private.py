@@ -28,13 +28,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from kvcache.config import load
 from kvcache.daemon.address import SCHEME
 from kvcache.daemon.control.place import prepare
 from kvcache.errors import StoreError
+from kvcache.log import logger
 from kvcache.machine import running
-from kvcache.observe.request import logger
 from kvcache.settings import TABLE
+from kvcache.settings.sources import load
 
 LINGER_S = 10.0
 """Between the last connection and the end; the first one has a minute to come."""

@@ -19,7 +19,7 @@ from kvcache.hierarchy.edge import check_origin, check_transfer, check_ttl
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.mover import PagesMover
 from kvcache.hierarchy.transfer import BlockTransfer
-from kvcache.observe.request import Work, logger
+from kvcache.log import Work, logger
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
 

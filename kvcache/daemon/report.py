@@ -12,8 +12,8 @@ from kvcache.errors import ConfigError
 from kvcache.evict.shares import UNLIMITED
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.census import Counted
+from kvcache.log import Work
 from kvcache.observe.prefixes import prefixes
-from kvcache.observe.request import Work
 from kvcache.observe.uses import Use
 
 EVENTS, PREFIXES, ROWS = 1024, 64, 1024

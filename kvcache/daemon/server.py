@@ -37,7 +37,7 @@ from kvcache.daemon.token import token_hash
 from kvcache.daemon.watch import Watch
 from kvcache.errors import AccessError, ClosedError, ConfigError, KVCacheError, UnreachableError
 from kvcache.hierarchy.cache import Cache
-from kvcache.observe.request import logger
+from kvcache.log import logger
 
 FIRST_S = 60.0
 """For the first of those for whom a daemon runs that ends by itself."""

@@ -25,9 +25,9 @@ from kvcache.daemon.web import http_listener, planned, serve_http
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.legacy import Legacy
 from kvcache.log import apply
-from kvcache.port import SystemClock
+from kvcache.os_env import SystemClock
 from kvcache.settings import Settings
-from kvcache.units import show_bytes
+from kvcache.settings.types import show_bytes
 
 
 class Service:

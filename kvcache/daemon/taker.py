@@ -14,7 +14,7 @@ from kvcache.daemon.wire import LateError, Wire
 from kvcache.errors import KVCacheError, UnreachableError
 from kvcache.hierarchy.mover import PagesMover, PlacedPart, wait_all
 from kvcache.hierarchy.transfer import BlockTransfer
-from kvcache.observe.request import logger, working_for
+from kvcache.log import logger, working_for
 from kvcache.tier.tier import Outcome
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 
 from kvcache.daemon.token import Tokens, is_hash, token_hash
 from kvcache.errors import ConfigError
-from kvcache.settings.work import Tenant as Bytes
-from kvcache.values import as_number, as_size
+from kvcache.settings.cache import Tenant as Bytes
+from kvcache.settings.types import as_number, as_size
 
 if sys.version_info >= (3, 11):
     import tomllib

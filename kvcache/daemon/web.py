@@ -8,8 +8,8 @@ from collections.abc import Callable
 from kvcache.daemon.server import Daemon
 from kvcache.daemon.tcp import is_loopback
 from kvcache.errors import StoreError
-from kvcache.observe.request import logger
-from kvcache.settings.http import Http
+from kvcache.log import logger
+from kvcache.settings.service import Http
 
 _log = logger("kvcache.daemon.http")
 

@@ -30,7 +30,7 @@ from kvcache.engine.scheduler import Plan, Scheduler
 from kvcache.engine.sequence import Finish, Result, Sequence, State
 from kvcache.errors import ConfigError, LayoutError, TokenError
 from kvcache.hierarchy.face import Canaried, KVCache
-from kvcache.port import Clock, SystemClock
+from kvcache.os_env import Clock, SystemClock
 from kvcache.transfer.pages import GroupPages
 
 _TICK_S = 0.002  # how long a step without work waits for a load, a lookup or a store

@@ -15,7 +15,7 @@ from kvcache.block.page_chain import page_digests
 from kvcache.engine.pool import Pool
 from kvcache.engine.sequence import Sequence, State
 from kvcache.hierarchy.face import Bound, Hit, Request
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 from kvcache.transfer.pages import Pages
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.settings.tiers import Redis
 from kvcache.tier.counters import Counters
 from kvcache.tier.redis.endpoint import RefusedError

@@ -10,7 +10,7 @@ from kvcache.fleet.heat import Heat
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.near import Near, Room
 from kvcache.hierarchy.request import BoundCache
-from kvcache.observe.request import logger
+from kvcache.log import logger
 
 _log = logger("kvcache.fleet")
 

@@ -17,7 +17,7 @@ from collections import Counter
 from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.fleet.board import Board
 from kvcache.hierarchy.cache import Cache
-from kvcache.observe.request import logger
+from kvcache.log import logger
 from kvcache.tier.redis.name import heat
 
 CHAINS = 256

@@ -20,8 +20,8 @@ from kvcache.fleet.board import Board
 from kvcache.fleet.engine import Usage
 from kvcache.fleet.lease import LEASE_S, Lease, Turn
 from kvcache.fleet.prompts import Prompt
-from kvcache.observe.request import logger
-from kvcache.port import Clock
+from kvcache.log import logger
+from kvcache.os_env import Clock
 
 PAUSE_S = 0.1
 """Between two looks at what others compute."""

@@ -17,8 +17,8 @@ from kvcache.errors import ClosedError
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.prefix import ALL
 from kvcache.hierarchy.run import Chained
-from kvcache.observe.request import logger
-from kvcache.port import Port
+from kvcache.log import logger
+from kvcache.os_env import Port
 from kvcache.tier.tier import Outcome, Tier
 
 MOST_QUESTIONS = 64

@@ -17,7 +17,7 @@ from kvcache.block.address import Address
 from kvcache.hierarchy.face import TierFlush
 from kvcache.hierarchy.lane import Lane
 from kvcache.hierarchy.refused import Scope, since
-from kvcache.port import Executor
+from kvcache.os_env import Executor
 
 SYNC_S = 1.0
 """For a tier to make its writes durable, however little time there is: a sync of what is durable takes none."""

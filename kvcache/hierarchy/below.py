@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from kvcache.machine import file_system
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.settings import Settings
 from kvcache.tier.nvme import open_drives
 from kvcache.tier.tier import Tier

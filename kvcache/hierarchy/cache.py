@@ -37,13 +37,13 @@ from kvcache.observe.changes import Told
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.observe.uses import Uses
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.settings import Settings
+from kvcache.settings.types import show_bytes
 from kvcache.tier.host import HostTier
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import Scrubbed, Tier, Usage
 from kvcache.transfer.copiers import Copiers
-from kvcache.units import show_bytes
 
 _LOOKS, _ARRIVE_S = 3, 0.5
 

@@ -20,7 +20,7 @@ from kvcache.block.record import header_area
 from kvcache.codec.element import WORDS, widen
 from kvcache.hierarchy.mover import Mover, Part
 from kvcache.observe.metrics import Counters
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.transfer.copier import Copy
 
 Recompute = Callable[[Sequence[int]], Sequence[bytes | bytearray | memoryview]]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.block.record import record_bytes
 from kvcache.hierarchy.index import Index
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 from kvcache.tier.tier import Tier
 
 STANDS_S, REST = 5.0, 30.0

@@ -20,8 +20,8 @@ from kvcache.errors import ConfigError, NotFoundError
 from kvcache.hierarchy.census import Census
 from kvcache.hierarchy.clear import CLEAR_S, remove
 from kvcache.hierarchy.index import Index
-from kvcache.observe.request import logger
-from kvcache.port import Port
+from kvcache.log import logger
+from kvcache.os_env import Port
 from kvcache.tier.tier import Tier
 
 _ROUNDS = 3  # for what was stored meanwhile

@@ -17,10 +17,10 @@ from typing import NamedTuple
 from kvcache.block.address import Address
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.why import Why
+from kvcache.log import logger
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
-from kvcache.observe.request import logger
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 from kvcache.tier.host import HostTier
 from kvcache.tier.tier import BACKGROUND, Outcome, Ticket, Tier
 

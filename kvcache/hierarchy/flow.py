@@ -27,11 +27,11 @@ from kvcache.hierarchy.promote import Promoter
 from kvcache.hierarchy.refused import Scope, WriteMode
 from kvcache.hierarchy.run import Chained, place_of_address
 from kvcache.hierarchy.why import Why
+from kvcache.log import logger
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
-from kvcache.observe.request import logger
 from kvcache.observe.uses import Uses
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.tier.arena import Extent, Slot
 from kvcache.tier.host import HostTier
 from kvcache.tier.tier import Tier

@@ -24,7 +24,7 @@ from kvcache.hierarchy.orders import MOST_USES, Classes
 from kvcache.hierarchy.plain_index import PlainIndex
 from kvcache.hierarchy.run import PLACE_BYTES, Packed, Run, joined, place_of_address
 from kvcache.observe.changes import Change, Changes
-from kvcache.port import Clock, Port
+from kvcache.os_env import Clock, Port
 
 
 def evidence_of(core: Any) -> Evidence:

@@ -22,7 +22,7 @@ from kvcache.block.address import Address
 from kvcache.evict.shares import UNLIMITED, Shares
 from kvcache.hierarchy.index import Index, Victim
 from kvcache.hierarchy.run import PLACE_BYTES, place_of_address
-from kvcache.observe.request import logger
+from kvcache.log import logger
 
 MOST_KINDS = 1 << 12
 """As the compiled index has it."""

@@ -22,10 +22,10 @@ from kvcache.hierarchy.leaving import Leaving
 from kvcache.hierarchy.refused import Refused, Scope, WriteMode
 from kvcache.hierarchy.run import Chained, Run, chained, joined, place_of_address
 from kvcache.hierarchy.why import Why
+from kvcache.log import logger
 from kvcache.observe.events import Events, Kind
 from kvcache.observe.metrics import Counters
-from kvcache.observe.request import logger
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.tier.host import Held, HostTier, segments
 from kvcache.tier.tier import BACKGROUND, Outcome, Segments, Ticket, Tier
 

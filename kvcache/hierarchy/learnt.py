@@ -32,10 +32,10 @@ from numpy.typing import NDArray
 from kvcache.evict.policy import AGE_EDGES, Policy
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.kinds import Kinds
+from kvcache.log import logger
 from kvcache.observe.metrics import Counters
-from kvcache.observe.request import logger
 from kvcache.observe.uses import Uses
-from kvcache.port import Port
+from kvcache.os_env import Port
 
 NAME = "policy"
 FORMAT = b"kvcache policy 2\n"

@@ -26,11 +26,11 @@ from kvcache.evict.policy import AGE_EDGES, Policy
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.run import PLACE_BYTES, Run
-from kvcache.observe.request import logger
+from kvcache.log import logger
+from kvcache.settings.types import show_bytes
 from kvcache.tier.arena import Extent
 from kvcache.tier.host import Held
 from kvcache.tier.region import PAGE, Region
-from kvcache.units import show_bytes
 
 VERSION = 1
 MOST_REQUESTS = 1 << 20

@@ -19,7 +19,7 @@ from kvcache.hierarchy.mover import Mover, NotMovedError, wait_all
 from kvcache.hierarchy.promote import Arrival
 from kvcache.hierarchy.run import Chained
 from kvcache.hierarchy.transfer import BlockTransfer
-from kvcache.observe.request import Work, logger, working_for
+from kvcache.log import Work, logger, working_for
 from kvcache.tier.host import Held
 from kvcache.tier.tier import WAITING, Outcome
 

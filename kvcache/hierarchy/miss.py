@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from kvcache.block.key import digest_chain, tokens
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.hierarchy.why import OUTCOMES, Why
+from kvcache.log import Work
 from kvcache.observe.asked import Asked, kept
 from kvcache.observe.metrics import Counters
-from kvcache.observe.request import Work
 from kvcache.tier.tier import Outcome
 
 

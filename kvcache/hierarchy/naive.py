@@ -17,7 +17,7 @@ from kvcache.hierarchy.face import Extras, FlushReport, Hit, PageIds
 from kvcache.hierarchy.prefix import needs, usable, wanted
 from kvcache.hierarchy.register import Register
 from kvcache.hierarchy.transfer import BlockTransfer
-from kvcache.port import Clock, SystemClock
+from kvcache.os_env import Clock, SystemClock
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.cpu import PlainCopier
 from kvcache.transfer.pages import Pages

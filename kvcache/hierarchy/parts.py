@@ -13,12 +13,11 @@ from kvcache.evict.shares import UNLIMITED, Limit, Shares
 from kvcache.hierarchy.below import far_tiers
 from kvcache.hierarchy.coder import Coder
 from kvcache.observe.metrics import Counters
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.settings import Settings
+from kvcache.settings.types import no_larger, show_bytes
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import Tier
-from kvcache.units import show_bytes
-from kvcache.values import no_larger
 
 POLICIES: Mapping[str, type[Policy]] = {"hazard": Hazard, "lru": LRU}
 

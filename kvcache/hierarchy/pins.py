@@ -20,8 +20,8 @@ from kvcache.hierarchy.holds import Holds
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.prefix import wanted
 from kvcache.hierarchy.run import Run
-from kvcache.observe.request import logger
-from kvcache.port import Clock
+from kvcache.log import logger
+from kvcache.os_env import Clock
 from kvcache.tier.tier import Tier
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from kvcache.hierarchy.pace import Pace
 from kvcache.observe.metrics import Counters
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 
 GUESS: Mapping[str, tuple[float, float]] = {
     "host": (20e-6, 1 / 8e9),

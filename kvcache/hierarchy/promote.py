@@ -16,7 +16,7 @@ from kvcache.hierarchy.plan import Plan
 from kvcache.hierarchy.why import Why
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.tier.arena import Slot
 from kvcache.tier.host import HostTier
 from kvcache.tier.tier import BACKGROUND, Outcome, Tier

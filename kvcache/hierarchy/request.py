@@ -35,7 +35,7 @@ from kvcache.hierarchy.run import Chained, Place, Run, place_of
 from kvcache.hierarchy.spans import spans
 from kvcache.hierarchy.store import Store
 from kvcache.hierarchy.transfer import BlockTransfer
-from kvcache.observe.request import Work, working_for
+from kvcache.log import Work, working_for
 from kvcache.tier.tier import AHEAD, BACKGROUND, Outcome
 from kvcache.transfer.copiers import Copiers
 from kvcache.transfer.pages import Pages

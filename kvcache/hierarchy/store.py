@@ -16,7 +16,7 @@ from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.mover import Mover, NotMovedError
 from kvcache.hierarchy.run import Chained, place_of, runs
 from kvcache.hierarchy.transfer import BlockTransfer
-from kvcache.observe.request import Work, logger, working_for
+from kvcache.log import Work, logger, working_for
 from kvcache.tier.arena import Slot
 from kvcache.tier.tier import Outcome
 

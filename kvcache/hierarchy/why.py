@@ -19,7 +19,7 @@ from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.run import Run
 from kvcache.observe.asked import Asked, Ids, Ring, shared_blocks, shared_tokens
 from kvcache.observe.lost import Fate, Lost
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 
 HALF = 2
 """A prompt of which no block was found parts from another one where they share at least 1/HALF of the first block."""

@@ -18,7 +18,7 @@ from itertools import chain, islice, takewhile
 from typing import Literal
 
 from kvcache.block.key import SIGNATURE_BYTES
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 
 KEPT_BLOCKS = 1 << 18
 """8 MiB of signatures."""

@@ -12,8 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from kvcache.observe.request import Work, current_work
-from kvcache.port import Clock
+from kvcache.log import Work, current_work
+from kvcache.os_env import Clock
 
 Kind = Literal["stored", "loaded", "evicted", "dropped", "refused"]
 

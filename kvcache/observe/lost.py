@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 
 BLOCKS = 1 << 15
 

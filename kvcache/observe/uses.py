@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
 
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 
 NAMESPACES, AGENTS = 8192, 1024
 

@@ -1,6 +1,6 @@
 """The tree of settings: names, types, bounds, defaults, and what each is for.
 
-What nobody gives is a default, of which some are made from the machine. `kvcache.config.load` makes the tree from a
+What nobody gives is a default, of which some are made from the machine. `kvcache.settings.sources.load` makes the tree from a
 file, variables and keywords; `docs/configuration.md` is written from this room.
 """
 
@@ -13,14 +13,10 @@ from typing import Annotated, Any, get_origin
 from pydantic import BaseModel, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
-from kvcache.settings.http import Http
-from kvcache.settings.identity import Identity
-from kvcache.settings.object import Encryption, Object
-from kvcache.settings.service import Control, Daemon, Log, Trace
-from kvcache.settings.tiers import Host, Nvme, Redis
-from kvcache.settings.warm import Warm
-from kvcache.settings.work import Canary, Evict, Explain, Flow, Plan
-from kvcache.values import Count, Section
+from kvcache.settings.cache import Canary, Evict, Explain, Flow, Identity, Plan, Warm
+from kvcache.settings.service import Control, Daemon, Http, Log, Trace
+from kvcache.settings.tiers import Encryption, Host, Nvme, Object, Redis
+from kvcache.settings.types import Count, Section
 
 PREFIX = "KVCACHE_"
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from kvcache.errors import ConfigError
 from kvcache.settings import PREFIX, SECTIONS, TABLE, Settings
-from kvcache.settings.identity import Identity
+from kvcache.settings.cache import Identity
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -3,13 +3,61 @@
 from __future__ import annotations
 
 import json
+import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvcache.errors import ConfigError
-from kvcache.units import parse_bytes, show_bytes
+
+# Sizes and times as people write and read them: "2GiB", "512 MB", 4096; "7d", "90 s".
+
+_FORM = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgtp]?)(i?)b|([kmgtp]?))\s*", re.IGNORECASE)
+_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes of a size. K and KiB to P and PiB count in 1,024, kB to PB in 1,000; ValueError for what is no size."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    form = _FORM.fullmatch(value) if isinstance(value, str) else None
+    if form is None or (form[3] and not form[2]):
+        raise ValueError(f"{value!r} is no size; write bytes as a number, or 512MiB, 2GiB, 1.5TB")
+    unit = (form[2] or form[4] or "").lower()
+    base = 1000 if form[2] and not form[3] else 1024
+    return int(Decimal(form[1]) * base ** _POWER[unit])
+
+
+def show_bytes(count: float) -> str:
+    """In the largest binary unit that leaves at least 1: "320 KiB", "2.5 GiB"."""
+    size, power = float(count), 0
+    while abs(size) >= 1024 and power < len(_BINARY) - 1:
+        size, power = size / 1024, power + 1
+    return f"{size:.4g} {_BINARY[power]}"
+
+
+_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d|w)\s*")
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of a time with its unit; ValueError for what is none."""
+    form = _TIME.fullmatch(text)
+    if form is None:
+        raise ValueError(f"{text!r} is no time; write a number and its unit: 90s, 30min, 12h, 7d, 2w")
+    return float(form[1]) * _SECONDS[form[2]]
+
+
+def show_seconds(seconds: float) -> str:
+    """In the largest unit that leaves at least 2: "95 s", "37 min", "5 d"."""
+    for unit in ("d", "h", "min"):
+        if seconds >= 2 * _SECONDS[unit]:
+            return f"{seconds / _SECONDS[unit]:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 PAGE_BYTES = 4096

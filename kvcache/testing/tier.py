@@ -19,7 +19,7 @@ import pytest
 
 from kvcache.block.address import Address
 from kvcache.errors import ClosedError
-from kvcache.port import Port, SystemClock
+from kvcache.os_env import Port, SystemClock
 from kvcache.testing.blocks import PAYLOAD_BYTES, RECORD_BYTES, buffer, chain, holds, namespace, record
 from kvcache.tier.tier import BACKGROUND, Outcome, Tier
 

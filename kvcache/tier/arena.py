@@ -18,7 +18,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 
-from kvcache.port import Executor
+from kvcache.os_env import Executor
 from kvcache.tier.region import PAGE, Region
 
 Kind = tuple[int, str]

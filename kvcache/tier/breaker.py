@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 
 
 class Breaker:

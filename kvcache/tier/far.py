@@ -14,7 +14,7 @@ from typing import Any
 from kvcache.block.address import Address
 from kvcache.errors import ClosedError
 from kvcache.observe.reasons import REASONS
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.tier.counters import Counters
 from kvcache.tier.queued import QueuedTier
 

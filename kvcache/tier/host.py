@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvcache.block.address import Address
 from kvcache.block.record import RecordError, expiry_field, header_area, read_header, record_bytes, seal, verify
 from kvcache.errors import ClosedError
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.tier.arena import Arena, Extent, Slot
 from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments, same_record
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvcache.block.address import Address
 from kvcache.block.record import RecordError, read_header, verify
 from kvcache.errors import ClosedError
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments, same_record
 
 

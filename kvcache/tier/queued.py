@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from kvcache.block.address import Address
 from kvcache.errors import ClosedError
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.tier.queue import PIECE_BYTES, Batch, Queue
 from kvcache.tier.ticket import TimedTicket
 from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Waits, check_segments

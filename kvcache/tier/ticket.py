@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.tier.tier import Outcome, Ticket
 
 

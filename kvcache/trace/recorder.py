@@ -26,8 +26,8 @@ import numpy as np
 
 from kvcache.block.key import SIGNATURE_BYTES
 from kvcache.hierarchy.cache import Cache
+from kvcache.log import logger
 from kvcache.observe.asked import Asked
-from kvcache.observe.request import logger
 
 WAITING = 4096
 """Requests not yet written, at most."""

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import ConfigError
+from kvcache.settings.types import parse_bytes
 from kvcache.trace.simulate import simulate
 from kvcache.trace.trace import Trace
-from kvcache.units import parse_bytes
 
 RATES = {"hbm": 1e12, "host": 20e9, "nvme": 3e9, "redis": 1e9, "object": 0.3e9}
 """Bytes a second where none is given."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvcache.errors import StoreError
+from kvcache.settings.types import show_bytes
 from kvcache.transfer.device import Device
-from kvcache.units import show_bytes
 
 
 def address_of(memory: memoryview) -> int:

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 import kvcache
 from kvcache.cli.doctor import drive, memory, room, secrets, software, trip
 from kvcache.cli.doctor.finding import Finding
-from kvcache.config import load
 from kvcache.hierarchy.cache import Cache
 from kvcache.machine import Memory
-from kvcache.port import File, LocalDisk, SystemClock
-from kvcache.values import GiB, MiB
+from kvcache.os_env import File, LocalDisk, SystemClock
+from kvcache.settings.sources import load
+from kvcache.settings.types import GiB, MiB
 from tests.peer.server import MISSING, Server
 
 KiB = 1 << 10

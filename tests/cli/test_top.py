@@ -17,8 +17,8 @@ from kvcache.daemon.http.server import listening, start
 from kvcache.daemon.http.visit import visit
 from kvcache.errors import AccessError, ConfigError, UnreachableError
 from kvcache.hierarchy.cache import Cache
-from kvcache.settings.http import Http
-from kvcache.units import show_bytes
+from kvcache.settings.service import Http
+from kvcache.settings.types import show_bytes
 from tests.daemon.house import bound_to, load, store
 from tests.daemon.test_http import OWNERS
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.errors import KVCacheError
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.testing.tier import CAPACITY, Bench, TierContract, chain, namespace, write
 from kvcache.tier.tier import Tier
 from tests.contract.tiers import KINDS, make, nvme

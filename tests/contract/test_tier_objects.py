@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.testing.blocks import chain
 from kvcache.testing.tier import Bench, TierContract, intact, on_bench, write
 from kvcache.tier.object import ObjectTier

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.testing.tier import Bench, Factory, on_bench
 from kvcache.tier.host import HostTier
 from kvcache.tier.memory import MemoryTier

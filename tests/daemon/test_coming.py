@@ -18,13 +18,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvcache.config import load as load_settings
 from kvcache.daemon.address import Claim
 from kvcache.daemon.coming import COMES_S, STORES, Coming
 from kvcache.daemon.server import Daemon
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.mover import PagesMover
-from kvcache.port import SystemClock
+from kvcache.os_env import SystemClock
+from kvcache.settings.sources import load as load_settings
 from kvcache.testing.tier import Clock
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import Engine

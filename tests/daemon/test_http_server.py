@@ -17,7 +17,7 @@ from kvcache.daemon.http.app import Site
 from kvcache.daemon.http.server import listening, start
 from kvcache.daemon.token import new_token, token_hash
 from kvcache.observe.metrics import METRICS
-from kvcache.settings.http import Http
+from kvcache.settings.service import Http
 from tests.daemon.house import House, bound_to, load, store
 from tests.daemon.within import Within
 from tests.peer.certificates import OPENSSL, authority, certificate

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from kvcache.block.record import record_bytes
-from kvcache.config import load as load_settings
 from kvcache.daemon.control.orders import pin
 from kvcache.errors import ConfigError
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.pins import LONGEST_S, SHARE
 from kvcache.hierarchy.prefix import wanted
+from kvcache.settings.sources import load as load_settings
 from tests.contract.caches import HYBRID, Engine, bind
 from tests.daemon.house import LAYOUT, bound_to, store
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from kvcache.config import load as load_settings
 from kvcache.daemon.http.app import Site
 from kvcache.daemon.http.server import listening, start
 from kvcache.daemon.report import Report
 from kvcache.hierarchy.cache import Cache
-from kvcache.settings.http import Http
-from kvcache.units import show_bytes
+from kvcache.settings.service import Http
+from kvcache.settings.sources import load as load_settings
+from kvcache.settings.types import show_bytes
 from tests.daemon.browser import CHROMIUM, MISSING, Browser
 from tests.daemon.house import bound_to, load, store
 from tests.daemon.test_http import OWNERS

@@ -18,7 +18,7 @@ import kvcache
 from kvcache.daemon.control import place
 from kvcache.daemon.control.client import find
 from kvcache.errors import StoreError
-from kvcache.share import FOLDER
+from kvcache.host_memory_budget import FOLDER
 
 RUN = """
 import sys, kvcache

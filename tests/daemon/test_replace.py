@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvcache.config import load as load_settings
 from kvcache.daemon.ground import check
 from kvcache.daemon.tenant import Tenants
 from kvcache.daemon.token import token_hash
 from kvcache.errors import ConfigError
 from kvcache.machine import memory
+from kvcache.settings.sources import load as load_settings
 from tests.daemon.house import House, bound_to, load, store
 from tests.daemon.test_tenant import written
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvcache.config import load as load_settings
 from kvcache.daemon.report import Report
 from kvcache.errors import ConfigError
 from kvcache.hierarchy.cache import Cache
+from kvcache.settings.sources import load as load_settings
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to, load, store
 from tests.daemon.within import until

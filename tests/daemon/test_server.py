@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.config import load as load_settings
 from kvcache.daemon.address import Claim
 from kvcache.daemon.ground import descriptors, locked, prepare
 from kvcache.daemon.protocol import FRAME_BYTES, HEAD_BYTES, VERSION, answer, pack
 from kvcache.daemon.wire import Wire
 from kvcache.errors import ConfigError, StoreError, UnreachableError
-from kvcache.settings.http import CONNECTIONS
+from kvcache.settings.service import CONNECTIONS
+from kvcache.settings.sources import load as load_settings
 from tests.daemon.house import House, bound_to, load, store
 from tests.daemon.within import Within, until
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import kvcache
-from kvcache.config import load as load_settings
 from kvcache.daemon.door import Door
 from kvcache.daemon.lender import hang_up
 from kvcache.daemon.protocol import SENT, VERSION, pack
@@ -21,7 +20,8 @@ from kvcache.daemon.tcp import Port, host_and_port
 from kvcache.daemon.token import token_hash
 from kvcache.daemon.wire import Wire
 from kvcache.errors import AccessError, ConfigError, StoreError, UnreachableError
-from kvcache.port import SystemClock
+from kvcache.os_env import SystemClock
+from kvcache.settings.sources import load as load_settings
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import Engine
 from tests.daemon.authority import Authority

@@ -9,8 +9,8 @@ import pytest
 
 from kvcache.block.layout import KVLayout
 from kvcache.daemon.session import SIGNATURES_BYTES
+from kvcache.log import LONGEST
 from kvcache.observe.asked import Asked
-from kvcache.observe.request import LONGEST
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to
 from tests.daemon.within import Within, until

@@ -13,7 +13,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 
-from kvcache.port import File
+from kvcache.os_env import File
 
 SECTOR = 512
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from kvcache.block.address import Address
 from kvcache.block.record import seal
 from kvcache.errors import StoreError
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import AHEAD, BACKGROUND, WAITING, Op, Outcome, Ticket
 from tests.fault.disk import Crash, SimDisk

@@ -15,7 +15,7 @@ from typing import Any
 
 from greenlet import getcurrent, greenlet
 
-from kvcache.port import Disk, Port
+from kvcache.os_env import Disk, Port
 
 Ready = Callable[[], bool]
 

@@ -26,13 +26,14 @@ from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.record import RecordError, header_area, read_header, verify
 from kvcache.block.revision import model_revision
 from kvcache.codec.codec import codec, codecs
-from kvcache.config import load
 from kvcache.daemon.control import frame as control
 from kvcache.daemon.lender import LENT
 from kvcache.daemon.mapping import Mappings
 from kvcache.daemon.protocol import HEAD_BYTES, answer, asked, body_bytes, pack, read_layout, read_shards, unpack
 from kvcache.errors import ConfigError, KVCacheError, LayoutError, ModelError, StoreError, TokenError
-from kvcache.port import SystemClock
+from kvcache.os_env import SystemClock
+from kvcache.settings.sources import load
+from kvcache.settings.types import parse_bytes
 from kvcache.tier.nvme.archive import export, take_in
 from kvcache.tier.nvme.entry import ENTRY_BYTES, PUT, Entry
 from kvcache.tier.nvme.frame import FileHeader, HeaderError, pack_frame, read_frames
@@ -42,7 +43,6 @@ from kvcache.tier.redis import name as redis_name
 from kvcache.tier.redis.wire import BrokenError, Wire
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.copiers import Copiers
-from kvcache.units import parse_bytes
 from tests.fault.damage import damaged
 from tests.tier.blocks import chain, payload, record
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.block.address import Address
-from kvcache.port import File, InlineExecutor, LocalDisk, Port
+from kvcache.os_env import File, InlineExecutor, LocalDisk, Port
 from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme import tier as nvme_tier

@@ -13,7 +13,7 @@ import kvcache
 from kvcache.block.address import Address
 from kvcache.cli.demo.drive import small_drive
 from kvcache.hierarchy.cache import Cache
-from kvcache.port import InlineExecutor, Port
+from kvcache.os_env import InlineExecutor, Port
 from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import Outcome

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvcache.cli.explain import ADVICE, words
-from kvcache.config import load
 from kvcache.hierarchy.cache import Cache
 from kvcache.observe.reasons import REASONS
-from kvcache.port import Port
+from kvcache.os_env import Port
+from kvcache.settings.sources import load
 from tests.fault.disk import SimDisk
 from tests.hierarchy.test_why import LAYOUT, misses, pages, story, turn
 

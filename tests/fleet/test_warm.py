@@ -14,7 +14,7 @@ from kvcache.fleet.engine import EngineError, Usage
 from kvcache.fleet.lease import Lease, Turn
 from kvcache.fleet.prompts import Prompt
 from kvcache.fleet.warm import Warm
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.settings.tiers import Redis
 from tests.peer.server import MISSING, Server
 

@@ -11,13 +11,13 @@ import pytest
 
 import kvcache
 from kvcache.block.record import record_bytes
-from kvcache.config import load
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.curve import MOST_NAMES, MOST_WAITING, OTHERS, TIMES, Curve
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.kinds import Model
 from kvcache.hierarchy.parts import POLICIES
-from kvcache.port import InlineExecutor, Port
+from kvcache.os_env import InlineExecutor, Port
+from kvcache.settings.sources import load
 from kvcache.trace.formats import read
 from kvcache.trace.simulate import simulate
 from kvcache.trace.trace import Trace

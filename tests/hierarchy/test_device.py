@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import kvcache
 from kvcache.block.layout import Group, KVLayout
-from kvcache.config import load
 from kvcache.hierarchy.cache import Cache
-from kvcache.port import Executor, InlineExecutor, Port
+from kvcache.os_env import Executor, InlineExecutor, Port
+from kvcache.settings.sources import load
 from kvcache.transfer.copiers import Copiers
 from kvcache.transfer.crossover import NEVER, Crossover
 from kvcache.transfer.cuda import CudaCopier

@@ -12,7 +12,7 @@ import pytest
 import kvcache
 from kvcache.errors import ConfigError
 from kvcache.hierarchy.leaving import Leaving
-from kvcache.port import LocalDisk
+from kvcache.os_env import LocalDisk
 from kvcache.tier.redis.name import part
 from kvcache.tier.region import Region
 from tests.contract.caches import FULL, Engine, quiet, store

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from kvcache.config import load as load_settings
 from kvcache.errors import RequestError
 from kvcache.hierarchy import expiry
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.naive import NaiveCache
-from kvcache.port import Port, SystemClock
+from kvcache.os_env import Port, SystemClock
+from kvcache.settings.sources import load as load_settings
 from kvcache.testing.blocks import chain
 from kvcache.tier.tier import Outcome, Ticket
 from tests.contract.caches import FULL, HYBRID, Engine, bind, store

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.config import load
 from kvcache.evict.policy import Evidence
 from kvcache.evict.shares import Shares
 from kvcache.hierarchy.cache import Cache
@@ -25,7 +24,8 @@ from kvcache.hierarchy.parts import POLICIES
 from kvcache.hierarchy.run import PLACE_BYTES
 from kvcache.observe.metrics import Counters
 from kvcache.observe.uses import Uses
-from kvcache.port import Disk, InlineExecutor, LocalDisk, Port, SystemClock
+from kvcache.os_env import Disk, InlineExecutor, LocalDisk, Port, SystemClock
+from kvcache.settings.sources import load
 from tests.hierarchy.test_room import SMALL, found, put
 
 KiB = 1 << 10

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_digest
 
 from kvcache.block.record import header_area
-from kvcache.config import load as load_settings
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.legacy import ROW, Legacy, leave
+from kvcache.settings.sources import load as load_settings
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to, load, store
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.config import load
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.near import Near, Room
+from kvcache.settings.sources import load
 from tests.daemon.house import bound_to, store
 from tests.hierarchy.test_pins import packed, tokens
 

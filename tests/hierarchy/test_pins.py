@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvcache.config import load
 from kvcache.errors import ConfigError
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.pins import LONGEST_S, SHARE
-from kvcache.port import Port
+from kvcache.os_env import Port
+from kvcache.settings.sources import load
 from tests.daemon.house import LAYOUT, bound_to, store
 from tests.observe.test_uses import Clock
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from kvcache.config import load as load_settings
 from kvcache.hierarchy.cache import Cache
-from kvcache.port import Port
+from kvcache.os_env import Port
+from kvcache.settings.sources import load as load_settings
 from tests.daemon.house import bound_to, store
 from tests.hierarchy.test_legacy import changed, left, taken
 from tests.hierarchy.test_pins import flood, packed, pinned, there, tokens

@@ -19,7 +19,7 @@ from kvcache.hierarchy.prefix import needs
 from kvcache.hierarchy.run import Run, place_of
 from kvcache.hierarchy.spans import spans
 from kvcache.hierarchy.transfer import BlockTransfer
-from kvcache.port import Port, SystemClock
+from kvcache.os_env import Port, SystemClock
 from kvcache.tier.tier import Outcome
 from tests.hierarchy.test_why import LAYOUT, misses, opened, pages, story, turn
 

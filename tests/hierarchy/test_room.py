@@ -13,10 +13,10 @@ import pytest
 import kvcache
 from kvcache.block.layout import Group, KVLayout
 from kvcache.block.record import record_bytes
-from kvcache.config import load
 from kvcache.hierarchy import flow
 from kvcache.hierarchy.cache import Cache
-from kvcache.port import InlineExecutor, Port
+from kvcache.os_env import InlineExecutor, Port
+from kvcache.settings.sources import load
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
 from tests.calls import calls

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.block.layout import KVLayout
-from kvcache.config import load
 from kvcache.hierarchy.bypass import Bypass
 from kvcache.hierarchy.cache import Cache
+from kvcache.log import LONGEST
 from kvcache.observe.reasons import meaning
-from kvcache.observe.request import LONGEST
-from kvcache.port import Executor, InlineExecutor, Port, ThreadExecutor
+from kvcache.os_env import Executor, InlineExecutor, Port, ThreadExecutor
+from kvcache.settings.sources import load
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
 from tests.hierarchy.later import Later

@@ -14,7 +14,7 @@ from kvcache.errors import ClosedError
 from kvcache.hierarchy.ask import MOST_QUESTIONS, Ask
 from kvcache.hierarchy.face import TierFlush
 from kvcache.hierarchy.prefix import ALL
-from kvcache.port import InlineExecutor, Port
+from kvcache.os_env import InlineExecutor, Port
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.name import Names
 from kvcache.tier.tier import Outcome

@@ -13,7 +13,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvcache.block.record import record_bytes
-from kvcache.config import load
 from kvcache.errors import ConfigError
 from kvcache.evict.shares import UNLIMITED, Limit, Shares
 from kvcache.hierarchy.cache import Cache
@@ -21,6 +20,7 @@ from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.kinds import MOST_KINDS, Kind, Kinds, Model
 from kvcache.hierarchy.parts import POLICIES
 from kvcache.hierarchy.run import Run, place_of
+from kvcache.settings.sources import load
 from tests.hierarchy.test_room import EXTENT, INLINE, LARGE, SMALL, found, put
 
 KiB = 1 << 10

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.block.layout import KVLayout
-from kvcache.config import load
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.why import meeting
 from kvcache.observe.asked import Asked, Ring, kept, shared_blocks, shared_tokens
 from kvcache.observe.lost import Lost
 from kvcache.observe.reasons import meaning
-from kvcache.port import Port, SystemClock
+from kvcache.os_env import Port, SystemClock
+from kvcache.settings.sources import load
 from kvcache.transfer.pages import GroupPages
 
 LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=256, dtype="fp32", block_tokens=4)  # 12 KiB a record

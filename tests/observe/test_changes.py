@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.observe.changes import Change, Changes
-from kvcache.port import SystemClock
+from kvcache.os_env import SystemClock
 
 
 class TurnedClock(SystemClock):

@@ -9,9 +9,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcache.log import Work, current_work, logger, working_for
 from kvcache.observe.events import KINDS, Event, Events, Kind
-from kvcache.observe.request import Work, current_work, logger, working_for
-from kvcache.port import SystemClock
+from kvcache.os_env import SystemClock
 
 ONE, OTHER = bytes(32), b"\x01" * 32
 

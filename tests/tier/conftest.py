@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.object import ObjectTier

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcache.block.address import Address
-from kvcache.port import InlineExecutor
+from kvcache.os_env import InlineExecutor
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.tier import Outcome, Tier

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.port import InlineExecutor
+from kvcache.os_env import InlineExecutor
 from kvcache.tier.arena import PAGE, Arena, Slot
 
 KiB = 1 << 10

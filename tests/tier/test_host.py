@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.port import InlineExecutor, Port
+from kvcache.os_env import InlineExecutor, Port
 from kvcache.tier import host
 from kvcache.tier.host import HostTier
 from kvcache.tier.tier import Outcome

@@ -14,10 +14,10 @@ import pytest
 
 from kvcache.block.address import Address
 from kvcache.block.layout import KVLayout
-from kvcache.config import load
 from kvcache.errors import ConfigError, StoreError
 from kvcache.hierarchy.cache import Cache
-from kvcache.port import LocalDisk, Port
+from kvcache.os_env import LocalDisk, Port
+from kvcache.settings.sources import load
 from kvcache.testing.tier import Clock
 from kvcache.tier.nvme.space import Space
 from kvcache.tier.tier import Outcome

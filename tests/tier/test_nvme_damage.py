@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvcache.block.address import Address
 from kvcache.block.record import header_area, record_bytes, seal
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.testing.tier import Clock
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.nvme import NvmeTier

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvcache.errors import ConfigError, StoreError
-from kvcache.port import Disk, File, LocalDisk, Port
+from kvcache.os_env import Disk, File, LocalDisk, Port
 from kvcache.tier.nvme import NvmeTier, open_drives
 from kvcache.tier.nvme.drives import Drives
 from kvcache.tier.nvme.store import SUSPECT_AFTER

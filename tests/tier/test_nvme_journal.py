@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from kvcache.errors import StoreError
-from kvcache.port import LocalDisk
+from kvcache.os_env import LocalDisk
 from kvcache.tier.nvme.directory import Directory
 from kvcache.tier.nvme.entry import (
     COLUMNS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.testing.tier import Clock
 from kvcache.tier.tier import AHEAD, BACKGROUND, WAITING, Outcome
 from tests.tier.blocks import RECORD_BYTES, buffer, chain, record

@@ -17,7 +17,7 @@ from xxhash import xxh3_64_digest
 from kvcache.block.address import Address
 from kvcache.block.record import RecordError, expiry_field, read_header, seal
 from kvcache.errors import ConfigError
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.testing.blocks import PAYLOAD_BYTES, chain, record
 from kvcache.testing.tier import Clock, intact, write
 from kvcache.tier.object import ObjectTier

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.testing.blocks import chain, record
 from kvcache.testing.tier import Clock, intact, write
 from kvcache.tier.object import ObjectTier

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.port import Executor, InlineExecutor, Port, ThreadExecutor
+from kvcache.os_env import Executor, InlineExecutor, Port, ThreadExecutor
 from kvcache.testing.blocks import chain, record
 from kvcache.testing.tier import Clock, intact, write
 from kvcache.tier.object import ObjectTier

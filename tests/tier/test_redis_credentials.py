@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.endpoint import PASSWORD

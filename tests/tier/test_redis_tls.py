@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvcache.errors import ConfigError
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.endpoint import PASSWORD

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvcache.port import InlineExecutor
+from kvcache.os_env import InlineExecutor
 from kvcache.tier.arena import Arena
 from kvcache.tier.region import PAGE, Region
 

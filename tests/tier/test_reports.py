@@ -17,7 +17,7 @@ import pytest
 import kvcache
 from kvcache.block.layout import KVLayout
 from kvcache.hierarchy.cache import Cache
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.testing.tier import Clock
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages

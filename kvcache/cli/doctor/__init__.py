@@ -33,7 +33,7 @@ def doctor(
 
     Writes at most 256 MiB beside the directory of the NVMe tier, and removes it.
     """
-    from kvcache.config import load
+    from kvcache.settings.sources import load
 
     table = not as_json and output is Format.table
     loaded: Settings | None = None

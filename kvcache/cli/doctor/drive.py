@@ -13,10 +13,9 @@ from pathlib import Path
 
 from kvcache.cli.doctor.finding import Finding, fail, ok, warn
 from kvcache.machine import file_system, in_memory
-from kvcache.port import Clock, Disk, LocalDisk, SystemClock
+from kvcache.os_env import Clock, Disk, LocalDisk, SystemClock
 from kvcache.settings import Settings
-from kvcache.units import show_bytes
-from kvcache.values import MiB
+from kvcache.settings.types import MiB, show_bytes
 
 TOTAL_BYTES = 256 * MiB
 LEAST_BYTES = 16 * MiB

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from kvcache.cli.doctor.finding import Finding, ok, warn
 from kvcache.machine import Memory, memory
 from kvcache.settings import Settings
-from kvcache.units import show_bytes
-from kvcache.values import GiB
+from kvcache.settings.types import GiB, show_bytes
 
 SHARED = "/dev/shm"  # noqa: S108  its size is asked for, nothing is written
 SHARED_BYTES = GiB  # a container's default is 64 MiB

@@ -9,7 +9,7 @@ from kvcache.block.hf import layout_from_hf
 from kvcache.block.record import record_bytes
 from kvcache.cli.doctor.finding import Finding, fail, ok, warn
 from kvcache.settings import Settings
-from kvcache.units import show_bytes
+from kvcache.settings.types import show_bytes
 
 
 def checks(settings: Settings, model: Path) -> Iterator[Finding]:

@@ -13,9 +13,9 @@ from kvcache.block.layout import Shard
 from kvcache.block.record import header_area, record_bytes, seal
 from kvcache.cli.doctor.finding import Finding, fail, ok, warn
 from kvcache.settings import Settings
+from kvcache.settings.types import show_bytes
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.tier import Outcome, Tier
-from kvcache.units import show_bytes
 
 SIZE = 1 << 20
 

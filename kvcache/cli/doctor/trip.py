@@ -12,12 +12,12 @@ import numpy as np
 from kvcache.block.layout import KVLayout
 from kvcache.cli.doctor.finding import Finding, fail, ok
 from kvcache.codec.codec import codec
-from kvcache.config import load
 from kvcache.hierarchy.cache import Cache
 from kvcache.settings import Settings
+from kvcache.settings.sources import load
+from kvcache.settings.types import MiB
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
-from kvcache.values import MiB
 
 LAYOUT = KVLayout.mha(layers=4, kv_heads=2, head_dim=64, dtype="fp16")
 BLOCKS = 16

@@ -15,9 +15,9 @@ from kvcache.block.hf import engine_facts, read_config
 from kvcache.block.page_chain import IDENTITY
 from kvcache.block.revision import KINDS, adapter_revision, loader_kinds, model_revision
 from kvcache.block.shared import shared
-from kvcache.config import load_identity
 from kvcache.connector.sglang.wishes import Wishes
 from kvcache.errors import ModelError
+from kvcache.settings.sources import load_identity
 
 _SERVED = (
     "kv_cache_dtype",

@@ -10,9 +10,9 @@ from typing import Any
 
 from kvcache.block.checkpoint import checkpoint_digest, config_digest
 from kvcache.block.revision import adapter_revision, loader_kinds, model_revision
-from kvcache.config import load_identity
 from kvcache.connector.vllm.options import Options, TierOptions
 from kvcache.errors import ModelError
+from kvcache.settings.sources import load_identity
 
 _NAME_THEM = "give `revision` in kv_connector_extra_config, a name that changes with the weights"
 _PLAIN_FORMATS = frozenset({"auto", "hf", "safetensors"})

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.config import load
 from kvcache.connector.vllm.identity import Who
 from kvcache.connector.vllm.options import Options
 from kvcache.evict.lru import LRU
@@ -26,7 +25,8 @@ from kvcache.hierarchy.kinds import Model
 from kvcache.hierarchy.pace import Pace
 from kvcache.hierarchy.plan import GUESS, PREFILL
 from kvcache.observe.metrics import Counters
-from kvcache.port import Port
+from kvcache.os_env import Port
+from kvcache.settings.sources import load
 
 MOST_GONE = 1 << 18
 """Blocks that made room and are remembered, so that a miss has its reason."""

@@ -28,7 +28,7 @@ from kvcache.daemon.report import Report
 from kvcache.errors import ConfigError, KVCacheError, NotFoundError
 from kvcache.hierarchy.barrier import Watch
 from kvcache.hierarchy.cache import Cache
-from kvcache.observe.request import logger
+from kvcache.log import logger
 
 PROTOCOL = 1
 DEADLINE_S = 2.0

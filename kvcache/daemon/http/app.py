@@ -28,8 +28,8 @@ from kvcache.daemon.meter import Meter
 from kvcache.daemon.report import Report
 from kvcache.errors import ConfigError
 from kvcache.hierarchy.cache import Cache
+from kvcache.log import logger
 from kvcache.observe.exporter import exposition
-from kvcache.observe.request import logger
 
 BODY_BYTES, BODY_S = 8 << 20, 10.0
 HEADERS: Mapping[str, str] = {

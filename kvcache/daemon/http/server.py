@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvcache.errors import ConfigError, StoreError
-from kvcache.settings.http import CONNECTIONS, Http
+from kvcache.settings.service import CONNECTIONS, Http
 
 AT_ONCE = 64
 """Connections and questions at a time; who comes beyond them is told to come later (503), and beyond `CONNECTIONS`

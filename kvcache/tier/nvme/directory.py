@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from kvcache.errors import StoreError
-from kvcache.port import Disk, File
+from kvcache.os_env import Disk, File
 
 VERSION = 1
 _FORMAT = f"kvcache-nvme {VERSION}\n"

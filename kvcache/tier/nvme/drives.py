@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest
 from kvcache.block.address import Address
 from kvcache.block.owner import Owner
 from kvcache.errors import ClosedError, ConfigError, StoreError
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.tier.nvme.chains import runs, scan
 from kvcache.tier.nvme.tier import NvmeTier
 from kvcache.tier.ticket import TimedTicket

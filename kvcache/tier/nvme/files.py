@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvcache.port import Clock, Disk, File
+from kvcache.os_env import Clock, Disk, File
 from kvcache.tier.counters import Counters
 from kvcache.tier.nvme.directory import Directory
 from kvcache.tier.nvme.segment import Segment

@@ -18,7 +18,7 @@ from itertools import chain
 import numpy as np
 
 from kvcache.errors import StoreError
-from kvcache.port import File
+from kvcache.os_env import File
 from kvcache.tier.nvme.directory import Directory
 from kvcache.tier.nvme.entry import COLUMNS, ENTRY_BYTES, SYNCED
 from kvcache.tier.nvme.frame import CHECKPOINT, JOURNAL, FileHeader, Frames, HeaderError, pack_frame, read_frames

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvcache.block.address import Address
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.tier.counters import Counters
 from kvcache.tier.nvme.directory import Directory
 from kvcache.tier.nvme.entry import QUARANTINE, REMOVE, RETIRE, Entry

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvcache.block.record import RecordError, header_area, read_header, record_bytes, verify
 from kvcache.errors import StoreError
-from kvcache.port import File, Port
+from kvcache.os_env import File, Port
 from kvcache.tier.nvme import bounce
 from kvcache.tier.nvme.directory import Directory, refusal
 from kvcache.tier.nvme.entry import ENTRY_BYTES, NAMESPACE, SEGMENT, UNKNOWN, Entry, put_entry

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.port import Disk, File
+from kvcache.os_env import Disk, File
 from kvcache.tier.nvme import bounce
 from kvcache.tier.nvme.entry import COLUMNS, ENTRY_BYTES, FREE, PUT, QUARANTINE, SEGMENT, Entry
 from kvcache.tier.nvme.label import LABEL_BYTES, Label

@@ -14,7 +14,7 @@ from typing import Literal
 
 from kvcache.block.address import Address
 from kvcache.block.record import Header, RecordError, read_header, verify
-from kvcache.port import File, Port
+from kvcache.os_env import File, Port
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
 from kvcache.tier.nvme.barrier import Barrier

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from kvcache.block.address import Address
 from kvcache.block.owner import Owner
 from kvcache.errors import ConfigError
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.tier.nvme.audit import audit
 from kvcache.tier.nvme.chains import runs, scan
 from kvcache.tier.nvme.ending import ending

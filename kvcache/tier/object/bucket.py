@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
-from kvcache.observe.request import logger
-from kvcache.port import Clock
+from kvcache.log import logger
+from kvcache.os_env import Clock
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
 

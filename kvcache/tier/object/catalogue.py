@@ -16,7 +16,7 @@ from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 
 from kvcache.block.address import Address
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 from kvcache.tier.counters import Counters
 from kvcache.tier.object.bucket import Bucket, Listed
 from kvcache.tier.object.name import Names, Place

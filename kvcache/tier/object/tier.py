@@ -12,7 +12,7 @@ from kvcache.block.address import Address
 from kvcache.block.keyed import Signer
 from kvcache.block.owner import Owner
 from kvcache.errors import ConfigError
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.far import FarTier
 from kvcache.tier.object.bucket import Bucket, RefusedError, log

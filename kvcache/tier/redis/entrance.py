@@ -6,7 +6,7 @@ from functools import partial
 from typing import Literal
 
 from kvcache.errors import ConfigError
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 from kvcache.tier.counters import Counters
 from kvcache.tier.redis.endpoint import SENTINEL_PASSWORD, Endpoint, Sentinels, apart
 from kvcache.tier.redis.nodes import CLUSTER_UNFIT, Cluster, Nodes, One

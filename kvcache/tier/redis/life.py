@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvcache.block.record import Header, expires_ms
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 
 _AFTER_MS = 1000  # a part outlives the header that needs it
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from kvcache.block.address import Address
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 from kvcache.tier.redis.name import Names, is_head_of
 from kvcache.tier.redis.nodes import Nodes
 from kvcache.tier.redis.pool import ELSEWHERE, Pool

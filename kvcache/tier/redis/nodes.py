@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from redis.crc import key_slot
 
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 from kvcache.tier.redis.endpoint import Endpoint, RefusedError
 from kvcache.tier.redis.pool import ELSEWHERE, UNFIT, Pool
 from kvcache.tier.redis.wire import Wire

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Collection
 from typing import TypeVar
 
-from kvcache.observe.request import logger
-from kvcache.port import Clock
+from kvcache.log import logger
+from kvcache.os_env import Clock
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
 from kvcache.tier.redis.endpoint import Endpoint, RefusedError, Sentinels

@@ -16,7 +16,7 @@ from kvcache.block.keyed import Signer
 from kvcache.block.owner import Owner
 from kvcache.block.record import CHUNK_BYTES
 from kvcache.errors import ConfigError
-from kvcache.port import Port
+from kvcache.os_env import Port
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.far import FarTier
 from kvcache.tier.order import in_order

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from struct import pack
 from typing import Any
 
-from kvcache.port import Clock
+from kvcache.os_env import Clock
 
 _BUFFER_BYTES = 64 << 10
 _PIECES = 512  # buffers in one sendmsg; the system takes 1,024 at most

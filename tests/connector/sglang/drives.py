@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
-from kvcache.port import File, LocalDisk
+from kvcache.os_env import File, LocalDisk
 
 
 class Drive(LocalDisk):

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.config import load
 from kvcache.connector.sglang.depot import Depot
 from kvcache.connector.sglang.pool import Ranks, describe
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.naive import NaiveCache
-from kvcache.port import Port
+from kvcache.os_env import Port
+from kvcache.settings.sources import load
 from kvcache.testing.faulty import FaultyCache
 from tests.connector.sglang.drives import Drive
 from tests.connector.sglang.pools import MHATokenToKVPoolHost

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.config import load
 from kvcache.errors import LayoutError
 from kvcache.hierarchy.cache import Cache
-from kvcache.port import Port
+from kvcache.os_env import Port
+from kvcache.settings.sources import load
 from tests.connector.sglang.drives import Drive
 from tests.engine import tiny
 from tests.peer.sglang.pools import PAGE, SIZES

@@ -131,7 +131,7 @@ def test_what_lies_on_the_drive_is_promised_at_a_later_lookup(tmp_path: Path) ->
 
 
 def test_a_drive_that_cannot_be_read_is_never_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcache import port
+    from kvcache import os_env as port
 
     first, keys = Bench(tmp_path), chain(20)
     first.fill(4)

@@ -62,7 +62,7 @@ def test_a_window_ends_only_where_it_was_computed(tmp_path: Path) -> None:
 def test_a_drive_that_cannot_be_read_is_never_an_error(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvcache import port
+    from kvcache import os_env as port
 
     first = LinkedStack(tmp_path, kind)
     computed = first.compute(PROMPT)
