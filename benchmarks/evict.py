@@ -18,7 +18,7 @@ from form import Row, options, publish
 
 import kvcache
 from kvcache import native
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.record import record_bytes
 from kvcache.evict.policy import Policy

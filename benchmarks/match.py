@@ -28,7 +28,7 @@ from form import Row, options, publish
 
 import kvcache
 from kvcache import native
-from kvcache.block.key import SIGNATURE_BYTES, Chain, digest_chain
+from kvcache.block.chain import SIGNATURE_BYTES, Chain, digest_chain
 from kvcache.block.layout import KVLayout
 from kvcache.evict.lru import LRU
 from kvcache.hierarchy.index import Index

@@ -23,10 +23,9 @@ import numpy as np
 import pytest
 from form import Row, options, publish
 
-from kvcache.block.address import Address
-from kvcache.block.key import SIGNATURE_BYTES, digest_chain
+from kvcache.block.chain import SIGNATURE_BYTES, digest_chain
 from kvcache.block.layout import Shard
-from kvcache.block.record import header_area, seal, verify
+from kvcache.block.record import Address, header_area, seal, verify
 from kvcache.evict.lru import LRU
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.run import Run, place_of

@@ -30,9 +30,8 @@ from statistics import median
 
 from form import Row, options, publish
 
-from kvcache.block.address import Address
 from kvcache.block.layout import Shard
-from kvcache.block.record import header_area, record_bytes, seal, verify
+from kvcache.block.record import Address, header_area, record_bytes, seal, verify
 from kvcache.os_env import LocalDisk
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.region import Region

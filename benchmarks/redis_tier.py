@@ -28,7 +28,7 @@ from typing import Any
 import redis
 from form import Row, options, publish
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.name import Names
 from kvcache.tier.tier import Outcome

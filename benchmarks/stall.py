@@ -25,7 +25,7 @@ import numpy as np
 from form import Row, options, publish
 
 from kvcache import native
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import KVLayout
 from kvcache.evict.hazard import Hazard
 from kvcache.hierarchy.index import Index

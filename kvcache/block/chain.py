@@ -2,8 +2,7 @@
 
     signature of a block = SHA-256(parent's 32 bytes, token ids as little-endian uint32, extras)
 
-The parent of the first block is the namespace id; the key of a block is the first 16 bytes of its signature.
-"""
+The parent of the first block is the namespace id; the key of a block is the first 16 bytes of its signature."""
 
 from __future__ import annotations
 
@@ -302,3 +301,19 @@ def _is_id(value: Any) -> bool:
 
 def _bad(position: int, value: Any) -> TokenError:
     return TokenError(f"position {position} holds {value!r}: expected an integer from 0 to {_MAX_ID}")
+
+
+# The names that SGLang gives pages, for engines that share blocks with it: `docs/spec/key.md`, its page chain.
+
+IDENTITY = "sglang page chain: sha256(previous digest, token ids), seeded by adapter and salt"
+"""The origin of these digests, as a namespace's facts name it."""
+
+
+def page_digests(token_ids: Any, page_tokens: int, seed: bytes = b"") -> list[bytes]:
+    """One digest a full page. `seed`: nothing, or what SGLang makes of an adapter and a salt; TokenError for no ids."""
+    ids = memoryview(tokens(token_ids).tobytes())
+    size, digests, before = 4 * page_tokens, [], seed
+    for page in range(len(ids) // size):
+        before = sha256(before + ids[page * size : (page + 1) * size]).digest()
+        digests.append(before)
+    return digests

@@ -1,18 +1,18 @@
 """What two blocks must agree on to be interchangeable, and its 32-byte id.
 
 The id is SHA-256 over an encoding of every field, specified byte by byte in `docs/spec/key.md`. Each value carries
-its type and its length, so that different fields cannot meet in the same bytes.
-"""
+its type and its length, so that different fields cannot meet in the same bytes."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from math import isnan
 from struct import pack
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvcache.block.layout import KVLayout
 from kvcache.errors import NamespaceError
@@ -148,3 +148,38 @@ def _utf8(text: str, where: str) -> bytes:
 def _check_type(name: str, value: object, kind: type) -> None:
     if not isinstance(value, kind):
         raise NamespaceError(f"{name} is a {type(value).__name__}: expected {kind.__name__.lower()}")
+
+
+# Whose a namespace is, as a tier keeps it beside its records: enough to find what is a tenant's, or of a salt, once
+# nobody has it bound any more, and nothing that tells either.
+
+OWNER_BYTES = 64
+
+
+class Owner(NamedTuple):
+    """Digests of the tenant's name and of the cache salt."""
+
+    tenant: bytes
+    salt: bytes
+
+    @classmethod
+    def of(cls, namespace: Namespace) -> Owner:
+        return cls(_digest("tenant", namespace.tenant), _digest("salt", namespace.cache_salt))
+
+    @classmethod
+    def read(cls, packed: bytes) -> Owner | None:
+        """None for what is none."""
+        return cls(packed[:32], packed[32:]) if len(packed) == OWNER_BYTES else None
+
+    def pack(self) -> bytes:
+        return self.tenant + self.salt
+
+    def fits(self, tenant: str | None, cache_salt: str | None) -> bool:
+        """Whether it is this tenant and this salt, of those that are given."""
+        return (tenant is None or self.tenant == _digest("tenant", tenant)) and (
+            cache_salt is None or self.salt == _digest("salt", cache_salt)
+        )
+
+
+def _digest(what: str, text: str) -> bytes:
+    return hashlib.sha256(f"kvcache owner {what} ".encode() + text.encode()).digest()

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvcache.block.chain import IDENTITY
 from kvcache.block.checkpoint import checkpoint_digest
 from kvcache.block.hf import engine_facts, read_config
 from kvcache.block.layout import CANONICAL, Group, KVLayout
-from kvcache.block.page_chain import IDENTITY
 from kvcache.block.revision import KINDS, model_revision
 from kvcache.errors import LayoutError
 

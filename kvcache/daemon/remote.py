@@ -9,7 +9,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvcache.block.key import Chain, Signatures, bind_signatures, tokens
+from kvcache.block.chain import Chain, Signatures, bind_signatures, tokens
 from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
 from kvcache.daemon.protocol import FRAME_BYTES, NAMESPACES, describe_shards

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.block.key import SIGNATURE_BYTES, bind_signatures
+from kvcache.block.chain import SIGNATURE_BYTES, bind_signatures
 from kvcache.daemon.bindings import Bindings
 from kvcache.daemon.coming import STORES, Coming
 from kvcache.daemon.door import Door, Shown

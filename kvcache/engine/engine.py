@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import torch
 
-from kvcache.block.key import tokens as checked_tokens
+from kvcache.block.chain import tokens as checked_tokens
 from kvcache.block.layout import KVLayout
-from kvcache.block.shared import shared, shared_layout
+from kvcache.block.shared_namespace import shared, shared_layout
 from kvcache.engine.batch import Batch, Span
 from kvcache.engine.pool import Pool
 from kvcache.engine.prefix import Prefix

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from kvcache.block.page_chain import page_digests
+from kvcache.block.chain import page_digests
 from kvcache.engine.pool import Pool
 from kvcache.engine.sequence import Sequence, State
 from kvcache.hierarchy.face import Bound, Hit, Request

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import Counter
 
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.fleet.board import Board
 from kvcache.hierarchy.cache import Cache
 from kvcache.log import logger

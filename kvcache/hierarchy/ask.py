@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Protocol, overload
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.errors import ClosedError
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.prefix import ALL

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import TimeoutError as LateError
 from dataclasses import dataclass, field
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.hierarchy.face import TierFlush
 from kvcache.hierarchy.lane import Lane
 from kvcache.hierarchy.refused import Scope, since

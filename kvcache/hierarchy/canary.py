@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.block.key import tokens as checked_tokens
+from kvcache.block.chain import tokens as checked_tokens
 from kvcache.block.layout import KVLayout
 from kvcache.block.record import header_area
 from kvcache.codec.element import WORDS, widen

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.block.address import Address
 from kvcache.block.cipher import Keys, binding
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
@@ -22,6 +21,7 @@ from kvcache.block.record import (
     ENCRYPTION,
     FIXED_BYTES,
     PARENT,
+    Address,
     Header,
     expires_ms,
     expiry_field,

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache import native
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.evict.policy import AGE_EDGES, Policy
 from kvcache.hierarchy.kinds import Model

@@ -13,9 +13,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvcache.block.key import SIGNATURE_BYTES
-from kvcache.block.namespace import Namespace
-from kvcache.block.owner import Owner
+from kvcache.block.chain import SIGNATURE_BYTES
+from kvcache.block.namespace import Namespace, Owner
 from kvcache.errors import ConfigError, NotFoundError
 from kvcache.hierarchy.census import Census
 from kvcache.hierarchy.clear import CLEAR_S, remove

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.why import Why
 from kvcache.log import logger

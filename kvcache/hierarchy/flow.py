@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.record import record_bytes
 from kvcache.hierarchy.ask import Ask
 from kvcache.hierarchy.barrier import Barrier, Counts, Left, Stores, Watch, settled

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache import native
-from kvcache.block.address import KEY_BYTES, Address
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
+from kvcache.block.record import KEY_BYTES, Address
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, Policy, requests_between_tables
 from kvcache.evict.shares import UNLIMITED
 from kvcache.hierarchy.orders import MOST_USES, Classes

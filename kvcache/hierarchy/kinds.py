@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from math import inf, log2
 from typing import Any
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.evict.shares import UNLIMITED, Shares
 from kvcache.hierarchy.index import Index, Victim
 from kvcache.hierarchy.run import PLACE_BYTES, place_of_address

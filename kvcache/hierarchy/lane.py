@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import groupby
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.evict.shares import UNLIMITED
 from kvcache.hierarchy.ask import Ask
 from kvcache.hierarchy.coder import Coder

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from kvcache.block.address import Address
-from kvcache.block.record import record_bytes
+from kvcache.block.record import Address, record_bytes
 from kvcache.tier.arena import Extent, Slot
 from kvcache.tier.host import Held
 from kvcache.tier.region import Region

@@ -17,10 +17,10 @@ import msgpack
 import numpy as np
 from xxhash import xxh3_64_digest
 
-from kvcache.block.address import Address
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
-from kvcache.block.owner import Owner
+from kvcache.block.namespace import Owner
+from kvcache.block.record import Address
 from kvcache.errors import LayoutError
 from kvcache.evict.policy import AGE_EDGES, Policy
 from kvcache.hierarchy.cache import Cache

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import repeat
 from operator import itemgetter
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import SHARE, Holds
 from kvcache.hierarchy.mover import Mover, NotMovedError, wait_all

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.block.key import digest_chain, tokens
+from kvcache.block.chain import digest_chain, tokens
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.hierarchy.why import OUTCOMES, Why
 from kvcache.log import Work

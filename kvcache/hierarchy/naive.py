@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from kvcache.block.address import KEY_BYTES
-from kvcache.block.key import Chain
+from kvcache.block.chain import Chain
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
+from kvcache.block.record import KEY_BYTES
 from kvcache.errors import ClosedError
 from kvcache.hierarchy.edge import check_origin, check_shards, check_transfer, check_ttl
 from kvcache.hierarchy.face import Extras, FlushReport, Hit, PageIds

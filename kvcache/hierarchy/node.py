@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 
 Name = tuple[bytes, bytes]  # place, signature
 Standing = tuple[int, int, bytes, bytes]  # stamp, -depth, signature, place

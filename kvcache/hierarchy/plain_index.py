@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.block.key import SIGNATURE_BYTES, digest_chain
+from kvcache.block.chain import SIGNATURE_BYTES, digest_chain
 from kvcache.hierarchy.ages import Ages
 from kvcache.hierarchy.ghosts import PlainGhosts, Use
 from kvcache.hierarchy.node import UNKNOWN, Name, Node, descends, names_of

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvcache.block.address import Address
-from kvcache.block.record import header_area
+from kvcache.block.record import Address, header_area
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.expiry import Expiry
 from kvcache.hierarchy.index import Index

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.hierarchy.index import Index
 
 NAMESPACES = 1 << 12

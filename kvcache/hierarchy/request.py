@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.block.key import Chain
+from kvcache.block.chain import Chain
 from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
 from kvcache.errors import ClosedError

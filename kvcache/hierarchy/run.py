@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvcache.block.address import Address
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
+from kvcache.block.record import Address
 
 Packed = bytes | bytearray | memoryview
 """Signatures one behind the other, 32 bytes each."""

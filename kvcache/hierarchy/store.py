@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.hierarchy.bypass import BYPASS
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.mover import Mover, NotMovedError

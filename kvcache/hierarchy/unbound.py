@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.erase import Erasure
 from kvcache.hierarchy.index import Index

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.namespace import Namespace
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.run import Run

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.observe.lost import Fate
 
 REQUESTS = 1024

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, takewhile
 from typing import Literal
 
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.os_env import Clock
 
 KEPT_BLOCKS = 1 << 18

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import mmap
 
-from kvcache.block.address import Address
 from kvcache.block.layout import Shard
-from kvcache.block.record import header_area, record_bytes, seal
+from kvcache.block.record import Address, header_area, record_bytes, seal
 
 PAYLOAD_BYTES = 12_000
 RECORD_BYTES = record_bytes(PAYLOAD_BYTES)

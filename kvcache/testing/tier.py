@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.errors import ClosedError
 from kvcache.os_env import Port, SystemClock
 from kvcache.testing.blocks import PAYLOAD_BYTES, RECORD_BYTES, buffer, chain, holds, namespace, record

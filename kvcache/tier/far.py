@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.errors import ClosedError
 from kvcache.observe.reasons import REASONS
 from kvcache.os_env import Port

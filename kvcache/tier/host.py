@@ -9,8 +9,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from kvcache.block.address import Address
-from kvcache.block.record import RecordError, expiry_field, header_area, read_header, record_bytes, seal, verify
+from kvcache.block.record import (
+    Address,
+    RecordError,
+    expiry_field,
+    header_area,
+    read_header,
+    record_bytes,
+    seal,
+    verify,
+)
 from kvcache.errors import ClosedError
 from kvcache.os_env import Port
 from kvcache.tier.arena import Arena, Extent, Slot

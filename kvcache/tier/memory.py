@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from kvcache.block.address import Address
-from kvcache.block.record import RecordError, read_header, verify
+from kvcache.block.record import Address, RecordError, read_header, verify
 from kvcache.errors import ClosedError
 from kvcache.os_env import Port
 from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments, same_record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 
 
 def in_order(addresses: Sequence[Address]) -> list[Address]:

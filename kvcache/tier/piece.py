@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcache.block.address import Address
-from kvcache.block.keyed import Signer
-from kvcache.block.record import KEYED_DIGEST, Header, RecordError, read_header, with_field
+from kvcache.block.cipher import Signer
+from kvcache.block.record import KEYED_DIGEST, Address, Header, RecordError, read_header, with_field
 from kvcache.tier.tier import Segments, same_record
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.tier.tier import Op, Segments, Ticket
 
 MOST_JOBS = 1 << 17

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.errors import ClosedError
 from kvcache.os_env import Port
 from kvcache.tier.queue import PIECE_BYTES, Batch, Queue

@@ -28,9 +28,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol
 
-from kvcache.block.address import Address
-from kvcache.block.owner import Owner
-from kvcache.block.record import ALIGNMENT, Header
+from kvcache.block.namespace import Owner
+from kvcache.block.record import ALIGNMENT, Address, Header
 
 Op = Literal["read", "write", "contains", "remove"]
 Segments = Sequence[memoryview]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.block.key import SIGNATURE_BYTES, digest_chain
+from kvcache.block.chain import SIGNATURE_BYTES, digest_chain
 from kvcache.errors import ConfigError
 from kvcache.trace import agentic, mooncake
 from kvcache.trace.trace import Trace

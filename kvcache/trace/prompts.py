@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.block.key import Chain
+from kvcache.block.chain import Chain
 from kvcache.hierarchy.why import GRAM, WINDOW, meeting
 from kvcache.observe.asked import Ids, shared_tokens
 

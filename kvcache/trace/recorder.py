@@ -24,7 +24,7 @@ from pathlib import Path
 import aiofiles
 import numpy as np
 
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.hierarchy.cache import Cache
 from kvcache.log import logger
 from kvcache.observe.asked import Asked

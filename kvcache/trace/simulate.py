@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache import native
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.errors import ConfigError
 from kvcache.evict.hazard import Hazard

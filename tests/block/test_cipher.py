@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.block.address import Address
 from kvcache.block.cipher import Keys, binding
 from kvcache.block.record import (
     ENCRYPTION,
     EXPIRY,
     FIXED_BYTES,
     PARENT,
+    Address,
     RecordError,
     fixed_part,
     read_header,

@@ -14,7 +14,7 @@ import random
 import numpy as np
 import xxhash
 
-from kvcache.block.key import Chain
+from kvcache.block.chain import Chain
 
 VOCABULARY = 151_936  # Qwen's
 P1, P2 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import kvcache
 from kvcache import native
-from kvcache.block.key import Chain, digest_chain, encode_extras, plain_digest_chain, tokens
+from kvcache.block.chain import Chain, digest_chain, encode_extras, plain_digest_chain, tokens
 from kvcache.block.layout import KVLayout
 from kvcache.errors import TokenError
 from tests.vectors import page
@@ -307,7 +307,7 @@ def test_a_list_is_taken_exactly_if_all_of_it_are_ids(values):
 @pytest.mark.parametrize("seed", ["0", "1", "random"])
 def test_neither_process_nor_hash_seed_matters(seed):
     code = (
-        "from kvcache.block.key import Chain\n"
+        "from kvcache.block.chain import Chain\n"
         "from kvcache.block.layout import KVLayout\n"
         "from kvcache.block.namespace import Namespace\n"
         "n = Namespace(KVLayout.mha(layers=2, kv_heads=2, head_dim=8), model='m', revision='r',\n"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.block.keyed import Signer
+from kvcache.block.cipher import Signer
 from kvcache.block.record import (
     CHUNK_SUMS,
     ENCRYPTION,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.block.address import NAME_BYTES, Address
 from kvcache.block.layout import CANONICAL, DTYPE_BYTES, Group, KVLayout, Shard, needed
+from kvcache.block.record import NAME_BYTES, Address
 from kvcache.errors import LayoutError
 
 ORDERS = [("mha", order) for order in permutations(CANONICAL["mha"])]

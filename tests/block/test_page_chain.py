@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.block.page_chain import page_digests
+from kvcache.block.chain import page_digests
 from kvcache.errors import TokenError
 
 

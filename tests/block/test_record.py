@@ -4,7 +4,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvcache.block.address import Address
 from kvcache.block.layout import Shard
 from kvcache.block.record import (
     CHUNK_BYTES,
@@ -14,6 +13,7 @@ from kvcache.block.record import (
     FIXED_BYTES,
     PARENT,
     TOKEN_IDS,
+    Address,
     Header,
     RecordError,
     chunk_sums,

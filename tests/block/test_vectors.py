@@ -6,12 +6,11 @@ import json
 
 import pytest
 
-from kvcache.block.address import Address
-from kvcache.block.key import Chain
-from kvcache.block.keyed import Signer
+from kvcache.block.chain import Chain
+from kvcache.block.cipher import Signer
 from kvcache.block.layout import Group, KVLayout, Shard
 from kvcache.block.namespace import Namespace, encode
-from kvcache.block.record import RecordError, header_area, read_header, seal, verify
+from kvcache.block.record import Address, RecordError, header_area, read_header, seal, verify
 from tests.vectors import make, page
 
 KEY = json.loads((make.HERE / "key.json").read_text())

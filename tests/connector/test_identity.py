@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from kvcache.block.checkpoint import UNUSED, checkpoint_digest, config_digest
 from kvcache.block.layout import KVLayout
 from kvcache.block.namespace import Namespace
-from kvcache.block.shared import shared
+from kvcache.block.shared_namespace import shared
 from kvcache.connector.sglang.identity import identify
 from kvcache.connector.sglang.wishes import Wishes
 from kvcache.connector.vllm.identity import Adapters, facts_of, local_model, model_of, revision_of

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvcache.block.chain import page_digests
 from kvcache.block.layout import Group, KVLayout
-from kvcache.block.page_chain import page_digests
-from kvcache.block.shared import shared, shared_layout
+from kvcache.block.shared_namespace import shared, shared_layout
 from kvcache.connector.sglang.identity import identify
 from kvcache.connector.sglang.pool import Described, Ranks, describe
 from kvcache.connector.sglang.wishes import Wishes

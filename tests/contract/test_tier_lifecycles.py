@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.testing.tier import ABSENT, DONE, Bench, write
 from kvcache.tier.tier import Outcome
 from tests.contract.tiers import KINDS, make

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcache
-from kvcache.block.key import bind_signatures, plain_bind_signatures
+from kvcache.block.chain import bind_signatures, plain_bind_signatures
 from kvcache.daemon.control.orders import pin
 from kvcache.daemon.report import Report
 from kvcache.daemon.tenant import Tenant, Tenants

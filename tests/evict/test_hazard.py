@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcache import native
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.evict.hazard import CHANCE, PSEUDO, PSEUDO_OF_USES, Hazard
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, age_bin

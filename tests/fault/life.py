@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvcache.block.address import Address
-from kvcache.block.record import seal
+from kvcache.block.record import Address, seal
 from kvcache.errors import StoreError
 from kvcache.os_env import Port
 from kvcache.tier.nvme import NvmeTier

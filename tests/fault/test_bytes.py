@@ -20,8 +20,8 @@ import msgpack
 import numpy as np
 import pytest
 
+from kvcache.block.chain import Chain
 from kvcache.block.hf import engine_facts, layout_from_hf
-from kvcache.block.key import Chain
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.record import RecordError, header_area, read_header, verify
 from kvcache.block.revision import model_revision

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.os_env import File, InlineExecutor, LocalDisk, Port
 from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvcache
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.cli.demo.drive import small_drive
 from kvcache.hierarchy.cache import Cache
 from kvcache.os_env import InlineExecutor, Port

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.block.address import Address
-from kvcache.block.record import Header, RecordError, read_header, verify
+from kvcache.block.record import Address, Header, RecordError, read_header, verify
 from kvcache.tier.nvme import frame, store
 from kvcache.tier.nvme.barrier import Barrier
 from kvcache.tier.nvme.directory import Directory

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import kvcache
-from kvcache.block.address import Address
 from kvcache.block.layout import KVLayout
+from kvcache.block.record import Address
 from kvcache.hierarchy.cache import Cache
 from kvcache.tier.memory import MemoryTier
 from kvcache.tier.tier import Op, Outcome, Segments, Ticket

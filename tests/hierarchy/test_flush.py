@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.face import TierFlush
 from kvcache.tier.memory import MemoryTier

@@ -14,8 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from numpy.typing import NDArray
 
 from kvcache import native
-from kvcache.block.address import Address
 from kvcache.block.layout import Shard
+from kvcache.block.record import Address
 from kvcache.evict.lru import LRU
 from kvcache.evict.policy import AGE_BINS, Evidence, Policy, age_bin
 from kvcache.hierarchy.index import Index

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvcache
-from kvcache.block.key import Chain
+from kvcache.block.chain import Chain
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.hierarchy.cache import Cache
 from kvcache.tier.tier import Outcome

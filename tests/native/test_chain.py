@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import native
-from kvcache.block.key import plain_bind_signatures
+from kvcache.block.chain import plain_bind_signatures
 
 pytestmark = pytest.mark.skipif(not native.built, reason="the compiled core was not built")
 

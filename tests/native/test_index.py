@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcache import native
-from kvcache.block.key import plain_digest_chain
+from kvcache.block.chain import plain_digest_chain
 from kvcache.block.layout import Shard
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES
 from kvcache.hierarchy.orders import USES_BITS

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.os_env import InlineExecutor
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.object import ObjectTier

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.block.address import Address
 from kvcache.block.layout import KVLayout
+from kvcache.block.record import Address
 from kvcache.errors import ConfigError, StoreError
 from kvcache.hierarchy.cache import Cache
 from kvcache.os_env import LocalDisk, Port

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.tier.nvme.chains import runs
 from kvcache.tier.nvme.entry import COLUMNS, PUT, UNKNOWN, Entry
 from tests.tier.blocks import SHARD, chain, namespace

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.block.address import Address
-from kvcache.block.record import header_area, record_bytes, seal
+from kvcache.block.record import Address, header_area, record_bytes, seal
 from kvcache.os_env import Port
 from kvcache.testing.tier import Clock
 from kvcache.tier.breaker import Breaker

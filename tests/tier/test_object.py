@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_digest
 
-from kvcache.block.address import Address
-from kvcache.block.record import RecordError, expiry_field, read_header, seal
+from kvcache.block.record import Address, RecordError, expiry_field, read_header, seal
 from kvcache.errors import ConfigError
 from kvcache.os_env import Port
 from kvcache.testing.blocks import PAYLOAD_BYTES, chain, record

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.testing.blocks import chain, record
 from kvcache.testing.tier import intact, write
 from kvcache.tier.object import bucket, catalogue, pack, store

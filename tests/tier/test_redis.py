@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvcache.block.address import Address
 from kvcache.block.layout import Shard
-from kvcache.block.record import read_header
+from kvcache.block.record import Address, read_header
 from kvcache.errors import ConfigError
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.name import Names, part

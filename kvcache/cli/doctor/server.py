@@ -8,9 +8,8 @@ from time import perf_counter
 
 import numpy as np
 
-from kvcache.block.address import Address
 from kvcache.block.layout import Shard
-from kvcache.block.record import header_area, record_bytes, seal
+from kvcache.block.record import Address, header_area, record_bytes, seal
 from kvcache.cli.doctor.finding import Finding, fail, ok, warn
 from kvcache.settings import Settings
 from kvcache.settings.types import show_bytes

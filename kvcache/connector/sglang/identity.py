@@ -10,11 +10,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from kvcache.block.chain import IDENTITY
 from kvcache.block.checkpoint import checkpoint_digest
 from kvcache.block.hf import engine_facts, read_config
-from kvcache.block.page_chain import IDENTITY
 from kvcache.block.revision import KINDS, adapter_revision, loader_kinds, model_revision
-from kvcache.block.shared import shared
+from kvcache.block.shared_namespace import shared
 from kvcache.connector.sglang.wishes import Wishes
 from kvcache.errors import ModelError
 from kvcache.settings.sources import load_identity

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, Literal
 
-from kvcache.block.key import Chain
-from kvcache.block.page_chain import page_digests
+from kvcache.block.chain import Chain, page_digests
 
 ROOT = sha256(b"kvcache vllm chain 1\n").digest()
 

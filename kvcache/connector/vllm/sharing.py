@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcache.block.hf import engine_facts
 from kvcache.block.revision import KINDS, loader_kinds
-from kvcache.block.shared import shared, shared_layout
+from kvcache.block.shared_namespace import shared, shared_layout
 from kvcache.connector.vllm.identity import (
     depends_on_length,
     load_format,

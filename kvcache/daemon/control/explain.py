@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.block.key import Chain, bind_signatures
+from kvcache.block.chain import Chain, bind_signatures
 from kvcache.errors import ConfigError, NotFoundError
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.why import asked_of

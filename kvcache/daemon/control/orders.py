@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.daemon.control.explain import prompt
 from kvcache.errors import ConfigError, NotFoundError
 from kvcache.hierarchy.cache import Cache

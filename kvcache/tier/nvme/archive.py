@@ -19,8 +19,7 @@ from typing import Any
 import aiofiles
 import msgpack
 
-from kvcache.block.address import Address
-from kvcache.block.record import Header, RecordError, header_area, read_header, record_bytes, verify
+from kvcache.block.record import Address, Header, RecordError, header_area, read_header, record_bytes, verify
 from kvcache.errors import StoreError
 from kvcache.tier.nvme.scrub import look
 from kvcache.tier.nvme.tier import NvmeTier

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.block.address import Address
-from kvcache.block.key import SIGNATURE_BYTES
+from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
+from kvcache.block.record import Address
 from kvcache.tier.nvme.entry import UNKNOWN
 
 _MOST_DOUBLINGS = 40  # a circle, which only damage can make, ends here

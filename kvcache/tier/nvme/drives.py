@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from kvcache.block.address import Address
-from kvcache.block.owner import Owner
+from kvcache.block.namespace import Owner
+from kvcache.block.record import Address
 from kvcache.errors import ClosedError, ConfigError, StoreError
 from kvcache.os_env import Port
 from kvcache.tier.nvme.chains import runs, scan

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kvcache.block.address import Address
-from kvcache.block.record import ALIGNMENT, RecordError, expires_ms, read_header
+from kvcache.block.record import ALIGNMENT, Address, RecordError, expires_ms, read_header
 from kvcache.tier.nvme.entry import ENDS, PUT
 from kvcache.tier.nvme.ledger import Ledger
 from kvcache.tier.nvme.segment import Segment

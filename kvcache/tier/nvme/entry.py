@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.block.address import KEY_BYTES
-from kvcache.block.record import EXPIRY, Header
+from kvcache.block.record import EXPIRY, KEY_BYTES, Header
 
 PUT, REMOVE, QUARANTINE, SEGMENT, RETIRE, NAMESPACE, SYNCED = range(1, 8)
 ENDS = 1

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.block.address import Address
 from kvcache.block.layout import Shard
+from kvcache.block.record import Address
 from kvcache.tier.nvme.entry import (
     COLUMNS,
     ENTRY_BYTES,

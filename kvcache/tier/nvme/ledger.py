@@ -13,7 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.os_env import Port
 from kvcache.tier.counters import Counters
 from kvcache.tier.nvme.directory import Directory

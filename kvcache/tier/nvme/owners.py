@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from xxhash import xxh3_64_digest
 
-from kvcache.block.owner import OWNER_BYTES, Owner
+from kvcache.block.namespace import OWNER_BYTES, Owner
 from kvcache.tier.nvme.directory import Directory
 
 NAME = "owners"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from kvcache.block.address import Address
-from kvcache.block.record import Header, RecordError, header_area, read_header, verify
+from kvcache.block.record import Address, Header, RecordError, header_area, read_header, verify
 from kvcache.tier.nvme import bounce
 from kvcache.tier.nvme.entry import Entry
 from kvcache.tier.nvme.ledger import Ledger

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Literal
 
-from kvcache.block.address import Address
-from kvcache.block.record import Header, RecordError, read_header, verify
+from kvcache.block.record import Address, Header, RecordError, read_header, verify
 from kvcache.os_env import File, Port
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.tier.nvme.entry import Entry
 from kvcache.tier.nvme.segment import Segment
 from kvcache.tier.tier import Segments

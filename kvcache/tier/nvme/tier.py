@@ -11,8 +11,8 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.block.address import Address
-from kvcache.block.owner import Owner
+from kvcache.block.namespace import Owner
+from kvcache.block.record import Address
 from kvcache.errors import ConfigError
 from kvcache.os_env import Port
 from kvcache.tier.nvme.audit import audit

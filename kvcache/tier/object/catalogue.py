@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.os_env import Clock
 from kvcache.tier.counters import Counters
 from kvcache.tier.object.bucket import Bucket, Listed

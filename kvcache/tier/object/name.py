@@ -12,9 +12,8 @@ import re
 import secrets
 from typing import NamedTuple
 
-from kvcache.block.address import Address
 from kvcache.block.layout import Shard
-from kvcache.block.record import VERSION
+from kvcache.block.record import VERSION, Address
 from kvcache.errors import ConfigError
 from kvcache.tier.object.pack import VERSION as PACK_VERSION
 

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64
 
-from kvcache.block.address import Address
 from kvcache.block.layout import Shard
-from kvcache.block.record import RecordError, expires_ms, read_header
+from kvcache.block.record import Address, RecordError, expires_ms, read_header
 from kvcache.errors import LayoutError
 
 MAGIC = b"KVCP"

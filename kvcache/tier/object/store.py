@@ -9,9 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from kvcache.block.address import Address
-from kvcache.block.keyed import Signer
-from kvcache.block.record import RecordError, read_header, verify
+from kvcache.block.cipher import Signer
+from kvcache.block.record import Address, RecordError, read_header, verify
 from kvcache.tier.breaker import Breaker
 from kvcache.tier.counters import Counters
 from kvcache.tier.object.bucket import Bucket, RefusedError, TakenError

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvcache.block.address import Address
-from kvcache.block.owner import OWNER_BYTES, Owner
+from kvcache.block.namespace import OWNER_BYTES, Owner
+from kvcache.block.record import Address
 from kvcache.tier.object.bucket import Bucket, Listed, RefusedError, TakenError
 from kvcache.tier.object.catalogue import Catalogue
 from kvcache.tier.object.name import OWNER, Names

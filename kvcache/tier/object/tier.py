@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvcache.block.address import Address
-from kvcache.block.keyed import Signer
-from kvcache.block.owner import Owner
+from kvcache.block.cipher import Signer
+from kvcache.block.namespace import Owner
+from kvcache.block.record import Address
 from kvcache.errors import ConfigError
 from kvcache.os_env import Port
 from kvcache.tier.breaker import Breaker

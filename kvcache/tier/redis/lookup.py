@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
-from kvcache.block.address import Address
+from kvcache.block.record import Address
 from kvcache.os_env import Clock
 from kvcache.tier.redis.name import Names, is_head_of
 from kvcache.tier.redis.nodes import Nodes

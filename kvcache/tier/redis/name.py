@@ -12,9 +12,8 @@ from binascii import hexlify
 from collections.abc import Sequence
 from struct import Struct, pack
 
-from kvcache.block.address import KEY_BYTES, Address
 from kvcache.block.layout import Shard
-from kvcache.block.record import FIXED_BYTES, MAGIC, PARENT, VERSION
+from kvcache.block.record import FIXED_BYTES, KEY_BYTES, MAGIC, PARENT, VERSION, Address
 from kvcache.errors import ConfigError, LayoutError
 
 KEY_VERSION = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcache.block.owner import OWNER_BYTES, Owner
+from kvcache.block.namespace import OWNER_BYTES, Owner
 from kvcache.tier.redis.endpoint import RefusedError
 from kvcache.tier.redis.keys import scanned
 from kvcache.tier.redis.name import Names

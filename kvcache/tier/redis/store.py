@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from kvcache.block.address import Address
-from kvcache.block.keyed import Signer
+from kvcache.block.cipher import Signer
 from kvcache.block.record import (
     CHUNK_BYTES,
     FIXED_BYTES,
+    Address,
     Header,
     RecordError,
     chunk_sums,

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
-from kvcache.block.address import Address
-from kvcache.block.record import CHUNK_BYTES
+from kvcache.block.record import CHUNK_BYTES, Address
 from kvcache.tier.order import in_order
 from kvcache.tier.redis.keys import scanned
 from kvcache.tier.redis.name import Names, address_of, header_bytes_of, is_head_of, stored_bytes_of

@@ -11,10 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from kvcache.block.address import Address
-from kvcache.block.keyed import Signer
-from kvcache.block.owner import Owner
-from kvcache.block.record import CHUNK_BYTES
+from kvcache.block.cipher import Signer
+from kvcache.block.namespace import Owner
+from kvcache.block.record import CHUNK_BYTES, Address
 from kvcache.errors import ConfigError
 from kvcache.os_env import Port
 from kvcache.tier.breaker import Breaker
