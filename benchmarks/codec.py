@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from kvcache.block.layout import KVLayout
 from kvcache.cli.demo.text import parts
 from kvcache.codec.codec import Codec, codecs
-from kvcache.codec.element import narrow, widen
+from kvcache.codec.quantised import narrow, widen
 from kvcache.engine.batch import Batch, Span
 from kvcache.engine.model import Model, load_model
 from kvcache.engine.tokenizer import Tokenizer

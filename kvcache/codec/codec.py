@@ -1,7 +1,7 @@
 """The contract of a codec: payload bytes to fewer bytes and back.
 
 `decode(encode(payload))` is the payload, exactly where `error_bound` is 0, else with no element off by more than
-`error_bound` times the largest magnitude of its scale group (`kvcache/codec/scaled.py`). The name stands in every
+`error_bound` times the largest magnitude of its scale group (`kvcache/codec/quantised.py`). The name stands in every
 record it made: eight ASCII characters at most. A lossy codec is never chosen silently. What each makes of a payload is
 specified byte by byte in `docs/spec/codec.md`.
 
@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvcache.block.layout import KVLayout, Shard
-from kvcache.codec.fp8 import Fp8
-from kvcache.codec.int8 import Int8
+from kvcache.codec.quantised import Fp8, Int8
 from kvcache.codec.zstd import Zstd
 from kvcache.errors import ConfigError
 

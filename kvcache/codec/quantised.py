@@ -10,6 +10,7 @@ outside the range in which float32 arithmetic and the dtype's own steps keep the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block.layout import KVLayout, Shard
-from kvcache.codec.element import WORDS, magnitudes, narrow, widen
 from kvcache.errors import ConfigError
+
+# Elements as numbers: the words of a payload as float32, and float32 as the nearest words. numpy knows no bfloat16:
+# its words are the upper halves of float32.
+
+WORDS: Mapping[str, np.dtype[Any]] = {"bf16": np.dtype("<u2"), "fp16": np.dtype("<u2"), "fp32": np.dtype("<u4")}
+"""The dtypes whose elements are numbers here, as unsigned integers of their size."""
+
+_U32 = np.uint32
+
+
+def widen(words: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """Exactly; a new array."""
+    if dtype == "bf16":
+        bits: NDArray[np.uint32] = words.astype(_U32)
+        bits <<= _U32(16)
+        return bits.view(np.float32)
+    return np.array(words.view(np.float16 if dtype == "fp16" else np.float32), np.float32)
+
+
+def narrow(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
+    """The nearest, ties to even. Finite values only, none beyond the dtype's largest."""
+    if dtype == "bf16":
+        bits = values.view(_U32)
+        rounded = bits >> _U32(16)
+        rounded &= _U32(1)
+        rounded += bits
+        rounded += _U32(0x7FFF)
+        rounded >>= _U32(16)
+        return np.array(rounded, WORDS[dtype])
+    if dtype == "fp16":
+        return np.array(values, np.float16).view(WORDS[dtype])
+    return values.view(_U32)
+
+
+def magnitudes(words: NDArray[Any]) -> NDArray[Any]:
+    """Words without their sign: in the order of the numbers' magnitudes, above all numbers infinity, then NaN."""
+    all_but_sign: NDArray[Any] = words & words.dtype.type(np.iinfo(words.dtype).max >> 1)
+    return all_but_sign
+
 
 GROUP_TOKENS = 16
 LEAST_SCALE = {"bf16": 2.0**-126, "fp32": 2.0**-126, "fp16": 2.0**-24}
@@ -135,3 +174,78 @@ class Form:
         rows = max(1, _PART * self.shape[0] // int(np.prod(self.shape)))
         slices = [slice(at, at + rows) for at in range(0, self.shape[0], rows)]
         return [(part, spread if len(spread) == 1 else spread[part]) for part in slices]
+
+
+# `fp8`: elements as e4m3 floats, scaled by group. Half the bytes of bf16 and fp16, a quarter of those of fp32. e4m3
+# (the finite kind, `float8_e4m3fn`): sign, four bits of exponent with bias 7, three of mantissa; no infinity, NaN
+# where all bits but the sign are set. The largest number is 448, the smallest 2^-9.
+
+_SMALLEST_NORMAL = np.float32(2.0**-6)
+_ALIGN = np.float32(2.0**14)  # whose last place in float32 is 2^-9
+
+
+class Fp8(Scaled):
+    """Error: half the distance of neighbours at the top, 16 of 448, and the rounding of the dtype."""
+
+    name = "fp8"
+    error_bound = 1 / 25
+    largest = 448.0
+
+    def _quantise(self, values: NDArray[np.float32]) -> NDArray[np.uint8]:
+        return quantise(values)
+
+    def _restore(self, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+        values: NDArray[np.float32] = np.take(NUMBERS, codes)
+        return values
+
+
+def quantise(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """The nearest e4m3 code, ties to even, of numbers within -464 and 464. Uses `values` up."""
+    bits = values.view(_U32)
+    sign = (bits >> _U32(24)).astype(np.uint8)
+    sign &= np.uint8(0x80)
+    np.abs(values, out=values)
+    codes = bits >> _U32(20)  # exponent and three bits of mantissa
+    codes &= _U32(1)
+    codes += bits
+    codes += _U32(0x7FFFF)
+    codes >>= _U32(20)
+    codes -= _U32((127 - 7) << 3)
+    aligned = values + _ALIGN  # rounds to a multiple of 2^-9, as subnormals are
+    small = aligned.view(_U32)
+    small -= _ALIGN.view(_U32)
+    np.copyto(codes, small, where=values < _SMALLEST_NORMAL)
+    narrowed = np.array(codes, np.uint8)
+    narrowed |= sign
+    return narrowed
+
+
+def _numbers() -> NDArray[np.float32]:
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
+    size[codes & 0x7F == 0x7F] = np.nan
+    return np.array(np.where(codes < 128, size, -size), np.float32)
+
+
+NUMBERS = _numbers()
+"""What each code means."""
+
+
+# `int8`: elements as integers of -127 to 127, scaled by group. Half the bytes of bf16 and fp16, a quarter of fp32's.
+# Steps of equal size: better than `fp8` where magnitudes are alike, worse for what is small beside the largest of its
+# group.
+
+
+class Int8(Scaled):
+    """Error: half a step, and as much again at most for the rounding of the dtype."""
+
+    name = "int8"
+    error_bound = 1 / 127
+    largest = 127.0
+
+    def _quantise(self, values: NDArray[np.float32]) -> NDArray[np.uint8]:
+        return np.rint(values, out=values).astype(np.int8).view(np.uint8)
+
+    def _restore(self, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+        return codes.view(np.int8).astype(np.float32)

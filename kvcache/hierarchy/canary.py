@@ -17,7 +17,7 @@ import numpy as np
 from kvcache.block.chain import tokens as checked_tokens
 from kvcache.block.layout import KVLayout
 from kvcache.block.record import header_area
-from kvcache.codec.element import WORDS, widen
+from kvcache.codec.quantised import WORDS, widen
 from kvcache.hierarchy.mover import Mover, Part
 from kvcache.observe.metrics import Counters
 from kvcache.os_env import Port

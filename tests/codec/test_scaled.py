@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import kvcache
 from kvcache.block.layout import Group, KVLayout, Shard
 from kvcache.codec.codec import codec
-from kvcache.codec.fp8 import NUMBERS, quantise
+from kvcache.codec.quantised import NUMBERS, quantise
 from tests.codec import payloads
 from tests.codec.payloads import WORDS, largest, mha, mla, noise, numbers, payload
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvcache.block.layout import KVLayout
 from kvcache.codec.codec import codec
-from kvcache.codec.element import narrow
+from kvcache.codec.quantised import narrow
 from kvcache.transfer.cpu import CpuCopier
 from kvcache.transfer.cuda import CudaCopier, Way
 from kvcache.transfer.quantised import Format, Quantised

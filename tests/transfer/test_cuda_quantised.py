@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvcache.block.layout import CANONICAL, Group, KVLayout
-from kvcache.codec import element, fp8
+from kvcache.codec import quantised as element
+from kvcache.codec import quantised as fp8
 from kvcache.codec.codec import codec
 from kvcache.errors import LayoutError
 from kvcache.transfer.crossover import NEVER, Crossover
