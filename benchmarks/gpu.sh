@@ -21,8 +21,8 @@ import importlib.util, sys
 if missing := [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]:
     sys.exit(f"{sys.executable} has no {', '.join(missing)}")
 from kvcache.errors import ConfigError
-from kvcache.transfer.batch import Batch
-from kvcache.transfer.device import CupyDevice
+from kvcache.transfer.cuda.device import Batch
+from kvcache.transfer.cuda.device import CupyDevice
 try:
     device = CupyDevice(0)
 except ConfigError as error:

@@ -37,12 +37,12 @@ from form import Row, options, publish
 
 from kvcache.block.layout import KVLayout
 from kvcache.errors import ConfigError
-from kvcache.transfer.crossover import NEVER, SIZES, Rates
-from kvcache.transfer.cuda import BUS_BLOCKS, DEVICE_BLOCKS, CudaCopier, Way
-from kvcache.transfer.device import CupyDevice, Device
-from kvcache.transfer.kernels import Direction, Launch, launches
+from kvcache.transfer.cuda.copier import BUS_BLOCKS, DEVICE_BLOCKS, CudaCopier, Way
+from kvcache.transfer.cuda.crossover import NEVER, SIZES, Rates
+from kvcache.transfer.cuda.device import CupyDevice, Device
+from kvcache.transfer.cuda.kernels import Direction, Launch, launches
+from kvcache.transfer.cuda.quantise import Format, Quantised
 from kvcache.transfer.pages import GroupPages
-from kvcache.transfer.quantised import Format, Quantised
 from kvcache.transfer.walk import plan, plan_within
 
 Kind = Literal["whole", "nhd", "hnd"]

@@ -13,7 +13,7 @@ import kvcache
 from kvcache.block.record import record_bytes
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.request import BoundCache
-from kvcache.transfer.copiers import Copiers
+from kvcache.transfer.copier import Copiers
 from kvcache.transfer.pinned import address_of
 from versus.work import BLOCK_TOKENS, KEPT_ON_DISK, LEAST, Pages, Shape, own_bytes, prompt
 from versus.worker import serve

@@ -17,7 +17,7 @@ from xxhash import xxh3_64_intdigest
 from kvcache.block.record import header_area, record_bytes
 from kvcache.daemon.protocol import SENT, SENT_BYTES, ProtocolError
 from kvcache.hierarchy.mover import PlacedPart
-from kvcache.transfer.copiers import Copiers
+from kvcache.transfer.copier import Copiers
 
 
 class Staging:

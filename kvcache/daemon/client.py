@@ -32,7 +32,7 @@ from kvcache.hierarchy.face import Bound, FlushReport, TierFlush
 from kvcache.log import logger
 from kvcache.observe.changes import Change, Told
 from kvcache.os_env import Port
-from kvcache.transfer.copiers import Copiers
+from kvcache.transfer.copier import Copiers
 
 PATIENCE_S = 1.0
 """For an answer on the connection of control, which an engine's scheduler waits for."""

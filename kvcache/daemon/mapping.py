@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvcache import native
 from kvcache.daemon.protocol import LENT, ProtocolError
 from kvcache.tier.region import POPULATE_READ, POPULATE_WRITE, table_bytes, touch
-from kvcache.transfer.copiers import Copiers
+from kvcache.transfer.copier import Copiers
 
 MOST_BYTES = 1 << 40
 """Of one extent: what a daemon says is checked like anything else."""

@@ -43,7 +43,7 @@ from kvcache.settings.types import show_bytes
 from kvcache.tier.host import HostTier
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import Scrubbed, Tier, Usage
-from kvcache.transfer.copiers import Copiers
+from kvcache.transfer.copier import Copiers
 
 _LOOKS, _ARRIVE_S = 3, 0.5
 

@@ -37,7 +37,7 @@ from kvcache.hierarchy.store import Store
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.log import Work, working_for
 from kvcache.tier.tier import AHEAD, BACKGROUND, Outcome
-from kvcache.transfer.copiers import Copiers
+from kvcache.transfer.copier import Copiers
 from kvcache.transfer.pages import Pages
 
 BELOW_PLAN = "below_plan"

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvcache.errors import StoreError
 from kvcache.settings.types import show_bytes
-from kvcache.transfer.device import Device
+from kvcache.transfer.cuda.device import Device
 
 
 def address_of(memory: memoryview) -> int:

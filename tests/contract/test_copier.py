@@ -9,8 +9,8 @@ from kvcache.testing import CopierContract
 from kvcache.testing.copier import PlacedPages
 from kvcache.transfer.copier import Copier
 from kvcache.transfer.cpu import CpuCopier, PlainCopier
-from kvcache.transfer.crossover import NEVER, Crossover
-from kvcache.transfer.cuda import CudaCopier, Way
+from kvcache.transfer.cuda.copier import CudaCopier, Way
+from kvcache.transfer.cuda.crossover import NEVER, Crossover
 from tests.hierarchy.test_device import on_gpu
 from tests.transfer.cuda_on_cpu import HostDevice
 

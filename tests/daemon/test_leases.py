@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvcache.tier.tier import Outcome
-from kvcache.transfer.copier import Copier, Copy
-from kvcache.transfer.copiers import Copiers
+from kvcache.transfer.copier import Copier, Copiers, Copy
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to, load, store
 from tests.daemon.within import Within, until

@@ -42,7 +42,7 @@ from kvcache.tier.nvme.tier import NvmeTier
 from kvcache.tier.redis import name as redis_name
 from kvcache.tier.redis.wire import BrokenError, Wire
 from kvcache.tier.tier import Outcome
-from kvcache.transfer.copiers import Copiers
+from kvcache.transfer.copier import Copiers
 from tests.fault.damage import damaged
 from tests.tier.blocks import chain, payload, record
 

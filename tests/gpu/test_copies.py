@@ -15,8 +15,8 @@ from kvcache.block.layout import KVLayout
 from kvcache.codec.codec import codec
 from kvcache.codec.quantised import narrow
 from kvcache.transfer.cpu import CpuCopier
-from kvcache.transfer.cuda import CudaCopier, Way
-from kvcache.transfer.quantised import Format, Quantised
+from kvcache.transfer.cuda.copier import CudaCopier, Way
+from kvcache.transfer.cuda.quantise import Format, Quantised
 from tests.gpu.board import Board, Gate, cupy
 from tests.transfer.test_copier import FUSED, HND, NHD, WHOLE_PAGE, Engine, buffers_for, engine, engines
 

@@ -20,9 +20,9 @@ from kvcache.block.layout import Group, KVLayout
 from kvcache.hierarchy.cache import Cache
 from kvcache.os_env import Executor, InlineExecutor, Port
 from kvcache.settings.sources import load
-from kvcache.transfer.copiers import Copiers
-from kvcache.transfer.crossover import NEVER, Crossover
-from kvcache.transfer.cuda import CudaCopier
+from kvcache.transfer.copier import Copiers
+from kvcache.transfer.cuda.copier import CudaCopier
+from kvcache.transfer.cuda.crossover import NEVER, Crossover
 from kvcache.transfer.pages import GroupPages
 from tests.hierarchy.later import Later
 from tests.transfer.cuda_on_cpu import HostDevice, LazyHostDevice

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.transfer.device import Addresses, Memory
-from kvcache.transfer.kernels import THREADS, Launch
+from kvcache.transfer.cuda.device import Addresses, Memory
+from kvcache.transfer.cuda.kernels import THREADS, Launch
 
 HERE = Path(__file__).parent
 CXX = os.environ.get("CXX", "g++")

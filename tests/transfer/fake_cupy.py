@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.transfer.kernels import Launch
+from kvcache.transfer.cuda.kernels import Launch
 from tests.transfer.cuda_on_cpu import HostDevice
 
 

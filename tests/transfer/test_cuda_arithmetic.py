@@ -14,9 +14,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvcache.transfer import kernels, quantised
-from kvcache.transfer.batch import ATTRIBUTES, Batch
-from kvcache.transfer.crossover import NEVER, Crossover, crossing, measure
+from kvcache.transfer.cuda import kernels
+from kvcache.transfer.cuda import quantise as quantised
+from kvcache.transfer.cuda.crossover import NEVER, Crossover, crossing, measure
+from kvcache.transfer.cuda.device import ATTRIBUTES, Batch
 from kvcache.transfer.walk import collapse
 from tests.transfer.cuda_on_cpu import CXX, HostDevice, compiled
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from kvcache.block.layout import CANONICAL, KVLayout, Shard
 from kvcache.errors import LayoutError, StoreError
-from kvcache.transfer.crossover import NEVER, Crossover
-from kvcache.transfer.cuda import CudaCopier, Way
+from kvcache.transfer.cuda.copier import CudaCopier, Way
+from kvcache.transfer.cuda.crossover import NEVER, Crossover
 from tests.transfer.cuda_on_cpu import HostDevice, LazyHostDevice, Point
 from tests.transfer.test_copier import HND, NHD, WHOLE_PAGE, Engine, buffers_for, engine, engines
 

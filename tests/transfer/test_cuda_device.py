@@ -12,11 +12,9 @@ import pytest
 
 from kvcache.block.layout import KVLayout
 from kvcache.errors import ConfigError, StoreError
-from kvcache.transfer.batch import Batch
-from kvcache.transfer.copier import Copier
-from kvcache.transfer.copiers import current_stream
-from kvcache.transfer.cuda import CudaCopier
-from kvcache.transfer.device import CupyDevice
+from kvcache.transfer.copier import Copier, current_stream
+from kvcache.transfer.cuda.copier import CudaCopier
+from kvcache.transfer.cuda.device import Batch, CupyDevice
 from tests.transfer.fake_cupy import FakeCupy
 from tests.transfer.test_copier import HND, engine
 

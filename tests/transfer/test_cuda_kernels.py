@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from kvcache.transfer import kernels
-from kvcache.transfer.kernels import OPTIONS, WIDTHS, source
+from kvcache.transfer.cuda import kernels
+from kvcache.transfer.cuda.kernels import OPTIONS, WIDTHS, source
 
 ARCHITECTURES = ("80", "90", "100", "120")
 FILES = {

@@ -17,9 +17,9 @@ from kvcache.codec import quantised as element
 from kvcache.codec import quantised as fp8
 from kvcache.codec.codec import codec
 from kvcache.errors import LayoutError
-from kvcache.transfer.crossover import NEVER, Crossover
-from kvcache.transfer.cuda import CudaCopier
-from kvcache.transfer.quantised import Format, Quantised
+from kvcache.transfer.cuda.copier import CudaCopier
+from kvcache.transfer.cuda.crossover import NEVER, Crossover
+from kvcache.transfer.cuda.quantise import Format, Quantised
 from tests.transfer.cuda_on_cpu import HostDevice, compiled
 from tests.transfer.test_copier import Engine, buffers_for, engine
 

@@ -16,8 +16,7 @@ There are three ways, taken by size:
     mapped   a kernel reads or writes pinned host memory itself, by a few multiprocessors; for the rest
 
 What is large is measured when the copier is made (`crossover.py`). No call waits for the device, except a copy of host
-memory that is not pinned: the driver copies that within the call.
-"""
+memory that is not pinned: the driver copies that within the call."""
 
 from __future__ import annotations
 
@@ -26,21 +25,51 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import LayoutError
-from kvcache.transfer.cpu import check_call
-from kvcache.transfer.crossover import Crossover, measure
-from kvcache.transfer.device import CupyDevice, Device, Event, Memory
-from kvcache.transfer.kernels import Direction, Launch, launches
+from kvcache.transfer.cpu import Axes, check_call
+from kvcache.transfer.cuda.crossover import Crossover, measure
+from kvcache.transfer.cuda.device import CupyDevice, Device, Event, Memory
+from kvcache.transfer.cuda.kernels import Direction, Launch, launches
+from kvcache.transfer.cuda.quantise import Format, Quantised
 from kvcache.transfer.pages import GroupPages
-from kvcache.transfer.part import Part, parts
 from kvcache.transfer.pinned import PinnedRegions, address_of
-from kvcache.transfer.quantised import Format, Quantised
-from kvcache.transfer.walk import Plan, plan_within
+from kvcache.transfer.walk import Plan, plan, plan_within
+
+# What of a copy is put on a stream between two events: a run of layers, which the payload holds in one piece.
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    plan: Plan | None  # none where the payload is not the elements as they are
+    launches: Callable[[Direction, Sequence[int], NDArray[np.int64], int], Iterator[Launch]]
+    end: int  # layer, excluded
+    start: int  # in bytes of the payload
+    size_bytes: int
+    alignment: int = 1  # that kernels want of payloads
+
+
+def parts(pages: GroupPages, form: Quantised | None, blocks: int, run_bytes: int | None) -> list[Part]:
+    """One; or runs of layers of `run_bytes` and more in all blocks together, where the layout has layers outermost."""
+    layers, size = pages.shard.layers, pages.block_bytes
+    if form is not None:
+        return [Part(None, form.launches, layers, 0, form.payload_bytes, 4)]
+    count = 1
+    if run_bytes is not None and Axes.of(pages).payload[0] * layers == size:
+        count = min(layers, max(1, size * blocks // run_bytes))
+    made = []
+    for i in range(count):
+        first, end = layers * i // count, layers * (i + 1) // count
+        run = plan(pages, (first, end))
+        start, stop = size * first // layers, size * end // layers
+        made.append(Part(run, partial(launches, run), end, start, stop - start))
+    return made
+
 
 Way = Literal["direct", "staged", "mapped"]
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvcache.transfer.device import Device
-from kvcache.transfer.kernels import Direction, launches
+from kvcache.transfer.cuda.device import Device
+from kvcache.transfer.cuda.kernels import Direction, launches
 from kvcache.transfer.walk import Plan, Walk
 
 SIZES = tuple(1 << power for power in range(14, 23))  # 16 KiB to 4 MiB

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvcache.errors import LayoutError
 from kvcache.transfer.cpu import Axes
-from kvcache.transfer.kernels import (
+from kvcache.transfer.cuda.kernels import (
     BLOCKS,
     DIVISION,
     PAIR,
