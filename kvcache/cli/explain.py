@@ -165,7 +165,7 @@ def _parting(story: Story, other: str, decode: Decode | None) -> Iterator[str]:
 
 
 def _text(story: Story, decode: Decode) -> Iterator[str]:
-    from kvcache.observe.culprit import culprit, parting
+    from kvcache.observe.recent_requests import culprit, parting
 
     ours, theirs = (decode([*story["before"], *story[side]]) for side in ("ours", "theirs"))
     at = parting(ours, theirs)

@@ -116,7 +116,7 @@ def _content(content: Any) -> str:
 
 def _told(group: Group, tokenizer: Tokenizer) -> dict[str, Any]:
     """The form of what differs, where most of the group agree on one; and its dearest example."""
-    from kvcache.observe.culprit import culprit, parting
+    from kvcache.observe.recent_requests import culprit, parting
 
     examples = sorted(group.breaks, key=lambda each: -each.lost)
     forms: dict[str, int] = {}

@@ -29,14 +29,14 @@ def page() -> None:
 
 def grafana() -> None:
     """Print a dashboard for Grafana, which is written from the table of metrics."""
-    from kvcache.observe.grafana import dashboard
+    from kvcache.observe.dashboards import dashboard
 
     print_json(dashboard())
 
 
 def alerts() -> None:
     """Print rules for Prometheus by which it calls somebody, written from the same table."""
-    from kvcache.observe.alerts import rules
+    from kvcache.observe.dashboards import rules
 
     print(rules(), end="")
 

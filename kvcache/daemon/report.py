@@ -13,7 +13,7 @@ from kvcache.evict.shares import UNLIMITED
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.census import Counted
 from kvcache.log import Work
-from kvcache.observe.prefixes import prefixes
+from kvcache.observe.recent_requests import prefixes
 from kvcache.observe.uses import Use
 
 EVENTS, PREFIXES, ROWS = 1024, 64, 1024

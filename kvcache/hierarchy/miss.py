@@ -16,8 +16,8 @@ from kvcache.block.chain import digest_chain, tokens
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.hierarchy.why import OUTCOMES, Why
 from kvcache.log import Work
-from kvcache.observe.asked import Asked, kept
 from kvcache.observe.metrics import Counters
+from kvcache.observe.recent_requests import Asked, kept
 from kvcache.tier.tier import Outcome
 
 

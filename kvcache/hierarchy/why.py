@@ -17,8 +17,8 @@ from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.namespace import Namespace
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.run import Run
-from kvcache.observe.asked import Asked, Ids, Ring, shared_blocks, shared_tokens
-from kvcache.observe.lost import Fate, Lost
+from kvcache.observe.events import Fate, Lost
+from kvcache.observe.recent_requests import Asked, Ids, Ring, shared_blocks, shared_tokens
 from kvcache.os_env import Clock
 
 HALF = 2

@@ -2,23 +2,23 @@
 
 A bounded ring of requests: the signatures of each (which its request has anyway, so that keeping them copies nothing),
 and its token ids where not all of it was found: those cost a copy, which is nothing beside the prefill that follows.
-Ids never leave the process but through `kvcache explain`, asked by the same user.
-"""
+Ids never leave the process but through `kvcache explain`, asked by the same user."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block.chain import SIGNATURE_BYTES
-from kvcache.observe.lost import Fate
+from kvcache.observe.events import Fate
 
 REQUESTS = 1024
 LOOKS = 64
@@ -172,3 +172,152 @@ class Ring:
             filed = reversed(self._starts.get(ids[:_START].tobytes(), deque()))
             found = list(islice((each for each in filed if among is None or each.namespace in among), LOOKS))
         return iter(found)
+
+
+# What kind of text breaks a prefix: a timestamp, an id, a counter, by its form. Two prompts agree up to a character
+# and part there. Where the text around it has one of a few forms in both of them, and is not the same in both, that
+# is what keeps the rest from being found.
+
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
+_DAY = r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)[a-z]*"
+_DATE = (
+    rf"(?:\d{{4}}-\d\d?-\d\d?|\d\d?[./]\d\d?[./]\d{{2,4}}|\d\d? {_MONTH},? \d{{4}}|"
+    rf"{_MONTH} \d\d?(?:st|nd|rd|th)?,? \d{{4}})"
+)
+_TIME = r"\d\d?:\d\d(?::\d\d(?:[.,]\d+)?)?(?:\s?[AaPp]\.?[Mm]\b)?(?:Z|\s?(?:UTC|GMT)|[+-]\d\d:?\d\d)?"
+
+FORMS: Mapping[str, re.Pattern[str]] = {
+    name: re.compile(pattern)
+    for name, pattern in {
+        "a timestamp": rf"(?:{_DAY},? )?{_DATE}(?:[T ,]+(?:at )?)?{_TIME}",
+        "a date": rf"(?:{_DAY},? )?{_DATE}|{_DAY}\b",
+        "a time of day": _TIME,
+        "a UUID": r"\b[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}\b",
+        "a Unix time": r"(?<![\d.])1\d{9}(?:\d{3}|\.\d+)?(?![\d.])",
+        "an id": r"(?i:\b(?:user|session|request|req|trace|span|conversation|chat|thread|message|msg|tenant|run|job|id)"
+        r"[ _-]?(?:id|no|number|#)?\s*[:=#_ -]\s*[\"']?(?=[\w-]*\d)[\w-]{2,}\b)",
+        "a hexadecimal id": r"\b(?=[0-9a-f]*\d)(?=[0-9a-f]*[a-f])[0-9a-f]{8,64}\b",
+        "a number": r"(?<!\w)\d[\d,._]*",
+    }.items()
+}
+"""By name, the most telling first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """`name`: one of the forms. What stands there in the one text, and in the other."""
+
+    name: str
+    ours: str
+    theirs: str
+
+
+def culprit(ours: str, theirs: str, at: int) -> Culprit | None:
+    """`ours` and `theirs` agree up to the character `at`; None where nothing there has a form that is known."""
+    for name, form in FORMS.items():
+        mine, other = (_around(form, text, at) for text in (ours, theirs))
+        if mine is not None and other is not None and mine.group() != other.group():
+            return Culprit(name, mine.group(), other.group())
+    return None
+
+
+def _around(form: re.Pattern[str], text: str, at: int) -> re.Match[str] | None:
+    """The longest match that begins at or before the place, and ends behind it."""
+    found = [match for match in form.finditer(text) if match.start() <= at <= match.end()]
+    return max(found, key=lambda match: len(match.group()), default=None)
+
+
+def parting(ours: str, theirs: str) -> int:
+    """The first character at which two texts differ."""
+    shorter = min(len(ours), len(theirs))
+    return next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
+
+
+# With what the prompts of late begin alike: the prefixes that at least two of them share, the most valuable first.
+
+NAME_BYTES = 8
+"""Of the last block's signature: what a person calls a prefix by, in hexadecimal."""
+NEARLY = 0.9
+"""A prefix is left out where a longer one is begun by nearly all of its requests: that one says more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    namespace: bytes
+    signature: bytes  # of its last block
+    blocks: int
+    block_tokens: int
+    requests: int
+    found_blocks: int  # of these requests together, within the prefix
+    last: float  # when it was asked for last, in seconds since 1970
+
+    @property
+    def name(self) -> str:
+        return self.signature[:NAME_BYTES].hex()
+
+    @property
+    def saved_blocks(self) -> int:
+        """What all requests but the first need not compute."""
+        return (self.requests - 1) * self.blocks
+
+
+def prefixes(asked: Iterable[Asked], most: int) -> list[Prefix]:
+    """At most so many, of prompts in any order."""
+    ordered = sorted((a for a in asked if a.blocks), key=lambda a: (a.namespace, a.packed))
+    found = [
+        prefix for _, group in groupby(ordered, key=lambda a: a.namespace) for prefix in _of_namespace(list(group))
+    ]
+    return sorted(found, key=lambda p: (-p.saved_blocks * p.block_tokens, p.signature))[:most]
+
+
+def _of_namespace(chains: Sequence[Asked]) -> Iterator[Prefix]:
+    """`chains` in the order of their signatures: those that begin alike stand together. Each stretch of neighbours that
+    share more blocks than it shares with those around it is one prefix."""
+    open_: list[tuple[int, int, int]] = []  # blocks shared, the first of the stretch, most requests of one within it
+    for i in range(1, len(chains) + 1):
+        shared = shared_blocks(chains[i - 1].packed, chains[i].packed) if i < len(chains) else 0
+        first, within = i - 1, 0
+        while open_ and open_[-1][0] > shared:
+            blocks, first, longer = open_.pop()
+            requests = i - first
+            if longer < NEARLY * requests:
+                yield _prefix(chains[first:i], blocks)
+            within = max(within, requests)
+            if open_ and open_[-1][0] > shared:
+                above = open_.pop()
+                open_.append((above[0], above[1], max(above[2], within)))
+        if open_ and open_[-1][0] == shared:
+            above = open_.pop()
+            open_.append((above[0], above[1], max(above[2], within)))
+        elif shared:
+            open_.append((shared, first, within))
+
+
+def _prefix(chains: Sequence[Asked], blocks: int) -> Prefix:
+    one = chains[0]
+    return Prefix(
+        one.namespace,
+        one.signature(blocks - 1),
+        blocks,
+        one.block_tokens,
+        len(chains),
+        sum(min(blocks, each.found) for each in chains),
+        max(each.time for each in chains),
+    )
+
+
+def named(asked: Iterable[Asked], name: str) -> tuple[Asked, int] | None:
+    """The newest prompt with a block of this name, and up to which block (excluded) the prefix goes."""
+    try:
+        wanted = bytes.fromhex(name)
+    except ValueError:
+        return None
+    if len(wanted) != NAME_BYTES:
+        return None
+    for each in asked:
+        at = each.packed.find(wanted)
+        while at >= 0:
+            if at % SIGNATURE_BYTES == 0:
+                return each, at // SIGNATURE_BYTES + 1
+            at = each.packed.find(wanted, at + 1)
+    return None

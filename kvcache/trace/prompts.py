@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from kvcache.block.chain import Chain
 from kvcache.hierarchy.why import GRAM, WINDOW, meeting
-from kvcache.observe.asked import Ids, shared_tokens
+from kvcache.observe.recent_requests import Ids, shared_tokens
 
 STRETCH = 16
 """Tokens in a row that count as repeated, wherever they stand."""

@@ -27,7 +27,7 @@ import numpy as np
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.hierarchy.cache import Cache
 from kvcache.log import logger
-from kvcache.observe.asked import Asked
+from kvcache.observe.recent_requests import Asked
 
 WAITING = 4096
 """Requests not yet written, at most."""

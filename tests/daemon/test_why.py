@@ -10,7 +10,7 @@ import pytest
 from kvcache.block.layout import KVLayout
 from kvcache.daemon.session import SIGNATURES_BYTES
 from kvcache.log import LONGEST
-from kvcache.observe.asked import Asked
+from kvcache.observe.recent_requests import Asked
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to
 from tests.daemon.within import Within, until

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from kvcache.block.layout import KVLayout
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.why import meeting
-from kvcache.observe.asked import Asked, Ring, kept, shared_blocks, shared_tokens
-from kvcache.observe.lost import Lost
+from kvcache.observe.events import Lost
 from kvcache.observe.reasons import meaning
+from kvcache.observe.recent_requests import Asked, Ring, kept, shared_blocks, shared_tokens
 from kvcache.os_env import Port, SystemClock
 from kvcache.settings.sources import load
 from kvcache.transfer.pages import GroupPages

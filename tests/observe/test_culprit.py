@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache.observe.culprit import Culprit, culprit, parting
+from kvcache.observe.recent_requests import Culprit, culprit, parting
 
 BEFORE, AFTER = "You are a helpful assistant. ", " Answer in one line. " * 5
 

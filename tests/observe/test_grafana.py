@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvcache.observe.alerts import alerts, rules
+from kvcache.observe.dashboards import SECTIONS, alerts, dashboard, name_of, rules
 from kvcache.observe.exporter import exposition
-from kvcache.observe.grafana import SECTIONS, dashboard, name_of
 from kvcache.observe.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]

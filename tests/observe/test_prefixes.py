@@ -8,8 +8,7 @@ from hashlib import sha256
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.observe.asked import Asked
-from kvcache.observe.prefixes import NEARLY, named, prefixes
+from kvcache.observe.recent_requests import NEARLY, Asked, named, prefixes
 
 SPACE = b"n" * 32
 

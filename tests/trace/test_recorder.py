@@ -15,7 +15,7 @@ import kvcache
 from kvcache.block.layout import KVLayout
 from kvcache.block.record import record_bytes
 from kvcache.hierarchy.cache import Cache
-from kvcache.observe.asked import Asked
+from kvcache.observe.recent_requests import Asked
 from kvcache.settings import Settings
 from kvcache.trace import formats
 from kvcache.trace.recorder import BITS, Recorder, record

@@ -12,7 +12,7 @@ from kvcache.block.chain import Chain, bind_signatures
 from kvcache.errors import ConfigError, NotFoundError
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.why import asked_of
-from kvcache.observe.asked import Asked, Ids
+from kvcache.observe.recent_requests import Asked, Ids
 
 LAST = 1000
 """Stories in an answer, at most."""

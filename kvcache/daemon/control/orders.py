@@ -10,8 +10,7 @@ from kvcache.errors import ConfigError, NotFoundError
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.clear import clear
 from kvcache.hierarchy.near import Near
-from kvcache.observe.asked import Asked
-from kvcache.observe.prefixes import named, prefixes
+from kvcache.observe.recent_requests import Asked, named, prefixes
 
 KNOWN = 64
 """Prefixes that an unknown name is compared with."""
