@@ -30,7 +30,7 @@ import kvcache
 from kvcache import native
 from kvcache.block.chain import SIGNATURE_BYTES, Chain, digest_chain
 from kvcache.block.layout import KVLayout
-from kvcache.evict.lru import LRU
+from kvcache.evict.policy import LRU
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.run import Run, place_of
 

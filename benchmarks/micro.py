@@ -26,7 +26,7 @@ from form import Row, options, publish
 from kvcache.block.chain import SIGNATURE_BYTES, digest_chain
 from kvcache.block.layout import Shard
 from kvcache.block.record import Address, header_area, seal, verify
-from kvcache.evict.lru import LRU
+from kvcache.evict.policy import LRU
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.run import Run, place_of
 

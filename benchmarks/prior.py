@@ -26,9 +26,8 @@ from eviction import DATA, PAGE, load
 from form import Row, options, publish
 from numpy.typing import NDArray
 
-from kvcache.evict.hazard import Hazard
+from kvcache.evict.hazard import FILE, Hazard
 from kvcache.evict.policy import AGE_EDGES, Evidence
-from kvcache.evict.prior import FILE
 from kvcache.trace.simulate import evidence, simulate
 from kvcache.trace.trace import Trace
 

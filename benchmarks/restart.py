@@ -27,7 +27,7 @@ import numpy as np
 from form import Row, options, publish
 from numpy.typing import NDArray
 
-from kvcache.evict.lru import LRU
+from kvcache.evict.policy import LRU
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.run import Run, place_of
 from kvcache.os_env import LocalDisk

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcache.daemon.tenant import OPERATOR, Tenants
-from kvcache.evict.shares import UNLIMITED, Limit
+from kvcache.evict.quotas import UNLIMITED, Limit
 from kvcache.hierarchy.cache import Cache
 from kvcache.settings import Settings
 from kvcache.settings.cache import Tenant as Bytes

@@ -9,7 +9,7 @@ from typing import Any
 from kvcache.block.namespace import Namespace
 from kvcache.daemon.control.explain import explain
 from kvcache.errors import ConfigError
-from kvcache.evict.shares import UNLIMITED
+from kvcache.evict.quotas import UNLIMITED
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.census import Counted
 from kvcache.log import Work

@@ -16,8 +16,7 @@ bytes, against the mean of its tenant's models (`hierarchy/kinds.py`); infinity 
 are kept by the same weights (`shares.py`): a tenant at its least share weighs infinitely where others want room, all
 others do where a tenant that has its quota wants some, and one below its least share takes room whatever it is worth.
 To bind a tenant of one's own: give the namespace its name, and call `cache.shares.set(tenant, tier, Limit(...))`, at
-any time.
-"""
+any time."""
 
 from __future__ import annotations
 
@@ -80,3 +79,18 @@ def classes(policy: Policy) -> int:
 def requests_between_tables(clock: int) -> int:
     """How many requests a policy's table serves, from this time on: one, and an eighth of those so far."""
     return min(128, 1 + clock // 8)
+
+
+# Least recently used, tail first: one class, the older the less valuable: twice as old, half as valuable. That the
+# tail leaves before the head is the index's doing (only blocks without resident children can leave), so this is all
+# there is to it.
+
+
+class LRU:
+    name = "lru"
+    bounds: tuple[int, ...] = ()
+    gaps: tuple[int, ...] = ()
+    ghosts = 0.0
+
+    def values(self, evidence: Evidence) -> NDArray[np.float64]:
+        return np.exp2(-np.arange(AGE_BINS, dtype=np.float64) / BINS_PER_OCTAVE)[None, :]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvcache.block.record import record_bytes
-from kvcache.evict.shares import UNLIMITED
+from kvcache.evict.quotas import UNLIMITED
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.run import Run
 from kvcache.tier.tier import Tier

@@ -19,7 +19,7 @@ from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.block.record import KEY_BYTES, Address
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, Policy, requests_between_tables
-from kvcache.evict.shares import UNLIMITED
+from kvcache.evict.quotas import UNLIMITED
 from kvcache.hierarchy.orders import MOST_USES, Classes
 from kvcache.hierarchy.plain_index import PlainIndex
 from kvcache.hierarchy.run import PLACE_BYTES, Packed, Run, joined, place_of_address

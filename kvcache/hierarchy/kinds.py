@@ -19,7 +19,7 @@ from math import inf, log2
 from typing import Any
 
 from kvcache.block.record import Address
-from kvcache.evict.shares import UNLIMITED, Shares
+from kvcache.evict.quotas import UNLIMITED, Shares
 from kvcache.hierarchy.index import Index, Victim
 from kvcache.hierarchy.run import PLACE_BYTES, place_of_address
 from kvcache.log import logger

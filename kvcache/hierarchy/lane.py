@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from itertools import groupby
 
 from kvcache.block.record import Address
-from kvcache.evict.shares import UNLIMITED
+from kvcache.evict.quotas import UNLIMITED
 from kvcache.hierarchy.ask import Ask
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.expiry import Expiry

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from kvcache.block.cipher import Keys
 from kvcache.errors import ConfigError
 from kvcache.evict.hazard import Hazard
-from kvcache.evict.lru import LRU
-from kvcache.evict.policy import Policy
-from kvcache.evict.shares import UNLIMITED, Limit, Shares
+from kvcache.evict.policy import LRU, Policy
+from kvcache.evict.quotas import UNLIMITED, Limit, Shares
 from kvcache.hierarchy.below import far_tiers
 from kvcache.hierarchy.coder import Coder
 from kvcache.observe.metrics import Counters

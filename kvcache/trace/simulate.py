@@ -19,8 +19,7 @@ from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.errors import ConfigError
 from kvcache.evict.hazard import Hazard
-from kvcache.evict.lru import LRU
-from kvcache.evict.policy import AGE_EDGES, Evidence, Policy, requests_between_tables
+from kvcache.evict.policy import AGE_EDGES, LRU, Evidence, Policy, requests_between_tables
 from kvcache.hierarchy.index import evidence_of, table_of
 from kvcache.hierarchy.plain_index import PlainIndex
 from kvcache.hierarchy.played import play

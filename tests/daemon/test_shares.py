@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcache.block.record import record_bytes
-from kvcache.evict.shares import UNLIMITED, Limit
+from kvcache.evict.quotas import UNLIMITED, Limit
 from tests.daemon.house import LAYOUT, House, bound_to, load, store
 from tests.daemon.test_tenant import ACME, BETA, came_in, everybody
 from tests.daemon.within import Within

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from kvcache import native
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
-from kvcache.evict.hazard import CHANCE, PSEUDO, PSEUDO_OF_USES, Hazard
+from kvcache.evict.hazard import BLOCKS, CHANCE, PSEUDO, PSEUDO_OF_USES, UNTIL, Hazard, prior_of
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, age_bin
-from kvcache.evict.prior import BLOCKS, UNTIL, prior_of
 from kvcache.hierarchy.index import evidence_of, table_of
 from kvcache.hierarchy.orders import MOST_USES
 from kvcache.hierarchy.plain_index import PlainIndex

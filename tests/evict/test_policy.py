@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from kvcache.evict import hazard
 from kvcache.evict.hazard import Hazard
-from kvcache.evict.lru import LRU
-from kvcache.evict.policy import AGE_BINS, BINS_PER_OCTAVE, Evidence, Policy, age_bin, classes
+from kvcache.evict.policy import AGE_BINS, BINS_PER_OCTAVE, LRU, Evidence, Policy, age_bin, classes
 
 POLICIES = [LRU, Hazard]
 

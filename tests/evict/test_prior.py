@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.evict.hazard import Hazard
+from kvcache.evict.hazard import FILE, UNTIL, Hazard, prior_of
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, classes
-from kvcache.evict.prior import FILE, UNTIL, prior_of
 from kvcache.trace.formats import read
 from kvcache.trace.simulate import simulate
 from kvcache.trace.trace import Trace

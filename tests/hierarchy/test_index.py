@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from kvcache import native
 from kvcache.block.layout import Shard
 from kvcache.block.record import Address
-from kvcache.evict.lru import LRU
-from kvcache.evict.policy import AGE_BINS, Evidence, Policy, age_bin
+from kvcache.evict.policy import AGE_BINS, LRU, Evidence, Policy, age_bin
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.run import Run, place_of
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.evict.policy import Evidence
-from kvcache.evict.shares import Shares
+from kvcache.evict.quotas import Shares
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.kinds import Kinds

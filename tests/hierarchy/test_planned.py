@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvcache.block.layout import Group, KVLayout
-from kvcache.evict.lru import LRU
+from kvcache.evict.policy import LRU
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.plan import Span

@@ -12,8 +12,7 @@ import pytest
 
 from kvcache import native
 from kvcache.evict.hazard import Hazard
-from kvcache.evict.lru import LRU
-from kvcache.evict.policy import AGE_EDGES, Policy, age_bin, requests_between_tables
+from kvcache.evict.policy import AGE_EDGES, LRU, Policy, age_bin, requests_between_tables
 from kvcache.hierarchy.index import evidence_of, table_of
 from kvcache.hierarchy.plain_index import A_TICK, PlainIndex
 from kvcache.hierarchy.played import play

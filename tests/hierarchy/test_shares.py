@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvcache.block.record import record_bytes
 from kvcache.errors import ConfigError
-from kvcache.evict.shares import UNLIMITED, Limit, Shares
+from kvcache.evict.quotas import UNLIMITED, Limit, Shares
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.kinds import MOST_KINDS, Kind, Kinds, Model

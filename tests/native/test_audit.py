@@ -10,7 +10,7 @@ import pytest
 
 from kvcache import native
 from kvcache.block.layout import Shard
-from kvcache.evict.lru import LRU
+from kvcache.evict.policy import LRU
 from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.run import Run, place_of
 

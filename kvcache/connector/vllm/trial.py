@@ -18,8 +18,7 @@ import numpy as np
 
 from kvcache.connector.vllm.identity import Who
 from kvcache.connector.vllm.options import Options
-from kvcache.evict.lru import LRU
-from kvcache.evict.policy import AGE_BINS, Evidence
+from kvcache.evict.policy import AGE_BINS, LRU, Evidence
 from kvcache.hierarchy.curve import Curve
 from kvcache.hierarchy.kinds import Model
 from kvcache.hierarchy.pace import Pace
