@@ -22,9 +22,9 @@ from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.record import record_bytes
 from kvcache.evict.policy import Policy
-from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.parts import POLICIES
-from kvcache.hierarchy.run import Run, place_of
+from kvcache.index.block_run import Run, place_of
+from kvcache.index.index import Index
 from kvcache.machine import memory
 from kvcache.transfer.pages import GroupPages
 

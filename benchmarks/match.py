@@ -31,8 +31,8 @@ from kvcache import native
 from kvcache.block.chain import SIGNATURE_BYTES, Chain, digest_chain
 from kvcache.block.layout import KVLayout
 from kvcache.evict.policy import LRU
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.run import Run, place_of
+from kvcache.index.block_run import Run, place_of
+from kvcache.index.index import Index
 
 LAYOUT = KVLayout.mha(layers=32, kv_heads=8, head_dim=128)
 TOKENS, MANY_TOKENS = 131_072, 1_048_576

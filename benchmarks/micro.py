@@ -27,8 +27,8 @@ from kvcache.block.chain import SIGNATURE_BYTES, digest_chain
 from kvcache.block.layout import Shard
 from kvcache.block.record import Address, header_area, seal, verify
 from kvcache.evict.policy import LRU
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.run import Run, place_of
+from kvcache.index.block_run import Run, place_of
+from kvcache.index.index import Index
 
 SPACE, SHARD = bytes(32), Shard(0, 32, 0, 8)
 BLOCK_TOKENS, BLOCKS, FILLED, BLOCK_BYTES = 16, 8192, 100_000, 2 << 20

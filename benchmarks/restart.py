@@ -28,8 +28,8 @@ from form import Row, options, publish
 from numpy.typing import NDArray
 
 from kvcache.evict.policy import LRU
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.run import Run, place_of
+from kvcache.index.block_run import Run, place_of
+from kvcache.index.index import Index
 from kvcache.os_env import LocalDisk
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme.directory import Directory

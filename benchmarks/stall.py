@@ -28,9 +28,9 @@ from kvcache import native
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import KVLayout
 from kvcache.evict.hazard import Hazard
-from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.learnt import MOST_ROWS
-from kvcache.hierarchy.run import Run, place_of
+from kvcache.index.block_run import Run, place_of
+from kvcache.index.index import Index
 
 TIERS = ["host", "nvme"]
 CHAIN_BLOCKS, PROMPT_BLOCKS = 256, 8192

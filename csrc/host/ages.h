@@ -3,7 +3,7 @@
 //
 // Times are kept in spans. Every tick begins one; as they age, neighbours become one where both lie within one bin of
 // age, so that there are about as many spans as bins. A span is never cut, so each counts wholly in the bin of its
-// first time. Plain twin: kvcache/hierarchy/ages.py, which must do the same to the letter.
+// first time. Plain twin: kvcache/index/reference/eviction_order.py, which must do the same to the letter.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // Which records are in which tier, how they hang together, and who leaves next. Plain twin, with what each call means:
-// kvcache/hierarchy/plain_index.py.
+// kvcache/index/reference/index.py.
 //
 // A node is one block at one place (namespace, group, shard). 52 bytes and 8 a tier, and 8 for each slot of a table
 // that is three quarters to seven eighths full: 78 to 80 bytes with two tiers at 10^6, 94 to 96 with four. Ghosts take

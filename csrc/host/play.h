@@ -1,5 +1,5 @@
 // Part of a trace played to an index of one tier, as a cache would live through it. Plain twin:
-// kvcache/hierarchy/played.py, which must do the same to the letter.
+// kvcache/index/reference/index.py, which must do the same to the letter.
 #pragma once
 
 #include <cstddef>

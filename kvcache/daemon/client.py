@@ -29,8 +29,8 @@ from kvcache.daemon.route import Route
 from kvcache.errors import ClosedError, ConfigError, KVCacheError, UnreachableError
 from kvcache.hierarchy.edge import check_shards, check_ttl
 from kvcache.hierarchy.face import Bound, FlushReport, TierFlush
+from kvcache.index.kv_events import Change, Told
 from kvcache.log import logger
-from kvcache.observe.changes import Change, Told
 from kvcache.os_env import Port
 from kvcache.transfer.copier import Copiers
 

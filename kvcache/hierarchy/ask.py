@@ -14,9 +14,8 @@ from typing import Protocol, overload
 
 from kvcache.block.record import Address
 from kvcache.errors import ClosedError
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.prefix import ALL
-from kvcache.hierarchy.run import Chained
+from kvcache.index.block_run import ALL, Chained
+from kvcache.index.index import Index
 from kvcache.log import logger
 from kvcache.os_env import Port
 from kvcache.tier.tier import Outcome, Tier

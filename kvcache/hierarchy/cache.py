@@ -18,22 +18,22 @@ from kvcache.hierarchy.ask import Ask, SharedTier
 from kvcache.hierarchy.below import tiers_below
 from kvcache.hierarchy.canary import Canary
 from kvcache.hierarchy.census import Census, Counted
-from kvcache.hierarchy.curve import Curve
 from kvcache.hierarchy.edge import check_shards, check_ttl
 from kvcache.hierarchy.erase import Erasure
 from kvcache.hierarchy.face import Bound, FlushReport
 from kvcache.hierarchy.flow import Flow
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.kinds import Kind, Kinds, Model
 from kvcache.hierarchy.learnt import Learnt
 from kvcache.hierarchy.parts import coder_of, policy_of, shares_of, size_of
 from kvcache.hierarchy.plan import Plan
 from kvcache.hierarchy.register import Register
 from kvcache.hierarchy.request import BoundCache, CacheRequest
-from kvcache.hierarchy.run import Run, place_of
 from kvcache.hierarchy.unbound import Unbound
 from kvcache.hierarchy.why import Why
-from kvcache.observe.changes import Told
+from kvcache.index.block_run import Run, place_of
+from kvcache.index.cost_classes import Kind, Kinds, Model
+from kvcache.index.index import Index
+from kvcache.index.kv_events import Told
+from kvcache.index.mrc import Curve
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.observe.uses import Uses

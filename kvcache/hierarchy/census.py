@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.record import record_bytes
-from kvcache.hierarchy.index import Index
+from kvcache.index.index import Index
 from kvcache.os_env import Clock
 from kvcache.tier.tier import Tier
 

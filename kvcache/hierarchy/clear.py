@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from kvcache.hierarchy.index import Index
+from kvcache.index.index import Index
 from kvcache.tier.tier import Outcome, Tier
 
 BATCH = 1024

@@ -18,7 +18,7 @@ from kvcache.block.namespace import Namespace, Owner
 from kvcache.errors import ConfigError, NotFoundError
 from kvcache.hierarchy.census import Census
 from kvcache.hierarchy.clear import CLEAR_S, remove
-from kvcache.hierarchy.index import Index
+from kvcache.index.index import Index
 from kvcache.log import logger
 from kvcache.os_env import Port
 from kvcache.tier.tier import Tier

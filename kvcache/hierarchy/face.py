@@ -32,7 +32,7 @@ from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 from kvcache.block.layout import KVLayout, Shard
-from kvcache.observe.changes import Told
+from kvcache.index.kv_events import Told
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
 

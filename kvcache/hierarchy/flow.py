@@ -14,19 +14,19 @@ from kvcache.hierarchy.barrier import Barrier, Counts, Left, Stores, Watch, sett
 from kvcache.hierarchy.bypass import Bypass
 from kvcache.hierarchy.canary import Canary
 from kvcache.hierarchy.coder import Coder
-from kvcache.hierarchy.curve import Curve
 from kvcache.hierarchy.expiry import Expiry
 from kvcache.hierarchy.face import FlushReport
 from kvcache.hierarchy.holds import Holds
-from kvcache.hierarchy.index import Index, Lookup, Victim
-from kvcache.hierarchy.kinds import Kinds
 from kvcache.hierarchy.lane import Lane
 from kvcache.hierarchy.pins import Pins
 from kvcache.hierarchy.plan import Plan
 from kvcache.hierarchy.promote import Promoter
 from kvcache.hierarchy.refused import Scope, WriteMode
-from kvcache.hierarchy.run import Chained, place_of_address
 from kvcache.hierarchy.why import Why
+from kvcache.index.block_run import Chained, place_of_address
+from kvcache.index.cost_classes import Kinds
+from kvcache.index.index import Index, Lookup, Victim
+from kvcache.index.mrc import Curve
 from kvcache.log import logger
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters

@@ -12,8 +12,8 @@ from contextlib import suppress
 
 from kvcache.block.record import record_bytes
 from kvcache.evict.quotas import UNLIMITED
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.run import Run
+from kvcache.index.block_run import Run
+from kvcache.index.index import Index
 from kvcache.tier.tier import Tier
 
 SHARE = 4

@@ -16,12 +16,12 @@ from kvcache.evict.quotas import UNLIMITED
 from kvcache.hierarchy.ask import Ask
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.expiry import Expiry
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.kinds import Kinds
 from kvcache.hierarchy.leaving import Leaving
 from kvcache.hierarchy.refused import Refused, Scope, WriteMode
-from kvcache.hierarchy.run import Chained, Run, chained, joined, place_of_address
 from kvcache.hierarchy.why import Why
+from kvcache.index.block_run import Chained, Run, chained, joined, place_of_address
+from kvcache.index.cost_classes import Kinds
+from kvcache.index.index import Index
 from kvcache.log import logger
 from kvcache.observe.events import Events, Kind
 from kvcache.observe.metrics import Counters

@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.evict.policy import AGE_EDGES, Policy
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.kinds import Kinds
+from kvcache.index.cost_classes import Kinds
+from kvcache.index.index import Index
 from kvcache.log import logger
 from kvcache.observe.metrics import Counters
 from kvcache.observe.uses import Uses

@@ -24,8 +24,8 @@ from kvcache.block.record import Address
 from kvcache.errors import LayoutError
 from kvcache.evict.policy import AGE_EDGES, Policy
 from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.run import PLACE_BYTES, Run
+from kvcache.index.block_run import PLACE_BYTES, Run
+from kvcache.index.index import Index
 from kvcache.log import logger
 from kvcache.settings.types import show_bytes
 from kvcache.tier.arena import Extent

@@ -17,8 +17,8 @@ from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import SHARE, Holds
 from kvcache.hierarchy.mover import Mover, NotMovedError, wait_all
 from kvcache.hierarchy.promote import Arrival
-from kvcache.hierarchy.run import Chained
 from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.index.block_run import Chained
 from kvcache.log import Work, logger, working_for
 from kvcache.tier.host import Held
 from kvcache.tier.tier import WAITING, Outcome

@@ -14,9 +14,9 @@ from kvcache.block.record import KEY_BYTES
 from kvcache.errors import ClosedError
 from kvcache.hierarchy.edge import check_origin, check_shards, check_transfer, check_ttl
 from kvcache.hierarchy.face import Extras, FlushReport, Hit, PageIds
-from kvcache.hierarchy.prefix import needs, usable, wanted
 from kvcache.hierarchy.register import Register
 from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.index.block_run import needs, usable, wanted
 from kvcache.os_env import Clock, SystemClock
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.cpu import PlainCopier

@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvcache.hierarchy.flow import Flow
-from kvcache.hierarchy.prefix import ALL, wanted
 from kvcache.hierarchy.promote import Arrival
 from kvcache.hierarchy.request import BoundCache
-from kvcache.hierarchy.run import Chained, Run
+from kvcache.index.block_run import ALL, Chained, Run, wanted
 from kvcache.tier.tier import BACKGROUND, Outcome
 
 WINDOW_BYTES = 16 << 20

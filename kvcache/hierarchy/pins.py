@@ -17,9 +17,8 @@ from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.record import record_bytes
 from kvcache.errors import ConfigError
 from kvcache.hierarchy.holds import Holds
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.prefix import wanted
-from kvcache.hierarchy.run import Run
+from kvcache.index.block_run import Run, wanted
+from kvcache.index.index import Index
 from kvcache.log import logger
 from kvcache.os_env import Clock
 from kvcache.tier.tier import Tier

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from kvcache.block.record import Address, header_area
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.expiry import Expiry
-from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.plan import Plan
 from kvcache.hierarchy.why import Why
+from kvcache.index.index import Index
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.os_env import Port

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 from kvcache.block.record import Address
-from kvcache.hierarchy.index import Index
+from kvcache.index.index import Index
 
 NAMESPACES = 1 << 12
 """That are counted apart; the blocks of older ones count as anybody's."""

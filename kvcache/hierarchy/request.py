@@ -24,17 +24,16 @@ from kvcache.hierarchy.edge import check_blocks, check_origin, check_transfer, c
 from kvcache.hierarchy.face import Extras, Hit, PageIds
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.holds import Holds
-from kvcache.hierarchy.kinds import NO_MODEL
 from kvcache.hierarchy.load import Load
 from kvcache.hierarchy.miss import Miss
 from kvcache.hierarchy.mover import Mover, PagesMover
 from kvcache.hierarchy.plan import Choice, kept
-from kvcache.hierarchy.prefix import needs, wanted
 from kvcache.hierarchy.register import Register
-from kvcache.hierarchy.run import Chained, Place, Run, place_of
 from kvcache.hierarchy.spans import spans
 from kvcache.hierarchy.store import Store
 from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.index.block_run import Chained, Place, Run, needs, place_of, wanted
+from kvcache.index.cost_classes import NO_MODEL
 from kvcache.log import Work, working_for
 from kvcache.tier.tier import AHEAD, BACKGROUND, Outcome
 from kvcache.transfer.copier import Copiers

@@ -7,10 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.plan import Span
-from kvcache.hierarchy.prefix import ALL
-from kvcache.hierarchy.run import Packed, Run
+from kvcache.index.block_run import ALL, Packed, Run
+from kvcache.index.index import Index
 
 
 def spans(

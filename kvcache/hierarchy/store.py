@@ -14,8 +14,8 @@ from kvcache.block.record import Address
 from kvcache.hierarchy.bypass import BYPASS
 from kvcache.hierarchy.flow import Flow
 from kvcache.hierarchy.mover import Mover, NotMovedError
-from kvcache.hierarchy.run import Chained, place_of, runs
 from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.index.block_run import Chained, place_of, runs
 from kvcache.log import Work, logger, working_for
 from kvcache.tier.arena import Slot
 from kvcache.tier.tier import Outcome

@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.erase import Erasure
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.kinds import Kinds
 from kvcache.hierarchy.request import BoundCache
+from kvcache.index.cost_classes import Kinds
+from kvcache.index.index import Index
 
 
 class Unbound:

@@ -15,8 +15,8 @@ import numpy as np
 
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.namespace import Namespace
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.run import Run
+from kvcache.index.block_run import Run
+from kvcache.index.index import Index
 from kvcache.observe.events import Fate, Lost
 from kvcache.observe.recent_requests import Asked, Ids, Ring, shared_blocks, shared_tokens
 from kvcache.os_env import Clock

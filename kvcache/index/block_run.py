@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcache.block.chain import SIGNATURE_BYTES
-from kvcache.block.layout import Shard
+from kvcache.block.layout import KVLayout, Shard, needed
 from kvcache.block.record import Address
 
 Packed = bytes | bytearray | memoryview
@@ -122,3 +122,30 @@ def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:
             yield blocks[first], blocks[i - 1] + 1
             first = i
+
+
+# How far a prefix reaches: the longest one for which every group has every block that its rule needs.
+
+ALL = 1 << 32
+"""As a need: however many blocks there are."""
+
+
+def needs(layout: KVLayout) -> list[int]:
+    """By group, how many of the last blocks of a prefix its rule needs."""
+    return [needed(group, ALL, layout.block_tokens) for group in layout.groups]
+
+
+def usable(needs: Sequence[int], present: Sequence[Sequence[int]]) -> int:
+    """Blocks from the front. `present[group][block]` is true where the block is there with all its shards."""
+    blocks = min(map(len, present))
+    for need, here in zip(needs, present, strict=True):
+        if need >= ALL:
+            blocks = next((i for i in range(blocks) if not here[i]), blocks)
+    while blocks and not all(all(here[max(0, blocks - n) : blocks]) for n, here in zip(needs, present, strict=True)):
+        blocks -= 1
+    return blocks
+
+
+def wanted(layout: KVLayout, blocks: int) -> list[range]:
+    """By group, the blocks that a prefix of so many blocks needs."""
+    return [range(max(0, blocks - need), blocks) for need in needs(layout)]

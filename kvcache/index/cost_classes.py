@@ -20,8 +20,8 @@ from typing import Any
 
 from kvcache.block.record import Address
 from kvcache.evict.quotas import UNLIMITED, Shares
-from kvcache.hierarchy.index import Index, Victim
-from kvcache.hierarchy.run import PLACE_BYTES, place_of_address
+from kvcache.index.block_run import PLACE_BYTES, place_of_address
+from kvcache.index.index import Index, Victim
 from kvcache.log import logger
 
 MOST_KINDS = 1 << 12

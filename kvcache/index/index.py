@@ -20,10 +20,10 @@ from kvcache.block.layout import Shard
 from kvcache.block.record import KEY_BYTES, Address
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, Policy, requests_between_tables
 from kvcache.evict.quotas import UNLIMITED
-from kvcache.hierarchy.orders import MOST_USES, Classes
-from kvcache.hierarchy.plain_index import PlainIndex
-from kvcache.hierarchy.run import PLACE_BYTES, Packed, Run, joined, place_of_address
-from kvcache.observe.changes import Change, Changes
+from kvcache.index.block_run import PLACE_BYTES, Packed, Run, joined, place_of_address
+from kvcache.index.kv_events import Change, Changes
+from kvcache.index.reference.eviction_order import MOST_USES, Classes
+from kvcache.index.reference.index import PlainIndex
 from kvcache.os_env import Clock, Port
 
 

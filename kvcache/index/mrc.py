@@ -30,10 +30,9 @@ from kvcache import native
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.evict.policy import AGE_EDGES, Policy
-from kvcache.hierarchy.kinds import Model
-from kvcache.hierarchy.plain_index import PlainIndex
-from kvcache.hierarchy.played import play
-from kvcache.hierarchy.run import Packed, place_of
+from kvcache.index.block_run import Packed, place_of
+from kvcache.index.cost_classes import Model
+from kvcache.index.reference.index import PlainIndex, play
 
 TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Sizes that are looked at, by that of the tier."""

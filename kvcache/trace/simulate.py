@@ -20,10 +20,9 @@ from kvcache.block.layout import Shard
 from kvcache.errors import ConfigError
 from kvcache.evict.hazard import Hazard
 from kvcache.evict.policy import AGE_EDGES, LRU, Evidence, Policy, requests_between_tables
-from kvcache.hierarchy.index import evidence_of, table_of
-from kvcache.hierarchy.plain_index import PlainIndex
-from kvcache.hierarchy.played import play
-from kvcache.hierarchy.run import place_of
+from kvcache.index.block_run import place_of
+from kvcache.index.index import evidence_of, table_of
+from kvcache.index.reference.index import PlainIndex, play
 from kvcache.trace.classics import CLASSICS, Opt
 from kvcache.trace.trace import Trace
 

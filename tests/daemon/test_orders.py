@@ -15,7 +15,7 @@ from kvcache.daemon.control.orders import pin
 from kvcache.errors import ConfigError
 from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.pins import LONGEST_S, SHARE
-from kvcache.hierarchy.prefix import wanted
+from kvcache.index.block_run import wanted
 from kvcache.settings.sources import load as load_settings
 from tests.contract.caches import HYBRID, Engine, bind
 from tests.daemon.house import LAYOUT, bound_to, store

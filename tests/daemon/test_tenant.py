@@ -20,7 +20,7 @@ from kvcache.daemon.report import Report
 from kvcache.daemon.tenant import Tenant, Tenants
 from kvcache.daemon.token import BEGIN, Tokens, new_token, token_hash
 from kvcache.errors import AccessError, ConfigError
-from kvcache.hierarchy.run import Run
+from kvcache.index.block_run import Run
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to, load, store
 from tests.daemon.within import Within

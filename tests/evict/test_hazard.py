@@ -18,10 +18,10 @@ from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.evict.hazard import BLOCKS, CHANCE, PSEUDO, PSEUDO_OF_USES, UNTIL, Hazard, prior_of
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, age_bin
-from kvcache.hierarchy.index import evidence_of, table_of
-from kvcache.hierarchy.orders import MOST_USES
-from kvcache.hierarchy.plain_index import PlainIndex
-from kvcache.hierarchy.run import place_of
+from kvcache.index.block_run import place_of
+from kvcache.index.index import evidence_of, table_of
+from kvcache.index.reference.eviction_order import MOST_USES
+from kvcache.index.reference.index import PlainIndex
 
 SPACE = bytes(SIGNATURE_BYTES)
 Values = dict[tuple[int, int], float]  # by class and bin of age

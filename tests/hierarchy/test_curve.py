@@ -12,10 +12,10 @@ import pytest
 import kvcache
 from kvcache.block.record import record_bytes
 from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.curve import MOST_NAMES, MOST_WAITING, OTHERS, TIMES, Curve
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.kinds import Model
 from kvcache.hierarchy.parts import POLICIES
+from kvcache.index.cost_classes import Model
+from kvcache.index.index import Index
+from kvcache.index.mrc import MOST_NAMES, MOST_WAITING, OTHERS, TIMES, Curve
 from kvcache.os_env import InlineExecutor, Port
 from kvcache.settings.sources import load
 from kvcache.trace.formats import read
@@ -86,7 +86,7 @@ def of_trace(trace: Trace, room: int, policy: str, samples: int, block_bytes: in
     curve = Curve(
         {"host": room * block_bytes}, index.policy, index.values, lambda call: call(), samples=samples, refuses="host"
     )
-    from kvcache.hierarchy.run import Run, place_of
+    from kvcache.index.block_run import Run, place_of
 
     space = bytes(32)
     place = place_of(space, 0, LAYOUT.whole[0])

@@ -17,8 +17,8 @@ from kvcache import native
 from kvcache.block.layout import Shard
 from kvcache.block.record import Address
 from kvcache.evict.policy import AGE_BINS, LRU, Evidence, Policy, age_bin
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.run import Run, place_of
+from kvcache.index.block_run import Run, place_of
+from kvcache.index.index import Index
 
 SPACE = bytes(32)
 WHOLE = Shard(0, 1, 0, 1)

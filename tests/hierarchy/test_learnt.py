@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from kvcache.evict.policy import Evidence
 from kvcache.evict.quotas import Shares
 from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.kinds import Kinds
 from kvcache.hierarchy.learnt import FORMAT, MOST_BYTES, MOST_ROWS, MOST_USED, NAME, SAVE_S, USED, Learnt, _packed
 from kvcache.hierarchy.parts import POLICIES
-from kvcache.hierarchy.run import PLACE_BYTES
+from kvcache.index.block_run import PLACE_BYTES
+from kvcache.index.cost_classes import Kinds
+from kvcache.index.index import Index
 from kvcache.observe.metrics import Counters
 from kvcache.observe.uses import Uses
 from kvcache.os_env import Disk, InlineExecutor, LocalDisk, Port, SystemClock

@@ -13,12 +13,11 @@ import pytest
 from kvcache.block.layout import Group, KVLayout
 from kvcache.evict.policy import LRU
 from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.index import Index
 from kvcache.hierarchy.plan import Span
-from kvcache.hierarchy.prefix import needs
-from kvcache.hierarchy.run import Run, place_of
 from kvcache.hierarchy.spans import spans
 from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.index.block_run import Run, needs, place_of
+from kvcache.index.index import Index
 from kvcache.os_env import Port, SystemClock
 from kvcache.tier.tier import Outcome
 from tests.hierarchy.test_why import LAYOUT, misses, opened, pages, story, turn

@@ -13,9 +13,8 @@ import pytest
 from kvcache import native
 from kvcache.evict.hazard import Hazard
 from kvcache.evict.policy import AGE_EDGES, LRU, Policy, age_bin, requests_between_tables
-from kvcache.hierarchy.index import evidence_of, table_of
-from kvcache.hierarchy.plain_index import A_TICK, PlainIndex
-from kvcache.hierarchy.played import play
+from kvcache.index.index import evidence_of, table_of
+from kvcache.index.reference.index import A_TICK, PlainIndex, play
 from kvcache.trace.formats import read
 from kvcache.trace.simulate import PLACE, signatures, simulate
 from kvcache.trace.trace import Trace

@@ -13,7 +13,7 @@ import kvcache
 from kvcache.errors import ClosedError
 from kvcache.hierarchy.ask import MOST_QUESTIONS, Ask
 from kvcache.hierarchy.face import TierFlush
-from kvcache.hierarchy.prefix import ALL
+from kvcache.index.block_run import ALL
 from kvcache.os_env import InlineExecutor, Port
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis.name import Names

@@ -16,10 +16,10 @@ from kvcache.block.record import record_bytes
 from kvcache.errors import ConfigError
 from kvcache.evict.quotas import UNLIMITED, Limit, Shares
 from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.kinds import MOST_KINDS, Kind, Kinds, Model
 from kvcache.hierarchy.parts import POLICIES
-from kvcache.hierarchy.run import Run, place_of
+from kvcache.index.block_run import Run, place_of
+from kvcache.index.cost_classes import MOST_KINDS, Kind, Kinds, Model
+from kvcache.index.index import Index
 from kvcache.settings.sources import load
 from tests.hierarchy.test_room import EXTENT, INLINE, LARGE, SMALL, found, put
 

@@ -11,8 +11,8 @@ import pytest
 from kvcache import native
 from kvcache.block.layout import Shard
 from kvcache.evict.policy import LRU
-from kvcache.hierarchy.index import Index
-from kvcache.hierarchy.run import Run, place_of
+from kvcache.index.block_run import Run, place_of
+from kvcache.index.index import Index
 
 pytestmark = pytest.mark.skipif(not native.built, reason="the compiled core was not built")
 

@@ -20,10 +20,9 @@ from kvcache import native
 from kvcache.block.chain import plain_digest_chain
 from kvcache.block.layout import Shard
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES
-from kvcache.hierarchy.orders import USES_BITS
-from kvcache.hierarchy.plain_index import PlainIndex
-from kvcache.hierarchy.prefix import ALL
-from kvcache.hierarchy.run import place_of
+from kvcache.index.block_run import ALL, place_of
+from kvcache.index.reference.eviction_order import USES_BITS
+from kvcache.index.reference.index import PlainIndex
 
 pytestmark = pytest.mark.skipif(not native.built, reason="the compiled core was not built")
 

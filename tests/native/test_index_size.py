@@ -8,7 +8,7 @@ import pytest
 
 from kvcache import native
 from kvcache.block.layout import Shard
-from kvcache.hierarchy.run import place_of
+from kvcache.index.block_run import place_of
 from tests.native.test_index import PLACES, TABLES, new, signatures
 
 pytestmark = pytest.mark.skipif(not native.built, reason="the compiled core was not built")

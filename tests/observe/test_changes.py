@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.observe.changes import Change, Changes
+from kvcache.index.kv_events import Change, Changes
 from kvcache.os_env import SystemClock
 
 
@@ -81,7 +81,7 @@ def test_another_process_is_not_taken_for_this_one() -> None:
 
 
 def test_an_answer_has_an_end(monkeypatch: Any) -> None:
-    monkeypatch.setattr("kvcache.observe.changes.TOLD_BLOCKS", 4)
+    monkeypatch.setattr("kvcache.index.kv_events.TOLD_BLOCKS", 4)
     changes = ring()
     told = changes.since(None, [])
     for i in range(5):

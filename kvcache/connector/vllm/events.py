@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from kvcache.connector.vllm.model import Model
 from kvcache.connector.vllm.quiet import quietly
 from kvcache.hierarchy.face import Bound, Followed
-from kvcache.observe.changes import Change
+from kvcache.index.kv_events import Change
 
 EVERY_S = 0.05
 MOST_BLOCKS = 1 << 17

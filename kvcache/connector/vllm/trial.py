@@ -19,10 +19,10 @@ import numpy as np
 from kvcache.connector.vllm.identity import Who
 from kvcache.connector.vllm.options import Options
 from kvcache.evict.policy import AGE_BINS, LRU, Evidence
-from kvcache.hierarchy.curve import Curve
-from kvcache.hierarchy.kinds import Model
 from kvcache.hierarchy.pace import Pace
 from kvcache.hierarchy.plan import GUESS, PREFILL
+from kvcache.index.cost_classes import Model
+from kvcache.index.mrc import Curve
 from kvcache.observe.metrics import Counters
 from kvcache.os_env import Port
 from kvcache.settings.sources import load
@@ -111,7 +111,7 @@ class Trial:
         }
 
     def curve(self) -> dict[str, Any]:
-        """As `kvcache.hierarchy.curve` tells it."""
+        """As `kvcache.index.mrc` tells it."""
         return self._curve.tell()
 
     def close(self) -> None:

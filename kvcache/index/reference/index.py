@@ -24,13 +24,80 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block.chain import SIGNATURE_BYTES, digest_chain
-from kvcache.hierarchy.ages import Ages
-from kvcache.hierarchy.ghosts import PlainGhosts, Use
-from kvcache.hierarchy.node import UNKNOWN, Name, Node, descends, names_of
-from kvcache.hierarchy.orders import USES_BITS, Classes, PlainOrders
-from kvcache.hierarchy.plain_audit import Audited
-from kvcache.hierarchy.prefix import usable
-from kvcache.hierarchy.run import PLACE_BYTES, Packed
+from kvcache.index.block_run import ALL, PLACE_BYTES, Packed, usable
+from kvcache.index.reference.eviction_order import USES_BITS, Ages, Classes, PlainOrders
+from kvcache.index.reference.ghosts import UNKNOWN, Name, Node, PlainGhosts, Use, descends, names_of
+
+# The plain index against what a walk over all of its nodes finds: the plain twin of `csrc/host/audit`.
+
+
+class Audited:
+    clock: int
+    _tiers: int
+    _nodes: dict[Name, Node]
+    _of_kind: list[list[int]]
+    _blocks: int
+    _orders: PlainOrders
+    _ages: Ages
+    _ghosts: PlainGhosts
+    _lock: threading.RLock
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def resident(self, tier: int) -> int:
+        return sum(self.residents(tier))
+
+    def residents(self, tier: int) -> list[int]:  # by kind
+        with self._lock:
+            return [of_kind[tier] for of_kind in self._of_kind]
+
+    def ghosts(self) -> int:
+        return len(self._ghosts)
+
+    def held(self) -> int:
+        with self._lock:
+            return sum(node.holds for node in self._nodes.values())
+
+    def names(self, tier: int) -> bytes:  # place and signature of each that the tier has, one behind the other
+        with self._lock:
+            return b"".join(place + sign for (place, sign), node in self._nodes.items() if node.tiers >> tier & 1)
+
+    def check(self) -> list[str]:
+        """Counts, orders and links against what a walk over all nodes finds."""
+        faults = []
+        with self._lock:
+            children: dict[Name, list[int]] = {}
+            for node in self._nodes.values():
+                if node.parent_name:
+                    counts = children.setdefault(node.parent_name, [0] * self._tiers)
+                    for t in range(self._tiers):
+                        counts[t] += node.tiers >> t & 1
+            for node in self._nodes.values():
+                label = f"index: {node.name[1][:8].hex()}"
+                if node.children != children.get(node.name, [0] * self._tiers):
+                    faults.append(f"{label} counts {node.children} children, {children.get(node.name)} are there")
+                if not node.tiers and not node.holds and not any(node.children):
+                    faults.append(f"{label} is remembered for nothing")
+                for t, place in enumerate(node.listed):
+                    if (place is not None) != bool(node.tiers >> t & 1 and not node.children[t] and not node.holds):
+                        faults.append(f"{label} {'is missing in' if place is None else 'stands in'} an order")
+                    if place is not None and node.standing not in self._orders.all[place]:
+                        faults.append(f"{label} stands in the wrong order")
+            resident = [sum(node.tiers >> t & 1 for node in self._nodes.values()) for t in range(self._tiers)]
+            counted = [sum(of_kind[t] for of_kind in self._of_kind) for t in range(self._tiers)]
+            if counted != resident:
+                faults.append(f"index: counts {counted} residents, {resident} are there")
+            listed = sum(place is not None for node in self._nodes.values() for place in node.listed)
+            if listed != sum(map(len, self._orders.all.values())):
+                faults.append("index: orders with strangers in them")
+            if any(order != sorted(order) for order in self._orders.all.values()):
+                faults.append("index: an order out of order")
+            waiting = self._ages.count(self.clock).sum()
+            if waiting != self._blocks + len(self._ghosts):
+                faults.append(f"index: {waiting} blocks and ghosts by age, {self._blocks} are there")
+        return faults
+
 
 Victim = tuple[bytes, bytes, bytes, bool]  # place, signature, parent, whether another tier still has it
 
@@ -397,3 +464,49 @@ class PlainIndex(Audited):
 
     def _count_reuse(self, uses: int, age: int) -> None:
         self._reused[self.use_class(uses), self._ages.bin(age)] += 1
+
+
+# Part of a trace played to an index of one tier, as a cache would live through it: the plain twin of
+# `csrc/host/play`, and what it means. A request counts its uses, then takes in what was not there, heads first. For
+# that it takes the place of what is worth less than its own blocks, or as much, and never of what it used itself;
+# where there is no such room the rest of it is refused, and remembered.
+
+
+def play(
+    index: PlainIndex,
+    place: bytes,
+    starts: NDArray[np.int64],
+    blocks: NDArray[np.int32],
+    signatures: NDArray[np.uint64],
+    first: int,
+    end: int,
+    capacity: int,
+    values: NDArray[np.float64],
+    hits: NDArray[np.int32],
+    refuses: bool = True,
+) -> None:
+    """Requests `first` to `end`; `signatures` by number of a block. `hits`: how many of a request's first blocks were
+    there, written from 0 on. Where nobody `refuses`, newcomers take the place of what is worth more as well."""
+    for r in range(first, end):
+        chain = signatures[blocks[starts[r] : starts[r + 1]]].tobytes()
+        now = index.tick()
+        at, _ = index.match([place], [ALL], chain)
+        hits[r - first] = at
+        index.touch(place, chain[: at * SIGNATURE_BYTES], now)
+        classes = [index.use_class(uses) for uses in index.uses(place, chain)]
+        stop, room = at, capacity - index.resident(0)
+        while stop < len(classes):
+            own, alike = classes[stop], 1
+            while stop + alike < len(classes) and classes[stop + alike] == own:
+                alike += 1
+            if alike > room:
+                room += len(
+                    index.evict(0, values, alike - room, now, False, most=float(values[own, 0]) if refuses else np.inf)
+                )
+            fits = min(alike, room)
+            stop, room = stop + fits, room - fits
+            if fits < alike:
+                break
+        parent = chain[(at - 1) * SIGNATURE_BYTES : at * SIGNATURE_BYTES] or place[:SIGNATURE_BYTES]
+        index.insert(place, chain[at * SIGNATURE_BYTES : stop * SIGNATURE_BYTES], parent, 0)
+        index.refuse(place, chain[stop * SIGNATURE_BYTES :])

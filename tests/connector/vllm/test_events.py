@@ -15,7 +15,7 @@ import kvcache
 from kvcache.block.layout import Shard
 from kvcache.connector.vllm.events import Announcer
 from kvcache.connector.vllm.model import Model
-from kvcache.observe.changes import Change, Told
+from kvcache.index.kv_events import Change, Told
 from tests.contract.caches import FULL, HYBRID, Engine, MiB
 
 WORDS: Any = SimpleNamespace(
