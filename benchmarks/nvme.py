@@ -33,8 +33,8 @@ from form import Row, options, publish
 from kvcache.block.layout import Shard
 from kvcache.block.record import Address, header_area, record_bytes, seal, verify
 from kvcache.os_env import LocalDisk
+from kvcache.tier.host.arena import Region
 from kvcache.tier.nvme import NvmeTier
-from kvcache.tier.region import Region
 from kvcache.tier.tier import Outcome
 
 KiB, MiB = 1 << 10, 1 << 20

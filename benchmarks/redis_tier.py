@@ -30,7 +30,7 @@ from form import Row, options, publish
 
 from kvcache.block.record import Address
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.redis.name import Names
+from kvcache.tier.redis.keys import Names
 from kvcache.tier.tier import Outcome
 from tests.peer.server import BINARY, MISSING, Server
 from tests.tier.blocks import buffer, chain, record

@@ -32,10 +32,9 @@ from kvcache.index.block_run import Run, place_of
 from kvcache.index.index import Index
 from kvcache.os_env import LocalDisk
 from kvcache.tier.nvme import NvmeTier
+from kvcache.tier.nvme.allocator import Space
 from kvcache.tier.nvme.directory import Directory
-from kvcache.tier.nvme.entry import COLUMNS, ENTRY_BYTES, NAMESPACE, PUT, SEGMENT, SYNCED, Entry
-from kvcache.tier.nvme.journal import Journal
-from kvcache.tier.nvme.space import Space
+from kvcache.tier.nvme.journal import COLUMNS, ENTRY_BYTES, NAMESPACE, PUT, SEGMENT, SYNCED, Entry, Journal
 
 COUNTS = {"1e4": 10_000, "1e5": 100_000, "1e6": 1_000_000}
 RECORD_BYTES = 364 << 10

@@ -28,7 +28,7 @@ Told = Callable[[int], object]
 
 def inspect(path: Directory = None, output: Output = Format.table, as_json: Json = False) -> None:
     """Count what is in a store: by namespace, by size of slot, and the journal. Reads no record."""
-    from kvcache.tier.nvme.survey import survey
+    from kvcache.tier.nvme.inspect import survey
 
     with _opened(path) as tier:
         found = survey(tier.ledger)
@@ -113,7 +113,7 @@ def export(
     import asyncio
 
     from kvcache.tier.nvme import archive
-    from kvcache.tier.nvme.survey import survey
+    from kvcache.tier.nvme.inspect import survey
 
     with _opened(path) as tier:
         wanted, total = None, _record_bytes(tier)

@@ -16,7 +16,7 @@ from kvcache.machine import memory
 from kvcache.settings import Settings
 from kvcache.settings.service import CONNECTIONS
 from kvcache.settings.types import show_bytes
-from kvcache.tier.region import Region
+from kvcache.tier.host.arena import Region
 
 OWN_DESCRIPTORS = 64
 """Files, sockets and threads' ends beside those that grow with the settings."""

@@ -29,7 +29,7 @@ from kvcache.hierarchy.mover import NotMovedError, Part
 from kvcache.hierarchy.request import CacheRequest
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.log import logger
-from kvcache.tier.arena import Arena, Extent, Slot
+from kvcache.tier.host.arena import Arena, Extent, Slot
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.copier import Copy
 

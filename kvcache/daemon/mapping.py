@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from kvcache import native
 from kvcache.daemon.protocol import LENT, ProtocolError
-from kvcache.tier.region import POPULATE_READ, POPULATE_WRITE, table_bytes, touch
+from kvcache.tier.host.arena import POPULATE_READ, POPULATE_WRITE, table_bytes, touch
 from kvcache.transfer.copier import Copiers
 
 MOST_BYTES = 1 << 40

@@ -7,9 +7,9 @@ from typing import Any
 
 from kvcache.os_env import Port
 from kvcache.settings.tiers import Redis
-from kvcache.tier.counters import Counters
-from kvcache.tier.redis.endpoint import RefusedError
-from kvcache.tier.redis.entrance import Entrance
+from kvcache.tier.breaker import Counters
+from kvcache.tier.redis.cluster import Entrance
+from kvcache.tier.redis.connect import RefusedError
 from kvcache.tier.redis.pool import ELSEWHERE
 from kvcache.tier.redis.wire import Wire, Wrong
 

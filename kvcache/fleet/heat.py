@@ -18,7 +18,7 @@ from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.fleet.board import Board
 from kvcache.hierarchy.cache import Cache
 from kvcache.log import logger
-from kvcache.tier.redis.name import heat
+from kvcache.tier.redis.keys import heat
 
 CHAINS = 256
 """Of a namespace, in the server."""

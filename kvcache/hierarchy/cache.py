@@ -40,7 +40,7 @@ from kvcache.observe.uses import Uses
 from kvcache.os_env import Port
 from kvcache.settings import Settings
 from kvcache.settings.types import show_bytes
-from kvcache.tier.host import HostTier
+from kvcache.tier.host.tier import HostTier
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import Scrubbed, Tier, Usage
 from kvcache.transfer.copier import Copiers

@@ -21,7 +21,7 @@ from kvcache.log import logger
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.os_env import Clock
-from kvcache.tier.host import HostTier
+from kvcache.tier.host.tier import HostTier
 from kvcache.tier.tier import BACKGROUND, Outcome, Ticket, Tier
 
 EXPIRED = "expired"

@@ -13,7 +13,6 @@ from kvcache.hierarchy.ask import Ask
 from kvcache.hierarchy.barrier import Barrier, Counts, Left, Stores, Watch, settled
 from kvcache.hierarchy.bypass import Bypass
 from kvcache.hierarchy.canary import Canary
-from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.expiry import Expiry
 from kvcache.hierarchy.face import FlushReport
 from kvcache.hierarchy.holds import Holds
@@ -32,8 +31,9 @@ from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.observe.uses import Uses
 from kvcache.os_env import Port
-from kvcache.tier.arena import Extent, Slot
-from kvcache.tier.host import HostTier
+from kvcache.tier.host.arena import Extent, Slot
+from kvcache.tier.host.tier import HostTier
+from kvcache.tier.record_codec import Coder
 from kvcache.tier.tier import Tier
 
 VICTIMS_A_SLOT = 64

@@ -14,7 +14,6 @@ from itertools import groupby
 from kvcache.block.record import Address
 from kvcache.evict.quotas import UNLIMITED
 from kvcache.hierarchy.ask import Ask
-from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.expiry import Expiry
 from kvcache.hierarchy.leaving import Leaving
 from kvcache.hierarchy.refused import Refused, Scope, WriteMode
@@ -26,7 +25,8 @@ from kvcache.log import logger
 from kvcache.observe.events import Events, Kind
 from kvcache.observe.metrics import Counters
 from kvcache.os_env import Port
-from kvcache.tier.host import Held, HostTier, segments
+from kvcache.tier.host.tier import Held, HostTier, segments
+from kvcache.tier.record_codec import Coder
 from kvcache.tier.tier import BACKGROUND, Outcome, Segments, Ticket, Tier
 
 BATCH_BYTES = 32 << 20

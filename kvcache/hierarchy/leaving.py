@@ -6,9 +6,8 @@ import threading
 from collections.abc import Sequence
 
 from kvcache.block.record import Address, record_bytes
-from kvcache.tier.arena import Extent, Slot
-from kvcache.tier.host import Held
-from kvcache.tier.region import Region
+from kvcache.tier.host.arena import Extent, Region, Slot
+from kvcache.tier.host.tier import Held
 
 MOST_BYTES = 64 << 20
 

@@ -28,9 +28,8 @@ from kvcache.index.block_run import PLACE_BYTES, Run
 from kvcache.index.index import Index
 from kvcache.log import logger
 from kvcache.settings.types import show_bytes
-from kvcache.tier.arena import Extent
-from kvcache.tier.host import Held
-from kvcache.tier.region import PAGE, Region
+from kvcache.tier.host.arena import PAGE, Extent, Region
+from kvcache.tier.host.tier import Held
 
 VERSION = 1
 MOST_REQUESTS = 1 << 20

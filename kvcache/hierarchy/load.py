@@ -20,7 +20,7 @@ from kvcache.hierarchy.promote import Arrival
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.index.block_run import Chained
 from kvcache.log import Work, logger, working_for
-from kvcache.tier.host import Held
+from kvcache.tier.host.tier import Held
 from kvcache.tier.tier import WAITING, Outcome
 
 WINDOW_BYTES = 64 << 20

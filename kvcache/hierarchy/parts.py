@@ -10,12 +10,12 @@ from kvcache.evict.hazard import Hazard
 from kvcache.evict.policy import LRU, Policy
 from kvcache.evict.quotas import UNLIMITED, Limit, Shares
 from kvcache.hierarchy.below import far_tiers
-from kvcache.hierarchy.coder import Coder
 from kvcache.observe.metrics import Counters
 from kvcache.os_env import Port
 from kvcache.settings import Settings
 from kvcache.settings.types import no_larger, show_bytes
 from kvcache.tier.nvme import NvmeTier
+from kvcache.tier.record_codec import Coder
 from kvcache.tier.tier import Tier
 
 POLICIES: Mapping[str, type[Policy]] = {"hazard": Hazard, "lru": LRU}

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcache.block.record import Address, header_area
-from kvcache.hierarchy.coder import Coder
 from kvcache.hierarchy.expiry import Expiry
 from kvcache.hierarchy.plan import Plan
 from kvcache.hierarchy.why import Why
@@ -16,8 +15,9 @@ from kvcache.index.index import Index
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
 from kvcache.os_env import Port
-from kvcache.tier.arena import Slot
-from kvcache.tier.host import HostTier
+from kvcache.tier.host.arena import Slot
+from kvcache.tier.host.tier import HostTier
+from kvcache.tier.record_codec import Coder
 from kvcache.tier.tier import BACKGROUND, Outcome, Tier
 
 Room = Callable[[int, int], "list[Slot]"]

@@ -17,7 +17,7 @@ from kvcache.hierarchy.mover import Mover, NotMovedError
 from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.index.block_run import Chained, place_of, runs
 from kvcache.log import Work, logger, working_for
-from kvcache.tier.arena import Slot
+from kvcache.tier.host.arena import Slot
 from kvcache.tier.tier import Outcome
 
 WINDOW_BYTES = 64 << 20

@@ -1,8 +1,7 @@
 """Stops what fails, writes to a drive or calls to a server, and tries again by itself.
 
 After `errors` failures in a row it opens: nothing is tried. When its pause is over one call is, as a probe, which
-closes it or doubles the pause.
-"""
+closes it or doubles the pause."""
 
 from __future__ import annotations
 
@@ -63,3 +62,22 @@ class Breaker:
             self._failures = 0
             self._pause_s = self._first_s
             self._probing = False
+
+
+# What happened in a tier, counted by name since it was opened.
+
+
+class Counters:
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: str, n: int = 1) -> int:
+        """The new count."""
+        with self._lock:
+            count = self._counts[name] = self._counts.get(name, 0) + n
+            return count
+
+    def snapshot(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)

@@ -35,8 +35,8 @@ from kvcache.block.record import (
 from kvcache.codec.codec import Codec, codec, codecs
 from kvcache.errors import ConfigError
 from kvcache.observe.metrics import Counters
-from kvcache.tier.arena import Slot
-from kvcache.tier.host import Held, segments
+from kvcache.tier.host.arena import Slot
+from kvcache.tier.host.tier import Held, segments
 from kvcache.tier.tier import Outcome, Segments
 
 FACT = "lossy_codecs"

@@ -15,8 +15,8 @@ from kvcache.block.record import Address
 from kvcache.errors import ClosedError
 from kvcache.observe.reasons import REASONS
 from kvcache.os_env import Port
-from kvcache.tier.counters import Counters
-from kvcache.tier.queued import QueuedTier
+from kvcache.tier.breaker import Counters
+from kvcache.tier.io_queue import QueuedTier
 
 _MOST_LOOKUPS = 64
 

@@ -28,8 +28,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol
 
+from kvcache.block.cipher import Signer
 from kvcache.block.namespace import Owner
-from kvcache.block.record import ALIGNMENT, Address, Header
+from kvcache.block.record import ALIGNMENT, KEYED_DIGEST, Address, Header, RecordError, read_header, with_field
 
 Op = Literal["read", "write", "contains", "remove"]
 Segments = Sequence[memoryview]
@@ -324,3 +325,56 @@ def same_record(one: Address, other: Address) -> bool:
         and one.namespace == other.namespace
         and (not one.parent or not other.parent or one.parent == other.parent)
     )
+
+
+# Bytes in several pieces, cut without copying; a record as it goes out, in such pieces.
+
+
+def flat(segments: Segments, size: int) -> list[memoryview]:
+    """The first `size` bytes, as plain bytes."""
+    return cut([segment.cast("B") for segment in segments], 0, size)
+
+
+def outgoing(address: Address, segments: Segments, signer: Signer | None) -> tuple[Header, bytes, list[memoryview]]:
+    """A record for a server: its header, the header's bytes, signed where there is somebody to, and the payload.
+    RecordError where it is not that of the address."""
+    header = read_header(segments[0])
+    if header.address.name != address.name or not same_record(header.address, address):
+        raise RecordError("address", "the header names another record than the call")
+    payload = flat(segments[1:], header.stored_bytes)
+    if sum(map(len, payload)) < header.stored_bytes:
+        raise RecordError("length", f"{header.stored_bytes} stored bytes: fewer are there")
+    head = bytes(segments[0][: header.header_bytes])
+    if signer is not None:
+        head = with_field(head, header, KEYED_DIGEST, signer.sign(head, header, payload))
+    return header, head, payload
+
+
+def cut(pieces: Sequence[memoryview], start: int, size: int) -> list[memoryview]:
+    """Bytes `start` to `start + size` of pieces that follow each other, or as many as are there."""
+    found = []
+    for piece in pieces:
+        if start < len(piece) and size > 0:
+            found.append(piece[start : start + size])
+            size -= len(found[-1])
+        start = max(0, start - len(piece))
+    return found
+
+
+# Heads before tails, for tiers that tell what they have.
+
+
+def in_order(addresses: Sequence[Address]) -> list[Address]:
+    """Each behind its parent, where both are here."""
+    here = {(address.signature, address.group, address.shard) for address in addresses}
+    children: dict[object, list[Address]] = {}
+    ordered = []
+    for address in addresses:
+        parent = (address.parent, address.group, address.shard)
+        if parent in here:
+            children.setdefault(parent, []).append(address)
+        else:
+            ordered.append(address)
+    for address in ordered:  # grows while it is walked
+        ordered += children.pop((address.signature, address.group, address.shard), ())
+    return ordered

@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.os_env import Port
 from kvcache.testing.tier import Bench, Factory, on_bench
-from kvcache.tier.host import HostTier
+from kvcache.tier.host.tier import HostTier
 from kvcache.tier.memory import MemoryTier
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme.drives import open_drives

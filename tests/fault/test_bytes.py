@@ -35,11 +35,10 @@ from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load
 from kvcache.settings.types import parse_bytes
 from kvcache.tier.nvme.archive import export, take_in
-from kvcache.tier.nvme.entry import ENTRY_BYTES, PUT, Entry
-from kvcache.tier.nvme.frame import FileHeader, HeaderError, pack_frame, read_frames
-from kvcache.tier.nvme.label import Label
+from kvcache.tier.nvme.journal import ENTRY_BYTES, PUT, Entry, FileHeader, HeaderError, pack_frame, read_frames
+from kvcache.tier.nvme.segment import Label
 from kvcache.tier.nvme.tier import NvmeTier
-from kvcache.tier.redis import name as redis_name
+from kvcache.tier.redis import keys as redis_name
 from kvcache.tier.redis.wire import BrokenError, Wire
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.copier import Copiers

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.redis.name import Names
+from kvcache.tier.redis.keys import Names
 from kvcache.tier.tier import Outcome
 from tests.peer.fleet import until
 from tests.peer.server import MISSING, Server

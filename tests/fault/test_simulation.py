@@ -17,17 +17,17 @@ from typing import Any
 import pytest
 
 from kvcache.block.record import Address, Header, RecordError, read_header, verify
-from kvcache.tier.nvme import frame, store
-from kvcache.tier.nvme.barrier import Barrier
+from kvcache.tier.io_queue import Batch, Queue
+from kvcache.tier.nvme import journal as frame
+from kvcache.tier.nvme import store
+from kvcache.tier.nvme.allocator import Files
+from kvcache.tier.nvme.catalog import Ledger
 from kvcache.tier.nvme.directory import Directory
-from kvcache.tier.nvme.entry import Entry
-from kvcache.tier.nvme.files import Files
+from kvcache.tier.nvme.durability import Barrier
 from kvcache.tier.nvme.index import Index
-from kvcache.tier.nvme.journal import Journal
-from kvcache.tier.nvme.ledger import Ledger
+from kvcache.tier.nvme.journal import Entry, Journal
 from kvcache.tier.nvme.segment import Segment
 from kvcache.tier.nvme.store import Store
-from kvcache.tier.queue import Batch, Queue
 from tests.fault.disk import SimFile
 from tests.fault.life import Life
 

@@ -16,8 +16,8 @@ from kvcache.block.layout import Group, KVLayout
 from kvcache.block.record import header_area, read_header, record_bytes, seal
 from kvcache.codec.codec import CODECS, Raw, codec
 from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.coder import slot_bytes
 from kvcache.settings import TABLE
+from kvcache.tier.record_codec import slot_bytes
 from kvcache.transfer.pages import GroupPages
 
 KiB = 1 << 10
@@ -133,7 +133,7 @@ def test_a_record_of_a_codec_that_is_not_here_is_a_miss_and_stays(
 ) -> None:
     with open_at(tmp_path, "zstd") as cache:
         put(cache, TOKENS, Engine(noise(4)))
-    monkeypatch.setattr("kvcache.hierarchy.coder.codecs", lambda: {"raw": Raw()})
+    monkeypatch.setattr("kvcache.tier.record_codec.codecs", lambda: {"raw": Raw()})
     with open_at(tmp_path, "raw") as cache:
         assert get(cache, TOKENS)[0] == 0
         assert cache.counters.get("refused_records", tier="nvme", check="foreign") >= 1

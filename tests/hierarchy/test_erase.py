@@ -13,8 +13,8 @@ import kvcache
 from kvcache.errors import ConfigError
 from kvcache.hierarchy.leaving import Leaving
 from kvcache.os_env import LocalDisk
-from kvcache.tier.redis.name import part
-from kvcache.tier.region import Region
+from kvcache.tier.host.arena import Region
+from kvcache.tier.redis.keys import part
 from tests.contract.caches import FULL, Engine, quiet, store
 from tests.hierarchy.test_object import settled
 from tests.peer.server import MISSING, Server, empty

@@ -16,7 +16,7 @@ from kvcache.hierarchy.face import TierFlush
 from kvcache.index.block_run import ALL
 from kvcache.os_env import InlineExecutor, Port
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.redis.name import Names
+from kvcache.tier.redis.keys import Names
 from kvcache.tier.tier import Outcome
 from tests.contract.test_cache import FULL, HYBRID, Engine, bind, store
 from tests.peer.proxy import Proxy

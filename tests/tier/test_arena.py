@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.os_env import InlineExecutor
-from kvcache.tier.arena import PAGE, Arena, Slot
+from kvcache.tier.host.arena import PAGE, Arena, Slot
 
 KiB = 1 << 10
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvcache.os_env import InlineExecutor, Port
-from kvcache.tier import host
-from kvcache.tier.host import HostTier
+from kvcache.tier.host import tier as host
+from kvcache.tier.host.tier import HostTier
 from kvcache.tier.tier import Outcome
 from tests.tier.blocks import chain, record
 

@@ -19,7 +19,7 @@ from kvcache.hierarchy.cache import Cache
 from kvcache.os_env import LocalDisk, Port
 from kvcache.settings.sources import load
 from kvcache.testing.tier import Clock
-from kvcache.tier.nvme.space import Space
+from kvcache.tier.nvme.allocator import Space
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
 from tests.fault.disk import SimDisk

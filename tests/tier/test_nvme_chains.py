@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.block.record import Address
-from kvcache.tier.nvme.chains import runs
-from kvcache.tier.nvme.entry import COLUMNS, PUT, UNKNOWN, Entry
+from kvcache.tier.nvme.journal import COLUMNS, PUT, UNKNOWN, Entry
+from kvcache.tier.nvme.restore_order import runs
 from tests.tier.blocks import SHARD, chain, namespace
 
 NAMESPACES = {0: namespace(0), 7: namespace(1)}

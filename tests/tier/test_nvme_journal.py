@@ -13,10 +13,15 @@ from xxhash import xxh3_64_intdigest
 
 from kvcache.errors import StoreError
 from kvcache.os_env import LocalDisk
+from kvcache.tier.nvme.allocator import Space
 from kvcache.tier.nvme.directory import Directory
-from kvcache.tier.nvme.entry import (
+from kvcache.tier.nvme.index import Index
+from kvcache.tier.nvme.journal import (
+    CHECKPOINT,
     COLUMNS,
     ENTRY_BYTES,
+    HEADER_BYTES,
+    JOURNAL,
     NAMESPACE,
     PUT,
     QUARANTINE,
@@ -25,19 +30,12 @@ from kvcache.tier.nvme.entry import (
     SEGMENT,
     SYNCED,
     Entry,
-)
-from kvcache.tier.nvme.frame import (
-    CHECKPOINT,
-    HEADER_BYTES,
-    JOURNAL,
     FileHeader,
     HeaderError,
+    Journal,
     pack_frame,
     read_frames,
 )
-from kvcache.tier.nvme.index import Index
-from kvcache.tier.nvme.journal import Journal
-from kvcache.tier.nvme.space import Space
 
 PAGE = Path(__file__).parents[2] / "docs" / "spec" / "journal.md"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvcache.errors import StoreError
-from kvcache.tier.nvme.label import LABEL_BYTES, Label
 from kvcache.tier.nvme.rebuild import rebuild
+from kvcache.tier.nvme.segment import LABEL_BYTES, Label
 from tests.tier.blocks import chain
 from tests.tier.stores import ABSENT, DONE, Open, read, write
 from tests.tier.test_nvme_journal import vector

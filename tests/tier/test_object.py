@@ -20,9 +20,9 @@ from kvcache.os_env import Port
 from kvcache.testing.blocks import PAYLOAD_BYTES, chain, record
 from kvcache.testing.tier import Clock, intact, write
 from kvcache.tier.object import ObjectTier
-from kvcache.tier.object import tables as module
-from kvcache.tier.object.entrance import opened as opened_store
-from kvcache.tier.object.name import Names, Place
+from kvcache.tier.object import manifest as module
+from kvcache.tier.object.bucket import opened as opened_store
+from kvcache.tier.object.keys import Names, Place
 from kvcache.tier.object.pack import Cut, made, read_table
 from kvcache.tier.tier import Outcome
 from tests.tier.stores import OpenObjects, objects

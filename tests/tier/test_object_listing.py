@@ -14,8 +14,9 @@ import pytest
 from kvcache.block.record import Address
 from kvcache.testing.blocks import chain, record
 from kvcache.testing.tier import intact, write
-from kvcache.tier.object import bucket, catalogue, pack, store
-from kvcache.tier.object.name import Place
+from kvcache.tier.object import bucket, pack, store
+from kvcache.tier.object import manifest as catalogue
+from kvcache.tier.object.keys import Place
 from kvcache.tier.tier import Outcome
 from tests.peer.objects import MISSING, shared
 from tests.tier.stores import OpenObjects

@@ -13,7 +13,7 @@ from kvcache.block.layout import Shard
 from kvcache.block.record import Address, read_header
 from kvcache.errors import ConfigError
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.redis.name import Names, part
+from kvcache.tier.redis.keys import Names, part
 from kvcache.tier.tier import Outcome
 from tests.peer.server import MISSING, Server, empty
 from tests.tier.blocks import buffer, chain, holds, record

@@ -13,7 +13,7 @@ from redis.crc import key_slot
 
 from kvcache.block.record import read_header
 from kvcache.tier.redis import RedisTier, pool
-from kvcache.tier.redis.name import Names, part
+from kvcache.tier.redis.keys import Names, part
 from kvcache.tier.tier import Outcome
 from tests.peer.fleet import Cluster, Node, until
 from tests.peer.proxy import Proxy

@@ -11,7 +11,7 @@ import pytest
 from kvcache.os_env import Port
 from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.redis.endpoint import PASSWORD
+from kvcache.tier.redis.connect import PASSWORD
 from kvcache.tier.tier import Outcome
 from tests.peer.server import MISSING, Server
 from tests.tier.blocks import chain, record

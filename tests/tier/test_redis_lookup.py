@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvcache.os_env import Port
 from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier, lookup
-from kvcache.tier.redis.name import Names
+from kvcache.tier.redis.keys import Names
 from tests.peer.fleet import until
 from tests.peer.server import MISSING, Server
 from tests.tier.blocks import chain, record

@@ -19,7 +19,7 @@ import kvcache
 from kvcache.block.record import read_header
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis import tier as module
-from kvcache.tier.redis.name import Names
+from kvcache.tier.redis.keys import Names
 from kvcache.tier.redis.wire import Wire
 from kvcache.tier.tier import Outcome
 from tests.contract.test_cache import FULL, Engine, bind, store

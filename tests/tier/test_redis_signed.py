@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.block.record import KEYED_DIGEST, read_header, with_field
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.redis.name import Names
+from kvcache.tier.redis.keys import Names
 from kvcache.tier.tier import Outcome
 from tests.peer.server import MISSING, Server, empty
 from tests.tier.blocks import buffer, chain, holds, record

@@ -14,7 +14,7 @@ from kvcache.errors import ConfigError
 from kvcache.os_env import Port
 from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.redis.endpoint import PASSWORD
+from kvcache.tier.redis.connect import PASSWORD
 from kvcache.tier.tier import Outcome
 from tests.peer.certificates import OPENSSL, authority, certificate
 from tests.peer.port import free_port

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from kvcache.os_env import InlineExecutor
-from kvcache.tier.arena import Arena
-from kvcache.tier.region import PAGE, Region
+from kvcache.tier.host.arena import PAGE, Arena, Region
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files in memory are Linux's")
 

@@ -21,7 +21,7 @@ from kvcache.block.record import (
 )
 from kvcache.errors import ClosedError
 from kvcache.os_env import Port
-from kvcache.tier.arena import Arena, Extent, Slot
+from kvcache.tier.host.arena import Arena, Extent, Slot
 from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments, same_record
 
 

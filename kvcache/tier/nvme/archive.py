@@ -21,7 +21,7 @@ import msgpack
 
 from kvcache.block.record import Address, Header, RecordError, header_area, read_header, record_bytes, verify
 from kvcache.errors import StoreError
-from kvcache.tier.nvme.scrub import look
+from kvcache.tier.nvme.inspect import look
 from kvcache.tier.nvme.tier import NvmeTier
 from kvcache.tier.tier import Outcome, Segments
 

@@ -4,26 +4,25 @@ So a slot is free again only once the journal no longer gives it to a record, an
 journal has it. A crash between two steps leaves a slot or a file that nobody refers to, never the opposite.
 
 Two locks, taken in this order: `journaling` (one change at a time), `memory` (index and space; never held during I/O).
-What is on the medium is the business of `barrier.py`.
-"""
+What is on the medium is the business of `barrier.py`."""
 
 from __future__ import annotations
 
 import logging
+import mmap
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from kvcache.block.record import Address
+import numpy as np
+
+from kvcache.block.record import ALIGNMENT, Address, RecordError, expires_ms, read_header
 from kvcache.os_env import Port
-from kvcache.tier.counters import Counters
+from kvcache.tier.breaker import Counters
+from kvcache.tier.nvme.allocator import Files, Space
 from kvcache.tier.nvme.directory import Directory
-from kvcache.tier.nvme.entry import QUARANTINE, REMOVE, RETIRE, Entry
-from kvcache.tier.nvme.files import Files
 from kvcache.tier.nvme.index import Index
-from kvcache.tier.nvme.journal import Journal
-from kvcache.tier.nvme.segment import Segment
-from kvcache.tier.nvme.space import Space
-from kvcache.tier.nvme.stretch import Place
+from kvcache.tier.nvme.journal import ENDS, PUT, QUARANTINE, REMOVE, RETIRE, Entry, Journal
+from kvcache.tier.nvme.segment import Place, Segment
 
 log = logging.getLogger("kvcache.tier.nvme")
 
@@ -322,3 +321,36 @@ class Ledger:
             self.journal.close()
             for segment in self.space.segments.values():
                 segment.close()
+
+
+# Which records of a store end, and when: the journal says which, their own headers when.
+
+
+def ending(ledger: Ledger) -> Iterator[tuple[Address, int]]:
+    """With the end of each, in milliseconds since 1970. Reads a page of each of them, of no other; what cannot be read
+    now is left out, and a miss when somebody asks for it."""
+    with ledger.memory:
+        segments = list(ledger.space.segments.values())
+    for segment in segments:
+        yield from _of(ledger, segment)
+
+
+def _of(ledger: Ledger, segment: Segment) -> Iterator[tuple[Address, int]]:
+    with ledger.memory:
+        rows = segment.columns()
+        slots = np.flatnonzero((rows["kind"] == PUT) & (rows["flags"] & ENDS != 0)).tolist()
+        if segment.retired or not slots:
+            return
+        segment.users += 1
+    page = memoryview(mmap.mmap(-1, ALIGNMENT))
+    try:
+        with ledger.files.using(segment) as file:
+            for slot in slots:
+                segment.read(file, slot, [page])
+                try:
+                    header = read_header(page)
+                except RecordError:
+                    continue
+                yield header.address, expires_ms(header.fields)
+    except OSError:
+        return

@@ -20,9 +20,9 @@ from kvcache.block.namespace import Owner
 from kvcache.block.record import Address
 from kvcache.errors import ClosedError, ConfigError, StoreError
 from kvcache.os_env import Port
-from kvcache.tier.nvme.chains import runs, scan
+from kvcache.tier.io_queue import TimedTicket
+from kvcache.tier.nvme.restore_order import runs, scan
 from kvcache.tier.nvme.tier import NvmeTier
-from kvcache.tier.ticket import TimedTicket
 from kvcache.tier.tier import WAITING, Op, Outcome, Scrubbed, Segments, Ticket, Unwanted, Usage, Waits, check_segments
 
 _log = logging.getLogger("kvcache.tier.nvme")

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 from kvcache.block.record import RecordError, header_area, read_header, verify
 from kvcache.os_env import Port
-from kvcache.tier.nvme.entry import PUT, SYNCED, Entry
-from kvcache.tier.nvme.ledger import Ledger, log
+from kvcache.tier.nvme.catalog import Ledger, log
+from kvcache.tier.nvme.journal import PUT, SYNCED, Entry
 from kvcache.tier.nvme.segment import Segment
 
 

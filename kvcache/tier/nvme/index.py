@@ -3,19 +3,24 @@
 Everything else that is known of a record stands in its segment's row. A restart rebuilds this from the journal's
 entries in bulk; nothing is done an entry at a time but the dictionary itself.
 
-Not thread-safe: `Ledger` calls it under its lock.
-"""
+Not thread-safe: `Ledger` calls it under its lock."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_digest
 
 from kvcache.block.layout import Shard
+from kvcache.block.namespace import OWNER_BYTES, Owner
 from kvcache.block.record import Address
-from kvcache.tier.nvme.entry import (
+from kvcache.tier.nvme.allocator import Space
+from kvcache.tier.nvme.directory import Directory
+from kvcache.tier.nvme.journal import (
     COLUMNS,
     ENTRY_BYTES,
     NAMESPACE,
@@ -29,9 +34,7 @@ from kvcache.tier.nvme.entry import (
     Entry,
     names,
 )
-from kvcache.tier.nvme.segment import Segment
-from kvcache.tier.nvme.space import Space
-from kvcache.tier.nvme.stretch import Place
+from kvcache.tier.nvme.segment import Place, Segment
 
 AGAIN_BYTES = 512 << 20
 """More than this no process leaves without a sync, unless nobody asked for durability."""
@@ -201,3 +204,49 @@ class Index:
         rows = [s.columns() for s in self.space.segments.values()]
         found = [columns[columns["kind"] == PUT] for columns in rows] or [np.zeros(0, COLUMNS)]
         return np.concatenate(found), dict(self.namespaces)
+
+
+# Whose the namespaces of a store are: a file `owners` with a row a namespace, each with its checksum. What is torn or
+# damaged of it is as if it were not there.
+
+NAME = "owners"
+_ROW = 32 + OWNER_BYTES
+
+
+class Owners:
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._known: dict[bytes, Owner] | None = None
+
+    def all(self) -> Mapping[bytes, Owner]:
+        with self._lock:
+            return dict(self._load())
+
+    def note(self, namespace: bytes, owner: Owner) -> None:
+        """OSError where it could not be kept."""
+        with self._lock:
+            if self._load().get(namespace) != owner:
+                self._write({**self._load(), namespace: owner})
+
+    def forget(self, namespace: bytes) -> None:
+        with self._lock:
+            if namespace in self._load():
+                self._write({name: owner for name, owner in self._load().items() if name != namespace})
+
+    def _load(self) -> dict[bytes, Owner]:
+        if self._known is None:
+            self._known, data = {}, b""
+            with suppress(OSError):
+                data = bytes(self._directory.read(NAME))
+            for at in range(0, len(data), _ROW + 8):
+                row, said = data[at : at + _ROW], data[at + _ROW : at + _ROW + 8]
+                owner = Owner.read(row[32:])
+                if owner is not None and xxh3_64_digest(row) == said:
+                    self._known[row[:32]] = owner
+        return self._known
+
+    def _write(self, rows: dict[bytes, Owner]) -> None:
+        packed = (namespace + owner.pack() for namespace, owner in rows.items())
+        self._directory.write(NAME, [b"".join(row + xxh3_64_digest(row) for row in packed)])
+        self._known = rows

@@ -4,24 +4,220 @@
 turns to a new journal and then writes the checkpoint with its number, so that at any instant the newest checkpoint and
 the journals from its number on are the whole truth. What follows a damaged frame is not trusted.
 
-`Store` sees to it that no two threads append, and that none turns while another syncs.
-"""
+`Store` sees to it that no two threads append, and that none turns while another syncs."""
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from struct import Struct
+from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64, xxh3_64_intdigest
 
+from kvcache.block.record import EXPIRY, KEY_BYTES, Header
 from kvcache.errors import StoreError
 from kvcache.os_env import File
 from kvcache.tier.nvme.directory import Directory
-from kvcache.tier.nvme.entry import COLUMNS, ENTRY_BYTES, SYNCED
-from kvcache.tier.nvme.frame import CHECKPOINT, JOURNAL, FileHeader, Frames, HeaderError, pack_frame, read_frames
+
+# One entry of the journal: 104 bytes that say one thing about one slot, segment or namespace. In memory the put entry
+# of a record is also what the index knows of it, so that a checkpoint is a copy and a restart is a parse. Byte by
+# byte in `docs/spec/journal.md`.
+
+PUT, REMOVE, QUARANTINE, SEGMENT, RETIRE, NAMESPACE, SYNCED = range(1, 8)
+ENDS = 1
+"""Of a put entry, among its flags: the record says when it ends."""
+FREE = 0
+"""Of a row in memory, never in a file: the slot holds nothing."""
+
+FORM = Struct("<BBH8sI32s32sIIQQ")
+ENTRY_BYTES = FORM.size
+COLUMNS = np.dtype(
+    [
+        ("kind", "u1"),
+        ("flags", "u1"),
+        ("group", "<u2"),
+        ("shard", "u1", 8),
+        ("namespace", "<u4"),
+        ("signature", "u1", 32),
+        ("parent", "u1", 32),
+        ("segment", "<u4"),
+        ("slot", "<u4"),
+        ("record_bytes", "<u8"),
+        ("write_id", "<u8"),
+    ]
+)
+"""The same bytes for numpy: many entries are parsed at once."""
+
+UNKNOWN = bytes(32)
+"""A parent that the writer did not know."""
+
+
+class Entry(NamedTuple):
+    """What does not matter to a kind is zero; `namespace` is the number under which the journal knows it."""
+
+    kind: int
+    flags: int = 0
+    group: int = 0
+    shard: bytes = bytes(8)
+    namespace: int = 0
+    signature: bytes = bytes(32)
+    parent: bytes = UNKNOWN
+    segment: int = 0
+    slot: int = 0
+    record_bytes: int = 0
+    write_id: int = 0
+
+    def pack(self) -> bytes:
+        return FORM.pack(*self)
+
+    @classmethod
+    def unpack(cls, rows: bytes | bytearray, i: int = 0) -> Entry:
+        return cls._make(FORM.unpack_from(rows, i * ENTRY_BYTES))
+
+
+def put_entry(header: Header) -> Entry:
+    """Of a record's header what is to be known of it before it has a place."""
+    return Entry(PUT, ENDS if EXPIRY in header.fields else 0, write_id=header.write_id)
+
+
+def names(entries: NDArray[np.void]) -> list[bytes]:
+    """The 26-byte name of each entry: key, group, shard."""
+    bytes_of = entries.view(np.uint8).reshape(-1, ENTRY_BYTES)
+    at, end = KEY_BYTES, KEY_BYTES + 10
+    packed = np.empty((len(bytes_of), end), np.uint8)
+    packed[:, :at] = bytes_of[:, 16 : 16 + KEY_BYTES]
+    packed[:, at:] = bytes_of[:, 2:12]
+    joined = packed.tobytes()
+    return [joined[i : i + end] for i in range(0, len(joined), end)]
+
+
+# The bytes of a journal file: a header, then frames of entries, each whole or not there. A frame has a checksum over
+# its entries and the sequence number of the first one, so that a reader knows where what it can trust ends. Knows
+# nothing of files. Byte by byte in `docs/spec/journal.md`.
+
+MAGIC = b"KVCJRNL\n"
+VERSION = 1
+JOURNAL, CHECKPOINT = 0, 1
+FRAME_MAGIC = b"KVJF"
+
+_HEADER = Struct("<8sHHHHQQQ")
+_FRAME = Struct("<4sIQ")
+_SUM = Struct("<Q")
+HEADER_BYTES = _HEADER.size + _SUM.size
+FRAME_BYTES = _FRAME.size + _SUM.size
+
+End = Literal["whole", "torn", "damaged"]
+"""How a file ends: with its last frame; in a frame that was never finished; or sound frames follow a bad one."""
+
+
+class HeaderError(ValueError):
+    """A file header that cannot be used; the text says what was found and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileHeader:
+    """`number` stands in the file's name too. `sequence`: of a journal, that of its first entry; of a checkpoint, that
+    of the first entry it does not contain. `count`: of a checkpoint, its entries."""
+
+    kind: int
+    number: int
+    sequence: int
+    count: int = 0
+
+    def pack(self) -> bytes:
+        fixed = _HEADER.pack(MAGIC, VERSION, self.kind, ENTRY_BYTES, 0, self.number, self.sequence, self.count)
+        return fixed + _SUM.pack(xxh3_64_intdigest(fixed))
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray, kind: int, number: int) -> FileHeader:
+        """The header at the start of a file; HeaderError for any but a sound one of this kind and number."""
+        if len(data) < HEADER_BYTES:
+            raise HeaderError(f"a header of {len(data)} bytes, expected {HEADER_BYTES}")
+        magic, version, found, entry_bytes, _, named, sequence, count = _HEADER.unpack_from(data)
+        if magic != MAGIC:
+            raise HeaderError(f"a header that begins with {magic!r}, expected {MAGIC!r}")
+        if version != VERSION:
+            raise HeaderError(f"version {version}, expected {VERSION}")
+        if _SUM.unpack_from(data, _HEADER.size)[0] != xxh3_64_intdigest(memoryview(data)[: _HEADER.size]):
+            raise HeaderError("a header whose checksum does not match its bytes")
+        if (found, named, entry_bytes) != (kind, number, ENTRY_BYTES):
+            raise HeaderError(
+                f"kind {found}, number {named}, entry size {entry_bytes}, expected {kind}, {number}, {ENTRY_BYTES}"
+            )
+        return cls(kind, number, sequence, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """The trusted entries of a file, where they end, and the sequence number that comes next."""
+
+    entries: Sequence[memoryview]
+    end_bytes: int
+    sequence: int
+    end: End
+
+
+def pack_frame(entries: bytes, sequence: int, number: int) -> bytes:
+    """One frame. `number` is the file's: it seeds the checksum, so that a frame of another file is no frame of this."""
+    head = _FRAME.pack(FRAME_MAGIC, len(entries) // ENTRY_BYTES, sequence)
+    return head + _SUM.pack(_frame_sum(head, entries, number)) + entries
+
+
+def read_frames(data: bytearray, sequence: int, number: int) -> Frames:
+    """The frames of a whole file, up to the first that is not sound or does not follow the one before."""
+    view = memoryview(data)
+    entries: list[memoryview] = []
+    at = HEADER_BYTES
+    while at < len(data):
+        frame = _read_frame(view, at, number)
+        if frame is None or frame[0] != sequence:
+            end: End = "damaged" if _sound_after(data, at, sequence, number) else "torn"
+            return Frames(entries, at, sequence, end)
+        body = frame[1]
+        entries.append(body)
+        sequence += len(body) // ENTRY_BYTES
+        at += FRAME_BYTES + len(body)
+    return Frames(entries, at, sequence, "whole")
+
+
+def _read_frame(view: memoryview, at: int, number: int) -> tuple[int, memoryview] | None:
+    """Sequence and entries of the frame at an offset, where there is a sound one."""
+    if at + FRAME_BYTES > len(view):
+        return None
+    head = view[at : at + _FRAME.size]
+    magic, count, sequence = _FRAME.unpack(head)
+    start = at + FRAME_BYTES
+    if magic != FRAME_MAGIC or not 0 < count * ENTRY_BYTES <= len(view) - start:
+        return None
+    body = view[start : start + count * ENTRY_BYTES]
+    if _SUM.unpack_from(view, at + _FRAME.size)[0] != _frame_sum(head, body, number):
+        return None
+    return sequence, body
+
+
+def _sound_after(data: bytearray, at: int, sequence: int, number: int) -> bool:
+    """Whether a later frame is sound: then the bad one was not the end of the file when it was written."""
+    view = memoryview(data)
+    at = data.find(FRAME_MAGIC, at)
+    while at >= 0:
+        frame = _read_frame(view, at, number)
+        if frame is not None and frame[0] >= sequence:
+            return True
+        at = data.find(FRAME_MAGIC, at + 1)
+    return False
+
+
+def _frame_sum(head: bytes | memoryview, entries: bytes | memoryview, number: int) -> int:
+    state = xxh3_64(head, seed=number)
+    state.update(entries)
+    return state.intdigest()
+
 
 _FRAME_BYTES = 8192 * ENTRY_BYTES
 

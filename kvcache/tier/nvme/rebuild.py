@@ -13,12 +13,21 @@ from dataclasses import dataclass
 from kvcache.block.record import RecordError, header_area, read_header, record_bytes, verify
 from kvcache.errors import StoreError
 from kvcache.os_env import File, Port
-from kvcache.tier.nvme import bounce
+from kvcache.tier.nvme import segment as bounce
 from kvcache.tier.nvme.directory import Directory, refusal
-from kvcache.tier.nvme.entry import ENTRY_BYTES, NAMESPACE, SEGMENT, UNKNOWN, Entry, put_entry
-from kvcache.tier.nvme.frame import CHECKPOINT, FileHeader
-from kvcache.tier.nvme.journal import Journal, frames
-from kvcache.tier.nvme.label import LABEL_BYTES, Label
+from kvcache.tier.nvme.journal import (
+    CHECKPOINT,
+    ENTRY_BYTES,
+    NAMESPACE,
+    SEGMENT,
+    UNKNOWN,
+    Entry,
+    FileHeader,
+    Journal,
+    frames,
+    put_entry,
+)
+from kvcache.tier.nvme.segment import LABEL_BYTES, Label
 
 
 @dataclass(slots=True)

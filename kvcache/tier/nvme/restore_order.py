@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.block.record import Address
-from kvcache.tier.nvme.entry import UNKNOWN
+from kvcache.tier.nvme.journal import UNKNOWN
 
 _MOST_DOUBLINGS = 40  # a circle, which only damage can make, ends here
 

@@ -12,8 +12,8 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvcache.tier.nvme.entry import PUT, QUARANTINE
-from kvcache.tier.nvme.ledger import Ledger
+from kvcache.tier.nvme.catalog import Ledger
+from kvcache.tier.nvme.journal import PUT, QUARANTINE
 from kvcache.tier.nvme.segment import Segment
 
 STEP_BYTES = 16 << 20

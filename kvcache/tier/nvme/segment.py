@@ -3,22 +3,93 @@
 A row a slot holds the put entry of the record that is there. The file is opened when it is first used; that of a
 retired segment is closed once its last user has left, so that no read meets another file's descriptor.
 
-Rows and counts are not thread-safe: `Ledger` touches them under its lock. `open`, `read` and `write` are.
-"""
+Rows and counts are not thread-safe: `Ledger` touches them under its lock. `open`, `read` and `write` are."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from struct import Struct
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
+from kvcache.block.record import ALIGNMENT, Address
 from kvcache.os_env import Disk, File
-from kvcache.tier.nvme import bounce
-from kvcache.tier.nvme.entry import COLUMNS, ENTRY_BYTES, FREE, PUT, QUARANTINE, SEGMENT, Entry
-from kvcache.tier.nvme.label import LABEL_BYTES, Label
+from kvcache.tier.nvme.journal import COLUMNS, ENTRY_BYTES, FREE, PUT, QUARANTINE, SEGMENT, Entry
+from kvcache.tier.tier import Segments
+
+# Buffers as a direct file wants them: on page boundaries. Those that are not take a detour through one that is.
+
+_own = threading.local()
+
+
+def aligned(pieces: Sequence[memoryview]) -> bool:
+    return all(not len(piece) % ALIGNMENT and not _address(piece) % ALIGNMENT for piece in pieces)
+
+
+def _address(piece: memoryview) -> int:
+    if not len(piece) or piece.readonly:
+        return int(np.frombuffer(piece, np.uint8).ctypes.data)
+    return ctypes.addressof(ctypes.c_char.from_buffer(piece))  # six times as quick
+
+
+def buffer(size_bytes: int) -> memoryview:
+    """This thread's own aligned buffer, good until its next call."""
+    memory: mmap.mmap | None = getattr(_own, "memory", None)
+    if memory is None or len(memory) < size_bytes:
+        memory = _own.memory = mmap.mmap(-1, size_bytes)
+    return memoryview(memory)[:size_bytes]
+
+
+def gather(pieces: Sequence[memoryview], into: memoryview) -> None:
+    at = 0
+    for piece in pieces:
+        into[at : at + len(piece)] = piece
+        at += len(piece)
+
+
+def scatter(source: memoryview, pieces: Sequence[memoryview]) -> None:
+    at = 0
+    for piece in pieces:
+        piece[:] = source[at : at + len(piece)]
+        at += len(piece)
+
+
+# The last page of a segment's file: what its slots are, for when no journal is left that says so. Byte by byte in
+# `docs/spec/journal.md`.
+
+MAGIC = b"KVCSGMT\n"
+VERSION = 1
+LABEL_BYTES = 4096
+
+_FORM = Struct("<8sIIQQ")
+_SUM = Struct("<Q")
+
+
+class Label(NamedTuple):
+    slots: int
+    number: int
+    slot_bytes: int
+
+    def pack(self) -> bytes:
+        fixed = _FORM.pack(MAGIC, VERSION, self.slots, self.number, self.slot_bytes)
+        return (fixed + _SUM.pack(xxh3_64_intdigest(fixed))).ljust(LABEL_BYTES, b"\0")
+
+    @classmethod
+    def unpack(cls, page: bytes | bytearray | memoryview) -> Label | None:
+        """What a page says; None where it is no sound label of this version."""
+        if len(page) < LABEL_BYTES:
+            return None
+        magic, version, slots, number, slot_bytes = _FORM.unpack_from(page)
+        sound = _SUM.unpack_from(page, _FORM.size)[0] == xxh3_64_intdigest(bytes(page[: _FORM.size]))
+        return cls(slots, number, slot_bytes) if sound and (magic, version) == (MAGIC, VERSION) else None
 
 
 class Segment:
@@ -115,7 +186,7 @@ class Segment:
         the same."""
         self._file = disk.open(path, create=True, direct=True)
         self._file.allocate(self.file_bytes)
-        page = bounce.buffer(LABEL_BYTES)
+        page = buffer(LABEL_BYTES)
         page[:] = Label(self.slots, self.number, self.slot_bytes).pack()
         self._file.write(self.slots_bytes, [page])
 
@@ -138,17 +209,71 @@ class Segment:
 
     def read(self, file: File, slot: int, pieces: Sequence[memoryview]) -> int:
         """Fill the pieces from a slot and those behind it; the bytes that were there, fewer where the file is short."""
-        if not file.direct or bounce.aligned(pieces):
+        if not file.direct or aligned(pieces):
             return file.read(slot * self.slot_bytes, pieces)
-        detour = bounce.buffer(sum(map(len, pieces)))
+        detour = buffer(sum(map(len, pieces)))
         got = file.read(slot * self.slot_bytes, [detour])
-        bounce.scatter(detour, pieces)
+        scatter(detour, pieces)
         return got
 
     def write(self, file: File, slot: int, pieces: Sequence[memoryview]) -> None:
         """Write the pieces to a slot and those behind it."""
-        if file.direct and not bounce.aligned(pieces):
-            detour = bounce.buffer(sum(map(len, pieces)))
-            bounce.gather(pieces, detour)
+        if file.direct and not aligned(pieces):
+            detour = buffer(sum(map(len, pieces)))
+            gather(pieces, detour)
             pieces = [detour]
         file.write(slot * self.slot_bytes, pieces)
+
+
+# Records in neighbouring slots: one call reads or writes them all.
+
+MOST_BYTES = 9 << 20
+"""What one call moves: four records of 2 MiB with their headers, or more of less."""
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """Where a block of a batch stands, or is going to: `entry` is what the journal says of it, or will."""
+
+    i: int  # the block's number in its ticket
+    address: Address
+    pieces: Sequence[memoryview]
+    segment: Segment
+    slot: int
+    record_bytes: int
+    entry: Entry
+    failures: int = 0  # the segment's, when the slot was taken
+    name: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.address.name
+
+
+def stretches(places: Iterable[Place]) -> Iterator[list[Place]]:
+    """Groups that follow each other on the drive without a gap."""
+    stretch: list[Place] = []
+    size = 0
+    for place in sorted(places, key=lambda p: (p.segment.number, p.slot)):
+        if stretch:
+            last = stretch[-1]
+            adjacent = last.segment is place.segment and last.slot + 1 == place.slot
+            full = last.record_bytes == last.segment.slot_bytes
+            if not (adjacent and full and size + place.record_bytes <= MOST_BYTES):
+                yield stretch
+                stretch, size = [], 0
+        stretch.append(place)
+        size += place.record_bytes
+    if stretch:
+        yield stretch
+
+
+def flat(segments: Segments, size_bytes: int) -> list[memoryview]:
+    """The first `size_bytes` of a block's segments, as plain bytes."""
+    pieces: list[memoryview] = []
+    for segment in segments:
+        piece = segment if segment.format == "B" and segment.ndim == 1 else segment.cast("B")
+        pieces.append(piece if len(piece) <= size_bytes else piece[:size_bytes])
+        size_bytes -= len(pieces[-1])
+        if size_bytes <= 0:
+            break
+    return pieces

@@ -14,16 +14,14 @@ from typing import Literal
 
 from kvcache.block.record import Address, Header, RecordError, read_header, verify
 from kvcache.os_env import File, Port
-from kvcache.tier.breaker import Breaker
-from kvcache.tier.counters import Counters
-from kvcache.tier.nvme.barrier import Barrier
+from kvcache.tier.breaker import Breaker, Counters
+from kvcache.tier.io_queue import Batch
+from kvcache.tier.nvme.allocator import FULL, Space
+from kvcache.tier.nvme.catalog import Ledger, log
 from kvcache.tier.nvme.directory import Directory, refusal
-from kvcache.tier.nvme.entry import put_entry
-from kvcache.tier.nvme.files import FULL
-from kvcache.tier.nvme.ledger import Ledger, log
-from kvcache.tier.nvme.space import Space
-from kvcache.tier.nvme.stretch import Place, flat, stretches
-from kvcache.tier.queue import Batch
+from kvcache.tier.nvme.durability import Barrier
+from kvcache.tier.nvme.journal import put_entry
+from kvcache.tier.nvme.segment import Place, flat, stretches
 from kvcache.tier.tier import Outcome, Segments, same_record
 
 Durability = Literal["none", "batch", "block"]

@@ -15,19 +15,15 @@ from kvcache.block.namespace import Owner
 from kvcache.block.record import Address
 from kvcache.errors import ConfigError
 from kvcache.os_env import Port
-from kvcache.tier.nvme.audit import audit
-from kvcache.tier.nvme.chains import runs, scan
-from kvcache.tier.nvme.ending import ending
-from kvcache.tier.nvme.ledger import Ledger, log
-from kvcache.tier.nvme.owners import Owners
-from kvcache.tier.nvme.scrub import scrub
-from kvcache.tier.nvme.space import Space
+from kvcache.tier.io_queue import Batch, QueuedTier
+from kvcache.tier.nvme.allocator import Space
+from kvcache.tier.nvme.catalog import Ledger, ending, log
+from kvcache.tier.nvme.index import Owners
+from kvcache.tier.nvme.inspect import audit, holdings, scrub
+from kvcache.tier.nvme.restore_order import runs, scan
+from kvcache.tier.nvme.secure_erase import wipe
+from kvcache.tier.nvme.segment import MOST_BYTES
 from kvcache.tier.nvme.store import Durability, Settle, Store
-from kvcache.tier.nvme.stretch import MOST_BYTES
-from kvcache.tier.nvme.survey import holdings
-from kvcache.tier.nvme.wipe import wipe
-from kvcache.tier.queue import Batch
-from kvcache.tier.queued import QueuedTier
 from kvcache.tier.tier import Op, Outcome, Scrubbed, Unwanted, Usage
 
 _LEAST_BYTES = 768 << 10

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from kvcache.block.namespace import OWNER_BYTES, Owner
 from kvcache.block.record import Address
 from kvcache.tier.object.bucket import Bucket, Listed, RefusedError, TakenError
-from kvcache.tier.object.catalogue import Catalogue
-from kvcache.tier.object.name import OWNER, Names
-from kvcache.tier.object.tables import Pack
-from kvcache.tier.order import in_order
-from kvcache.tier.tier import Usage
+from kvcache.tier.object.keys import OWNER, Names
+from kvcache.tier.object.manifest import Catalogue, Pack
+from kvcache.tier.tier import Usage, in_order
 
 _ROUNDS = 3  # of deleting, for what is stored meanwhile
 

@@ -11,16 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvcache.block.cipher import Signer
 from kvcache.block.record import Address, RecordError, read_header, verify
-from kvcache.tier.breaker import Breaker
-from kvcache.tier.counters import Counters
+from kvcache.tier.breaker import Breaker, Counters
+from kvcache.tier.io_queue import Batch
 from kvcache.tier.object.bucket import Bucket, RefusedError, TakenError
-from kvcache.tier.object.catalogue import Catalogue
-from kvcache.tier.object.name import Names, Place
+from kvcache.tier.object.keys import Names, Place
+from kvcache.tier.object.manifest import Catalogue, Pack
 from kvcache.tier.object.pack import ROWS, Cut, Row, Table, made
-from kvcache.tier.object.tables import Pack
-from kvcache.tier.piece import flat, outgoing
-from kvcache.tier.queue import Batch
-from kvcache.tier.tier import Outcome, Segments
+from kvcache.tier.tier import Outcome, Segments, flat, outgoing
 
 DONE, ABSENT, FAILED = Outcome.DONE, Outcome.ABSENT, Outcome.FAILED
 Settle = Callable[[int, Outcome, str], None]

@@ -14,14 +14,13 @@ from kvcache.block.record import Address
 from kvcache.errors import ConfigError
 from kvcache.os_env import Port
 from kvcache.tier.breaker import Breaker
-from kvcache.tier.far import FarTier
-from kvcache.tier.object.bucket import Bucket, RefusedError, log
-from kvcache.tier.object.catalogue import Catalogue
-from kvcache.tier.object.entrance import opened
-from kvcache.tier.object.name import Names
+from kvcache.tier.io_queue import Batch
+from kvcache.tier.object.bucket import Bucket, RefusedError, log, opened
+from kvcache.tier.object.inspect import Survey
+from kvcache.tier.object.keys import Names
+from kvcache.tier.object.manifest import Catalogue
 from kvcache.tier.object.store import Settle, Store
-from kvcache.tier.object.survey import Survey
-from kvcache.tier.queue import Batch
+from kvcache.tier.remote import FarTier
 from kvcache.tier.tier import Op, Outcome, Usage
 
 _CLOSE_S = 5.0  # how long closing waits for what is under way before it drops it

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvcache.block.record import CHUNK_BYTES, Address
-from kvcache.tier.order import in_order
-from kvcache.tier.redis.keys import scanned
-from kvcache.tier.redis.name import Names, address_of, header_bytes_of, is_head_of, stored_bytes_of
+from kvcache.tier.redis.keys import Names, address_of, header_bytes_of, is_head_of, scanned, stored_bytes_of
 from kvcache.tier.redis.store import Store
 from kvcache.tier.redis.wire import Wire, Wrong
-from kvcache.tier.tier import Usage
+from kvcache.tier.tier import Usage, in_order
 
 _KEYS = 500
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from binascii import hexlify
+from collections.abc import Iterator, Sequence
+from struct import Struct, pack
 
-from kvcache.tier.redis.endpoint import RefusedError
-from kvcache.tier.redis.wire import Wire
+from kvcache.block.layout import Shard
+from kvcache.block.namespace import OWNER_BYTES, Owner
+from kvcache.block.record import FIXED_BYTES, KEY_BYTES, MAGIC, PARENT, VERSION, Address
+from kvcache.errors import ConfigError, LayoutError
+from kvcache.tier.redis.cluster import Nodes, ask
+from kvcache.tier.redis.connect import RefusedError
+from kvcache.tier.redis.wire import Wire, Wrong
 
 
 def scanned(wire: Wire, pattern: bytes) -> Iterator[bytes]:
@@ -20,3 +28,160 @@ def scanned(wire: Wire, pattern: bytes) -> Iterator[bytes]:
         yield from names
         if cursor == b"0":
             return
+
+
+# Under which keys records lie in a server, and what the first bytes of a value tell. See `docs/spec/redis.md`.
+# PREFIX:k1r1:NAMESPACE:KEY:GROUP:SHARD a record, or the first part of a long one
+# PREFIX:k1r1:NAMESPACE:KEY:GROUP:SHARD:WRITE:NUMBER a further part of the record that this write made
+# PREFIX:k1r1:NAMESPACE:owner whose the namespace is
+
+KEY_VERSION = 1
+FORM = f"k{KEY_VERSION}r{VERSION}"
+HEAD_BYTES = FIXED_BYTES + 6 + 32
+"""The fixed part of a header and its first field, which is the parent where it is known."""
+
+_START = Struct("<4sHH8s")
+_SIZES = Struct("<QQQ")  # stored, decoded, write id
+_PARENT = pack("<HI", PARENT, 32)  # begins the field
+_PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
+class Names:
+    """`cluster`: what names a record stands in braces, so that a Redis Cluster keeps all its parts on one server."""
+
+    def __init__(self, prefix: str, *, cluster: bool = False) -> None:
+        if not _PREFIX.fullmatch(prefix):
+            raise ConfigError(f"redis.prefix = {prefix!r}: expected 1 to 64 letters, digits or characters of ._:-")
+        self.prefix = prefix
+        self._start = f"{prefix}:{FORM}:{'{' if cluster else ''}"
+        self._end = "}" if cluster else ""
+        self.pattern = f"{self._start}*".encode()
+
+        self.owners = f"{self._start}*:owner{self._end}".encode()
+
+    def owner(self, namespace: bytes) -> bytes:
+        """The key that says whose a namespace is."""
+        return f"{self._start}{namespace[:16].hex()}:owner{self._end}".encode()
+
+    def record(self, address: Address) -> bytes:
+        return self.records([address])[0]
+
+    def records(self, addresses: Sequence[Address]) -> list[bytes]:
+        names = []
+        namespace, group, shard = b"", -1, None
+        start = end = b""
+        for address in addresses:
+            if address.namespace != namespace or address.shard is not shard or address.group != group:
+                namespace, group, shard = address.namespace, address.group, address.shard
+                part_of = f"{shard.first_layer}-{shard.end_layer}-{shard.first_head}-{shard.end_head}"
+                start = f"{self._start}{namespace[:16].hex()}:".encode()
+                end = f":{group}:{part_of}{self._end}".encode()
+            names.append(start + hexlify(address.signature[:KEY_BYTES]) + end)
+        return names
+
+    def is_record(self, name: bytes) -> bool:
+        """Whether this is the key of a record, not of a further part of one."""
+        start = self._start.encode()
+        return name.startswith(start) and name.count(b":", len(start)) == 3
+
+    def is_part(self, name: bytes) -> bool:
+        """Whether this is the key of a further part of a record."""
+        start = self._start.encode()
+        return name.startswith(start) and name.count(b":", len(start)) == 5
+
+    def within(self, namespace: bytes) -> bytes:
+        """The pattern of all keys of a namespace."""
+        return f"{self._start}{namespace[:16].hex()}:*".encode()
+
+
+def heat(prefix: str, namespace: bytes) -> list[bytes]:
+    """The keys under which a fleet counts how often a namespace's chains are used: the counts, the chains."""
+    name = f"{prefix}:h1:{{{namespace[:16].hex()}}}".encode()
+    return [name + b":heat", name + b":chains"]
+
+
+def part(record: bytes, write_id: int, number: int) -> bytes:
+    """The key of part `number` of a long record; part 0 lies under the record's own key."""
+    return b"%b:%016x:%d" % (record, write_id, number)
+
+
+# what the first HEAD_BYTES of a value tell
+
+
+def plausible(head: bytes) -> bool:
+    """Whether a record of any version may begin so."""
+    return len(head) >= FIXED_BYTES and head.startswith(MAGIC)
+
+
+def is_head_of(head: bytes, address: Address) -> bool:
+    """Whether a record of this address begins so; parents count where both are known."""
+    return are_heads_of([head], [address])[0]
+
+
+def are_heads_of(heads: Sequence[bytes], addresses: Sequence[Address]) -> list[bool]:
+    """As `is_head_of`, of each: most are at one place, and what is equal needs no second look."""
+    found = []
+    group, shard, start = -1, None, b""
+    for head, address in zip(heads, addresses, strict=True):
+        if address.shard is not shard or address.group != group:
+            group, shard = address.group, address.shard
+            start = _START.pack(MAGIC, VERSION, group, shard.pack())
+        same = head[24:88] == address.namespace + address.signature and head[:16] == start
+        if same and head[FIXED_BYTES + 6 : HEAD_BYTES] != address.parent:
+            same = not address.parent or parent_of(head) == b""
+        found.append(same)
+    return found
+
+
+def parent_of(head: bytes) -> bytes:
+    return head[FIXED_BYTES + 6 : HEAD_BYTES] if head[FIXED_BYTES : FIXED_BYTES + 6] == _PARENT else b""
+
+
+def address_of(head: bytes) -> Address | None:
+    """Whose record begins so; None where that cannot be told."""
+    if not plausible(head):
+        return None
+    _, version, group, shard = _START.unpack_from(head)
+    if version != VERSION:
+        return None
+    try:
+        return Address(head[24:56], head[56:88], parent_of(head), group, Shard.unpack(shard))
+    except LayoutError:
+        return None
+
+
+def stored_bytes_of(head: bytes) -> int:
+    return int(_SIZES.unpack_from(head, 88)[0])
+
+
+def write_id_of(head: bytes) -> int:
+    return int(_SIZES.unpack_from(head, 88)[2])
+
+
+def header_bytes_of(head: bytes) -> int:
+    """The used length of the header that begins so."""
+    return FIXED_BYTES + int.from_bytes(head[120:124], "little")
+
+
+# Whose the namespaces in a server are: a key each, so that what is a tenant's can be found by whoever is told to.
+
+
+def note(nodes: Nodes, names: Names, namespace: bytes, owner: Owner) -> None:
+    """OSError where the server does not answer, or refuses."""
+    name = names.owner(namespace)
+    for pool, *_ in nodes.divide([name], None):
+        if isinstance(told := pool.run(lambda wire: wire.ask(b"SET", name, namespace + owner.pack()), None), Wrong):
+            raise RefusedError(f"SET: {told}")
+
+
+def find(nodes: Nodes, names: Names) -> dict[bytes, Owner] | None:
+    """None where a server does not answer, or refuses."""
+
+    def every(wire: Wire) -> list[bytes]:
+        return [wire.ask(b"GET", name) for name in list(scanned(wire, names.owners))]
+
+    told = ask(nodes, every)
+    if told is None:
+        return None
+    values = [value for some in told for value in some if isinstance(value, bytes) and len(value) == 32 + OWNER_BYTES]
+    return {value[:32]: owner for value in values if (owner := Owner.read(value[32:])) is not None}

@@ -13,8 +13,8 @@ from functools import partial
 
 from kvcache.block.record import Address
 from kvcache.os_env import Clock
-from kvcache.tier.redis.name import Names, is_head_of
-from kvcache.tier.redis.nodes import Nodes
+from kvcache.tier.redis.cluster import Nodes
+from kvcache.tier.redis.keys import Names, is_head_of
 from kvcache.tier.redis.pool import ELSEWHERE, Pool
 from kvcache.tier.redis.store import Head, Store
 from kvcache.tier.redis.wire import Wire, Wrong

@@ -13,9 +13,8 @@ from typing import TypeVar
 
 from kvcache.log import logger
 from kvcache.os_env import Clock
-from kvcache.tier.breaker import Breaker
-from kvcache.tier.counters import Counters
-from kvcache.tier.redis.endpoint import Endpoint, RefusedError, Sentinels
+from kvcache.tier.breaker import Breaker, Counters
+from kvcache.tier.redis.connect import Endpoint, RefusedError, Sentinels
 from kvcache.tier.redis.wire import Wire
 
 T = TypeVar("T")

@@ -2,12 +2,12 @@
 
 A read takes each value off the socket, compares the whole identity and every checksum, and settles block by block. A
 write looks at what stands under its keys first, so that a record that is there costs no payload, and sets only where
-nothing is. Long records go in parts, the one with the header last.
-"""
+nothing is. Long records go in parts, the one with the header last."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,14 +19,13 @@ from kvcache.block.record import (
     Header,
     RecordError,
     chunk_sums,
+    expires_ms,
     read_header,
 )
-from kvcache.tier.breaker import Breaker
-from kvcache.tier.counters import Counters
-from kvcache.tier.piece import cut, flat, outgoing
-from kvcache.tier.queue import Batch
-from kvcache.tier.redis.life import Life
-from kvcache.tier.redis.name import (
+from kvcache.os_env import Clock
+from kvcache.tier.breaker import Breaker, Counters
+from kvcache.tier.io_queue import Batch
+from kvcache.tier.redis.keys import (
     HEAD_BYTES,
     Names,
     are_heads_of,
@@ -37,10 +36,113 @@ from kvcache.tier.redis.name import (
     stored_bytes_of,
     write_id_of,
 )
-from kvcache.tier.redis.piece import groups
-from kvcache.tier.redis.settling import Settling
+from kvcache.tier.redis.pool import ELSEWHERE
 from kvcache.tier.redis.wire import MOST_TAKEN, Wire, Wrong
-from kvcache.tier.tier import Outcome, Segments, same_record
+from kvcache.tier.tier import Op, Outcome, Segments, cut, flat, outgoing, same_record
+
+# How long what is written stays in a server: as the settings say, and never beyond the end that a record has.
+
+_AFTER_MS = 1000  # a part outlives the header that needs it
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """In milliseconds; 0 for no end."""
+
+    record_ms: int
+    part_ms: int
+    clock: Clock
+
+    def of_record(self, header: Header) -> int:
+        """Of one in a single value."""
+        return self._until_end(header, self.record_ms)
+
+    def of_head(self, header: Header) -> int:
+        """Of the first value of a long one: the others outlive it."""
+        return self._until_end(header, min(self.record_ms or self.part_ms, self.part_ms * 9 // 10))
+
+    def of_part(self, header: Header) -> int:
+        return min(self.part_ms, self._until_end(header, self.part_ms) + _AFTER_MS)
+
+    def _until_end(self, header: Header, most_ms: int) -> int:
+        end = expires_ms(header.fields)
+        if not end:
+            return most_ms
+        left = max(1, end - int(self.clock.wall() * 1000))
+        return min(most_ms or left, left)
+
+
+# How many values go out together.
+
+IN_FLIGHT_BYTES = 16 << 20
+"""On one connection; with more a server spends its time on memory."""
+
+
+def groups(
+    values: Sequence[tuple[bytes, list[memoryview]]],
+) -> Iterator[list[tuple[bytes, list[memoryview]]]]:
+    """As many in a row as may be in flight together."""
+    group: list[tuple[bytes, list[memoryview]]] = []
+    size = 0
+    for value in values:
+        more = sum(map(len, value[1]))
+        if group and size + more > IN_FLIGHT_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(value)
+        size += more
+    if group:
+        yield group
+
+
+# How one server's work on blocks of a batch ends: told to the ticket and counted, or kept for another server.
+
+OPS: tuple[Op, ...] = ("read", "write", "contains", "remove")
+_NAMES = {op: {outcome: f"{op}_{outcome.value}" for outcome in Outcome} for op in OPS}
+
+
+class Settling:
+    """`blocks`: the numbers that the batch's own ticket has for those of this part, where they differ from the part's.
+    `follow`: what turns out to be at another server is not settled, but stands in `moved`, with the place that the
+    server named, if it did. `doubtful`: what is known of the servers is no longer so."""
+
+    def __init__(
+        self, batch: Batch, counters: Counters, *, blocks: Sequence[int] | None = None, follow: bool = False
+    ) -> None:
+        self._batch, self._counters, self._blocks, self._follow = batch, counters, blocks, follow
+        self._names = _NAMES[batch.op]
+        self.moved: dict[int, str] = {}
+        self.doubtful = False
+
+    def __call__(self, i: int, outcome: Outcome, check: str = "") -> None:
+        block = i if self._blocks is None else self._blocks[i]
+        if self._follow and check in ELSEWHERE:
+            self.moved[block] = check.place if isinstance(check, Wrong) else ""
+            self.doubtful = self.doubtful or check != "ASK"
+            return
+        self._counters.add(self._names[outcome])
+        if outcome is Outcome.DONE and self._batch.segments:
+            self._counters.add(f"{self._batch.op}_bytes", self._batch.size_bytes(block))
+        self._batch.ticket.settle(block, outcome, check)
+
+    def many(self, first: int, outcomes: Sequence[Outcome]) -> None:
+        """Blocks from `first` on, of a batch without segments, each for a reason that is no other server's."""
+        if self._blocks is not None:
+            for i, outcome in enumerate(outcomes, first):
+                self(i, outcome)
+            return
+        for outcome, count in Counter(outcomes).items():
+            self._counters.add(self._names[outcome], count)
+        self._batch.ticket.settle_many(first, outcomes)
+
+    def rest(self, outcome: Outcome, check: str = "") -> None:
+        """Those that nobody has settled, and that are not kept for another server."""
+        ticket = self._batch.ticket
+        for i in self._batch.blocks if self._blocks is None else range(len(self._blocks)):
+            block = i if self._blocks is None else self._blocks[i]
+            if not ticket.settled(block) and block not in self.moved:
+                self(i, outcome, check)
+
 
 DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
 _QUESTIONS = 1024

@@ -17,21 +17,16 @@ from kvcache.block.record import CHUNK_BYTES, Address
 from kvcache.errors import ConfigError
 from kvcache.os_env import Port
 from kvcache.tier.breaker import Breaker
-from kvcache.tier.far import FarTier
-from kvcache.tier.order import in_order
-from kvcache.tier.queue import Batch
-from kvcache.tier.redis import owners
-from kvcache.tier.redis.entrance import Entrance
-from kvcache.tier.redis.life import Life
+from kvcache.tier.io_queue import Batch
+from kvcache.tier.redis import keys as owners
+from kvcache.tier.redis.cluster import Entrance, One, Share, ask
+from kvcache.tier.redis.inspect import Survey
+from kvcache.tier.redis.keys import Names, heat
 from kvcache.tier.redis.lookup import Lookup
-from kvcache.tier.redis.name import Names, heat
-from kvcache.tier.redis.nodes import One, Share, ask
-from kvcache.tier.redis.piece import IN_FLIGHT_BYTES
 from kvcache.tier.redis.pool import log, reason
-from kvcache.tier.redis.settling import Settling
-from kvcache.tier.redis.store import Store
-from kvcache.tier.redis.survey import Survey
-from kvcache.tier.tier import Op, Outcome, Usage
+from kvcache.tier.redis.store import IN_FLIGHT_BYTES, Life, Settling, Store
+from kvcache.tier.remote import FarTier
+from kvcache.tier.tier import Op, Outcome, Usage, in_order
 
 _CLOSE_S = 2.0  # how long closing waits for what is under way before it cuts the connections
 _MOST_MOVES = 3  # how often a call follows keys that are moved between servers
