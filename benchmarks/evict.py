@@ -21,8 +21,8 @@ from kvcache import native
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.record import record_bytes
+from kvcache.cache.factory import POLICIES
 from kvcache.evict.policy import Policy
-from kvcache.hierarchy.parts import POLICIES
 from kvcache.index.block_run import Run, place_of
 from kvcache.index.index import Index
 from kvcache.machine import memory

@@ -23,8 +23,8 @@ from form import Row, options, publish
 
 import kvcache
 from kvcache.block.layout import KVLayout
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.legacy import Legacy, leave
+from kvcache.cache.cache import Cache
+from kvcache.cache.warm_restart import Legacy, leave
 from kvcache.settings.sources import load as load_settings
 from kvcache.transfer.pages import GroupPages
 

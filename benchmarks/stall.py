@@ -27,8 +27,8 @@ from form import Row, options, publish
 from kvcache import native
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import KVLayout
+from kvcache.cache.policy_state import MOST_ROWS
 from kvcache.evict.hazard import Hazard
-from kvcache.hierarchy.learnt import MOST_ROWS
 from kvcache.index.block_run import Run, place_of
 from kvcache.index.index import Index
 

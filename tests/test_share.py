@@ -138,7 +138,7 @@ def test_a_drive_in_a_containers_own_layer_is_warned_about(
     drive = tmp_path / "nvme"
     for kind, warned in (("overlay", True), ("ext4", False)):
         (tmp_path / "proc/self/mounts").write_text(f"overlay / {kind} rw,relatime 0 0\n")
-        monkeypatch.setattr("kvcache.hierarchy.below.file_system", lambda path: file_system(path, tmp_path))
+        monkeypatch.setattr("kvcache.cache.factory.file_system", lambda path: file_system(path, tmp_path))
         with caplog.at_level(logging.WARNING, "kvcache"):
             kvcache.open(nvme={"path": drive, "capacity_bytes": "64MiB"}, control={"enabled": False}).close()
         said = [record.getMessage() for record in caplog.records if str(drive) in record.getMessage()]

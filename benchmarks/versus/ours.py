@@ -11,8 +11,8 @@ import torch
 
 import kvcache
 from kvcache.block.record import record_bytes
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.request import BoundCache
+from kvcache.cache.cache import Cache
+from kvcache.cache.request import BoundCache
 from kvcache.transfer.copier import Copiers
 from kvcache.transfer.pinned import address_of
 from versus.work import BLOCK_TOKENS, KEPT_ON_DISK, LEAST, Pages, Shape, own_bytes, prompt

@@ -13,22 +13,19 @@ from typing import Any, cast
 
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
+from kvcache.cache.api import Bound, FlushReport, check_shards, check_ttl
+from kvcache.cache.canary import Canary
+from kvcache.cache.erase import Erasure
+from kvcache.cache.factory import coder_of, policy_of, shares_of, size_of, tiers_below
+from kvcache.cache.load_plan import Plan
+from kvcache.cache.miss_explainer import Why
+from kvcache.cache.namespace_gc import Unbound
+from kvcache.cache.policy_state import Learnt
+from kvcache.cache.request import BoundCache, CacheRequest, Register
+from kvcache.cache.shared_lookup import Ask, SharedTier
+from kvcache.cache.tier_manager import Flow
+from kvcache.cache.usage import Census, Counted, Uses
 from kvcache.errors import ClosedError
-from kvcache.hierarchy.ask import Ask, SharedTier
-from kvcache.hierarchy.below import tiers_below
-from kvcache.hierarchy.canary import Canary
-from kvcache.hierarchy.census import Census, Counted
-from kvcache.hierarchy.edge import check_shards, check_ttl
-from kvcache.hierarchy.erase import Erasure
-from kvcache.hierarchy.face import Bound, FlushReport
-from kvcache.hierarchy.flow import Flow
-from kvcache.hierarchy.learnt import Learnt
-from kvcache.hierarchy.parts import coder_of, policy_of, shares_of, size_of
-from kvcache.hierarchy.plan import Plan
-from kvcache.hierarchy.register import Register
-from kvcache.hierarchy.request import BoundCache, CacheRequest
-from kvcache.hierarchy.unbound import Unbound
-from kvcache.hierarchy.why import Why
 from kvcache.index.block_run import Run, place_of
 from kvcache.index.cost_classes import Kind, Kinds, Model
 from kvcache.index.index import Index
@@ -36,7 +33,6 @@ from kvcache.index.kv_events import Told
 from kvcache.index.mrc import Curve
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
-from kvcache.observe.uses import Uses
 from kvcache.os_env import Port
 from kvcache.settings import Settings
 from kvcache.settings.types import show_bytes
@@ -51,7 +47,7 @@ _log = logging.getLogger("kvcache")
 
 
 class Cache:
-    """Implements `kvcache.hierarchy.face.KVCache`; made by `kvcache.open`."""
+    """Implements `kvcache.cache.api.KVCache`; made by `kvcache.open`."""
 
     def __init__(self, settings: Settings, port: Port | None = None, *, shared: bool = False, serves: str = "") -> None:
         """`shared`: in host memory that other processes may map. `serves`: where they reach this cache."""

@@ -17,8 +17,8 @@ import numpy as np
 from kvcache.block.chain import tokens as checked_tokens
 from kvcache.block.layout import KVLayout
 from kvcache.block.record import header_area
+from kvcache.cache.slot_copy import Mover, Part
 from kvcache.codec.quantised import WORDS, widen
-from kvcache.hierarchy.mover import Mover, Part
 from kvcache.observe.metrics import Counters
 from kvcache.os_env import Port
 from kvcache.transfer.copier import Copy

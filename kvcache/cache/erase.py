@@ -2,8 +2,7 @@
 
 A tier keeps beside its records whose each namespace is, so that what another process stored, or this one before it was
 restarted, is found as well. What is being loaded at the moment is still brought, and an engine that goes on storing
-makes new records: so it is looked again afterwards, and said whether anything is there.
-"""
+makes new records: so it is looked again afterwards, and said whether anything is there."""
 
 from __future__ import annotations
 
@@ -15,13 +14,35 @@ from functools import partial
 
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.namespace import Namespace, Owner
+from kvcache.cache.usage import Census
 from kvcache.errors import ConfigError, NotFoundError
-from kvcache.hierarchy.census import Census
-from kvcache.hierarchy.clear import CLEAR_S, remove
 from kvcache.index.index import Index
 from kvcache.log import logger
 from kvcache.os_env import Port
-from kvcache.tier.tier import Tier
+from kvcache.tier.tier import Outcome, Tier
+
+# Forget namespaces: every record of them, out of every tier. What is being loaded at the moment is still brought.
+
+BATCH = 1024
+CLEAR_S = 5.0
+"""What a caller waits for stores that are on their way, at most."""
+
+
+def clear(namespace: bytes, index: Index, tiers: Sequence[Tier]) -> int:
+    """Records removed, counted in each tier. Last blocks first, so that no tail is ever without its head."""
+    return sum(remove({namespace}, index, tier) for tier in tiers)
+
+
+def remove(namespaces: Collection[bytes], index: Index, tier: Tier) -> int:
+    removed = 0
+    records = [address for address in tier.scan() if address.namespace in namespaces][::-1]
+    for first in range(0, len(records), BATCH):
+        batch = records[first : first + BATCH]
+        for address in batch:
+            index.discard(address, tier.name)  # before it goes: nobody is sent to where it was
+        removed += tier.remove(batch).count(Outcome.DONE)
+    return removed
+
 
 _ROUNDS = 3  # for what was stored meanwhile
 _STORES = "stores"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvcache.block.record import Address
-from kvcache.hierarchy.why import Why
+from kvcache.cache.miss_explainer import Why
 from kvcache.index.index import Index
 from kvcache.log import logger
 from kvcache.observe.events import Events

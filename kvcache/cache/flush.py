@@ -14,9 +14,9 @@ from concurrent.futures import TimeoutError as LateError
 from dataclasses import dataclass, field
 
 from kvcache.block.record import Address
-from kvcache.hierarchy.face import TierFlush
-from kvcache.hierarchy.lane import Lane
-from kvcache.hierarchy.refused import Scope, since
+from kvcache.cache.api import TierFlush
+from kvcache.cache.refused import Scope, since
+from kvcache.cache.write_back import Lane
 from kvcache.os_env import Executor
 
 SYNC_S = 1.0

@@ -13,11 +13,11 @@ from itertools import repeat
 from operator import itemgetter
 
 from kvcache.block.record import Address
-from kvcache.hierarchy.flow import Flow
-from kvcache.hierarchy.holds import SHARE, Holds
-from kvcache.hierarchy.mover import Mover, NotMovedError, wait_all
-from kvcache.hierarchy.promote import Arrival
-from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.cache.holds import SHARE, Holds
+from kvcache.cache.operation import BlockTransfer
+from kvcache.cache.promote import Arrival
+from kvcache.cache.slot_copy import Mover, NotMovedError, wait_all
+from kvcache.cache.tier_manager import Flow
 from kvcache.index.block_run import Chained
 from kvcache.log import Work, logger, working_for
 from kvcache.tier.host.tier import Held

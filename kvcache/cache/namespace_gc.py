@@ -10,8 +10,8 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from kvcache.block.chain import SIGNATURE_BYTES
-from kvcache.hierarchy.erase import Erasure
-from kvcache.hierarchy.request import BoundCache
+from kvcache.cache.erase import Erasure
+from kvcache.cache.request import BoundCache
 from kvcache.index.cost_classes import Kinds
 from kvcache.index.index import Index
 from kvcache.tier.record_codec import Coder

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.record import record_bytes
+from kvcache.cache.holds import Holds
 from kvcache.errors import ConfigError
-from kvcache.hierarchy.holds import Holds
 from kvcache.index.block_run import Run, wanted
 from kvcache.index.index import Index
 from kvcache.log import logger
@@ -24,7 +24,7 @@ from kvcache.os_env import Clock
 from kvcache.tier.tier import Tier
 
 if TYPE_CHECKING:
-    from kvcache.hierarchy.request import BoundCache
+    from kvcache.cache.request import BoundCache
 
 SHARE = 8
 PINS = 64

@@ -29,12 +29,12 @@ from zlib import compress, decompressobj
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.cache.usage import Uses
 from kvcache.evict.policy import AGE_EDGES, Policy
 from kvcache.index.cost_classes import Kinds
 from kvcache.index.index import Index
 from kvcache.log import logger
 from kvcache.observe.metrics import Counters
-from kvcache.observe.uses import Uses
 from kvcache.os_env import Port
 
 NAME = "policy"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from kvcache.hierarchy.flow import Flow
-from kvcache.hierarchy.promote import Arrival
-from kvcache.hierarchy.request import BoundCache
+from kvcache.cache.promote import Arrival
+from kvcache.cache.request import BoundCache
+from kvcache.cache.tier_manager import Flow
 from kvcache.index.block_run import ALL, Chained, Run, wanted
 from kvcache.tier.tier import BACKGROUND, Outcome
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcache.block.record import Address, header_area
-from kvcache.hierarchy.expiry import Expiry
-from kvcache.hierarchy.plan import Plan
-from kvcache.hierarchy.why import Why
+from kvcache.cache.expiry import Expiry
+from kvcache.cache.load_plan import Plan
+from kvcache.cache.miss_explainer import Why
 from kvcache.index.index import Index
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters

@@ -3,41 +3,76 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 
 from kvcache.block.chain import Chain
 from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
-from kvcache.errors import ClosedError
-from kvcache.hierarchy.ask import Question
-from kvcache.hierarchy.barrier import Submit
-from kvcache.hierarchy.bypass import BYPASS
-from kvcache.hierarchy.canary import Recompute
-from kvcache.hierarchy.clear import CLEAR_S, clear
-from kvcache.hierarchy.edge import check_blocks, check_origin, check_transfer, check_ttl
-from kvcache.hierarchy.face import Extras, Hit, PageIds
-from kvcache.hierarchy.flow import Flow
-from kvcache.hierarchy.holds import Holds
-from kvcache.hierarchy.load import Load
-from kvcache.hierarchy.miss import Miss
-from kvcache.hierarchy.mover import Mover, PagesMover
-from kvcache.hierarchy.plan import Choice, kept
-from kvcache.hierarchy.register import Register
-from kvcache.hierarchy.spans import spans
-from kvcache.hierarchy.store import Store
-from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.cache.api import Extras, Hit, PageIds, check_blocks, check_origin, check_transfer, check_ttl
+from kvcache.cache.canary import Recompute
+from kvcache.cache.erase import CLEAR_S, clear
+from kvcache.cache.flush import Submit
+from kvcache.cache.holds import Holds
+from kvcache.cache.load import Load
+from kvcache.cache.load_plan import Choice, kept, spans
+from kvcache.cache.miss_explainer import Miss
+from kvcache.cache.operation import BlockTransfer
+from kvcache.cache.shared_lookup import Question
+from kvcache.cache.slot_copy import Mover, PagesMover
+from kvcache.cache.store import Store
+from kvcache.cache.tier_manager import BYPASS, Flow
+from kvcache.errors import ClosedError, RequestError
 from kvcache.index.block_run import Chained, Place, Run, needs, place_of, wanted
 from kvcache.index.cost_classes import NO_MODEL
 from kvcache.log import Work, working_for
 from kvcache.tier.tier import AHEAD, BACKGROUND, Outcome
 from kvcache.transfer.copier import Copiers
 from kvcache.transfer.pages import Pages
+
+# Which requests are open, so that an engine's ranks join the one that its scheduler opened.
+
+R = TypeVar("R")
+
+
+class Register(Generic[R]):
+    """By name, whatever that is made of. Thread-safe; keeps no request alive."""
+
+    def __init__(self) -> None:
+        self._open: dict[Hashable, WeakSet[R]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: Hashable, request: R) -> None:
+        with self._lock:
+            self._open.setdefault(name, WeakSet()).add(request)
+
+    def remove(self, name: Hashable, request: R) -> None:
+        """Idempotent."""
+        with self._lock:
+            there = self._open.get(name)
+            if there is not None:
+                there.discard(request)
+                if not there:
+                    del self._open[name]
+
+    def find(self, name: Hashable) -> R:
+        """The one of this name. RequestError where there is none, and where there are several: to guess between them
+        could hand one prompt's blocks to another."""
+        with self._lock:
+            there = list(self._open.get(name, ()))
+        if len(there) == 1:
+            return there[0]
+        if not there:
+            raise RequestError("no open request has this id in this namespace; open it first, and close it last")
+        raise RequestError(f"{len(there)} open requests have this id; name the engine when connecting, or the requests")
+
 
 BELOW_PLAN = "below_plan"
 """The reason that is said of what would come later than the engine computes it."""

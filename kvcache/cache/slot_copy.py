@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Literal, Protocol
 
 from kvcache.block.record import header_area
-from kvcache.hierarchy.face import PageIds
+from kvcache.cache.api import PageIds
 from kvcache.tier.host.arena import Slot
 from kvcache.transfer.copier import Copiers, Copy
 from kvcache.transfer.pages import Pages

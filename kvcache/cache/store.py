@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from kvcache.block.record import Address
-from kvcache.hierarchy.bypass import BYPASS
-from kvcache.hierarchy.flow import Flow
-from kvcache.hierarchy.mover import Mover, NotMovedError
-from kvcache.hierarchy.transfer import BlockTransfer
+from kvcache.cache.operation import BlockTransfer
+from kvcache.cache.slot_copy import Mover, NotMovedError
+from kvcache.cache.tier_manager import BYPASS, Flow
 from kvcache.index.block_run import Chained, place_of, runs
 from kvcache.log import Work, logger, working_for
 from kvcache.tier.host.arena import Slot

@@ -6,22 +6,24 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from typing import Literal, get_args
 
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.record import record_bytes
-from kvcache.hierarchy.ask import Ask
-from kvcache.hierarchy.barrier import Barrier, Counts, Left, Stores, Watch, settled
-from kvcache.hierarchy.bypass import Bypass
-from kvcache.hierarchy.canary import Canary
-from kvcache.hierarchy.expiry import Expiry
-from kvcache.hierarchy.face import FlushReport
-from kvcache.hierarchy.holds import Holds
-from kvcache.hierarchy.lane import Lane
-from kvcache.hierarchy.pins import Pins
-from kvcache.hierarchy.plan import Plan
-from kvcache.hierarchy.promote import Promoter
-from kvcache.hierarchy.refused import Scope, WriteMode
-from kvcache.hierarchy.why import Why
+from kvcache.cache.api import FlushReport
+from kvcache.cache.canary import Canary
+from kvcache.cache.expiry import Expiry
+from kvcache.cache.flush import Barrier, Counts, Left, Stores, Watch, settled
+from kvcache.cache.holds import Holds
+from kvcache.cache.load_plan import Plan
+from kvcache.cache.miss_explainer import Why
+from kvcache.cache.pins import Pins
+from kvcache.cache.promote import Promoter
+from kvcache.cache.refused import Scope, WriteMode
+from kvcache.cache.shared_lookup import Ask
+from kvcache.cache.usage import Uses
+from kvcache.cache.write_back import Lane
+from kvcache.errors import ConfigError
 from kvcache.index.block_run import Chained, place_of_address
 from kvcache.index.cost_classes import Kinds
 from kvcache.index.index import Index, Lookup, Victim
@@ -29,12 +31,40 @@ from kvcache.index.mrc import Curve
 from kvcache.log import logger
 from kvcache.observe.events import Events
 from kvcache.observe.metrics import Counters
-from kvcache.observe.uses import Uses
 from kvcache.os_env import Port
 from kvcache.tier.host.arena import Extent, Slot
 from kvcache.tier.host.tier import HostTier
 from kvcache.tier.record_codec import Coder
 from kvcache.tier.tier import Tier
+
+# An operator's switch that takes a cache out of an engine's way at once, without ending either. Loads bypassed: a
+# match finds nothing, a load is a miss, and one under way ends with the blocks it has. Stores bypassed: what is
+# offered is dropped and counted. What was stored before stays, and goes on down.
+
+Mode = Literal["off", "on", "loads", "stores"]
+
+BYPASS = "bypass"
+"""The reason that is said of what was not done."""
+
+
+class Bypass:
+    """Two flags, read on every path without a lock: setting one never waits for anything."""
+
+    def __init__(self) -> None:
+        self.loads = False
+        self.stores = False
+
+    def set(self, mode: Mode) -> None:
+        if mode not in get_args(Mode):
+            raise ConfigError(f"bypass = {mode!r}: expected one of {', '.join(get_args(Mode))}")
+        self.loads, self.stores = mode in {"on", "loads"}, mode in {"on", "stores"}
+
+    @property
+    def mode(self) -> Mode:
+        if self.loads:
+            return "on" if self.stores else "loads"
+        return "stores" if self.stores else "off"
+
 
 VICTIMS_A_SLOT = 64
 """How many records one slot may cost: more only where sizes are mixed, and then the search ends as 'no room'."""

@@ -21,9 +21,9 @@ from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.block.namespace import Owner
 from kvcache.block.record import Address
+from kvcache.cache.cache import Cache
 from kvcache.errors import LayoutError
 from kvcache.evict.policy import AGE_EDGES, Policy
-from kvcache.hierarchy.cache import Cache
 from kvcache.index.block_run import PLACE_BYTES, Run
 from kvcache.index.index import Index
 from kvcache.log import logger

@@ -42,13 +42,13 @@ def serve(
     with bind(host, port) as listener:
         import uvicorn
 
+        from kvcache.cache.cache import Cache
         from kvcache.engine.engine import Engine
         from kvcache.engine.loop import EngineLoop
         from kvcache.engine.model import load_model
         from kvcache.engine.server import Server
         from kvcache.engine.tokenizer import Tokenizer
         from kvcache.fleet.node import warm_up
-        from kvcache.hierarchy.cache import Cache
 
         whole = settings.identity.read_every_byte
         runner = load_model(model, dtype=dtype, block_tokens=settings.block_tokens, read_every_byte=whole)

@@ -24,11 +24,11 @@ from transformers import DynamicCache
 
 from kvcache.block.checkpoint import config_digest
 from kvcache.block.hf import engine_facts
+from kvcache.cache.api import KVCache, Request
 from kvcache.connector import transformers_call
 from kvcache.connector.tensors import tensors_revision
 from kvcache.connector.transformers_layout import Tensors, caching, word
 from kvcache.errors import ModelError
-from kvcache.hierarchy.face import KVCache, Request
 from kvcache.settings.sources import Settings, load_identity
 
 _POLL_S = 0.001

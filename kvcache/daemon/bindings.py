@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 
+from kvcache.cache.cache import Cache
+from kvcache.cache.request import BoundCache
 from kvcache.daemon.allotment import Allotment
 from kvcache.errors import ConfigError
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.request import BoundCache
 
 MOST = 16_384
 """Of all tenants together."""

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from kvcache.block.record import header_area, record_bytes
+from kvcache.cache.slot_copy import PlacedPart
 from kvcache.daemon.protocol import SENT, SENT_BYTES, ProtocolError
-from kvcache.hierarchy.mover import PlacedPart
 from kvcache.transfer.copier import Copiers
 
 

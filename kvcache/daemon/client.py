@@ -1,4 +1,4 @@
-"""A cache behind a daemon's socket: the face of `kvcache.hierarchy.face`, in an engine's process.
+"""A cache behind a daemon's socket: the face of `kvcache.cache.api`, in an engine's process.
 
 Nothing that goes wrong with the daemon is the engine's to bear: while it does not answer, a match finds nothing, a
 load is a miss and a store is dropped, at once, and a thread tries to reach it again. Its end is seen by the end of the
@@ -20,6 +20,7 @@ from typing import Any
 
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
+from kvcache.cache.api import Bound, FlushReport, TierFlush, check_shards, check_ttl
 from kvcache.daemon.carrier import Stagings
 from kvcache.daemon.link import Link
 from kvcache.daemon.mapping import Mappings
@@ -27,8 +28,6 @@ from kvcache.daemon.protocol import FLUSH_S, ProtocolError, answer, read_report
 from kvcache.daemon.remote import RemoteBound
 from kvcache.daemon.route import Route
 from kvcache.errors import ClosedError, ConfigError, KVCacheError, UnreachableError
-from kvcache.hierarchy.edge import check_shards, check_ttl
-from kvcache.hierarchy.face import Bound, FlushReport, TierFlush
 from kvcache.index.kv_events import Change, Told
 from kvcache.log import logger
 from kvcache.os_env import Port

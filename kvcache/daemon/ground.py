@@ -6,11 +6,11 @@ import os
 import resource
 from pathlib import Path
 
+from kvcache.cache.factory import check as check_parts
 from kvcache.daemon.hall import WAITING
 from kvcache.daemon.limits import limits
 from kvcache.daemon.tenant import Tenants
 from kvcache.errors import ConfigError
-from kvcache.hierarchy.parts import check as check_parts
 from kvcache.log import logger
 from kvcache.machine import memory
 from kvcache.settings import Settings

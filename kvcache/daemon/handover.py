@@ -1,7 +1,7 @@
 """One daemon in the place of another, with what that has in host memory.
 
 The new one asks the old one over its socket, and that ends as at SIGTERM: transfers end, what is queued is written.
-When nothing moves any more it sends its extents and the table of what is in them (`kvcache.hierarchy.legacy`), then
+When nothing moves any more it sends its extents and the table of what is in them (`kvcache.cache.warm_restart`), then
 lets go of its drives and is gone. Only then does the new one open anything. Where any of it fails, or nothing comes, it
 begins with what is on the drive, as after any other end.
 """
@@ -16,12 +16,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from kvcache.cache.cache import Cache
+from kvcache.cache.warm_restart import Legacy, leave
 from kvcache.daemon.peer import credentials
 from kvcache.daemon.protocol import DESCRIPTORS, VERSION, ProtocolError, answer
 from kvcache.daemon.wire import LateError, Wire
 from kvcache.errors import AccessError, ClosedError, KVCacheError, StoreError, UnreachableError
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.legacy import Legacy, leave
 from kvcache.log import logger
 
 ANSWER_S = 5.0

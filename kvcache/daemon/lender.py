@@ -17,17 +17,17 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.cache.api import check_blocks
+from kvcache.cache.cache import Cache
+from kvcache.cache.operation import BlockTransfer
+from kvcache.cache.request import CacheRequest
+from kvcache.cache.slot_copy import NotMovedError, Part
 from kvcache.daemon.meter import QUOTA
 from kvcache.daemon.protocol import DESCRIPTORS, FLUSH_S, LENT, ProtocolError, asked, describe_report, refusal
 from kvcache.daemon.session import Session
 from kvcache.daemon.streamer import Streamer
 from kvcache.daemon.wire import Wire
 from kvcache.errors import AccessError, KVCacheError, UnreachableError
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.edge import check_blocks
-from kvcache.hierarchy.mover import NotMovedError, Part
-from kvcache.hierarchy.request import CacheRequest
-from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.log import logger
 from kvcache.tier.host.arena import Arena, Extent, Slot
 from kvcache.tier.tier import Outcome

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from kvcache.cache.cache import Cache
 from kvcache.daemon.tenant import OPERATOR, Tenants
 from kvcache.evict.quotas import UNLIMITED, Limit
-from kvcache.hierarchy.cache import Cache
 from kvcache.settings import Settings
 from kvcache.settings.cache import Tenant as Bytes
 from kvcache.settings.types import no_larger

@@ -13,9 +13,9 @@ from array import array
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 
+from kvcache.cache.cache import Cache
+from kvcache.cache.warm_restart import Legacy, leave
 from kvcache.daemon.handover import LEAVE_S, memory_file, read_file
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.legacy import Legacy, leave
 from kvcache.log import logger
 
 FIRST = 3

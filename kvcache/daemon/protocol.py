@@ -14,6 +14,7 @@ import msgpack
 import numpy as np
 
 from kvcache.block.layout import Group, KVLayout, Shard
+from kvcache.cache.api import FlushReport, TierFlush
 from kvcache.errors import (
     AccessError,
     ClosedError,
@@ -26,7 +27,6 @@ from kvcache.errors import (
     TokenError,
     UnreachableError,
 )
-from kvcache.hierarchy.face import FlushReport, TierFlush
 
 VERSION = 1
 HEAD_BYTES = 4

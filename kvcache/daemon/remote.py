@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 from kvcache.block.chain import Chain, Signatures, bind_signatures, tokens
 from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
+from kvcache.cache.api import Extras, Hit, PageIds, check_origin, check_transfer, check_ttl
+from kvcache.cache.operation import BlockTransfer
+from kvcache.cache.slot_copy import PagesMover
 from kvcache.daemon.protocol import FRAME_BYTES, NAMESPACES, describe_shards
 from kvcache.daemon.taker import Taker
 from kvcache.errors import KVCacheError
-from kvcache.hierarchy.edge import check_origin, check_transfer, check_ttl
-from kvcache.hierarchy.face import Extras, Hit, PageIds
-from kvcache.hierarchy.mover import PagesMover
-from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.log import Work, logger
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages

@@ -7,14 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from kvcache.block.namespace import Namespace
+from kvcache.cache.cache import Cache
+from kvcache.cache.usage import Counted, Use
 from kvcache.daemon.control.explain import explain
 from kvcache.errors import ConfigError
 from kvcache.evict.quotas import UNLIMITED
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.census import Counted
 from kvcache.log import Work
 from kvcache.observe.recent_requests import prefixes
-from kvcache.observe.uses import Use
 
 EVENTS, PREFIXES, ROWS = 1024, 64, 1024
 """In one answer, at most."""

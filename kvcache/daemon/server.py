@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import Any
 
+from kvcache.cache.cache import Cache
 from kvcache.daemon.address import Claim
 from kvcache.daemon.allotment import Allotment
 from kvcache.daemon.bindings import Bindings
@@ -36,7 +37,6 @@ from kvcache.daemon.tcp import Port
 from kvcache.daemon.token import token_hash
 from kvcache.daemon.watch import Watch
 from kvcache.errors import AccessError, ClosedError, ConfigError, KVCacheError, UnreachableError
-from kvcache.hierarchy.cache import Cache
 from kvcache.log import logger
 
 FIRST_S = 60.0

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+from kvcache.cache.cache import Cache
+from kvcache.cache.warm_restart import Legacy
 from kvcache.daemon.address import Claim, socket_of
 from kvcache.daemon.control.server import listen
 from kvcache.daemon.door import Door
@@ -22,8 +24,6 @@ from kvcache.daemon.notify import keep, kept, notify
 from kvcache.daemon.server import Daemon
 from kvcache.daemon.tcp import Port
 from kvcache.daemon.web import http_listener, planned, serve_http
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.legacy import Legacy
 from kvcache.log import apply
 from kvcache.os_env import SystemClock
 from kvcache.settings import Settings

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 
 from kvcache.block.chain import SIGNATURE_BYTES, bind_signatures
+from kvcache.cache.api import FlushReport
+from kvcache.cache.cache import Cache
+from kvcache.cache.request import BoundCache, CacheRequest
 from kvcache.daemon.bindings import Bindings
 from kvcache.daemon.coming import STORES, Coming
 from kvcache.daemon.door import Door, Shown
@@ -22,9 +25,6 @@ from kvcache.daemon.protocol import NAMESPACES, ProtocolError, read_layout, read
 from kvcache.daemon.report import Report
 from kvcache.daemon.tenant import Tenant
 from kvcache.errors import AccessError, ConfigError, RequestError, TokenError
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.face import FlushReport
-from kvcache.hierarchy.request import BoundCache, CacheRequest
 
 REQUESTS = 8192
 """That a session may have open at a time."""

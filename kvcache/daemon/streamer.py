@@ -14,10 +14,10 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvcache.block.record import header_area
+from kvcache.cache.slot_copy import NotMovedError, Part
 from kvcache.daemon.protocol import SENT, SENT_BYTES, ProtocolError
 from kvcache.daemon.wire import Wire
 from kvcache.errors import UnreachableError
-from kvcache.hierarchy.mover import NotMovedError, Part
 from kvcache.transfer.copier import Copy
 
 

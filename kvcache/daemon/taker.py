@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvcache.cache.operation import BlockTransfer
+from kvcache.cache.slot_copy import PagesMover, PlacedPart, wait_all
 from kvcache.daemon.carrier import laid_out, room
 from kvcache.daemon.lender import OUTCOMES
 from kvcache.daemon.mapping import Lent, Mappings
 from kvcache.daemon.protocol import STORE_S, ProtocolError, answer
 from kvcache.daemon.wire import LateError, Wire
 from kvcache.errors import KVCacheError, UnreachableError
-from kvcache.hierarchy.mover import PagesMover, PlacedPart, wait_all
-from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.log import logger, working_for
 from kvcache.tier.tier import Outcome
 

@@ -21,6 +21,7 @@ import torch
 from kvcache.block.chain import tokens as checked_tokens
 from kvcache.block.layout import KVLayout
 from kvcache.block.shared_namespace import shared, shared_layout
+from kvcache.cache.api import Canaried, KVCache
 from kvcache.engine.batch import Batch, Span
 from kvcache.engine.pool import Pool
 from kvcache.engine.prefix import Prefix
@@ -29,7 +30,6 @@ from kvcache.engine.sampling import Params, Sampler, choose
 from kvcache.engine.scheduler import Plan, Scheduler
 from kvcache.engine.sequence import Finish, Result, Sequence, State
 from kvcache.errors import ConfigError, LayoutError, TokenError
-from kvcache.hierarchy.face import Canaried, KVCache
 from kvcache.os_env import Clock, SystemClock
 from kvcache.transfer.pages import GroupPages
 

@@ -12,9 +12,9 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kvcache.block.chain import page_digests
+from kvcache.cache.api import Bound, Hit, Request
 from kvcache.engine.pool import Pool
 from kvcache.engine.sequence import Sequence, State
-from kvcache.hierarchy.face import Bound, Hit, Request
 from kvcache.os_env import Clock
 from kvcache.transfer.pages import Pages
 

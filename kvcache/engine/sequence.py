@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+from kvcache.cache.api import Request, Transfer
 from kvcache.engine.sampling import Params, Sampler
-from kvcache.hierarchy.face import Request, Transfer
 
 Finish = Literal["", "stop", "length", "abort"]
 """Why an answer ended: a stop token or string; no more tokens allowed; the caller's wish. Empty: it has not."""

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvcache.cache.cache import Cache
+from kvcache.cache.prefetch import Near, Room
+from kvcache.cache.request import BoundCache
 from kvcache.fleet.heat import Heat
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.near import Near, Room
-from kvcache.hierarchy.request import BoundCache
 from kvcache.log import logger
 
 _log = logger("kvcache.fleet")

@@ -15,8 +15,8 @@ import weakref
 from collections import Counter
 
 from kvcache.block.chain import SIGNATURE_BYTES
+from kvcache.cache.cache import Cache
 from kvcache.fleet.board import Board
-from kvcache.hierarchy.cache import Cache
 from kvcache.log import logger
 from kvcache.tier.redis.keys import heat
 

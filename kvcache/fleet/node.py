@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from kvcache.cache.cache import Cache
+from kvcache.cache.prefetch import Room
+from kvcache.cache.request import BoundCache
 from kvcache.errors import ConfigError
 from kvcache.fleet.board import Board
 from kvcache.fleet.engine import Engine
@@ -14,9 +17,6 @@ from kvcache.fleet.fetch import Fetch
 from kvcache.fleet.heat import CHAINS, Heat, Teller
 from kvcache.fleet.prompts import Prompt
 from kvcache.fleet.warm import Warm
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.near import Room
-from kvcache.hierarchy.request import BoundCache
 
 SETTLE_S = 30.0
 """For what was computed to reach the fleet."""

@@ -11,11 +11,10 @@ from kvcache.block.chain import Chain
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
 from kvcache.block.record import KEY_BYTES
+from kvcache.cache.api import Extras, FlushReport, Hit, PageIds, check_origin, check_shards, check_transfer, check_ttl
+from kvcache.cache.operation import BlockTransfer
+from kvcache.cache.request import Register
 from kvcache.errors import ClosedError
-from kvcache.hierarchy.edge import check_origin, check_shards, check_transfer, check_ttl
-from kvcache.hierarchy.face import Extras, FlushReport, Hit, PageIds
-from kvcache.hierarchy.register import Register
-from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.index.block_run import needs, usable, wanted
 from kvcache.os_env import Clock, SystemClock
 from kvcache.tier.tier import Outcome

@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
-from kvcache.hierarchy.edge import check_shards
-from kvcache.hierarchy.face import Extras, Hit, PageIds
+from kvcache.cache.api import Extras, Hit, PageIds, check_shards
+from kvcache.cache.operation import BlockTransfer
 from kvcache.hierarchy.naive import NaiveBound, NaiveCache, NaiveRequest
-from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.cpu import PlainCopier
 from kvcache.transfer.pages import Pages

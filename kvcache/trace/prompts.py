@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block.chain import Chain
-from kvcache.hierarchy.why import GRAM, WINDOW, meeting
+from kvcache.cache.miss_explainer import GRAM, WINDOW, meeting
 from kvcache.observe.recent_requests import Ids, shared_tokens
 
 STRETCH = 16

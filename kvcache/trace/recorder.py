@@ -25,7 +25,7 @@ import aiofiles
 import numpy as np
 
 from kvcache.block.chain import SIGNATURE_BYTES
-from kvcache.hierarchy.cache import Cache
+from kvcache.cache.cache import Cache
 from kvcache.log import logger
 from kvcache.observe.recent_requests import Asked
 

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block.layout import KVLayout
+from kvcache.cache.api import KVCache
 from kvcache.errors import ConfigError
-from kvcache.hierarchy.face import KVCache
 from kvcache.transfer.pages import GroupPages
 
 MOONCAKE_TOKENS = 512

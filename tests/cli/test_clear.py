@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.hierarchy.cache import Cache
+from kvcache.cache.cache import Cache
 from tests.daemon.house import bound_to, store
 
 

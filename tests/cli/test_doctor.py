@@ -17,9 +17,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import kvcache
+from kvcache.cache.cache import Cache
 from kvcache.cli.doctor import drive, memory, room, secrets, software, trip
 from kvcache.cli.doctor.finding import Finding
-from kvcache.hierarchy.cache import Cache
 from kvcache.machine import Memory
 from kvcache.os_env import File, LocalDisk, SystemClock
 from kvcache.settings.sources import load

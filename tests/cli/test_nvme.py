@@ -12,8 +12,8 @@ import msgpack
 import pytest
 
 import kvcache
+from kvcache.cache.cache import Cache
 from kvcache.cli import main as frame
-from kvcache.hierarchy.cache import Cache
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme.store import SUSPECT_AFTER
 from kvcache.tier.tier import Outcome

@@ -14,7 +14,7 @@ import pytest
 
 import kvcache
 from kvcache.block.layout import KVLayout
-from kvcache.hierarchy.face import FlushReport, TierFlush
+from kvcache.cache.api import FlushReport, TierFlush
 from kvcache.transfer.pages import GroupPages
 
 LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=256, dtype="fp32", block_tokens=4)

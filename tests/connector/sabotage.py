@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kvcache.cache.api import Hit
 from kvcache.errors import ClosedError
-from kvcache.hierarchy.face import Hit
 
 FACE = ("request", "match", "admit", "load", "store", "close", "wait", "wait_layer", "outcomes", "blocks", "done",
         "cancel")  # fmt: skip

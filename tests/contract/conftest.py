@@ -21,11 +21,11 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="files in memory are 
 def served(directory: Path, how: str) -> tuple[Any, Callable[[], None]]:
     """A client of a daemon in this process, and what ends the daemon. `how`: "daemon" maps its memory, "daemon+copy"
     has the bytes sent over the same socket, "daemon+tls" over the network."""
+    from kvcache.cache.cache import Cache
     from kvcache.daemon.address import Claim
     from kvcache.daemon.door import Door
     from kvcache.daemon.server import Daemon
     from kvcache.daemon.tcp import Port
-    from kvcache.hierarchy.cache import Cache
     from kvcache.os_env import SystemClock
     from kvcache.settings.sources import load
     from tests.daemon.authority import Authority

@@ -1,4 +1,4 @@
-"""The promises of `kvcache/hierarchy/face.py`, for every implementation."""
+"""The promises of `kvcache/cache/api.py`, for every implementation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import kvcache
 from kvcache.block.layout import KVLayout
-from kvcache.hierarchy.face import Followed
+from kvcache.cache.api import Followed
 from kvcache.hierarchy.naive import NaiveCache
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import FULL, HYBRID, Engine, bind, store

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvcache.cache.cache import Cache
 from kvcache.daemon.address import Claim
 from kvcache.daemon.door import Door
 from kvcache.daemon.server import Daemon
 from kvcache.daemon.tcp import Port
-from kvcache.hierarchy.cache import Cache
 from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load as load_settings
 from tests.daemon.house import House

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from kvcache.cache import warm_restart as legacy
 from kvcache.daemon import handover
 from kvcache.daemon.server import Daemon
 from kvcache.errors import ConfigError
-from kvcache.hierarchy import legacy
 
 
 def refuse(daemon: Daemon, peer: object) -> dict[str, object]:

@@ -18,11 +18,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from kvcache.cache.cache import Cache
+from kvcache.cache.slot_copy import PagesMover
 from kvcache.daemon.address import Claim
 from kvcache.daemon.coming import COMES_S, STORES, Coming
 from kvcache.daemon.server import Daemon
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.mover import PagesMover
 from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load as load_settings
 from kvcache.testing.tier import Clock

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from kvcache.block.record import record_bytes
+from kvcache.cache.cache import Cache
+from kvcache.cache.pins import LONGEST_S, SHARE
 from kvcache.daemon.control.orders import pin
 from kvcache.errors import ConfigError
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.pins import LONGEST_S, SHARE
 from kvcache.index.block_run import wanted
 from kvcache.settings.sources import load as load_settings
 from tests.contract.caches import HYBRID, Engine, bind
@@ -98,7 +98,7 @@ def test_a_pin_that_makes_no_sense_brings_nothing(far: Cache, seconds: float) ->
 
 
 def test_a_pin_too_many_brings_nothing(far: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.hierarchy.pins.PINS", 1)
+    monkeypatch.setattr("kvcache.cache.pins.PINS", 1)
     pinned(far, blocks=1)
     with pytest.raises(ConfigError, match="no more can be"):
         pinned(far)

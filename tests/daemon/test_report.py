@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvcache.cache.cache import Cache
 from kvcache.daemon.report import Report
 from kvcache.errors import ConfigError
-from kvcache.hierarchy.cache import Cache
 from kvcache.settings.sources import load as load_settings
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to, load, store

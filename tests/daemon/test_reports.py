@@ -29,8 +29,8 @@ import numpy as np
 import pytest
 
 from kvcache.block.layout import KVLayout
+from kvcache.cache.api import FlushReport, TierFlush
 from kvcache.daemon.protocol import FLUSH_S
-from kvcache.hierarchy.face import FlushReport, TierFlush
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import HYBRID, Engine, bind
 from tests.daemon.house import LAYOUT, House, bound_to, load, store

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 import kvcache
+from kvcache.cache.cache import Cache
 from kvcache.daemon.loop import new_loop
 from kvcache.daemon.service import Service
 from kvcache.errors import ConfigError, StoreError
-from kvcache.hierarchy.cache import Cache
 from kvcache.settings.sources import load as load_settings
 from tests.daemon.house import bound_to, load, store
 from tests.peer.port import free_port

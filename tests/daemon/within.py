@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import kvcache
+from kvcache.cache.cache import Cache
 from kvcache.daemon.server import Daemon
-from kvcache.hierarchy.cache import Cache
 
 PATIENT = {"patience_s": 30.0, "deadline_s": 30.0}
 """How a test's client opens a daemon: no machine is so busy that an answer takes longer."""

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import kvcache
+from kvcache.cache.cache import Cache
+from kvcache.cache.canary import difference
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import load_model
 from kvcache.engine.recompute import Recompute
 from kvcache.engine.sampling import Params
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.canary import difference
 from tests.engine import tiny
 
 PROMPT = [(7 * i) % 200 for i in range(330)]

@@ -18,12 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvcache
+from kvcache.cache.api import KVCache
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import Model, load_model
 from kvcache.engine.sampling import Params
 from kvcache.engine.sequence import Result
 from kvcache.engine.tokenizer import Tokenizer
-from kvcache.hierarchy.face import KVCache
 from tests.engine import tiny
 
 BLOCK = 4

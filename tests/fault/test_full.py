@@ -11,8 +11,8 @@ import pytest
 
 import kvcache
 from kvcache.block.record import Address
+from kvcache.cache.cache import Cache
 from kvcache.cli.demo.drive import small_drive
-from kvcache.hierarchy.cache import Cache
 from kvcache.os_env import InlineExecutor, Port
 from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier

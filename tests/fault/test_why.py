@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from kvcache.cache.cache import Cache
 from kvcache.cli.explain import ADVICE, words
-from kvcache.hierarchy.cache import Cache
 from kvcache.observe.reasons import REASONS
 from kvcache.os_env import Port
 from kvcache.settings.sources import load

@@ -14,7 +14,7 @@ import pytest
 import kvcache
 from kvcache.block.layout import KVLayout
 from kvcache.block.record import Address
-from kvcache.hierarchy.cache import Cache
+from kvcache.cache.cache import Cache
 from kvcache.tier.memory import MemoryTier
 from kvcache.tier.tier import Op, Outcome, Segments, Ticket
 from kvcache.transfer.pages import GroupPages
@@ -193,7 +193,7 @@ class Full(MemoryTier):
 
 def test_a_drive_that_can_write_nothing_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Full()
-    monkeypatch.setattr("kvcache.hierarchy.cache.tiers_below", lambda settings, port, serves: [drive])
+    monkeypatch.setattr("kvcache.cache.cache.tiers_below", lambda settings, port, serves: [drive])
     cache = open_host(16)
     kept = list(range(4 * 8))
     put(cache, kept)
@@ -220,7 +220,7 @@ def test_a_burst_over_a_drive_that_hangs_neither_blocks_nor_errs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stuck = Stuck()
-    monkeypatch.setattr("kvcache.hierarchy.cache.tiers_below", lambda settings, port, serves: [stuck])
+    monkeypatch.setattr("kvcache.cache.cache.tiers_below", lambda settings, port, serves: [stuck])
     cache = open_host(16, flow={"queue_blocks": 6})
     chains = [[1000 * i + t for t in range(4 * 8)] for i in range(8)]
     transfers = [put(cache, tokens) for tokens in chains]  # each waits for its own store only, never for the drive
@@ -262,7 +262,7 @@ def test_a_flush_waits_for_what_was_stored_before_it_and_not_for_what_comes_afte
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drive = Restless(lambda number: put(cache, [1000 * number + t for t in range(4)]))
-    monkeypatch.setattr("kvcache.hierarchy.cache.tiers_below", lambda settings, port, serves: [drive])
+    monkeypatch.setattr("kvcache.cache.cache.tiers_below", lambda settings, port, serves: [drive])
     cache = open_host(32)
     put(cache, list(range(4)))
     assert cache.flush(60), "whatever is stored meanwhile"

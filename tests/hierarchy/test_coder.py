@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import kvcache
 from kvcache.block.layout import Group, KVLayout
 from kvcache.block.record import header_area, read_header, record_bytes, seal
+from kvcache.cache.cache import Cache
 from kvcache.codec.codec import CODECS, Raw, codec
-from kvcache.hierarchy.cache import Cache
 from kvcache.settings import TABLE
 from kvcache.tier.record_codec import slot_bytes
 from kvcache.transfer.pages import GroupPages

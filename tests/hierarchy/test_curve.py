@@ -11,8 +11,8 @@ import pytest
 
 import kvcache
 from kvcache.block.record import record_bytes
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.parts import POLICIES
+from kvcache.cache.cache import Cache
+from kvcache.cache.factory import POLICIES
 from kvcache.index.cost_classes import Model
 from kvcache.index.index import Index
 from kvcache.index.mrc import MOST_NAMES, MOST_WAITING, OTHERS, TIMES, Curve

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import kvcache
 from kvcache.block.layout import Group, KVLayout
-from kvcache.hierarchy.cache import Cache
+from kvcache.cache.cache import Cache
 from kvcache.os_env import Executor, InlineExecutor, Port
 from kvcache.settings.sources import load
 from kvcache.transfer.copier import Copiers

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import kvcache
+from kvcache.cache.write_back import Leaving
 from kvcache.errors import ConfigError
-from kvcache.hierarchy.leaving import Leaving
 from kvcache.os_env import LocalDisk
 from kvcache.tier.host.arena import Region
 from kvcache.tier.redis.keys import part

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvcache.cache import expiry
+from kvcache.cache.cache import Cache
 from kvcache.errors import RequestError
-from kvcache.hierarchy import expiry
-from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.naive import NaiveCache
 from kvcache.os_env import Port, SystemClock
 from kvcache.settings.sources import load as load_settings

@@ -12,8 +12,8 @@ import pytest
 
 import kvcache
 from kvcache.block.record import Address
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.face import TierFlush
+from kvcache.cache.api import TierFlush
+from kvcache.cache.cache import Cache
 from kvcache.tier.memory import MemoryTier
 from kvcache.tier.tier import Op, Outcome, Segments, Ticket
 from tests.hierarchy.test_bursts import open_host, put
@@ -58,7 +58,7 @@ class Drive(MemoryTier):
 @pytest.fixture
 def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drive]:
     made = Drive()
-    monkeypatch.setattr("kvcache.hierarchy.cache.tiers_below", lambda settings, port, serves: [made])
+    monkeypatch.setattr("kvcache.cache.cache.tiers_below", lambda settings, port, serves: [made])
     yield made
     made.go.set()
 

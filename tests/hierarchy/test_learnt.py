@@ -14,16 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcache.cache.cache import Cache
+from kvcache.cache.factory import POLICIES
+from kvcache.cache.policy_state import FORMAT, MOST_BYTES, MOST_ROWS, MOST_USED, NAME, SAVE_S, USED, Learnt, _packed
+from kvcache.cache.usage import Uses
 from kvcache.evict.policy import Evidence
 from kvcache.evict.quotas import Shares
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.learnt import FORMAT, MOST_BYTES, MOST_ROWS, MOST_USED, NAME, SAVE_S, USED, Learnt, _packed
-from kvcache.hierarchy.parts import POLICIES
 from kvcache.index.block_run import PLACE_BYTES
 from kvcache.index.cost_classes import Kinds
 from kvcache.index.index import Index
 from kvcache.observe.metrics import Counters
-from kvcache.observe.uses import Uses
 from kvcache.os_env import Disk, InlineExecutor, LocalDisk, Port, SystemClock
 from kvcache.settings.sources import load
 from tests.hierarchy.test_room import SMALL, found, put

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_digest
 
 from kvcache.block.record import header_area
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.legacy import ROW, Legacy, leave
+from kvcache.cache.cache import Cache
+from kvcache.cache.warm_restart import ROW, Legacy, leave
 from kvcache.settings.sources import load as load_settings
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to, load, store

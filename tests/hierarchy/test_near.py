@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.near import Near, Room
+from kvcache.cache.cache import Cache
+from kvcache.cache.prefetch import Near, Room
 from kvcache.settings.sources import load
 from tests.daemon.house import bound_to, store
 from tests.hierarchy.test_pins import packed, tokens

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvcache.cache.cache import Cache
+from kvcache.cache.pins import LONGEST_S, SHARE
 from kvcache.errors import ConfigError
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.pins import LONGEST_S, SHARE
 from kvcache.os_env import Port
 from kvcache.settings.sources import load
 from tests.daemon.house import LAYOUT, bound_to, store
@@ -101,7 +101,7 @@ def test_pins_are_bounded_in_bytes(cache: Cache) -> None:
 
 
 def test_pins_are_bounded_in_number(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.hierarchy.pins.PINS", 2)
+    monkeypatch.setattr("kvcache.cache.pins.PINS", 2)
     bound = bound_to(cache)
     store(bound, tokens(1, 1), 1)
     made = [cache.flow.pins.pin(bound, packed(bound, tokens(1, 1)), 60) for _ in range(2)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.hierarchy.cache import Cache
+from kvcache.cache.cache import Cache
 from kvcache.os_env import Port
 from kvcache.settings.sources import load as load_settings
 from tests.daemon.house import bound_to, store

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.hierarchy.pace import Pace
-from kvcache.hierarchy.plan import A_READING, MOST_OPEN, MOST_RUNS, Choice, Plan, Reading, Span
+from kvcache.cache.load_plan import A_READING, MOST_OPEN, MOST_RUNS, Choice, Pace, Plan, Reading, Span
 from kvcache.observe.metrics import Counters
 
 NAMESPACE = b"n" * 32

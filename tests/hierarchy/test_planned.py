@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from kvcache.block.layout import Group, KVLayout
+from kvcache.cache.cache import Cache
+from kvcache.cache.load_plan import Span, spans
+from kvcache.cache.operation import BlockTransfer
 from kvcache.evict.policy import LRU
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.plan import Span
-from kvcache.hierarchy.spans import spans
-from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.index.block_run import Run, needs, place_of
 from kvcache.index.index import Index
 from kvcache.os_env import Port, SystemClock

@@ -16,7 +16,7 @@ import pytest
 import kvcache
 from kvcache.block.chain import Chain
 from kvcache.block.layout import KVLayout, Shard
-from kvcache.hierarchy.cache import Cache
+from kvcache.cache.cache import Cache
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
 

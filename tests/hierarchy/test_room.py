@@ -13,8 +13,8 @@ import pytest
 import kvcache
 from kvcache.block.layout import Group, KVLayout
 from kvcache.block.record import record_bytes
-from kvcache.hierarchy import flow
-from kvcache.hierarchy.cache import Cache
+from kvcache.cache import tier_manager as flow
+from kvcache.cache.cache import Cache
 from kvcache.os_env import InlineExecutor, Port
 from kvcache.settings.sources import load
 from kvcache.tier.tier import Outcome

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.block.layout import KVLayout
-from kvcache.hierarchy.bypass import Bypass
-from kvcache.hierarchy.cache import Cache
+from kvcache.cache.cache import Cache
+from kvcache.cache.tier_manager import Bypass
 from kvcache.log import LONGEST
 from kvcache.observe.reasons import meaning
 from kvcache.os_env import Executor, InlineExecutor, Port, ThreadExecutor

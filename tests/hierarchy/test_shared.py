@@ -10,9 +10,9 @@ from typing import Any, cast
 import pytest
 
 import kvcache
+from kvcache.cache.api import TierFlush
+from kvcache.cache.shared_lookup import MOST_QUESTIONS, Ask
 from kvcache.errors import ClosedError
-from kvcache.hierarchy.ask import MOST_QUESTIONS, Ask
-from kvcache.hierarchy.face import TierFlush
 from kvcache.index.block_run import ALL
 from kvcache.os_env import InlineExecutor, Port
 from kvcache.tier.redis import RedisTier

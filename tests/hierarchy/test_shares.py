@@ -13,10 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvcache.block.record import record_bytes
+from kvcache.cache.cache import Cache
+from kvcache.cache.factory import POLICIES
 from kvcache.errors import ConfigError
 from kvcache.evict.quotas import UNLIMITED, Limit, Shares
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.parts import POLICIES
 from kvcache.index.block_run import Run, place_of
 from kvcache.index.cost_classes import MOST_KINDS, Kind, Kinds, Model
 from kvcache.index.index import Index

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.block.layout import KVLayout
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.why import meeting
+from kvcache.cache.cache import Cache
+from kvcache.cache.miss_explainer import meeting
 from kvcache.observe.events import Lost
 from kvcache.observe.reasons import meaning
 from kvcache.observe.recent_requests import Asked, Ring, kept, shared_blocks, shared_tokens

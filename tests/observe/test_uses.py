@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.observe.uses import Uses
+from kvcache.cache.usage import Uses
 
 
 class Clock:

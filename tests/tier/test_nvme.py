@@ -14,8 +14,8 @@ import pytest
 
 from kvcache.block.layout import KVLayout
 from kvcache.block.record import Address
+from kvcache.cache.cache import Cache
 from kvcache.errors import ConfigError, StoreError
-from kvcache.hierarchy.cache import Cache
 from kvcache.os_env import LocalDisk, Port
 from kvcache.settings.sources import load
 from kvcache.testing.tier import Clock

@@ -16,7 +16,7 @@ import pytest
 
 import kvcache
 from kvcache.block.layout import KVLayout
-from kvcache.hierarchy.cache import Cache
+from kvcache.cache.cache import Cache
 from kvcache.os_env import Port
 from kvcache.testing.tier import Clock
 from kvcache.tier.tier import Outcome

@@ -10,7 +10,7 @@ import pytest
 
 import kvcache
 from kvcache.block.record import record_bytes
-from kvcache.hierarchy.cache import Cache
+from kvcache.cache.cache import Cache
 from kvcache.settings import Settings
 from kvcache.trace.simulate import simulate
 from kvcache.trace.trace import Trace

@@ -14,7 +14,7 @@ import pytest
 import kvcache
 from kvcache.block.layout import KVLayout
 from kvcache.block.record import record_bytes
-from kvcache.hierarchy.cache import Cache
+from kvcache.cache.cache import Cache
 from kvcache.observe.recent_requests import Asked
 from kvcache.settings import Settings
 from kvcache.trace import formats

@@ -10,9 +10,9 @@ from time import perf_counter
 import numpy as np
 
 from kvcache.block.layout import KVLayout
+from kvcache.cache.cache import Cache
 from kvcache.cli.doctor.finding import Finding, fail, ok
 from kvcache.codec.codec import codec
-from kvcache.hierarchy.cache import Cache
 from kvcache.settings import Settings
 from kvcache.settings.sources import load
 from kvcache.settings.types import MiB

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from kvcache.cache.api import Bound, Request, Transfer
 from kvcache.connector.sglang.faults import failed
 from kvcache.connector.sglang.pool import Described
-from kvcache.hierarchy.face import Bound, Request, Transfer
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
 

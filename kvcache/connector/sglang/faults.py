@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from kvcache.hierarchy.face import Request
+from kvcache.cache.api import Request
 
 MOST = 64
 

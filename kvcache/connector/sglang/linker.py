@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
+from kvcache.cache.api import Bound, Request, Transfer
 from kvcache.connector.sglang.agreement import Agreement
 from kvcache.connector.sglang.device import KV, DevicePool, device_pools
 from kvcache.connector.sglang.faults import failed, give_back
@@ -25,7 +26,6 @@ from kvcache.connector.sglang.pool import Ranks
 from kvcache.connector.sglang.promises import Promises
 from kvcache.connector.sglang.wishes import Wishes
 from kvcache.errors import ConfigError, LayoutError
-from kvcache.hierarchy.face import Bound, Request, Transfer
 from kvcache.tier.tier import Outcome
 
 

@@ -9,10 +9,10 @@ from hashlib import sha256
 from typing import Any
 
 import kvcache
+from kvcache.cache.api import KVCache
 from kvcache.connector.sglang.pool import Ranks
 from kvcache.connector.sglang.wishes import Wishes
 from kvcache.daemon.private import find_or_start
-from kvcache.hierarchy.face import KVCache
 
 CLOSE_S = 5.0
 

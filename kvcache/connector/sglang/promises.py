@@ -15,8 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvcache.cache.api import Bound, Request
 from kvcache.connector.sglang.faults import give_back
-from kvcache.hierarchy.face import Bound, Request
 
 HOST = "host"
 MOST = 256

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from kvcache.cache.api import Bound, KVCache
 from kvcache.connector.vllm.events import Announcer
 from kvcache.connector.vllm.identity import Who
 from kvcache.connector.vllm.model import Model, Rank
-from kvcache.hierarchy.face import Bound, KVCache
 
 MOST_BOUND = 1024
 

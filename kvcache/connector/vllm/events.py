@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kvcache.cache.api import Bound, Followed
 from kvcache.connector.vllm.model import Model
 from kvcache.connector.vllm.quiet import quietly
-from kvcache.hierarchy.face import Bound, Followed
 from kvcache.index.kv_events import Change
 
 EVERY_S = 0.05

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.block.layout import Group, KVLayout, Shard
+from kvcache.cache.api import Bound, KVCache
 from kvcache.connector.vllm.identity import Who
 from kvcache.connector.vllm.shape import Shape
 from kvcache.errors import LayoutError
-from kvcache.hierarchy.face import Bound, KVCache
 
 Rank = tuple[int, int]
 """Pipeline rank, tensor rank."""

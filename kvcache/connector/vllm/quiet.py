@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
-from kvcache.hierarchy.face import Transfer
+from kvcache.cache.api import Transfer
 
 MOST_SAID = 256
 """Different lines."""

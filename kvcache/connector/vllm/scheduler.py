@@ -13,6 +13,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any
 
+from kvcache.cache.api import Bound, Followed, KVCache
 from kvcache.connector.vllm import version
 from kvcache.connector.vllm.bounds import Bounds
 from kvcache.connector.vllm.declined import Declined
@@ -29,7 +30,6 @@ from kvcache.connector.vllm.trial import Trial
 from kvcache.connector.vllm.whole import whole
 from kvcache.daemon.remote import UNREACHABLE
 from kvcache.errors import KVCacheError
-from kvcache.hierarchy.face import Bound, Followed, KVCache
 from kvcache.observe.reasons import meaning
 
 _log = logging.getLogger("kvcache.connector.vllm")

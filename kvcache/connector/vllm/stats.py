@@ -9,8 +9,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvcache.cache.api import KVCache
 from kvcache.connector.vllm.trial import Trial
-from kvcache.hierarchy.face import KVCache
 from kvcache.observe.exporter import PREFIX, samples
 from kvcache.observe.metrics import METRICS, Counters
 

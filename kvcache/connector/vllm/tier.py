@@ -24,13 +24,13 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingConte
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvcache.block.layout import Group, KVLayout
+from kvcache.cache.api import Bound, Hit, Request
 from kvcache.connector.vllm import version
 from kvcache.connector.vllm.identity import checkpoint_of, revision_of
 from kvcache.connector.vllm.options import TierOptions, read
 from kvcache.connector.vllm.process import below
 from kvcache.connector.vllm.quiet import Calm, quietly, say
 from kvcache.errors import ModelError
-from kvcache.hierarchy.face import Bound, Hit, Request
 from kvcache.transfer.pages import GroupPages
 
 PATIENCE_S = 60.0

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvcache.cache.api import MOST_TTL_S, Hit, Request
 from kvcache.connector.vllm.digest import Digests
 from kvcache.connector.vllm.identity import Who
 from kvcache.connector.vllm.quiet import quietly
-from kvcache.hierarchy.edge import MOST_TTL_S
-from kvcache.hierarchy.face import Hit, Request
 
 
 @dataclass

@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from kvcache.cache.load_plan import GUESS, PREFILL, Pace
 from kvcache.connector.vllm.identity import Who
 from kvcache.connector.vllm.options import Options
 from kvcache.evict.policy import AGE_BINS, LRU, Evidence
-from kvcache.hierarchy.pace import Pace
-from kvcache.hierarchy.plan import GUESS, PREFILL
 from kvcache.index.cost_classes import Model
 from kvcache.index.mrc import Curve
 from kvcache.observe.metrics import Counters

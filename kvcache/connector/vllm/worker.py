@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
+from kvcache.cache.api import KVCache, Request
 from kvcache.connector.vllm.bounds import Bounds
 from kvcache.connector.vllm.identity import Who
 from kvcache.connector.vllm.message import Message, Move
@@ -20,7 +21,6 @@ from kvcache.connector.vllm.options import Options
 from kvcache.connector.vllm.quiet import Calm, quietly, say
 from kvcache.connector.vllm.shape import Shape, pages_of
 from kvcache.connector.vllm.trial import Trial
-from kvcache.hierarchy.face import KVCache, Request
 from kvcache.transfer.pages import Pages
 
 IDLE_S = 0.002

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from kvcache.block.chain import Chain, bind_signatures
+from kvcache.cache.cache import Cache
+from kvcache.cache.miss_explainer import asked_of
 from kvcache.errors import ConfigError, NotFoundError
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.why import asked_of
 from kvcache.observe.recent_requests import Asked, Ids
 
 LAST = 1000

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from kvcache.block.chain import SIGNATURE_BYTES
+from kvcache.cache.cache import Cache
+from kvcache.cache.erase import clear
+from kvcache.cache.prefetch import Near
 from kvcache.daemon.control.explain import prompt
 from kvcache.errors import ConfigError, NotFoundError
-from kvcache.hierarchy.cache import Cache
-from kvcache.hierarchy.clear import clear
-from kvcache.hierarchy.near import Near
 from kvcache.observe.recent_requests import Asked, named, prefixes
 
 KNOWN = 64

@@ -19,6 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvcache.cache.cache import Cache
+from kvcache.cache.flush import Watch
 from kvcache.daemon.control import orders
 from kvcache.daemon.control.explain import explain
 from kvcache.daemon.control.frame import ANSWER_BYTES, NOT_FOUND, REQUEST_BYTES, FrameError, receive, send
@@ -26,8 +28,6 @@ from kvcache.daemon.control.place import listening, prepare
 from kvcache.daemon.protocol import describe_report
 from kvcache.daemon.report import Report
 from kvcache.errors import ConfigError, KVCacheError, NotFoundError
-from kvcache.hierarchy.barrier import Watch
-from kvcache.hierarchy.cache import Cache
 from kvcache.log import logger
 
 PROTOCOL = 1

@@ -22,12 +22,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from kvcache.cache.cache import Cache
 from kvcache.daemon.http.entry import Entry, Owner
 from kvcache.daemon.http.history import EVERY_S, History
 from kvcache.daemon.meter import Meter
 from kvcache.daemon.report import Report
 from kvcache.errors import ConfigError
-from kvcache.hierarchy.cache import Cache
 from kvcache.log import logger
 from kvcache.observe.exporter import exposition
 

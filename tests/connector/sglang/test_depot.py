@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvcache.cache.cache import Cache
 from kvcache.connector.sglang.depot import Depot
 from kvcache.connector.sglang.pool import Ranks, describe
-from kvcache.hierarchy.cache import Cache
 from kvcache.hierarchy.naive import NaiveCache
 from kvcache.os_env import Port
 from kvcache.settings.sources import load

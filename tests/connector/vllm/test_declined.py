@@ -12,14 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.block.layout import KVLayout
+from kvcache.cache.api import Hit, check_ttl
 from kvcache.connector.vllm.bounds import Bounds
 from kvcache.connector.vllm.identity import Who
 from kvcache.connector.vllm.model import Model
 from kvcache.connector.vllm.tracked import Wishes
 from kvcache.daemon.remote import UNREACHABLE
 from kvcache.errors import AccessError, ClosedError, ConfigError, UnreachableError
-from kvcache.hierarchy.edge import check_ttl
-from kvcache.hierarchy.face import Hit
 from kvcache.hierarchy.naive import NaiveCache, NaiveRequest
 from kvcache.observe.reasons import REASONS, meaning
 from tests.connector.vllm.conftest import MODEL, blocks, output, request

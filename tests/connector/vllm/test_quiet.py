@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvcache.cache.operation import BlockTransfer
 from kvcache.connector.vllm.quiet import Calm, quiet, quietly
 from kvcache.hierarchy.naive import NaiveCache
-from kvcache.hierarchy.transfer import BlockTransfer
 from kvcache.testing.raising import Raising
 from tests.connector.vllm.conftest import PAGES, TOKENS, blocks, output, request
 

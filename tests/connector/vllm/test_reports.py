@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.hierarchy.face import Hit
+from kvcache.cache.api import Hit
 from kvcache.hierarchy.naive import NaiveCache, NaiveRequest
 from tests.connector.vllm.conftest import TOKENS, blocks, output, request, store_three
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvcache.cache.cache import Cache
 from kvcache.errors import LayoutError
-from kvcache.hierarchy.cache import Cache
 from kvcache.os_env import Port
 from kvcache.settings.sources import load
 from tests.connector.sglang.drives import Drive

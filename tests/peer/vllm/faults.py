@@ -12,7 +12,7 @@ from collections import Counter
 from typing import Any
 
 import kvcache
-from kvcache.hierarchy.face import PageIds
+from kvcache.cache.api import PageIds
 from kvcache.testing.faulty import FaultyBound, FaultyCache, FaultyRequest
 from kvcache.testing.raising import Raising
 from kvcache.transfer.cpu import PlainCopier
