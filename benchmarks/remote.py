@@ -25,7 +25,7 @@ from form import Row, options, publish
 
 import kvcache
 from kvcache.block.layout import KVLayout
-from kvcache.daemon.token import new_token, token_hash
+from kvcache.daemon.server.auth import new_token, token_hash
 from kvcache.transfer.pages import GroupPages
 
 LAYOUT = KVLayout.mha(layers=32, kv_heads=8, head_dim=128)

@@ -30,7 +30,7 @@ from form import Row, options, publish
 import kvcache
 from kvcache.block.layout import KVLayout
 from kvcache.block.namespace import Namespace
-from kvcache.daemon.token import new_token, token_hash
+from kvcache.daemon.server.auth import new_token, token_hash
 from kvcache.transfer.pages import GroupPages
 
 LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=8)

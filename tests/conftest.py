@@ -54,7 +54,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where sockets of running caches lie: nothing that runs on this machine is found, nor reached by mistake."""
-    from kvcache.daemon.control import place
+    from kvcache.daemon import discovery as place
 
     with TemporaryDirectory(prefix="kvcache-test-") as made:  # short: a socket's path has 107 bytes
         monkeypatch.setenv("XDG_RUNTIME_DIR", made)

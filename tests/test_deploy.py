@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from kvcache.daemon.door import Door
-from kvcache.daemon.tcp import Port
-from kvcache.daemon.token import new_token, token_hash
+from kvcache.daemon.server.admission import Door
+from kvcache.daemon.server.auth import new_token, token_hash
+from kvcache.daemon.server.tcp import Port
 from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load
 from kvcache.settings.types import parse_bytes

@@ -32,7 +32,7 @@ def bypass(
 
     It holds until `bypass off`, or until the process ends.
     """
-    from kvcache.daemon.control.client import ask
+    from kvcache.daemon.client.control import ask
 
     if everyone and address is not None:
         raise typer.BadParameter("--all and --address: give one or the other")

@@ -16,7 +16,7 @@ def check(address: Address = None, output: Output = Format.table, as_json: Json 
     It goes on serving meanwhile, but waits while its index is walked: about half a second for a million blocks, and
     some seconds more if they are in flux. A large drive takes minutes.
     """
-    from kvcache.daemon.control.client import ask
+    from kvcache.daemon.client.control import ask
 
     found = ask(the_one(address), "check", timeout_s=None)
     faults = found["faults"]

@@ -28,7 +28,7 @@ def clear(
     done; exit 1 where a tier could not be cleared, or no cache knows what is named.
 
     What is given must all fit. Memory and drives of other hosts are theirs to clear: run it there too."""
-    from kvcache.daemon.control.client import ask
+    from kvcache.daemon.client.control import ask
 
     given = {"tenant": tenant, "namespace": namespace, "cache_salt": cache_salt}
     if not any(value is not None for value in given.values()):

@@ -32,7 +32,7 @@ def daemon(
 ) -> None:
     """Serve a cache to the engines of this host, until SIGTERM."""
     import kvcache
-    from kvcache.daemon.service import Service
+    from kvcache.daemon.server.service import Service
     from kvcache.fleet.node import join
     from kvcache.settings.sources import load
     from kvcache.trace.recorder import record

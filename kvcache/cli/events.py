@@ -21,7 +21,7 @@ def events(
     as_json: Json = False,
 ) -> None:
     """Runs of blocks that were stored, loaded, evicted, dropped or refused lately, the newest last."""
-    from kvcache.daemon.control.client import ask
+    from kvcache.daemon.client.control import ask
 
     found = ask(the_one(address), "events", count=count)["events"]
     if as_json or output is Format.json:

@@ -66,7 +66,7 @@ def explain(
 
 
 def _stories(path: Path, what: str | None, model: str | None, namespace: str, count: int) -> Iterator[Story]:
-    from kvcache.daemon.control.client import ask
+    from kvcache.daemon.client.control import ask
 
     if what is None:
         yield from ask(path, "explain", count=count)["stories"]

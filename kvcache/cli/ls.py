@@ -23,7 +23,7 @@ def ls(
     as_json: Json = False,
 ) -> None:
     """Name the namespaces of a running cache: bytes in each tier, tokens asked for and found, last use."""
-    from kvcache.daemon.control.client import ask
+    from kvcache.daemon.client.control import ask
 
     rows = ask(the_one(address), "namespaces", timeout_s=60.0)["namespaces"]
     found = [row for row in rows if tenant in (None, row["tenant"])]

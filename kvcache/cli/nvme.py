@@ -76,7 +76,7 @@ def scrub(
     if address is not None:
         if path is not None or dry_run:
             raise ConfigError("--address: a running cache scrubs its own directory, without --path and --dry-run")
-        from kvcache.daemon.control.client import ask
+        from kvcache.daemon.client.control import ask
 
         found = ask(the_one(address), "scrub", timeout_s=None)
         if found.pop("busy"):

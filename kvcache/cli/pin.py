@@ -36,7 +36,7 @@ def pin(
 ) -> None:
     """Bring the blocks of a prefix that are there into host memory, and keep them from leaving for a time. All pins
     together keep at most an eighth of each tier."""
-    from kvcache.daemon.control.client import ask
+    from kvcache.daemon.client.control import ask
 
     try:
         seconds = parse_seconds(span)
@@ -61,7 +61,7 @@ def unpin(
     as_json: Json = False,
 ) -> None:
     """Let a pinned prefix go: it leaves when its turn comes, like any other."""
-    from kvcache.daemon.control.client import ask
+    from kvcache.daemon.client.control import ask
 
     told = ask(the_one(address), "unpin", pin=int(which) if which.isdecimal() else which)
     if as_json or output is Format.json:
@@ -72,7 +72,7 @@ def unpin(
 
 def _which(path: Path, text: str, model: str | None, namespace: str) -> dict[str, Any]:
     """What the cache is asked for: the first reading of the text that it knows."""
-    from kvcache.daemon.control.client import ask
+    from kvcache.daemon.client.control import ask
 
     text = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
     if model is None and len(text) == 16 and set(text) <= set("0123456789abcdef"):

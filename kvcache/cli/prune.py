@@ -21,7 +21,7 @@ def prune(
     """Remove the namespaces of a running cache that nobody used for so long, from its own memory and drives.
 
     One of which no use is known counts from when the cache began. Tiers that others share are left alone."""
-    from kvcache.daemon.control.client import ask
+    from kvcache.daemon.client.control import ask
 
     try:
         seconds = parse_seconds(unused)

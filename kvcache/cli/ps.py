@@ -16,7 +16,7 @@ COLUMNS = ("address", "program", "up", "models", "host", "nvme", "bypass")
 
 def ps(output: Output = Format.table, as_json: Json = False) -> None:
     """Find the running caches of this user; each listens on a socket in the user's runtime directory."""
-    from kvcache.daemon.control.client import find
+    from kvcache.daemon.client.control import find
 
     running = list(find())
     if as_json or output is Format.json:

@@ -17,7 +17,7 @@ from kvcache.settings.types import show_bytes
 def quota(address: Address = None, output: Output = Format.table, as_json: Json = False) -> None:
     """Tell the tenants of a running cache: what each has in each tier, how much it may have, what others leave it; of a
     daemon with tenants, what each may ask for in a second as well."""
-    from kvcache.daemon.control.client import ask
+    from kvcache.daemon.client.control import ask
 
     path, rates = the_one(address), {}
     found = ask(path, "tenants", timeout_s=60.0)["tenants"]

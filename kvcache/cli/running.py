@@ -11,7 +11,7 @@ from kvcache.errors import ConfigError, UnreachableError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kvcache.daemon.control.client import Found
+    from kvcache.daemon.client.control import Found
 
 Address = Annotated[
     str | None,
@@ -21,7 +21,7 @@ Address = Annotated[
 
 def the_one(address: str | None) -> Path:
     """Its socket. UnreachableError where none runs; ConfigError where several do and no address was given."""
-    from kvcache.daemon.control.client import locate
+    from kvcache.daemon.client.control import locate
 
     if address is not None:
         return locate(address)
@@ -34,7 +34,7 @@ def the_one(address: str | None) -> Path:
 
 def all_of_them() -> list[Found]:
     """Every running cache of this user; UnreachableError where there is none."""
-    from kvcache.daemon.control.client import find
+    from kvcache.daemon.client.control import find
 
     running = list(find())
     if not running:

@@ -29,7 +29,7 @@ def stats(
     by: Annotated[By | None, typer.Option(help="With --curve: of each of these apart.")] = None,
 ) -> None:
     """Tiers, tokens and reasons of one running cache, since it was opened."""
-    from kvcache.daemon.control.client import ask
+    from kvcache.daemon.client.control import ask
 
     if curve or by is not None:
         told = ask(the_one(address), "curve")

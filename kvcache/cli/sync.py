@@ -23,7 +23,7 @@ def sync(
 
     Blocks that a tier refused earlier are offered again. A block that left host memory before a tier took it makes one
     sync fail, the next one."""
-    from kvcache.daemon.control.client import ask
+    from kvcache.daemon.client.control import ask
 
     told = ask(the_one(address), "flush", timeout_s=timeout_s + ANSWER_S, seconds=timeout_s)
     done, tiers = bool(told["flushed"]), told.get("tiers", {})

@@ -9,7 +9,7 @@ from kvcache.cli.output import Format, Json, Output, print_json
 
 def token(output: Output = Format.table, as_json: Json = False) -> None:
     """Make a token: the first line is the client's to keep secret, the second one is for the daemon's tenants file."""
-    from kvcache.daemon.token import new_token, token_hash
+    from kvcache.daemon.server.auth import new_token, token_hash
 
     made = new_token()
     if as_json or output is Format.json:

@@ -64,7 +64,7 @@ def _watch(look: Callable[[], Look], every: float) -> None:
 
 
 def _over_socket(path: Path) -> Callable[[], Look]:
-    from kvcache.daemon.control.client import ask
+    from kvcache.daemon.client.control import ask
 
     def look() -> Look:
         now = time.time()
@@ -75,7 +75,7 @@ def _over_socket(path: Path) -> Callable[[], Look]:
 
 
 def _over_http(url: str, token_file: Path | None) -> Callable[[], Look]:
-    from kvcache.daemon.http.visit import visit
+    from kvcache.daemon.client.control import visit
 
     def look() -> Look:
         parts = {part: visit(url, f"api/{part}?count={EVENTS}", token_file) for part in PARTS}

@@ -67,7 +67,7 @@ def warm(
 
 def fetch(cache: Path, hot: int, most_bytes: int | None, patience_s: float) -> dict[str, Any]:
     """By a running cache; what came of it."""
-    from kvcache.daemon.control.client import ask
+    from kvcache.daemon.client.control import ask
 
     told = ask(cache, "warm", hot=hot, **({} if most_bytes is None else {"max_bytes": most_bytes}))
     end = time.monotonic() + patience_s
@@ -144,7 +144,7 @@ def prefill(
 
 def begin(cache: Path | None) -> None:
     """What is stored from now on is what `settle` asks about."""
-    from kvcache.daemon.control.client import ask, find
+    from kvcache.daemon.client.control import ask, find
 
     for path in [each.path for each in find()] if cache is None else [cache]:
         with suppress(KVCacheError):  # `settle` says so
@@ -155,7 +155,7 @@ def settle(cache: Path | None, within_s: float) -> bool:
     """Whether the blocks that the engine's cache was given or asked for since `begin` are in each tier that the fleet
     shares: this cache, or, where it is not known which, all that run here as this user. One that does not answer is
     asked again while there is time."""
-    from kvcache.daemon.control.client import ask, find
+    from kvcache.daemon.client.control import ask, find
 
     def flushed(path: Path) -> bool:
         left = max(0.0, end - time.monotonic())
@@ -176,7 +176,7 @@ def settle(cache: Path | None, within_s: float) -> bool:
 
 def _held() -> int:
     """Bytes in host memory of all running caches of this user."""
-    from kvcache.daemon.control.client import find
+    from kvcache.daemon.client.control import find
 
     return sum(found.info["tiers"]["host"]["used_bytes"] for found in find() if not found.fault)
 

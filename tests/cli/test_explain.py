@@ -14,7 +14,7 @@ import pytest
 import kvcache
 from kvcache.block.layout import KVLayout
 from kvcache.cli.explain import ADVICE, words
-from kvcache.daemon.control import explain as answers
+from kvcache.daemon.server import report as answers
 from kvcache.observe.reasons import REASONS
 from kvcache.transfer.pages import GroupPages
 

@@ -106,7 +106,7 @@ def test_what_makes_no_sense_is_exit_code_2(cache: Cache, kv: Any, arguments: tu
 
 
 def test_a_prefix_is_pinned_by_its_name_by_a_request_and_by_its_tokens(cache: Cache, kv: Any) -> None:
-    from kvcache.daemon.report import Report
+    from kvcache.daemon.server.report import Report
 
     (shared,) = Report(cache).prefixes()
     assert (shared["tokens"], shared["requests"], shared["found_tokens"]) == (16, 2, 32)

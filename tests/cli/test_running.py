@@ -77,7 +77,8 @@ def test_ps_lists_nothing_where_nothing_runs(kv: Any) -> None:
 
 
 def test_ps_says_who_does_not_answer(runtime: Path, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcache.daemon.control import client, server
+    from kvcache.daemon.client import control as client
+    from kvcache.daemon.server import control as server
 
     with closing(kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False)):
         monkeypatch.setattr(server.Control, "_info", lambda *_: {"pid": 2**70})  # msgpack has no such number
@@ -148,7 +149,7 @@ def test_sync_waits_until_all_is_where_it_belongs(cache: Any, kv: Any, monkeypat
 
 
 def test_a_running_cache_of_an_earlier_version_is_synced(cache: Any, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvcache.daemon.control import server
+    from kvcache.daemon.server import control as server
 
     for flushed in (True, False):
         monkeypatch.setattr(server.Control, "_flush", lambda *_, said=flushed: {"flushed": said})

@@ -6,7 +6,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from kvcache.cli.main import application
-from kvcache.daemon.tenant import Tenants
+from kvcache.daemon.server.auth import Tenants
 
 
 def test_what_it_prints_lets_its_token_in(tmp_path: Path) -> None:

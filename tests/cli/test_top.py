@@ -13,9 +13,9 @@ import pytest
 import kvcache
 from kvcache.cache.cache import Cache
 from kvcache.cli import top
+from kvcache.daemon.client.control import visit
 from kvcache.daemon.http.app import Site
 from kvcache.daemon.http.server import listening, start
-from kvcache.daemon.http.visit import visit
 from kvcache.errors import AccessError, ConfigError, UnreachableError
 from kvcache.settings.service import Http
 from kvcache.settings.types import show_bytes

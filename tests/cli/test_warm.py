@@ -14,7 +14,7 @@ import pytest
 
 import kvcache
 from kvcache.cli.warm import settle
-from kvcache.daemon.control.client import find
+from kvcache.daemon.client.control import find
 from tests.contract.caches import FULL, Engine, bind, store
 from tests.fleet.test_engine import USED, Spoken, spoken
 from tests.peer.fleet import until

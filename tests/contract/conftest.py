@@ -22,10 +22,10 @@ def served(directory: Path, how: str) -> tuple[Any, Callable[[], None]]:
     """A client of a daemon in this process, and what ends the daemon. `how`: "daemon" maps its memory, "daemon+copy"
     has the bytes sent over the same socket, "daemon+tls" over the network."""
     from kvcache.cache.cache import Cache
-    from kvcache.daemon.address import Claim
-    from kvcache.daemon.door import Door
-    from kvcache.daemon.server import Daemon
-    from kvcache.daemon.tcp import Port
+    from kvcache.daemon.discovery import Claim
+    from kvcache.daemon.server.admission import Door
+    from kvcache.daemon.server.server import Daemon
+    from kvcache.daemon.server.tcp import Port
     from kvcache.os_env import SystemClock
     from kvcache.settings.sources import load
     from tests.daemon.authority import Authority

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvcache.cache.cache import Cache
-from kvcache.daemon.address import Claim
-from kvcache.daemon.door import Door
-from kvcache.daemon.server import Daemon
-from kvcache.daemon.tcp import Port
+from kvcache.daemon.discovery import Claim
+from kvcache.daemon.server.admission import Door
+from kvcache.daemon.server.server import Daemon
+from kvcache.daemon.server.tcp import Port
 from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load as load_settings
 from tests.daemon.house import House

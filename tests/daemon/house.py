@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import kvcache
 from kvcache.block.layout import KVLayout
-from kvcache.daemon.connect import route_of
+from kvcache.daemon.client.cache import route_of
 from kvcache.daemon.wire import Wire
 from tests.contract.caches import Engine, bind
 from tests.daemon.within import PATIENT

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 from kvcache.cache import warm_restart as legacy
-from kvcache.daemon import handover
-from kvcache.daemon.server import Daemon
+from kvcache.daemon.server import handover
+from kvcache.daemon.server.server import Daemon
 from kvcache.errors import ConfigError
 
 
@@ -21,7 +21,7 @@ def hang(heir: object, cache: object) -> None:
 WHAT = {
     "table": lambda: setattr(legacy, "VERSION", 99),
     "refuses": lambda: setattr(Daemon, "_end_for", refuse),
-    "silent": lambda: setattr(sys.modules["kvcache.daemon.handover"], "give", hang),
+    "silent": lambda: setattr(sys.modules["kvcache.daemon.server.handover"], "give", hang),
 }
 
 

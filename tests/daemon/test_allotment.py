@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.daemon.allotment import Allotment
-from kvcache.daemon.guest import network
-from kvcache.daemon.hall import WAITING, Hall
-from kvcache.daemon.peer import Peer
+from kvcache.daemon.client.connection import UnixRoute
 from kvcache.daemon.protocol import VERSION, answer
-from kvcache.daemon.route import UnixRoute
+from kvcache.daemon.server.admission import Allotment
+from kvcache.daemon.server.connection import WAITING, Hall, Peer
+from kvcache.daemon.server.tcp import network
 from kvcache.errors import KVCacheError, UnreachableError
 from tests.daemon.house import bound_to, load, store
 from tests.daemon.test_tenant import ACME, BETA, ROOT, came_in, everybody

@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from kvcache.daemon import bindings as of_bindings
-from kvcache.daemon.bindings import Bindings
+from kvcache.daemon.server import namespace_registry as of_bindings
+from kvcache.daemon.server.namespace_registry import Bindings
 from kvcache.errors import AccessError, ConfigError, LayoutError
 from tests.contract.caches import quiet
 from tests.daemon.house import bound_to, load, store

@@ -20,9 +20,9 @@ import pytest
 
 from kvcache.cache.cache import Cache
 from kvcache.cache.slot_copy import PagesMover
-from kvcache.daemon.address import Claim
-from kvcache.daemon.coming import COMES_S, STORES, Coming
-from kvcache.daemon.server import Daemon
+from kvcache.daemon.discovery import Claim
+from kvcache.daemon.server.client_session import COMES_S, STORES, Coming
+from kvcache.daemon.server.server import Daemon
 from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load as load_settings
 from kvcache.testing.tier import Clock
@@ -42,7 +42,7 @@ Hold = Callable[[Any], threading.Event]
 @pytest.fixture(autouse=True)
 def heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flush that is not done waits for a store: a busy loop has all the time to hear of it."""
-    monkeypatch.setattr("kvcache.daemon.coming.HEAR_S", 600.0)
+    monkeypatch.setattr("kvcache.daemon.server.client_session.HEAR_S", 600.0)
 
 
 def done(cache: Any) -> bool:
@@ -190,7 +190,7 @@ def test_nobody_waits_for_ever_for_a_store_of_which_its_client_says_no_more(
     cache, other = within.open(), within.open()
     cache.link.tell("storing", store=1)
     assert not done(other)
-    monkeypatch.setattr("kvcache.daemon.coming.COMES_S", 0.0)
+    monkeypatch.setattr("kvcache.daemon.server.client_session.COMES_S", 0.0)
     assert done(other)
     assert within.cache.flush(0)
 
@@ -288,7 +288,7 @@ class TestComing:
     def test_nor_whoever_waits_for_it_already(
         self, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvcache.daemon.coming.COMES_S", 0.1)
+        monkeypatch.setattr("kvcache.daemon.server.client_session.COMES_S", 0.1)
         coming = Coming(loop, {}, SystemClock())
         coming.begin("a")
         assert coming.wait(None)

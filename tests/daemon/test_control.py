@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 import kvcache
 from kvcache.block.layout import KVLayout
-from kvcache.daemon.control import server
-from kvcache.daemon.control.client import ask, find, locate
-from kvcache.daemon.control.frame import REQUEST_BYTES
+from kvcache.daemon.client.control import ask, find, locate
+from kvcache.daemon.protocol import REQUEST_BYTES
+from kvcache.daemon.server import control as server
 from kvcache.errors import KVCacheError, UnreachableError
 from kvcache.transfer.pages import GroupPages
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvcache.cache.api import FlushReport, TierFlush
-from kvcache.daemon import lender
 from kvcache.daemon.protocol import describe_report, read_report
+from kvcache.daemon.server import slot_lease as lender
 from kvcache.errors import KVCacheError
 from kvcache.tier.tier import Outcome, Ticket
 from tests.daemon.house import bound_to, store

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.daemon.control.client import ask
-from kvcache.daemon.handover import take
-from kvcache.daemon.private import find_or_start
+from kvcache.daemon.client.autostart import find_or_start
+from kvcache.daemon.client.control import ask
 from kvcache.daemon.protocol import VERSION
-from kvcache.daemon.token import new_token, token_hash
+from kvcache.daemon.server.auth import new_token, token_hash
+from kvcache.daemon.server.handover import take
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, House, bound_to, load, reached, store
@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 ASK = f"""
 import os, sys
 from pathlib import Path
-from kvcache.daemon.handover import take
+from kvcache.daemon.server.handover import take
 from kvcache.daemon.wire import Wire
 if sys.argv[2].isdigit():
     os.setuid(int(sys.argv[2]))

@@ -11,11 +11,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from kvcache.cache.cache import Cache
-from kvcache.daemon.http.app import HEADERS, PAGE, Site
-from kvcache.daemon.http.entry import shown
-from kvcache.daemon.http.history import History
-from kvcache.daemon.meter import Meter
-from kvcache.daemon.tenant import Tenant
+from kvcache.daemon.http.app import HEADERS, PAGE, History, Site, shown
+from kvcache.daemon.server.admission import Meter
+from kvcache.daemon.server.auth import Tenant
 from kvcache.observe.exporter import exposition
 from kvcache.settings.sources import load as load_settings
 from tests.daemon.house import bound_to, load, store

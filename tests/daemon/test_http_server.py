@@ -15,7 +15,7 @@ import pytest
 
 from kvcache.daemon.http.app import Site
 from kvcache.daemon.http.server import listening, start
-from kvcache.daemon.token import new_token, token_hash
+from kvcache.daemon.server.auth import new_token, token_hash
 from kvcache.observe.metrics import METRICS
 from kvcache.settings.service import Http
 from tests.daemon.house import House, bound_to, load, store

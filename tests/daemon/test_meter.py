@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.daemon.meter import Bucket, Meter
-from kvcache.daemon.tenant import Tenant
+from kvcache.daemon.server.admission import Bucket, Meter
+from kvcache.daemon.server.auth import Tenant
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to, load, store

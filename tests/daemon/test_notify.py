@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.daemon.notify import NAME, kept, notify
+from kvcache.daemon.server.systemd import NAME, kept, notify
 from tests.daemon.house import House, bound_to, load, store
 
 PROMPT = list(range(32))

@@ -13,7 +13,7 @@ import pytest
 from kvcache.block.record import record_bytes
 from kvcache.cache.cache import Cache
 from kvcache.cache.pins import LONGEST_S, SHARE
-from kvcache.daemon.control.orders import pin
+from kvcache.daemon.server.control import pin
 from kvcache.errors import ConfigError
 from kvcache.index.block_run import wanted
 from kvcache.settings.sources import load as load_settings

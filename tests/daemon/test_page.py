@@ -13,7 +13,7 @@ from starlette.testclient import TestClient
 from kvcache.cache.cache import Cache
 from kvcache.daemon.http.app import Site
 from kvcache.daemon.http.server import listening, start
-from kvcache.daemon.report import Report
+from kvcache.daemon.server.report import Report
 from kvcache.settings.service import Http
 from kvcache.settings.sources import load as load_settings
 from kvcache.settings.types import show_bytes

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.daemon.guest import Guest
-from kvcache.daemon.peer import AT_ONCE, CATCH_UP, Peer
 from kvcache.daemon.protocol import FRAME_BYTES, HEAD_BYTES, pack
+from kvcache.daemon.server.connection import AT_ONCE, CATCH_UP, Peer
+from kvcache.daemon.server.tcp import Guest
 from kvcache.daemon.tls import server_context
 from kvcache.daemon.wire import BUFFER_BYTES
 from tests.daemon.authority import Authority

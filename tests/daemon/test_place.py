@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 import pytest
 
 import kvcache
-from kvcache.daemon.control import place
-from kvcache.daemon.control.client import find
+from kvcache.daemon import discovery as place
+from kvcache.daemon.client.control import find
 from kvcache.errors import StoreError
 from kvcache.host_memory_budget import FOLDER
 

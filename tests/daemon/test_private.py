@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.daemon import private
-from kvcache.daemon.private import answers, find_or_start, socket_path, variables
+from kvcache.daemon.client import autostart as private
+from kvcache.daemon.client.autostart import answers, find_or_start, socket_path, variables
 from kvcache.errors import ConfigError, StoreError
 from tests.daemon.house import bound_to, load, store
 from tests.daemon.within import PATIENT, Within, until
@@ -84,7 +84,7 @@ def test_it_ends_after_its_engine_and_not_with_it(place: Path) -> None:
     """vLLM ends with all its processes and their children: a daemon among them had no time to write what it had."""
     script = (
         "import os, kvcache\n"
-        "from kvcache.daemon.private import find_or_start\n"
+        "from kvcache.daemon.client.autostart import find_or_start\n"
         "where = find_or_start('engine', linger_s=4, host={'capacity_bytes': '8MiB'}, nvme__enabled=False)\n"
         "cache = kvcache.open(where, patience_s=30.0)\n"
         "print(cache.link.pid, flush=True)\n"

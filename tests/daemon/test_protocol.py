@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.block.layout import KVLayout
-from kvcache.daemon.lender import OUTCOMES
 from kvcache.daemon.protocol import (
     ERRORS,
     FRAME_BYTES,
@@ -29,6 +28,7 @@ from kvcache.daemon.protocol import (
     refusal,
     unpack,
 )
+from kvcache.daemon.server.slot_lease import OUTCOMES
 from kvcache.errors import KVCacheError, LayoutError
 from tests.contract.caches import FULL, HYBRID
 

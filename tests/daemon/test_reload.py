@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.daemon.token import new_token, token_hash
+from kvcache.daemon.server.auth import new_token, token_hash
 from kvcache.errors import AccessError, KVCacheError
 from tests.daemon.authority import Authority
 from tests.daemon.house import House, bound_to, load, store

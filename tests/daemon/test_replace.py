@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvcache.daemon.ground import check
-from kvcache.daemon.tenant import Tenants
-from kvcache.daemon.token import token_hash
+from kvcache.daemon.server.auth import Tenants, token_hash
+from kvcache.daemon.server.service import check
 from kvcache.errors import ConfigError
 from kvcache.machine import memory
 from kvcache.settings.sources import load as load_settings

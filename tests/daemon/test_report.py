@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvcache.cache.cache import Cache
-from kvcache.daemon.report import Report
+from kvcache.daemon.server.report import Report
 from kvcache.errors import ConfigError
 from kvcache.settings.sources import load as load_settings
 from tests.contract.caches import Engine

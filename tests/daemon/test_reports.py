@@ -115,7 +115,7 @@ def test_a_daemon_answers_a_flush_before_its_client_gives_up(within: Within, mon
     assert asked == [FLUSH_S, FLUSH_S, 0.5]
     asked.clear()
     assert not cache.flush(), "it was answered before the time that it gave"
-    monkeypatch.setattr("kvcache.daemon.client.FLUSH_S", 0.0)
+    monkeypatch.setattr("kvcache.daemon.client.cache.FLUSH_S", 0.0)
     report = cache.flush()
     assert len(asked) == 4, "it asks again"
     assert report.tiers == {"nvme": TierFlush(reached=3, refused=1, lost=1)}, "what each answer told once is kept"

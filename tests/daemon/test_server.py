@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.daemon.address import Claim
-from kvcache.daemon.ground import descriptors, locked, prepare
+from kvcache.daemon.discovery import Claim
 from kvcache.daemon.protocol import FRAME_BYTES, HEAD_BYTES, VERSION, answer, pack
+from kvcache.daemon.server.service import descriptors, locked, prepare
 from kvcache.daemon.wire import Wire
 from kvcache.errors import ConfigError, StoreError, UnreachableError
 from kvcache.settings.service import CONNECTIONS
@@ -163,10 +163,10 @@ def test_it_says_how_much_memory_engines_with_a_gpu_have_to_lock(
 ) -> None:
     settings = load_settings(None, nvme__enabled=False, host__capacity_bytes="64MiB")
     limit = {"now": (1 << 20, 8 << 20)}
-    monkeypatch.setattr("kvcache.daemon.ground.resource.getrlimit", lambda _: limit["now"])
-    monkeypatch.setattr("kvcache.daemon.ground.GPU", tmp_path / "none")
+    monkeypatch.setattr("kvcache.daemon.server.service.resource.getrlimit", lambda _: limit["now"])
+    monkeypatch.setattr("kvcache.daemon.server.service.GPU", tmp_path / "none")
     assert locked(settings) == ""
-    monkeypatch.setattr("kvcache.daemon.ground.GPU", tmp_path)
+    monkeypatch.setattr("kvcache.daemon.server.service.GPU", tmp_path)
     assert "8 MiB of memory may be locked" in locked(settings)
     assert "pins 64 MiB" in locked(settings)
     limit["now"] = (1 << 20, 64 << 20)  # the soft one is the engine's own to raise

@@ -15,8 +15,8 @@ import pytest
 
 import kvcache
 from kvcache.cache.cache import Cache
-from kvcache.daemon.loop import new_loop
-from kvcache.daemon.service import Service
+from kvcache.daemon.server.server import new_loop
+from kvcache.daemon.server.service import Service
 from kvcache.errors import ConfigError, StoreError
 from kvcache.settings.sources import load as load_settings
 from tests.daemon.house import bound_to, load, store
@@ -121,7 +121,7 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.AbstractEventLoop]:
         made.append(new_loop())
         return made[-1]
 
-    monkeypatch.setattr("kvcache.daemon.server.new_loop", new)
+    monkeypatch.setattr("kvcache.daemon.server.server.new_loop", new)
     return made
 
 
@@ -129,7 +129,7 @@ def no_thread(*_: object) -> None:
     raise OSError("no thread")
 
 
-@pytest.mark.parametrize("step", ["kvcache.daemon.service.serve_http", "kvcache.daemon.http.server.start", None])
+@pytest.mark.parametrize("step", ["kvcache.daemon.server.service.serve_http", "kvcache.daemon.http.server.start", None])
 def test_a_daemon_that_never_runs_leaves_nothing_open(
     made: Callable[..., Service],
     loops: list[asyncio.AbstractEventLoop],

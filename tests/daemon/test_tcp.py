@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import kvcache
-from kvcache.daemon.door import Door
-from kvcache.daemon.lender import hang_up
 from kvcache.daemon.protocol import SENT, VERSION, pack
-from kvcache.daemon.tcp import Port, host_and_port
-from kvcache.daemon.token import token_hash
+from kvcache.daemon.server.admission import Door
+from kvcache.daemon.server.auth import token_hash
+from kvcache.daemon.server.slot_lease import hang_up
+from kvcache.daemon.server.tcp import Port, host_and_port
 from kvcache.daemon.wire import Wire
 from kvcache.errors import AccessError, ConfigError, StoreError, UnreachableError
 from kvcache.os_env import SystemClock
@@ -244,7 +244,7 @@ class TestBytes:
         self, loopback: Within, monkeypatch: pytest.MonkeyPatch, bad: int, at_once: int
     ) -> None:
         """Wherever in a message it is, what is called done is in its page, and no other page was written."""
-        from kvcache.daemon import streamer
+        from kvcache.daemon.server import slot_lease as streamer
 
         cache = loopback.reach()
         bound, tokens = bound_to(cache), list(range(32))
@@ -276,7 +276,7 @@ class TestBytes:
     def test_what_arrives_other_than_it_was_sent_is_not_kept(
         self, loopback: Within, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from kvcache.daemon import carrier
+        from kvcache.daemon.client import transfer as carrier
 
         cache = loopback.reach()
         bound, tokens, engine = bound_to(cache), list(range(32)), Engine(LAYOUT)
@@ -293,7 +293,7 @@ class TestBytes:
         assert load(bound, tokens) == expected
 
     def test_what_a_daemon_says_is_checked(self) -> None:
-        from kvcache.daemon.carrier import room
+        from kvcache.daemon.client.transfer import room
         from kvcache.daemon.protocol import ProtocolError
 
         good = np.array([(0, 0, 0, 64, 0), (1, 0, 0, 64, 0)], SENT)

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 import kvcache
 from kvcache.block.chain import bind_signatures, plain_bind_signatures
-from kvcache.daemon.control.orders import pin
-from kvcache.daemon.report import Report
-from kvcache.daemon.tenant import Tenant, Tenants
-from kvcache.daemon.token import BEGIN, Tokens, new_token, token_hash
+from kvcache.daemon.server.auth import BEGIN, Tenant, Tenants, Tokens, new_token, token_hash
+from kvcache.daemon.server.control import pin
+from kvcache.daemon.server.report import Report
 from kvcache.errors import AccessError, ConfigError
 from kvcache.index.block_run import Run
 from tests.contract.caches import Engine

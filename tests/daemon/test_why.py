@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcache.block.layout import KVLayout
-from kvcache.daemon.session import SIGNATURES_BYTES
+from kvcache.daemon.server.client_session import SIGNATURES_BYTES
 from kvcache.log import LONGEST
 from kvcache.observe.recent_requests import Asked
 from tests.contract.caches import Engine
@@ -99,11 +99,11 @@ def test_what_was_found_whole_sends_no_tokens(within: Within) -> None:
 def test_tokens_count_among_what_a_client_may_have(within: Within, monkeypatch: pytest.MonkeyPatch) -> None:
     bound = bound_to(within.open())
     assert SIGNATURES_BYTES > 1 << 20
-    monkeypatch.setattr("kvcache.daemon.session.SIGNATURES_BYTES", 10 * 32 + 40 * 4 - 1)
+    monkeypatch.setattr("kvcache.daemon.server.client_session.SIGNATURES_BYTES", 10 * 32 + 40 * 4 - 1)
     with bound.request(id="much") as r:
         r.match(OLD)
         r.admit()
         assert asked(within, "much").ids == [], "passed over, and nothing fails"
-    monkeypatch.setattr("kvcache.daemon.session.SIGNATURES_BYTES", 10 * 32 + 40 * 4)
+    monkeypatch.setattr("kvcache.daemon.server.client_session.SIGNATURES_BYTES", 10 * 32 + 40 * 4)
     ask(bound, OLD, "enough")
     assert asked(within, "enough").ids[0].tolist() == OLD

@@ -13,7 +13,7 @@ import pytest
 
 import kvcache
 from kvcache.cache.cache import Cache
-from kvcache.daemon.server import Daemon
+from kvcache.daemon.server.server import Daemon
 
 PATIENT = {"patience_s": 30.0, "deadline_s": 30.0}
 """How a test's client opens a daemon: no machine is so busy that an answer takes longer."""

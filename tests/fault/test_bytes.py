@@ -26,10 +26,10 @@ from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.record import RecordError, header_area, read_header, verify
 from kvcache.block.revision import model_revision
 from kvcache.codec.codec import codec, codecs
-from kvcache.daemon.control import frame as control
-from kvcache.daemon.lender import LENT
-from kvcache.daemon.mapping import Mappings
+from kvcache.daemon import protocol as control
 from kvcache.daemon.protocol import HEAD_BYTES, answer, asked, body_bytes, pack, read_layout, read_shards, unpack
+from kvcache.daemon.server.slot_lease import LENT
+from kvcache.daemon.shm import Mappings
 from kvcache.errors import ConfigError, KVCacheError, LayoutError, ModelError, StoreError, TokenError
 from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.daemon.control.client import ask
+from kvcache.daemon.client.control import ask
 from tests.engine import tiny
 from tests.peer.fleet import until
 from tests.peer.server import MISSING, Server

@@ -52,7 +52,7 @@ def _plain(value: Any) -> Any:
 
 def running() -> list[dict[str, Any]]:
     """What each running cache says of itself; of one that does not answer, why."""
-    from kvcache.daemon.control.client import ask, find
+    from kvcache.daemon.client.control import ask, find
 
     told = []
     for found in find():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvcache.cli.doctor.finding import Finding, ok, warn
-from kvcache.daemon.control.client import find
-from kvcache.daemon.control.place import prepare
+from kvcache.daemon.client.control import find
+from kvcache.daemon.discovery import prepare
 from kvcache.errors import StoreError
 
 

@@ -12,7 +12,7 @@ import kvcache
 from kvcache.cache.api import KVCache
 from kvcache.connector.sglang.pool import Ranks
 from kvcache.connector.sglang.wishes import Wishes
-from kvcache.daemon.private import find_or_start
+from kvcache.daemon.client.autostart import find_or_start
 
 CLOSE_S = 5.0
 

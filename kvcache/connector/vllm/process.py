@@ -10,7 +10,7 @@ import kvcache
 from kvcache.cache.api import KVCache
 from kvcache.connector.vllm.options import Options, TierOptions
 from kvcache.connector.vllm.trial import Trial
-from kvcache.daemon.private import find_or_start
+from kvcache.daemon.client.autostart import find_or_start
 
 HOST_BYTES = "1GiB"
 """Our own host memory under vLLM's, where nobody sets it: what passes through, since what is near stands in vLLM's."""

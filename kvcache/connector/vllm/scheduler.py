@@ -28,7 +28,7 @@ from kvcache.connector.vllm.steps import Steps
 from kvcache.connector.vllm.tracked import Tracked, Wishes, behind
 from kvcache.connector.vllm.trial import Trial
 from kvcache.connector.vllm.whole import whole
-from kvcache.daemon.remote import UNREACHABLE
+from kvcache.daemon.client.request import UNREACHABLE
 from kvcache.errors import KVCacheError
 from kvcache.observe.reasons import meaning
 

@@ -28,8 +28,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from kvcache.daemon.address import SCHEME
-from kvcache.daemon.control.place import prepare
+from kvcache.daemon.discovery import SCHEME, prepare
 from kvcache.errors import StoreError
 from kvcache.log import logger
 from kvcache.machine import running

@@ -2,11 +2,11 @@
 
 Nothing that goes wrong with the daemon is the engine's to bear: while it does not answer, a match finds nothing, a
 load is a miss and a store is dropped, at once, and a thread tries to reach it again. Its end is seen by the end of the
-connection, so there is no heartbeat to miss, and nobody who is silent for a day is forgotten.
-"""
+connection, so there is no heartbeat to miss, and nobody who is silent for a day is forgotten."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 import time
@@ -21,12 +21,13 @@ from typing import Any
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
 from kvcache.cache.api import Bound, FlushReport, TierFlush, check_shards, check_ttl
-from kvcache.daemon.carrier import Stagings
-from kvcache.daemon.link import Link
-from kvcache.daemon.mapping import Mappings
+from kvcache.daemon.client.connection import Link, Route, Token, UnixRoute
+from kvcache.daemon.client.request import RemoteBound
+from kvcache.daemon.client.transfer import Stagings
+from kvcache.daemon.discovery import socket_of
 from kvcache.daemon.protocol import FLUSH_S, ProtocolError, answer, read_report
-from kvcache.daemon.remote import RemoteBound
-from kvcache.daemon.route import Route
+from kvcache.daemon.server.tcp import TcpRoute
+from kvcache.daemon.shm import Mappings
 from kvcache.errors import ClosedError, ConfigError, KVCacheError, UnreachableError
 from kvcache.index.kv_events import Change, Told
 from kvcache.log import logger
@@ -361,3 +362,31 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
+
+
+# From what `kvcache.open` is given to a cache behind a socket.
+
+FILES = ("ca_file", "cert_file", "key_file", "server_name")
+"""Of a route with TLS: whom to trust, what to show, and the name in the daemon's certificate where it is another."""
+
+
+def connect(where: str, *, token_file: str = "", **settings: Any) -> RemoteCache:
+    """`token_file` holds the token to show; without one, that of the variable KVCACHE_TOKEN is shown."""
+    secure = where.startswith("tls:")
+    files = {name: settings.pop(name) for name in FILES if secure and name in settings}
+    known = [name for name in inspect.signature(RemoteCache).parameters if name not in ("route", "port")]
+    unknown = sorted(settings.keys() - known)
+    if unknown:
+        known += ["token_file", *(FILES if secure else ())]
+        raise ConfigError(
+            f"{unknown[0]} = {settings[unknown[0]]!r:.60}: {where} has settings of its own; here are {', '.join(known)}"
+        )
+    return RemoteCache(route_of(where, Token(token_file), **files), **settings)
+
+
+def route_of(where: str, token: Token | None = None, **files: str) -> Route:
+    """To the daemon at `unix:PATH`, `tls://HOST:PORT` or, on loopback, `tcp://HOST:PORT`."""
+    token = token or Token()
+    if where.startswith("unix:"):
+        return UnixRoute(str(socket_of(where)), token)
+    return TcpRoute(where.partition(":")[2].removeprefix("//"), token, secure=where.startswith("tls:"), **files)

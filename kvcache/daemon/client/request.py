@@ -15,16 +15,16 @@ from kvcache.block.namespace import Namespace
 from kvcache.cache.api import Extras, Hit, PageIds, check_origin, check_transfer, check_ttl
 from kvcache.cache.operation import BlockTransfer
 from kvcache.cache.slot_copy import PagesMover
+from kvcache.daemon.client.transfer import Taker
 from kvcache.daemon.protocol import FRAME_BYTES, NAMESPACES, describe_shards
-from kvcache.daemon.taker import Taker
 from kvcache.errors import KVCacheError
 from kvcache.log import Work, logger
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
 
 if TYPE_CHECKING:
-    from kvcache.daemon.client import RemoteCache
-    from kvcache.daemon.link import Link
+    from kvcache.daemon.client.cache import RemoteCache
+    from kvcache.daemon.client.connection import Link
 
 UNREACHABLE = "unreachable"
 """The reason of a match that nobody answered."""

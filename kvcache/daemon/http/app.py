@@ -1,14 +1,17 @@
 """What the daemon answers over HTTP: it only tells. Whoever wants to change something uses the control socket.
 
 Figures for Prometheus at `/metrics`, `/healthz` and `/readyz`, JSON below `/api/`, and a page at `/` that is made of
-it. Nothing of what is in prompts is told here: text, tokens and their ids stay with `kvcache explain`.
-"""
+it. Nothing of what is in prompts is told here: text, tokens and their ids stay with `kvcache explain`."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import json
+import threading
 from array import array
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
@@ -23,13 +26,101 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvcache.cache.cache import Cache
-from kvcache.daemon.http.entry import Entry, Owner
-from kvcache.daemon.http.history import EVERY_S, History
-from kvcache.daemon.meter import Meter
-from kvcache.daemon.report import Report
+from kvcache.daemon.server.admission import Meter
+from kvcache.daemon.server.report import Report
+from kvcache.daemon.server.tcp import is_loopback
 from kvcache.errors import ConfigError
 from kvcache.log import logger
 from kvcache.observe.exporter import exposition
+
+# Who may ask what over HTTP. `/metrics`, `/healthz` and `/readyz` are open. The rest is for whoever shows a token, if
+# the daemon knows any; if it does not, for whoever is on this host, where the daemon listens on loopback alone, and
+# for nobody otherwise.
+
+OPERATOR = "*"
+"""The owner of a token who sees all."""
+OPEN = frozenset({"/metrics", "/healthz", "/readyz"})
+
+Owner = Callable[[str], "str | None"]
+"""Whose a token is: a tenant, `OPERATOR`, or nobody's."""
+
+_CHALLENGE = {"WWW-Authenticate": 'Basic realm="kvcache: any name, the token as password", charset="UTF-8"'}
+
+
+class Entry:
+    """`owner`: None where the daemon knows no tokens. `local`: it listens on loopback alone."""
+
+    def __init__(self, owner: Owner | None, *, local: bool) -> None:
+        self._owner, self._local = owner, local
+
+    def tenant(self, request: Request) -> str | None:
+        """Whose figures are asked for; None: all. HTTPException where nobody's may be told."""
+        if self._local and not is_loopback(request.url.hostname or ""):
+            # A page of elsewhere that gave its own name this address would otherwise read what is here.
+            raise HTTPException(421, "this is a host of another name; ask for 127.0.0.1 or localhost")
+        if self._owner is None:
+            if self._local:
+                return None
+            raise HTTPException(
+                403, f"no tenant has a token here (daemon.tenants_file), so only {', '.join(sorted(OPEN))} are open"
+            )
+        token = shown(request.headers.get("authorization", ""))
+        owner = None if token is None else self._owner(token)
+        if owner is None:
+            raise HTTPException(401, "show a token: `Authorization: Bearer TOKEN`, or as a password", _CHALLENGE)
+        return None if owner == OPERATOR else owner
+
+
+def shown(header: str) -> str | None:
+    """The token in an `Authorization` header: a bearer's, or the password of a browser that asked its user."""
+    scheme, _, value = header.partition(" ")
+    value = value.strip()
+    if scheme.lower() == "bearer":
+        return value or None
+    if scheme.lower() != "basic":
+        return None
+    try:
+        return base64.b64decode(value, validate=True).decode("utf-8").partition(":")[2] or None
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+
+
+# The figures of the last hour, a sample every few seconds, so that a page that is opened now shows what was before.
+
+EVERY_S = 5.0
+SAMPLES = 720
+
+_SUMMED = ("requests", "asked_tokens", "stored_bytes")
+_BY_LABEL = ("hit_tokens", "loaded_bytes", "misses")
+
+
+def sample(stats: Mapping[str, Any], time: float) -> dict[str, Any]:
+    """What of the statistics changes by the second; counters as they are, for whoever takes differences."""
+    counters = stats.get("counters", {})
+    return {
+        "time": time,
+        **{name: counters.get(name, 0) for name in _SUMMED},
+        **{name: dict(counters.get(name, {})) for name in _BY_LABEL},
+        "used_bytes": {tier: found["used_bytes"] for tier, found in stats["tiers"].items()},
+    }
+
+
+class History:
+    """Thread-safe; the oldest leave."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self._samples: deque[dict[str, Any]] = deque(maxlen=samples)
+        self._lock = threading.Lock()
+
+    def add(self, stats: Mapping[str, Any], time: float) -> None:
+        with self._lock:
+            self._samples.append(sample(stats, time))
+
+    def all(self) -> list[dict[str, Any]]:
+        """The oldest first."""
+        with self._lock:
+            return list(self._samples)
+
 
 BODY_BYTES, BODY_S = 8 << 20, 10.0
 HEADERS: Mapping[str, str] = {

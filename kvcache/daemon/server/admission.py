@@ -3,14 +3,188 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcache.daemon.meter import Meter
-from kvcache.daemon.tenant import ANYBODY, Tenant, Tenants
+from kvcache.cache.cache import Cache
+from kvcache.daemon.server.auth import ANYBODY, OPERATOR, Tenant, Tenants
 from kvcache.errors import AccessError
+from kvcache.evict.quotas import UNLIMITED, Limit
 from kvcache.os_env import Clock
+from kvcache.settings import Settings
+from kvcache.settings.cache import Tenant as Bytes
+from kvcache.settings.types import no_larger
+
+# So many of one thing for all tenants together, of which each can always have its share. Half of them are shares,
+# equal ones, and nobody else has a tenant's; the other half is for whoever comes first. So one tenant alone has more
+# than half of all, and however many it wants, the next one finds its own share free.
+
+
+class Allotment:
+    """Of one thread. Without tenants apart from each other there is one, who has all."""
+
+    def __init__(self, most: int, tenants: Callable[[], int]) -> None:
+        """`tenants`: how many there are now; where that changes, so does everybody's share from then on."""
+        self.most, self._tenants = most, tenants
+        self._used: Counter[str] = Counter()
+
+    @property
+    def share(self) -> int:
+        """0 where there are more tenants than half as many things: then whoever comes first has them."""
+        return self.most // (2 * max(1, self._tenants()))
+
+    def used(self, tenant: str) -> int:
+        return self._used[tenant]
+
+    def has_room(self, tenant: str) -> bool:
+        share = self.share
+        if self._used.total() >= self.most:
+            return False
+        if self._used[tenant] < share:
+            return True
+        beyond = sum(max(0, used - share) for used in self._used.values())
+        return beyond < self.most - share * max(1, self._tenants())
+
+    def take(self, tenant: str) -> bool:
+        """One; False where nothing is left for it."""
+        if not self.has_room(tenant):
+            return False
+        self.exchange(tenant)
+        return True
+
+    def exchange(self, tenant: str) -> None:
+        """One, in the place of another that it gave back."""
+        self._used[tenant] += 1
+
+    def give_back(self, tenant: str) -> None:
+        self._used[tenant] -= 1
+        if not self._used[tenant]:
+            del self._used[tenant]
+
+
+# Bytes that each tenant may take of a tier, and what others leave to it: from the tenants file to the cache.
+
+TIERS = ("host", "nvme")
+
+
+class Limits:
+    """What a daemon has set of a cache's shares. A tenant of whom the file says nothing of bytes has what
+    `evict.tenants` gives it."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
+        self._set: set[str] = set()
+
+    def set(self, tenants: Tenants | None) -> None:
+        """ConfigError, before anything is changed, where the least shares together are more than there is."""
+        wanted = limits(self._cache.settings, tenants)
+        for name in self._set | wanted.keys():
+            for tier in TIERS:
+                self._cache.shares.set(name, tier, _of(wanted.get(name, Bytes()), tier))
+        self._set = set(wanted)
+
+
+def limits(settings: Settings, tenants: Tenants | None) -> dict[str, Bytes]:
+    """By tenant; ConfigError where the least shares together are more than there is."""
+    wanted: dict[str, Bytes] = dict(settings.evict.tenants)
+    for tenant in tenants.by_name.values() if tenants is not None else ():
+        if tenant.name != OPERATOR and tenant.model_fields_set & Bytes.model_fields.keys():
+            wanted[tenant.name] = tenant
+    host, nvme = settings.host, settings.nvme
+    for tier, capacity in (("host", host.capacity_bytes), ("nvme", nvme.capacity_bytes if nvme.enabled else 0)):
+        least = sum(_of(given, tier).least_bytes for given in wanted.values())
+        if capacity:
+            no_larger(f"{tier}_least_bytes of all tenants", least, f"{tier}.capacity_bytes", capacity)
+    return wanted
+
+
+def _of(given: Bytes, tier: str) -> Limit:
+    quota: int | None = getattr(given, f"{tier}_quota_bytes")
+    return Limit(UNLIMITED if quota is None else quota, getattr(given, f"{tier}_least_bytes"))
+
+
+# How much a tenant may ask for in a second. What is beyond is answered as a miss: it waits for nobody. A bucket holds
+# what one second allows. What is asked for while something is in it may owe the rest, so that a transfer larger than
+# the bucket is let through once, and nothing after it until it is paid for.
+
+FLOOD_S = 10.0
+"""Of operations owed, beyond which a client is let go."""
+
+QUOTA = "quota"
+"""The reason that is said of what was beyond."""
+
+
+class Bucket:
+    """Not for use by several threads at once."""
+
+    def __init__(self, rate: float | None, clock: Clock) -> None:
+        """`rate`: a second; None for no limit."""
+        self._clock = clock
+        self.rate = rate
+        self._level, self._then = rate or 0.0, clock.now()
+
+    def level(self) -> float:
+        """What is left; below zero, what is owed."""
+        if self.rate is None:
+            return float("inf")
+        now = self._clock.now()
+        self._level, self._then = min(self.rate, self._level + (now - self._then) * self.rate), now
+        return self._level
+
+    def take(self, amount: float) -> None:
+        """Whatever is left."""
+        self._level = self.level() - amount if self.rate is not None else 0.0
+
+    def change(self, rate: float | None) -> None:
+        """Another rate from now on; what is owed stays owed."""
+        level = min(self.level(), 0.0)
+        self.rate = rate
+        self._level = level + (rate or 0.0)
+
+
+class Meter:
+    """Of one tenant, all its connections together. Thread-safe."""
+
+    def __init__(self, tenant: Tenant, clock: Clock) -> None:
+        self._lock = threading.Lock()
+        self._operations, self._bytes = Bucket(tenant.operations, clock), Bucket(tenant.bandwidth, clock)
+        self.refused = 0
+        """Matches, loads, stores and requests of the page that a limit turned into a miss."""
+        self.moved_bytes = 0
+
+    def change(self, tenant: Tenant) -> None:
+        with self._lock:
+            for bucket, rate in ((self._operations, tenant.operations), (self._bytes, tenant.bandwidth)):
+                if bucket.rate != rate:
+                    bucket.change(rate)
+
+    def ask(self, *, moves: bool = False, refusable: bool = True) -> bool:
+        """Take one operation from the budget; return whether it is within the limits.
+
+        Args:
+            moves: The limit of bytes applies too.
+            refusable: The caller refuses the operation where this returns False. Others, such as the end of a
+                request, are carried out all the same and do not count as refused.
+        """
+        with self._lock:
+            allowed = self._operations.level() > 0 and not (moves and self._bytes.level() <= 0)
+            self._operations.take(1)
+            self.refused += refusable and not allowed
+            return allowed
+
+    @property
+    def flooded(self) -> bool:
+        with self._lock:
+            return self._operations.level() < -FLOOD_S * (self._operations.rate or 0.0)
+
+    def move(self, size: int) -> None:
+        """So many bytes, which are on their way already."""
+        with self._lock:
+            self._bytes.take(size)
+            self.moved_bytes += size
 
 
 @dataclass(frozen=True, slots=True)

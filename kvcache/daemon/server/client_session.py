@@ -1,15 +1,17 @@
 """What one client process has of a daemon: namespaces and open requests.
 
 A session begins with a control connection's hello and ends with that connection, or with the process, whichever comes
-first: then every request of it is closed and what these held is back. Nothing in it ends by a timer.
-"""
+first: then every request of it is closed and what these held is back. Nothing in it ends by a timer."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,14 +19,113 @@ from kvcache.block.chain import SIGNATURE_BYTES, bind_signatures
 from kvcache.cache.api import FlushReport
 from kvcache.cache.cache import Cache
 from kvcache.cache.request import BoundCache, CacheRequest
-from kvcache.daemon.bindings import Bindings
-from kvcache.daemon.coming import STORES, Coming
-from kvcache.daemon.door import Door, Shown
-from kvcache.daemon.meter import QUOTA
-from kvcache.daemon.protocol import NAMESPACES, ProtocolError, read_layout, read_shards
-from kvcache.daemon.report import Report
-from kvcache.daemon.tenant import Tenant
+from kvcache.daemon.protocol import NAMESPACES, STORE_S, ProtocolError, read_layout, read_shards
+from kvcache.daemon.server.admission import QUOTA, Door, Shown
+from kvcache.daemon.server.auth import Tenant
+from kvcache.daemon.server.connection import Peer
+from kvcache.daemon.server.namespace_registry import Bindings
+from kvcache.daemon.server.report import Report
 from kvcache.errors import AccessError, ConfigError, RequestError, TokenError
+from kvcache.os_env import Clock
+
+# Stores that clients have begun and that have not come yet: what a flush waits for before it looks at what is here. A
+# client says that a store begins before its engine goes on, and copies afterwards. So whoever has heard the engine's
+# answer, and asks for a flush then, waits for the blocks of that answer: what a client said before is taken in first.
+# Over TCP that is what has arrived; between processes of this host it is all that was said.
+
+if TYPE_CHECKING:
+    pass  # MERGED
+
+STORES = 8192
+"""Of one client at a time; beyond them a flush does not wait."""
+
+COMES_S = 2 * STORE_S
+"""Since it began, beyond which nobody waits for a store: what it takes, and as much in its client's queue before."""
+
+HEAR_S = 0.5
+"""For the loop to take in what was said, however little time there is to wait for what that tells of."""
+
+
+class Coming:
+    """Thread-safe; `wait` is for any thread but the loop's."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, clients: Mapping[Peer, Session], clock: Clock) -> None:
+        """`clients`: by the connections on which they say so; the loop's own."""
+        self._loop, self._clients, self._clock = loop, clients, clock
+        self._begun = 0
+        self._open: defaultdict[str, OrderedDict[int, float]] = defaultdict(OrderedDict)
+        """By tenant the numbers that are open and when each began, the oldest first."""
+        self._asked: set[str | None] = set()  # whose clients are heard in the next turn, which is on its way then
+        self._turns = self._heard = 0  # that have begun, and the last that is over
+        self._over = False
+        self._changed = threading.Condition()
+
+    def begin(self, tenant: str) -> int:
+        """A store of this tenant is on its way; the number to `end` it by."""
+        with self._changed:
+            self._begun += 1
+            self._open[tenant][self._begun] = self._clock.now()
+            return self._begun
+
+    def end(self, tenant: str, number: int) -> None:
+        """It has come, or never will. Idempotent."""
+        with self._changed:
+            of_tenant = self._open[tenant]
+            oldest = next(iter(of_tenant), None)
+            of_tenant.pop(number, None)
+            if number == oldest:  # what others wait for
+                self._changed.notify_all()
+
+    def wait(self, timeout_s: float | None, tenant: str | None = None) -> bool:
+        """Until what was begun by now has ended; whether it has. `tenant`: who waits for nobody else's."""
+        until = float("inf") if timeout_s is None else self._clock.now() + timeout_s
+        with self._changed:
+            if not self._over and not self._asked:
+                self._loop.call_soon_threadsafe(self._hear)
+            self._asked.add(tenant)
+            turn = self._turns + 1
+            hear_s = None if timeout_s is None else max(HEAR_S, timeout_s)
+            if not self._changed.wait_for(lambda: self._heard >= turn or self._over, hear_s):
+                return False
+            last = self._begun
+            while (since := self._oldest(tenant, last)) is not None:
+                now = self._clock.now()
+                if now >= until:
+                    return False
+                self._changed.wait(min(until, since + COMES_S) - now)
+            return True
+
+    def close(self) -> None:
+        """The loop hears nobody any more: nobody waits for it."""
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def _hear(self) -> None:
+        """Once for all who have asked by now, on the loop's thread."""
+        with self._changed:
+            asked, self._asked = self._asked, set()
+            self._turns += 1
+        for peer, session in list(self._clients.items()):
+            if not asked.isdisjoint((None, session.tenant.name)):
+                peer.catch_up()
+        with self._changed:
+            self._heard = self._turns
+            self._changed.notify_all()
+
+    def _oldest(self, tenant: str | None, last: int) -> float | None:
+        """When the oldest began that is open and no later than number `last`; what is too old ends here."""
+        began = []
+        for of_tenant in self._open.values() if tenant is None else [self._open[tenant]]:
+            while of_tenant:
+                number, since = next(iter(of_tenant.items()))
+                if since + COMES_S > self._clock.now():
+                    if number <= last:
+                        began.append(since)
+                    break
+                del of_tenant[number]
+        return min(began, default=None)
+
 
 REQUESTS = 8192
 """That a session may have open at a time."""

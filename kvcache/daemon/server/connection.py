@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from kvcache.daemon.door import Shown
 from kvcache.daemon.protocol import HEAD_BYTES, ProtocolError, body_bytes, pack, refusal, unpack
+from kvcache.daemon.server.admission import Shown
 from kvcache.daemon.wire import BUFFER_BYTES
 from kvcache.log import logger
 
@@ -221,3 +221,41 @@ def credentials(connection: socket.socket) -> tuple[int, int, int]:
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(found)
     return pid, uid, gid
+
+
+# Connections of which nobody knows yet whose they are. They wait apart from those that are known, so that whoever
+# only connects shuts nobody out. So many wait at a time, for so long. Where one more comes, the one that waited
+# longest leaves, of those that come from where most of them do: whoever connects without end pushes out itself.
+
+WAITING = 64
+"""At a time, a descriptor each, beside those of `daemon.connections`."""
+HELLO_S = 5.0
+"""For a connection to say who it is."""
+
+
+class Hall:
+    """Of the loop's thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._waiting: dict[Peer, asyncio.TimerHandle] = {}  # the longest first
+        self._quiet_until = loop.time()  # a crowd writes no log
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def enter(self, peer: Peer) -> None:
+        self._waiting[peer] = self._loop.call_later(HELLO_S, peer.close)
+        if len(self._waiting) > WAITING:
+            crowd, count = Counter(each.origin for each in self._waiting).most_common(1)[0]
+            first = next(each for each in self._waiting if each.origin == crowd)
+            if self._loop.time() >= self._quiet_until:
+                self._quiet_until = self._loop.time() + HELLO_S
+                _log.warning("%d connections of %s do not say who they are: the first of them go", count, crowd)
+            first.close()
+
+    def leave(self, peer: Peer) -> None:
+        """It is known now, or gone. Idempotent."""
+        timer = self._waiting.pop(peer, None)
+        if timer is not None:
+            timer.cancel()

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from kvcache.cache.cache import Cache
 from kvcache.cache.warm_restart import Legacy, leave
-from kvcache.daemon.peer import credentials
 from kvcache.daemon.protocol import DESCRIPTORS, VERSION, ProtocolError, answer
+from kvcache.daemon.server.connection import credentials
 from kvcache.daemon.wire import LateError, Wire
 from kvcache.errors import AccessError, ClosedError, KVCacheError, StoreError, UnreachableError
 from kvcache.log import logger

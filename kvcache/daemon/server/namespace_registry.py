@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvcache.cache.cache import Cache
 from kvcache.cache.request import BoundCache
-from kvcache.daemon.allotment import Allotment
+from kvcache.daemon.server.admission import Allotment
 from kvcache.errors import ConfigError
 
 MOST = 16_384

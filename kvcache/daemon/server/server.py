@@ -2,8 +2,7 @@
 
 One thread runs the loop: it accepts, and answers what takes no time (a match of a long prompt is a fraction of a
 millisecond). Each connection that moves records has a thread, which waits for the client to copy; the bytes themselves
-never come here. When a client goes, however it goes, everything that it held is back at once.
-"""
+never come here. When a client goes, however it goes, everything that it held is back at once."""
 
 from __future__ import annotations
 
@@ -19,25 +18,32 @@ from contextlib import closing, suppress
 from typing import Any
 
 from kvcache.cache.cache import Cache
-from kvcache.daemon.address import Claim
-from kvcache.daemon.allotment import Allotment
-from kvcache.daemon.bindings import Bindings
-from kvcache.daemon.coming import Coming
-from kvcache.daemon.door import Door
-from kvcache.daemon.guest import Guest
-from kvcache.daemon.hall import Hall
-from kvcache.daemon.handover import akin
-from kvcache.daemon.lender import Moving, serve
-from kvcache.daemon.limits import Limits
-from kvcache.daemon.loop import new_loop
-from kvcache.daemon.peer import Peer
+from kvcache.daemon.discovery import Claim
 from kvcache.daemon.protocol import FRAME_BYTES, VERSION, ProtocolError, asked, refusal
-from kvcache.daemon.session import Session
-from kvcache.daemon.tcp import Port
-from kvcache.daemon.token import token_hash
-from kvcache.daemon.watch import Watch
+from kvcache.daemon.server.admission import Allotment, Door, Limits
+from kvcache.daemon.server.auth import token_hash
+from kvcache.daemon.server.client_session import Coming, Session
+from kvcache.daemon.server.connection import Hall, Peer
+from kvcache.daemon.server.handover import akin
+from kvcache.daemon.server.namespace_registry import Bindings
+from kvcache.daemon.server.slot_lease import Moving, serve
+from kvcache.daemon.server.systemd import Watch
+from kvcache.daemon.server.tcp import Guest, Port
 from kvcache.errors import AccessError, ClosedError, ConfigError, KVCacheError, UnreachableError
 from kvcache.log import logger
+
+# The event loop of a daemon's one thread.
+
+
+def new_loop() -> asyncio.AbstractEventLoop:
+    """Of uvloop where that is installed."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
 
 FIRST_S = 60.0
 """For the first of those for whom a daemon runs that ends by itself."""

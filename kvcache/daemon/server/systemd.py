@@ -2,20 +2,21 @@
 
 Under a unit with `Type=notify` and `FileDescriptorStoreMax`, `systemctl restart` keeps what is in host memory: at its
 end the daemon gives systemd the descriptors of its extents and of their table, and the next process gets them back.
-Without systemd nothing of this does anything.
-"""
+Without systemd nothing of this does anything."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from array import array
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 
 from kvcache.cache.cache import Cache
 from kvcache.cache.warm_restart import Legacy, leave
-from kvcache.daemon.handover import LEAVE_S, memory_file, read_file
+from kvcache.daemon.server.client_session import Session
+from kvcache.daemon.server.handover import LEAVE_S, memory_file, read_file
 from kvcache.log import logger
 
 FIRST = 3
@@ -93,3 +94,30 @@ def kept(environ: MutableMapping[str, str] = os.environ) -> Legacy | None:
                 os.close(descriptor)
         return None
     return Legacy(table, descriptors)
+
+
+# Sees the end of the processes behind sessions, whoever else has their descriptors.
+
+
+class Watch:
+    """Of the loop's thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, ended: Callable[[Session], object]) -> None:
+        self._loop, self._ended = loop, ended
+        self._watched: dict[bytes, int] = {}  # by session, the descriptor of its process
+
+    def begin(self, session: Session) -> None:
+        if not session.pid:
+            return
+        try:
+            descriptor = os.pidfd_open(session.pid)
+        except (OSError, AttributeError):  # of another pid namespace: its connection alone tells
+            return
+        self._watched[session.secret] = descriptor
+        self._loop.add_reader(descriptor, self._ended, session)
+
+    def end(self, session: Session) -> None:
+        descriptor = self._watched.pop(session.secret, None)
+        if descriptor is not None:
+            self._loop.remove_reader(descriptor)
+            os.close(descriptor)

@@ -17,7 +17,7 @@ from kvcache.connector.vllm.bounds import Bounds
 from kvcache.connector.vllm.identity import Who
 from kvcache.connector.vllm.model import Model
 from kvcache.connector.vllm.tracked import Wishes
-from kvcache.daemon.remote import UNREACHABLE
+from kvcache.daemon.client.request import UNREACHABLE
 from kvcache.errors import AccessError, ClosedError, ConfigError, UnreachableError
 from kvcache.hierarchy.naive import NaiveCache, NaiveRequest
 from kvcache.observe.reasons import REASONS, meaning

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvcache.daemon.control.place import prepare
+from kvcache.daemon.discovery import prepare
 from kvcache.observe.exporter import PREFIX
 from kvcache.observe.metrics import METRICS
 from tests.peer.port import free_port
