@@ -33,7 +33,7 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, /v1/completions and /v1/models, until SIGINT or SIGTERM."""
     import kvcache
-    from kvcache.fleet.prompts import read
+    from kvcache.fleet.warm import read
     from kvcache.settings.sources import load
     from kvcache.settings.types import show_bytes
 

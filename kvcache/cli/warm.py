@@ -89,11 +89,9 @@ def prefill(
     quiet: bool,
 ) -> list[dict[str, Any]]:
     """By an engine; a row a prompt."""
-    from kvcache.fleet.board import Board
-    from kvcache.fleet.engine import Engine
+    from kvcache.fleet.coordination import Board
     from kvcache.fleet.node import SETTLE_S
-    from kvcache.fleet.prompts import read
-    from kvcache.fleet.warm import Warm
+    from kvcache.fleet.warm import Engine, Warm, read
     from kvcache.os_env import Port
     from kvcache.settings.sources import load
 

@@ -16,7 +16,7 @@ from collections import Counter
 
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.cache.cache import Cache
-from kvcache.fleet.board import Board
+from kvcache.fleet.coordination import Board
 from kvcache.log import logger
 from kvcache.tier.redis.keys import heat
 

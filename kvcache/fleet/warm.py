@@ -2,26 +2,165 @@
 
 For each prompt one node of the fleet gets the lease, has its engine compute it, and marks it stored once it is. The
 others go on with other prompts meanwhile, and then have their own engines read what is there. Without a server for
-leases every node has its own engine do it: never in the way.
-"""
+leases every node has its own engine do it: never in the way."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import threading
+import urllib.error
+import urllib.request
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
-from kvcache.errors import KVCacheError
-from kvcache.fleet.board import Board
-from kvcache.fleet.engine import Usage
-from kvcache.fleet.lease import LEASE_S, Lease, Turn
-from kvcache.fleet.prompts import Prompt
+from kvcache.errors import ConfigError, KVCacheError, UnreachableError
+from kvcache.fleet.coordination import LEASE_S, Board, Lease, Turn
 from kvcache.log import logger
 from kvcache.os_env import Clock
+
+# The prefixes that a file names: a JSON value a line. {"text": "You are a helpful assistant. ..."} {"messages":
+# [{"role": "system", "content": "..."}]} {"token_ids": [1, 2, 3]} A text or a list of token ids may stand alone.
+# Empty lines, and lines that begin with #, are left out.
+
+Kind = Literal["text", "messages", "token_ids"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    kind: Kind
+    content: Any
+
+    def digest(self, model: str) -> str:
+        """32 hexadecimal digits: the same on every node for the same prompt to the same model."""
+        told = json.dumps([model, self.kind, self.content], ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+        return sha256(told.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def read(path: Path) -> list[Prompt]:
+    """In the file's order. ConfigError, with the line, for what is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; give a file with a prompt a line") from None
+    except ValueError:
+        raise ConfigError(f"{path}: not UTF-8; give a file with a JSON value a line") from None
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            prompts.append(_prompt(line, f"{path}, line {number}"))
+    return prompts
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    try:
+        said = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: not JSON: {error}; a text stands in quotation marks") from None
+    if isinstance(said, str):
+        said = {"text": said}
+    elif isinstance(said, list):
+        said = {"token_ids": said}
+    if isinstance(said, dict) and len(said) == 1:
+        (kind, content), *_ = said.items()
+        if kind == "text" and isinstance(content, str) and content:
+            return Prompt("text", content)
+        if kind == "token_ids" and _is_list_of(content, int) and min(content) >= 0:
+            return Prompt("token_ids", content)
+        if kind == "messages" and _is_list_of(content, dict):
+            return Prompt("messages", content)
+    raise ConfigError(f"{where}: expected text, a list of messages, or token_ids, and nothing beside it")
+
+
+def _is_list_of(content: object, kind: type) -> bool:
+    return (
+        isinstance(content, list)
+        and bool(content)
+        and all(isinstance(each, kind) and not isinstance(each, bool) for each in content)
+    )
+
+
+# An engine, as anyone sees it who has its URL: OpenAI's API, asked for one token.
+
+KEY = "OPENAI_API_KEY"
+_WORDS = 300  # of an engine's own, in an error
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # an engine is near, a proxy is not
+
+
+class EngineError(KVCacheError):
+    """The engine refused a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    tokens: int  # of the prompt
+    cached: int  # of these, not computed; 0 where the engine does not tell
+
+
+class Engine:
+    """`url`: with or without `/v1`. `model`: what to ask for; without one, the first that the engine names."""
+
+    def __init__(self, url: str, model: str = "", *, timeout_s: float = 600.0) -> None:
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise ConfigError(f"--engine {url}: expected http://HOST:PORT, an engine that speaks OpenAI's API")
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._model, self._timeout_s = model, timeout_s
+
+    @property
+    def model(self) -> str:
+        if not self._model:
+            told = self._ask("/v1/models")
+            try:
+                self._model = str(told["data"][0]["id"])
+            except (KeyError, IndexError, TypeError):
+                raise UnreachableError(f"{self._url}: names no model; give --model") from None
+        return self._model
+
+    def prefill(self, prompt: Prompt) -> Usage:
+        """Have the engine compute a prompt, or find it; EngineError where it refuses, UnreachableError where it is
+        not there."""
+        body: dict[str, Any] = {"model": self.model, "max_tokens": 1, "temperature": 0}
+        if prompt.kind == "messages":
+            said = self._ask("/v1/chat/completions", {**body, "messages": prompt.content})
+        else:
+            said = self._ask("/v1/completions", {**body, "prompt": prompt.content})
+        usage = said.get("usage") or {}
+        details = usage.get("prompt_tokens_details") or {}
+        return Usage(int(usage.get("prompt_tokens") or 0), int(details.get("cached_tokens") or 0))
+
+    def _ask(self, path: str, body: Any = None) -> dict[str, Any]:
+        headers = {"content-type": "application/json"}
+        if key := os.environ.get(KEY):
+            headers["authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode("utf-8", "surrogatepass")
+        request = urllib.request.Request(self._url + path, data, headers)  # noqa: S310  http or https, see above
+        try:
+            with _DIRECT.open(request, timeout=self._timeout_s) as response:
+                said = json.load(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                raise EngineError(f"{self._url}{path}: {error.code}, {_words(error.read(_WORDS * 4))}") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            raise UnreachableError(f"{self._url}{path}: {reason}; is an engine serving there?") from None
+        if not isinstance(said, dict):
+            raise UnreachableError(f"{self._url}{path}: answers something else than OpenAI's API")
+        return said
+
+
+def _words(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])[:_WORDS]
+    except (ValueError, KeyError, TypeError):
+        return body.decode("utf-8", "replace")[:_WORDS] or "no words"
+
 
 PAUSE_S = 0.1
 """Between two looks at what others compute."""

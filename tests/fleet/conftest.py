@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.fleet.board import Board
+from kvcache.fleet.coordination import Board
 from kvcache.settings.tiers import Redis
 from tests.peer.server import MISSING, Server, empty
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
-from kvcache.fleet.board import Board
-from kvcache.fleet.heat import Heat
-from kvcache.fleet.lease import Lease, Turn
+from kvcache.fleet.coordination import Board, Lease, Turn
+from kvcache.fleet.popularity import Heat
 from kvcache.settings.tiers import Redis
 from tests.peer.fleet import Cluster
 from tests.peer.server import MISSING, Server

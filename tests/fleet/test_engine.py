@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from kvcache.errors import ConfigError, UnreachableError
-from kvcache.fleet.engine import KEY, Engine, EngineError, Usage
-from kvcache.fleet.prompts import Prompt
+from kvcache.fleet.warm import KEY, Engine, EngineError, Prompt, Usage
 
 
 class Spoken(ThreadingHTTPServer):

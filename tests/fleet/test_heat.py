@@ -10,8 +10,8 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 
-from kvcache.fleet.board import Board
-from kvcache.fleet.heat import BLOCKS, Heat
+from kvcache.fleet.coordination import Board
+from kvcache.fleet.popularity import BLOCKS, Heat
 from tests.peer.server import Server
 
 HALF_LIFE_S = 100.0

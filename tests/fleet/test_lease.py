@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcache.fleet.board import Board
-from kvcache.fleet.lease import Lease, Turn
+from kvcache.fleet.coordination import Board, Lease, Turn
 from kvcache.settings.tiers import Redis
 from tests.peer.fleet import Cluster, until
 from tests.peer.server import MISSING, Server

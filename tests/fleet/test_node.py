@@ -11,7 +11,7 @@ import pytest
 
 import kvcache
 from kvcache.errors import ConfigError
-from kvcache.fleet.heat import HALF_LIFE_S
+from kvcache.fleet.popularity import HALF_LIFE_S
 from tests.contract.caches import FULL, HYBRID, Engine, bind, store
 from tests.peer.fleet import until
 from tests.peer.server import Server

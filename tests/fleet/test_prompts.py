@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.errors import ConfigError
-from kvcache.fleet.prompts import Prompt, read
+from kvcache.fleet.warm import Prompt, read
 
 
 def test_a_value_a_line(tmp_path: Path) -> None:

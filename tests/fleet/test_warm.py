@@ -9,11 +9,8 @@ from typing import Any
 import pytest
 
 from kvcache.errors import UnreachableError
-from kvcache.fleet.board import Board
-from kvcache.fleet.engine import EngineError, Usage
-from kvcache.fleet.lease import Lease, Turn
-from kvcache.fleet.prompts import Prompt
-from kvcache.fleet.warm import Warm
+from kvcache.fleet.coordination import Board, Lease, Turn
+from kvcache.fleet.warm import EngineError, Prompt, Usage, Warm
 from kvcache.os_env import Port
 from kvcache.settings.tiers import Redis
 from tests.peer.server import MISSING, Server
