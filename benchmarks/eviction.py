@@ -27,9 +27,8 @@ from form import Row, options, publish
 
 from kvcache import native
 from kvcache.cli.vocabulary import tokenizer_of
-from kvcache.trace.formats import read
+from kvcache.trace.formats import Trace, read
 from kvcache.trace.simulate import POLICIES, simulate
-from kvcache.trace.trace import Trace
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "eviction.md"

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 
 from kvcache.evict.hazard import FILE, Hazard
 from kvcache.evict.policy import AGE_EDGES, Evidence
+from kvcache.trace.formats import Trace
 from kvcache.trace.simulate import evidence, simulate
-from kvcache.trace.trace import Trace
 
 Counts = NDArray[np.float64]
 

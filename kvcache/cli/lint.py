@@ -14,7 +14,7 @@ from kvcache.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from kvcache.engine.tokenizer import Tokenizer
-    from kvcache.trace.prompts import Group, Report
+    from kvcache.trace.lint import Group, Report
 
 TEXTS = ("prompt", "input", "text")
 IDS = ("token_ids", "prompt_token_ids", "input_ids")
@@ -37,7 +37,7 @@ def lint(
     import numpy as np
 
     from kvcache.cli.vocabulary import tokenizer_of
-    from kvcache.trace.prompts import report
+    from kvcache.trace.lint import report
 
     tokenizer = tokenizer_of(model)
     prompts = [np.asarray(ids, np.uint32) for ids in read(requests, tokenizer)]

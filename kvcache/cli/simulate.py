@@ -13,7 +13,7 @@ from kvcache.errors import ConfigError
 from kvcache.settings.types import parse_bytes, show_bytes
 
 if TYPE_CHECKING:
-    from kvcache.trace.tiers import Level
+    from kvcache.trace.simulate import Level
 
 TOKEN_BYTES = 128 << 10  # Llama 3.1 8B in bf16
 
@@ -85,7 +85,7 @@ def _blocks(text: str, unique: int, block_bytes: int) -> int:
 
 
 def _levels(tiers: str, stats: Path | None) -> list[Level]:
-    from kvcache.trace.tiers import RATES, Level, measured
+    from kvcache.trace.simulate import RATES, Level, measured
 
     try:
         rates = RATES if stats is None else measured(json.loads(stats.read_text(encoding="utf-8")))
@@ -99,7 +99,7 @@ def _price(
 ) -> None:
     import numpy as np
 
-    from kvcache.trace.tiers import price
+    from kvcache.trace.simulate import price
 
     rows, shown = [], []
     for name in policies:

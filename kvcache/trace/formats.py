@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -16,8 +18,193 @@ from numpy.typing import NDArray
 
 from kvcache.block.chain import SIGNATURE_BYTES, digest_chain
 from kvcache.errors import ConfigError
-from kvcache.trace import agentic, mooncake
-from kvcache.trace.trace import Trace
+
+# A trace: requests in order of time, each a chain of blocks.
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Blocks are numbered densely from 0. A block belongs to one chain: the block before it is always the same."""
+
+    name: str
+    block_tokens: int
+    starts: NDArray[np.int64]
+    """Where each request's blocks begin in `blocks`, and where the last one's end."""
+    blocks: Ids
+    times_s: NDArray[np.float64]
+    input_tokens: NDArray[np.int64]
+    output_tokens: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        block_tokens: int,
+        chains: Sequence[NDArray[np.int64]],
+        times_s: Sequence[float],
+        input_tokens: Sequence[int],
+        output_tokens: Sequence[int],
+    ) -> Trace:
+        """Puts the requests in order of time (equal times stay in order) and numbers their blocks anew."""
+        order = np.argsort(np.asarray(times_s, np.float64), kind="stable")
+        sorted_chains = [chains[i] for i in order]
+        starts = np.zeros(len(chains) + 1, np.int64)
+        np.cumsum([len(chain) for chain in sorted_chains], out=starts[1:])
+        flat = np.concatenate([np.zeros(0, np.int64), *sorted_chains])
+        if len(flat) and flat.min() >= 0 and flat.max() < 4 * len(flat) + (1 << 20):  # small numbers: no need to sort
+            seen = np.zeros(int(flat.max()) + 1, bool)
+            seen[flat] = True
+            dense = (np.cumsum(seen) - 1)[flat]
+        else:
+            dense = np.unique(flat, return_inverse=True)[1].reshape(-1)
+        return cls(
+            name,
+            block_tokens,
+            starts,
+            dense.astype(np.int32),
+            np.asarray(times_s, np.float64)[order],
+            np.asarray(input_tokens, np.int64)[order],
+            np.asarray(output_tokens, np.int64)[order],
+        )
+
+    def __len__(self) -> int:
+        return len(self.times_s)
+
+    def __iter__(self) -> Iterator[Ids]:
+        """Each request's chain."""
+        starts = self.starts.tolist()
+        for first, end in pairwise(starts):
+            yield self.blocks[first:end]
+
+    @property
+    def accesses(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def unique(self) -> int:
+        """How many different blocks there are: their numbers are all below it."""
+        return int(self.blocks.max()) + 1 if len(self.blocks) else 0
+
+    def part(self, first: int, end: int) -> Trace:
+        """Requests `first` to `end` (excluded) as a trace of its own."""
+        rows = slice(first, end)
+        chains = [
+            self.blocks[a:b].astype(np.int64) for a, b in zip(self.starts[rows], self.starts[1:][rows], strict=False)
+        ]
+        return Trace.of(
+            self.name,
+            self.block_tokens,
+            chains,
+            self.times_s[rows].tolist(),
+            self.input_tokens[rows].tolist(),
+            self.output_tokens[rows].tolist(),
+        )
+
+    def check(self) -> None:
+        """ConfigError where two chains disagree about what comes before a block: then no prefix can be told."""
+        before = np.full(self.blocks.shape, -1, np.int64)
+        before[1:] = self.blocks[:-1]
+        before[self.starts[:-1][self.starts[:-1] < len(before)]] = -1
+        parent = np.full(self.unique, -2, np.int64)
+        parent[self.blocks] = before
+        wrong = np.flatnonzero(parent[self.blocks] != before)
+        if len(wrong):
+            request = int(np.searchsorted(self.starts, wrong[0], "right")) - 1
+            raise ConfigError(
+                f"trace {self.name!r}, request {request}: a block that came after another one before; expected the "
+                f"names of blocks to be chained, so that each names its whole prefix"
+            )
+
+
+# Sessions of agents: a session a line, whose `requests` are rows of [seconds since its start, input tokens, output
+# tokens, at, new, ...]: the chain that ends at the block `at` (-1: none), then `new` fresh blocks, numbered on. Ids
+# are a session's own. The trace names blocks of 64 tokens; here eight of them make one, named by the last, and what
+# is left over at the end is dropped. When sessions start is not told: they are shuffled and start at times drawn
+# uniformly over a day, by `seed`.
+
+DAY_S = 86_400.0
+AGENTIC_BLOCK_TOKENS, PARTS = 512, 8
+LONGEST_SHARED = 200_000
+"""Where tools are shared, requests with more input tokens than this are left out."""
+
+
+def read_agentic(name: str, lines: Iterable[str], *, shared_tools: bool, seed: int = 0) -> Trace:
+    """`shared_tools`: blocks within a session's tool descriptions belong to all sessions that have as many tokens of
+    them; an assumption, as the trace does not say."""
+    sessions = [json.loads(line) for line in lines if line.strip()]
+    draw = random.Random(seed)  # noqa: S311  a shuffle, no secret
+    draw.shuffle(sessions)
+    begins = [draw.uniform(0, DAY_S) for _ in sessions]
+    chains: list[NDArray[np.int64]] = []
+    times: list[float] = []
+    inputs: list[int] = []
+    outputs: list[int] = []
+    tools: dict[int, int] = {}  # by tokens of tool descriptions, where the numbers of their blocks begin
+    first = 0  # where the numbers of this session's blocks begin
+    for session, begin in zip(sessions, begins, strict=True):
+        rows = session["requests"]
+        small = _chains(rows)
+        tool_blocks = session["tool_tokens"] // AGENTIC_BLOCK_TOKENS if shared_tools else 0
+        if tool_blocks and session["tool_tokens"] not in tools:
+            tools[session["tool_tokens"]] = first
+            first += tool_blocks
+        highest = -1
+        for row, chain in zip(rows, small, strict=True):
+            highest = max(highest, int(chain.max(initial=-1)))
+            if shared_tools and row[1] > LONGEST_SHARED:
+                continue
+            named = chain[PARTS - 1 :: PARTS] + first
+            common = min(tool_blocks, len(named))
+            if common:
+                named[:common] = tools[session["tool_tokens"]] + np.arange(common)
+            chains.append(named)
+            times.append(begin + row[0])
+            inputs.append(row[1])
+            outputs.append(row[2])
+        first += highest + 1
+    return Trace.of(name, AGENTIC_BLOCK_TOKENS, chains, times, inputs, outputs)
+
+
+def _chains(rows: Sequence[Sequence[Any]]) -> list[NDArray[np.int64]]:
+    """Each request's blocks of 64 tokens."""
+    chains: list[NDArray[np.int64]] = []
+    begins: list[int] = []  # number of the first fresh block, by the request that brought it
+    owners: list[int] = []
+    fresh = 0
+    for number, row in enumerate(rows):
+        at, new = row[3], row[4]
+        prefix = np.zeros(0, np.int64)
+        if at >= 0:
+            owner = owners[int(np.searchsorted(begins, at, "right")) - 1]
+            chain = chains[owner]
+            prefix = chain[: len(chain) - int(chain[-1] - at)]
+        if new:
+            begins.append(fresh)
+            owners.append(number)
+        chains.append(np.concatenate([prefix, np.arange(fresh, fresh + new, dtype=np.int64)]))
+        fresh += new
+    return chains
+
+
+# Traces as Mooncake publishes them: JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`,
+# the chained names of blocks of 512 tokens, the last of which may be partial.
+
+MOONCAKE_BLOCK_TOKENS = 512
+
+
+def read_mooncake(name: str, lines: Iterable[str], *, block_tokens: int = MOONCAKE_BLOCK_TOKENS) -> Trace:
+    rows = [json.loads(line) for line in lines if line.strip()]
+    return Trace.of(
+        name,
+        block_tokens,
+        [np.asarray(row["hash_ids"], np.int64) for row in rows],
+        [row["timestamp"] / 1e3 for row in rows],
+        [row["input_length"] for row in rows],
+        [row.get("output_length", 0) for row in rows],
+    )
+
 
 Lines = Iterable[str]
 Tokenize = Callable[[str], Sequence[int]]
@@ -109,7 +296,7 @@ def recorded(name: str, lines: Lines) -> Trace:
         raise ConfigError(
             f"trace {name!r} has blocks of {sorted(sizes)} tokens; expected one size: split it by `namespace`"
         )
-    return mooncake.read(name, rows, block_tokens=sizes.pop() if sizes else 16)
+    return read_mooncake(name, rows, block_tokens=sizes.pop() if sizes else 16)
 
 
 def _numbers(names: dict[Any, int], blocks: Iterable[Any]) -> NDArray[np.int64]:
@@ -117,15 +304,15 @@ def _numbers(names: dict[Any, int], blocks: Iterable[Any]) -> NDArray[np.int64]:
 
 
 def agentic_local(name: str, lines: Lines, *, seed: int = 0) -> Trace:
-    return agentic.read(name, lines, shared_tools=False, seed=seed)
+    return read_agentic(name, lines, shared_tools=False, seed=seed)
 
 
 def agentic_shared(name: str, lines: Lines, *, seed: int = 0) -> Trace:
-    return agentic.read(name, lines, shared_tools=True, seed=seed)
+    return read_agentic(name, lines, shared_tools=True, seed=seed)
 
 
 FORMATS: Mapping[str, Callable[..., Trace]] = {
-    "mooncake": mooncake.read,
+    "mooncake": read_mooncake,
     "agentic": agentic_local,
     "agentic-shared": agentic_shared,
     "azure": azure,

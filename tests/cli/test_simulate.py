@@ -10,8 +10,7 @@ import pytest
 from kvcache.cli.main import application
 from kvcache.errors import ConfigError
 from kvcache.trace.formats import read
-from kvcache.trace.simulate import POLICIES, simulate
-from kvcache.trace.tiers import Level, price
+from kvcache.trace.simulate import POLICIES, Level, price, simulate
 
 
 @pytest.fixture

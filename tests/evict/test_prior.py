@@ -13,9 +13,8 @@ import pytest
 
 from kvcache.evict.hazard import FILE, UNTIL, Hazard, prior_of
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, classes
-from kvcache.trace.formats import read
+from kvcache.trace.formats import Trace, read
 from kvcache.trace.simulate import simulate
-from kvcache.trace.trace import Trace
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT.parent / "shared" / "data"

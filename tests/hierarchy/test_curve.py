@@ -18,9 +18,8 @@ from kvcache.index.index import Index
 from kvcache.index.mrc import MOST_NAMES, MOST_WAITING, OTHERS, TIMES, Curve
 from kvcache.os_env import InlineExecutor, Port
 from kvcache.settings.sources import load
-from kvcache.trace.formats import read
+from kvcache.trace.formats import Trace, read
 from kvcache.trace.simulate import simulate
-from kvcache.trace.trace import Trace
 from tests.trace.test_simulate import traffic
 
 POINTS = 0.02

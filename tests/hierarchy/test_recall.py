@@ -15,9 +15,8 @@ from kvcache.evict.hazard import Hazard
 from kvcache.evict.policy import AGE_EDGES, LRU, Policy, age_bin, requests_between_tables
 from kvcache.index.index import evidence_of, table_of
 from kvcache.index.reference.index import A_TICK, PlainIndex, play
-from kvcache.trace.formats import read
+from kvcache.trace.formats import Trace, read
 from kvcache.trace.simulate import PLACE, signatures, simulate
-from kvcache.trace.trace import Trace
 from tests.trace.test_simulate import traffic
 
 TRACE = Path(__file__).parents[3] / "shared" / "data" / "traces" / "mooncake-conversation.jsonl.gz"

@@ -12,8 +12,8 @@ import kvcache
 from kvcache.block.record import record_bytes
 from kvcache.cache.cache import Cache
 from kvcache.settings import Settings
+from kvcache.trace.formats import Trace
 from kvcache.trace.simulate import simulate
-from kvcache.trace.trace import Trace
 from tests.trace.test_simulate import traffic
 
 LAYOUT = kvcache.KVLayout.mha(layers=1, kv_heads=1, head_dim=8, dtype="fp32", block_tokens=16)

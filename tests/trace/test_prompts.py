@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.trace.prompts import STRETCH, play, repeated, report
+from kvcache.trace.lint import STRETCH, play, repeated, report
 
 prompts = st.lists(st.lists(st.integers(0, 2), max_size=60), max_size=12)
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from kvcache import native
 from kvcache.errors import ConfigError
 from kvcache.evict.hazard import Hazard
+from kvcache.trace.formats import Trace
 from kvcache.trace.simulate import POLICIES, simulate
-from kvcache.trace.trace import Trace
 
 
 def traffic(seed: int, requests: int, *, heads: int = 6, longest: int = 12) -> Trace:
