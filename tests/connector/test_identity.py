@@ -20,10 +20,9 @@ from kvcache.block.checkpoint import UNUSED, checkpoint_digest, config_digest
 from kvcache.block.layout import KVLayout
 from kvcache.block.namespace import Namespace
 from kvcache.block.shared_namespace import shared
-from kvcache.connector.sglang.identity import identify
-from kvcache.connector.sglang.wishes import Wishes
+from kvcache.connector.sglang.config import Wishes, identify
+from kvcache.connector.vllm.config import Options, TierOptions
 from kvcache.connector.vllm.identity import Adapters, facts_of, local_model, model_of, revision_of
-from kvcache.connector.vllm.options import Options, TierOptions
 from kvcache.errors import ModelError
 
 LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=8, dtype="fp16")

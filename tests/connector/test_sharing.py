@@ -14,15 +14,13 @@ import torch
 from kvcache.block.chain import page_digests
 from kvcache.block.layout import Group, KVLayout
 from kvcache.block.shared_namespace import shared, shared_layout
-from kvcache.connector.sglang.identity import identify
-from kvcache.connector.sglang.pool import Described, Ranks, describe
-from kvcache.connector.sglang.wishes import Wishes
-from kvcache.connector.vllm.digest import Digests
-from kvcache.connector.vllm.model import Model, combine
-from kvcache.connector.vllm.options import Options
-from kvcache.connector.vllm.shape import describe as describe_vllm
-from kvcache.connector.vllm.shape import pages_of
-from kvcache.connector.vllm.sharing import share_model
+from kvcache.connector.sglang.config import Wishes, identify
+from kvcache.connector.sglang.host_pools import Described, Ranks, describe
+from kvcache.connector.vllm.config import Options
+from kvcache.connector.vllm.identity import Digests
+from kvcache.connector.vllm.kv_layout import Model, combine, pages_of
+from kvcache.connector.vllm.kv_layout import describe as describe_vllm
+from kvcache.connector.vllm.namespaces import share_model
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import load_model
 from kvcache.errors import LayoutError, ModelError

@@ -3,21 +3,78 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import kvcache
 from kvcache.block.chain import IDENTITY
 from kvcache.block.checkpoint import checkpoint_digest
 from kvcache.block.hf import engine_facts, read_config
 from kvcache.block.revision import KINDS, adapter_revision, loader_kinds, model_revision
 from kvcache.block.shared_namespace import shared
-from kvcache.connector.sglang.wishes import Wishes
-from kvcache.errors import ModelError
+from kvcache.cache.api import KVCache
+from kvcache.connector.sglang.host_pools import Ranks
+from kvcache.daemon.client.autostart import find_or_start
+from kvcache.errors import ConfigError, ModelError
 from kvcache.settings.sources import load_identity
+
+# What may stand under "kvcache" in SGLang's extra configuration.
+
+LONGEST_S = 4.0
+"""A call may take twice as long, and beyond ten seconds SGLang cannot stop its threads, and fails."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """Ours; whatever else stands there is a setting of the cache, as `kvcache.open` takes them.
+
+    where                   a settings file, or a daemon ("unix:..."); else a cache in this process, or a daemon of this
+                            engine's own where it has several ranks
+    model, revision         names of the model and its weights, where SGLang's own do not tell
+    tenant, cache_salt      who pays; what keeps apart
+    share_across_engines    keep blocks in the order that all engines read
+    deadline_s              the longest that a call takes
+    lookup_wait_s           the longest that a lookup of the linker's keeps the scheduler
+    """
+
+    where: str | None = None
+    model: str | None = None
+    revision: str | None = None
+    tenant: str = "default"
+    cache_salt: str = ""
+    share_across_engines: bool = False
+    deadline_s: float = 3.0
+    lookup_wait_s: float = 0.05
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, extra: Mapping[str, Any] | None) -> Wishes:
+        """From the extra configuration; ConfigError for what makes no sense."""
+        given = (extra or {}).get("kvcache") or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"kvcache = {given!r}: expected a map of settings in the extra configuration")
+        ours = {f.name: f.type for f in fields(cls) if f.name != "settings"}
+        wishes = cls(
+            **{name: value for name, value in given.items() if name in ours},
+            settings={name: value for name, value in given.items() if name not in ours},
+        )
+        kinds: dict[str, Any] = {"share_across_engines": bool, "tenant": str, "cache_salt": str}
+        for name, kind in kinds.items():
+            value = getattr(wishes, name)
+            if not isinstance(value, kind):
+                raise ConfigError(f"kvcache.{name} = {value!r}: expected a {kind.__name__}")
+        for name, least in (("deadline_s", 0.01), ("lookup_wait_s", 0.0)):
+            value = getattr(wishes, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= LONGEST_S:
+                raise ConfigError(f"kvcache.{name} = {value!r}: expected seconds from {least} to {LONGEST_S}")
+        return wishes
+
 
 _SERVED = (
     "kv_cache_dtype",
@@ -164,3 +221,62 @@ def _cached(name: str, file: str, revision: Any = None, cache: Any = None) -> Pa
     except Exception:  # noqa: BLE001  no hub, or a name that is none
         return None
     return Path(found).parent if isinstance(found, str) else None
+
+
+# The cache of a process: opened with SGLang's backend or linker, closed with it, within a bound.
+
+CLOSE_S = 5.0
+
+_log = logging.getLogger("kvcache.sglang")
+_closing: list[threading.Thread] = []  # a directory that one of these still holds cannot be opened again
+
+
+def engine_name(served: Any, ranks: Ranks, wishes: Wishes) -> str | None:
+    """What the processes of one server know each other by; None where there is only one."""
+    replicas = getattr(served, "dp_size", 1) or 1
+    if ranks.alone and replicas == 1:
+        return None
+    at = f"{getattr(served, 'host', '')}:{getattr(served, 'port', '')}"
+    told = sha256(repr((at, sorted(wishes.settings.items()))).encode()).hexdigest()
+    return f"sglang-{told[:16]}"
+
+
+def open_cache(wishes: Wishes, engine: str | None = None) -> KVCache:
+    """ConfigError for settings that make no sense, StoreError where a tier cannot be opened: SGLang does not start.
+
+    `engine`: the server's name where it is several processes. They share a daemon, of their own where none is given.
+    """
+    for thread in _closing[:]:
+        thread.join(CLOSE_S)
+        _closing.remove(thread)
+    where, settings = wishes.where, dict(wishes.settings)
+    if where is None and engine is not None:
+        where, settings = find_or_start(engine, **settings), {}
+    if where is not None and where.startswith("unix:") and engine is not None:
+        settings["engine"] = engine
+    return kvcache.open(where, **settings)
+
+
+def close_cache(cache: KVCache) -> None:
+    """Returns within `CLOSE_S`; what has not reached the drive by then goes on in the background."""
+    left = apart(cache.close, "closing")
+    if left is not None:
+        _closing.append(left)
+
+
+def apart(work: Callable[[], object], what: str) -> threading.Thread | None:
+    """Do this and return within `CLOSE_S`, since SGLang's scheduler waits; the thread where it goes on."""
+
+    def run() -> None:
+        try:
+            work()
+        except Exception:  # noqa: BLE001  law: never in the way
+            _log.exception("%s failed", what)
+
+    thread = threading.Thread(target=run, name=f"kvcache-{what}", daemon=True)
+    thread.start()
+    thread.join(CLOSE_S)
+    if not thread.is_alive():
+        return None
+    _log.warning("%s takes longer than %s s and goes on in the background", what, CLOSE_S)
+    return thread

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvcache.block.layout import Group, KVLayout, Shard
-from kvcache.connector.sglang.pool import DTYPES, Described, Ranks, opaque_groups
+from kvcache.connector.sglang.host_pools import DTYPES, Described, Ranks, opaque_groups
 from kvcache.errors import LayoutError
 from kvcache.transfer.pages import GroupPages
 

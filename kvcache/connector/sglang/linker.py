@@ -17,14 +17,11 @@ from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTr
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
 from kvcache.cache.api import Bound, Request, Transfer
-from kvcache.connector.sglang.agreement import Agreement
-from kvcache.connector.sglang.device import KV, DevicePool, device_pools
-from kvcache.connector.sglang.faults import failed, give_back
-from kvcache.connector.sglang.identity import identify
-from kvcache.connector.sglang.opening import close_cache, engine_name, open_cache
-from kvcache.connector.sglang.pool import Ranks
-from kvcache.connector.sglang.promises import Promises
-from kvcache.connector.sglang.wishes import Wishes
+from kvcache.connector.sglang.config import Wishes, close_cache, engine_name, identify, open_cache
+from kvcache.connector.sglang.device_pools import KV, DevicePool, device_pools
+from kvcache.connector.sglang.host_pools import Ranks
+from kvcache.connector.sglang.lookup_leases import Agreement, Promises
+from kvcache.connector.sglang.pool_store import failed, give_back
 from kvcache.errors import ConfigError, LayoutError
 from kvcache.tier.tier import Outcome
 

@@ -1,20 +1,44 @@
 """One pool of SGLang's over the cache: is it there, bring it, keep it, each within a deadline, from any thread.
 
 Never raises: what fails is a miss, and said once a kind. `until`: of a call over several pools, when it is over; each
-takes `deadline_s` at most by itself, and as long again where something under way has to end.
-"""
+takes `deadline_s` at most by itself, and as long again where something under way has to end."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from kvcache.cache.api import Bound, Request, Transfer
-from kvcache.connector.sglang.faults import failed
-from kvcache.connector.sglang.pool import Described
+from kvcache.connector.sglang.host_pools import Described
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
+
+# Errors of ours under SGLang's calls: each is a miss, and said once a kind, so that no fault can fill the log.
+
+MOST = 64
+
+_log = logging.getLogger("kvcache.sglang")
+_said: set[str] = set()
+
+
+def failed(what: str, error: Exception) -> None:
+    """`what`: the call, and what becomes of it."""
+    kind = f"{what}: {type(error).__name__}"
+    if kind not in _said and len(_said) < MOST:
+        _said.add(kind)
+        _log.error("%s: %s: %s; others that end so are not told", what, type(error).__name__, error, exc_info=error)
+
+
+def give_back(requests: Iterable[Request]) -> None:
+    """Close each of these, also where one cannot be."""
+    for request in requests:
+        try:
+            request.close()
+        except Exception as error:  # noqa: BLE001  law: never in the way
+            failed("a request was not closed; what it holds comes back when it is forgotten", error)
+
 
 POLL_S = 0.0005
 
@@ -123,3 +147,23 @@ def _after(before: Sequence[str] | None) -> bytes | None:
     if before is None:
         return b""
     return bytes.fromhex(before[-1]) if before else None
+
+
+# How long a prefix may be for a pool beside the first, by which of its pages are there. All lengths, not the longest:
+# each rank holds its own shard, and SGLang takes what all of them have in common.
+
+
+def everywhere(here: Sequence[bool]) -> set[int]:
+    """For a pool that needs every page."""
+    end = next((i for i, there in enumerate(here) if not there), len(here))
+    return set(range(1, end + 1))
+
+
+def trailing(here: Sequence[bool], last: int) -> set[int]:
+    """For a pool that needs the last pages of a prefix only: a window, or one state."""
+    lengths, run = set(), 0
+    for i, there in enumerate(here):
+        run = run + 1 if there else 0
+        if run >= min(last, i + 1):
+            lengths.add(i + 1)
+    return lengths

@@ -27,12 +27,9 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from kvcache.connector.sglang.depot import Depot
-from kvcache.connector.sglang.identity import identify
-from kvcache.connector.sglang.opening import apart, close_cache, engine_name, open_cache
-from kvcache.connector.sglang.pool import Ranks, describe, is_logical
-from kvcache.connector.sglang.restorable import everywhere, trailing
-from kvcache.connector.sglang.wishes import Wishes
+from kvcache.connector.sglang.config import Wishes, apart, close_cache, engine_name, identify, open_cache
+from kvcache.connector.sglang.host_pools import Ranks, describe, is_logical
+from kvcache.connector.sglang.pool_store import Depot, everywhere, trailing
 from kvcache.errors import LayoutError
 
 _log = logging.getLogger("kvcache.sglang")

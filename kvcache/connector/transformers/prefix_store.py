@@ -25,9 +25,9 @@ from transformers import DynamicCache
 from kvcache.block.checkpoint import config_digest
 from kvcache.block.hf import engine_facts
 from kvcache.cache.api import KVCache, Request
-from kvcache.connector import transformers_call
-from kvcache.connector.tensors import tensors_revision
-from kvcache.connector.transformers_layout import Tensors, caching, word
+from kvcache.connector.transformers import generate_call as transformers_call
+from kvcache.connector.transformers.kv_layout import Tensors, caching, word
+from kvcache.connector.transformers.revision import tensors_revision
 from kvcache.errors import ModelError
 from kvcache.settings.sources import Settings, load_identity
 

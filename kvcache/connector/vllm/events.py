@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.cache.api import Bound, Followed
-from kvcache.connector.vllm.model import Model
-from kvcache.connector.vllm.quiet import quietly
+from kvcache.connector.vllm.guard import quietly
+from kvcache.connector.vllm.kv_layout import Model
 from kvcache.index.kv_events import Change
 
 EVERY_S = 0.05

@@ -11,8 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvcache.connector.vllm.identity import Who
-from kvcache.connector.vllm.model import Model, Rank
-from kvcache.connector.vllm.shape import Shape
+from kvcache.connector.vllm.kv_layout import Model, Rank, Shape
 
 UNTOLD = -1
 """`Move.known` of a load that has failed before a rank heard of it, which then says so."""

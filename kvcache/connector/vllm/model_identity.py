@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvcache.connector.vllm import version
+from kvcache.connector.vllm.config import Options
 from kvcache.connector.vllm.identity import facts_of, model_of
-from kvcache.connector.vllm.message import Described
-from kvcache.connector.vllm.model import Model, Rank, combine
-from kvcache.connector.vllm.options import Options
-from kvcache.connector.vllm.sharing import share_model
+from kvcache.connector.vllm.kv_layout import Model, Rank, combine
+from kvcache.connector.vllm.metadata import Described
+from kvcache.connector.vllm.namespaces import share_model
 from kvcache.errors import LayoutError
 
 

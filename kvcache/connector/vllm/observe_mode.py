@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from kvcache.cache.load_plan import GUESS, PREFILL, Pace
+from kvcache.connector.vllm.config import Options
 from kvcache.connector.vllm.identity import Who
-from kvcache.connector.vllm.options import Options
 from kvcache.evict.policy import AGE_BINS, LRU, Evidence
 from kvcache.index.cost_classes import Model
 from kvcache.index.mrc import Curve

@@ -15,19 +15,17 @@ from typing import Any
 
 from kvcache.cache.api import Bound, Followed, KVCache
 from kvcache.connector.vllm import version
-from kvcache.connector.vllm.bounds import Bounds
-from kvcache.connector.vllm.declined import Declined
-from kvcache.connector.vllm.digest import Digests, Origin, unnamed
+from kvcache.connector.vllm.config import Options
 from kvcache.connector.vllm.events import Announcer
-from kvcache.connector.vllm.identity import Adapters, Who, read_every_byte
-from kvcache.connector.vllm.message import UNTOLD, Described, Message, Move
-from kvcache.connector.vllm.model import Model, Rank
-from kvcache.connector.vllm.options import Options
-from kvcache.connector.vllm.quiet import quietly
-from kvcache.connector.vllm.steps import Steps
-from kvcache.connector.vllm.tracked import Tracked, Wishes, behind
-from kvcache.connector.vllm.trial import Trial
-from kvcache.connector.vllm.whole import whole
+from kvcache.connector.vllm.guard import quietly
+from kvcache.connector.vllm.identity import Adapters, Digests, Origin, Who, read_every_byte, unnamed
+from kvcache.connector.vllm.kv_layout import Model, Rank
+from kvcache.connector.vllm.metadata import UNTOLD, Described, Message, Move
+from kvcache.connector.vllm.model_identity import whole
+from kvcache.connector.vllm.namespaces import Bounds
+from kvcache.connector.vllm.observe_mode import Trial
+from kvcache.connector.vllm.request_state import Declined, Tracked, Wishes, behind
+from kvcache.connector.vllm.step_timer import Steps
 from kvcache.daemon.client.request import UNREACHABLE
 from kvcache.errors import KVCacheError
 from kvcache.observe.reasons import meaning

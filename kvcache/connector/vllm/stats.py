@@ -10,7 +10,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvcache.cache.api import KVCache
-from kvcache.connector.vllm.trial import Trial
+from kvcache.connector.vllm.observe_mode import Trial
 from kvcache.observe.exporter import PREFIX, samples
 from kvcache.observe.metrics import METRICS, Counters
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Protocol
 
-from kvcache.connector.vllm.quiet import quietly
+from kvcache.connector.vllm.guard import quietly
 
 MOST_STEPS = 64
 """Under way at a time; engines have a few."""

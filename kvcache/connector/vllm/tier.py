@@ -26,10 +26,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvcache.block.layout import Group, KVLayout
 from kvcache.cache.api import Bound, Hit, Request
 from kvcache.connector.vllm import version
+from kvcache.connector.vllm.config import TierOptions, read
+from kvcache.connector.vllm.connector import below
+from kvcache.connector.vllm.guard import Calm, quietly, say
 from kvcache.connector.vllm.identity import checkpoint_of, revision_of
-from kvcache.connector.vllm.options import TierOptions, read
-from kvcache.connector.vllm.process import below
-from kvcache.connector.vllm.quiet import Calm, quietly, say
 from kvcache.errors import ModelError
 from kvcache.transfer.pages import GroupPages
 

@@ -13,14 +13,13 @@ from time import monotonic
 from typing import Any
 
 from kvcache.cache.api import KVCache, Request
-from kvcache.connector.vllm.bounds import Bounds
+from kvcache.connector.vllm.config import Options
+from kvcache.connector.vllm.guard import Calm, quietly, say
 from kvcache.connector.vllm.identity import Who
-from kvcache.connector.vllm.message import Message, Move
-from kvcache.connector.vllm.model import Model, Rank
-from kvcache.connector.vllm.options import Options
-from kvcache.connector.vllm.quiet import Calm, quietly, say
-from kvcache.connector.vllm.shape import Shape, pages_of
-from kvcache.connector.vllm.trial import Trial
+from kvcache.connector.vllm.kv_layout import Model, Rank, Shape, pages_of
+from kvcache.connector.vllm.metadata import Message, Move
+from kvcache.connector.vllm.namespaces import Bounds
+from kvcache.connector.vllm.observe_mode import Trial
 from kvcache.transfer.pages import Pages
 
 IDLE_S = 0.002

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kvcache.cache.cache import Cache
-from kvcache.connector.sglang.depot import Depot
-from kvcache.connector.sglang.pool import Ranks, describe
+from kvcache.connector.sglang.host_pools import Ranks, describe
+from kvcache.connector.sglang.pool_store import Depot
 from kvcache.hierarchy.naive import NaiveCache
 from kvcache.os_env import Port
 from kvcache.settings.sources import load

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.connector.sglang.pool import MHA_ORDERS, MLA_ORDERS, Ranks, describe, is_logical
+from kvcache.connector.sglang.host_pools import MHA_ORDERS, MLA_ORDERS, Ranks, describe, is_logical
 from kvcache.errors import LayoutError
 from kvcache.transfer.cpu import CpuCopier, PlainCopier
 from tests.connector.sglang.pools import LogicalPoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost, StatePoolHost

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.connector.sglang import promises
-from kvcache.connector.sglang.device import describe_device
-from kvcache.connector.sglang.pool import Ranks, describe
-from kvcache.connector.sglang.promises import Promises
-from kvcache.connector.sglang.restorable import trailing
+from kvcache.connector.sglang import lookup_leases as promises
+from kvcache.connector.sglang.device_pools import describe_device
+from kvcache.connector.sglang.host_pools import Ranks, describe
+from kvcache.connector.sglang.lookup_leases import Promises
+from kvcache.connector.sglang.pool_store import trailing
 from kvcache.errors import LayoutError
 from tests.connector.sglang.drives import Drive
 from tests.connector.sglang.test_depot import chain, depot, opened, pool

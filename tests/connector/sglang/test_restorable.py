@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.connector.sglang.restorable import everywhere, trailing
+from kvcache.connector.sglang.pool_store import everywhere, trailing
 
 
 @given(st.lists(st.booleans(), max_size=30), st.integers(1, 8))

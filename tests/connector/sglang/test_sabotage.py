@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.connector.sglang import faults
-from kvcache.connector.sglang.promises import Promises
+from kvcache.connector.sglang import pool_store as faults
+from kvcache.connector.sglang.lookup_leases import Promises
 from kvcache.hierarchy.naive import NaiveCache
 from tests.connector.sabotage import FACE, WAYS, Sabotage
 from tests.connector.sglang.test_depot import chain, depot, opened, pool

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvcache.connector.sglang.identity import identify
-from kvcache.connector.sglang.opening import close_cache, engine_name, open_cache
-from kvcache.connector.sglang.pool import Ranks
-from kvcache.connector.sglang.wishes import Wishes
+from kvcache.connector.sglang.config import Wishes, close_cache, engine_name, identify, open_cache
+from kvcache.connector.sglang.host_pools import Ranks
 from kvcache.errors import ConfigError, ModelError
 from tests.engine import tiny
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import kvcache
-from kvcache.connector.tensors import PIECE_BYTES, PIECES, tensors_revision
-from kvcache.connector.transformers import PrefixStore
+from kvcache.connector.transformers.prefix_store import PrefixStore
+from kvcache.connector.transformers.revision import PIECE_BYTES, PIECES, tensors_revision
 from kvcache.errors import ModelError
 from kvcache.hierarchy.naive import NaiveCache
 from tests.engine import tiny

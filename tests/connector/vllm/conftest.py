@@ -13,8 +13,8 @@ import pytest
 
 import kvcache.connector.vllm as package
 from kvcache.block.layout import Group, KVLayout
-from kvcache.connector.vllm.model import Model
-from kvcache.connector.vllm.options import Options
+from kvcache.connector.vllm.config import Options
+from kvcache.connector.vllm.kv_layout import Model
 from kvcache.transfer.pages import GroupPages
 
 TOKENS, PAGES = 4, 64

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from kvcache.block.layout import KVLayout
 from kvcache.cache.api import Hit, check_ttl
-from kvcache.connector.vllm.bounds import Bounds
 from kvcache.connector.vllm.identity import Who
-from kvcache.connector.vllm.model import Model
-from kvcache.connector.vllm.tracked import Wishes
+from kvcache.connector.vllm.kv_layout import Model
+from kvcache.connector.vllm.namespaces import Bounds
+from kvcache.connector.vllm.request_state import Wishes
 from kvcache.daemon.client.request import UNREACHABLE
 from kvcache.errors import AccessError, ClosedError, ConfigError, UnreachableError
 from kvcache.hierarchy.naive import NaiveCache, NaiveRequest

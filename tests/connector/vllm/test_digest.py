@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.connector.vllm.digest import Digests, Origin, unnamed
+from kvcache.connector.vllm.identity import Digests, Origin, unnamed
 
 SIZE = 4
 

@@ -14,7 +14,7 @@ import pytest
 import kvcache
 from kvcache.block.layout import Shard
 from kvcache.connector.vllm.events import Announcer
-from kvcache.connector.vllm.model import Model
+from kvcache.connector.vllm.kv_layout import Model
 from kvcache.index.kv_events import Change, Told
 from tests.contract.caches import FULL, HYBRID, Engine, MiB
 

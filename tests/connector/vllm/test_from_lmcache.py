@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.connector.vllm.options import Options
-from kvcache.connector.vllm.tracked import Wishes
+from kvcache.connector.vllm.config import Options
+from kvcache.connector.vllm.request_state import Wishes
 from kvcache.observe.metrics import METRICS
 from kvcache.settings import Settings
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.connector.vllm.options import Options, read
-from kvcache.connector.vllm.tracked import Wishes
+from kvcache.connector.vllm.config import Options, read
+from kvcache.connector.vllm.request_state import Wishes
 from kvcache.errors import ConfigError
 from tests.connector.vllm.conftest import request, store_three
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvcache.cache.operation import BlockTransfer
-from kvcache.connector.vllm.quiet import Calm, quiet, quietly
+from kvcache.connector.vllm.guard import Calm, quiet, quietly
 from kvcache.hierarchy.naive import NaiveCache
 from kvcache.testing.raising import Raising
 from tests.connector.vllm.conftest import PAGES, TOKENS, blocks, output, request
@@ -108,7 +108,7 @@ def test_any_call_raises_now_and_then(sides: Sides, seed: int) -> None:
 def test_the_first_failure_of_a_kind_is_said_and_the_others_are_not(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache.connector.vllm.quiet._said", set())
+    monkeypatch.setattr("kvcache.connector.vllm.guard._said", set())
 
     def breaks() -> int:
         raise ZeroDivisionError("here")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.connector.vllm.refuse import declines, refuse
+from kvcache.connector.vllm.config import declines, refuse
 from kvcache.errors import ConfigError
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from kvcache.block.layout import KVLayout, Shard
-from kvcache.connector.vllm.model import combine
-from kvcache.connector.vllm.shape import Look, Shape, describe, pages_of
+from kvcache.connector.vllm.kv_layout import Look, Shape, combine, describe, pages_of
 from kvcache.errors import LayoutError
 from kvcache.transfer.cpu import CpuCopier, PlainCopier
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvcache.connector.vllm.steps import Steps
-from kvcache.connector.vllm.tracked import behind
+from kvcache.connector.vllm.request_state import behind
+from kvcache.connector.vllm.step_timer import Steps
 
 
 class Told:

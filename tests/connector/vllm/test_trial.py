@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.connector.vllm.identity import Who
-from kvcache.connector.vllm.trial import Trial
+from kvcache.connector.vllm.observe_mode import Trial
 
 WHO = Who()
 PROMPT = st.lists(st.integers(0, 2), min_size=1, max_size=4)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.connector.sglang.pool import Ranks, describe
+from kvcache.connector.sglang.host_pools import Ranks, describe
 from kvcache.errors import LayoutError, ModelError
 from tests.connector.sglang.pools import LogicalPoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost, StatePoolHost
 from tests.engine import tiny

@@ -154,7 +154,7 @@ def test_a_drive_that_cannot_be_read_is_never_an_error(tmp_path: Path, monkeypat
 
 
 def test_a_request_that_never_loads_gives_its_pages_back(bench: Bench) -> None:
-    from kvcache.connector.sglang import promises
+    from kvcache.connector.sglang import lookup_leases as promises
 
     bench.fill(5)
     keys = chain(4)

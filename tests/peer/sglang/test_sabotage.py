@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.connector.sglang import faults
+from kvcache.connector.sglang import pool_store as faults
 from kvcache.hierarchy.naive import NaiveCache
 from tests.connector.sabotage import FACE, WAYS, Sabotage
 from tests.connector.sglang.pools import MHATokenToKVPoolHost

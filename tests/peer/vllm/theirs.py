@@ -20,7 +20,7 @@ def pytest_configure(config: Any) -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     import kvcache.connector.vllm
-    from kvcache.connector.vllm import process
+    from kvcache.connector.vllm import connector as process
 
     for name in os.environ.get("THEIRS", ",".join(NAMES)).split(","):
         KVConnectorFactory._registry[name] = lambda: kvcache.connector.vllm.KVCacheConnector

@@ -1,0 +1,1 @@
+"""NEW PACKAGE transformers."""
