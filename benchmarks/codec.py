@@ -31,8 +31,8 @@ from kvcache.block.layout import KVLayout
 from kvcache.cli.demo.text import parts
 from kvcache.codec.codec import Codec, codecs
 from kvcache.codec.quantised import narrow, widen
-from kvcache.engine.batch import Batch, Span
 from kvcache.engine.model import Model, load_model
+from kvcache.engine.scheduler import Batch, Span
 from kvcache.engine.tokenizer import Tokenizer
 
 DTYPES = ("bf16", "fp32")

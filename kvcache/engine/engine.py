@@ -22,12 +22,11 @@ from kvcache.block.chain import tokens as checked_tokens
 from kvcache.block.layout import KVLayout
 from kvcache.block.shared_namespace import shared, shared_layout
 from kvcache.cache.api import Canaried, KVCache
-from kvcache.engine.batch import Batch, Span
 from kvcache.engine.pool import Pool
 from kvcache.engine.prefix import Prefix
 from kvcache.engine.recompute import Recompute
 from kvcache.engine.sampling import Params, Sampler, choose
-from kvcache.engine.scheduler import Plan, Scheduler
+from kvcache.engine.scheduler import Batch, Plan, Scheduler, Span
 from kvcache.engine.sequence import Finish, Result, Sequence, State
 from kvcache.errors import ConfigError, LayoutError, TokenError
 from kvcache.os_env import Clock, SystemClock

@@ -20,11 +20,9 @@ from kvcache.block.hf import engine_facts
 from kvcache.block.layout import KVLayout
 from kvcache.block.revision import model_revision
 from kvcache.engine.architecture import Architecture
-from kvcache.engine.attention import Reach, attend
-from kvcache.engine.batch import Batch, Span
-from kvcache.engine.checkpoint import resolve_model
-from kvcache.engine.rope import Rope, turn
-from kvcache.engine.weights import Layer, Weights
+from kvcache.engine.checkpoint import Layer, Weights, resolve_model
+from kvcache.engine.layers import Reach, Rope, attend, turn
+from kvcache.engine.scheduler import Batch, Span
 from kvcache.errors import ModelError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvcache.engine.batch import Batch, Span
+from kvcache.engine.scheduler import Batch, Span
 from kvcache.transfer.cpu import CpuCopier
 from kvcache.transfer.pages import GroupPages
 

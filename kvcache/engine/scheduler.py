@@ -4,17 +4,21 @@ Continuous batching: every step is planned anew. Sequences that need one token g
 nobody's next token by more than a step; then prompts, in order of arrival and in chunks of what is left of the token
 budget; then those who wait, while there is room. When the pages run out the latest arrival is preempted: its pages go
 back, its published blocks stay findable, and it is computed again from what of them is left. The first arrival is
-never preempted, so there is always progress.
-"""
+never preempted, so there is always progress."""
 
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvcache.engine.pool import Pool
 from kvcache.engine.prefix import Prefix
 from kvcache.engine.sequence import Finish, Sequence, State
 from kvcache.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 Plan = dict[Sequence, int]
 """How many of its missing tokens each sequence computes."""
@@ -122,3 +126,33 @@ class Scheduler:
 
 def _arrival(sequence: Sequence) -> int:
     return sequence.arrival
+
+
+# What a model runs in one step: rows of several sequences, one behind the other, without padding.
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sequence's part of a step: rows `start` to `start + length` of the flat batch.
+
+    `page_ids` are the pages that hold the sequence's first `context + length` tokens, in order; more may follow. The
+    first `context` tokens are already in them, the model writes the others.
+    """
+
+    start: int
+    length: int
+    context: int
+    page_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The spans of a step, in the order of their rows and covering every row once.
+
+    Two spans may read the same page; no page is written by one span and read or written by another in the same step.
+    """
+
+    token_ids: torch.Tensor  # (T,) int64
+    positions: torch.Tensor  # (T,) int64: where each row stands in its sequence
+    spans: list[Span]
+    logits_at: torch.Tensor  # (R,) int64: the rows whose logits are wanted

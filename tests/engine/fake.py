@@ -18,7 +18,7 @@ import torch
 
 from kvcache.block.layout import KVLayout
 from kvcache.cache.api import Extras, Hit
-from kvcache.engine.batch import Batch
+from kvcache.engine.scheduler import Batch
 from kvcache.hierarchy.naive import NaiveBound, NaiveCache, NaiveRequest
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages

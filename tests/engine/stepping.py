@@ -7,8 +7,8 @@ from random import Random
 
 import torch
 
-from kvcache.engine.batch import Batch, Span
 from kvcache.engine.model import Model
+from kvcache.engine.scheduler import Batch, Span
 
 Chunk = Callable[[int], int]
 """How many of so many waiting tokens a sequence computes in this step; 0 leaves it out of the batch."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvcache.engine.checkpoint import Weights
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import load_model
-from kvcache.engine.weights import Weights
 from kvcache.errors import ModelError
 from kvcache.hierarchy.naive import NaiveCache
 from tests.engine import tiny

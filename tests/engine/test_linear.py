@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kvcache.engine.linear import Linear
+from kvcache.engine.layers import Linear
 
 SHAPES = [(960, 576), (576, 1536), (259, 48), (1, 8), (7, 5)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

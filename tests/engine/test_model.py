@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.block.layout import KVLayout
-from kvcache.engine.batch import Batch, Span
 from kvcache.engine.model import Model, load_model
+from kvcache.engine.scheduler import Batch, Span
 from kvcache.errors import ModelError
 from tests.engine import tiny
 from tests.engine.stepping import greedy, pages
