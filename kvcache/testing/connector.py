@@ -17,7 +17,7 @@ from typing import Protocol
 import pytest
 
 import kvcache
-from kvcache.testing.faulty import FAULTS, Fault, FaultyCache
+from kvcache.testing.faulty_cache import FAULTS, Fault, FaultyCache
 
 MiB = 1 << 20
 PATIENCE_S = 30.0

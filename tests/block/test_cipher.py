@@ -23,7 +23,7 @@ from kvcache.block.record import (
     verify,
 )
 from kvcache.errors import ConfigError
-from kvcache.testing.blocks import chain
+from kvcache.testing.tier import chain
 
 pytest.importorskip("cryptography", reason="encryption needs cryptography")
 

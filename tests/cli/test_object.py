@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from kvcache.cli import main as frame
-from kvcache.testing.blocks import chain, namespace
-from kvcache.testing.tier import write
+from kvcache.testing.tier import chain, namespace, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.tier import Outcome
 

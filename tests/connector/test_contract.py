@@ -16,7 +16,7 @@ from kvcache.engine.engine import Engine
 from kvcache.engine.model import load_model
 from kvcache.engine.sampling import Params
 from kvcache.testing import ConnectorContract, Served
-from kvcache.testing.faulty import FaultyCache
+from kvcache.testing.faulty_cache import FaultyCache
 from tests.engine import tiny
 
 ROOT = Path(__file__).parents[2]

@@ -24,7 +24,7 @@ from kvcache.connector.vllm.namespaces import share_model
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import load_model
 from kvcache.errors import LayoutError, ModelError
-from kvcache.hierarchy.naive import NaiveCache
+from kvcache.testing.naive_cache import NaiveCache
 from kvcache.transfer.cpu import CpuCopier
 from tests.connector.sglang.pools import MHATokenToKVPoolHost
 from tests.connector.vllm.test_shape import Elsewhere

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.hierarchy.naive import NaiveCache
+from kvcache.testing.naive_cache import NaiveCache
 from tests.contract.caches import MiB
 from tests.peer.server import MISSING, empty
 

@@ -11,7 +11,7 @@ import pytest
 import kvcache
 from kvcache.block.layout import KVLayout
 from kvcache.cache.api import Followed
-from kvcache.hierarchy.naive import NaiveCache
+from kvcache.testing.naive_cache import NaiveCache
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import FULL, HYBRID, Engine, bind, store
 

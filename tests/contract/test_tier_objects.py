@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from kvcache.os_env import Port
-from kvcache.testing.blocks import chain
-from kvcache.testing.tier import Bench, TierContract, intact, on_bench, write
+from kvcache.testing.tier import Bench, TierContract, chain, intact, on_bench, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.tier import Outcome, Tier
 from tests.peer import azure, google

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from kvcache.os_env import Port
+from kvcache.testing.memory_tier import MemoryTier
 from kvcache.testing.tier import Bench, Factory, on_bench
 from kvcache.tier.host.tier import HostTier
-from kvcache.tier.memory import MemoryTier
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme.drives import open_drives
 from kvcache.tier.object import ObjectTier

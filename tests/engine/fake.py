@@ -19,7 +19,7 @@ import torch
 from kvcache.block.layout import KVLayout
 from kvcache.cache.api import Extras, Hit
 from kvcache.engine.scheduler import Batch
-from kvcache.hierarchy.naive import NaiveBound, NaiveCache, NaiveRequest
+from kvcache.testing.naive_cache import NaiveBound, NaiveCache, NaiveRequest
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
 

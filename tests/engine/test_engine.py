@@ -11,7 +11,7 @@ from kvcache.engine.engine import Engine
 from kvcache.engine.sampling import Params
 from kvcache.engine.sequence import State
 from kvcache.errors import ConfigError, KVCacheError, LayoutError, TokenError
-from kvcache.hierarchy.naive import NaiveCache
+from kvcache.testing.naive_cache import NaiveCache
 from tests.engine.fake import BLOCK, EOS, VOCAB, FakeModel, Turning, UnrulyCache, answer
 
 PROMPT = [i % 11 for i in range(22)]  # five full blocks and two tokens

@@ -11,7 +11,7 @@ from kvcache.engine.checkpoint import Weights
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import load_model
 from kvcache.errors import ModelError
-from kvcache.hierarchy.naive import NaiveCache
+from kvcache.testing.naive_cache import NaiveCache
 from tests.engine import tiny
 
 

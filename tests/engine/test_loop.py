@@ -14,7 +14,7 @@ from kvcache.engine.engine import Engine
 from kvcache.engine.loop import EngineLoop
 from kvcache.engine.sampling import Params
 from kvcache.errors import ClosedError, TokenError
-from kvcache.hierarchy.naive import NaiveCache
+from kvcache.testing.naive_cache import NaiveCache
 from tests.engine.fake import FakeModel, answer
 
 WAIT_S = 30.0  # only a broken loop takes this long

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvcache.engine.engine import Engine
 from kvcache.engine.sampling import Params
 from kvcache.engine.sequence import Sequence, State
-from kvcache.hierarchy.naive import NaiveCache
+from kvcache.testing.naive_cache import NaiveCache
 from tests.engine.fake import FakeModel, Turning, UnrulyCache, answer
 
 MOST_STEPS = 5000  # far above what the longest of these runs needs

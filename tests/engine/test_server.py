@@ -17,7 +17,7 @@ from kvcache.engine.model import load_model
 from kvcache.engine.sampling import Params
 from kvcache.engine.server import BODY_BYTES, Server
 from kvcache.engine.tokenizer import Tokenizer
-from kvcache.hierarchy.naive import NaiveCache
+from kvcache.testing.naive_cache import NaiveCache
 from tests.engine import tiny
 
 PROMPT = "A cache is a promise about the past. " * 3

@@ -15,7 +15,7 @@ import kvcache
 from kvcache.block.layout import KVLayout
 from kvcache.block.record import Address
 from kvcache.cache.cache import Cache
-from kvcache.tier.memory import MemoryTier
+from kvcache.testing.memory_tier import MemoryTier
 from kvcache.tier.tier import Op, Outcome, Segments, Ticket
 from kvcache.transfer.pages import GroupPages
 

@@ -12,10 +12,10 @@ import pytest
 from kvcache.cache import expiry
 from kvcache.cache.cache import Cache
 from kvcache.errors import RequestError
-from kvcache.hierarchy.naive import NaiveCache
 from kvcache.os_env import Port, SystemClock
 from kvcache.settings.sources import load as load_settings
-from kvcache.testing.blocks import chain
+from kvcache.testing.naive_cache import NaiveCache
+from kvcache.testing.tier import chain
 from kvcache.tier.tier import Outcome, Ticket
 from tests.contract.caches import FULL, HYBRID, Engine, bind, store
 from tests.hierarchy.later import Later

@@ -14,7 +14,7 @@ import kvcache
 from kvcache.block.record import Address
 from kvcache.cache.api import TierFlush
 from kvcache.cache.cache import Cache
-from kvcache.tier.memory import MemoryTier
+from kvcache.testing.memory_tier import MemoryTier
 from kvcache.tier.tier import Op, Outcome, Segments, Ticket
 from tests.hierarchy.test_bursts import open_host, put
 

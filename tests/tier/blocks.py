@@ -1,16 +1,6 @@
 """Blocks for tests of tiers, as authors of tiers have them."""
 
-from kvcache.testing.blocks import (
-    PAYLOAD_BYTES,
-    RECORD_BYTES,
-    SHARD,
-    buffer,
-    chain,
-    holds,
-    namespace,
-    payload,
-    record,
-)
+from kvcache.testing.tier import PAYLOAD_BYTES, RECORD_BYTES, SHARD, buffer, chain, holds, namespace, payload, record
 
 __all__ = [
     "PAYLOAD_BYTES",

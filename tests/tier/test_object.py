@@ -17,8 +17,7 @@ from xxhash import xxh3_64_digest
 from kvcache.block.record import Address, RecordError, expiry_field, read_header, seal
 from kvcache.errors import ConfigError
 from kvcache.os_env import Port
-from kvcache.testing.blocks import PAYLOAD_BYTES, chain, record
-from kvcache.testing.tier import Clock, intact, write
+from kvcache.testing.tier import PAYLOAD_BYTES, Clock, chain, intact, record, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.object import manifest as module
 from kvcache.tier.object.bucket import opened as opened_store

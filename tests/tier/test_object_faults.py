@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from kvcache.os_env import Port
-from kvcache.testing.blocks import chain, record
-from kvcache.testing.tier import Clock, intact, write
+from kvcache.testing.tier import Clock, chain, intact, record, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.tier import Outcome
 from tests.peer.objects import MISSING, Gate, shared

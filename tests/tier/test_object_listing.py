@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from kvcache.block.record import Address
-from kvcache.testing.blocks import chain, record
-from kvcache.testing.tier import intact, write
+from kvcache.testing.tier import chain, intact, record, write
 from kvcache.tier.object import bucket, pack, store
 from kvcache.tier.object import manifest as catalogue
 from kvcache.tier.object.keys import Place

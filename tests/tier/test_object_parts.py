@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.testing.blocks import chain
-from kvcache.testing.tier import intact, write
+from kvcache.testing.tier import chain, intact, write
 from kvcache.tier.object.bucket import RefusedError
 from kvcache.tier.tier import Outcome
 from tests.tier.stores import MIB, OpenObjects, objects

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from kvcache.os_env import Executor, InlineExecutor, Port, ThreadExecutor
-from kvcache.testing.blocks import chain, record
-from kvcache.testing.tier import Clock, intact, write
+from kvcache.testing.tier import Clock, chain, intact, record, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.tier import Outcome, Tier

@@ -16,10 +16,10 @@ import torch
 from kvcache.cache.cache import Cache
 from kvcache.connector.sglang.host_pools import Ranks, describe
 from kvcache.connector.sglang.pool_store import Depot
-from kvcache.hierarchy.naive import NaiveCache
 from kvcache.os_env import Port
 from kvcache.settings.sources import load
-from kvcache.testing.faulty import FaultyCache
+from kvcache.testing.faulty_cache import FaultyCache
+from kvcache.testing.naive_cache import NaiveCache
 from tests.connector.sglang.drives import Drive
 from tests.connector.sglang.pools import MHATokenToKVPoolHost
 

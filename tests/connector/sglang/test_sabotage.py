@@ -13,7 +13,7 @@ import torch
 
 from kvcache.connector.sglang import pool_store as faults
 from kvcache.connector.sglang.lookup_leases import Promises
-from kvcache.hierarchy.naive import NaiveCache
+from kvcache.testing.naive_cache import NaiveCache
 from tests.connector.sabotage import FACE, WAYS, Sabotage
 from tests.connector.sglang.test_depot import chain, depot, opened, pool
 

@@ -17,7 +17,7 @@ import kvcache
 from kvcache.connector.transformers.prefix_store import PrefixStore
 from kvcache.connector.transformers.revision import PIECE_BYTES, PIECES, tensors_revision
 from kvcache.errors import ModelError
-from kvcache.hierarchy.naive import NaiveCache
+from kvcache.testing.naive_cache import NaiveCache
 from tests.engine import tiny
 
 WHOLE = PIECES * PIECE_BYTES

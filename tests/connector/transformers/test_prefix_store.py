@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 import kvcache
 from kvcache.connector.transformers.prefix_store import PrefixStore
-from kvcache.hierarchy.naive import NaiveCache
+from kvcache.testing.naive_cache import NaiveCache
 from tests.connector.sabotage import FACE, WAYS, Sabotage
 from tests.engine import tiny
 

@@ -11,7 +11,7 @@ import transformers
 
 from kvcache.connector.transformers.prefix_store import PrefixStore
 from kvcache.errors import LayoutError, ModelError
-from kvcache.hierarchy.naive import NaiveCache
+from kvcache.testing.naive_cache import NaiveCache
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,

@@ -19,8 +19,8 @@ from kvcache.connector.vllm.namespaces import Bounds
 from kvcache.connector.vllm.request_state import Wishes
 from kvcache.daemon.client.request import UNREACHABLE
 from kvcache.errors import AccessError, ClosedError, ConfigError, UnreachableError
-from kvcache.hierarchy.naive import NaiveCache, NaiveRequest
 from kvcache.observe.reasons import REASONS, meaning
+from kvcache.testing.naive_cache import NaiveCache, NaiveRequest
 from tests.connector.vllm.conftest import MODEL, blocks, output, request
 
 

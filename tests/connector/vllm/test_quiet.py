@@ -13,8 +13,8 @@ import pytest
 
 from kvcache.cache.operation import BlockTransfer
 from kvcache.connector.vllm.guard import Calm, quiet, quietly
-from kvcache.hierarchy.naive import NaiveCache
-from kvcache.testing.raising import Raising
+from kvcache.testing.faulty_cache import Raising
+from kvcache.testing.naive_cache import NaiveCache
 from tests.connector.vllm.conftest import PAGES, TOKENS, blocks, output, request
 
 Sides = Callable[..., tuple[Any, Any]]

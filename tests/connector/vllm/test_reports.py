@@ -13,7 +13,7 @@ import pytest
 
 import kvcache
 from kvcache.cache.api import Hit
-from kvcache.hierarchy.naive import NaiveCache, NaiveRequest
+from kvcache.testing.naive_cache import NaiveCache, NaiveRequest
 from tests.connector.vllm.conftest import TOKENS, blocks, output, request, store_three
 
 Sides = Callable[..., tuple[Any, Any]]

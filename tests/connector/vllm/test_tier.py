@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 
 import kvcache.connector.vllm as package
-from kvcache.hierarchy.naive import NaiveCache
-from kvcache.testing.faulty import FaultyCache
-from kvcache.testing.raising import Raising
+from kvcache.testing.faulty_cache import FaultyCache, Raising
+from kvcache.testing.naive_cache import NaiveCache
 
 CHUNKS, CHUNK_BYTES, TOKENS = 16, 256, 4
 TIER = "kvcache.connector.vllm.tier"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvcache.connector.sglang import pool_store as faults
-from kvcache.hierarchy.naive import NaiveCache
+from kvcache.testing.naive_cache import NaiveCache
 from tests.connector.sabotage import FACE, WAYS, Sabotage
 from tests.connector.sglang.pools import MHATokenToKVPoolHost
 from tests.peer.sglang.pools import LAYERS

@@ -13,8 +13,7 @@ from typing import Any
 
 import kvcache
 from kvcache.cache.api import PageIds
-from kvcache.testing.faulty import FaultyBound, FaultyCache, FaultyRequest
-from kvcache.testing.raising import Raising
+from kvcache.testing.faulty_cache import FaultyBound, FaultyCache, FaultyRequest, Raising
 from kvcache.transfer.cpu import PlainCopier
 from kvcache.transfer.pages import Pages
 
