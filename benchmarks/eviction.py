@@ -26,7 +26,7 @@ import numpy as np
 from form import Row, options, publish
 
 from kvcache import native
-from kvcache.cli.vocabulary import tokenizer_of
+from kvcache.cli.explain import tokenizer_of
 from kvcache.trace.formats import Trace, read
 from kvcache.trace.simulate import POLICIES, simulate
 

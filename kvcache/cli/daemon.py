@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from kvcache.cli.output import Format, Json, Output, print_json
+from kvcache.errors import ConfigError, UnreachableError
+
+if TYPE_CHECKING:
+    from kvcache.daemon.client.control import Found
 
 
 def daemon(
@@ -57,5 +63,55 @@ def daemon(
         service.stop()
 
 
+# Which running cache a subcommand means: the one there is, or the one that `--address` names.
+
+Address = Annotated[
+    str | None,
+    typer.Option("--address", "-a", help="Which cache, as `kvcache ps` names it, or the path of its socket."),
+]
+
+
+def the_one(address: str | None) -> Path:
+    """Its socket. UnreachableError where none runs; ConfigError where several do and no address was given."""
+    from kvcache.daemon.client.control import locate
+
+    if address is not None:
+        return locate(address)
+    running = all_of_them()
+    if len(running) > 1:
+        named = ", ".join(found.address for found in running)
+        raise ConfigError(f"{len(running)} caches run here: {named}; pick one with --address (`kvcache ps` tells more)")
+    return running[0].path
+
+
+def all_of_them() -> list[Found]:
+    """Every running cache of this user; UnreachableError where there is none."""
+    from kvcache.daemon.client.control import find
+
+    running = list(find())
+    if not running:
+        raise UnreachableError(
+            "no cache of this user is running, or none that listens: start one, or see `control.enabled` "
+            "in `kvcache config show`"
+        )
+    return running
+
+
+# `kvcache token`: a new token for a tenant, and the line of the tenants file that lets it in.
+
+
+def token(output: Output = Format.table, as_json: Json = False) -> None:
+    """Make a token: the first line is the client's to keep secret, the second one is for the daemon's tenants file."""
+    from kvcache.daemon.server.auth import new_token, token_hash
+
+    made = new_token()
+    if as_json or output is Format.json:
+        print_json({"token": made, "hash": token_hash(made)})
+        return
+    print(made)
+    print(f'tokens = ["{token_hash(made)}"]')
+
+
 def register(app: typer.Typer) -> None:
     app.command("daemon")(daemon)
+    app.command("token")(token)

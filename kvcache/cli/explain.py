@@ -2,16 +2,45 @@
 
 from __future__ import annotations
 
+import json
+import os
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcache.cli.daemon import Address, the_one
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
-from kvcache.cli.prompt import token_ids
-from kvcache.cli.running import Address, the_one
+from kvcache.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from kvcache.engine.tokenizer import Tokenizer
+
+# A prompt as it is typed: text of which a tokenizer makes ids, or the ids themselves.
+
+
+def token_ids(text: str, model: str | None) -> bytes:
+    """uint32, little-endian; ConfigError where they cannot be known."""
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    if isinstance(given, list):
+        try:
+            return array("I", given).tobytes()
+        except (TypeError, OverflowError):
+            raise ConfigError("a JSON list, but not of token ids: expected integers from 0 to 4294967295") from None
+    if model is None:
+        raise ConfigError(
+            f"{text[:40]!r}: no request of that id is remembered; for a prompt, name its tokenizer with --model, or "
+            "give its token ids as a JSON list"
+        )
+
+    return array("I", tokenizer_of(model).encode(text)).tobytes()
+
 
 Story = Mapping[str, Any]
 Decode = Callable[[Sequence[int]], str]
@@ -80,7 +109,6 @@ def _stories(path: Path, what: str | None, model: str | None, namespace: str, co
 
 def _decode(story: Story, model: str | None) -> Decode | None:
     """To text, where a tokenizer is known: the one that was named, or that of the namespace's model."""
-    from kvcache.cli.vocabulary import known_tokenizer, tokenizer_of
 
     if model is not None:
         return tokenizer_of(model).decode
@@ -185,6 +213,39 @@ def _span(seconds: float) -> str:
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.1f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
+
+
+# The tokenizer of a model, from wherever its `tokenizer.json` is: a directory, the file itself, a model that a
+# package ships, or what `huggingface_hub` has in its cache. Nothing is fetched.
+
+
+def tokenizer_of(model: str) -> Tokenizer:
+    """ModelError where there is none."""
+    from kvcache.engine.tokenizer import Tokenizer
+
+    for directory in _directories(model):
+        if (directory / "tokenizer.json").is_file():
+            return Tokenizer(str(directory))
+    from kvcache.engine.checkpoint import resolve_model
+
+    return Tokenizer(resolve_model(model))
+
+
+def known_tokenizer(model: str) -> Tokenizer | None:
+    """The same, or None where there is none, or nothing that could read it."""
+    try:
+        return tokenizer_of(model)
+    except (ModelError, ModuleNotFoundError):
+        return None
+
+
+def _directories(model: str, environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
+    given = Path(model).expanduser()
+    yield given.parent if given.name == "tokenizer.json" else given
+    if model.count("/") == 1:
+        home = Path(environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+        hub = Path(environ.get("HF_HUB_CACHE") or home / "hub")
+        yield from sorted((hub / f"models--{model.replace('/', '--')}" / "snapshots").glob("*"))
 
 
 def register(app: typer.Typer) -> None:

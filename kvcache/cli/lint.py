@@ -36,7 +36,7 @@ def lint(
     else."""
     import numpy as np
 
-    from kvcache.cli.vocabulary import tokenizer_of
+    from kvcache.cli.explain import tokenizer_of
     from kvcache.trace.lint import report
 
     tokenizer = tokenizer_of(model)

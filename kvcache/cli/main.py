@@ -1,51 +1,41 @@
 """The command `kvcache`: gathers the subcommands, and turns what goes wrong into one line and an exit code.
 
-A subcommand is a file here with `register(app)`. Its heavy imports belong in its function, so that `kvcache --help`
+Each module of `MODULES` has `register(app)`. Heavy imports belong in a command's function, so that `kvcache --help`
 is quick and works where an extra is missing. Exit codes: 0 done, 1 failed, 2 asked for what makes no sense, 3 what was
-asked does not answer.
-"""
+asked does not answer."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
 import kvcache
+from kvcache.cli.output import Format, Json, Output, print_json, print_table
 from kvcache.errors import ClosedError, KVCacheError, NotFoundError, UnreachableError
+from kvcache.settings.types import show_bytes
 
-SUBCOMMANDS = (
-    "bypass",
-    "check",
-    "clear",
-    "config",
+MODULES = (
     "daemon",
-    "demo",
     "doctor",
-    "events",
     "explain",
     "lint",
-    "ls",
-    "metrics",
+    "manage",
     "nvme",
     "object",
-    "pin",
-    "prune",
-    "ps",
-    "quota",
-    "replay",
     "serve",
-    "simulate",
+    "show",
     "size",
     "stats",
-    "sync",
-    "token",
     "top",
+    "trace",
     "warm",
 )
+"""Modules of this package with `register(app)`; each adds one or more commands."""
 
 EXTRAS: Mapping[str, str] = {
     "cupy": "cuda12",
@@ -83,7 +73,8 @@ def _root(
 def application() -> typer.Typer:
     app = typer.Typer(name="kvcache", no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_root)
-    for name in SUBCOMMANDS:
+    register(app)
+    for name in MODULES:
         import_module(f"kvcache.cli.{name}").register(app)
     return app
 
@@ -106,6 +97,50 @@ def main() -> None:
 def _leave(code: int, text: str) -> None:
     print(f"kvcache: {' '.join(text.split())}", file=sys.stderr)
     raise SystemExit(code)
+
+
+# `kvcache config`: the settings that hold here, each with its value and where it came from.
+
+
+def show(
+    settings: Annotated[Path | None, typer.Argument(help="A settings file (TOML); without one, defaults.")] = None,
+    output: Output = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Print every setting, its value, and where the value came from."""
+    from kvcache.settings import TABLE
+    from kvcache.settings.sources import load
+
+    loaded = load(settings)
+    if as_json or output is Format.json:
+        rows = {name: {"value": _plain(loaded.value(name)), "origin": loaded.origin(name)} for name in TABLE}
+        print_json(rows)
+        return
+    written = {
+        name: show_bytes(loaded.value(name)) if name.endswith("_bytes") else str(_plain(loaded.value(name)))
+        for name in TABLE
+    }
+    print_table(("setting", "value", "from"), [(name, text, loaded.origin(name)) for name, text in written.items()])
+
+
+def page() -> None:
+    """Print docs/configuration.md, which is written from the settings themselves."""
+    from kvcache.cli.reference import page as written
+
+    print(written(), end="")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def register(app: typer.Typer) -> None:
+    group = typer.Typer(no_args_is_help=True, help="The settings that hold here, and where each came from.")
+    group.command("show")(show)
+    group.command("page", hidden=True)(page)
+    app.add_typer(group, name="config")
 
 
 if __name__ == "__main__":

@@ -2,17 +2,109 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from time import time
 from typing import Annotated, Any
 
 import typer
 
+from kvcache.cli.daemon import Address, all_of_them, the_one
+from kvcache.cli.explain import token_ids
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
-from kvcache.cli.prompt import token_ids
-from kvcache.cli.running import Address, the_one
-from kvcache.settings.types import parse_seconds, show_seconds
+from kvcache.errors import ConfigError, NotFoundError
+from kvcache.settings.types import parse_seconds, show_bytes, show_seconds
+
+# `kvcache bypass`: takes a running cache out of its engine's way at once, and puts it back.
+
+
+class Mode(str, Enum):
+    on = "on"
+    off = "off"
+    loads = "loads"
+    stores = "stores"
+
+
+def bypass(
+    mode: Annotated[
+        Mode | None,
+        typer.Argument(help="on: out of both paths; loads or stores: out of one; off: back. Without: say which."),
+    ] = None,
+    address: Address = None,
+    everyone: Annotated[bool, typer.Option("--all", help="Every running cache of this user.")] = False,
+    output: Output = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Take a running cache out of the path: matches find nothing, stores are dropped; nothing that is stored is lost.
+
+    It holds until `bypass off`, or until the process ends.
+    """
+    from kvcache.daemon.client.control import ask
+
+    if everyone and address is not None:
+        raise typer.BadParameter("--all and --address: give one or the other")
+    paths = [found.path for found in all_of_them()] if everyone else [the_one(address)]
+    wanted = None if mode is None else mode.value
+    rows = [{"address": path.stem, **ask(path, "bypass", mode=wanted)} for path in paths]
+    if as_json or output is Format.json:
+        print_json(rows)
+    else:
+        print_table(("address", "bypass", "before"), [(row["address"], row["mode"], row["was"]) for row in rows])
+
+
+# `kvcache clear`: erases what is a tenant's, of a cache salt or of a namespace from every tier of a running cache.
+
+
+def clear(
+    tenant: Annotated[str | None, typer.Option(help="What is this tenant's.")] = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="What is of this namespace: its id, or 8 digits or more that it begins with.")
+    ] = None,
+    cache_salt: Annotated[str | None, typer.Option(help="What was stored under this cache salt.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would go, and remove nothing.")] = False,
+    everyone: Annotated[bool, typer.Option("--all", help="In every running cache of this user.")] = False,
+    address: Address = None,
+    output: Output = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Erase records from host memory, drives, Redis and the object store, overwrite what they left, and say when it is
+    done; exit 1 where a tier could not be cleared, or no cache knows what is named.
+
+    What is given must all fit. Memory and drives of other hosts are theirs to clear: run it there too."""
+    from kvcache.daemon.client.control import ask
+
+    given = {"tenant": tenant, "namespace": namespace, "cache_salt": cache_salt}
+    if not any(value is not None for value in given.values()):
+        raise ConfigError("which records: give --tenant, --namespace or --cache-salt")
+    if everyone and address is not None:
+        raise typer.BadParameter("--all and --address: give one or the other")
+    paths = [found.path for found in all_of_them()] if everyone else [the_one(address)]
+    told, unknown = dict[str, dict[str, Any]](), list[NotFoundError]()
+    for path in paths:
+        try:
+            told[path.stem] = ask(path, "erase", timeout_s=None, dry_run=dry_run, **given)
+        except NotFoundError as error:
+            unknown.append(error)
+    if not told:
+        raise unknown[0]
+    left = [(name, tier, why) for name, done in told.items() for tier, why in done["left"].items()]
+    if as_json or output is Format.json:
+        print_json(told)
+    else:
+        removed = sum((Counter(done["records"]) for done in told.values()), Counter[str]())
+        spaces = {space for done in told.values() for space in done["namespaces"]}
+        print_table(("tier", "records"), [(tier, f"{count:,}") for tier, count in removed.items()])
+        if left:
+            print_table(("cache", "tier", "not done"), left)
+        elif dry_run:
+            print(f"nothing was removed: without --dry-run these records of {len(spaces)} namespaces go")
+        else:
+            print(f"done: nothing of {len(spaces)} namespaces is left")
+    if left:
+        raise typer.Exit(1)
+
 
 _NEAR_S = 60.0  # for it to come near
 
@@ -97,6 +189,81 @@ def _show(pins: Sequence[Mapping[str, Any]]) -> None:
     print_table(("pin", "prefix", "namespace", "tokens", "where", "ends"), rows)
 
 
+# `kvcache prune`: removes the namespaces that nobody used for long.
+
+
+def prune(
+    unused: Annotated[str, typer.Option("--unused", help="For how long nobody used them: 12h, 7d, 2w.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would go, and remove nothing.")] = False,
+    address: Address = None,
+    output: Output = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Remove the namespaces of a running cache that nobody used for so long, from its own memory and drives.
+
+    One of which no use is known counts from when the cache began. Tiers that others share are left alone."""
+    from kvcache.daemon.client.control import ask
+
+    try:
+        seconds = parse_seconds(unused)
+    except ValueError as error:
+        raise typer.BadParameter(f"--unused {error}") from None
+    done = ask(the_one(address), "prune", timeout_s=None, unused_s=seconds, dry_run=dry_run)
+    if as_json or output is Format.json:
+        print_json(done)
+        return
+    rows = [
+        (row["id"][:8], row["model"] or "?", f"{row['records']:,}", show_bytes(row["bytes"])) for row in done["pruned"]
+    ]
+    print_table(("namespace", "model", "records", "bytes"), rows)
+    if dry_run:
+        print("\nnothing was removed: without --dry-run these go")
+
+
+# `kvcache sync`: wait until what was stored is in each tier that it is meant for, and count what is not.
+
+ANSWER_S = 5.0
+"""For the answer, beyond what it may wait for."""
+
+
+def sync(
+    address: Address = None,
+    timeout_s: Annotated[float, typer.Option(min=0, max=60, help="Wait so long at most.")] = 60.0,
+    output: Output = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Wait until all that was stored before is in each tier that its write mode intends; exit 1 otherwise.
+
+    Blocks that a tier refused earlier are offered again. A block that left host memory before a tier took it makes one
+    sync fail, the next one."""
+    from kvcache.daemon.client.control import ask
+
+    told = ask(the_one(address), "flush", timeout_s=timeout_s + ANSWER_S, seconds=timeout_s)
+    done, tiers = bool(told["flushed"]), told.get("tiers", {})
+    if as_json or output is Format.json:
+        print_json({"done": done, "tiers": tiers, "fault": told.get("fault", "")})
+    else:
+        rows = [
+            (
+                name,
+                *(f"{tier[count]:,}" for count in ("reached", "refused", "waiting")),
+                "" if tier["synced"] else "not durable",
+            )
+            for name, tier in tiers.items()
+        ]
+        if rows:
+            print_table(("tier", "reached", "refused", "waiting", ""), rows)
+        if told.get("fault"):
+            print(told["fault"])
+        print("all of it is there" if done else f"not all of it is there after at most {timeout_s:g} s")
+    if not done:
+        raise typer.Exit(1)
+
+
 def register(app: typer.Typer) -> None:
+    app.command("bypass")(bypass)
+    app.command("clear")(clear)
     app.command("pin")(pin)
     app.command("unpin")(unpin)
+    app.command("prune")(prune)
+    app.command("sync")(sync)

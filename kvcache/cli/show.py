@@ -2,16 +2,167 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from datetime import datetime
+from time import time
+from typing import Annotated, Any
 
 import typer
 
+from kvcache.cli.daemon import Address, the_one
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
-from kvcache.cli.running import Address, the_one
-from kvcache.errors import KVCacheError
-from kvcache.settings.types import show_bytes
+from kvcache.errors import KVCacheError, NotFoundError
+from kvcache.settings.types import show_bytes, show_seconds
+
+# `kvcache ls`: the namespaces of a running cache, what each has where, and when it was used last.
+
+Row = Mapping[str, Any]
+
+
+def ls(
+    tenant: Annotated[str | None, typer.Option(help="Only those of this tenant.")] = None,
+    address: Address = None,
+    output: Output = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Name the namespaces of a running cache: bytes in each tier, tokens asked for and found, last use."""
+    from kvcache.daemon.client.control import ask
+
+    rows = ask(the_one(address), "namespaces", timeout_s=60.0)["namespaces"]
+    found = [row for row in rows if tenant in (None, row["tenant"])]
+    if tenant is not None and not found:
+        tenants = [row["tenant"] for row in rows if row["tenant"]]
+        raise NotFoundError.like(f"tenant {tenant!r:.80}: no namespace of it is bound here", tenant, tenants)
+    if as_json or output is Format.json:
+        print_json(found)
+        return
+    tiers = list(dict.fromkeys(tier for row in found for tier in row["tiers"]))
+    columns = ("namespace", "model", "tenant", *tiers, "requests", "found", "last use")
+    print_table(columns, list(_namespace_rows(found, tiers)))
+
+
+def _namespace_rows(found: Sequence[Row], tiers: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for row in found:
+        asked, hits = row["asked_tokens"], sum(row["hit_tokens"].values())
+        yield (
+            row["id"][:8],
+            "+".join(filter(None, (row["model"], row["adapter"]))) or "?",
+            row["tenant"] or "?",
+            *(_held(row["tiers"].get(tier)) for tier in tiers),
+            f"{row['requests']:,}",
+            f"{hits / asked:.1%}" if asked else "",
+            used(row),
+        )
+
+
+def _held(held: Mapping[str, int] | None) -> str:
+    """Bytes; records where a tier that others share does not tell what they take."""
+    if held is None:
+        return ""
+    return show_bytes(held["bytes"]) if held["bytes"] else f"{held['records']:,} records"
+
+
+def used(row: Row) -> str:
+    if row["last"] is None:
+        return f"before {show_seconds(time() - row['since'])}"
+    return f"{show_seconds(time() - row['last'])} ago"
+
+
+# `kvcache check`: an audit of a running cache.
+
+
+def check(address: Address = None, output: Output = Format.table, as_json: Json = False) -> None:
+    """Audit all that a running cache holds, every record on its drive included; exit 1 if there is a fault.
+
+    It goes on serving meanwhile, but waits while its index is walked: about half a second for a million blocks, and
+    some seconds more if they are in flux. A large drive takes minutes.
+    """
+    from kvcache.daemon.client.control import ask
+
+    found = ask(the_one(address), "check", timeout_s=None)
+    faults = found["faults"]
+    if found["busy"]:
+        print("kvcache: an audit is under way already; ask again when it has ended", file=sys.stderr)
+        raise typer.Exit(1)
+    if as_json or output is Format.json:
+        print_json(found)
+    elif faults:
+        print_table(("fault",), [(fault,) for fault in faults])
+        if found["count"] > len(faults):
+            print(f"and {found['count'] - len(faults):,} more")
+    else:
+        print("sound")
+    if found["count"]:
+        raise typer.Exit(1)
+
+
+# `kvcache events`: what a running cache did last.
+
+EVENT_COLUMNS = ("time", "what", "tier", "blocks", "size", "namespace", "request", "why")
+
+
+def events(
+    address: Address = None,
+    count: Annotated[int, typer.Option("--tail", "-n", min=0, help="How many of the last ones.")] = 40,
+    output: Output = Format.table,
+    as_json: Json = False,
+) -> None:
+    """Runs of blocks that were stored, loaded, evicted, dropped or refused lately, the newest last."""
+    from kvcache.daemon.client.control import ask
+
+    found = ask(the_one(address), "events", count=count)["events"]
+    if as_json or output is Format.json:
+        print_json(found)
+        return
+    rows = [
+        (
+            datetime.fromtimestamp(event["time"]).astimezone().time().isoformat("milliseconds"),
+            event["kind"],
+            event["tier"],
+            f"{event['blocks']:,}",
+            show_bytes(event["bytes"]) if event["bytes"] else "",
+            event["namespace"],
+            event["request"],
+            event["reason"],
+        )
+        for event in found
+    ]
+    print_table(EVENT_COLUMNS, rows)
+
+
+# `kvcache ps`: the caches that run here.
+
+PS_COLUMNS = ("address", "program", "up", "models", "host", "nvme", "bypass")
+
+
+def ps(output: Output = Format.table, as_json: Json = False) -> None:
+    """Find the running caches of this user; each listens on a socket in the user's runtime directory."""
+    from kvcache.daemon.client.control import find
+
+    running = list(find())
+    if as_json or output is Format.json:
+        print_json([{"address": f.address, "socket": str(f.path), **f.info, "fault": f.fault} for f in running])
+        return
+    print_table(PS_COLUMNS, [_row(f.address, f.info, f.fault) for f in running])
+
+
+def _row(address: str, info: Mapping[str, Any], fault: str) -> tuple[str, ...]:
+    if fault:
+        return address, f"does not answer: {fault}"
+    return (
+        address,
+        info["program"],
+        show_seconds(time() - info["started"]),
+        ", ".join(info["models"]),
+        *(_used(info["tiers"].get(tier)) for tier in ("host", "nvme")),
+        info["bypass"],
+    )
+
+
+def _used(tier: Mapping[str, int] | None) -> str:
+    return f"{show_bytes(tier['used_bytes'])} of {show_bytes(tier['capacity_bytes'])}" if tier else ""
 
 
 def quota(address: Address = None, output: Output = Format.table, as_json: Json = False) -> None:
@@ -26,7 +177,7 @@ def quota(address: Address = None, output: Output = Format.table, as_json: Json 
     if as_json or output is Format.json:
         print_json([{**row, "rates": rates.get(row["tenant"])} for row in _with(found, rates)])
         return
-    print_table(("tenant", "tier", "has", "quota", "full", "least share"), list(_rows(found)))
+    print_table(("tenant", "tier", "has", "quota", "full", "least share"), list(_quota_rows(found)))
     if rates:
         print()
         print_table(("tenant", "bandwidth", "moved", "operations", "refused"), list(_rates(rates)))
@@ -51,7 +202,7 @@ def _rates(rates: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _rows(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+def _quota_rows(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     for row in found:
         for tier in dict.fromkeys((*row["tiers"], *row["quotas"], *row["least"])):
             has, most = row["tiers"].get(tier, {}).get("bytes", 0), row["quotas"].get(tier)
@@ -67,4 +218,8 @@ def _rows(found: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
 
 
 def register(app: typer.Typer) -> None:
+    app.command("ls")(ls)
+    app.command("check")(check)
+    app.command("events")(events)
+    app.command("ps")(ps)
     app.command("quota")(quota)

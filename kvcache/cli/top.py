@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcache.cli.daemon import Address, the_one
 from kvcache.cli.output import Format, Json, Output, print_json
-from kvcache.cli.running import Address, the_one
 from kvcache.settings.types import show_bytes, show_seconds
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvcache.cli.daemon import Address, the_one
 from kvcache.cli.output import Format, Json, Output, print_json, print_table
-from kvcache.cli.running import Address, the_one
 from kvcache.errors import ConfigError, KVCacheError
 
 if TYPE_CHECKING:

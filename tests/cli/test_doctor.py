@@ -18,8 +18,13 @@ from hypothesis import strategies as st
 
 import kvcache
 from kvcache.cache.cache import Cache
-from kvcache.cli.doctor import drive, memory, room, secrets, software, trip
-from kvcache.cli.doctor.finding import Finding
+from kvcache.cli.doctor import bundle as secrets
+from kvcache.cli.doctor import machine as memory
+from kvcache.cli.doctor import machine as room
+from kvcache.cli.doctor import machine as software
+from kvcache.cli.doctor import storage as drive
+from kvcache.cli.doctor import storage as trip
+from kvcache.cli.doctor.machine import Finding
 from kvcache.machine import Memory
 from kvcache.os_env import File, LocalDisk, SystemClock
 from kvcache.settings.sources import load

@@ -13,6 +13,12 @@ from kvcache.cli import main as frame
 from kvcache.errors import ClosedError, ConfigError, KVCacheError, ModelError
 
 
+COMMANDS = (
+    "bypass check clear config daemon doctor events explain lint ls metrics nvme object pin prune ps quota replay serve "
+    "simulate size stats sync token top unpin warm"
+).split()
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["kvcache", *arguments])
     with pytest.raises(SystemExit) as left:
@@ -35,7 +41,7 @@ def test_version_and_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert capsys.readouterr().out == f"kvcache {kvcache.__version__}\n"
     assert run(monkeypatch, "--help") == 0
     text = capsys.readouterr().out
-    for name in frame.SUBCOMMANDS:
+    for name in COMMANDS:
         assert name in text
 
 

@@ -16,7 +16,7 @@ from kvcache.cli.output import Format, Json, Output, print_json
 from kvcache.errors import KVCacheError
 
 if TYPE_CHECKING:
-    from kvcache.cli.doctor.finding import Finding
+    from kvcache.cli.doctor.machine import Finding
     from kvcache.settings import Settings
 
 
@@ -62,42 +62,42 @@ def doctor(
 
 def examine(settings: Settings | None, refusal: str, model: Path | None) -> Iterator[Finding]:
     """Every finding as it is made. `refusal`: why there are no settings."""
-    from kvcache.cli.doctor.finding import fail, ok
+    from kvcache.cli.doctor.machine import fail, ok
 
-    yield from _guarded("software")
+    yield from _guarded("machine", "check_software")
     if settings is None:
         yield fail("settings", refusal, "correct it; nothing that depends on settings was checked")
-        yield from _guarded("caches")
+        yield from _guarded("machine", "check_caches")
         return
     yield ok("settings", "sound; `kvcache config show` tells each and where it came from")
-    yield from _guarded("memory", settings)
+    yield from _guarded("machine", "check_memory", settings)
     if model is not None:
-        yield from _guarded("room", settings, model)
-    yield from _guarded("caches")
+        yield from _guarded("machine", "check_model_capacity", settings, model)
+    yield from _guarded("machine", "check_caches")
     if settings.redis.enabled:
-        yield from _guarded("server", settings)
+        yield from _guarded("storage", "check_redis", settings)
     if settings.object.enabled:
-        yield from _guarded("bucket", settings)
+        yield from _guarded("storage", "check_bucket", settings)
     try:
         for path in settings.nvme.directories if settings.nvme.enabled else ():
             with _beside(path) as place:
-                yield from _guarded("drive", settings, place, path)
+                yield from _guarded("storage", "check_drive", settings, place, path)
         with _beside(settings.nvme.directories[0] if settings.nvme.enabled else None) as place:
-            yield from _guarded("trip", settings, place)
+            yield from _guarded("storage", "check_round_trip", settings, place)
     except OSError as error:
         remedy = "give this user a directory to write in: nvme.path, or the system's for temporary files"
         yield fail("directory", str(error), remedy)
 
 
-def _guarded(name: str, *given: Any) -> Iterator[Finding]:
-    """The checks of that file. One that cannot be made is a finding too, and the others go on."""
-    from kvcache.cli.doctor.finding import fail
+def _guarded(module: str, name: str, *given: Any) -> Iterator[Finding]:
+    """The findings of a function of that module. One that cannot be made is a finding too, and the others go on."""
+    from kvcache.cli.doctor.machine import fail
 
     try:
-        yield from import_module(f"kvcache.cli.doctor.{name}").checks(*given)
+        yield from getattr(import_module(f"kvcache.cli.doctor.{module}"), name)(*given)
     except Exception as error:  # noqa: BLE001  whoever calls a doctor has a fault already, and wants the rest
         text = str(error) if isinstance(error, (OSError, KVCacheError)) else repr(error)
-        yield fail(name, text, "this check could not be made: the message says why")
+        yield fail(name.removeprefix("check_"), text, "this check could not be made: the message says why")
 
 
 @contextmanager

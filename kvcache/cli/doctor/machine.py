@@ -3,19 +3,56 @@
 from __future__ import annotations
 
 import os
+import platform
 import resource
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
 
-from kvcache.cli.doctor.finding import Finding, ok, warn
+import kvcache
+from kvcache import native
+from kvcache.block.hf import layout_from_hf
+from kvcache.block.record import record_bytes
+from kvcache.daemon.client.control import find
+from kvcache.daemon.discovery import prepare
+from kvcache.errors import StoreError
 from kvcache.machine import Memory, memory
 from kvcache.settings import Settings
 from kvcache.settings.types import GiB, show_bytes
+
+# What a check found: ok, a warning or a failure, and what to do about it.
+
+State = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    name: str
+    state: State
+    found: str
+    remedy: str = ""  # there is one wherever the state is not ok
+
+
+def ok(name: str, found: str) -> Finding:
+    return Finding(name, "ok", found)
+
+
+def warn(name: str, found: str, remedy: str) -> Finding:
+    return Finding(name, "warn", found, remedy)
+
+
+def fail(name: str, found: str, remedy: str) -> Finding:
+    return Finding(name, "fail", found, remedy)
+
 
 SHARED = "/dev/shm"  # noqa: S108  its size is asked for, nothing is written
 SHARED_BYTES = GiB  # a container's default is 64 MiB
 
 
-def checks(settings: Settings) -> Iterator[Finding]:
+def check_memory(settings: Settings) -> Iterator[Finding]:
     yield capacity(memory(), settings.host.capacity_bytes)
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     yield locked(None if limit == resource.RLIM_INFINITY else limit, settings.host.capacity_bytes)
@@ -69,3 +106,92 @@ def shared_memory(size_bytes: int | None) -> Finding:
         f"engines of several processes exchange data there and want {show_bytes(SHARED_BYTES)} or more: "
         "--shm-size or --ipc=host for a container",
     )
+
+
+# The caches that run: can an operator reach them, and are they in their engines' path?
+
+
+def check_caches() -> Iterator[Finding]:
+    try:
+        yield ok("control socket", f"in {prepare()}")
+    except StoreError as error:
+        yield warn("control socket", str(error), "caches run without; `kvcache ps` and `bypass` do not reach them")
+    running = list(find())
+    yield ok("running caches", ", ".join(found.address for found in running) or "none")
+    for found in running:
+        if found.fault:
+            yield warn(found.address, f"does not answer: {found.fault}", "its process hangs, or is of another version")
+        elif found.info["bypass"] != "off":
+            state = f"bypassed: {found.info['bypass']}"
+            yield warn(found.address, state, f"`kvcache bypass off --address {found.address}` puts it back")
+
+
+# How many tokens of a model fit into the tiers as they are set.
+
+
+def check_model_capacity(settings: Settings, model: Path) -> Iterator[Finding]:
+    """At least: as if every group kept all tokens."""
+    layout = layout_from_hf(model, block_tokens=settings.block_tokens)
+    a_block = sum(record_bytes(layout.block_bytes(group=group)) for group in range(len(layout.groups)))
+    yield ok("model", f"{show_bytes(layout.token_bytes)} a token, {show_bytes(a_block)} a block with its headers")
+    tiers = {"host": settings.host.capacity_bytes}
+    if settings.nvme.enabled:
+        tiers["nvme"] = settings.nvme.capacity_bytes
+    for tier, capacity_bytes in tiers.items():
+        tokens = capacity_bytes // a_block * layout.block_tokens
+        found = f"{tokens:,} tokens in {show_bytes(capacity_bytes)}"
+        setting = f"{tier}.capacity_bytes"
+        if not tokens:
+            yield fail(f"room in {tier}", found, f"give {setting} at least {show_bytes(a_block)}")
+        elif layout.max_tokens and tokens < layout.max_tokens:
+            remedy = f"less than one context of {layout.max_tokens:,} tokens: raise {setting}"
+            yield warn(f"room in {tier}", found, remedy)
+        else:
+            yield ok(f"room in {tier}", found)
+
+
+# What is installed: the compiled core, engines, and the versions of both.
+
+ENGINES = {
+    "vllm": ("vllm",),
+    "sglang": ("sglang",),
+    "transformers": ("transformers",),
+    "torch": ("torch",),
+    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
+}
+"""What to look for, and the distributions that bring it."""
+
+NEEDED = ("numpy", "xxhash", "msgpack", "pydantic", "typer", "rich", "redis", "aiofiles", "prometheus-client")
+
+
+def check_software(version_of: Callable[[str], str] = metadata.version) -> Iterator[Finding]:
+    yield ok("kvcache", f"{kvcache.__version__}, Python {platform.python_version()} on {platform.machine()}")
+    yield core(native.built)
+    for name, distributions in ENGINES.items():
+        yield ok(name, _version(distributions, version_of) or "not installed")
+
+
+def core(built: bool) -> Finding:
+    if built:
+        return ok("native core", "built")
+    remedy = "all works, slower: install a C++17 compiler, then kvcache again"
+    return warn("native core", "was not built", remedy)
+
+
+def versions(version_of: Callable[[str], str] = metadata.version) -> dict[str, str]:
+    """By name, of whatever is installed of what we use and of engines."""
+    found = {"kvcache": kvcache.__version__, "python": sys.version, "platform": platform.platform()}
+    for name, distributions in {**ENGINES, **{name: (name,) for name in NEEDED}}.items():
+        version = _version(distributions, version_of)
+        if version:
+            found[name] = version
+    return found
+
+
+def _version(distributions: tuple[str, ...], version_of: Callable[[str], str]) -> str:
+    for distribution in distributions:
+        try:
+            return version_of(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return ""

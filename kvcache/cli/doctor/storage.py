@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -9,15 +11,169 @@ from time import perf_counter
 
 import numpy as np
 
-from kvcache.block.layout import KVLayout
+from kvcache.block.layout import KVLayout, Shard
+from kvcache.block.record import Address, header_area, record_bytes, seal
 from kvcache.cache.cache import Cache
-from kvcache.cli.doctor.finding import Finding, fail, ok
+from kvcache.cli.doctor.machine import Finding, fail, ok, warn
 from kvcache.codec.codec import codec
+from kvcache.machine import file_system, in_memory
+from kvcache.os_env import Clock, Disk, LocalDisk, SystemClock
 from kvcache.settings import Settings
 from kvcache.settings.sources import load
-from kvcache.settings.types import MiB
-from kvcache.tier.tier import Outcome
+from kvcache.settings.types import MiB, show_bytes
+from kvcache.tier.object import ObjectTier
+from kvcache.tier.redis import RedisTier
+from kvcache.tier.tier import Outcome, Tier
 from kvcache.transfer.pages import GroupPages
+
+# Is the place of the NVMe tier a drive, does it go around the page cache, and how fast is it? The rates are those of
+# one thread and large pieces, over at most 256 MiB and a few seconds each: enough to tell a local drive from a
+# network's or a container's, and no benchmark.
+
+TOTAL_BYTES = 256 * MiB
+LEAST_BYTES = 16 * MiB
+PIECE_BYTES = 4 * MiB
+MOST_S = 5.0
+SLOW = 500 * MiB  # a second
+_REMOTE = ("nfs", "cifs", "smb", "fuse", "9p", "ceph", "lustre", "glusterfs")
+
+
+def check_drive(settings: Settings, place: Path, path: Path) -> Iterator[Finding]:
+    """`place`: an empty directory on the tier's file system, removed by the caller."""
+    yield kind(file_system(place), in_memory(place), path)
+    yield from rates(LocalDisk(), SystemClock(), place, settings.nvme.free_floor_bytes)
+
+
+def kind(name: str, memory: bool, path: Path) -> Finding:
+    found = f"{path} lies on {name or 'a file system that the system does not name'}"
+    if memory:
+        return warn("drive", f"{found}, which is memory", "set nvme.path to a directory on a drive")
+    if name == "overlay":
+        remedy = "mount a volume and set nvme.path to it: a container's own layer is slow and goes with the container"
+        return warn("drive", found, remedy)
+    if name.startswith(_REMOTE):
+        remedy = "set nvme.path to a local drive: this one is shared or far, and another host must not use it too"
+        return warn("drive", found, remedy)
+    return ok("drive", found)
+
+
+def rates(disk: Disk, clock: Clock, place: Path, floor_bytes: int) -> Iterator[Finding]:
+    """O_DIRECT, then the rates of writing and reading one file there."""
+    room = disk.free_bytes(str(place)) - floor_bytes
+    total = min(TOTAL_BYTES, room // 2) // PIECE_BYTES * PIECE_BYTES
+    if total < LEAST_BYTES:
+        found = f"{show_bytes(max(0, room))} are free beyond nvme.free_floor_bytes"
+        yield fail("drive rate", found, "free some room, or set nvme.path to another drive")
+        return
+    path = str(place / "rate")
+    file = disk.open(path, create=True, direct=True)
+    try:
+        if file.direct:
+            yield ok("O_DIRECT", "reads and writes go around the page cache")
+        else:
+            yield warn("O_DIRECT", "this file system has none", "works through the page cache; ext4 and xfs have it")
+        piece = memoryview(mmap.mmap(-1, PIECE_BYTES))  # on a page boundary, as O_DIRECT wants
+        piece[:] = os.urandom(PIECE_BYTES)
+        began, written = clock.now(), 0
+        while written < total:
+            file.write(written, [piece])
+            written += PIECE_BYTES
+            if clock.now() - began > MOST_S:
+                break
+        file.sync()
+        yield ok("write rate", _rate(written, clock.now() - began))
+        began, got = clock.now(), 0
+        while got < written:
+            got += file.read(got, [piece])
+            if clock.now() - began > MOST_S:
+                break
+        yield _read(got, clock.now() - began, file.direct)
+    finally:
+        file.close()
+        disk.remove(path)
+
+
+def _read(got: int, seconds: float, direct: bool) -> Finding:
+    found = _rate(got, seconds)
+    if not direct:
+        return warn("read rate", f"{found}, out of the page cache", "tells nothing about the drive itself")
+    if got < SLOW * seconds:
+        remedy = (
+            "blocks may come back slower than a GPU recomputes them: use a faster drive, or nvme.enabled = false; "
+            "`kvcache size MODEL` tells the bytes of a token"
+        )
+        return warn("read rate", found, remedy)
+    return ok("read rate", found)
+
+
+def _rate(size: int, seconds: float) -> str:
+    return f"{show_bytes(size / max(seconds, 1e-9))} a second ({show_bytes(size)})"
+
+
+# Does the server that a fleet shares answer, is it set as a cache should be, and does a record come back from it?
+
+SIZE = 1 << 20
+
+
+def check_redis(settings: Settings) -> Iterator[Finding]:
+    """Writes one record of 1 MiB under a prefix of its own, and removes it."""
+    given = settings.redis.model_dump(exclude={"enabled", "write"})
+    with closing(RedisTier(**{**given, "prefix": f"{settings.redis.prefix[:57]}:doctor"})) as tier:
+        began = perf_counter()
+        policies = tier.policies()
+        milliseconds = 1000 * (perf_counter() - began)
+        if not policies:
+            faults = [name.partition("_")[2] for name in tier.counters if name.startswith("faults_")]
+            why = ", ".join(faults) or "no answer"
+            remedy = "look at redis.url, the password, TLS and the server's log; until then everything there is a miss"
+            yield fail("redis", f"{tier.where}: {why}", remedy)
+            return
+        usage = tier.usage()
+        size = f"{show_bytes(usage.used_bytes)} of {show_bytes(usage.capacity_bytes)}"
+        yield ok("redis", f"{tier.where} answers in {milliseconds:.1f} ms: {usage.records:,} keys, {size}")
+        yield _policy(policies)
+        yield trip(tier, "docs/operations.md tells which commands a user needs; see the server's log")
+
+
+def _policy(policies: set[str]) -> Finding:
+    if "" in policies:
+        remedy = "CONFIG SET maxmemory: without a limit the server takes all there is, and is killed"
+        return warn("redis memory", "maxmemory is not set", remedy)
+    if "noeviction" in policies:
+        remedy = "CONFIG SET maxmemory-policy allkeys-lru: else writes are refused once the server is full"
+        return warn("redis memory", "maxmemory-policy is noeviction", remedy)
+    return ok("redis memory", f"maxmemory-policy is {', '.join(sorted(policies))}")
+
+
+def trip(tier: Tier, remedy: str) -> Finding:
+    """One record there and back, and nothing left of it."""
+    given = np.random.default_rng().bytes(SIZE)
+    address = Address(given[:32], given[32:64], b"", 0, Shard(0, 1, 0, 1))
+    out, back = (memoryview(bytearray(record_bytes(SIZE))) for _ in range(2))
+    area = header_area(SIZE)
+    out[area : area + SIZE] = given
+    seal(out[:area], out[area:], address, stored_bytes=SIZE)
+    began = perf_counter()
+    (written,) = tier.write([address], [[out[:area], out[area:]]])
+    (read,) = tier.read([address], [[back[:area], back[area:]]])
+    seconds = perf_counter() - began
+    tier.remove([address])
+    if (written, read) != (Outcome.DONE, Outcome.DONE) or back[area : area + SIZE] != given:
+        why = "".join(f", {line}" for line in tier.troubles())
+        return fail(f"{tier.name} trip", f"a write was {written.value}, a read {read.value}{why}", remedy)
+    return ok(f"{tier.name} trip", f"1 MiB there and back in {1000 * seconds:.1f} ms, the same bytes")
+
+
+# Does the object store answer, and does a record come back from it?
+
+
+def check_bucket(settings: Settings) -> Iterator[Finding]:
+    """Writes one record of 1 MiB under a prefix of its own, and removes it."""
+    given = settings.object.model_dump(exclude={"enabled", "write"})
+    with closing(ObjectTier(**{**given, "prefix": f"{settings.object.prefix}/doctor"})) as tier:
+        faults = "object.url, object.endpoint and the credentials, which must allow to list, get, put and delete"
+        yield trip(tier, f"look at {faults}; until then everything there is a miss")
+
 
 LAYOUT = KVLayout.mha(layers=4, kv_heads=2, head_dim=64, dtype="fp16")
 BLOCKS = 16
@@ -27,7 +183,7 @@ WAIT_S = 30.0
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
 
 
-def checks(settings: Settings, place: Path) -> Iterator[Finding]:
+def check_round_trip(settings: Settings, place: Path) -> Iterator[Finding]:
     """A small cache of its own in `place`, opened twice: the second time only the tiers that last have the blocks."""
     small = _settings(settings, place)
     given = np.random.default_rng().integers(0, 1 << 16, _shape(), np.uint16)
