@@ -27,8 +27,8 @@ import torch
 from form import Row, options, publish
 from numpy.typing import NDArray
 
+from examples.demo.run import parts
 from kvcache.block.layout import KVLayout
-from kvcache.cli.demo.text import parts
 from kvcache.codec.codec import Codec, codecs
 from kvcache.codec.quantised import narrow, widen
 from kvcache.engine.model import Model, load_model

@@ -24,7 +24,7 @@ from typing import Any
 from form import Row, options, publish
 
 import kvcache
-from kvcache.cli.demo.text import parts
+from examples.demo.run import parts
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import Model, load_model
 from kvcache.engine.sampling import Params

@@ -32,7 +32,7 @@ from form import Row, options, publish
 from form.floor import copy_rate, drive_rate, matmul_rate, memory_rate
 
 import kvcache
-from kvcache.cli.demo.text import parts
+from examples.demo.run import parts
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import Model, load_model
 from kvcache.engine.sampling import Params

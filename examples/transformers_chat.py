@@ -3,7 +3,7 @@
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcache
-from kvcache.connector.transformers.prefix_store import PrefixStore
+from kvcache.connector.transformers import PrefixStore
 from kvcache.engine.checkpoint import resolve_model  # SmolLM2 as its package ships it; any directory or hub name does
 
 path = resolve_model("smollm2")

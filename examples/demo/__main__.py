@@ -1,4 +1,4 @@
-"""`kvcache demo`: a real model answers for three agents over one long text, with the cache and without."""
+"""`scripts/demo`: a real model answers for three agents over one long text, with the cache and without."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvcache.cli.main import run
+
 if TYPE_CHECKING:
-    from kvcache.cli.demo.stage import Wish
+    from examples.demo.stage import Wish
 
 
 class Dtype(str, Enum):
@@ -45,8 +47,8 @@ def demo(
     where: Annotated[str | None, typer.Option("--where", hidden=True)] = None,
 ) -> None:
     """Play a planner, a critic and an executor that share a long prompt: without the cache, cold, warm, restarted."""
-    from kvcache.cli.demo.served import served
-    from kvcache.cli.demo.stage import Wish, serve_child
+    from examples.demo.run import served
+    from examples.demo.stage import Wish, serve_child
 
     with _place(directory) as place, served(place) if daemon else nullcontext(where) as there:
         wish = Wish(directory=place, model=model, dtype=dtype.value, prompts=prompts, quick=quick, where=there)
@@ -75,13 +77,13 @@ def _place(directory: Path | None) -> Iterator[Path]:
 def _play(wish: Wish, json: Path | None, plot: Path | None) -> None:
     from rich.console import Console
 
-    from kvcache.cli.demo import report, show
-    from kvcache.cli.demo.plot import draw
-    from kvcache.cli.demo.stage import Stage
+    from examples.demo import show
+    from examples.demo.show import draw
+    from examples.demo.stage import Stage
     from kvcache.machine import cache_directory
 
     plot = plot or cache_directory() / "demo.png"
-    report.check_targets(json, plot)
+    show.check_targets(json, plot)
     console = Console(highlight=False)
     with console.status(f"loading {wish.model}"):
         stage = Stage(wish)
@@ -94,9 +96,9 @@ def _play(wish: Wish, json: Path | None, plot: Path | None) -> None:
     draw(passes, plot)
     console.print(f"plot: {plot}", markup=False, soft_wrap=True)
     if json is not None:
-        report.write(json, wish, stage.notes, passes)
+        show.write(json, wish, stage.notes, passes)
         console.print(f"json: {json}", markup=False, soft_wrap=True)
-    verdict, sound = report.verdict(wish.dtype, passes)
+    verdict, sound = show.verdict(wish.dtype, passes)
     console.print(verdict, markup=False, soft_wrap=True, style="green" if sound else "bold red")
     if not sound:
         raise typer.Exit(1)
@@ -105,22 +107,28 @@ def _play(wish: Wish, json: Path | None, plot: Path | None) -> None:
 def _break(wish: Wish, json: Path | None) -> None:
     from rich.console import Console
 
-    from kvcache.cli.demo import broken
-    from kvcache.cli.demo.breaking import Breaking
-    from kvcache.cli.demo.stage import Stage
+    from examples.demo import breaking
+    from examples.demo.breaking import Breaking
+    from examples.demo.stage import Stage
 
     console = Console(highlight=False)
     with console.status(f"loading {wish.model}"):
         stage = Stage(wish)
-    tried = broken.follow(console, Breaking(stage, wish.directory).trials())
-    said, sound = broken.verdict(tried)
+    tried = breaking.follow(console, Breaking(stage, wish.directory).trials())
+    said, sound = breaking.verdict(tried)
     if json is not None:
-        broken.write(json, tried)
+        breaking.write(json, tried)
         console.print(f"json: {json}", markup=False, soft_wrap=True)
     console.print(said, markup=False, soft_wrap=True, style="green" if sound else "bold red")
     if not sound:
         raise typer.Exit(1)
 
 
-def register(app: typer.Typer) -> None:
-    app.command("demo")(demo)
+def application() -> typer.Typer:
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(demo)
+    return app
+
+
+if __name__ == "__main__":
+    run(application)

@@ -1,4 +1,4 @@
-"""Breaking a store in every way at hand, and asking a model again each time: `kvcache demo --break`.
+"""Breaking a store in every way at hand, and asking a model again each time: `scripts/demo --break`.
 
 The prompt is answered once without any cache. Then its blocks are stored, and before each further answer something
 happens to the drive or to who writes to it. What was lost is computed; what is left is loaded; the answer is the same.
@@ -6,28 +6,73 @@ happens to the drive or to who writes to it. What was lost is computed; what is 
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 import kvcache
-from kvcache.cli.demo.drive import small_drive
-from kvcache.cli.demo.stage import Stage
-from kvcache.cli.demo.text import shared
+from examples.demo.run import environment, shared
+from examples.demo.stage import Stage
 from kvcache.tier.nvme import NvmeTier
+
+# A drive so small that it is soon full: a file system in a file, mounted for as long as it is needed.
+
+_TOOLS = ("mkfs.ext4", "mount", "umount")
+
+
+@contextmanager
+def small_drive(beside: Path, size_bytes: int) -> Iterator[tuple[Path | None, str]]:
+    """The directory of an empty ext4 of this size, whose image lies in `beside`; None, and the reason, where this
+    machine does not let us."""
+    reason = _why_not()
+    if reason:
+        yield None, reason
+        return
+    image, place = beside / "drive.img", beside / "drive"
+    place.mkdir()
+    try:
+        with image.open("wb") as file:
+            file.truncate(size_bytes)
+        make, mount = ["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], ["mount", "-o", "loop", str(image), str(place)]
+        for command in (make, mount):
+            made = subprocess.run(command, capture_output=True, text=True, check=False)
+            if made.returncode:
+                yield None, f"{command[0]}: {(made.stderr or made.stdout).strip().splitlines()[-1]}"
+                return
+        try:
+            yield place, f"an ext4 of {size_bytes >> 20} MiB"
+        finally:
+            subprocess.run(["umount", place], capture_output=True, check=True)
+    finally:
+        image.unlink(missing_ok=True)
+        place.rmdir()
+
+
+def _why_not() -> str:
+    """Why no file system can be mounted here; nothing where it may be tried."""
+    if not hasattr(os, "geteuid") or os.geteuid():
+        return "only root may mount"
+    missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
+    return f"{missing[0]} is not installed" if missing else ""
+
 
 SHARED_TOKENS = 800
 _QUESTION = "\nQuestion: what is a block?\nAnswer:"
 _MIB = 1 << 20
-_WRITER = "import sys; from kvcache.cli.demo.breaking import keep_writing; keep_writing(sys.argv[1])"
+_WRITER = "import sys; from examples.demo.breaking import keep_writing; keep_writing(sys.argv[1])"
 
 
 @dataclass(slots=True)
@@ -150,7 +195,7 @@ class Breaking:
     def kill(self) -> str:
         """SIGKILL for a process that stores into this very directory as fast as it can."""
         command = [sys.executable, "-c", _WRITER, str(self._path)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:  # noqa: S603  our own command
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as child:
             assert child.stdout is not None, "it is a pipe"
             said = [child.stdout.readline() for _ in range(3)]
             child.kill()
@@ -217,3 +262,51 @@ def keep_writing(path: str) -> None:
             r.match(range(1000 * batch, 1000 * batch + 32 * 16))
             r.store(pages, [list(range(32))]).wait()
         print(batch, flush=True)
+
+
+# What `scripts/demo --break` shows: a row a fault, and at the end whether every answer was the one without a cache.
+
+_COLUMNS = ("what broke", "how", "loaded", "computed", "noticed", "answer")
+
+
+def follow(console: Console, trials: Iterable[Trial]) -> list[Trial]:
+    """Try them all, and tell what is tried; then the table."""
+    tried: list[Trial] = []
+    with console.status("asking without a cache") as status:
+        for trial in trials:
+            tried.append(trial)
+            status.update(f"{trial.fault}: {trial.done}")
+    table = Table(*_COLUMNS, box=None, pad_edge=False)
+    for trial in tried:
+        same = trial.token_ids == tried[0].token_ids
+        sound = same and not trial.faults
+        table.add_row(
+            Text(trial.fault),
+            Text(trial.done, overflow="fold"),
+            f"{trial.loaded:,}",
+            f"{trial.prompt_tokens - trial.loaded:,}",
+            Text("\n".join(f"{name}: {count:,}" for name, count in trial.noticed.items()), overflow="fold"),
+            Text("same" if same else "ANOTHER", style="green" if sound else "bold red"),
+        )
+    console.print(table)
+    return tried
+
+
+def verdict(tried: list[Trial]) -> tuple[str, bool]:
+    """Whether all is as it must be, in words."""
+    others = [trial.fault for trial in tried if trial.token_ids != tried[0].token_ids]
+    unsound = [f"{trial.fault}: {fault}" for trial in tried for fault in trial.faults]
+    if others or unsound:
+        said = [f"another answer after {fault}" for fault in others] + [
+            f"after a scrub, after {fault}" for fault in unsound
+        ]
+        return f"FAILED: {'; '.join(said)}", False
+    return (
+        f"{len(tried) - 1} answers are the one without a cache, token for token; what a scrub left is sound.",
+        True,
+    )
+
+
+def write(path: Path, tried: list[Trial]) -> None:
+    document = {"same_answers": verdict(tried)[1], "trials": [asdict(trial) for trial in tried]}
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

@@ -2,17 +2,89 @@
 
 from __future__ import annotations
 
+import ast
+import gzip
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from kvcache.cli.demo.script import Script
+import kvcache
 from kvcache.engine.engine import Engine
 from kvcache.engine.sampling import Params
 from kvcache.engine.tokenizer import Tokenizer
+from kvcache.errors import ConfigError, StoreError
+
+# What is asked of whom, in which order: one user request, worked on by three agents in ten calls. A script is a
+# generator: it yields a prompt and is sent the answer's token ids, since later prompts contain earlier answers. Each
+# agent has a conversation of its own behind the shared text, and every follow-up extends it by the answer before and
+# a new message, as agent programs do.
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    agent: str
+    token_ids: list[int]
+
+
+Script = Generator[Prompt, list[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One call: `message` may name earlier answers in braces; the answer is known as `answer` from then on."""
+
+    agent: str
+    message: str
+    answer: str
+
+
+REQUEST = (
+    "Our three assistants read the same long instructions before every answer, and each of our servers computes them "
+    "again. Set up kvcache so that they are computed once, even after a restart."
+)
+
+STEPS: Sequence[Step] = (
+    Step("planner", f"You are the planner. The user asks: {REQUEST} Which steps are needed?", "plan"),
+    Step("critic", "You are the critic. The plan is: {plan} What is its weakest step?", "doubt"),
+    Step("planner", "The critic says: {doubt} Give the plan again, with that step made better.", "better"),
+    Step("executor", "You are the executor. The plan is: {better} Carry out the first step.", "first"),
+    Step("executor", "Now the second step: choose the tiers.", "second"),
+    Step("critic", "The executor did this: {first} And this: {second} What is missing?", "missing"),
+    Step("executor", "The critic says: {missing} Add what is missing.", "third"),
+    Step("executor", "Now test it: restart the server, and tell what you see.", "test"),
+    Step("critic", "The executor reports: {third} And: {test} Is the user's request met?", "verdict"),
+    Step("planner", "The critic's verdict: {verdict} Write the final answer for the user.", "final"),
+)
+
+
+def agents(tokenizer: Tokenizer, shared: Mapping[str, str]) -> Script:
+    """The multi-agent case; `shared` is what stands before every conversation, part by part."""
+    system = {"role": "system", "content": "\n\n".join(shared.values())}
+    talks: dict[str, list[dict[str, str]]] = {step.agent: [system] for step in STEPS}
+    answers: dict[str, str] = {}
+    for step in STEPS:
+        talk = talks[step.agent]
+        talk.append({"role": "user", "content": step.message.format(**answers)})
+        answer = tokenizer.decode((yield Prompt(step.agent, tokenizer.chat(talk))))
+        talk.append({"role": "assistant", "content": answer})
+        answers[step.answer] = answer
+
+
+def recorded(prompts: Sequence[Prompt]) -> Script:
+    """Prompts that are known beforehand: no answer changes them."""
+    for prompt in prompts:
+        _ = yield prompt
+
 
 TIERS = ("hbm", "host", "nvme")
 
@@ -121,3 +193,141 @@ def differences(passes: Sequence[Pass]) -> list[str]:
                 found.append(f"call {number}: {other.name} answered {two.text!r}, {passes[0].name} {one.text!r}")
                 break
     return found
+
+
+# Recorded prompts: a file of JSON lines, gzip or not, each an object with the prompt in `input`.
+
+_GZIP = b"\x1f\x8b"
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer, *, longest_tokens: int) -> tuple[list[Prompt], int]:
+    """The prompts of at most `longest_tokens`, in the order of the file, and how many were left out for being longer.
+
+    Each is the user's message of a conversation. Its agent is the line's `session_id`, shortened, where it has one.
+    """
+    prompts, longer = [], 0
+    for number, line in enumerate(_lines(path), 1):
+        said = _object(path, number, line)
+        token_ids = tokenizer.chat([{"role": "user", "content": said["input"]}])
+        if len(token_ids) <= longest_tokens:
+            prompts.append(Prompt(str(said.get("session_id", ""))[:8], token_ids))
+        else:
+            longer += 1
+    if not prompts:
+        raise ConfigError(
+            f"--prompts {path}: no prompts of at most {longest_tokens} tokens; {longer} longer: give shorter ones"
+        )
+    return prompts, longer
+
+
+def _lines(path: Path) -> Iterator[str]:
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if data.startswith(_GZIP) else data).decode()
+    except (OSError, EOFError, ValueError) as error:  # not there; cut short; not UTF-8
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--prompts {path}: {reason}: expected a file of JSON lines, gzip or not") from None
+    return (line for line in text.split("\n") if line.strip())
+
+
+def _object(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        said = json.loads(line)
+        if said["input"].encode():  # which refuses half of a character
+            return dict(said)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise ConfigError(f"--prompts {path}, line {number}: expected an object with the prompt's text in `input`")
+
+
+# The demo's daemon: a process of its own, that ends with the demo and not with the engines that it plays.
+
+
+def environment() -> dict[str, str]:
+    """The variables of a child that imports `examples`, from whatever directory the demo was started."""
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[str]:
+    """Where it listens. Its drive is `directory`."""
+    with tempfile.TemporaryDirectory(prefix="kvcache-") as place:
+        words = [sys.executable, "-m", "kvcache.cli.main", "daemon", "--socket", f"{place}/demo.socket"]
+        environ = {**os.environ, "KVCACHE_NVME__PATH": str(directory)}
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ) as process:
+            assert process.stdout is not None, "it is a pipe"
+            try:
+                if not process.stdout.readline():
+                    raise StoreError(f"the daemon ended with code {process.wait()}: it says why above")
+                yield f"unix:{place}/demo.socket"
+            finally:
+                process.terminate()
+
+
+# The text that the agents share: this project's own documentation, read from the sources that are installed. Three
+# parts in the proportion 2 : 3 : 5 in tokens: a system prompt (what the rooms are), tool descriptions (functions with
+# what they promise) and examples (questions with their answers). Nothing is imported for it, so that it is the same
+# whatever extras are there.
+
+PROPORTION = {"system prompt": 2, "tool descriptions": 3, "examples": 5}
+SHARED_TOKENS = 4200
+
+_PACKAGE = Path(kvcache.__file__).parent
+_RULES = "You work in a team of three agents: a planner, a critic and an executor. Answer in one short sentence.\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The documentation of one module, class or function."""
+
+    kind: type[ast.AST]
+    name: str  # of a function with its arguments
+    text: str
+
+    @property
+    def claim(self) -> str:
+        """Its first paragraph, on one line."""
+        return self.text.partition("\n\n")[0].replace("\n", " ")
+
+
+def pages() -> Iterator[Page]:
+    """What is documented in the package, module by module in order of name."""
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        parts = path.relative_to(_PACKAGE.parent).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        yield from _pages(name, ast.parse(path.read_text(encoding="utf-8")))
+
+
+def _pages(name: str, node: ast.Module | ast.ClassDef | ast.FunctionDef) -> Iterator[Page]:
+    text = ast.get_docstring(node)
+    if text:
+        yield Page(type(node), f"{name}({ast.unparse(node.args)})" if isinstance(node, ast.FunctionDef) else name, text)
+    for inner in node.body:
+        if isinstance(inner, (ast.ClassDef, ast.FunctionDef)) and not inner.name.startswith("_"):
+            yield from _pages(f"{name}.{inner.name}", inner)
+
+
+def parts() -> dict[str, str]:
+    """The three parts, each longer than it will be."""
+    every = list(pages())
+    modules = [page for page in every if page.kind is ast.Module]
+    functions = [page for page in every if page.kind is ast.FunctionDef]
+    return {
+        "system prompt": _RULES + "".join(f"{page.name}: {page.claim}\n" for page in modules),
+        "tool descriptions": "".join(f"{page.name}: {page.text}\n" for page in functions),
+        "examples": "".join(f"Question: what is {page.name}?\nAnswer: {page.text}\n\n" for page in every),
+    }
+
+
+def shared(tokenizer: Tokenizer, tokens: int = SHARED_TOKENS) -> dict[str, str]:
+    """The three parts, cut to their share of `tokens`."""
+    whole = sum(PROPORTION.values())
+    return {name: _cut(tokenizer, name, text, tokens * PROPORTION[name] // whole) for name, text in parts().items()}
+
+
+def _cut(tokenizer: Tokenizer, name: str, text: str, tokens: int) -> str:
+    ids = tokenizer.encode(text)
+    if len(ids) < tokens:
+        raise ConfigError(f"{name} of {len(ids)} tokens: expected {tokens} from the sources of kvcache in {_PACKAGE}")
+    return tokenizer.decode(ids[:tokens])

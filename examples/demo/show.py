@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from kvcache.cli.demo.play import TIERS, Call, Pass
+from examples.demo.run import TIERS, Call, Pass, differences
+from examples.demo.stage import Wish
+from kvcache.errors import ConfigError
 
 PUBLISHED_SAVED = "85 to 95 %"
 PUBLISHED_FASTER = "3 to 6"
@@ -118,3 +125,103 @@ def explanation(passes: Sequence[Pass]) -> str:
         "prefill saved: prompt tokens that were not computed. TTFT: time to first token. request: all calls, answers "
         f"included. Times faster than without the cache, over {compared}."
     )
+
+
+# The picture of a demo: time to first token call by call, and where the prompt tokens came from.
+
+# Told apart by colour-blind eyes, and in grey by their brightness.
+_PASSES = ("#4d4d4d", "#d55e00", "#009e73", "#0072b2")
+_SOURCES = {"computed": "#bdbdbd", "hbm": "#009e73", "host": "#56b4e9", "nvme": "#cc79a7"}
+
+
+def draw(passes: Sequence[Pass], path: Path) -> None:
+    """Write the picture, in the format that the name ends with."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (times, sources) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=(3, 2), layout="constrained")
+    _draw_times(times, passes)
+    _draw_sources(sources, passes)
+    for axes in (times, sources):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=144)
+    plt.close(figure)
+
+
+def _draw_times(axes: Any, passes: Sequence[Pass]) -> None:
+    for this, colour in zip(passes, _PASSES, strict=True):
+        numbers = range(1, len(this.calls) + 1)
+        axes.plot(numbers, [1000 * c.ttft_s for c in this.calls], "o-", color=colour, markersize=4, label=this.name)
+    axes.set(yscale="log", xlabel="call", ylabel="ms", title="Time to first token")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.grid(axis="y", which="major", alpha=0.3)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False, fontsize="small")
+
+
+def _draw_sources(axes: Any, passes: Sequence[Pass]) -> None:
+    """A stacked bar a pass: the parts of its prompt tokens, the computed one first."""
+    left = [0.0] * len(passes)
+    for source, colour in _SOURCES.items():
+        parts = [_percent(this, source) for this in passes]
+        axes.barh([this.name for this in passes], parts, left=left, color=colour, label=source)
+        left = [a + b for a, b in zip(left, parts, strict=True)]
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 100), xlabel="%", title="Where the prompt tokens came from")
+    axes.legend(frameon=False, fontsize="small", ncols=1 + len(TIERS), loc="upper center", bbox_to_anchor=(0.5, -0.18))
+
+
+def _percent(this: Pass, source: str) -> float:
+    if source == "computed":
+        return 100 * (1 - this.saved)
+    return 100 * sum(call.reused.get(source, 0) for call in this.calls) / this.prompt_tokens
+
+
+# What a demo leaves behind: the judgement whether all passes answered alike, and a file of every call.
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def check_targets(results: Path | None, plot: Path) -> None:
+    """Refuse, before minutes are spent, files that could not be written at the end."""
+    if plot.suffix.lower() not in PICTURES:
+        raise ConfigError(f"--plot {plot}: expected a name that ends in {', '.join(PICTURES)}")
+    for option, path in (("--plot", plot), ("--json", results)):
+        if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
+            raise ConfigError(f"{option} {path}: cannot be written; give a file in a directory that is there and yours")
+    if find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
+
+
+def verdict(dtype: str, passes: Sequence[Pass]) -> tuple[str, bool]:
+    """Whether the answers were the same in all passes, in words, and whether that is as it must be."""
+    different = differences(passes)
+    if not different:
+        return "All passes gave the same answers, token for token.", True
+    found = f"{len(different)} of {len(passes) - 1} passes answered otherwise than the first: {'; '.join(different)}"
+    if dtype == "fp32":
+        return f"FAILED: in float32 all passes must give the same answers. {found}", False
+    return f"{found}. In {dtype} rounding may do that; only fp32 promises equal answers.", True
+
+
+def write(path: Path, wish: Wish, notes: Sequence[str], passes: Sequence[Pass]) -> None:
+    """Every call and figure, as JSON."""
+    document = {
+        "model": wish.model,
+        "dtype": wish.dtype,
+        "quick": wish.quick,
+        "notes": list(notes),
+        "same_answers": not differences(passes),
+        "published": {"saved": PUBLISHED_SAVED, "times_faster": PUBLISHED_FASTER},
+        "passes": [
+            {
+                **this.plain(),
+                "ttft_times_faster": this.times_faster(passes[0], "ttft_s"),
+                "request_times_faster": this.times_faster(passes[0], "total_s"),
+            }
+            for this in passes
+        ],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

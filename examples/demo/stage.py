@@ -14,10 +14,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import kvcache
-from kvcache.cli.demo.play import Call, Pass, play, within
-from kvcache.cli.demo.prompts import read_prompts
-from kvcache.cli.demo.script import STEPS, Prompt, Script, agents, recorded
-from kvcache.cli.demo.text import SHARED_TOKENS, shared
+from examples.demo.run import (
+    SHARED_TOKENS,
+    STEPS,
+    Call,
+    Pass,
+    Prompt,
+    Script,
+    agents,
+    environment,
+    play,
+    read_prompts,
+    recorded,
+    shared,
+    within,
+)
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import load_model
 from kvcache.engine.sampling import Params
@@ -27,7 +38,6 @@ from kvcache.errors import ConfigError
 _AGENTS_TOKENS = SHARED_TOKENS + 1500  # the shared text and what a conversation comes to
 _QUICK_PROMPTS = 10
 _QUICK_BUDGET_S = 40.0
-_COMMAND = "from kvcache.cli.main import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +171,8 @@ def serve_child(wish: Wish) -> None:
 
 def _new_process(wish: Wish, whose: Pass) -> Iterator[Call]:
     begun = time.monotonic()
-    command = [sys.executable, "-c", _COMMAND, "demo", "--child", *wish.options()]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:  # noqa: S603  our own command, no shell
+    command = [sys.executable, "-m", "examples.demo", "--child", *wish.options()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as child:
         assert child.stdout is not None, "it is a pipe"
         try:
             child.stdout.readline()

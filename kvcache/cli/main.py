@@ -7,7 +7,7 @@ asked does not answer."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -80,9 +80,14 @@ def application() -> typer.Typer:
 
 
 def main() -> None:
-    """Run the command and leave the process; a defect of ours is the only thing that shows a traceback."""
+    """Run the command and leave the process."""
+    run(application)
+
+
+def run(make: Callable[[], typer.Typer]) -> None:
+    """Run the application that `make` returns and leave the process; only a defect shows a traceback."""
     try:
-        application()()
+        make()()
     except ModuleNotFoundError as error:
         module = (error.name or "").split(".")[0]
         if module not in EXTRAS:
@@ -123,13 +128,6 @@ def show(
     print_table(("setting", "value", "from"), [(name, text, loaded.origin(name)) for name, text in written.items()])
 
 
-def page() -> None:
-    """Print docs/configuration.md, which is written from the settings themselves."""
-    from kvcache.cli.reference import page as written
-
-    print(written(), end="")
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(one) for one in value]
@@ -139,7 +137,6 @@ def _plain(value: Any) -> Any:
 def register(app: typer.Typer) -> None:
     group = typer.Typer(no_args_is_help=True, help="The settings that hold here, and where each came from.")
     group.command("show")(show)
-    group.command("page", hidden=True)(page)
     app.add_typer(group, name="config")
 
 

@@ -135,13 +135,6 @@ def ls(output: Output = Format.table, as_json: Json = False) -> None:
     print_table(("metric", "kind", "labels", "what it is"), rows)
 
 
-def page() -> None:
-    """Print docs/metrics.md, which is written from the tables of metrics and reasons."""
-    from kvcache.observe.page import page as written
-
-    print(written(), end="")
-
-
 def grafana() -> None:
     """Print a dashboard for Grafana, which is written from the table of metrics."""
     from kvcache.observe.dashboards import dashboard
@@ -162,5 +155,4 @@ def register(app: typer.Typer) -> None:
     group.command("ls")(ls)
     group.command("grafana")(grafana)
     group.command("alerts")(alerts)
-    group.command("page", hidden=True)(page)
     app.add_typer(group, name="metrics")

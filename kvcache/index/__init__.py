@@ -1,1 +1,1 @@
-"""NEW PACKAGE index."""
+"""The block index: which tier holds a block, when it was used, and which block to evict next."""

@@ -1,7 +1,7 @@
-"""The tree of settings: names, types, bounds, defaults, and what each is for.
+"""The tree of settings: names, types, bounds, defaults, and descriptions.
 
-What nobody gives is a default, of which some are made from the machine. `kvcache.settings.sources.load` makes the tree from a
-file, variables and keywords; `docs/configuration.md` is written from this room.
+A setting without a value has a default; some defaults depend on the machine. `kvcache.settings.sources.load` makes the
+tree from a file, variables and keywords. `docs/configuration.md` is generated from this package.
 """
 
 from __future__ import annotations

@@ -12,11 +12,35 @@ import kvcache
 from kvcache.cli import main as frame
 from kvcache.errors import ClosedError, ConfigError, KVCacheError, ModelError
 
-
 COMMANDS = (
-    "bypass check clear config daemon doctor events explain lint ls metrics nvme object pin prune ps quota replay serve "
-    "simulate size stats sync token top unpin warm"
-).split()
+    "bypass",
+    "check",
+    "clear",
+    "config",
+    "daemon",
+    "doctor",
+    "events",
+    "explain",
+    "lint",
+    "ls",
+    "metrics",
+    "nvme",
+    "object",
+    "pin",
+    "prune",
+    "ps",
+    "quota",
+    "replay",
+    "serve",
+    "simulate",
+    "size",
+    "stats",
+    "sync",
+    "token",
+    "top",
+    "unpin",
+    "warm",
+)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -9,7 +9,6 @@ import pytest
 
 from kvcache.cli import main as frame
 from kvcache.observe.metrics import METRICS
-from kvcache.observe.page import page
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -26,7 +25,3 @@ def test_ls_names_every_metric(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert [row["name"] for row in rows] == list(METRICS)
     table = run(monkeypatch, capsys, "ls")
     assert all(metric.help in table for metric in METRICS.values())
-
-
-def test_the_page_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(monkeypatch, capsys, "page") == page()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvcache
-from kvcache.connector.transformers.prefix_store import PrefixStore
+from kvcache.connector.transformers import PrefixStore
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import load_model
 from kvcache.engine.sampling import Params

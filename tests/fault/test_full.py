@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import kvcache
+from examples.demo.breaking import small_drive
 from kvcache.block.record import Address
 from kvcache.cache.cache import Cache
-from kvcache.cli.demo.drive import small_drive
 from kvcache.os_env import InlineExecutor, Port
 from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier

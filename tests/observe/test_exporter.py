@@ -14,9 +14,9 @@ import kvcache
 from kvcache.block.layout import KVLayout
 from kvcache.observe.exporter import PREFIX, Collector, exposition
 from kvcache.observe.metrics import METRICS
-from kvcache.observe.page import page
 from kvcache.observe.reasons import REASONS
 from kvcache.transfer.pages import GroupPages
+from scripts.generate.metrics_page import page
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=8, dtype="fp32", block_tokens=4)
@@ -107,7 +107,7 @@ def test_a_daemon_that_did_not_answer_has_no_counter_at_nought() -> None:
 
 def test_the_page_is_what_the_tables_say() -> None:
     written = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert written == page(), "write it anew: kvcache metrics page > docs/metrics.md"
+    assert written == page(), "write it anew: python -m scripts.generate.metrics_page > docs/metrics.md"
     for metric in METRICS.values():
         assert f"`{PREFIX}{metric.name}{'_total' if metric.kind == 'counter' else ''}`" in written
     for values in REASONS.values():

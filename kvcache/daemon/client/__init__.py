@@ -1,1 +1,1 @@
-"""NEW PACKAGE client."""
+"""The client of a daemon: a cache of the same contract whose blocks another process holds."""

@@ -1,1 +1,1 @@
-"""NEW PACKAGE server."""
+"""The daemon: one process that owns a cache and serves it to clients of this host and of others."""

@@ -1,1 +1,1 @@
-"""NEW PACKAGE reference."""
+"""The block index in plain Python: tests compare the native index with it, and it runs where nothing was compiled."""

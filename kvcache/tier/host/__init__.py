@@ -1,1 +1,1 @@
-"""NEW PACKAGE host."""
+"""The host tier: records in slots of one arena of host memory."""

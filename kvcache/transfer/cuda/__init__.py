@@ -1,1 +1,1 @@
-"""NEW PACKAGE cuda."""
+"""Copies between GPU pages and host memory."""

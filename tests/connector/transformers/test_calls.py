@@ -14,7 +14,7 @@ import transformers
 from transformers import GenerationConfig
 
 import kvcache
-from kvcache.connector.transformers.prefix_store import PrefixStore
+from kvcache.connector.transformers import PrefixStore
 
 LENGTH, BLOCK = 40, 8
 PROMPT = torch.randint(5, 250, (1, LENGTH // 2), generator=torch.Generator().manual_seed(0)).repeat(1, 2)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 import kvcache
-from kvcache.connector.transformers.prefix_store import PrefixStore
+from kvcache.connector.transformers import PrefixStore
 from kvcache.connector.transformers.revision import PIECE_BYTES, PIECES, tensors_revision
 from kvcache.errors import ModelError
 from kvcache.testing.naive_cache import NaiveCache

@@ -14,7 +14,7 @@ import transformers
 from transformers import DynamicCache
 
 import kvcache
-from kvcache.connector.transformers.prefix_store import PrefixStore
+from kvcache.connector.transformers import PrefixStore
 from kvcache.testing.naive_cache import NaiveCache
 from tests.connector.sabotage import FACE, WAYS, Sabotage
 from tests.engine import tiny

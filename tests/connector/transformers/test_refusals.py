@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from kvcache.connector.transformers.prefix_store import PrefixStore
+from kvcache.connector.transformers import PrefixStore
 from kvcache.errors import LayoutError, ModelError
 from kvcache.testing.naive_cache import NaiveCache
 

@@ -12,16 +12,18 @@ from pathlib import Path
 
 import pytest
 
+from examples.demo import breaking, stage
+from examples.demo import run as play
+from examples.demo import show as report
+from examples.demo.__main__ import application
+from examples.demo.run import Call, Pass, read_prompts
 from kvcache.cli import main as frame
-from kvcache.cli.demo import breaking, play, report, script, stage, text
-from kvcache.cli.demo.play import Call, Pass
-from kvcache.cli.demo.prompts import read_prompts
 from kvcache.engine.tokenizer import Tokenizer
 from kvcache.errors import ConfigError
 from tests.engine import tiny
 
-ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-c", "from kvcache.cli.main import main; main()", "demo"]
+ROOT = Path(__file__).parents[1]
+COMMAND = [sys.executable, "-m", "examples.demo"]
 
 
 @pytest.fixture(scope="module")
@@ -44,14 +46,14 @@ def made(name: str, *calls: Call, planned: int = 2) -> Pass:
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["kvcache", "demo", *arguments])
+    monkeypatch.setattr(sys, "argv", ["demo", *arguments])
     with pytest.raises(SystemExit) as left:
-        frame.main()
+        frame.run(application)
     return int(left.value.code or 0)
 
 
 def test_the_shared_text_is_documentation_in_its_proportion(tokenizer: Tokenizer) -> None:
-    shared = text.shared(tokenizer, 5000)
+    shared = play.shared(tokenizer, 5000)
     assert {name: len(tokenizer.encode(part)) for name, part in shared.items()} == {
         "system prompt": 1000,
         "tool descriptions": 1500,
@@ -63,12 +65,12 @@ def test_the_shared_text_is_documentation_in_its_proportion(tokenizer: Tokenizer
 
 def test_more_text_than_there_is_documentation_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="expected 2000000 "):
-        text.shared(tokenizer, 10_000_000)
+        play.shared(tokenizer, 10_000_000)
 
 
 def test_agents_share_the_text_and_follow_up_on_real_answers(tokenizer: Tokenizer) -> None:
-    playing = script.agents(tokenizer, text.shared(tokenizer))
-    said: list[script.Prompt] = []
+    playing = play.agents(tokenizer, play.shared(tokenizer))
+    said: list[play.Prompt] = []
     answers: list[str] = []
     prompt = next(playing, None)
     while prompt is not None:
@@ -83,14 +85,14 @@ def test_agents_share_the_text_and_follow_up_on_real_answers(tokenizer: Tokenize
     first = tokenizer.decode(said[0].token_ids)
     follow_ups = 0
     for i, prompt in enumerate(said):
-        assert prompt.token_ids[: text.SHARED_TOKENS] == said[0].token_ids[: text.SHARED_TOKENS]
+        assert prompt.token_ids[: play.SHARED_TOKENS] == said[0].token_ids[: play.SHARED_TOKENS]
         before = [j for j in range(i) if said[j].agent == prompt.agent]
         if before:
             follow_ups += 1
             known = said[before[-1]].token_ids + tokenizer.encode(answers[before[-1]])
             assert prompt.token_ids[: len(known)] == known
     assert follow_ups == len(said) - 3
-    assert script.REQUEST in first
+    assert play.REQUEST in first
     for answer in answers[:-1]:
         assert any(answer in tokenizer.decode(prompt.token_ids) for prompt in said), "an answer that nobody read"
 
@@ -104,7 +106,7 @@ def test_recorded_prompts_that_fit(tmp_path: Path, tokenizer: Tokenizer, pack: o
     assert [prompt.agent for prompt in prompts] == ["", "01234567"]
     assert ["short" in tokenizer.decode(prompt.token_ids) for prompt in prompts] == [True, False]
     assert longer == 1
-    assert list(script.recorded(prompts)) == prompts
+    assert list(play.recorded(prompts)) == prompts
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,7 @@ def played(model: str, place: Path, *arguments: str) -> tuple[dict[str, dict], s
 def test_the_whole_demo_with_a_tiny_model(model: str, tmp_path: Path) -> None:
     passes, printed = played(model, tmp_path, "--quick")
     assert list(passes) == ["without", "cold", "warm", "restarted"]
-    assert all(this["planned"] == len(script.STEPS) for this in passes.values())
+    assert all(this["planned"] == len(play.STEPS) for this in passes.values())
     first = {name: this["calls"][0]["reused"] for name, this in passes.items()}
     prompt = passes["cold"]["calls"][0]["prompt_tokens"]
     whole = (prompt - 1) // 16 * 16

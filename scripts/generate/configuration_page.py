@@ -35,7 +35,7 @@ prints every setting that holds and where it came from.
 `KVCACHE_DIR` is no setting: it names the directory of everything that this user's caches keep, converted models too,
 and moves the default of `nvme.path` with it.
 
-This page is written by `kvcache config page`.
+This page is written by `python -m scripts.generate.configuration_page`.
 """
 
 
@@ -82,3 +82,7 @@ def _kind(row: Setting) -> str:
         "dict": "table",
     }
     return names[getattr(kind, "__name__", "")]
+
+
+if __name__ == "__main__":
+    print(page(), end="")

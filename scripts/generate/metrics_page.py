@@ -27,7 +27,7 @@ REGISTRY.register(Collector(cache.stats))
 A block of a model with several groups is one record a group, and what counts blocks below counts each record.
 Counters begin at 0 with the cache; a counter's name ends in `_total` where Prometheus reads it.
 
-This page is written by `kvcache metrics page`.
+This page is written by `python -m scripts.generate.metrics_page`.
 """
 
 _REASONS = """\
@@ -74,3 +74,7 @@ def _kinds() -> Iterator[str]:
     for kind, meaning in KINDS.items():
         yield f"| `{kind}` | {meaning} |"
     yield ""
+
+
+if __name__ == "__main__":
+    print(page(), end="")
