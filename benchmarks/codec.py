@@ -27,7 +27,7 @@ import torch
 from form import Row, options, publish
 from numpy.typing import NDArray
 
-from examples.demo.run import parts
+from examples.demo.run import text_parts
 from kvcache.block.layout import KVLayout
 from kvcache.codec.codec import Codec, codecs
 from kvcache.codec.quantised import narrow, widen
@@ -179,7 +179,7 @@ def _perplexity(losses: Sequence[torch.Tensor]) -> float:
 
 def passages(tokenizer: Tokenizer, length: int, count: int) -> list[list[int]]:
     """Pieces of the documentation, spread over it."""
-    ids = tokenizer.encode("\n".join(parts().values()))
+    ids = tokenizer.encode("\n".join(text_parts().values()))
     return [ids[start : start + length] for start in range(0, len(ids) - length, len(ids) // count)][:count]
 
 

@@ -23,7 +23,7 @@ from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.record import record_bytes
 from kvcache.cache.factory import POLICIES
 from kvcache.evict.policy import Policy
-from kvcache.index.block_run import Run, place_of
+from kvcache.index.block_run import BlockRun, place_of
 from kvcache.index.index import Index
 from kvcache.machine import memory
 from kvcache.transfer.pages import GroupPages
@@ -45,7 +45,7 @@ class Filled:
 
     def come(self, blocks: int) -> None:
         for first in range(0, blocks, CHAIN_BLOCKS):
-            run = Run(PLACE, self._random.bytes(SIGNATURE_BYTES * min(CHAIN_BLOCKS, blocks - first)))
+            run = BlockRun(PLACE, self._random.bytes(SIGNATURE_BYTES * min(CHAIN_BLOCKS, blocks - first)))
             self.index.insert_run(run, SPACE, "host")
             for _ in range(self._random.integers(1, MOST_USES)):
                 self.index.touch(run, self.index.tick())

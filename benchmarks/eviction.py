@@ -27,7 +27,7 @@ from form import Row, options, publish
 
 from kvcache import native
 from kvcache.cli.explain import tokenizer_of
-from kvcache.trace.formats import Trace, read
+from kvcache.trace.formats import Trace, read_trace
 from kvcache.trace.simulate import POLICIES, simulate
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +71,7 @@ def load(data: Path, file: str, form: str, seed: int | None) -> Trace:
     more: dict[str, Any] = {} if seed is None else {"seed": seed}
     if form == "text":
         more = {"tokenize": tokenizer_of("smollm2").encode}
-    return read(data / f"{file}.jsonl.gz", form, **more)
+    return read_trace(data / f"{file}.jsonl.gz", form, **more)
 
 
 class Kept:

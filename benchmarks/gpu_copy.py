@@ -37,17 +37,17 @@ from form import Row, options, publish
 
 from kvcache.block.layout import KVLayout
 from kvcache.errors import ConfigError
-from kvcache.transfer.cuda.copier import BUS_BLOCKS, DEVICE_BLOCKS, CudaCopier, Way
-from kvcache.transfer.cuda.crossover import NEVER, SIZES, Rates
+from kvcache.transfer.cuda.copier import BUS_THREAD_BLOCKS, DEVICE_BLOCKS_PER_SM, CopyPath, CudaCopier
+from kvcache.transfer.cuda.crossover import NEVER, SIZES, TransferRates
 from kvcache.transfer.cuda.device import CupyDevice, Device
 from kvcache.transfer.cuda.kernels import Direction, Launch, launches
-from kvcache.transfer.cuda.quantise import Format, Quantised
+from kvcache.transfer.cuda.quantise import Format, QuantisedPages
 from kvcache.transfer.pages import GroupPages
-from kvcache.transfer.walk import plan, plan_within
+from kvcache.transfer.walk import copy_plan, page_copy_plan
 
 Kind = Literal["whole", "nhd", "hnd"]
 KINDS: tuple[Kind, ...] = ("whole", "nhd", "hnd")
-WAYS: dict[Kind, tuple[Way, ...]] = {
+WAYS: dict[Kind, tuple[CopyPath, ...]] = {
     "whole": ("direct", "staged", "mapped"),
     "nhd": ("direct", "staged", "mapped"),
     "hnd": ("staged", "mapped"),  # by DMA it would be a million copies of 256 bytes
@@ -118,7 +118,7 @@ class Bench:
 
     def _copied(self, direction: Direction, pages: GroupPages, form: Format | None) -> float:
         """GB/s of payload, from the call to the end of the copy."""
-        size = Quantised(form, pages).payload_bytes if form else self._size
+        size = QuantisedPages(form, pages).payload_bytes if form else self._size
         buffers = [self._host[i * size : (i + 1) * size] for i in range(self._blocks)]
         if direction == "scatter":  # what is restored must have been quantised, and pages must stay numbers
             self._copier.gather(pages, self._ids(), buffers, quantised=form).wait()
@@ -146,27 +146,27 @@ class Bench:
     def _within(self) -> Iterator[Row]:
         """Kernels alone, to and from memory of the device: payload read and written once, as in the plain copy."""
         floor = self._floors.get("hbm")
-        most = DEVICE_BLOCKS * self._device.multiprocessors
+        most = DEVICE_BLOCKS_PER_SM * self._device.multiprocessors
         targets = self._aside.pointer + self._size * np.arange(self._blocks, dtype=np.int64)
         for kind in KINDS:
             pages = self._group(kind)
             for direction in DIRECTIONS:
-                these = list(launches(plan(pages), direction, self._ids(), targets, most))
+                these = list(launches(copy_plan(pages), direction, self._ids(), targets, most))
                 yield Row(
                     f"gpu/hbm/{direction}/{kind}", self._rate(lambda these=these: self._launch(these)), "GB/s", floor
                 )
         pages, ids = self._group("nhd"), self._ids(2 * self._blocks)
         moved = np.array(ids[self._blocks :], np.int64) * pages.page_stride
-        these = list(launches(plan_within(pages), "gather", ids[: self._blocks], moved, most))
+        these = list(launches(page_copy_plan(pages), "gather", ids[: self._blocks], moved, most))
         yield Row("gpu/hbm/pages", self._rate(lambda: self._launch(these)), "GB/s", floor)
 
     def _by_size(self, direction: Direction) -> Iterator[Row]:
         total, floor = min(self._total, 64 << 20), self._floors.get(direction)
         for size in (size for size in SIZES if size <= total):
-            rate = Rates(self._device, self._stream, BUS_BLOCKS, total).dma(direction, size)
+            rate = TransferRates(self._device, self._stream, BUS_THREAD_BLOCKS, total).dma(direction, size)
             yield Row(f"gpu/dma/{direction}/{size}", rate / 1e9, "GB/s", floor)
-        for threads in (8, 16, BUS_BLOCKS, 64, 128):
-            rate = Rates(self._device, self._stream, threads, total).kernel(direction)
+        for threads in (8, 16, BUS_THREAD_BLOCKS, 64, 128):
+            rate = TransferRates(self._device, self._stream, threads, total).kernel(direction)
             yield Row(f"gpu/mapped/{direction}/{threads}", rate / 1e9, "GB/s", floor)
         found = getattr(self._copier.crossover, direction)
         if found != NEVER:

@@ -24,7 +24,7 @@ from form import Row, options, publish
 import kvcache
 from kvcache.block.layout import KVLayout
 from kvcache.cache.cache import Cache
-from kvcache.cache.warm_restart import Legacy, leave
+from kvcache.cache.warm_restart import WarmRestart, export_state
 from kvcache.settings.sources import load as load_settings
 from kvcache.transfer.pages import GroupPages
 
@@ -89,7 +89,7 @@ def turn(*, replace: bool) -> tuple[float, float]:
 
 
 def a_record() -> float:
-    settings = load_settings(None, {}, host={"capacity_bytes": "300MiB", "extent_bytes": "64MiB"}, nvme__enabled=False)
+    settings = load_settings(None, {}, host={"capacity_bytes": "300MiB", "slab_bytes": "64MiB"}, nvme__enabled=False)
     old, ours = Cache(settings, shared=True), pages(SMALL, OF_PROMPT, np.float32)
     bound = old.namespace(SMALL, model="m", revision="r")
     for prompt in range(PROMPTS):
@@ -99,15 +99,15 @@ def a_record() -> float:
     took: list[float] = []
     new = Cache(settings, shared=True)
 
-    def at_rest() -> None:
+    def on_quiesced() -> None:
         began = time.perf_counter()
-        table, descriptors = leave(old, 60)
-        records = Legacy(table, [os.dup(descriptor) for descriptor in descriptors]).take_in(new)
+        table, descriptors = export_state(old, 60)
+        records = WarmRestart(table, [os.dup(descriptor) for descriptor in descriptors]).take_in(new)
         if records != PROMPTS * OF_PROMPT:
             raise SystemExit(f"{records} records of {PROMPTS * OF_PROMPT}")
         took.append((time.perf_counter() - began) / records)
 
-    old.at_rest.append(at_rest)
+    old.on_quiesced.append(on_quiesced)
     old.close()
     new.close()
     return took[0]

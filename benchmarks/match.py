@@ -31,7 +31,7 @@ from kvcache import native
 from kvcache.block.chain import SIGNATURE_BYTES, Chain, digest_chain
 from kvcache.block.layout import KVLayout
 from kvcache.evict.policy import LRU
-from kvcache.index.block_run import Run, place_of
+from kvcache.index.block_run import BlockRun, place_of
 from kvcache.index.index import Index
 
 LAYOUT = KVLayout.mha(layers=32, kv_heads=8, head_dim=128)
@@ -63,7 +63,7 @@ class Prompts:
 
     def __init__(self, blocks: int) -> None:
         self._cache: Any = kvcache.open(
-            host={"capacity_bytes": 1 << 50, "extent_bytes": 1 << 20},
+            host={"capacity_bytes": 1 << 50, "slab_bytes": 1 << 20},
             nvme={"enabled": False},
             control={"enabled": False},
         )
@@ -76,7 +76,7 @@ class Prompts:
         ids = self._random.integers(0, 128_000, tokens, dtype=np.uint32)
         chain = Chain(self._bound.id, LAYOUT.block_tokens)
         chain.extend(ids)
-        self._cache.index.insert_run(Run(self._place, chain.packed), self._bound.id, "host")
+        self._cache.index.insert_run(BlockRun(self._place, chain.packed), self._bound.id, "host")
         return ids
 
     def digest(self, ids: Any) -> None:
@@ -95,7 +95,7 @@ class Prompts:
 
 def fill(index: Index, place: bytes, blocks: int, tiers: list[str], random: np.random.Generator) -> None:
     for first in range(0, blocks, CHAIN_BLOCKS):
-        run = Run(place, random.bytes(SIGNATURE_BYTES * min(CHAIN_BLOCKS, blocks - first)))
+        run = BlockRun(place, random.bytes(SIGNATURE_BYTES * min(CHAIN_BLOCKS, blocks - first)))
         index.tick()
         for tier in tiers:
             index.insert_run(run, place[:SIGNATURE_BYTES], tier)

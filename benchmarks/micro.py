@@ -27,7 +27,7 @@ from kvcache.block.chain import SIGNATURE_BYTES, digest_chain
 from kvcache.block.layout import Shard
 from kvcache.block.record import Address, header_area, seal, verify
 from kvcache.evict.policy import LRU
-from kvcache.index.block_run import Run, place_of
+from kvcache.index.block_run import BlockRun, place_of
 from kvcache.index.index import Index
 
 SPACE, SHARD = bytes(32), Shard(0, 32, 0, 8)
@@ -42,14 +42,14 @@ def random() -> np.random.Generator:
 
 
 @pytest.fixture(scope="module")
-def prompt(random: np.random.Generator) -> Run:
-    return Run(place_of(SPACE, 0, SHARD), random.bytes(SIGNATURE_BYTES * BLOCKS))
+def prompt(random: np.random.Generator) -> BlockRun:
+    return BlockRun(place_of(SPACE, 0, SHARD), random.bytes(SIGNATURE_BYTES * BLOCKS))
 
 
 @pytest.fixture(scope="module")
-def index(random: np.random.Generator, prompt: Run) -> Index:
+def index(random: np.random.Generator, prompt: BlockRun) -> Index:
     made = Index(["host", "nvme"], LRU())
-    for run in (Run(prompt.place, random.bytes(SIGNATURE_BYTES * (FILLED - BLOCKS))), prompt):
+    for run in (BlockRun(prompt.place, random.bytes(SIGNATURE_BYTES * (FILLED - BLOCKS))), prompt):
         made.tick()
         made.insert_run(run, SPACE, "host")
     return made
@@ -70,16 +70,16 @@ def test_digest(benchmark: Timed, random: np.random.Generator) -> None:
     assert len(signatures) == BLOCKS * SIGNATURE_BYTES
 
 
-def test_where(benchmark: Timed, index: Index, prompt: Run) -> None:
+def test_where(benchmark: Timed, index: Index, prompt: BlockRun) -> None:
     assert benchmark(lambda: index.where(prompt)) == b"\1" * BLOCKS
 
 
-def test_touch(benchmark: Timed, index: Index, prompt: Run) -> None:
+def test_touch(benchmark: Timed, index: Index, prompt: BlockRun) -> None:
     benchmark(lambda: index.touch(prompt, index.tick()))
     assert index.check() == []
 
 
-def test_hold(benchmark: Timed, index: Index, prompt: Run) -> None:
+def test_hold(benchmark: Timed, index: Index, prompt: BlockRun) -> None:
     def hold() -> int:
         held = index.hold(prompt)
         index.release(prompt)

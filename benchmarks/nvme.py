@@ -109,7 +109,7 @@ def opened(directory: Path, size_bytes: int) -> Iterator[NvmeTier]:
         segment_bytes=size_bytes,
         threads=THREADS,
         queue_bytes=1 << 40,
-        free_floor_bytes=0,
+        min_free_bytes=0,
     )
     try:
         yield tier

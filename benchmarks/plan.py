@@ -24,10 +24,10 @@ from typing import Any
 from form import Row, options, publish
 
 import kvcache
-from examples.demo.run import parts
+from examples.demo.run import text_parts
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import Model, load_model
-from kvcache.engine.sampling import Params
+from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.tokenizer import Tokenizer
 from tests.peer.server import Server
 
@@ -93,12 +93,12 @@ def opened(url: str, *, plan: bool) -> Any:
 def engine_of(model: Model, cache: Any) -> Engine:
     made = Engine(model, cache, pages=model.max_tokens // model.layout.block_tokens, max_batch_tokens=model.max_tokens)
     for length in (64, 17):
-        made.generate([[7] * length], Params(max_tokens=2))
+        made.generate([[7] * length], SamplingParams(max_tokens=2))
     return made
 
 
 def first_ms(engine: Engine, prompt: list[int]) -> float:
-    [result] = engine.generate([prompt], Params(max_tokens=1))
+    [result] = engine.generate([prompt], SamplingParams(max_tokens=1))
     return 1000 * result.ttft_s
 
 
@@ -126,7 +126,7 @@ def settled(line: Line, engine: Engine, cache: Any, *, hurry: bool) -> None:
     rate = line.rate
     if hurry:
         line.set(float("inf"))
-    cache.flow.promoter.wait_idle()
+    cache.tier_manager.promoter.wait_idle()
     while engine.pool.held:
         time.sleep(0.01)
         engine.pool.poll()
@@ -140,7 +140,7 @@ def main() -> None:
     arguments = parser.parse_args()
     count = BEFORE + (arguments.prompts or (3 if arguments.quick else 5))
     model = load_model(arguments.model, dtype="bf16")
-    ids = Tokenizer(model.directory).encode("\n".join(parts().values()))
+    ids = Tokenizer(model.directory).encode("\n".join(text_parts().values()))
     texts = [ids[97 * i : 97 * i + TOKENS] for i in range(count)]
     server = Server()
     rows = []
@@ -148,7 +148,7 @@ def main() -> None:
         with closing(opened(server.tcp, plan=False)) as cache:
             engine = engine_of(model, cache)
             for prompt in texts:
-                engine.generate([prompt], Params(max_tokens=1))
+                engine.generate([prompt], SamplingParams(max_tokens=1))
             if not cache.flush(60):
                 raise SystemExit("the prompts are not in Redis: nothing can be measured")
         for name, rate in RATES.items():

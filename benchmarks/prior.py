@@ -26,7 +26,7 @@ from eviction import DATA, PAGE, load
 from form import Row, options, publish
 from numpy.typing import NDArray
 
-from kvcache.evict.hazard import FILE, Hazard
+from kvcache.evict.hazard import PRIOR_FILE, Hazard
 from kvcache.evict.policy import AGE_EDGES, Evidence
 from kvcache.trace.formats import Trace
 from kvcache.trace.simulate import evidence, simulate
@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="make the data, and write the table into docs/eviction.md")
     arguments = parser.parse_args()
     if arguments.write:
-        FILE.write_text(made(arguments.data), encoding="utf-8")
+        PRIOR_FILE.write_text(made(arguments.data), encoding="utf-8")
     found = play(arguments.data, quick=arguments.quick)
     if arguments.write:
         page = PAGE.read_text(encoding="utf-8")

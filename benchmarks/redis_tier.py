@@ -30,7 +30,7 @@ from form import Row, options, publish
 
 from kvcache.block.record import Address
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.redis.keys import Names
+from kvcache.tier.redis.keys import KeyNames
 from kvcache.tier.tier import Outcome
 from tests.peer.server import BINARY, MISSING, Server
 from tests.tier.blocks import buffer, chain, record
@@ -156,7 +156,7 @@ def questions(server: Server, rounds: int, most: int) -> list[Row]:
     blocks = chain(most)
     tier = RedisTier(server.tcp)
     store(tier, blocks)
-    names = Names("kvcache")
+    names = KeyNames("kvcache")
     peer: Any = redis.from_url(server.tcp)
 
     def exist(some: list[Address]) -> None:
@@ -174,7 +174,7 @@ def questions(server: Server, rounds: int, most: int) -> list[Row]:
             tier.remove(blocks[len(here) :])
         ours = {
             "contains": lambda asked=asked: done(tier.contains(asked)),
-            "leading": lambda asked=asked: tier.leading(asked).result(),
+            "leading": lambda asked=asked: tier.match_prefix(asked).result(),
         }[verb]
         if verb == "leading" and ours() != len(here):
             raise SystemExit(f"{ours()} blocks were found of {len(here)}")

@@ -28,11 +28,11 @@ from form import Row, options, publish
 from numpy.typing import NDArray
 
 from kvcache.evict.policy import LRU
-from kvcache.index.block_run import Run, place_of
+from kvcache.index.block_run import BlockRun, place_of
 from kvcache.index.index import Index
 from kvcache.os_env import LocalDisk
 from kvcache.tier.nvme import NvmeTier
-from kvcache.tier.nvme.allocator import Space
+from kvcache.tier.nvme.allocator import Allocator
 from kvcache.tier.nvme.directory import Directory
 from kvcache.tier.nvme.journal import COLUMNS, ENTRY_BYTES, NAMESPACE, PUT, SEGMENT, SYNCED, Entry, Journal
 
@@ -63,14 +63,14 @@ def entries(count: int) -> tuple[bytes, NDArray[np.void]]:
 def left_behind(directory: Path, count: int, *, killed: bool) -> Iterator[Path]:
     """A store's directory, as its process left it."""
     head, rows = entries(count)
-    behind = min(count, Space(CAPACITY_BYTES, SEGMENT_BYTES).most_entries(), count // 8) if killed else 0
+    behind = min(count, Allocator(CAPACITY_BYTES, SEGMENT_BYTES).compact_at_entries(), count // 8) if killed else 0
     path = Path(tempfile.mkdtemp(prefix="restart-", dir=directory))
     try:
         claimed = Directory(LocalDisk(), str(path))
         journal = Journal(claimed)
         state = head + rows[: count - behind].tobytes()
         state += Entry(SYNCED, write_id=len(state) // ENTRY_BYTES).pack()
-        journal.checkpoint(journal.turn(), iter([state]), len(state) // ENTRY_BYTES)
+        journal.checkpoint(journal.rotate(), iter([state]), len(state) // ENTRY_BYTES)
         for row in rows[count - behind :]:
             journal.append(row.tobytes())
         journal.close()
@@ -84,13 +84,13 @@ def left_behind(directory: Path, count: int, *, killed: bool) -> Iterator[Path]:
 
 
 def opened(path: Path) -> NvmeTier:
-    return NvmeTier(str(path), capacity_bytes=CAPACITY_BYTES, segment_bytes=SEGMENT_BYTES, free_floor_bytes=0)
+    return NvmeTier(str(path), capacity_bytes=CAPACITY_BYTES, segment_bytes=SEGMENT_BYTES, min_free_bytes=0)
 
 
 def taken_in(path: Path, count: int) -> NvmeTier:
     tier, index = opened(path), Index(["host", "nvme"], LRU())
     for head, signatures in tier.runs():
-        index.insert_run(Run(place_of(head.namespace, head.group, head.shard), signatures), head.parent, tier.name)
+        index.insert_run(BlockRun(place_of(head.namespace, head.group, head.shard), signatures), head.parent, tier.name)
     if index.resident("nvme") != count:
         raise SystemExit(f"the index knows {index.resident('nvme')} blocks of {count}")
     return tier
@@ -112,7 +112,7 @@ def seconds(call: Callable[[], NvmeTier], count: int, times: int) -> float:
 def abandon(tier: NvmeTier) -> None:
     """Let go of the directory as it is: the next one is to find what this one found."""
     tier._executor.close()  # noqa: SLF001  no public end leaves the journal as it was
-    tier._store.ledger.close()  # noqa: SLF001
+    tier._store.catalog.close()  # noqa: SLF001
     tier._store.directory.release()  # noqa: SLF001
 
 

@@ -27,9 +27,9 @@ from form import Row, options, publish
 from kvcache import native
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import KVLayout
-from kvcache.cache.policy_state import MOST_ROWS
+from kvcache.cache.policy_state import MAX_ROWS
 from kvcache.evict.hazard import Hazard
-from kvcache.index.block_run import Run, place_of
+from kvcache.index.block_run import BlockRun, place_of
 from kvcache.index.index import Index
 
 TIERS = ["host", "nvme"]
@@ -48,14 +48,14 @@ def longest_ms(call: Callable[[], object], more: Callable[[], bool], now: Callab
 
 def remembering() -> Index:
     """Ghosts that no block makes room for."""
-    rows = np.random.default_rng(1).integers(0, 1 << 48, MOST_ROWS, "<u8")
+    rows = np.random.default_rng(1).integers(0, 1 << 48, MAX_ROWS, "<u8")
     index = Index(TIERS, Hazard())
     index.remember(struct.pack("<4Q", 1, 2, 3, 1000) + rows.tobytes())
     return index
 
 
-def run_of(random: np.random.Generator, blocks: int = CHAIN_BLOCKS) -> Run:
-    return Run(PLACE, random.bytes(SIGNATURE_BYTES * blocks))
+def run_of(random: np.random.Generator, blocks: int = CHAIN_BLOCKS) -> BlockRun:
+    return BlockRun(PLACE, random.bytes(SIGNATURE_BYTES * blocks))
 
 
 def growing(index: Index, blocks: int) -> float:
@@ -74,7 +74,7 @@ def emptying(index: Index, tier: str) -> float:
     return longest_ms(lambda: index.evict(tier, CHAIN_BLOCKS), lambda: index.resident(tier) > 0, time.thread_time)
 
 
-def matching(index: Index, run: Run, beside: Callable[[], object], runs: int) -> tuple[float, float]:
+def matching(index: Index, run: BlockRun, beside: Callable[[], object], runs: int) -> tuple[float, float]:
     """Of the longest matches while `beside` is done, a run each, the shortest; and how long that took, at least: ms."""
     longest, took = [], []
 
@@ -106,7 +106,7 @@ def main() -> None:
     prompt, notes = run_of(np.random.default_rng(3), PROMPT_BLOCKS), []
     index.insert_run(prompt, PLACE[:SIGNATURE_BYTES], TIERS[0])
     alone, _ = matching(index, prompt, lambda: time.sleep(0.1), runs)
-    for name, other in (("kept", lambda: index.kept(MOST_ROWS)), ("check", index.check)):
+    for name, other in (("kept", lambda: index.kept(MAX_ROWS)), ("check", index.check)):
         longest, took = matching(index, prompt, other, runs)
         rows.append(Row(f"stall/match/{name}", longest, "ms", floor=alone))
         notes.append(f"{name}: {took:.0f} ms with {len(index):,} blocks and {index.ghosts():,} ghosts")

@@ -84,13 +84,13 @@ def measure(spy: Any, questions: dict[str, list[bytes]], rounds: int) -> dict[st
     order = [(kind, signatures) for kind, of_kind in questions.items() for signatures in of_kind]
     times: dict[str, list[float]] = {kind: [] for kind in questions}
     rng = random.Random(0)
-    with spy.request() as r, spy.cache.asking() as link:
-        number = r.number(link)
+    with spy.request() as r, spy.cache.connected() as connection:
+        number = r.number(connection)
         for turn in range(rounds + 1):
             rng.shuffle(order)
             for kind, signatures in order:
                 begun = time.perf_counter()
-                found = link.ask("match", request=number, signatures=signatures)["blocks"]
+                found = connection.call("match", request=number, signatures=signatures)["blocks"]
                 seconds = time.perf_counter() - begun
                 if found != (BLOCKS if kind == "own" else 0):
                     raise SystemExit(f"{found} blocks were found of {kind}")

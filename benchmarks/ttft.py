@@ -32,10 +32,10 @@ from form import Row, options, publish
 from form.floor import copy_rate, drive_rate, matmul_rate, memory_rate
 
 import kvcache
-from examples.demo.run import parts
+from examples.demo.run import text_parts
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import Model, load_model
-from kvcache.engine.sampling import Params
+from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.tokenizer import Tokenizer
 from kvcache.machine import cache_directory
 
@@ -67,7 +67,7 @@ class Runs:
 
 
 def first_token(engine: Engine, prompt: Prompt) -> tuple[float, int, Mapping[str, int]]:
-    [result] = engine.generate([prompt], Params(max_tokens=1))
+    [result] = engine.generate([prompt], SamplingParams(max_tokens=1))
     return result.ttft_s, result.token_ids[0], result.reused
 
 
@@ -77,7 +77,7 @@ def make_engine(model: Model, cache: kvcache.KVCache | None) -> Engine:
         model, cache, pages=model.max_tokens // model.layout.block_tokens, max_batch_tokens=model.max_tokens
     )
     for length in (64, 17):
-        engine.generate([[7] * length], Params(max_tokens=2))
+        engine.generate([[7] * length], SamplingParams(max_tokens=2))
     return engine
 
 
@@ -100,7 +100,7 @@ def peer(directory: str) -> Callable[[Prompt], tuple[float, int]]:
 
 def prompts(tokenizer: Tokenizer, lengths: Sequence[int], repeats: int) -> list[Prompt]:
     """Text of the documentation, no two with a block in common: each begins elsewhere."""
-    ids = tokenizer.encode("\n".join(parts().values()))
+    ids = tokenizer.encode("\n".join(text_parts().values()))
     starts = iter(range(0, len(ids), 97))
     return [ids[start : start + length] for _ in range(repeats) for length in lengths for start in [next(starts)]]
 

@@ -35,7 +35,7 @@ def in_turns(ways: dict[str, Any], job: dict[str, Any], turns: int, requests: in
                 steps = [["load", warm, 8], ["load", prompts, 48]]
                 try:
                     rate, gap = engine.run({**job, "connector": connector, "steps": steps})[2]
-                except engine.EndedError as ended:
+                except engine.VllmExitedError as ended:
                     if name in {"on", "off"}:
                         raise
                     notes.append(f"{name} does not run here: {ended.why}")
@@ -77,7 +77,7 @@ def rows(best: Best) -> list[Row]:
 
 def main() -> None:
     parser = options(__doc__)
-    engine.takes(parser)
+    engine.add_arguments(parser)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--url", nargs=2, metavar=("WITH", "WITHOUT"), help="two servers that run already")
     arguments = parser.parse_args()

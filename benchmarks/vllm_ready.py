@@ -19,7 +19,7 @@ from pathlib import Path
 from form import Row, options, publish
 from serving import engine
 
-from kvcache.block.revision import PIECE_BYTES, PIECES, model_revision
+from kvcache.block.revision import SAMPLE_BYTES, SAMPLES, model_revision
 
 FILES, LAYERS = 30, 26
 
@@ -43,7 +43,7 @@ def weights(place: Path, size_bytes: int) -> None:
 
 def main() -> None:
     parser = options(__doc__)
-    engine.takes(parser)
+    engine.add_arguments(parser)
     parser.add_argument("--turns", type=int, default=3)
     arguments = parser.parse_args()
     turns = 1 if arguments.quick else arguments.turns
@@ -68,7 +68,7 @@ def main() -> None:
         Row("ready/added", max(0.0, best[True] - best[False]), "s"),
         Row("fingerprint/140GB", min(seconds), "s"),
     ]
-    read_mb = FILES * PIECES * PIECE_BYTES / 1e6
+    read_mb = FILES * SAMPLES * SAMPLE_BYTES / 1e6
     notes = [
         f"{turns} turns; load of the machine {load:.1f} at the start; fingerprint: {read_mb:.0f} MB read, and headers"
     ]

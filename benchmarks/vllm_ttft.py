@@ -64,7 +64,7 @@ def beside(peer: str, length: int, job: dict[str, Any], cold_ms: float) -> tuple
     steps = [["first", engine.prompt(64, 1)], ["first", prompt], *[["first", prompt]] * AGAIN]
     try:
         found = engine.run({**plain, "steps": steps})
-    except engine.EndedError as ended:
+    except engine.VllmExitedError as ended:
         return [], [f"{peer} does not run here: {ended.why}"]
     hits = found[3:]
     if not any(cached for _, cached, _ in hits):
@@ -82,7 +82,7 @@ def of_server(url: str, lengths: list[int]) -> tuple[list[Row], list[str]]:
         rows.append(
             Row(f"ttft/{length}/own", min(server.first(prompt) for _ in range(AGAIN)) * 1e3, "ms", peer=cold_ms)
         )
-        again = [server.first(prompt) for _ in range(AGAIN) if server.forget_own()]
+        again = [server.first(prompt) for _ in range(AGAIN) if server.reset_prefix_cache()]
         if again:
             rows.append(Row(f"ttft/{length}/host", min(again) * 1e3, "ms", peer=cold_ms))
         else:
@@ -92,7 +92,7 @@ def of_server(url: str, lengths: list[int]) -> tuple[list[Row], list[str]]:
 
 def main() -> None:
     parser = options(__doc__)
-    engine.takes(parser)
+    engine.add_arguments(parser)
     parser.add_argument("--lengths", type=int, nargs="+")
     parser.add_argument("--url", help="a server that runs already, http://host:port")
     arguments = parser.parse_args()

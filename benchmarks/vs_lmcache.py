@@ -41,9 +41,9 @@ from rich.console import Console
 from rich.table import Table
 from versus.figures import (
     STRUCTURES,
+    Alternation,
     Figure,
     Sizes,
-    Turns,
     Wrong,
     asking_redis,
     beside,
@@ -102,7 +102,7 @@ def measure(start: Start, place: Path, sizes: Sizes) -> tuple[list[Row], list[st
         def fresh(name: str) -> Side:
             return stack.enter_context(start(name, ()))
 
-        turns = Turns(fresh("ours"), fresh("theirs"))
+        turns = Alternation(fresh("ours"), fresh("theirs"))
         notes = [
             f"{' and '.join(turns.ask('name'))}: medians of {sizes.rounds} rounds, prompts of {sizes.tokens} tokens"
         ]
@@ -136,7 +136,7 @@ def shared(fresh: Callable[[str], Side], sizes: Sizes, notes: list[str]) -> Iter
         for measured in (through_redis, asking_redis):
             server = Server()
             try:
-                yield from measured(Turns(fresh("ours"), fresh("theirs")), sizes, server.tcp, native=native)
+                yield from measured(Alternation(fresh("ours"), fresh("theirs")), sizes, server.tcp, native=native)
             except LostError as lost:
                 notes.append(f"{measured.__name__}, {'native' if native else 'redis://'}: not measured, {lost.what}")
             except Wrong as wrong:

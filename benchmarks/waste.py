@@ -34,7 +34,7 @@ from typing import Protocol
 
 from form import Row, options, publish
 
-from kvcache.engine.pool import Pool
+from kvcache.engine.pool import PagePool
 
 TRACES = Path(__file__).parents[2] / "shared" / "data" / "traces"
 BLOCK_TOKENS = 16
@@ -76,7 +76,7 @@ class Paged:
     """The engine's pool. With `share`, blocks of the same content are one page."""
 
     def __init__(self, tokens: int, *, share: bool = True) -> None:
-        self.pool = Pool(tokens // BLOCK_TOKENS)
+        self.pool = PagePool(tokens // BLOCK_TOKENS)
         self._share = share
         self._pages: defaultdict[bytes, Counter[int]] = defaultdict(Counter)  # requests, by content and page
         self.duplicate_tokens = 0

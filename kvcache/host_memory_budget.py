@@ -16,11 +16,11 @@ from pathlib import Path
 
 from kvcache.machine import runtime_directories
 
-FOLDER = "memory"
+CLAIMS_FOLDER = "memory"
 _RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 """Variables by which those who start several processes for one job say how many there are on this node."""
 
-Claim = Callable[[], None]
+ReleaseClaim = Callable[[], None]
 """Gives back what was claimed; idempotent."""
 
 
@@ -30,13 +30,13 @@ def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
     return max((int(value) for value in given if value.isdigit()), default=1) or 1
 
 
-def taken_bytes() -> int:
+def claimed_bytes() -> int:
     """What caches that are open now have, in whatever process of this user."""
     return sum(size for folder in _folders() for size in _claims(folder))
 
 
 @contextmanager
-def deciding() -> Iterator[Callable[[int], Claim]]:
+def budget_lock() -> Iterator[Callable[[int], ReleaseClaim]]:
     """While this lasts no other process decides how much to take. Gives what claims the bytes that were decided on."""
     folders = _folders(make=True)
     with ExitStack() as stack:
@@ -57,9 +57,9 @@ def _folders(*, make: bool = False) -> list[Path]:
             if directory.is_symlink() or directory.stat().st_uid != os.geteuid() or directory.stat().st_mode & 0o077:
                 continue
             if make:
-                (directory / FOLDER).mkdir(mode=0o700, exist_ok=True)
-            if (directory / FOLDER).is_dir():
-                return [directory / FOLDER]
+                (directory / CLAIMS_FOLDER).mkdir(mode=0o700, exist_ok=True)
+            if (directory / CLAIMS_FOLDER).is_dir():
+                return [directory / CLAIMS_FOLDER]
     return []
 
 
@@ -75,7 +75,7 @@ def _claims(folder: Path) -> Iterator[int]:
                 path.unlink()
 
 
-def _claim(folder: Path, size_bytes: int) -> Claim:
+def _claim(folder: Path, size_bytes: int) -> ReleaseClaim:
     for number in count(1):
         path = folder / f"{os.getpid()}-{number}"
         try:
@@ -86,15 +86,15 @@ def _claim(folder: Path, size_bytes: int) -> Claim:
         except OSError:
             return lambda: None
         break
-    left = [descriptor]
+    descriptors = [descriptor]
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.write(descriptor, b"%d" % size_bytes)
 
-    def give_back() -> None:
-        if left:
+    def release() -> None:
+        if descriptors:
             with suppress(OSError):
                 path.unlink()
-            os.close(left.pop())
+            os.close(descriptors.pop())
 
-    return give_back
+    return release

@@ -37,7 +37,7 @@ def memory(root: Path = _ROOT) -> Memory:
 
 
 def _machine_memory(root: Path) -> tuple[int, int]:
-    lines = _text(root / "proc/meminfo").splitlines()
+    lines = _read_text(root / "proc/meminfo").splitlines()
     table = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if ":" in line}
     if "MemTotal" in table:
         return table["MemTotal"], table.get("MemAvailable", table.get("MemFree", table["MemTotal"]))
@@ -47,7 +47,7 @@ def _machine_memory(root: Path) -> tuple[int, int]:
 
 def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
     """(limit, bytes in use without page cache) of each cgroup around this process that has a limit, v2 and v1."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, inner = line.split(":", 2)
         if controllers == "":
             top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
@@ -59,7 +59,7 @@ def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
         # Within a container the path may be the host's, and not there: then the mount's top is ours.
         place = top / inner.lstrip("/")
         for folder in (place, *place.parents):
-            limit, used = _text(folder / names[0]).strip(), _text(folder / names[1]).strip()
+            limit, used = _read_text(folder / names[0]).strip(), _read_text(folder / names[1]).strip()
             if limit.isdigit() and used.isdigit():
                 yield int(limit), max(0, int(used) - _statistic(folder / "memory.stat", names[2]))
             if folder == top:
@@ -67,7 +67,7 @@ def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _statistic(path: Path, name: str) -> int:
-    for line in _text(path).splitlines():
+    for line in _read_text(path).splitlines():
         if line.split(" ", 1)[0] == name:
             return int(line.split()[1])
     return 0
@@ -86,17 +86,17 @@ def runtime_directories(environ: Mapping[str, str] = os.environ) -> list[Path]:
     anybody may have put something else there."""
     user = os.geteuid()
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    found = [Path(runtime, "kvcache")] if os.path.isabs(runtime) else []
-    found += [Path(folder, f"kvcache-{user}") for folder in (tempfile.gettempdir(), "/tmp")]  # noqa: S108  users check
-    return list(dict.fromkeys([*found, Path(f"/run/user/{user}/kvcache")]))
+    candidates = [Path(runtime, "kvcache")] if os.path.isabs(runtime) else []
+    candidates += [Path(folder, f"kvcache-{user}") for folder in (tempfile.gettempdir(), "/tmp")]  # noqa: S108  users check
+    return list(dict.fromkeys([*candidates, Path(f"/run/user/{user}/kvcache")]))
 
 
 def disk_free_bytes(path: Path) -> int:
     """Free on the file system that would hold `path`, which need not exist."""
-    return shutil.disk_usage(_existing(path)).free
+    return shutil.disk_usage(_nearest_existing(path)).free
 
 
-def disk_held_bytes(path: Path) -> int:
+def disk_used_bytes(path: Path) -> int:
     """Disk room of the files right in `path`; 0 where it is not there, or not ours to read."""
     try:
         with os.scandir(path) as entries:
@@ -105,16 +105,16 @@ def disk_held_bytes(path: Path) -> int:
         return 0
 
 
-def in_memory(path: Path, root: Path = _ROOT) -> bool:
+def is_memory_backed(path: Path, root: Path = _ROOT) -> bool:
     """Whether the file system that would hold `path` is memory; False where the system does not tell."""
     return file_system(path, root) in _MEMORY_KINDS
 
 
 def file_system(path: Path, root: Path = _ROOT) -> str:
     """The kind of the file system that would hold `path`: "ext4", "overlay"; "" where the system does not tell."""
-    place = os.path.realpath(_existing(path))
+    place = os.path.realpath(_nearest_existing(path))
     kind, longest = "", -1
-    for line in _text(root / "proc/self/mounts").splitlines():
+    for line in _read_text(root / "proc/self/mounts").splitlines():
         _, mount, this, *_ = line.split(" ")
         mount = mount.replace("\\040", " ")
         if os.path.commonpath((place, mount)) == mount and len(mount) >= longest:  # the last mount on a place counts
@@ -122,7 +122,7 @@ def file_system(path: Path, root: Path = _ROOT) -> str:
     return kind
 
 
-def running(process: int) -> bool:
+def is_running(process: int) -> bool:
     """Whether a process of this number runs. One that has ended and that nobody has waited for does not: where a
     container's first process waits for nobody, such are there for good."""
     try:
@@ -131,18 +131,18 @@ def running(process: int) -> bool:
         return False
     except PermissionError:  # somebody else's
         pass
-    state = _text(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()
+    state = _read_text(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()
     return state[:1] not in (["Z"], ["X"])
 
 
-def _existing(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     path = path.absolute()
     while not os.path.exists(path):
         path = path.parent
     return path
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """What is there to read; nothing where there is nothing, or where a sandbox hides it."""
     try:
         return path.read_text(errors="replace")

@@ -26,12 +26,12 @@ __all__ = ["available", "built", "core"]
 def available() -> bool:
     """Whether `core` can be called; the first False of a process warns."""
     if not built:
-        _say()
+        _warn_once()
     return built
 
 
 @cache
-def _say() -> None:
+def _warn_once() -> None:
     warnings.warn(
         "kvcache._native is not there: expected it to be built when kvcache was installed. All works, slower; "
         "to have it, install a C++17 compiler and then kvcache again",

@@ -84,7 +84,7 @@ class LocalFile:
     def read(self, offset: int, buffers: Sequence[Buffer]) -> int:
         done, total = 0, sum(map(len, buffers))
         while done < total:
-            got = os.preadv(self._descriptor, _rest(buffers, done), offset + done)
+            got = os.preadv(self._descriptor, _remaining_buffers(buffers, done), offset + done)
             if got == 0:
                 break
             done += got
@@ -93,7 +93,7 @@ class LocalFile:
     def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
         done, total = 0, sum(map(len, buffers))
         while done < total:
-            done += os.pwritev(self._descriptor, _rest(buffers, done), offset + done)
+            done += os.pwritev(self._descriptor, _remaining_buffers(buffers, done), offset + done)
 
     def size(self) -> int:
         return os.fstat(self._descriptor).st_size
@@ -114,18 +114,18 @@ class LocalFile:
         os.close(self._descriptor)
 
 
-def _rest(buffers: Sequence[Buffer], done: int) -> list[Buffer]:
+def _remaining_buffers(buffers: Sequence[Buffer], done: int) -> list[Buffer]:
     """What of the buffers is left after `done` bytes, at most as many as one system call takes."""
-    rest: list[Buffer] = []
+    remaining: list[Buffer] = []
     for buffer in buffers:
         if done >= len(buffer):
             done -= len(buffer)
             continue
-        rest.append(buffer[done:] if done else buffer)
+        remaining.append(buffer[done:] if done else buffer)
         done = 0
-        if len(rest) == 1024:  # IOV_MAX
+        if len(remaining) == 1024:  # IOV_MAX
             break
-    return rest
+    return remaining
 
 
 class LocalDisk:
@@ -195,12 +195,12 @@ class ThreadExecutor:
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"kvcache-{name}")
-        begun = threading.Event()
+        started = threading.Event()
         try:
             for _ in range(threads):  # a call that waits holds its thread, so that the next call starts another
-                self._pool.submit(begun.wait)
+                self._pool.submit(started.wait)
         finally:
-            begun.set()
+            started.set()
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         return self._pool.submit(call)
@@ -224,15 +224,15 @@ class InlineExecutor:
         pass
 
 
-def _threads(count: int, name: str) -> Executor:
+def _thread_executor(count: int, name: str) -> Executor:
     return ThreadExecutor(count, name)
 
 
 @dataclass(frozen=True)
-class Port:
+class OsEnv:
     """The three together. `executor(threads, name)` makes one."""
 
     disk: Disk = field(default_factory=LocalDisk)
     clock: Clock = field(default_factory=SystemClock)
-    executor: Callable[[int, str], Executor] = _threads
+    executor: Callable[[int, str], Executor] = _thread_executor
     condition: Callable[[], threading.Condition] = threading.Condition

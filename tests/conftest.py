@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU on this machine"))
 
 
-PATIENT = {"KVCACHE_FLOW__DEADLINE_S": "30", "KVCACHE_FLOW__ASK_DEADLINE_S": "30"}
+PATIENT = {"KVCACHE_FLOW__DEADLINE_S": "30", "KVCACHE_FLOW__LOOKUP_TIMEOUT_S": "30"}
 PEER = Path(__file__).parent / "peer"
 
 
@@ -58,5 +58,5 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
     with TemporaryDirectory(prefix="kvcache-test-") as made:  # short: a socket's path has 107 bytes
         monkeypatch.setenv("XDG_RUNTIME_DIR", made)
-        monkeypatch.setattr(place, "directories", lambda environ=None: [Path(made, "kvcache")])
+        monkeypatch.setattr(place, "socket_directories", lambda environ=None: [Path(made, "kvcache")])
         yield Path(made, "kvcache")

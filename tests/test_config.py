@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from kvcache.errors import ConfigError
 from kvcache.settings import TABLE, Settings
-from kvcache.settings.sources import FOREIGN, load
+from kvcache.settings.sources import FOREIGN, RENAMED, load
 from kvcache.settings.types import GiB, MiB
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,7 @@ def test_later_sources_weigh_more(tmp_path: Path) -> None:
     assert settings.origin("nvme.threads") == "KVCACHE_NVME__THREADS"
     assert settings.origin("block_tokens") == str(file)
     assert settings.origin("nvme.write") == "default"
-    assert settings.origin("host.extent_bytes").startswith("default: 256 MiB")
+    assert settings.origin("host.slab_bytes").startswith("default: 256 MiB")
 
 
 def test_every_setting_has_a_variable_and_a_keyword(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_settings_cannot_be_changed(tmp_path: Path) -> None:
 
 def test_small_tiers_get_small_pieces(tmp_path: Path) -> None:
     settings = load(environ={}, host__capacity_bytes="8MiB", nvme={"path": tmp_path, "capacity_bytes": "80MiB"})
-    assert (settings.host.extent_bytes, settings.nvme.segment_bytes) == (MiB, 10 * MiB)
+    assert (settings.host.slab_bytes, settings.nvme.segment_bytes) == (MiB, 10 * MiB)
 
 
 def test_the_directory_variable_moves_the_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +98,7 @@ def test_the_directory_variable_moves_the_drive(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_drive_in_memory_is_refused_unless_its_size_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.settings.tiers.in_memory", lambda path: True)
+    monkeypatch.setattr("kvcache.settings.tiers.is_memory_backed", lambda path: True)
     text = refusal(nvme__path=str(tmp_path))
     assert "nvme.path" in text
     assert str(tmp_path) in text
@@ -107,9 +109,9 @@ def test_a_drive_in_memory_is_refused_unless_its_size_is_given(tmp_path: Path, m
 
 def test_a_fifth_of_the_disk_whatever_the_cache_holds_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = {"free": 100 * GiB, "held": 0}
-    monkeypatch.setattr("kvcache.settings.tiers.in_memory", lambda path: False)
+    monkeypatch.setattr("kvcache.settings.tiers.is_memory_backed", lambda path: False)
     monkeypatch.setattr("kvcache.settings.tiers.disk_free_bytes", lambda path: disk["free"])
-    monkeypatch.setattr("kvcache.settings.tiers.disk_held_bytes", lambda path: disk["held"])
+    monkeypatch.setattr("kvcache.settings.tiers.disk_used_bytes", lambda path: disk["held"])
     sizes = []
     for free, held in ((100, 0), (80, 20), (0, 20)):
         disk.update(free=free * GiB, held=held * GiB)
@@ -126,10 +128,10 @@ def test_a_fifth_of_the_disk_whatever_the_cache_holds_already(tmp_path: Path, mo
         ({"host__capacity_bytes": "2 gigs"}, ("host.capacity_bytes = '2 gigs'", "2GiB")),
         ({"host__capacity_bytes": 1.5}, ("host.capacity_bytes = 1.5", "integer")),
         ({"host__capacity_bytes": True}, ("host.capacity_bytes = True", "no size")),
-        ({"host__extent_bytes": 5000}, ("host.extent_bytes = 5000", "multiple of 4096")),
+        ({"host__slab_bytes": 5000}, ("host.slab_bytes = 5000", "multiple of 4096")),
         (
-            {"host": {"capacity_bytes": "1MiB", "extent_bytes": "2MiB"}},
-            ("extent_bytes = 2 MiB", "capacity_bytes = 1 MiB"),
+            {"host": {"capacity_bytes": "1MiB", "slab_bytes": "2MiB"}},
+            ("slab_bytes = 2 MiB", "capacity_bytes = 1 MiB"),
         ),
         (
             {"nvme": {"capacity_bytes": "1MiB", "segment_bytes": "2MiB"}},
@@ -167,6 +169,22 @@ def test_other_libraries_words_are_answered_with_ours(foreign: str) -> None:
     assert ours in TABLE
     assert f"{foreign} is {whose} word; here it is {ours}" in refusal(**{foreign: 1})
     assert ours in refusal(environ={f"KVCACHE_{foreign.upper()}": "1"})
+
+
+@pytest.mark.parametrize("old", sorted(RENAMED))
+def test_a_setting_of_before_is_refused_with_its_new_name(old: str) -> None:
+    new = RENAMED[old]
+    assert new in TABLE
+    variable = f"KVCACHE_{old.upper().replace('.', '__')}"
+    for text in (refusal(**{old.replace(".", "__"): 1}), refusal(environ={variable: "1"})):
+        assert f"{old} is called {new} now" in text
+    assert old in (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_a_tenants_setting_of_before_is_refused_too(tier: str) -> None:
+    text = refusal(evict__tenants={"acme": {f"{tier}_least_bytes": "1MiB"}})
+    assert f"{tier}_least_bytes of a tenant is called {tier}_guaranteed_bytes now" in text
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

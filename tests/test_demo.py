@@ -16,7 +16,7 @@ from examples.demo import breaking, stage
 from examples.demo import run as play
 from examples.demo import show as report
 from examples.demo.__main__ import application
-from examples.demo.run import Call, Pass, read_prompts
+from examples.demo.run import DemoPass, ModelCall, read_prompts
 from kvcache.cli import main as frame
 from kvcache.engine.tokenizer import Tokenizer
 from kvcache.errors import ConfigError
@@ -37,12 +37,12 @@ def tokenizer(model: str) -> Tokenizer:
     return Tokenizer(model)
 
 
-def call(*token_ids: int, prompt: int = 100, reused: int = 0, ttft_s: float = 1.0, total_s: float = 2.0) -> Call:
-    return Call("planner", prompt, {"host": reused}, ttft_s, total_s, list(token_ids), "text")
+def call(*token_ids: int, prompt: int = 100, reused: int = 0, ttft_s: float = 1.0, total_s: float = 2.0) -> ModelCall:
+    return ModelCall("planner", prompt, {"host": reused}, ttft_s, total_s, list(token_ids), "text")
 
 
-def made(name: str, *calls: Call, planned: int = 2) -> Pass:
-    return Pass(name, "", planned, list(calls))
+def made(name: str, *calls: ModelCall, planned: int = 2) -> DemoPass:
+    return DemoPass(name, "", planned, list(calls))
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -53,7 +53,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_the_shared_text_is_documentation_in_its_proportion(tokenizer: Tokenizer) -> None:
-    shared = play.shared(tokenizer, 5000)
+    shared = play.shared_text(tokenizer, 5000)
     assert {name: len(tokenizer.encode(part)) for name, part in shared.items()} == {
         "system prompt": 1000,
         "tool descriptions": 1500,
@@ -65,11 +65,11 @@ def test_the_shared_text_is_documentation_in_its_proportion(tokenizer: Tokenizer
 
 def test_more_text_than_there_is_documentation_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match="expected 2000000 "):
-        play.shared(tokenizer, 10_000_000)
+        play.shared_text(tokenizer, 10_000_000)
 
 
 def test_agents_share_the_text_and_follow_up_on_real_answers(tokenizer: Tokenizer) -> None:
-    playing = play.agents(tokenizer, play.shared(tokenizer))
+    playing = play.agent_script(tokenizer, play.shared_text(tokenizer))
     said: list[play.Prompt] = []
     answers: list[str] = []
     prompt = next(playing, None)
@@ -92,7 +92,7 @@ def test_agents_share_the_text_and_follow_up_on_real_answers(tokenizer: Tokenize
             known = said[before[-1]].token_ids + tokenizer.encode(answers[before[-1]])
             assert prompt.token_ids[: len(known)] == known
     assert follow_ups == len(said) - 3
-    assert play.REQUEST in first
+    assert play.USER_REQUEST in first
     for answer in answers[:-1]:
         assert any(answer in tokenizer.decode(prompt.token_ids) for prompt in said), "an answer that nobody read"
 
@@ -106,7 +106,7 @@ def test_recorded_prompts_that_fit(tmp_path: Path, tokenizer: Tokenizer, pack: o
     assert [prompt.agent for prompt in prompts] == ["", "01234567"]
     assert ["short" in tokenizer.decode(prompt.token_ids) for prompt in prompts] == [True, False]
     assert longer == 1
-    assert list(play.recorded(prompts)) == prompts
+    assert list(play.recorded_script(prompts)) == prompts
 
 
 @pytest.mark.parametrize(
@@ -148,12 +148,12 @@ def test_only_calls_that_both_played_are_compared() -> None:
 
 
 def test_a_budget_ends_a_pass_after_at_least_one_call() -> None:
-    def calls() -> Iterator[Call]:
+    def calls() -> Iterator[ModelCall]:
         while True:
             yield call(1)
 
-    assert len(list(play.within(calls(), 0.0))) == 1
-    assert len(list(play.within(iter([call(1), call(2)]), None))) == 2
+    assert len(list(play.within_budget(calls(), 0.0))) == 1
+    assert len(list(play.within_budget(iter([call(1), call(2)]), None))) == 2
 
 
 @pytest.mark.parametrize(("dtype", "sound"), [("fp32", False), ("bf16", True)])
@@ -173,14 +173,14 @@ def test_a_failed_demo_says_so_and_leaves_with_1(
         notes = ("a note",)
         calls = 1
 
-        def __init__(self, wish: stage.Wish) -> None:
+        def __init__(self, wish: stage.DemoOptions) -> None:
             self.wish = wish
 
-        def passes(self) -> Iterator[tuple[Pass, Iterator[Call]]]:
+        def passes(self) -> Iterator[tuple[DemoPass, Iterator[ModelCall]]]:
             for name, token in (("without", 1), ("cold", 1), ("warm", 2), ("restarted", 1)):
                 yield made(name, planned=1), iter([call(token)])
 
-    monkeypatch.setattr(stage, "Stage", Other)
+    monkeypatch.setattr(stage, "DemoEnvironment", Other)
     monkeypatch.setenv("KVCACHE_DIR", str(tmp_path))
     assert run(monkeypatch, "--json", str(tmp_path / "demo.json")) == 1
     assert "FAILED" in capsys.readouterr().out
@@ -230,7 +230,7 @@ def played(model: str, place: Path, *arguments: str) -> tuple[dict[str, dict], s
 def test_the_whole_demo_with_a_tiny_model(model: str, tmp_path: Path) -> None:
     passes, printed = played(model, tmp_path, "--quick")
     assert list(passes) == ["without", "cold", "warm", "restarted"]
-    assert all(this["planned"] == len(play.STEPS) for this in passes.values())
+    assert all(this["planned"] == len(play.SCRIPT_STEPS) for this in passes.values())
     first = {name: this["calls"][0]["reused"] for name, this in passes.items()}
     prompt = passes["cold"]["calls"][0]["prompt_tokens"]
     whole = (prompt - 1) // 16 * 16

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from kvcache.daemon.server.admission import Door
+from kvcache.daemon.server.admission import Admission
 from kvcache.daemon.server.auth import new_token, token_hash
-from kvcache.daemon.server.tcp import Port
+from kvcache.daemon.server.tcp import TcpListener
 from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load
 from kvcache.settings.types import parse_bytes
@@ -108,7 +108,7 @@ class TestChart:
         for name in ("tls.crt", "tls.key"):
             shutil.copy(signed, tmp_path / "tls" / name)
         (tmp_path / "tenants" / "tenants.toml").write_text(f'[acme]\ntokens = ["{token_hash(new_token())}"]\n')
-        Port(settings.daemon, Door(settings.daemon.tenants_file, SystemClock()), insecure=False).close()
+        TcpListener(settings.daemon, Admission(settings.daemon.tenants_file, SystemClock()), insecure=False).close()
 
     @pytest.mark.parametrize("which", OTHERS)
     def test_what_the_page_promises(self, which: str) -> None:

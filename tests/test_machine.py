@@ -6,7 +6,15 @@ import os
 import sys
 from pathlib import Path
 
-from kvcache.machine import cache_directory, disk_free_bytes, disk_held_bytes, file_system, in_memory, memory, running
+from kvcache.machine import (
+    cache_directory,
+    disk_free_bytes,
+    disk_used_bytes,
+    file_system,
+    is_memory_backed,
+    is_running,
+    memory,
+)
 
 GiB = 1 << 30
 
@@ -76,11 +84,11 @@ def test_the_last_mount_over_a_path_tells_its_kind(tmp_path: Path) -> None:
     mounts = f"dev / ext4 rw\ntmpfs {tmp_path} tmpfs rw\ndev {str(disk).replace(' ', chr(92) + '040')} xfs rw\n"
     mounts += f"dev {shadowed} ext4 rw\nnone {shadowed} tmpfs rw"
     root = write(tmp_path / "root", {"proc/self/mounts": mounts})
-    assert in_memory(tmp_path / "not" / "there", root)
-    assert not in_memory(disk / "x", root)
-    assert in_memory(shadowed, root)
-    assert not in_memory(Path("/"), root)
-    assert not in_memory(tmp_path, tmp_path / "no mounts here")
+    assert is_memory_backed(tmp_path / "not" / "there", root)
+    assert not is_memory_backed(disk / "x", root)
+    assert is_memory_backed(shadowed, root)
+    assert not is_memory_backed(Path("/"), root)
+    assert not is_memory_backed(tmp_path, tmp_path / "no mounts here")
     kinds = [file_system(place, root) for place in (disk / "x", shadowed, Path("/"))]
     assert kinds == ["xfs", "tmpfs", "ext4"]
     assert file_system(tmp_path, tmp_path / "no mounts here") == ""
@@ -89,10 +97,10 @@ def test_the_last_mount_over_a_path_tells_its_kind(tmp_path: Path) -> None:
 def test_room_on_disk(tmp_path: Path) -> None:
     missing = tmp_path / "not" / "there"
     assert disk_free_bytes(missing) > 0
-    assert disk_held_bytes(missing) == 0
+    assert disk_used_bytes(missing) == 0
     (tmp_path / "segment").write_bytes(b"x" * 100_000)
     (tmp_path / "folder").mkdir()
-    assert 100_000 <= disk_held_bytes(tmp_path) < 300_000
+    assert 100_000 <= disk_used_bytes(tmp_path) < 300_000
 
 
 def test_where_caches_go(tmp_path: Path) -> None:
@@ -103,9 +111,9 @@ def test_where_caches_go(tmp_path: Path) -> None:
 
 
 def test_a_process_that_ended_and_that_nobody_waited_for_does_not_run() -> None:
-    assert running(os.getpid())
-    assert not running(1 << 70)
+    assert is_running(os.getpid())
+    assert not is_running(1 << 70)
     child = os.posix_spawn(sys.executable, [sys.executable, "-S", "-c", ""], {})
     os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # it has ended, and can be waited for still
-    assert not running(child)
+    assert not is_running(child)
     os.waitpid(child, 0)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 NAMES = [
     "AccessError",
-    "Bound",
+    "NamespaceHandle",
     "ClosedError",
     "ConfigError",
     "FlushReport",
@@ -103,7 +103,7 @@ def test_nothing_below_the_engines_needs_an_extra() -> None:
         f"for name in {modules}:\n"
         "    importlib.import_module(name)\n"
         "import kvcache, kvcache.cli.main\n"
-        "kvcache.cli.main.application()\n"
+        "kvcache.cli.main.build_app()\n"
         "for name in kvcache.__all__:\n"
         "    getattr(kvcache, name)\n"
         "print('whole')\n"

@@ -36,7 +36,7 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in share._RANKS:
         monkeypatch.delenv(name, raising=False)
     yield tmp_path / "kvcache"
-    assert share.taken_bytes() == 0, "a claim outlived its cache"
+    assert share.claimed_bytes() == 0, "a claim outlived its cache"
 
 
 def default() -> int:
@@ -63,11 +63,11 @@ def test_a_process_that_is_killed_gives_back_what_it_had(tmp_path: Path) -> None
     assert child.stdout is not None
     assert child.stdout.readline() == b"open\n"
     assert default() == 10 * GiB
-    assert len(list((tmp_path / "kvcache" / share.FOLDER).glob("*-*"))) == 1
+    assert len(list((tmp_path / "kvcache" / share.CLAIMS_FOLDER).glob("*-*"))) == 1
     child.send_signal(signal.SIGKILL)
     child.communicate()
     assert default() == 16 * GiB
-    assert list((tmp_path / "kvcache" / share.FOLDER).glob("*-*")) == []
+    assert list((tmp_path / "kvcache" / share.CLAIMS_FOLDER).glob("*-*")) == []
 
 
 def test_ranks_of_a_node_have_equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,16 +88,16 @@ def test_a_cache_that_does_not_open_claims_nothing(tmp_path: Path) -> None:
             nvme={"path": tmp_path / "file", "capacity_bytes": "1GiB"},
             control={"enabled": False},
         )
-    assert share.taken_bytes() == 0
+    assert share.claimed_bytes() == 0
 
 
 @pytest.mark.parametrize("content", ["", "nothing", "9" * 4000])
 def test_what_is_no_claim_counts_for_nothing(node: Path, content: str) -> None:
     with opened("1GiB"):
-        (node / share.FOLDER / "1-1").write_text(content)
-        (node / share.FOLDER / "2-1").mkdir()
+        (node / share.CLAIMS_FOLDER / "1-1").write_text(content)
+        (node / share.CLAIMS_FOLDER / "2-1").mkdir()
         assert default() == 15 * GiB
-    (node / share.FOLDER / "2-1").rmdir()
+    (node / share.CLAIMS_FOLDER / "2-1").rmdir()
 
 
 def test_without_a_directory_of_its_own_each_process_is_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

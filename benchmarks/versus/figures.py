@@ -64,7 +64,7 @@ class Figure:
         return Row(self.id, pick(self.ours), self.unit, floor=self.floor, peer=pick(self.theirs))
 
 
-class Turns:
+class Alternation:
     """Asks both sides the same. Who is first changes with every question."""
 
     def __init__(self, ours: Asked, theirs: Asked) -> None:
@@ -79,7 +79,7 @@ class Turns:
         return answers[id(self.ours)], answers[id(self.theirs)]
 
 
-def matching(turns: Turns, sizes: Sizes) -> Iterator[Figure]:
+def matching(turns: Alternation, sizes: Sizes) -> Iterator[Figure]:
     """Look-ups of a long prompt in an index of four, and room for 256 tokens where there is none."""
     tokens = sizes.match_tokens
     turns.ask("open", shape=LEAST, tokens=tokens, room_tokens=4 * tokens)
@@ -101,7 +101,7 @@ def matching(turns: Turns, sizes: Sizes) -> Iterator[Figure]:
     turns.ask("close")
 
 
-def through_host(turns: Turns, sizes: Sizes) -> Iterator[Figure]:
+def through_host(turns: Alternation, sizes: Sizes) -> Iterator[Figure]:
     """A prompt out of an engine's pages into host memory and back, in a tier that is full."""
     turns.ask("open", shape=sizes.shape, tokens=sizes.tokens, room_tokens=sizes.tokens * 5 // 2)
     stored, retrieved = [], []
@@ -114,7 +114,7 @@ def through_host(turns: Turns, sizes: Sizes) -> Iterator[Figure]:
     yield _rates("host/retrieve", retrieved, "seconds", "seconds", sizes, floor)
 
 
-def through_disk(turns: Turns, sizes: Sizes, directory: Path) -> Iterator[Figure]:
+def through_disk(turns: Alternation, sizes: Sizes, directory: Path) -> Iterator[Figure]:
     """A prompt to the drive, and another one back that has left memory, by each of LMCache's paths."""
     for path, direct in PATHS.items():
         floor = drive_rate(directory) / 1e9
@@ -141,7 +141,7 @@ def through_disk(turns: Turns, sizes: Sizes, directory: Path) -> Iterator[Figure
         yield _rates(f"disk/retrieve/{path}", retrieved, "seconds", "seconds", sizes, floor)
 
 
-def through_redis(turns: Turns, sizes: Sizes, url: str, *, native: bool = False) -> Iterator[Figure]:
+def through_redis(turns: Alternation, sizes: Sizes, url: str, *, native: bool = False) -> Iterator[Figure]:
     """A prompt to a server, until it can be found there, and another one back that has left memory. `native`: by
     LMCache's client in C++."""
     path = "/native" if native else ""
@@ -159,7 +159,7 @@ def through_redis(turns: Turns, sizes: Sizes, url: str, *, native: bool = False)
     yield Figure(f"redis/retrieve{path}", "GB/s", *rates)
 
 
-def asking_redis(turns: Turns, sizes: Sizes, url: str, *, native: bool = False) -> Iterator[Figure]:
+def asking_redis(turns: Alternation, sizes: Sizes, url: str, *, native: bool = False) -> Iterator[Figure]:
     """How long a process that has just begun takes to know that a server has all of a long prompt."""
     tokens = sizes.match_tokens
     turns.ask("open", shape=LEAST, tokens=tokens, room_tokens=2 * tokens, url=url, native=native)

@@ -12,8 +12,8 @@ import torch
 import kvcache
 from kvcache.block.record import record_bytes
 from kvcache.cache.cache import Cache
-from kvcache.cache.request import BoundCache
-from kvcache.transfer.copier import Copiers
+from kvcache.cache.request import CacheNamespace
+from kvcache.transfer.copier import CopierRegistry
 from kvcache.transfer.pinned import address_of
 from versus.work import BLOCK_TOKENS, KEPT_ON_DISK, LEAST, Pages, Shape, own_bytes, prompt
 from versus.worker import serve
@@ -48,12 +48,12 @@ class Ours:
         nvme: dict[str, Any] = {"enabled": False}
         if directory:
             kept = KEPT_ON_DISK * tokens // BLOCK_TOKENS * record_bytes(self._block_bytes)
-            nvme = {"path": directory, "capacity_bytes": kept, "free_floor_bytes": 0}
+            nvme = {"path": directory, "capacity_bytes": kept, "min_free_bytes": 0}
         self._settings: dict[str, Any] = {
             "host": {"capacity_bytes": host},
             "nvme": nvme,
             "redis": {"enabled": True, "url": url} if url else {},
-            "flow": {"ask_deadline_s": DEADLINE_S, "queue_blocks": 1 << 15},  # more than any prompt here has
+            "flow": {"lookup_timeout_s": DEADLINE_S, "queue_blocks": 1 << 15},  # more than any prompt here has
             "control": {"enabled": False},
             # As LMCache's: `hazard` may keep what is there, and take in nothing of prompts that are never used again.
             "evict": {"policy": "lru"},
@@ -70,11 +70,11 @@ class Ours:
         cache = kvcache.open(**self._settings)
         assert isinstance(cache, Cache)
         threads = torch.get_num_threads()
-        cache.copiers = Copiers(lambda call: call(), threads=threads)  # no setting: only a comparison wants one
+        cache.copiers = CopierRegistry(lambda call: call(), threads=threads)  # no setting: only a comparison wants one
         self._cache = cache
         self._bound = self._namespace("")
 
-    def _namespace(self, salt: str) -> BoundCache:
+    def _namespace(self, salt: str) -> CacheNamespace:
         return self._cache.namespace(self._layout, model="Llama-3-8B", revision="1", cache_salt=salt)
 
     def store(self, seed: int) -> dict[str, float]:
@@ -147,11 +147,11 @@ class Ours:
     def evict(self, runs: int, tokens: int) -> list[float]:
         """Seconds to find room for so many tokens in a full host tier."""
         assert self._cache.host.room(record_bytes(self._block_bytes)) == 0, "the host tier is not full"
-        flow, times = self._cache.flow, []
-        before = flow.index.tick()
+        tier_manager, times = self._cache.tier_manager, []
+        before = tier_manager.index.tick()
         for _ in range(runs):
             begun = time.perf_counter()
-            slots = flow.slots(tokens // BLOCK_TOKENS, self._block_bytes, "default", before=before)
+            slots = tier_manager.slots(tokens // BLOCK_TOKENS, self._block_bytes, "default", before=before)
             times.append(time.perf_counter() - begun)
             assert len(slots) == tokens // BLOCK_TOKENS
             self._taken += slots

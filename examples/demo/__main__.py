@@ -14,7 +14,7 @@ import typer
 from kvcache.cli.main import run
 
 if TYPE_CHECKING:
-    from examples.demo.stage import Wish
+    from examples.demo.stage import DemoOptions
 
 
 class Dtype(str, Enum):
@@ -47,13 +47,13 @@ def demo(
     where: Annotated[str | None, typer.Option("--where", hidden=True)] = None,
 ) -> None:
     """Play a planner, a critic and an executor that share a long prompt: without the cache, cold, warm, restarted."""
-    from examples.demo.run import served
-    from examples.demo.stage import Wish, serve_child
+    from examples.demo.run import run_daemon
+    from examples.demo.stage import DemoOptions, run_child
 
-    with _place(directory) as place, served(place) if daemon else nullcontext(where) as there:
-        wish = Wish(directory=place, model=model, dtype=dtype.value, prompts=prompts, quick=quick, where=there)
+    with _place(directory) as place, run_daemon(place) if daemon else nullcontext(where) as there:
+        wish = DemoOptions(directory=place, model=model, dtype=dtype.value, prompts=prompts, quick=quick, where=there)
         if child:
-            serve_child(wish)
+            run_child(wish)
         elif broken:
             _break(wish, json)
         else:
@@ -74,26 +74,26 @@ def _place(directory: Path | None) -> Iterator[Path]:
         yield Path(made)
 
 
-def _play(wish: Wish, json: Path | None, plot: Path | None) -> None:
+def _play(wish: DemoOptions, json: Path | None, plot: Path | None) -> None:
     from rich.console import Console
 
     from examples.demo import show
-    from examples.demo.show import draw
-    from examples.demo.stage import Stage
+    from examples.demo.show import draw_plot
+    from examples.demo.stage import DemoEnvironment
     from kvcache.machine import cache_directory
 
     plot = plot or cache_directory() / "demo.png"
     show.check_targets(json, plot)
     console = Console(highlight=False)
     with console.status(f"loading {wish.model}"):
-        stage = Stage(wish)
+        stage = DemoEnvironment(wish)
     for note in stage.notes:
         console.print(note, style="dim", markup=False)
-    passes = show.follow(console, stage.passes(), stage.calls)
+    passes = show.run_passes(console, stage.passes(), stage.calls)
     console.print()
     console.print(show.summary(passes))
     console.print(show.explanation(passes), style="dim")
-    draw(passes, plot)
+    draw_plot(passes, plot)
     console.print(f"plot: {plot}", markup=False, soft_wrap=True)
     if json is not None:
         show.write(json, wish, stage.notes, passes)
@@ -104,17 +104,17 @@ def _play(wish: Wish, json: Path | None, plot: Path | None) -> None:
         raise typer.Exit(1)
 
 
-def _break(wish: Wish, json: Path | None) -> None:
+def _break(wish: DemoOptions, json: Path | None) -> None:
     from rich.console import Console
 
     from examples.demo import breaking
-    from examples.demo.breaking import Breaking
-    from examples.demo.stage import Stage
+    from examples.demo.breaking import FaultInjector
+    from examples.demo.stage import DemoEnvironment
 
     console = Console(highlight=False)
     with console.status(f"loading {wish.model}"):
-        stage = Stage(wish)
-    tried = breaking.follow(console, Breaking(stage, wish.directory).trials())
+        stage = DemoEnvironment(wish)
+    tried = breaking.run_trials(console, FaultInjector(stage, wish.directory).trials())
     said, sound = breaking.verdict(tried)
     if json is not None:
         breaking.write(json, tried)

@@ -24,8 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 import kvcache
-from examples.demo.run import environment, shared
-from examples.demo.stage import Stage
+from examples.demo.run import environment, shared_text
+from examples.demo.stage import DemoEnvironment
 from kvcache.tier.nvme import NvmeTier
 
 # A drive so small that it is soon full: a file system in a file, mounted for as long as it is needed.
@@ -72,11 +72,11 @@ def _why_not() -> str:
 SHARED_TOKENS = 800
 _QUESTION = "\nQuestion: what is a block?\nAnswer:"
 _MIB = 1 << 20
-_WRITER = "import sys; from examples.demo.breaking import keep_writing; keep_writing(sys.argv[1])"
+_WRITER = "import sys; from examples.demo.breaking import store_forever; store_forever(sys.argv[1])"
 
 
 @dataclass(slots=True)
-class Trial:
+class FaultTrial:
     """One answer. `came`: prompt tokens by the tier they came from. `noticed`: what the cache counted."""
 
     fault: str
@@ -93,22 +93,22 @@ class Trial:
         return sum(self.came.values())
 
 
-class Breaking:
-    def __init__(self, stage: Stage, place: Path) -> None:
+class FaultInjector:
+    def __init__(self, stage: DemoEnvironment, place: Path) -> None:
         self._stage, self._place, self._path = stage, place, place / "nvme"
-        text = "".join(shared(stage.tokenizer, SHARED_TOKENS).values())
+        text = "".join(shared_text(stage.tokenizer, SHARED_TOKENS).values())
         self._prompt = stage.tokenizer.encode(text + _QUESTION)
         layout = stage.model.layout
         self._blocks = len(self._prompt) // layout.block_tokens
         self._store_bytes = self._blocks * (layout.block_bytes(layout.groups[0].whole) + 8192)
 
-    def trials(self) -> Iterator[Trial]:
+    def trials(self) -> Iterator[FaultTrial]:
         """The answer without a cache first, with which the others are to agree."""
-        yield self._ask(Trial("none", "no cache"), None)
+        yield self._ask(FaultTrial("none", "no cache"), None)
         with self._cache() as cache:
-            yield self._ask(Trial("none", "an empty cache, which stores"), cache)
+            yield self._ask(FaultTrial("none", "an empty cache, which stores"), cache)
         for fault, breaking in FAULTS.items():
-            trial = Trial(fault, breaking(self))
+            trial = FaultTrial(fault, breaking(self))
             with self._cache() as cache:
                 self._ask(trial, cache)  # and what was lost is stored again, for the next one
             yield self._audit(trial, self._path)
@@ -121,7 +121,7 @@ class Breaking:
             "path": str(path or self._path),
             "capacity_bytes": capacity_bytes or 4 * self._store_bytes + 64 * _MIB,
             "segment_bytes": 8 * _MIB,
-            "free_floor_bytes": 0,
+            "min_free_bytes": 0,
         }
         cache = kvcache.open(nvme=nvme, control={"enabled": False})
         try:
@@ -129,7 +129,7 @@ class Breaking:
         finally:
             cache.close()
 
-    def _ask(self, trial: Trial, cache: kvcache.KVCache | None) -> Trial:
+    def _ask(self, trial: FaultTrial, cache: kvcache.KVCache | None) -> FaultTrial:
         engine = self._stage.engine(cache)
         begun = time.monotonic()
         [result] = engine.generate([self._prompt], self._stage.params)
@@ -137,10 +137,10 @@ class Breaking:
         trial.prompt_tokens, trial.came, trial.token_ids = result.prompt_tokens, dict(result.reused), result.token_ids
         if cache is not None:
             cache.flush()
-            trial.noticed = _noticed(cache.stats()["counters"])
+            trial.noticed = _fault_counters(cache.stats()["counters"])
         return trial
 
-    def _audit(self, trial: Trial, path: Path) -> Trial:
+    def _audit(self, trial: FaultTrial, path: Path) -> FaultTrial:
         """What a scrub leaves of the store is sound."""
         tier = NvmeTier(str(path), capacity_bytes=1 << 60)
         try:
@@ -152,20 +152,20 @@ class Breaking:
             tier.close()
         return trial
 
-    def _full(self) -> Trial:
+    def _full(self) -> FaultTrial:
         """A drive with room for half of the blocks."""
         with small_drive(self._place, self._store_bytes // 2 + 8 * _MIB) as (drive, how):
             if drive is not None:
-                trial = Trial("the drive is full", f"{how} for {self._store_bytes >> 20} MiB of blocks")
+                trial = FaultTrial("the drive is full", f"{how} for {self._store_bytes >> 20} MiB of blocks")
                 path, capacity = drive / "nvme", 0
             else:
-                trial = Trial("the drive is full", f"a capacity for half of the blocks ({how})")
+                trial = FaultTrial("the drive is full", f"a capacity for half of the blocks ({how})")
                 path, capacity = self._place / "half", self._store_bytes // 2 + 8 * _MIB
             with self._cache(path, capacity) as cache:  # stores what fits
                 engine = self._stage.engine(cache)
                 engine.generate([self._prompt], self._stage.params)
                 cache.flush()
-                noticed = _noticed(cache.stats()["counters"])
+                noticed = _fault_counters(cache.stats()["counters"])
             with self._cache(path, capacity) as cache:
                 self._ask(trial, cache)
             trial.noticed = {**trial.noticed, **noticed}
@@ -216,10 +216,10 @@ class Breaking:
         tier = NvmeTier(str(self._path), capacity_bytes=1 << 60)
         try:
             chain = [address for address in tier.scan() if address.namespace == self._namespace()]
-            found = tier.ledger.find(chain[min(block, len(chain) - 1)])
+            found = tier.catalog.find(chain[min(block, len(chain) - 1)])
             assert found is not None, "a scan tells what is there"
             segment, slot, entry = found
-            name = tier.ledger.files.path(segment.number)
+            name = tier.catalog.files.path(segment.number)
             return Path(name), slot * segment.slot_bytes, entry.record_bytes
         finally:
             tier.close()
@@ -231,16 +231,16 @@ class Breaking:
             return cache.namespace(model.layout, model=name, revision=model.revision, facts=model.facts).id
 
 
-FAULTS: Mapping[str, Callable[[Breaking], str]] = {
-    "a flipped bit": Breaking.flip,
-    "a truncated record": Breaking.truncate,
-    "a lost file": Breaking.lose,
-    "a killed writer": Breaking.kill,
-    "a damaged journal": Breaking.spoil,
+FAULTS: Mapping[str, Callable[[FaultInjector], str]] = {
+    "a flipped bit": FaultInjector.flip,
+    "a truncated record": FaultInjector.truncate,
+    "a lost file": FaultInjector.lose,
+    "a killed writer": FaultInjector.kill,
+    "a damaged journal": FaultInjector.spoil,
 }
 
 
-def _noticed(counters: Mapping[str, Any]) -> dict[str, int]:
+def _fault_counters(counters: Mapping[str, Any]) -> dict[str, int]:
     """What of the statistics tells of something that is not as it should be."""
     found: dict[str, int] = {}
     for name in ("refused_records", "load_failures", "write_failures", "drops"):
@@ -249,12 +249,12 @@ def _noticed(counters: Mapping[str, Any]) -> dict[str, int]:
     return found
 
 
-def keep_writing(path: str) -> None:
+def store_forever(path: str) -> None:
     """Store one prompt after the other into a directory, a line a prompt, until somebody kills this process."""
     layout = kvcache.KVLayout.mha(layers=4, kv_heads=4, head_dim=64, dtype="fp32")
     tensors = np.random.default_rng(0).random((4, 2, 32, 16, 4, 64), np.float32)
     pages = [kvcache.GroupPages.from_tensors(layout, list(tensors), axes=("kv", "page", "token", "head", "dim"))]
-    nvme = {"path": path, "capacity_bytes": 256 * _MIB, "segment_bytes": 8 * _MIB, "free_floor_bytes": 0}
+    nvme = {"path": path, "capacity_bytes": 256 * _MIB, "segment_bytes": 8 * _MIB, "min_free_bytes": 0}
     cache = kvcache.open(nvme=nvme, control={"enabled": False})
     bound = cache.namespace(layout, model="writer", revision="1")
     for batch in range(1 << 30):
@@ -269,9 +269,9 @@ def keep_writing(path: str) -> None:
 _COLUMNS = ("what broke", "how", "loaded", "computed", "noticed", "answer")
 
 
-def follow(console: Console, trials: Iterable[Trial]) -> list[Trial]:
+def run_trials(console: Console, trials: Iterable[FaultTrial]) -> list[FaultTrial]:
     """Try them all, and tell what is tried; then the table."""
-    tried: list[Trial] = []
+    tried: list[FaultTrial] = []
     with console.status("asking without a cache") as status:
         for trial in trials:
             tried.append(trial)
@@ -292,7 +292,7 @@ def follow(console: Console, trials: Iterable[Trial]) -> list[Trial]:
     return tried
 
 
-def verdict(tried: list[Trial]) -> tuple[str, bool]:
+def verdict(tried: list[FaultTrial]) -> tuple[str, bool]:
     """Whether all is as it must be, in words."""
     others = [trial.fault for trial in tried if trial.token_ids != tried[0].token_ids]
     unsound = [f"{trial.fault}: {fault}" for trial in tried for fault in trial.faults]
@@ -307,6 +307,6 @@ def verdict(tried: list[Trial]) -> tuple[str, bool]:
     )
 
 
-def write(path: Path, tried: list[Trial]) -> None:
+def write(path: Path, tried: list[FaultTrial]) -> None:
     document = {"same_answers": verdict(tried)[1], "trials": [asdict(trial) for trial in tried]}
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

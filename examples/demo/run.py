@@ -20,7 +20,7 @@ import numpy as np
 
 import kvcache
 from kvcache.engine.engine import Engine
-from kvcache.engine.sampling import Params
+from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.tokenizer import Tokenizer
 from kvcache.errors import ConfigError, StoreError
 
@@ -40,7 +40,7 @@ Script = Generator[Prompt, list[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScriptStep:
     """One call: `message` may name earlier answers in braces; the answer is known as `answer` from then on."""
 
     agent: str
@@ -48,31 +48,31 @@ class Step:
     answer: str
 
 
-REQUEST = (
+USER_REQUEST = (
     "Our three assistants read the same long instructions before every answer, and each of our servers computes them "
     "again. Set up kvcache so that they are computed once, even after a restart."
 )
 
-STEPS: Sequence[Step] = (
-    Step("planner", f"You are the planner. The user asks: {REQUEST} Which steps are needed?", "plan"),
-    Step("critic", "You are the critic. The plan is: {plan} What is its weakest step?", "doubt"),
-    Step("planner", "The critic says: {doubt} Give the plan again, with that step made better.", "better"),
-    Step("executor", "You are the executor. The plan is: {better} Carry out the first step.", "first"),
-    Step("executor", "Now the second step: choose the tiers.", "second"),
-    Step("critic", "The executor did this: {first} And this: {second} What is missing?", "missing"),
-    Step("executor", "The critic says: {missing} Add what is missing.", "third"),
-    Step("executor", "Now test it: restart the server, and tell what you see.", "test"),
-    Step("critic", "The executor reports: {third} And: {test} Is the user's request met?", "verdict"),
-    Step("planner", "The critic's verdict: {verdict} Write the final answer for the user.", "final"),
+SCRIPT_STEPS: Sequence[ScriptStep] = (
+    ScriptStep("planner", f"You are the planner. The user asks: {USER_REQUEST} Which steps are needed?", "plan"),
+    ScriptStep("critic", "You are the critic. The plan is: {plan} What is its weakest step?", "doubt"),
+    ScriptStep("planner", "The critic says: {doubt} Give the plan again, with that step made better.", "better"),
+    ScriptStep("executor", "You are the executor. The plan is: {better} Carry out the first step.", "first"),
+    ScriptStep("executor", "Now the second step: choose the tiers.", "second"),
+    ScriptStep("critic", "The executor did this: {first} And this: {second} What is missing?", "missing"),
+    ScriptStep("executor", "The critic says: {missing} Add what is missing.", "third"),
+    ScriptStep("executor", "Now test it: restart the server, and tell what you see.", "test"),
+    ScriptStep("critic", "The executor reports: {third} And: {test} Is the user's request met?", "verdict"),
+    ScriptStep("planner", "The critic's verdict: {verdict} Write the final answer for the user.", "final"),
 )
 
 
-def agents(tokenizer: Tokenizer, shared: Mapping[str, str]) -> Script:
+def agent_script(tokenizer: Tokenizer, shared_text: Mapping[str, str]) -> Script:
     """The multi-agent case; `shared` is what stands before every conversation, part by part."""
-    system = {"role": "system", "content": "\n\n".join(shared.values())}
-    talks: dict[str, list[dict[str, str]]] = {step.agent: [system] for step in STEPS}
+    system = {"role": "system", "content": "\n\n".join(shared_text.values())}
+    talks: dict[str, list[dict[str, str]]] = {step.agent: [system] for step in SCRIPT_STEPS}
     answers: dict[str, str] = {}
-    for step in STEPS:
+    for step in SCRIPT_STEPS:
         talk = talks[step.agent]
         talk.append({"role": "user", "content": step.message.format(**answers)})
         answer = tokenizer.decode((yield Prompt(step.agent, tokenizer.chat(talk))))
@@ -80,7 +80,7 @@ def agents(tokenizer: Tokenizer, shared: Mapping[str, str]) -> Script:
         answers[step.answer] = answer
 
 
-def recorded(prompts: Sequence[Prompt]) -> Script:
+def recorded_script(prompts: Sequence[Prompt]) -> Script:
     """Prompts that are known beforehand: no answer changes them."""
     for prompt in prompts:
         _ = yield prompt
@@ -90,7 +90,7 @@ TIERS = ("hbm", "host", "nvme")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ModelCall:
     """`reused`: prompt tokens that were not computed, by the tier they came from."""
 
     agent: str
@@ -107,13 +107,13 @@ class Call:
 
 
 @dataclass(slots=True)
-class Pass:
+class DemoPass:
     """`planned` calls, of which those in `calls` were played."""
 
     name: str
     about: str
     planned: int
-    calls: list[Call] = field(default_factory=list)
+    calls: list[ModelCall] = field(default_factory=list)
     start_s: float = 0.0  # of a new process: until it could take the first call; no part of any call
 
     @property
@@ -134,7 +134,7 @@ class Pass:
         """Between neighbours by distance, as numpy does."""
         return float(np.percentile([1000 * call.ttft_s for call in self.calls], percentile))
 
-    def times_faster(self, other: Pass, time: Literal["ttft_s", "total_s"]) -> float:
+    def times_faster(self, other: DemoPass, time: Literal["ttft_s", "total_s"]) -> float:
         """How many times faster than the other in all, over the calls that both played."""
         both = list(zip(self.calls, other.calls, strict=False))
         mine, theirs = (sum(getattr(pair[i], time) for pair in both) for i in (0, 1))
@@ -154,7 +154,7 @@ class Pass:
         }
 
 
-def play(script: Script, engine: Engine, tokenizer: Tokenizer, params: Params) -> Iterator[Call]:
+def run_script(script: Script, engine: Engine, tokenizer: Tokenizer, params: SamplingParams) -> Iterator[ModelCall]:
     """Each call as it ends; a caller that stops asking ends the play."""
     answer: list[int] | None = None
     while True:
@@ -164,7 +164,7 @@ def play(script: Script, engine: Engine, tokenizer: Tokenizer, params: Params) -
             return
         [result] = engine.generate([prompt.token_ids], params)
         answer = result.token_ids
-        yield Call(
+        yield ModelCall(
             agent=prompt.agent,
             prompt_tokens=result.prompt_tokens,
             reused=result.reused,
@@ -175,7 +175,7 @@ def play(script: Script, engine: Engine, tokenizer: Tokenizer, params: Params) -
         )
 
 
-def within(calls: Iterator[Call], budget_s: float | None) -> Iterator[Call]:
+def within_budget(calls: Iterator[ModelCall], budget_s: float | None) -> Iterator[ModelCall]:
     """The calls that begin before the budget is spent; at least one."""
     end = None if budget_s is None else time.monotonic() + budget_s
     for call in calls:
@@ -184,7 +184,7 @@ def within(calls: Iterator[Call], budget_s: float | None) -> Iterator[Call]:
             return
 
 
-def differences(passes: Sequence[Pass]) -> list[str]:
+def differences(passes: Sequence[DemoPass]) -> list[str]:
     """Where a pass answered otherwise than the first did: its first such call, one line a pass."""
     found = []
     for other in passes[1:]:
@@ -250,7 +250,7 @@ def environment() -> dict[str, str]:
 
 
 @contextmanager
-def served(directory: Path) -> Iterator[str]:
+def run_daemon(directory: Path) -> Iterator[str]:
     """Where it listens. Its drive is `directory`."""
     with tempfile.TemporaryDirectory(prefix="kvcache-") as place:
         words = [sys.executable, "-m", "kvcache.cli.main", "daemon", "--socket", f"{place}/demo.socket"]
@@ -278,7 +278,7 @@ _RULES = "You work in a team of three agents: a planner, a critic and an executo
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class DocPage:
     """The documentation of one module, class or function."""
 
     kind: type[ast.AST]
@@ -291,26 +291,28 @@ class Page:
         return self.text.partition("\n\n")[0].replace("\n", " ")
 
 
-def pages() -> Iterator[Page]:
+def doc_pages() -> Iterator[DocPage]:
     """What is documented in the package, module by module in order of name."""
     for path in sorted(_PACKAGE.rglob("*.py")):
-        parts = path.relative_to(_PACKAGE.parent).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        text_parts = path.relative_to(_PACKAGE.parent).with_suffix("").parts
+        name = ".".join(text_parts[:-1] if text_parts[-1] == "__init__" else text_parts)
         yield from _pages(name, ast.parse(path.read_text(encoding="utf-8")))
 
 
-def _pages(name: str, node: ast.Module | ast.ClassDef | ast.FunctionDef) -> Iterator[Page]:
+def _pages(name: str, node: ast.Module | ast.ClassDef | ast.FunctionDef) -> Iterator[DocPage]:
     text = ast.get_docstring(node)
     if text:
-        yield Page(type(node), f"{name}({ast.unparse(node.args)})" if isinstance(node, ast.FunctionDef) else name, text)
+        yield DocPage(
+            type(node), f"{name}({ast.unparse(node.args)})" if isinstance(node, ast.FunctionDef) else name, text
+        )
     for inner in node.body:
         if isinstance(inner, (ast.ClassDef, ast.FunctionDef)) and not inner.name.startswith("_"):
             yield from _pages(f"{name}.{inner.name}", inner)
 
 
-def parts() -> dict[str, str]:
+def text_parts() -> dict[str, str]:
     """The three parts, each longer than it will be."""
-    every = list(pages())
+    every = list(doc_pages())
     modules = [page for page in every if page.kind is ast.Module]
     functions = [page for page in every if page.kind is ast.FunctionDef]
     return {
@@ -320,10 +322,12 @@ def parts() -> dict[str, str]:
     }
 
 
-def shared(tokenizer: Tokenizer, tokens: int = SHARED_TOKENS) -> dict[str, str]:
+def shared_text(tokenizer: Tokenizer, tokens: int = SHARED_TOKENS) -> dict[str, str]:
     """The three parts, cut to their share of `tokens`."""
     whole = sum(PROPORTION.values())
-    return {name: _cut(tokenizer, name, text, tokens * PROPORTION[name] // whole) for name, text in parts().items()}
+    return {
+        name: _cut(tokenizer, name, text, tokens * PROPORTION[name] // whole) for name, text in text_parts().items()
+    }
 
 
 def _cut(tokenizer: Tokenizer, name: str, text: str, tokens: int) -> str:

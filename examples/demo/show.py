@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 from rich.text import Text
 
-from examples.demo.run import TIERS, Call, Pass, differences
-from examples.demo.stage import Wish
+from examples.demo.run import TIERS, DemoPass, ModelCall, differences
+from examples.demo.stage import DemoOptions
 from kvcache.errors import ConfigError
 
 PUBLISHED_SAVED = "85 to 95 %"
@@ -25,7 +25,7 @@ STYLES = {"hbm": "green", "host": "cyan", "nvme": "magenta"}
 _WIDTHS = (("call", 7), ("agent", 9), ("prompt", 8), *((tier, 7) for tier in TIERS), ("first token", 13))
 
 
-def follow(console: Console, passes: Iterator[tuple[Pass, Iterator[Call]]], calls: int) -> list[Pass]:
+def run_passes(console: Console, passes: Iterator[tuple[DemoPass, Iterator[ModelCall]]], calls: int) -> list[DemoPass]:
     """Play the passes to their end, a row a call, and give them back."""
     played = []
     columns = (
@@ -36,28 +36,28 @@ def follow(console: Console, passes: Iterator[tuple[Pass, Iterator[Call]]], call
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        for this, coming in passes:
+        for this, calls_to_come in passes:
             task = progress.add_task(this.name, total=calls)
-            progress.console.print(_head(this))
-            for call in coming:
+            progress.console.print(_pass_header(this))
+            for call in calls_to_come:
                 this.calls.append(call)
                 progress.console.print(_row(this, call), no_wrap=True, overflow="ellipsis", crop=True)
                 progress.advance(task)
             progress.remove_task(task)
-            for line in _foot(this):
+            for line in _pass_footer(this):
                 progress.console.print(line)
             played.append(this)
     return played
 
 
-def _head(this: Pass) -> Text:
+def _pass_header(this: DemoPass) -> Text:
     text = Text(f"\n{this.name}: {this.about}\n", style="bold")
     for title, width in _WIDTHS:
         text.append(title.ljust(width) if title == "agent" else title.rjust(width - 2) + "  ", style="dim not bold")
     return text.append("answer", style="dim not bold")
 
 
-def _row(this: Pass, call: Call) -> Text:
+def _row(this: DemoPass, call: ModelCall) -> Text:
     texts = {
         "call": f"{len(this.calls)}/{this.planned}",
         "agent": _line(call.agent),
@@ -78,14 +78,14 @@ def _line(text: str) -> str:
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
-def _foot(this: Pass) -> Iterator[Text]:
+def _pass_footer(this: DemoPass) -> Iterator[Text]:
     if len(this.calls) < this.planned:
         yield Text(f"stopped after {len(this.calls)} of {this.planned} calls (--quick)", style="yellow")
     if this.start_s:
         yield Text(f"the process took {this.start_s:.1f} s to start and load the model: in no figure", style="dim")
 
 
-def summary(passes: Sequence[Pass]) -> Table:
+def summary(passes: Sequence[DemoPass]) -> Table:
     """A row a pass, and one of what has been published about prefix caching for agents."""
     table = Table(title="Summary", title_justify="left", title_style="bold", box=None, pad_edge=False)
     table.add_column("pass", no_wrap=True)
@@ -117,7 +117,7 @@ def summary(passes: Sequence[Pass]) -> Table:
     return table
 
 
-def explanation(passes: Sequence[Pass]) -> str:
+def explanation(passes: Sequence[DemoPass]) -> str:
     """What the figures of the summary mean, for those who do not know."""
     played = len(passes[0].calls)
     compared = "all calls" if played == passes[0].planned else f"the first {played} calls, which every pass played"
@@ -134,7 +134,7 @@ _PASSES = ("#4d4d4d", "#d55e00", "#009e73", "#0072b2")
 _SOURCES = {"computed": "#bdbdbd", "hbm": "#009e73", "host": "#56b4e9", "nvme": "#cc79a7"}
 
 
-def draw(passes: Sequence[Pass], path: Path) -> None:
+def draw_plot(passes: Sequence[DemoPass], path: Path) -> None:
     """Write the picture, in the format that the name ends with."""
     import matplotlib as mpl
 
@@ -150,7 +150,7 @@ def draw(passes: Sequence[Pass], path: Path) -> None:
     plt.close(figure)
 
 
-def _draw_times(axes: Any, passes: Sequence[Pass]) -> None:
+def _draw_times(axes: Any, passes: Sequence[DemoPass]) -> None:
     for this, colour in zip(passes, _PASSES, strict=True):
         numbers = range(1, len(this.calls) + 1)
         axes.plot(numbers, [1000 * c.ttft_s for c in this.calls], "o-", color=colour, markersize=4, label=this.name)
@@ -161,7 +161,7 @@ def _draw_times(axes: Any, passes: Sequence[Pass]) -> None:
     axes.legend(frameon=False, fontsize="small")
 
 
-def _draw_sources(axes: Any, passes: Sequence[Pass]) -> None:
+def _draw_sources(axes: Any, passes: Sequence[DemoPass]) -> None:
     """A stacked bar a pass: the parts of its prompt tokens, the computed one first."""
     left = [0.0] * len(passes)
     for source, colour in _SOURCES.items():
@@ -173,7 +173,7 @@ def _draw_sources(axes: Any, passes: Sequence[Pass]) -> None:
     axes.legend(frameon=False, fontsize="small", ncols=1 + len(TIERS), loc="upper center", bbox_to_anchor=(0.5, -0.18))
 
 
-def _percent(this: Pass, source: str) -> float:
+def _percent(this: DemoPass, source: str) -> float:
     if source == "computed":
         return 100 * (1 - this.saved)
     return 100 * sum(call.reused.get(source, 0) for call in this.calls) / this.prompt_tokens
@@ -181,13 +181,13 @@ def _percent(this: Pass, source: str) -> float:
 
 # What a demo leaves behind: the judgement whether all passes answered alike, and a file of every call.
 
-PICTURES = (".png", ".svg", ".pdf")
+PICTURE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def check_targets(results: Path | None, plot: Path) -> None:
     """Refuse, before minutes are spent, files that could not be written at the end."""
-    if plot.suffix.lower() not in PICTURES:
-        raise ConfigError(f"--plot {plot}: expected a name that ends in {', '.join(PICTURES)}")
+    if plot.suffix.lower() not in PICTURE_SUFFIXES:
+        raise ConfigError(f"--plot {plot}: expected a name that ends in {', '.join(PICTURE_SUFFIXES)}")
     for option, path in (("--plot", plot), ("--json", results)):
         if path is not None and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
             raise ConfigError(f"{option} {path}: cannot be written; give a file in a directory that is there and yours")
@@ -195,7 +195,7 @@ def check_targets(results: Path | None, plot: Path) -> None:
         raise ModuleNotFoundError("No module named 'matplotlib'", name="matplotlib")
 
 
-def verdict(dtype: str, passes: Sequence[Pass]) -> tuple[str, bool]:
+def verdict(dtype: str, passes: Sequence[DemoPass]) -> tuple[str, bool]:
     """Whether the answers were the same in all passes, in words, and whether that is as it must be."""
     different = differences(passes)
     if not different:
@@ -206,7 +206,7 @@ def verdict(dtype: str, passes: Sequence[Pass]) -> tuple[str, bool]:
     return f"{found}. In {dtype} rounding may do that; only fp32 promises equal answers.", True
 
 
-def write(path: Path, wish: Wish, notes: Sequence[str], passes: Sequence[Pass]) -> None:
+def write(path: Path, wish: DemoOptions, notes: Sequence[str], passes: Sequence[DemoPass]) -> None:
     """Every call and figure, as JSON."""
     document = {
         "model": wish.model,

@@ -15,23 +15,23 @@ from pathlib import Path
 
 import kvcache
 from examples.demo.run import (
+    SCRIPT_STEPS,
     SHARED_TOKENS,
-    STEPS,
-    Call,
-    Pass,
+    DemoPass,
+    ModelCall,
     Prompt,
     Script,
-    agents,
+    agent_script,
     environment,
-    play,
     read_prompts,
-    recorded,
-    shared,
-    within,
+    recorded_script,
+    run_script,
+    shared_text,
+    within_budget,
 )
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import load_model
-from kvcache.engine.sampling import Params
+from kvcache.engine.sampling import SamplingParams
 from kvcache.engine.tokenizer import Tokenizer
 from kvcache.errors import ConfigError
 
@@ -41,7 +41,7 @@ _QUICK_BUDGET_S = 40.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DemoOptions:
     """What was asked for on the command line."""
 
     directory: Path
@@ -70,22 +70,22 @@ class Wish:
         return [*options, "--quick"] if self.quick else options
 
 
-class Stage:
+class DemoEnvironment:
     """Loads the model. `notes`: what a spectator must know about what is played."""
 
-    def __init__(self, wish: Wish) -> None:
+    def __init__(self, wish: DemoOptions) -> None:
         self.wish = wish
         self.notes: list[str] = []
         self.model = load_model(wish.model, dtype=wish.dtype)
         self.tokenizer = Tokenizer(self.model.directory)
-        self.params = Params(max_tokens=wish.answer_tokens)
+        self.params = SamplingParams(max_tokens=wish.answer_tokens)
         self._shared: dict[str, str] = {}
         self._recorded: list[Prompt] = []
         if wish.prompts is None:
             self._agents()
         else:
             self._read(wish.prompts)
-        self.calls = len(self._recorded) or len(STEPS)
+        self.calls = len(self._recorded) or len(SCRIPT_STEPS)
         if wish.quick:
             self.notes.append(
                 f"--quick: answers of {wish.answer_tokens} tokens; without the cache no call begins after "
@@ -98,9 +98,10 @@ class Stage:
                 f"--model {self.wish.model}: holds {self.model.max_tokens} tokens, the agents need {_AGENTS_TOKENS}: "
                 "give another model, or --prompts with shorter ones"
             )
-        self._shared = shared(self.tokenizer)
+        self._shared = shared_text(self.tokenizer)
         self.notes.append(
-            f"{len(STEPS)} calls of {len({step.agent for step in STEPS})} agents for one user request; they share "
+            f"{len(SCRIPT_STEPS)} calls of {len({step.agent for step in SCRIPT_STEPS})} agents for one user request; "
+            f"they share "
             f"{SHARED_TOKENS:,} tokens of this project's documentation: {', '.join(self._shared)} as 2 : 3 : 5"
         )
 
@@ -116,7 +117,7 @@ class Stage:
             self.notes.append(f"--quick: only the first {_QUICK_PROMPTS} of them")
 
     def script(self) -> Script:
-        return recorded(self._recorded) if self._recorded else agents(self.tokenizer, self._shared)
+        return recorded_script(self._recorded) if self._recorded else agent_script(self.tokenizer, self._shared)
 
     def open(self) -> kvcache.KVCache:
         if self.wish.where is not None:
@@ -127,13 +128,13 @@ class Stage:
         pages = -(-self.model.max_tokens // self.model.layout.block_tokens)
         return Engine(self.model, cache, pages=pages, name=self.wish.model)
 
-    def play(self, engine: Engine) -> Iterator[Call]:
-        return play(self.script(), engine, self.tokenizer, self.params)
+    def run_script(self, engine: Engine) -> Iterator[ModelCall]:
+        return run_script(self.script(), engine, self.tokenizer, self.params)
 
-    def passes(self) -> Iterator[tuple[Pass, Iterator[Call]]]:
+    def passes(self) -> Iterator[tuple[DemoPass, Iterator[ModelCall]]]:
         """The four passes, each with the calls to come: to be used up before the next one is asked for."""
         engine = self.engine(None)
-        yield self._pass("without", "without the cache"), within(self.play(engine), self.wish.budget_s)
+        yield self._pass("without", "without the cache"), within_budget(self.play(engine), self.wish.budget_s)
         cache = self.open()
         try:
             engine = self.engine(cache)
@@ -147,8 +148,8 @@ class Stage:
         last = self._pass("restarted", f"the same again in a new process, over what is {left}")
         yield last, _new_process(self.wish, last)
 
-    def _pass(self, name: str, about: str) -> Pass:
-        return Pass(name, about, self.calls)
+    def _pass(self, name: str, about: str) -> DemoPass:
+        return DemoPass(name, about, self.calls)
 
 
 def _holds(cache: kvcache.KVCache) -> str:
@@ -156,9 +157,9 @@ def _holds(cache: kvcache.KVCache) -> str:
     return f"holds {records:,} blocks of an earlier run" if records else "is empty"
 
 
-def serve_child(wish: Wish) -> None:
+def run_child(wish: DemoOptions) -> None:
     """In the new process: play over the directory as it is, one JSON line a call, an empty line first."""
-    stage = Stage(wish)
+    stage = DemoEnvironment(wish)
     cache = stage.open()
     try:
         engine = stage.engine(cache)
@@ -169,7 +170,7 @@ def serve_child(wish: Wish) -> None:
         cache.close()
 
 
-def _new_process(wish: Wish, whose: Pass) -> Iterator[Call]:
+def _new_process(wish: DemoOptions, whose: DemoPass) -> Iterator[ModelCall]:
     begun = time.monotonic()
     command = [sys.executable, "-m", "examples.demo", "--child", *wish.options()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as child:
@@ -178,7 +179,7 @@ def _new_process(wish: Wish, whose: Pass) -> Iterator[Call]:
             child.stdout.readline()
             whose.start_s = time.monotonic() - begun
             for line in child.stdout:
-                yield Call(**json.loads(line))
+                yield ModelCall(**json.loads(line))
         except BaseException:
             child.kill()
             raise

@@ -22,7 +22,7 @@ from kvcache.errors import TokenError
 SIGNATURE_BYTES = 32
 MIN_DIGEST_BYTES = 16
 _MAX_ID = 0xFFFF_FFFF
-_TRUTH = frozenset({bool, np.bool_})  # integers to Python and to older numpy, but no token ids
+_BOOL_TYPES = frozenset({bool, np.bool_})  # integers to Python and to older numpy, but no token ids
 
 BlockExtras = Sequence[tuple[bytes, bytes]]
 """(tag, data) pairs that are part of one block's identity beside its tokens, in the order in which they are hashed."""
@@ -73,7 +73,7 @@ class Chain:
         self.block_tokens = block_tokens
         self.head = self.namespace_id
         self.packed = b""
-        self.said = b""
+        self.client_signatures = b""
         """What a daemon's client calls its blocks, where the daemon binds that to the namespace."""
         self._tail = np.empty(0, np.uint32)
         self._tail_extras = b""
@@ -218,7 +218,7 @@ def _narrow(ids: NDArray[Any], first: int = 0) -> NDArray[np.uint32]:
     if len(rest) and (ids.dtype.kind == "i" or ids.dtype.itemsize > 4):
         wrong = (rest < 0) | (rest > _MAX_ID)
         if wrong.any():
-            raise _bad(first + int(wrong.argmax()), rest[int(wrong.argmax())])
+            raise _token_error(first + int(wrong.argmax()), rest[int(wrong.argmax())])
     return np.ascontiguousarray(rest, dtype="<u4")
 
 
@@ -242,10 +242,10 @@ def digest_chain(parent: bytes, tokens: NDArray[Any], block_tokens: int, extras:
     """
     if native.available():
         return native.core.digest_chain(parent, tokens, block_tokens, extras)
-    return plain_digest_chain(parent, tokens, block_tokens, extras)
+    return digest_chain_reference(parent, tokens, block_tokens, extras)
 
 
-def plain_digest_chain(parent: bytes, tokens: NDArray[Any], block_tokens: int, extras: list[bytes] | None) -> bytes:
+def digest_chain_reference(parent: bytes, tokens: NDArray[Any], block_tokens: int, extras: list[bytes] | None) -> bytes:
     """The twin of the native function."""
     if tokens.dtype == np.int64 and len(tokens) and (tokens.min() < 0 or tokens.max() > _MAX_ID):
         raise OverflowError("a token id that does not fit into 32 bits without a sign")
@@ -269,10 +269,10 @@ def bind_signatures(namespace_id: bytes, packed: bytes) -> bytes:
         raise TokenError(f"signatures of {len(packed)} bytes: expected a multiple of {SIGNATURE_BYTES}")
     if native.available():
         return native.core.bind_signatures(namespace_id, packed)
-    return plain_bind_signatures(namespace_id, packed)
+    return bind_signatures_reference(namespace_id, packed)
 
 
-def plain_bind_signatures(namespace_id: bytes, packed: bytes) -> bytes:
+def bind_signatures_reference(namespace_id: bytes, packed: bytes) -> bytes:
     """The twin of the native function."""
     return b"".join(sha256(namespace_id + signature).digest() for signature in Signatures(packed))
 
@@ -281,14 +281,14 @@ def _from_sequence(ids: Sequence[Any]) -> NDArray[np.uint32]:
     packed = native.core.token_ids(ids) if native.available() else None
     if packed is not None:
         return np.frombuffer(packed, "<u4")
-    if type(ids) is range or _TRUTH.isdisjoint(map(type, ids)):
+    if type(ids) is range or _BOOL_TYPES.isdisjoint(map(type, ids)):
         try:
             return np.asarray(array("I", ids)).astype("<u4", copy=False)
         except (TypeError, ValueError, OverflowError):
             pass  # found and named below
     for i, value in enumerate(ids):
-        if type(value) in _TRUTH or not _is_id(value):
-            raise _bad(i, value)
+        if type(value) in _BOOL_TYPES or not _is_id(value):
+            raise _token_error(i, value)
     raise TokenError(f"token ids in a {type(ids).__name__} that cannot be read; give a list")
 
 
@@ -299,13 +299,13 @@ def _is_id(value: Any) -> bool:
         return False
 
 
-def _bad(position: int, value: Any) -> TokenError:
+def _token_error(position: int, value: Any) -> TokenError:
     return TokenError(f"position {position} holds {value!r}: expected an integer from 0 to {_MAX_ID}")
 
 
 # The names that SGLang gives pages, for engines that share blocks with it: `docs/spec/key.md`, its page chain.
 
-IDENTITY = "sglang page chain: sha256(previous digest, token ids), seeded by adapter and salt"
+PAGE_CHAIN_ID = "sglang page chain: sha256(previous digest, token ids), seeded by adapter and salt"
 """The origin of these digests, as a namespace's facts name it."""
 
 

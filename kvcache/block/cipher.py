@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcache.block.record import ENCRYPTION, ENCRYPTION_BYTES, EXPIRY, KEYED_DIGEST, PARENT, Header, tagged
+from kvcache.block.record import ENCRYPTION, ENCRYPTION_BYTES, EXPIRY, KEYED_DIGEST, PARENT, Header, pack_tagged
 from kvcache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # The keyed digest of a record: that somebody who has the key wrote it, and nobody has changed it since. A record's
 # checksums guard against accident; this guards against those who can write where records lie.
 
-LEAST_BYTES = 32
+MIN_KEY_BYTES = 32
 _BEGIN, _END = 4, 112  # of the header: version to write id
 _SIGNED = (EXPIRY, ENCRYPTION)  # what is there of them, so that nobody takes it out, puts it in or changes it
 
@@ -38,18 +38,18 @@ def read_keys(file: str, setting: str) -> list[bytes]:
         raise ConfigError(f"{setting} = {file!r}: expected a key a line, in hexadecimal digits") from None
 
 
-class Signer:
+class RecordSigner:
     """The first key signs, each of them is believed: a new one is put before the old one until all know it."""
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         self._keys = keys
 
     @classmethod
-    def of(cls, file: str, setting: str) -> Signer:
+    def of(cls, file: str, setting: str) -> RecordSigner:
         """Of a file as `read_keys` reads it. ConfigError also where a key is too short."""
         keys = read_keys(file, setting)
-        if not keys or min(map(len, keys)) < LEAST_BYTES:
-            raise ConfigError(f"{setting} = {file!r}: expected keys of at least {2 * LEAST_BYTES} hexadecimal digits")
+        if not keys or min(map(len, keys)) < MIN_KEY_BYTES:
+            raise ConfigError(f"{setting} = {file!r}: expected keys of at least {2 * MIN_KEY_BYTES} hexadecimal digits")
         return cls(keys)
 
     def sign(self, head: bytes, header: Header, payload: Sequence[memoryview]) -> bytes:
@@ -65,7 +65,7 @@ class Signer:
     def _digest(key: bytes, head: bytes, header: Header, payload: Sequence[memoryview]) -> bytes:
         made = hmac.new(key, head[_BEGIN:_END], "sha256")
         made.update(header.fields.get(PARENT, b""))
-        made.update(tagged(header.fields, _SIGNED))
+        made.update(pack_tagged(header.fields, _SIGNED))
         for piece in payload:
             made.update(piece)
         return made.digest()
@@ -76,7 +76,7 @@ _STEP_BYTES = 1 << 20  # between two looks of other threads at the interpreter
 assert ID_BYTES + NONCE_BYTES + TAG_BYTES == ENCRYPTION_BYTES
 
 
-class Keys:
+class CipherKeys:
     """The first key encrypts, each of them decrypts: a new one is put before the old one, which stays for as long as
     there are records of it."""
 
@@ -88,7 +88,7 @@ class Keys:
         return f"Keys({', '.join(key.hex() for key in self._keys)})"  # ids, of which no key can be told
 
     @classmethod
-    def of(cls, file: str, setting: str) -> Keys:
+    def of(cls, file: str, setting: str) -> CipherKeys:
         """Of a file with a key a line, 64 hexadecimal digits; ConfigError, with nothing of the keys in it."""
         try:
             import cryptography  # noqa: F401  said here, and not when the first record is written
@@ -109,7 +109,7 @@ class Keys:
         made.finalize()
         return self._newest + nonce + made.tag
 
-    def knows(self, header: Header) -> bool:
+    def can_decrypt(self, header: Header) -> bool:
         """Whether one of these keys encrypted this record."""
         return header.fields[ENCRYPTION][:ID_BYTES] in self._keys
 
@@ -130,10 +130,10 @@ class Keys:
         return True
 
 
-def binding(fixed: bytes, fields: Mapping[int, bytes]) -> bytes:
+def associated_data(fixed: bytes, fields: Mapping[int, bytes]) -> bytes:
     """What a tag covers of a header: bytes 4 to 112 of `fixed`, then the parent and the field of the expiry, where
     there are. No two headers have the same: a parent has 32 bytes, and the field stands with its tag and length."""
-    return fixed[4:112] + fields.get(PARENT, b"") + tagged(fields, [EXPIRY])
+    return fixed[4:112] + fields.get(PARENT, b"") + pack_tagged(fields, [EXPIRY])
 
 
 def _id(key: bytes) -> bytes:

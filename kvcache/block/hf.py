@@ -18,30 +18,30 @@ from kvcache.errors import LayoutError, ModelError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class ModelFamily:
     """What the family's configuration class in transformers takes where `config.json` leaves a key out."""
 
     heads: int = 32
     kv_heads: int = 0  # as many as heads
     head_dim: int = 0  # hidden size / heads
     sliding: bool = True  # whether `sliding_window` counts without `use_sliding_window`
-    full_every: int = 0  # with a window: each layer whose number this divides has none, counted from 1
+    full_attention_every: int = 0  # with a window: each layer whose number this divides has none, counted from 1
     mla: bool = False
 
 
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(),
-    "mistral": Family(kv_heads=8),
-    "mixtral": Family(kv_heads=8),
-    "phi3": Family(),
-    "qwen2": Family(kv_heads=32, sliding=False),
-    "qwen3": Family(kv_heads=32, head_dim=128, sliding=False),
-    "qwen3_moe": Family(kv_heads=4, head_dim=128, sliding=False),
-    "gemma": Family(heads=16, kv_heads=16, head_dim=256),
-    "gemma2": Family(heads=8, kv_heads=4, head_dim=256, full_every=2),
-    "gemma3_text": Family(heads=8, kv_heads=4, head_dim=256, full_every=6),
-    "deepseek_v2": Family(mla=True),
-    "deepseek_v3": Family(mla=True),
+FAMILIES: Mapping[str, ModelFamily] = {
+    "llama": ModelFamily(),
+    "mistral": ModelFamily(kv_heads=8),
+    "mixtral": ModelFamily(kv_heads=8),
+    "phi3": ModelFamily(),
+    "qwen2": ModelFamily(kv_heads=32, sliding=False),
+    "qwen3": ModelFamily(kv_heads=32, head_dim=128, sliding=False),
+    "qwen3_moe": ModelFamily(kv_heads=4, head_dim=128, sliding=False),
+    "gemma": ModelFamily(heads=16, kv_heads=16, head_dim=256),
+    "gemma2": ModelFamily(heads=8, kv_heads=4, head_dim=256, full_attention_every=2),
+    "gemma3_text": ModelFamily(heads=8, kv_heads=4, head_dim=256, full_attention_every=6),
+    "deepseek_v2": ModelFamily(mla=True),
+    "deepseek_v3": ModelFamily(mla=True),
 }
 _DTYPES = {
     "bfloat16": "bf16",
@@ -152,7 +152,7 @@ def _text(outer: Mapping[str, Any]) -> Mapping[str, Any]:
     return text if isinstance(text, Mapping) else outer
 
 
-def _sliding(text: Mapping[str, Any], family: Family, layers: int) -> tuple[int, int]:
+def _sliding(text: Mapping[str, Any], family: ModelFamily, layers: int) -> tuple[int, int]:
     """The window in tokens, and how many of the layers have it."""
     used = text.get("use_sliding_window", family.sliding) and text.get("sliding_window")
     window = _count(text, "sliding_window") if used else 0
@@ -160,8 +160,8 @@ def _sliding(text: Mapping[str, Any], family: Family, layers: int) -> tuple[int,
     if kinds is None:
         if not window:
             return 0, 0
-        if family.full_every:
-            return window, layers - layers // _count(text, "sliding_window_pattern", family.full_every)
+        if family.full_attention_every:
+            return window, layers - layers // _count(text, "sliding_window_pattern", family.full_attention_every)
         return window, layers if family.sliding else max(0, layers - _count(text, "max_window_layers", 28, least=0))
     other = set(kinds) - {"full_attention", "sliding_attention"}
     if other or len(kinds) != layers:

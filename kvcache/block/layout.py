@@ -22,11 +22,11 @@ from typing import Any, Literal
 from kvcache.errors import LayoutError
 
 DTYPE_BYTES: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1}
-Kind = Literal["mha", "mla", "opaque"]
-Rule = Literal["all", "window", "boundary"]
-RULES: tuple[Rule, ...] = ("all", "window", "boundary")
+GroupKind = Literal["mha", "mla", "opaque"]
+CachingRule = Literal["all", "window", "boundary"]
+CACHING_RULES: tuple[CachingRule, ...] = ("all", "window", "boundary")
 
-CANONICAL: Mapping[str, tuple[str, ...]] = {
+CANONICAL_ORDERS: Mapping[str, tuple[str, ...]] = {
     "mha": ("layer", "kv", "token", "head", "dim"),
     "mla": ("layer", "token", "latent"),
     "opaque": (),
@@ -82,23 +82,23 @@ class Group:
     kv_heads: int = 1
     head_dim: int = 0
     dtype: str = "bf16"
-    kind: Kind = "mha"
+    kind: GroupKind = "mha"
     order: tuple[str, ...] = ()
-    rule: Rule = "all"
+    rule: CachingRule = "all"
     window_tokens: int = 0
     opaque_bytes: int = 0
     name: str = "full"
 
     def __post_init__(self) -> None:
-        if self.kind not in CANONICAL:
-            raise LayoutError(f"kind {self.kind!r}: expected one of {', '.join(CANONICAL)}")
+        if self.kind not in CANONICAL_ORDERS:
+            raise LayoutError(f"kind {self.kind!r}: expected one of {', '.join(CANONICAL_ORDERS)}")
         if self.dtype not in DTYPE_BYTES:
             raise LayoutError(f"dtype {self.dtype!r}: expected one of {', '.join(DTYPE_BYTES)}")
-        if self.rule not in RULES:
-            raise LayoutError(f"rule {self.rule!r}: expected one of {', '.join(RULES)}")
-        object.__setattr__(self, "order", tuple(self.order) or CANONICAL[self.kind])
-        if sorted(self.order) != sorted(CANONICAL[self.kind]):
-            raise LayoutError(f"order {self.order}: expected a permutation of {CANONICAL[self.kind]}")
+        if self.rule not in CACHING_RULES:
+            raise LayoutError(f"rule {self.rule!r}: expected one of {', '.join(CACHING_RULES)}")
+        object.__setattr__(self, "order", tuple(self.order) or CANONICAL_ORDERS[self.kind])
+        if sorted(self.order) != sorted(CANONICAL_ORDERS[self.kind]):
+            raise LayoutError(f"order {self.order}: expected a permutation of {CANONICAL_ORDERS[self.kind]}")
         for name in ("layers", "kv_heads"):
             if not 1 <= getattr(self, name) <= _U16:
                 raise LayoutError(f"{name} = {getattr(self, name)}: expected 1 to {_U16}")
@@ -208,7 +208,9 @@ class KVLayout:
     def context_bytes(self, tokens: int) -> int:
         """Bytes that a context of so many tokens needs: all of it, the window, or one block, by each group's rule."""
         blocks = -(-tokens // self.block_tokens)
-        return sum(self.block_bytes(group=i) * needed(g, blocks, self.block_tokens) for i, g in enumerate(self.groups))
+        return sum(
+            self.block_bytes(group=i) * blocks_needed(g, blocks, self.block_tokens) for i, g in enumerate(self.groups)
+        )
 
     def describe(self) -> dict[str, Any]:
         """The layout as plain values: what the namespace encodes. Field by field, so that a new field is a new name."""
@@ -239,7 +241,7 @@ class KVLayout:
         return layout_from_hf(config, dtype=dtype, block_tokens=block_tokens)
 
 
-def needed(group: Group, blocks: int, block_tokens: int) -> int:
+def blocks_needed(group: Group, blocks: int, block_tokens: int) -> int:
     """How many of the last blocks of a prefix of `blocks` blocks the group's rule needs."""
     if group.rule == "all":
         return blocks

@@ -63,7 +63,7 @@ EXPIRY_BYTES = 8
 ENCRYPTION = 0x8008
 ENCRYPTION_BYTES = 36
 """Key id, nonce and tag: see `kvcache/block/cipher.py`."""
-MUST_KNOW = 0x8000
+REQUIRED_FIELD_BIT = 0x8000
 """Bit of a field's tag: a reader that does not know the field cannot use the record."""
 
 _FIXED = Struct("<4sHH8s8s32s32sQQQQII")
@@ -197,7 +197,7 @@ def expiry_field(end_ms: int) -> dict[int, bytes]:
     return {EXPIRY: end_ms.to_bytes(EXPIRY_BYTES, "little")} if end_ms else {}
 
 
-def tagged(fields: Mapping[int, bytes], tags: Sequence[int]) -> bytes:
+def pack_tagged(fields: Mapping[int, bytes], tags: Sequence[int]) -> bytes:
     """Those of these fields that are there, each with tag and length, as a header has them."""
     return b"".join(_FIELD.pack(tag, len(fields[tag])) + fields[tag] for tag in tags if tag in fields)
 
@@ -323,7 +323,7 @@ def _parts(pieces: Sequence[memoryview], total: int) -> Iterator[memoryview]:
 def _pack_fields(fields: Mapping[int, bytes], room: int) -> bytes:
     """Fields in ascending order of tag: those that a reader must have, then as many others as fit."""
     sizes = {tag: _FIELD.size + len(body) for tag, body in fields.items()}
-    kept = [tag for tag in fields if tag == CHUNK_SUMS or tag & MUST_KNOW]
+    kept = [tag for tag in fields if tag == CHUNK_SUMS or tag & REQUIRED_FIELD_BIT]
     room -= sum(sizes[tag] for tag in kept)
     if not all(0 < tag <= 0xFFFF for tag in fields):
         raise RecordError("field", f"tags {sorted(fields)}: expected 1 to {0xFFFF}")
@@ -333,7 +333,7 @@ def _pack_fields(fields: Mapping[int, bytes], room: int) -> bytes:
         if sizes[tag] <= room:
             kept.append(tag)
             room -= sizes[tag]
-    return tagged(fields, sorted(kept))
+    return pack_tagged(fields, sorted(kept))
 
 
 def _unpack_fields(packed: bytes) -> dict[int, bytes]:
@@ -348,7 +348,7 @@ def _unpack_fields(packed: bytes) -> dict[int, bytes]:
             raise RecordError("field", f"field {tag:#06x} of {size} bytes: {len(packed) - at} are there")
         if tag <= last:
             raise RecordError("field", f"field {tag:#06x} behind {last:#06x}: expected ascending tags, each once")
-        if tag & MUST_KNOW and (tag, size) != (ENCRYPTION, ENCRYPTION_BYTES):
+        if tag & REQUIRED_FIELD_BIT and (tag, size) != (ENCRYPTION, ENCRYPTION_BYTES):
             raise RecordError("field", f"field {tag:#06x}: this reader does not know it, and must", foreign=True)
         fields[tag] = packed[at : at + size]
         at += size

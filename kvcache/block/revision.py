@@ -27,11 +27,11 @@ from kvcache.errors import ModelError
 
 PREFIX = b"kvcache weights 1\n"
 PREFIX_WHOLE = b"kvcache weights 1 whole\n"
-PIECES = 64
-PIECE_BYTES = 64 << 10
+SAMPLES = 64
+SAMPLE_BYTES = 64 << 10
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
-KINDS = (".safetensors", ".gguf", ".bin")
+WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin")
 """Endings of weight files. Those of the first kind that a directory has are its weights."""
 
 _LOADED = (".safetensors", ".bin", ".pt", ".gguf")
@@ -43,7 +43,7 @@ _LOADERS = {
     **dict.fromkeys(("pt", "npcache"), _PICKLED),
     "gguf": (".gguf",),
 }
-_ADAPTER = (*KINDS, ".pt", ".pth")
+_ADAPTER = (*WEIGHT_SUFFIXES, ".pt", ".pth")
 _ADAPTER_CONFIG = "adapter_config.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -54,7 +54,7 @@ _MAX_KNOWN = 4096
 _known: OrderedDict[tuple[object, ...], str] = OrderedDict()
 
 
-def model_revision(path: str | Path, *, kinds: Sequence[str] = KINDS, read_every_byte: bool = False) -> str:
+def model_revision(path: str | Path, *, kinds: Sequence[str] = WEIGHT_SUFFIXES, read_every_byte: bool = False) -> str:
     """The digest of the weights, after the hub's commit where the path lies in a snapshot folder.
 
     Args:
@@ -75,7 +75,7 @@ def adapter_revision(path: str | Path, *, read_every_byte: bool = False) -> str:
     ModelError as for `model_revision`.
     """
     place = Path(path)
-    files = [place] if place.is_file() else _ending(place, _ADAPTER)
+    files = [place] if place.is_file() else _files_with_suffix(place, _ADAPTER)
     if not files:
         raise ModelError(f"{place}: no weights; expected an adapter's folder with files that end in {_named(_ADAPTER)}")
     config = (place if place.is_dir() else place.parent) / _ADAPTER_CONFIG
@@ -97,12 +97,12 @@ def weight_bytes(path: str | Path) -> int:
     return sum(file.stat().st_size for file in weight_files(Path(path)))
 
 
-def weight_files(path: Path, kinds: Sequence[str] = KINDS) -> list[Path]:
+def weight_files(path: Path, kinds: Sequence[str] = WEIGHT_SUFFIXES) -> list[Path]:
     """The file, or those of a directory of the first of these kinds that it has, in order of name."""
     if path.is_file():
         return [path]
     for kind in kinds:
-        files = _ending(path, (kind,))
+        files = _files_with_suffix(path, (kind,))
         if files:
             return files
     raise ModelError(f"{path}: no weights; expected files that end in {_named(kinds)}")
@@ -112,7 +112,7 @@ def _named(kinds: Sequence[str]) -> str:
     return ", ".join(kinds)
 
 
-def _ending(folder: Path, kinds: Sequence[str]) -> list[Path]:
+def _files_with_suffix(folder: Path, kinds: Sequence[str]) -> list[Path]:
     if not folder.is_dir():
         raise ModelError(f"{folder}: not there; expected a model's directory or a file of weights")
     files = [file for file in folder.iterdir() if file.suffix in kinds and file.is_file()]
@@ -160,18 +160,18 @@ def _parts(file: Path, read_every_byte: bool) -> Iterator[bytes]:
             size = stream.seek(0, 2)
             header = _safetensors_header(stream, size, file) if file.suffix == ".safetensors" else b""
             yield pack("<Q", len(name)) + name + pack("<QQ", size, len(header)) + header
-            for offset in range(0, size, PIECE_BYTES) if read_every_byte else _places(size):
+            for offset in range(0, size, SAMPLE_BYTES) if read_every_byte else _places(size):
                 stream.seek(offset)
-                yield stream.read(PIECE_BYTES)
+                yield stream.read(SAMPLE_BYTES)
     except OSError as error:
         raise ModelError(f"{file}: {error.strerror}; the weights must be readable to tell their revision") from None
 
 
 def _places(size: int) -> list[int]:
     """Where the pieces begin: evenly from the first byte to the last; everything where the pieces would cover it."""
-    if size <= PIECES * PIECE_BYTES:
-        return list(range(0, size, PIECE_BYTES))
-    return [i * (size - PIECE_BYTES) // (PIECES - 1) for i in range(PIECES)]
+    if size <= SAMPLES * SAMPLE_BYTES:
+        return list(range(0, size, SAMPLE_BYTES))
+    return [i * (size - SAMPLE_BYTES) // (SAMPLES - 1) for i in range(SAMPLES)]
 
 
 def _safetensors_header(stream: BinaryIO, size: int, file: Path) -> bytes:

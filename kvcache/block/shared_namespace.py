@@ -12,33 +12,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcache.block.chain import IDENTITY
+from kvcache.block.chain import PAGE_CHAIN_ID
 from kvcache.block.checkpoint import checkpoint_digest
 from kvcache.block.hf import engine_facts, read_config
-from kvcache.block.layout import CANONICAL, Group, KVLayout
-from kvcache.block.revision import KINDS, model_revision
+from kvcache.block.layout import CANONICAL_ORDERS, Group, KVLayout
+from kvcache.block.revision import WEIGHT_SUFFIXES, model_revision
 from kvcache.errors import LayoutError
 
-_WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern")
+_WINDOW_FACTS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern")
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedIdentity:
     model: str
     revision: str
     facts: Mapping[str, Any]
 
 
-def shared(
+def shared_identity(
     directory: str | Path,
     *,
     model: str | None = None,
     revision: str | None = None,
     changed: Mapping[str, Any] | None = None,
     dtype: str | None = None,
-    kinds: Sequence[str] = KINDS,
+    kinds: Sequence[str] = WEIGHT_SUFFIXES,
     read_every_byte: bool = False,
-) -> Shared:
+) -> SharedIdentity:
     """Return name, revision and facts of the model in a directory.
 
     Args:
@@ -57,16 +57,16 @@ def shared(
         **engine_facts(config),
         "checkpoint": checkpoint_digest(directory),
         "rms_norm_eps": text.get("rms_norm_eps"),
-        "identity": IDENTITY,
+        "identity": PAGE_CHAIN_ID,
     }
-    facts |= {name: text[name] for name in _WINDOWS if text.get(name) is not None}
+    facts |= {name: text[name] for name in _WINDOW_FACTS if text.get(name) is not None}
     changes = dict(changed or {})
     if dtype is not None and dtype != _dtype(config, text):
         changes["dtype"] = dtype
     if changes:
         facts["changed"] = changes
     found = revision or model_revision(directory, kinds=kinds, read_every_byte=read_every_byte)
-    return Shared(model or str(architectures[0]), found, facts)
+    return SharedIdentity(model or str(architectures[0]), found, facts)
 
 
 def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str | None:
@@ -90,6 +90,6 @@ def shared_layout(layout: KVLayout) -> KVLayout:
         head_dim=only.head_dim,
         dtype=only.dtype,
         kind=only.kind,
-        order=CANONICAL[only.kind],
+        order=CANONICAL_ORDERS[only.kind],
     )
     return KVLayout((group,), layout.block_tokens)

@@ -32,7 +32,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.errors import LayoutError, RequestError, TokenError
-from kvcache.index.kv_events import Told
+from kvcache.index.kv_events import EventBatch
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
 
@@ -155,7 +155,7 @@ class Request(Protocol):
     ) -> None: ...
 
 
-class Bound(Protocol):
+class NamespaceHandle(Protocol):
     """A cache bound to one namespace."""
 
     id: bytes
@@ -179,7 +179,7 @@ class Bound(Protocol):
         """The engine computed so many tokens of prompts in one step of so long. Told now and then, it is what loads are
         held against: a match then finds no more than comes sooner than the engine computes it."""
 
-    def known_as(self, signature: bytes) -> bytes:
+    def event_signature(self, signature: bytes) -> bytes:
         """What the cache calls a block of this signature: itself, but for a daemon that keeps tenants apart. `Change`
         has what the cache calls it."""
 
@@ -194,20 +194,20 @@ class Bound(Protocol):
 
 
 @runtime_checkable
-class Canaried(Protocol):
+class SupportsCanary(Protocol):
     """A `Bound` whose loaded blocks can be compared with what the engine computes."""
 
     def canary(self, recompute: Callable[[Sequence[int]], Sequence[bytes | bytearray | memoryview]]) -> None:
         """`recompute` computes these tokens, whole blocks, apart from the engine's work and from any cache, and
         answers the last block's payload in the layout's order, one a group. It is called on another thread, where
-        `canary.one_in` asks for it."""
+        `canary.sample_rate` asks for it."""
 
 
 @runtime_checkable
-class Followed(Protocol):
+class SupportsKVEvents(Protocol):
     """A `KVCache` that tells which blocks come into its tiers and leave them, for routers."""
 
-    def changes(self, after: int | None, bounds: Sequence[Bound]) -> Told:
+    def kv_events(self, after: int | None, bounds: Sequence[NamespaceHandle]) -> EventBatch:
         """What changed of these namespaces from number `after` on; None begins, and nothing is kept before somebody
         has. What is in the tiers by then is not told. Not for a scheduler's busy thread: a daemon has to be asked."""
 
@@ -226,7 +226,7 @@ class KVCache(Protocol):
         shards: Sequence[Shard] | None = None,
         ranks: Sequence[Sequence[Shard]] | None = None,
         ttl_s: float | None = None,
-    ) -> Bound:
+    ) -> NamespaceHandle:
         """Bind to a namespace. `shards`: what this process holds, one a group; all of it where not given.
 
         `ranks`: what each rank of the engine holds, one list of shards a rank, the same in every process of it. Then a
@@ -265,18 +265,18 @@ class KVCache(Protocol):
 
 # What a caller hands to the face, checked before anything changes.
 
-MOST_TTL_S = 100 * 365 * 86_400.0
+MAX_TTL_S = 100 * 365 * 86_400.0
 
 
 def check_shards(
     layout: KVLayout, shards: Sequence[Shard] | None, ranks: Sequence[Sequence[Shard]] | None
 ) -> tuple[tuple[Shard, ...], tuple[tuple[Shard, ...], ...]]:
     """What this process holds, one shard a group, and by group what its engine's ranks hold, each shard once."""
-    given = [tuple(of_rank) for of_rank in ranks or ()]
-    held = tuple(shards or (given[0] if given else layout.whole))
-    if given and shards and held not in given:
+    rank_shards = [tuple(of_rank) for of_rank in ranks or ()]
+    held = tuple(shards or (rank_shards[0] if rank_shards else layout.whole))
+    if rank_shards and shards and held not in rank_shards:
         raise LayoutError(f"shards {held}: no rank in `ranks` holds these; give what this process holds to both")
-    for of_rank in (held, *given):
+    for of_rank in (held, *rank_shards):
         if len(of_rank) != len(layout.groups):
             raise LayoutError(
                 f"{len(of_rank)} shards: expected one for each of the layout's {len(layout.groups)} groups"
@@ -284,7 +284,7 @@ def check_shards(
         for shard, group in zip(of_rank, layout.groups, strict=True):
             if shard.end_layer > group.layers or shard.end_head > group.kv_heads:
                 raise LayoutError(f"{shard} reaches past the group's {group.layers} layers, {group.kv_heads} heads")
-    return held, tuple(tuple(dict.fromkeys(shards)) for shards in zip(*(given or [held]), strict=True))
+    return held, tuple(tuple(dict.fromkeys(shards)) for shards in zip(*(rank_shards or [held]), strict=True))
 
 
 def check_transfer(
@@ -303,14 +303,16 @@ def check_transfer(
             f"{len(pages)} pages, {len(page_ids)} lists of page ids: expected one for each of {groups} groups"
         )
     check_blocks(first, end, known)
-    for group, (there, ids) in enumerate(zip(pages, page_ids, strict=True)):
-        if there.layout != layout or there.group != group:
-            raise LayoutError(f"pages of group {there.group} where group {group} of the request's layout was expected")
-        if there.shard != shards[group]:
-            raise LayoutError(f"pages of {there.shard} in group {group}: this process holds {shards[group]}")
+    for group, (group_pages, ids) in enumerate(zip(pages, page_ids, strict=True)):
+        if group_pages.layout != layout or group_pages.group != group:
+            raise LayoutError(
+                f"pages of group {group_pages.group} where group {group} of the request's layout was expected"
+            )
+        if group_pages.shard != shards[group]:
+            raise LayoutError(f"pages of {group_pages.shard} in group {group}: this process holds {shards[group]}")
         if len(ids) != end - first:
             raise LayoutError(f"{len(ids)} page ids in group {group}: expected {end - first}, one a block")
-        there.check_ids(ids)
+        group_pages.check_ids(ids)
 
 
 def check_blocks(first: int, end: int, known: int) -> None:
@@ -320,12 +322,12 @@ def check_blocks(first: int, end: int, known: int) -> None:
 
 def check_ttl(ttl_s: float | None) -> float | None:
     """What was given; RequestError where it is no time to come."""
-    if ttl_s is not None and not (isinstance(ttl_s, (int, float)) and 0 < ttl_s < MOST_TTL_S):
+    if ttl_s is not None and not (isinstance(ttl_s, (int, float)) and 0 < ttl_s < MAX_TTL_S):
         raise RequestError(f"ttl_s = {ttl_s!r:.40}: expected seconds above 0, or None for no end")
     return ttl_s
 
 
 def check_origin(origin: object | None, *tokens: object | None) -> None:
     """TokenError where a request that was joined is told tokens: those are its origin's to tell."""
-    if origin is not None and any(given is not None for given in tokens):
+    if origin is not None and any(rank_shards is not None for rank_shards in tokens):
         raise TokenError("this request was joined: its tokens are told where it was opened; match without any here")

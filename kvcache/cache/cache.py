@@ -13,35 +13,35 @@ from typing import Any, cast
 
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
-from kvcache.cache.api import Bound, FlushReport, check_shards, check_ttl
+from kvcache.cache.api import FlushReport, NamespaceHandle, check_shards, check_ttl
 from kvcache.cache.canary import Canary
 from kvcache.cache.erase import Erasure
-from kvcache.cache.factory import coder_of, policy_of, shares_of, size_of, tiers_below
-from kvcache.cache.load_plan import Plan
-from kvcache.cache.miss_explainer import Why
-from kvcache.cache.namespace_gc import Unbound
-from kvcache.cache.policy_state import Learnt
-from kvcache.cache.request import BoundCache, CacheRequest, Register
-from kvcache.cache.shared_lookup import Ask, SharedTier
-from kvcache.cache.tier_manager import Flow
-from kvcache.cache.usage import Census, Counted, Uses
+from kvcache.cache.factory import describe_size, open_lower_tiers, policy_of, quotas_of, record_codec_of
+from kvcache.cache.load_plan import LoadPlan
+from kvcache.cache.miss_explainer import MissExplainer
+from kvcache.cache.namespace_gc import NamespaceGC
+from kvcache.cache.policy_state import PolicyState
+from kvcache.cache.request import CacheNamespace, CacheRequest, OpenRequests
+from kvcache.cache.shared_lookup import SharedLookup, SharedTier
+from kvcache.cache.tier_manager import TierManager
+from kvcache.cache.usage import NamespaceUsage, UsageByNamespace, UsageLog
 from kvcache.errors import ClosedError
-from kvcache.index.block_run import Run, place_of
-from kvcache.index.cost_classes import Kind, Kinds, Model
+from kvcache.index.block_run import BlockRun, place_of
+from kvcache.index.cost_classes import CostClass, CostClasses, ModelShape
 from kvcache.index.index import Index
-from kvcache.index.kv_events import Told
-from kvcache.index.mrc import Curve
-from kvcache.observe.events import Events
+from kvcache.index.kv_events import EventBatch
+from kvcache.index.mrc import MissRatioCurve
+from kvcache.observe.events import EventLog
 from kvcache.observe.metrics import Counters
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.settings import Settings
 from kvcache.settings.types import show_bytes
 from kvcache.tier.host.tier import HostTier
 from kvcache.tier.nvme import NvmeTier
-from kvcache.tier.tier import Scrubbed, Tier, Usage
-from kvcache.transfer.copier import Copiers
+from kvcache.tier.tier import ScrubReport, Tier, Usage
+from kvcache.transfer.copier import CopierRegistry
 
-_LOOKS, _ARRIVE_S = 3, 0.5
+_CHECK_ROUNDS, _CHECK_FLUSH_S = 3, 0.5
 
 _log = logging.getLogger("kvcache")
 
@@ -49,103 +49,128 @@ _log = logging.getLogger("kvcache")
 class Cache:
     """Implements `kvcache.cache.api.KVCache`; made by `kvcache.open`."""
 
-    def __init__(self, settings: Settings, port: Port | None = None, *, shared: bool = False, serves: str = "") -> None:
+    def __init__(
+        self, settings: Settings, os_env: OsEnv | None = None, *, shared: bool = False, served_address: str = ""
+    ) -> None:
         """`shared`: in host memory that other processes may map. `serves`: where they reach this cache."""
         self.settings = settings
-        port = port or Port()
+        os_env = os_env or OsEnv()
         self.counters = Counters()
-        self.events = Events(port.clock)
-        self._coder = coder_of(settings, self.counters)
-        self.below = tiers_below(settings, port, serves)
+        self.events = EventLog(os_env.clock)
+        self._record_codec = record_codec_of(settings, self.counters)
+        self.lower_tiers = open_lower_tiers(settings, os_env, served_address)
         self.host = HostTier(
             capacity_bytes=settings.host.capacity_bytes,
-            extent_bytes=settings.host.extent_bytes,
+            slab_bytes=settings.host.slab_bytes,
             verify_arena=settings.host.verify_arena,
             shared=shared,
-            port=port,
+            os_env=os_env,
         )
-        names = [self.host.name, *(tier.name for tier in self.below)]
-        self.index = Index(names, policy_of(settings), clock=port.clock)
-        self.shares = shares_of(settings)
-        self.kinds = Kinds(self.index, names, self.shares)
-        self.host.arena.quota = lambda tenant: self.shares.of(tenant, self.host.name).quota_bytes
-        self.why = Why(
-            self.index, port.clock, settings.explain.memory_bytes, [tier.name for tier in self.below if tier.shared]
+        names = [self.host.name, *(tier.name for tier in self.lower_tiers)]
+        self.index = Index(names, policy_of(settings), clock=os_env.clock)
+        self.quotas = quotas_of(settings)
+        self.cost_classes = CostClasses(self.index, names, self.quotas)
+        self.host.arena.quota = lambda tenant: self.quotas.of(tenant, self.host.name).quota_bytes
+        self.miss_explainer = MissExplainer(
+            self.index,
+            os_env.clock,
+            settings.explain.memory_bytes,
+            [tier.name for tier in self.lower_tiers if tier.shared],
         )
-        self.index.departed = self.why.departed
-        self._player = port.executor(1, "curve")
-        uses, directory = Uses(port.clock), str(settings.nvme.directories[0]) if settings.nvme.enabled else None
-        self.learnt = Learnt(directory, self.index, self.kinds, uses, self.counters, port, self._player.submit)
-        self.learnt.load()  # what single blocks were used comes before they do
-        for tier in self.below:
+        self.index.on_evicted = self.miss_explainer.on_evicted
+        self._background = os_env.executor(1, "curve")
+        usage_log, directory = (
+            UsageLog(os_env.clock),
+            str(settings.nvme.directories[0]) if settings.nvme.enabled else None,
+        )
+        self.policy_state = PolicyState(
+            directory, self.index, self.cost_classes, usage_log, self.counters, os_env, self._background.submit
+        )
+        self.policy_state.load()  # what single blocks were used comes before they do
+        for tier in self.lower_tiers:
             if not tier.shared:
-                _take_in(self.index, tier)
-        self.flow = Flow(
+                _index_stored_records(self.index, tier)
+        self.tier_manager = TierManager(
             index=self.index,
-            kinds=self.kinds,
+            cost_classes=self.cost_classes,
             curve=self._curve(),
             host=self.host,
-            below=self.below,
-            coder=self._coder,
+            lower_tiers=self.lower_tiers,
+            record_codec=self._record_codec,
             counters=self.counters,
             events=self.events,
-            why=self.why,
-            uses=uses,
-            plan=Plan(port.clock, self.counters, enabled=settings.plan.enabled),
-            port=port,
-            ask=Ask(
-                [cast(SharedTier, tier) for tier in self.below if tier.shared],
+            miss_explainer=self.miss_explainer,
+            usage_log=usage_log,
+            plan=LoadPlan(os_env.clock, self.counters, enabled=settings.plan.enabled),
+            os_env=os_env,
+            shared_lookup=SharedLookup(
+                [cast(SharedTier, tier) for tier in self.lower_tiers if tier.shared],
                 index=self.index,
-                port=port,
-                most_known=settings.flow.known_blocks,
-                deadline_s=settings.flow.ask_deadline_s,
+                os_env=os_env,
+                max_known_blocks=settings.flow.known_blocks,
+                deadline_s=settings.flow.lookup_timeout_s,
             ),
-            canary=Canary(settings.canary.one_in, self._coder.loss, self.counters, port),
+            canary=Canary(settings.canary.sample_rate, self._record_codec.error_bound, self.counters, os_env),
             write={name: getattr(settings, name).write for name in (NvmeTier.name, "redis", "object")},
             queue_blocks=settings.flow.queue_blocks,
             threads=settings.flow.threads,
         )
-        self.census = Census(self.index, (self.host, *self.below), port.clock, self._sizes)
-        flow = self.flow
-        self.erasure = Erasure(self.index, (self.host, *self.below), self.census, flow.settle, flow.wipe, port)
-        own = [tier for tier in self.below if not tier.shared]
-        self._binding = threading.Lock()
-        mine = [self.host.name, *(tier.name for tier in own)]
-        self._unbound = Unbound(
-            self.index, mine, self._coder, self.kinds, self.erasure, lambda: self.bounds, self._binding
+        self.namespace_usage = NamespaceUsage(self.index, (self.host, *self.lower_tiers), os_env.clock, self._sizes)
+        manager = self.tier_manager
+        self.erasure = Erasure(
+            self.index,
+            (self.host, *self.lower_tiers),
+            self.namespace_usage,
+            manager.settle,
+            manager.wipe,
+            os_env,
         )
-        self.learned = [self.erasure.submit(partial(self.flow.expiry.learn, tier.ending)) for tier in own]
-        self.index.begun = self.learnt.used
-        self._pinner = port.executor(1, "pin")
-        self.copiers = Copiers(self._pinner.submit)
-        self.host.arena.watch(self.copiers.came, self.copiers.gone)
-        self._bound: dict[Hashable, BoundCache] = {}
+        own = [tier for tier in self.lower_tiers if not tier.shared]
+        self._bind_lock = threading.Lock()
+        own_names = [self.host.name, *(tier.name for tier in own)]
+        self._namespace_gc = NamespaceGC(
+            self.index,
+            own_names,
+            self._record_codec,
+            self.cost_classes,
+            self.erasure,
+            lambda: self.bounds,
+            self._bind_lock,
+        )
+        self.ttl_scans = [
+            self.erasure.submit(partial(self.tier_manager.expiry.learn, tier.expirations)) for tier in own
+        ]
+        self.index.on_request = self.policy_state.used
+        self._pin_executor = os_env.executor(1, "pin")
+        self.copiers = CopierRegistry(self._pin_executor.submit)
+        self.host.arena.watch(self.copiers.add_region, self.copiers.remove_region)
+        self._bound: dict[Hashable, CacheNamespace] = {}
         self._tenants: dict[bytes, str] = {}  # by namespace, of those that are bound
-        self.index.changes.tenant = lambda namespace: self._tenants.get(namespace, "")
-        self._register: Register[CacheRequest] = Register()
-        self.at_close: list[Callable[[], object]] = []
+        self.index.kv_events.tenant = lambda namespace: self._tenants.get(namespace, "")
+        self._register: OpenRequests[CacheRequest] = OpenRequests()
+        self.on_close: list[Callable[[], object]] = []
         """Called when closing begins: what reaches this cache from outside lets go of it."""
-        self.at_flush: list[Callable[[float | None], bool]] = []
+        self.on_flush: list[Callable[[float | None], bool]] = []
         """Asked first by `flush`, with the time that is left: whether what is on its way from outside has come."""
-        self.at_rest: list[Callable[[], object]] = []
+        self.on_quiesced: list[Callable[[], object]] = []
         """Called when nothing moves any more, before the tiers are closed."""
-        self.at_bind: list[Callable[[BoundCache], object]] = []
+        self.on_bind: list[Callable[[CacheNamespace], object]] = []
         """Called with each namespace that an engine binds for the first time."""
-        self.waits: list[Callable[[], bool]] = []
+        self.readiness_checks: list[Callable[[], bool]] = []
         """What must be true before the cache is ready."""
-        self.binds = False
+        self.binds_signatures = False
         """Whether what asks from outside names its blocks otherwise than the index: as `bind_signatures` has them."""
-        self.answers: dict[str, Callable[[dict[Any, Any]], dict[str, Any]]] = {}
+        self.control_handlers: dict[str, Callable[[dict[Any, Any]], dict[str, Any]]] = {}
         """By name, questions that rooms above answer on the control socket."""
         self._closed = False
         self._flushed = FlushReport(fault="the cache is being closed")  # by `close`
-        self._watch = flow.watch()
+        self._watch = manager.watch()
         self.life = uuid.uuid4().hex  # another one wherever blocks that were stored may be lost
         _log.info(
             "host %s (%s)%s",
             show_bytes(settings.host.capacity_bytes),
             settings.origin("host.capacity_bytes"),
-            "".join(f", {tier.name} {size_of(tier)}" for tier in self.below),
+            "".join(f", {tier.name} {describe_size(tier)}" for tier in self.lower_tiers),
         )
 
     def namespace(
@@ -161,10 +186,10 @@ class Cache:
         shards: Sequence[Shard] | None = None,
         ranks: Sequence[Sequence[Shard]] | None = None,
         ttl_s: float | None = None,
-    ) -> BoundCache:
+    ) -> CacheNamespace:
         if self._closed:
             raise ClosedError("this cache was closed; open another one")
-        held, everywhere = check_shards(layout, shards, ranks)
+        held, all_shards = check_shards(layout, shards, ranks)
         namespace = Namespace(
             layout,
             model=model,
@@ -172,20 +197,20 @@ class Cache:
             adapter=adapter,
             tenant=tenant,
             cache_salt=cache_salt,
-            facts={**(facts or {}), **self._coder.facts},
+            facts={**(facts or {}), **self._record_codec.facts},
         )
-        key = (namespace.id, held, everywhere, ttl_s)
-        with self._binding:
-            self._coder.bind(namespace)
+        key = (namespace.id, held, all_shards, ttl_s)
+        with self._bind_lock:
+            self._record_codec.bind(namespace)
             self.erasure.note(namespace)
             made = key not in self._bound
-            bound = self._bound.get(key) or BoundCache(
-                self.flow,
+            bound = self._bound.get(key) or CacheNamespace(
+                self.tier_manager,
                 self.copiers,
                 self._register,
                 namespace,
                 held,
-                everywhere,
+                all_shards,
                 self.settings.flow.deadline_s,
                 check_ttl(ttl_s),
             )
@@ -195,73 +220,73 @@ class Cache:
                 self._bound[key] = bound
         if made:
             _log.info("%s: room for %s", model, self._fits(bound))
-            for call in self.at_bind:
+            for call in self.on_bind:
                 call(bound)
         return bound
 
-    def unbind(self, bounds: Collection[BoundCache]) -> None:
+    def unbind(self, bounds: Collection[CacheNamespace]) -> None:
         """Nobody has these any more. Their records stay, and whoever binds their namespaces again finds them."""
-        gone = set(bounds)
-        with self._binding:
+        unbound = set(bounds)
+        with self._bind_lock:
             for key, bound in list(self._bound.items()):
-                if bound in gone:
+                if bound in unbound:
                     del self._bound[key]
             self._tenants = {bound.id: bound.tenant for bound in self.bounds}
-            self._unbound.add(gone)
-        self.erasure.submit(self._unbound.look)
+            self._namespace_gc.add(unbound)
+        self.erasure.submit(self._namespace_gc.collect)
 
-    def _curve(self) -> Curve:
-        own = [tier for tier in (self.host, *self.below) if not tier.shared]
-        return Curve(
+    def _curve(self) -> MissRatioCurve:
+        own = [tier for tier in (self.host, *self.lower_tiers) if not tier.shared]
+        return MissRatioCurve(
             {tier.name: tier.usage().capacity_bytes for tier in own},
             self.index.policy,
             self.index.values,
-            self._player.submit,
-            samples=self.settings.evict.curve_samples,
-            refuses=self.host.name if not self.below else "",
+            self._background.submit,
+            samples=self.settings.evict.mrc_samples,
+            refuses=self.host.name if not self.lower_tiers else "",
         )
 
     def curve(self) -> dict[str, Any]:
-        return self.flow.curve.tell()
+        return self.tier_manager.curve.report()
 
-    def _weigh(self, bound: BoundCache) -> None:
+    def _weigh(self, bound: CacheNamespace) -> None:
         """Tell what its records take in each tier, and whose they are."""
-        tiers = [self.host.name, *(tier.name for tier in self.below)]
+        tiers = [self.host.name, *(tier.name for tier in self.lower_tiers)]
         sizes = [
-            tuple(self._coder.stored_bytes(tier, bound.layout, place.group, place.shard) for tier in tiers)
-            for place in bound.everywhere
+            tuple(self._record_codec.stored_bytes(tier, bound.layout, place.group, place.shard) for tier in tiers)
+            for place in bound.all_shards
         ]
         name = (bound.namespace.model, bound.namespace.revision, bound.namespace.adapter or "")
-        bound.model = Model(name, bound.layout.block_tokens, tuple(map(sum, zip(*sizes, strict=True))))
-        for place, size in zip(bound.everywhere, sizes, strict=True):
-            self.kinds.bind(Kind(bound.tenant, bound.model, size), place.name)
+        bound.model = ModelShape(name, bound.layout.block_tokens, tuple(map(sum, zip(*sizes, strict=True))))
+        for place, size in zip(bound.all_shards, sizes, strict=True):
+            self.cost_classes.bind(CostClass(bound.tenant, bound.model, size), place.name)
 
-    def _fits(self, bound: BoundCache) -> str:
+    def _fits(self, bound: CacheNamespace) -> str:
         """How many tokens of this model fit into each tier of ours, all ranks together; what of a model does not grow
         with the context is left out."""
-        growing = [place for place in bound.everywhere if bound.layout.groups[place.group].rule == "all"]
-        said = []
-        for tier in (self.host, *(tier for tier in self.below if not tier.shared)):
+        growing = [place for place in bound.all_shards if bound.layout.groups[place.group].rule == "all"]
+        capacities = []
+        for tier in (self.host, *(tier for tier in self.lower_tiers if not tier.shared)):
             of_block = sum(
-                self._coder.stored_bytes(tier.name, bound.layout, place.group, place.shard)
-                for place in growing or bound.everywhere
+                self._record_codec.stored_bytes(tier.name, bound.layout, place.group, place.shard)
+                for place in growing or bound.all_shards
             )
             tokens = tier.usage().capacity_bytes // of_block * bound.layout.block_tokens
-            said.append(f"{tokens:,} tokens in {tier.name} ({self._coder.codec_of(tier.name)})")
-        return ", ".join(said)
+            capacities.append(f"{tokens:,} tokens in {tier.name} ({self._record_codec.codec_of(tier.name)})")
+        return ", ".join(capacities)
 
     def _sizes(self) -> dict[bytes, int]:
         """Payload bytes of a record by its place, of all that were bound."""
         return {
-            place.name: place.payload_bytes for bound in self.bounds for place in (*bound.places, *bound.everywhere)
+            place.name: place.payload_bytes for bound in self.bounds for place in (*bound.places, *bound.all_shards)
         }
 
-    def counted(self) -> Counted:
+    def counted(self) -> UsageByNamespace:
         """What each namespace has in each tier, as it was counted last: at once."""
-        return self.census.lately(self._player.submit)
+        return self.namespace_usage.cached(self._background.submit)
 
     @property
-    def bounds(self) -> list[BoundCache]:
+    def bounds(self) -> list[CacheNamespace]:
         return list(self._bound.values())
 
     @property
@@ -272,76 +297,76 @@ class Cache:
     @property
     def facts(self) -> dict[str, Any]:
         """What this cache adds to every namespace's own."""
-        return self._coder.facts
+        return self._record_codec.facts
 
     def ready(self) -> bool:
         """Whether engines should be sent requests: what is to be near before is, or had its time."""
-        return all(wait() for wait in self.waits)
+        return all(wait() for wait in self.readiness_checks)
 
     def flush(self, timeout_s: float | None = None) -> FlushReport:
         if self._closed:
             return self._flushed
-        return self.flow.flush(timeout_s, watch=self._watch, first=self.at_flush)
+        return self.tier_manager.flush(timeout_s, watch=self._watch, first=self.on_flush)
 
     def stats(self) -> dict[str, Any]:
-        held, pinned = self.flow.holds.held_bytes(), self.flow.pins.held_bytes()
+        held, pinned = self.tier_manager.holds.held_bytes(), self.tier_manager.pins.held_bytes()
         tiers = {}
-        for tier in (self.host, *self.below):
+        for tier in (self.host, *self.lower_tiers):
             # of a shared tier what is known of it: to ask a server takes time, and what it says is the server's own
             usage = Usage(self.index.resident(tier.name), 0, 0) if tier.shared else tier.usage()
-            troubles = tier.troubles()
+            health_issues = tier.health_issues()
             tiers[tier.name] = {
                 "records": usage.records,
                 "used_bytes": usage.used_bytes,
                 "capacity_bytes": usage.capacity_bytes,
                 "held_bytes": held[tier.name],
                 "pinned_bytes": pinned[tier.name],
-                "read_bytes_per_s": self.flow.plan.read_bytes_per_s(tier.name),
-                "troubles": troubles,
-                "in_trouble": len(troubles),
+                "read_bytes_per_s": self.tier_manager.plan.read_bytes_per_s(tier.name),
+                "troubles": health_issues,
+                "in_trouble": len(health_issues),
                 "faults": cast(SharedTier, tier).faults if tier.shared else {},
             }
-        queued = sum(len(lane) for lane in self.flow.lanes)
-        bypass = {"loads": self.flow.bypass.loads, "stores": self.flow.bypass.stores}
-        canary = {"worst": self.flow.canary.worst}
+        queued = sum(len(lane) for lane in self.tier_manager.write_back_queues)
+        bypass = {"loads": self.tier_manager.bypass.loads, "stores": self.tier_manager.bypass.stores}
+        canary = {"worst": self.tier_manager.canary.worst}
         return {
             "tiers": tiers,
             "queued_blocks": queued,
             "bypass": bypass,
             "canary": canary,
-            "curve": self.flow.curve.rates(),
+            "curve": self.tier_manager.curve.rates(),
             "counters": self.counters.tree(),
         }
 
-    def changes(self, after: int | None, bounds: Sequence[Bound], tenant: str | None = None) -> Told:
+    def kv_events(self, after: int | None, bounds: Sequence[NamespaceHandle], tenant: str | None = None) -> EventBatch:
         """`tenant`: whose all of them are, who is to learn nothing of others from what numbers there are."""
-        return self.index.changes.since(after, {bound.id for bound in bounds}, tenant)
+        return self.index.kv_events.since(after, {bound.id for bound in bounds}, tenant)
 
     def check(self) -> list[str]:
         """A shared tier is left out: what is known of it need not be true, and it belongs to others as well."""
         faults = self.index.check()
-        tiers = [tier for tier in (self.host, *self.below) if not tier.shared]
-        differ = [self._differ(tier) for tier in tiers]
-        for _ in range(_LOOKS):  # what is on its way at this moment arrives, and differs no more
+        tiers = [tier for tier in (self.host, *self.lower_tiers) if not tier.shared]
+        differ = [self._index_mismatch(tier) for tier in tiers]
+        for _ in range(_CHECK_ROUNDS):  # what is on its way at this moment arrives, and differs no more
             if not any(map(any, differ)):
                 break
-            self.flow.settle(_ARRIVE_S, first=self.at_flush)
-            again = [self._differ(tier) for tier in tiers]
-            differ = [(u & v, w & x) for (u, w), (v, x) in zip(differ, again, strict=True)]
+            self.tier_manager.settle(_CHECK_FLUSH_S, first=self.on_flush)
+            recheck = [self._index_mismatch(tier) for tier in tiers]
+            differ = [(u & v, w & x) for (u, w), (v, x) in zip(differ, recheck, strict=True)]
         for tier, (unheld, unlisted) in zip(tiers, differ, strict=True):
             faults += tier.check()
             faults += [f"{tier.name}: {name.hex()} is in the index and not in the tier" for name in unheld]
             faults += [f"{tier.name}: {name.hex()} is in the tier and not in the index" for name in unlisted]
         return faults
 
-    def scrub(self) -> Scrubbed:
+    def scrub(self) -> ScrubReport:
         """Read and verify every record that lies on a drive; what is damaged leaves, and the drive is trusted again.
         With keys, what lies there from before them, not encrypted, leaves too, and is overwritten."""
-        found = Scrubbed()
-        for tier in self.below:
+        found = ScrubReport()
+        for tier in self.lower_tiers:
             tier.keep_files(True)
             try:
-                left = tier.scrub(unwanted=self._coder.unwanted)
+                left = tier.scrub(unwanted=self._record_codec.is_obsolete)
                 if left.unwanted:
                     tier.wipe()
             finally:
@@ -349,14 +374,16 @@ class Cache:
             found.add(left)
         return found
 
-    def _differ(self, tier: Tier) -> tuple[set[bytes], set[bytes]]:
+    def _index_mismatch(self, tier: Tier) -> tuple[set[bytes], set[bytes]]:
         """Names that the index has and the tier has not, and the other way round."""
-        here = {address.name: address for address in tier.scan()}
-        unlisted = {name for name, address in here.items() if not self.index.contains(address, tier.name)}
+        stored = {address.name: address for address in tier.scan()}
+        unlisted = {name for name, address in stored.items() if not self.index.contains(address, tier.name)}
         unheld: set[bytes] = set()
-        if self.index.resident(tier.name) != len(here) - len(unlisted):  # else nobody need wait while names are listed
-            unheld = self.index.names(tier.name) - here.keys()
-        return unheld, unlisted - self.flow.promoter.foreign
+        if self.index.resident(tier.name) != len(stored) - len(
+            unlisted
+        ):  # else nobody need wait while names are listed
+            unheld = self.index.names(tier.name) - stored.keys()
+        return unheld, unlisted - self.tier_manager.promoter.foreign
 
     def close(self) -> FlushReport:
         if self._closed:
@@ -364,18 +391,18 @@ class Cache:
         self._closed = True
         for bound in self._bound.values():
             bound.open = False
-        for call in self.at_close:
+        for call in self.on_close:
             call()
-        report = self._flushed = self.flow.close(self._watch)
-        for call in self.at_rest:
+        report = self._flushed = self.tier_manager.close(self._watch)
+        for call in self.on_quiesced:
             call()
         self.host.arena.watch()
-        self._pinner.close()
+        self._pin_executor.close()
         self.erasure.close()
-        self._player.close()
-        self.learnt.save()
+        self._background.close()
+        self.policy_state.save()
         self.copiers.close()
-        closed = {tier.name: tier.close() for tier in (self.host, *self.below)}  # each, also where one failed
+        closed = {tier.name: tier.close() for tier in (self.host, *self.lower_tiers)}  # each, also where one failed
         tiers = {name: replace(tier, synced=tier.synced and closed[name]) for name, tier in report.tiers.items()}
         self._flushed = replace(report, tiers=tiers)
         return self._flushed
@@ -389,8 +416,8 @@ class Cache:
         self.close()
 
 
-def _take_in(index: Index, tier: Tier) -> None:
+def _index_stored_records(index: Index, tier: Tier) -> None:
     """What the tier has already, and from now on what it loses."""
     tier.on_loss(lambda address: index.discard(address, tier.name))
     for head, signatures in tier.runs():
-        index.insert_run(Run(place_of(head.namespace, head.group, head.shard), signatures), head.parent, tier.name)
+        index.insert_run(BlockRun(place_of(head.namespace, head.group, head.shard), signatures), head.parent, tier.name)

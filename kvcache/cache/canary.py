@@ -17,22 +17,22 @@ import numpy as np
 from kvcache.block.chain import tokens as checked_tokens
 from kvcache.block.layout import KVLayout
 from kvcache.block.record import header_area
-from kvcache.cache.slot_copy import Mover, Part
-from kvcache.codec.quantised import WORDS, widen
+from kvcache.cache.slot_copy import CopyPart, SlotCopy
+from kvcache.codec.quantised import WORD_DTYPES, widen
 from kvcache.observe.metrics import Counters
-from kvcache.os_env import Port
-from kvcache.transfer.copier import Copy
+from kvcache.os_env import OsEnv
+from kvcache.transfer.copier import CopyHandle
 
 Recompute = Callable[[Sequence[int]], Sequence[bytes | bytearray | memoryview]]
 """Computes these tokens without any cache: the payload of the last block, a group each, as it would be stored.
 Called on a thread of the canary's."""
 
-ROUNDING = {"fp32": 1e-3}
-ROUNDING_ELSE = 0.1
+ROUNDING_BY_DTYPE = {"fp32": 1e-3}
+DEFAULT_ROUNDING = 0.1
 """Of the largest number of a block: what computing it in other company explains. A codec's loss may come twice on top,
 since what was stored may have been computed on a prefix that passed it too."""
 
-_WAITING = 2  # checks; what is chosen beyond is let go of
+_MAX_PENDING_CHECKS = 2  # checks; what is chosen beyond is let go of
 
 _log = logging.getLogger("kvcache.canary")
 
@@ -40,11 +40,11 @@ _log = logging.getLogger("kvcache.canary")
 class Canary:
     """Of one cache. `worst`: the largest difference so far, as a part of the largest number of its block."""
 
-    def __init__(self, one_in: int, loss: float, counters: Counters, port: Port) -> None:
+    def __init__(self, sample_rate: int, loss: float, counters: Counters, os_env: OsEnv) -> None:
         """`loss`: the largest error bound of a codec that a block may pass."""
-        self.one_in, self._loss, self._counters = one_in, loss, counters
+        self.sample_rate, self._loss, self._counters = sample_rate, loss, counters
         self.worst = 0.0
-        self._executor = port.executor(1, "canary") if one_in else None
+        self._executor = os_env.executor(1, "canary") if sample_rate else None
         self._engines: dict[bytes, tuple[Recompute, KVLayout, Sequence[int]]] = {}
         self._loaded = self._waiting = 0
         self._lock = threading.Lock()
@@ -53,21 +53,21 @@ class Canary:
         """`sizes`: of the payloads, by group."""
         self._engines[namespace] = recompute, layout, sizes
 
-    def watches(self, namespace: bytes) -> bool:
+    def is_registered(self, namespace: bytes) -> bool:
         return self._executor is not None and namespace in self._engines
 
-    def watched(self, mover: Mover, namespace: bytes, token_ids: Any, first: int) -> Mover:
+    def sampled_copy(self, slot_copy: SlotCopy, namespace: bytes, token_ids: Any, first: int) -> SlotCopy:
         """A mover that does the same, and has some of the blocks that it scatters compared. `token_ids`: of the prompt;
         `first`: its block that the transfer begins with."""
-        return _Watched(mover, self, namespace, token_ids, first)
+        return _CanarySlotCopy(slot_copy, self, namespace, token_ids, first)
 
-    def offer(self, namespace: bytes, token_ids: Any, block: int, parts: Sequence[Part]) -> None:
+    def offer(self, namespace: bytes, token_ids: Any, block: int, parts: Sequence[CopyPart]) -> None:
         """Count a loaded block, and compare every Nth where not too many wait."""
         with self._lock:
             self._loaded += 1
-            if self._loaded % self.one_in:
+            if self._loaded % self.sample_rate:
                 return
-            if self._waiting >= _WAITING:
+            if self._waiting >= _MAX_PENDING_CHECKS:
                 self._counters.add("canary_blocks", result="skipped")
                 return
             self._waiting += 1
@@ -83,9 +83,11 @@ class Canary:
         try:
             recompute, layout, _ = self._engines[namespace]
             tokens = checked_tokens(token_ids).tolist()[: (block + 1) * layout.block_tokens]
-            again = recompute(tokens)
+            recomputed = recompute(tokens)
             dtypes = {group: layout.groups[group].dtype for group in loaded}
-            differences = {g: difference(payload, bytes(again[g]), dtypes[g]) for g, payload in loaded.items()}
+            differences = {
+                g: relative_difference(payload, bytes(recomputed[g]), dtypes[g]) for g, payload in loaded.items()
+            }
             close = all(d <= self._limit(dtypes[g]) for g, d in differences.items())
             worst = max(differences.values())
             self.worst = max(self.worst, worst)
@@ -106,24 +108,24 @@ class Canary:
                 self._waiting -= 1
 
     def _limit(self, dtype: str) -> float:
-        return ROUNDING.get(dtype, ROUNDING_ELSE) + 2 * self._loss
+        return ROUNDING_BY_DTYPE.get(dtype, DEFAULT_ROUNDING) + 2 * self._loss
 
     def close(self) -> None:
         if self._executor is not None:
             self._executor.close()
 
 
-class _Watched:
-    def __init__(self, mover: Mover, canary: Canary, namespace: bytes, token_ids: Any, first: int) -> None:
-        self._mover, self._canary, self._first = mover, canary, first
+class _CanarySlotCopy:
+    def __init__(self, slot_copy: SlotCopy, canary: Canary, namespace: bytes, token_ids: Any, first: int) -> None:
+        self._slot_copy, self._canary, self._first = slot_copy, canary, first
         self._namespace, self._token_ids = namespace, token_ids
 
-    def gather(self, parts: Sequence[Part]) -> None:
-        self._mover.gather(parts)
+    def gather(self, parts: Sequence[CopyPart]) -> None:
+        self._slot_copy.gather(parts)
 
-    def scatter(self, parts: Sequence[Part]) -> Sequence[Copy]:
-        copies = self._mover.scatter(parts)
-        by_block: dict[int, list[Part]] = {}
+    def scatter(self, parts: Sequence[CopyPart]) -> Sequence[CopyHandle]:
+        copies = self._slot_copy.scatter(parts)
+        by_block: dict[int, list[CopyPart]] = {}
         for part in parts:
             by_block.setdefault(part[0], []).append(part)
         for block, of_block in by_block.items():
@@ -131,14 +133,14 @@ class _Watched:
         return copies
 
 
-def difference(loaded: bytes, again: bytes, dtype: str) -> float:
+def relative_difference(loaded: bytes, recomputed: bytes, dtype: str) -> float:
     """The largest difference of two payloads, as a part of the largest number; of dtypes that are no numbers here, 1
     where a byte differs."""
-    if loaded == again:
+    if loaded == recomputed:
         return 0.0
-    if dtype not in WORDS or len(loaded) != len(again):
+    if dtype not in WORD_DTYPES or len(loaded) != len(recomputed):
         return 1.0
-    one, other = (widen(np.frombuffer(payload, WORDS[dtype]), dtype) for payload in (loaded, again))
+    one, other = (widen(np.frombuffer(payload, WORD_DTYPES[dtype]), dtype) for payload in (loaded, recomputed))
     largest = float(np.abs(other).max())
-    apart = float(np.abs(one - other).max())
-    return apart / largest if largest and np.isfinite(apart) else 1.0
+    largest_difference = float(np.abs(one - other).max())
+    return largest_difference / largest if largest and np.isfinite(largest_difference) else 1.0

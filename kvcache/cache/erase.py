@@ -14,17 +14,17 @@ from functools import partial
 
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.namespace import Namespace, Owner
-from kvcache.cache.usage import Census
+from kvcache.cache.usage import NamespaceUsage
 from kvcache.errors import ConfigError, NotFoundError
 from kvcache.index.index import Index
 from kvcache.log import logger
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.tier.tier import Outcome, Tier
 
 # Forget namespaces: every record of them, out of every tier. What is being loaded at the moment is still brought.
 
-BATCH = 1024
-CLEAR_S = 5.0
+BATCH_RECORDS = 1024
+MAX_FLUSH_S = 5.0
 """What a caller waits for stores that are on their way, at most."""
 
 
@@ -36,23 +36,23 @@ def clear(namespace: bytes, index: Index, tiers: Sequence[Tier]) -> int:
 def remove(namespaces: Collection[bytes], index: Index, tier: Tier) -> int:
     removed = 0
     records = [address for address in tier.scan() if address.namespace in namespaces][::-1]
-    for first in range(0, len(records), BATCH):
-        batch = records[first : first + BATCH]
+    for first in range(0, len(records), BATCH_RECORDS):
+        batch = records[first : first + BATCH_RECORDS]
         for address in batch:
             index.discard(address, tier.name)  # before it goes: nobody is sent to where it was
         removed += tier.remove(batch).count(Outcome.DONE)
     return removed
 
 
-_ROUNDS = 3  # for what was stored meanwhile
-_STORES = "stores"
-_STRANGER = "no tier knows whose it is: clear it by its id alone"
+_MAX_ROUNDS = 3  # for what was stored meanwhile
+_PENDING_STORES = "stores"
+_UNKNOWN_OWNER = "no tier knows whose it is: clear it by its id alone"
 
 _log = logger("kvcache.erase")
 
 
 @dataclass(slots=True)
-class Erased:
+class EraseResult:
     """What became of it. `left` says why it is not done, by tier, or by what was not touched: else no tier has a record
     of these namespaces, nor bytes of one that left."""
 
@@ -66,18 +66,18 @@ class Erasure:
         self,
         index: Index,
         tiers: Sequence[Tier],
-        census: Census,
+        namespace_usage: NamespaceUsage,
         flush: Callable[[float], bool],
         wipe: Callable[[], object],
-        port: Port,
+        os_env: OsEnv,
     ) -> None:
         """`flush`: waits for what is on its way down, which would arrive afterwards. `wipe`: overwrites what it was
         copied to."""
-        self._index, self._tiers, self._census, self._flush, self._wipe = index, tiers, census, flush, wipe
+        self._index, self._tiers, self._census, self._flush, self._wipe = index, tiers, namespace_usage, flush, wipe
         self._owners: dict[bytes, Owner] = {}
         self._noted: set[bytes] = set()
         self._tenants: dict[bytes, str] = {}
-        self._executor = port.executor(1, "owners")
+        self._executor = os_env.executor(1, "owners")
         self.submit = self._executor.submit
         """For other work that nobody waits for."""
 
@@ -121,7 +121,7 @@ class Erasure:
         cache_salt: str | None = None,
         namespace: str | None = None,
         dry_run: bool = False,
-    ) -> Erased:
+    ) -> EraseResult:
         """Remove what is a tenant's, of a salt, or of namespaces whose id begins so, from every tier, shared ones too,
         and overwrite what it left. All that is given must fit. Waits for stores that are on their way, and for every
         tier. ConfigError where nothing is given, NotFoundError where no namespace that is known here fits.
@@ -137,25 +137,25 @@ class Erasure:
         if namespace is None:
             if not unknown:  # else a tier did not say what it knows
                 self._check(owners.values(), tenant, cache_salt)
-            meant = [space for space, owner in owners.items() if owner.fits(tenant, cache_salt)]
+            selected = [space for space, owner in owners.items() if owner.fits(tenant, cache_salt)]
         else:
             known = {*owners, *self._census.take(anew=True)}
-            found = _matching(namespace, known)
-            bare = tenant is None and cache_salt is None
-            meant = [s for s in found if (owners[s].fits(tenant, cache_salt) if s in owners else bare)]
-            strangers = [] if bare else [space for space in found if space not in owners]
-            unknown |= dict.fromkeys((f"namespace {space.hex()[:16]}" for space in strangers), _STRANGER)
-            if not meant and not strangers:
+            found = _matching_namespaces(namespace, known)
+            by_id_alone = tenant is None and cache_salt is None
+            selected = [s for s in found if (owners[s].fits(tenant, cache_salt) if s in owners else by_id_alone)]
+            unowned = [] if by_id_alone else [space for space in found if space not in owners]
+            unknown |= dict.fromkeys((f"namespace {space.hex()[:16]}" for space in unowned), _UNKNOWN_OWNER)
+            if not selected and not unowned:
                 why = "none is known whose id begins so" if not found else "it is not of that tenant and salt"
                 ids = [space.hex() for space in known]
                 text = f"namespace {namespace!r:.80}: {why}; see `kvcache ls`"
                 raise NotFoundError.like(text, namespace, [i[: max(8, len(namespace))] for i in ids])
-        if not meant and not unknown:
+        if not selected and not unknown:
             raise NotFoundError("no namespace is known that is of this tenant and of this cache salt; see `kvcache ls`")
-        erased = self._count(meant) if dry_run else self._kept(meant)
+        erased = self._count(selected) if dry_run else self._kept(selected)
         erased.left = unknown | erased.left
         for name, why in erased.left.items():
-            _log.warning("%d namespaces were to be erased: %s: %s", len(meant), name, why)
+            _log.warning("%d namespaces were to be erased: %s: %s", len(selected), name, why)
         return erased
 
     def _check(self, owners: Collection[Owner], tenant: str | None, cache_salt: str | None) -> None:
@@ -166,13 +166,13 @@ class Erasure:
         if cache_salt is not None and not any(owner.fits(None, cache_salt) for owner in owners):
             raise NotFoundError("the cache salt: no namespace of it is known here; `kvcache ls` tells which have one")
 
-    def _count(self, namespaces: list[bytes]) -> Erased:
+    def _count(self, namespaces: list[bytes]) -> EraseResult:
         records: Counter[str] = Counter()
         for tier in self._tiers:
             records[tier.name] = sum(address.namespace in namespaces for address in tier.scan())
-        return Erased(namespaces, dict(records))
+        return EraseResult(namespaces, dict(records))
 
-    def _kept(self, namespaces: list[bytes]) -> Erased:
+    def _kept(self, namespaces: list[bytes]) -> EraseResult:
         """Erase; what becomes empty is overwritten before it leaves."""
         with ExitStack() as stack:
             for tier in self._tiers:
@@ -180,15 +180,15 @@ class Erasure:
                 stack.callback(tier.keep_files, False)
             return self._erase(namespaces)
 
-    def _erase(self, namespaces: list[bytes]) -> Erased:
-        erased = Erased(namespaces)
+    def _erase(self, namespaces: list[bytes]) -> EraseResult:
+        erased = EraseResult(namespaces)
         if not namespaces:
             return erased
-        for _ in range(_ROUNDS):
-            if self._flush(CLEAR_S):
-                erased.left.pop(_STORES, None)
+        for _ in range(_MAX_ROUNDS):
+            if self._flush(MAX_FLUSH_S):
+                erased.left.pop(_PENDING_STORES, None)
             else:
-                erased.left[_STORES] = f"some were still on their way down after {CLEAR_S:g} s: clear again"
+                erased.left[_PENDING_STORES] = f"some were still on their way down after {MAX_FLUSH_S:g} s: clear again"
             found = 0
             for tier in self._tiers:
                 try:
@@ -206,8 +206,8 @@ class Erasure:
         for tier in self._tiers:
             if not tier.wipe():
                 erased.left[tier.name] = "not all that is free could be overwritten"
-            elif tier.name not in erased.left and (still := _still(namespaces, tier)):
-                erased.left[tier.name] = still
+            elif tier.name not in erased.left and (reason := _why_remaining(namespaces, tier)):
+                erased.left[tier.name] = reason
         for namespace in set(namespaces) & self._owners.keys():  # bound here: what is stored from now on is its own
             self._executor.submit(partial(self._note, namespace, self._owners[namespace]))
         return erased
@@ -216,18 +216,18 @@ class Erasure:
         self._executor.close()
 
 
-def _still(namespaces: Collection[bytes], tier: Tier) -> str:
+def _why_remaining(namespaces: Collection[bytes], tier: Tier) -> str:
     """Why a tier is not rid of them. One that others share may not answer, and then nothing is known of it."""
     try:
         tier.owners()
     except OSError as error:
         return str(error)
-    there = sum(address.namespace in namespaces for address in tier.scan())
-    return f"{there} records were stored meanwhile" if there else ""
+    remaining = sum(address.namespace in namespaces for address in tier.scan())
+    return f"{remaining} records were stored meanwhile" if remaining else ""
 
 
-def _matching(given: str, known: Collection[bytes]) -> list[bytes]:
+def _matching_namespaces(id_prefix: str, known: Collection[bytes]) -> list[bytes]:
     """The namespaces that an operator means by an id, whole or as it begins."""
-    found = [namespace for namespace in known if namespace.hex().startswith(given.lower())]
-    whole = len(given) == 2 * SIGNATURE_BYTES and not set(given.lower()) - set("0123456789abcdef")
-    return [bytes.fromhex(given)] if whole and not found else found
+    found = [namespace for namespace in known if namespace.hex().startswith(id_prefix.lower())]
+    whole = len(id_prefix) == 2 * SIGNATURE_BYTES and not set(id_prefix.lower()) - set("0123456789abcdef")
+    return [bytes.fromhex(id_prefix)] if whole and not found else found

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from kvcache.block.cipher import Keys
+from kvcache.block.cipher import CipherKeys
 from kvcache.errors import ConfigError
 from kvcache.evict.hazard import Hazard
 from kvcache.evict.policy import LRU, Policy
-from kvcache.evict.quotas import UNLIMITED, Limit, Shares
+from kvcache.evict.quotas import UNLIMITED, Quota, Quotas
 from kvcache.machine import file_system
 from kvcache.observe.metrics import Counters
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.settings import Settings
-from kvcache.settings.types import no_larger, show_bytes
+from kvcache.settings.types import check_at_most, show_bytes
 from kvcache.tier.nvme import NvmeTier, open_drives
-from kvcache.tier.record_codec import Coder
+from kvcache.tier.record_codec import RecordCodec
 from kvcache.tier.tier import Tier
 
 # The tiers below host that the settings ask for, the nearest first.
@@ -24,7 +24,7 @@ from kvcache.tier.tier import Tier
 _log = logging.getLogger("kvcache")
 
 
-def tiers_below(settings: Settings, port: Port, serves: str) -> list[Tier]:
+def open_lower_tiers(settings: Settings, os_env: OsEnv, served_address: str) -> list[Tier]:
     tiers: list[Tier] = []
     nvme = settings.nvme
     if nvme.enabled:
@@ -43,26 +43,26 @@ def tiers_below(settings: Settings, port: Port, serves: str) -> list[Tier]:
                 durability=nvme.durability,
                 threads=nvme.threads,
                 queue_bytes=nvme.queue_bytes,
-                free_floor_bytes=nvme.free_floor_bytes,
-                serves=serves,
-                port=port,
+                min_free_bytes=nvme.min_free_bytes,
+                served_address=served_address,
+                os_env=os_env,
             )
         )
-    return tiers + far_tiers(settings, port)
+    return tiers + open_shared_tiers(settings, os_env)
 
 
-def far_tiers(settings: Settings, port: Port) -> list[Tier]:
+def open_shared_tiers(settings: Settings, os_env: OsEnv) -> list[Tier]:
     """Those that others use as well. Opening them asks nobody anything."""
     tiers: list[Tier] = []
     redis = settings.redis
     if redis.enabled:
         from kvcache.tier.redis import RedisTier
 
-        tiers.append(RedisTier(**redis.model_dump(exclude={"enabled", "write"}), port=port))
+        tiers.append(RedisTier(**redis.model_dump(exclude={"enabled", "write"}), os_env=os_env))
     if settings.object.enabled:
         from kvcache.tier.object import ObjectTier
 
-        tiers.append(ObjectTier(**settings.object.model_dump(exclude={"enabled", "write"}), port=port))
+        tiers.append(ObjectTier(**settings.object.model_dump(exclude={"enabled", "write"}), os_env=os_env))
     return tiers
 
 
@@ -76,40 +76,42 @@ def policy_of(settings: Settings) -> Policy:
     return POLICIES[name]()
 
 
-def shares_of(settings: Settings) -> Shares:
-    shares, capacities = Shares(), {"host": settings.host.capacity_bytes}
+def quotas_of(settings: Settings) -> Quotas:
+    quotas, capacities = Quotas(), {"host": settings.host.capacity_bytes}
     if settings.nvme.enabled:
         capacities[NvmeTier.name] = settings.nvme.capacity_bytes
     for tier, capacity in capacities.items():
         for tenant, limits in settings.evict.tenants.items():
-            quota, least = getattr(limits, f"{tier}_quota_bytes"), getattr(limits, f"{tier}_least_bytes")
-            shares.set(tenant, tier, Limit(UNLIMITED if quota is None else quota, least))
-        least = sum(limit.least_bytes for limit in shares.all(tier).values())
-        no_larger(f"{tier}_least_bytes of all in evict.tenants", least, f"{tier}.capacity_bytes", capacity)
-    return shares
+            quota, guaranteed = getattr(limits, f"{tier}_quota_bytes"), getattr(limits, f"{tier}_guaranteed_bytes")
+            quotas.set(tenant, tier, Quota(UNLIMITED if quota is None else quota, guaranteed))
+        guaranteed = sum(limit.guaranteed_bytes for limit in quotas.all(tier).values())
+        check_at_most(
+            f"{tier}_guaranteed_bytes of all in evict.tenants", guaranteed, f"{tier}.capacity_bytes", capacity
+        )
+    return quotas
 
 
-def coder_of(settings: Settings, counters: Counters) -> Coder:
+def record_codec_of(settings: Settings, counters: Counters) -> RecordCodec:
     key_file = settings.encryption.key_file
-    return Coder(
+    return RecordCodec(
         {NvmeTier.name: settings.nvme.codec} if settings.nvme.enabled else {},
         counters,
-        keys=Keys.of(key_file, "encryption.key_file") if key_file else None,
-        accept_plain=settings.encryption.accept_plain,
+        keys=CipherKeys.of(key_file, "encryption.key_file") if key_file else None,
+        accept_unencrypted=settings.encryption.accept_unencrypted,
     )
 
 
-def check(settings: Settings) -> None:
+def check_settings(settings: Settings) -> None:
     """ConfigError as opening a cache raises it, before any drive is opened and anybody is asked: for a file of keys or
     a package that is not there, or shares that do not fit."""
     policy_of(settings)
-    shares_of(settings)
-    coder_of(settings, Counters())
-    for tier in far_tiers(settings, Port()):
+    quotas_of(settings)
+    record_codec_of(settings, Counters())
+    for tier in open_shared_tiers(settings, OsEnv()):
         tier.close()
 
 
-def size_of(tier: Tier) -> str:
+def describe_size(tier: Tier) -> str:
     if tier.shared:
         return repr(tier)
     usage = tier.usage()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from kvcache.block.record import Address
 from kvcache.cache.api import TierFlush
 from kvcache.cache.refused import Scope, since
-from kvcache.cache.write_back import Lane
+from kvcache.cache.write_back import WriteBackQueue
 from kvcache.os_env import Executor
 
 SYNC_S = 1.0
@@ -85,7 +85,7 @@ class Watch:
     clock: int = 0
 
     @classmethod
-    def begin(cls, lanes: Sequence[Lane], clock: int, told: Counts | None = None) -> Watch:
+    def begin(cls, lanes: Sequence[WriteBackQueue], clock: int, told: Counts | None = None) -> Watch:
         """Counts from now on; of lost blocks, from what was `told` to any caller, where that is given."""
         counts = {lane.tier.name: lane.refused.counts() for lane in lanes}
         lost = {tier: lost for tier, (_, lost) in counts.items()}
@@ -97,7 +97,7 @@ class Watch:
 class Barrier:
     """One flush of one tier: the blocks that are queued when it begins, and those that the tier refused before."""
 
-    def __init__(self, lane: Lane, scope: Scope | None) -> None:
+    def __init__(self, lane: WriteBackQueue, scope: Scope | None) -> None:
         self._lane, self._scope = lane, scope
         self._missing = lane.refused.kept(scope)
         self._names = lane.queued(scope)
@@ -152,7 +152,7 @@ def _tell(told: dict[bytes, int], counts: dict[bytes, int]) -> None:
         told[namespace] = max(count, told.get(namespace, 0))
 
 
-def settled(lanes: Collection[Lane], left: Left) -> bool:
+def settled(lanes: Collection[WriteBackQueue], left: Left) -> bool:
     """Whether what is queued now was written, or could not be, in time."""
     queued = [(lane, lane.queued()) for lane in lanes]
     return all(lane.wait_written(names, left()) for lane, names in queued)

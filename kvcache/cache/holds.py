@@ -12,11 +12,11 @@ from contextlib import suppress
 
 from kvcache.block.record import record_bytes
 from kvcache.evict.quotas import UNLIMITED
-from kvcache.index.block_run import Run
+from kvcache.index.block_run import BlockRun
 from kvcache.index.index import Index
 from kvcache.tier.tier import Tier
 
-SHARE = 4
+HOLD_DIVISOR = 4
 
 
 class Holds:
@@ -24,9 +24,9 @@ class Holds:
 
     What an owner that is gone never gave back (`abandon`) comes back with the next call."""
 
-    Claim = list[tuple[Run, tuple[int, ...], int]]  # what is held, how many blocks by nearest tier, bytes of each
+    Claim = list[tuple[BlockRun, tuple[int, ...], int]]  # what is held, how many blocks by nearest tier, bytes of each
 
-    def __init__(self, index: Index, tiers: Sequence[Tier], *, share: int = SHARE) -> None:
+    def __init__(self, index: Index, tiers: Sequence[Tier], *, share: int = HOLD_DIVISOR) -> None:
         """`share`: they hold at most 1/share of each tier."""
         self._index, self._tiers, self._share = index, tiers, share
         self._held_bytes = [0] * len(tiers)
@@ -39,7 +39,7 @@ class Holds:
         if claim:
             self._abandoned.append(claim)
 
-    def take(self, wanted: Sequence[tuple[Run, int]]) -> Claim:
+    def take(self, wanted: Sequence[tuple[BlockRun, int]]) -> Claim:
         """Hold these (blocks, payload bytes of each), each counted at the nearest tier that has it. The first that is
         nowhere, or finds no room, ends the claim."""
         claim: Holds.Claim = []
@@ -47,7 +47,7 @@ class Holds:
         with self._lock:
             for run, payload_bytes in wanted:
                 size = record_bytes(payload_bytes)
-                held = self._index.hold(run, [left // size for left in self._room_bytes()])
+                held = self._index.hold(run, [free_bytes // size for free_bytes in self._holdable_bytes()])
                 if any(held):
                     claim.append((run.part(0, sum(held)), held, size))
                     self._count(held, size)
@@ -55,7 +55,7 @@ class Holds:
                     break
         return claim
 
-    def give_back(self, claim: Claim) -> None:
+    def release(self, claim: Claim) -> None:
         self._sweep()
         self._give_back(claim)
 
@@ -75,17 +75,17 @@ class Holds:
         for t, count in enumerate(blocks):
             self._held_bytes[t] += count * size
 
-    def _room_bytes(self) -> list[int]:
+    def _holdable_bytes(self) -> list[int]:
         return [
             UNLIMITED if tier.shared else max(0, tier.usage().capacity_bytes // self._share - held)
             for tier, held in zip(self._tiers, self._held_bytes, strict=True)
         ]
 
-    def room_bytes(self) -> dict[str, int]:
+    def holdable_bytes(self) -> dict[str, int]:
         """Of records that may be held yet."""
         self._sweep()
         with self._lock:
-            return {tier.name: left for tier, left in zip(self._tiers, self._room_bytes(), strict=True)}
+            return {tier.name: free_bytes for tier, free_bytes in zip(self._tiers, self._holdable_bytes(), strict=True)}
 
     def held_bytes(self) -> dict[str, int]:
         self._sweep()

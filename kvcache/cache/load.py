@@ -13,30 +13,30 @@ from itertools import repeat
 from operator import itemgetter
 
 from kvcache.block.record import Address
-from kvcache.cache.holds import SHARE, Holds
+from kvcache.cache.holds import HOLD_DIVISOR, Holds
 from kvcache.cache.operation import BlockTransfer
-from kvcache.cache.promote import Arrival
-from kvcache.cache.slot_copy import Mover, NotMovedError, wait_all
-from kvcache.cache.tier_manager import Flow
-from kvcache.index.block_run import Chained
-from kvcache.log import Work, logger, working_for
-from kvcache.tier.host.tier import Held
-from kvcache.tier.tier import WAITING, Outcome
+from kvcache.cache.promote import InflightRead
+from kvcache.cache.slot_copy import PeerAbortedError, SlotCopy, wait_all
+from kvcache.cache.tier_manager import TierManager
+from kvcache.index.block_run import ChainView
+from kvcache.log import RequestContext, logger, request_context
+from kvcache.tier.host.tier import HostRecord
+from kvcache.tier.tier import DEMAND, Outcome
 
 WINDOW_BYTES = 64 << 20
 
-Entry = tuple[int, int, "Held | Arrival | Outcome"]  # block, group, and where its bytes are
+LoadEntry = tuple[int, int, "HostRecord | InflightRead | Outcome"]  # block, group, and where its bytes are
 
 _log = logger("kvcache.load")
 
 
 @dataclass(kw_only=True)
 class Load:
-    flow: Flow
-    work: Work
+    tier_manager: TierManager
+    work: RequestContext
     namespace: bytes
-    mover: Mover
-    chains: Sequence[Chained]  # by group
+    slot_copy: SlotCopy
+    chains: Sequence[ChainView]  # by group
     needs: Sequence[range]  # by group, the blocks that the prefix needs
     blocks: range  # those to bring; what follows counts from the first of them
     tenant: str
@@ -45,23 +45,23 @@ class Load:
     deadline: float
     claim: Holds.Claim
     transfer: BlockTransfer
-    _host_alone: bool = True
+    _host_only: bool = True
     _brought: dict[str, tuple[int, int]] = field(default_factory=dict)  # by tier: records, bytes; not yet counted
 
     @staticmethod
-    def window_bytes(flow: Flow) -> int:
+    def window_bytes(tier_manager: TierManager) -> int:
         """Two windows are under way at a time: together at most the share of host that requests may hold."""
-        return min(WINDOW_BYTES, flow.host.arena.capacity_bytes // SHARE // 2)
+        return min(WINDOW_BYTES, tier_manager.host.arena.capacity_bytes // HOLD_DIVISOR // 2)
 
     def run(self) -> None:
         """Never raises: an engine that waits for this must not fail for a fault of a cache. Whoever hears that it is
         done finds given back what it held, and how long it took."""
         failed, whole = None, False
-        with working_for(self.work):
+        with request_context(self.work):
             try:
                 failed = self._run()
                 whole = failed is None
-            except NotMovedError as error:
+            except PeerAbortedError as error:
                 _log.debug("a load ended: %s", error)
             except Exception:  # noqa: BLE001  law: never in the way
                 _log.exception("a load failed; its blocks are a miss")
@@ -72,7 +72,7 @@ class Load:
                     if failed is not None:
                         block, outcome = failed
                         self.transfer.settle_run(block, block + 1, outcome)
-                        self.transfer.settle_rest(block, Outcome.ABSENT)
+                        self.transfer.settle_rest(block, Outcome.NOT_FOUND)
                     # whole: also those of which the rules need nothing
                     self.transfer.settle_rest(0, Outcome.DONE if whole else Outcome.FAILED)
 
@@ -80,14 +80,14 @@ class Load:
         """Give back what it held and tell what it took, of which a plan learns how long host alone takes. What was
         loaded stays loaded where this fails."""
         try:
-            self.transfer.seconds = seconds = self.flow.port.clock.now() - self.begun
-            self.flow.holds.give_back(self.claim)
-            if self._host_alone and whole:
+            self.transfer.seconds = seconds = self.tier_manager.os_env.clock.now() - self.begun
+            self.tier_manager.holds.release(self.claim)
+            if self._host_only and whole:
                 sizes = (
                     chain.payload_bytes * (min(need.stop, self.blocks.stop) - max(need.start, self.blocks.start))
                     for chain, need in zip(self.chains, self.needs, strict=True)
                 )
-                self.flow.plan.copied(sum(size for size in sizes if size > 0), seconds)
+                self.tier_manager.plan.copied(sum(size for size in sizes if size > 0), seconds)
         except Exception:  # noqa: BLE001  law: never in the way
             _log.exception("what a load held, or how long it took, is not accounted for")
 
@@ -106,14 +106,14 @@ class Load:
                     undo.pop_all()
             if failed is not None:
                 block, outcome = failed
-                self.flow.counters.add("load_failures", count - block, outcome=outcome.value)
+                self.tier_manager.counters.add("load_failures", count - block, outcome=outcome.value)
                 return failed
             current = following
         return None
 
     def _windows(self) -> Iterator[range]:
         """Runs of blocks, each within the window's bytes or one block long."""
-        limit, first, size = self.window_bytes(self.flow), 0, 0
+        limit, first, size = self.window_bytes(self.tier_manager), 0, 0
         for i in range(len(self.blocks)):
             block = self.blocks[i]
             of_block = sum(c.payload_bytes for c, need in zip(self.chains, self.needs, strict=True) if block in need)
@@ -124,32 +124,34 @@ class Load:
         if first < len(self.blocks):
             yield range(first, len(self.blocks))
 
-    def _start(self, blocks: range) -> list[Entry]:
+    def _start(self, blocks: range) -> list[LoadEntry]:
         """Borrow what is in host; begin to read the rest."""
-        parts: list[tuple[int, int, Address, Held | None]] = []
+        parts: list[tuple[int, int, Address, HostRecord | None]] = []
         for group, (chain, need) in enumerate(zip(self.chains, self.needs, strict=True)):
-            mine = [i for i in blocks if self.blocks[i] in need]
-            addresses = chain.addresses([self.blocks[i] for i in mine])
-            parts += zip(mine, repeat(group), addresses, self.flow.host.borrow_all(addresses))
+            group_blocks = [i for i in blocks if self.blocks[i] in need]
+            addresses = chain.addresses([self.blocks[i] for i in group_blocks])
+            parts += zip(group_blocks, repeat(group), addresses, self.tier_manager.host.acquire_all(addresses))
         if len(self.chains) > 1:
             parts.sort(key=itemgetter(0, 1))
-        entries: list[Entry] = []
+        entries: list[LoadEntry] = []
         below: list[tuple[int, Address, int]] = []  # position in entries, address, bytes
         for i, group, address, held in parts:
-            if held is not None and self.flow.expiry.over(held.slot.expires_ms):  # a sweep takes some at a time
-                self.flow.host.arena.release(held.slot)
-                entries.append((i, group, Outcome.ABSENT))
+            if held is not None and self.tier_manager.expiry.is_expired(
+                held.slot.expires_ms
+            ):  # a sweep takes some at a time
+                self.tier_manager.host.arena.release(held.slot)
+                entries.append((i, group, Outcome.NOT_FOUND))
                 continue
             if held is None:
                 below.append((len(entries), address, self.chains[group].payload_bytes))
             entries.append((i, group, held if held is not None else Outcome.PENDING))
         if below:
-            self._host_alone = False
+            self._host_only = False
             try:
-                answers = self.flow.promoter.begin(
+                answers = self.tier_manager.promoter.begin(
                     [(address, payload_bytes) for _, address, payload_bytes in below],
-                    lambda count, size: self.flow.slots(count, size, self.tenant, before=self.before),
-                    priority=WAITING,
+                    lambda count, size: self.tier_manager.slots(count, size, self.tenant, before=self.before),
+                    priority=DEMAND,
                     deadline=self.deadline,
                 )
             except BaseException:
@@ -159,14 +161,14 @@ class Load:
                 entries[at] = (*entries[at][:2], answer)
         return entries
 
-    def _finish(self, entries: Sequence[Entry]) -> tuple[int, Outcome] | None:
+    def _finish(self, entries: Sequence[LoadEntry]) -> tuple[int, Outcome] | None:
         """Copy a window's blocks as they come; the first block that did not, and why. Gives back what was borrowed."""
-        ready: list[tuple[int, int, Held]] = []
+        ready: list[tuple[int, int, HostRecord]] = []
         taken = 0  # of the entries: what they had is in `ready`, or given back
         try:
-            for i, group, where in entries:
+            for i, group, source in entries:
                 taken += 1
-                held, outcome = self._arrived(i, group, where, ready)
+                held, outcome = self._arrived(i, group, source, ready)
                 if held is None:
                     ready = self._copy(ready, i)
                     return i, outcome
@@ -175,62 +177,66 @@ class Load:
             return None
         finally:
             self._release(entries[taken:])
-            self.flow.host.arena.release(*[held.slot for _, _, held in ready])
+            self.tier_manager.host.arena.release(*[held.slot for _, _, held in ready])
 
     def _arrived(
-        self, i: int, group: int, where: Held | Arrival | Outcome, ready: list[tuple[int, int, Held]]
-    ) -> tuple[Held | None, Outcome]:
-        if self.transfer.cancelled or self.flow.bypass.loads:
-            if isinstance(where, Held):
-                self.flow.host.arena.release(where.slot)
+        self, i: int, group: int, source: HostRecord | InflightRead | Outcome, ready: list[tuple[int, int, HostRecord]]
+    ) -> tuple[HostRecord | None, Outcome]:
+        if self.transfer.cancelled or self.tier_manager.bypass.loads:
+            if isinstance(source, HostRecord):
+                self.tier_manager.host.arena.release(source.slot)
             return None, Outcome.CANCELLED
-        if isinstance(where, Held):
-            if self.flow.host.sound(where):
-                self._bring(self.flow.host.name, where.payload_bytes)
-                return where, Outcome.DONE
-            self.flow.host.arena.release(where.slot)
-            self.flow.index.discard(where.address, self.flow.host.name)
+        if isinstance(source, HostRecord):
+            if self.tier_manager.host.is_intact(source):
+                self._add_loaded(self.tier_manager.host.name, source.payload_bytes)
+                return source, Outcome.DONE
+            self.tier_manager.host.arena.release(source.slot)
+            self.tier_manager.index.discard(source.address, self.tier_manager.host.name)
             check = Outcome.DAMAGED.value
-            self.flow.counters.add("refused_records", tier=self.flow.host.name, check=check)
-            self.flow.events.add("refused", tier=self.flow.host.name, namespace=self.namespace, reason=check)
-            self.flow.why.refused(self.flow.host.name, where.address.signature, check)
+            self.tier_manager.counters.add("refused_records", tier=self.tier_manager.host.name, check=check)
+            self.tier_manager.events.add(
+                "refused", tier=self.tier_manager.host.name, namespace=self.namespace, reason=check
+            )
+            self.tier_manager.miss_explainer.refused(self.tier_manager.host.name, source.address.signature, check)
             return None, Outcome.DAMAGED
-        if isinstance(where, Outcome):
-            return None, where
-        if not where.outcome.settled:  # use the wait: copy what is here
+        if isinstance(source, Outcome):
+            return None, source
+        if not source.outcome.settled:  # use the wait: copy what is here
             ready[:] = self._copy(ready, i)
-        outcome = self.flow.promoter.wait(where, self.deadline - self.flow.port.clock.now())
+        outcome = self.tier_manager.promoter.wait(source, self.deadline - self.tier_manager.os_env.clock.now())
         if outcome is not Outcome.DONE:
             return None, outcome
-        self._bring(where.source, where.payload_bytes)
-        held = self.flow.host.borrow(where.address)
-        return held, Outcome.DONE if held is not None else Outcome.ABSENT
+        self._add_loaded(source.source, source.payload_bytes)
+        held = self.tier_manager.host.acquire(source.address)
+        return held, Outcome.DONE if held is not None else Outcome.NOT_FOUND
 
-    def _copy(self, ready: list[tuple[int, int, Held]], end: int) -> list[tuple[int, int, Held]]:
+    def _copy(self, ready: list[tuple[int, int, HostRecord]], end: int) -> list[tuple[int, int, HostRecord]]:
         """Scatter what is of blocks before `end`, all of which are whole, settle them but the load's last one, with
         which it is done, and give them back; the rest."""
         whole = ready if end == len(self.blocks) else [r for r in ready if r[0] < end]
         if whole:
-            copies = self.mover.scatter([(i, group, held.slot) for i, group, held in whole])
+            copies = self.slot_copy.scatter([(i, group, held.slot) for i, group, held in whole])
             self.transfer.begun(end if end < len(self.blocks) else whole[-1][0] + 1, copies)
             wait_all(copies)
         self._count()
-        self.flow.host.arena.release(*[held.slot for _, _, held in whole])
+        self.tier_manager.host.arena.release(*[held.slot for _, _, held in whole])
         if whole:
             self.transfer.settle_run(whole[0][0], min(whole[-1][0] + 1, len(self.blocks) - 1), Outcome.DONE)
         return ready[len(whole) :]
 
-    def _bring(self, tier: str, size: int) -> None:
+    def _add_loaded(self, tier: str, size: int) -> None:
         records, before = self._brought.get(tier, (0, 0))
         self._brought[tier] = records + 1, before + size
 
     def _count(self) -> None:
         """Say what was brought, before anybody is told that it is there."""
         for tier, (records, size) in self._brought.items():
-            self.flow.counters.add("loaded_blocks", records, tier=tier)
-            self.flow.counters.add("loaded_bytes", size, tier=tier)
-            self.flow.events.add("loaded", tier=tier, namespace=self.namespace, blocks=records, bytes=size)
+            self.tier_manager.counters.add("loaded_blocks", records, tier=tier)
+            self.tier_manager.counters.add("loaded_bytes", size, tier=tier)
+            self.tier_manager.events.add("loaded", tier=tier, namespace=self.namespace, blocks=records, bytes=size)
         self._brought.clear()
 
-    def _release(self, entries: Sequence[Entry]) -> None:
-        self.flow.host.arena.release(*[where.slot for _, _, where in entries if isinstance(where, Held)])
+    def _release(self, entries: Sequence[LoadEntry]) -> None:
+        self.tier_manager.host.arena.release(
+            *[source.slot for _, _, source in entries if isinstance(source, HostRecord)]
+        )

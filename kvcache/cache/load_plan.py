@@ -23,7 +23,7 @@ from statistics import median
 
 import numpy as np
 
-from kvcache.index.block_run import ALL, Packed, Run
+from kvcache.index.block_run import ALL_BLOCKS, BlockRun, PackedSignatures
 from kvcache.index.index import Index
 from kvcache.observe.metrics import Counters
 from kvcache.os_env import Clock
@@ -35,18 +35,18 @@ from kvcache.os_env import Clock
 # became ten times slower within three. How the parts stand to one another is fitted to more samples, as they are by
 # that level: least squares of the relative error, the older ones weighing less, no part below nothing.
 
-LAST = 5
+LEVEL_SAMPLES = 5
 """Samples whose median is the level."""
-DOUBT = log(1.5)
-KEEP = 0.98
+MAX_LOG_DEVIATION = log(1.5)
+SAMPLE_DECAY = 0.98
 """What a sample weighs against the one after it."""
-TRUST = 0.1
+PRIOR_WEIGHT = 0.1
 """What the first guess weighs against a sample."""
-MOST = 1e15
-_SWEEPS = 4
+MAX_SAMPLE = 1e15
+_FIT_ROUNDS = 4
 
 
-class Pace:
+class LatencyModel:
     """`fixed_s` for anything at all, `unit_s` for each unit, as much again at each `bend` units. Not thread-safe."""
 
     def __init__(self, fixed_s: float, unit_s: float, bend: float = float("inf")) -> None:
@@ -54,7 +54,7 @@ class Pace:
         self._weights = [1.0, 1.0, 1.0]  # of the parts
         self._products = [[0.0] * 3 for _ in range(3)]  # of parts with each other, over samples
         self._sums = [0.0] * 3  # of parts, over samples
-        self._gaps: deque[float] = deque(maxlen=LAST)
+        self._gaps: deque[float] = deque(maxlen=LEVEL_SAMPLES)
         self._level = 0.0
 
     @property
@@ -63,9 +63,9 @@ class Pace:
         return bool(self._gaps)
 
     @property
-    def doubtful(self) -> bool:
+    def is_outlier(self) -> bool:
         """The last sample is not what the level says: a change, or an odd one."""
-        return bool(self._gaps) and abs(self._gaps[-1] - self._level) > DOUBT
+        return bool(self._gaps) and abs(self._gaps[-1] - self._level) > MAX_LOG_DEVIATION
 
     def seconds(self, size: float) -> float:
         """Expected of so much; 0 of nothing."""
@@ -73,7 +73,7 @@ class Pace:
 
     def learn(self, size: float, seconds: float) -> None:
         """So much took so long."""
-        if not (0 < size < MOST and 0 < seconds < MOST):  # nor what is no number
+        if not (0 < size < MAX_SAMPLE and 0 < seconds < MAX_SAMPLE):  # nor what is no number
             return
         gap = log(seconds / self._expected(size))
         self._gaps.append(gap)
@@ -81,16 +81,18 @@ class Pace:
         usual = self._expected(size) * exp(max(-1.0, min(1.0, gap - self._level)))
         row = [part / usual for part in self._parts(size)]
         for i, one in enumerate(row):
-            self._sums[i] = KEEP * self._sums[i] + one
-            self._products[i] = [KEEP * p + one * other for p, other in zip(self._products[i], row, strict=True)]
+            self._sums[i] = SAMPLE_DECAY * self._sums[i] + one
+            self._products[i] = [
+                SAMPLE_DECAY * p + one * other for p, other in zip(self._products[i], row, strict=True)
+            ]
         self._fit()
 
     def _fit(self) -> None:
         """Gauss and Seidel's steps from where the weights are, which is near."""
-        for _ in range(_SWEEPS):
+        for _ in range(_FIT_ROUNDS):
             for i, row in enumerate(self._products):
                 rest = sum(p * w for j, (p, w) in enumerate(zip(row, self._weights, strict=True)) if j != i)
-                self._weights[i] = max(0.0, (self._sums[i] + TRUST - rest) / (row[i] + TRUST))
+                self._weights[i] = max(0.0, (self._sums[i] + PRIOR_WEIGHT - rest) / (row[i] + PRIOR_WEIGHT))
 
     def _parts(self, size: float) -> tuple[float, float, float]:
         return self._fixed_s, self._unit_s * size, self._unit_s * size * size / self._bend
@@ -101,29 +103,29 @@ class Pace:
         return max(1e-12, sum(part * weight for part, weight in zip(parts, self._weights, strict=True)))
 
 
-GUESS: Mapping[str, tuple[float, float]] = {
+INITIAL_LATENCY: Mapping[str, tuple[float, float]] = {
     "host": (20e-6, 1 / 8e9),
     "nvme": (200e-6, 1 / 1e9),
 }
 """Seconds for a read, and for a byte of it, before anything was measured."""
-ELSEWHERE = (1e-3, 1 / 300e6)
+INITIAL_NETWORK_LATENCY = (1e-3, 1 / 300e6)
 """The same, of what is reached through a network."""
-PREFILL = (0.01, 1e-4, 50_000)
+INITIAL_PREFILL = (0.01, 1e-4, 50_000)
 """Seconds for a step of an engine, and for a token of it, and after how many tokens attention costs as much again: only
 how these compare with one another counts."""
-PROBE_S = 1.0
+PROBE_INTERVAL_S = 1.0
 """A tier that nothing is loaded from is tried after so long; at once, where the last try was not as expected."""
-MOST_RUNS = 32
-MOST_OPEN = 256
+MAX_SPANS = 32
+MAX_OPEN_CHOICES = 256
 """Choices whose regret is not known yet, by tier; beyond these the oldest is counted by what is known."""
-A_READING = 4
+CHOICES_PER_READ = 4
 """Choices whose regret is known with one reading of their tier; the others have to wait for the next."""
-LARGE_BYTES = 64 << 20
-LEAST_PATIENCE_S = 0.05
+LARGE_READ_BYTES = 64 << 20
+MIN_PATIENCE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TierSpan:
     """So many consecutive blocks whose nearest tier is this one, and the bytes that loading them moves."""
 
     tier: str
@@ -132,7 +134,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LoadChoice:
     """Load `blocks` of what was found, compute the rest. The times are of all that was found: to load what lies behind
     `blocks`, and to compute it instead."""
 
@@ -142,7 +144,7 @@ class Choice:
     compute_s: float = 0.0
     patience_s: float = float("inf")
     """How long a load may take before computing is the better bet after all."""
-    spans: tuple[Span, ...] = ()
+    spans: tuple[TierSpan, ...] = ()
     tokens: int = 0
     block_tokens: int = 0
     namespace: bytes = b""
@@ -150,7 +152,7 @@ class Choice:
     """By tier, the bytes that it had to read first."""
 
     @property
-    def left_in(self) -> str | None:
+    def skipped_tier(self) -> str | None:
         """The nearest tier of the first block that was found and is not worth loading; None where there is none."""
         before = self.blocks
         for span in self.spans:
@@ -161,36 +163,36 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class ChoiceResult:
     """What came of a choice: so many blocks after so long."""
 
-    choice: Choice
+    choice: LoadChoice
     blocks: int
     load_s: float
-    rest_alone: bool = False
+    rest_only: bool = False
     """These blocks are loaded, and their time is told, by others."""
 
 
 @dataclass(slots=True, eq=False)
-class Reading:
+class TierRead:
     """A batch of reads under way. `waited_for`: bytes that the tier had to read before it."""
 
     tier: str
     bytes: int
-    waited_for: int
+    queued_bytes: int
     begun: float
 
 
-class Plan:
+class LoadPlan:
     """Thread-safe."""
 
     def __init__(self, clock: Clock, counters: Counters, *, enabled: bool = True) -> None:
         self._clock, self._counters, self.enabled = clock, counters, enabled
-        self._tiers: dict[str, Pace] = {}
-        self._engines: dict[bytes, Pace] = {}  # by namespace
+        self._tiers: dict[str, LatencyModel] = {}
+        self._engines: dict[bytes, LatencyModel] = {}  # by namespace
         self._under_way: dict[str, int] = {}  # bytes by tier
         self._tried: dict[str, float] = {}  # when a tier was last read
-        self._open: defaultdict[str, deque[Taken]] = defaultdict(deque)  # by the tier that blocks were left in
+        self._open: defaultdict[str, deque[ChoiceResult]] = defaultdict(deque)  # by the tier that blocks were left in
         self._lock = threading.Lock()
 
     # what is learned
@@ -198,31 +200,33 @@ class Plan:
     def computed(self, namespace: bytes, tokens: int, seconds: float) -> None:
         """An engine computed so many tokens in one step."""
         with self._lock:
-            pace = self._engines.get(namespace)
-            if pace is None:
-                pace = self._engines[namespace] = Pace(*PREFILL)
-            pace.learn(tokens, seconds)
+            model = self._engines.get(namespace)
+            if model is None:
+                model = self._engines[namespace] = LatencyModel(*INITIAL_PREFILL)
+            model.learn(tokens, seconds)
 
-    def begun(self, tier: str, size_bytes: int) -> Reading:
+    def read_started(self, tier: str, size_bytes: int) -> TierRead:
         """A batch was given to a tier to read."""
         now = self._clock.now()
         with self._lock:
             before = self._under_way.get(tier, 0)
             self._under_way[tier] = before + size_bytes
             self._tried[tier] = now
-        return Reading(tier, size_bytes, before, now)
+        return TierRead(tier, size_bytes, before, now)
 
-    def ended(self, reading: Reading, brought_bytes: int, *, late: bool = False) -> None:
+    def read_ended(self, tier_read: TierRead, brought_bytes: int, *, late: bool = False) -> None:
         """It ended. One that brought little, since there was no more or it failed, teaches nothing; one that was `late`
         does, also where nothing came of it: that is taken to need twice the time."""
-        seconds = self._clock.now() - reading.begun
+        seconds = self._clock.now() - tier_read.begun
         with self._lock:
-            self._under_way[reading.tier] -= reading.bytes
-            late = late and seconds > self._pace(reading.tier).seconds(reading.waited_for + reading.bytes)
-            if brought_bytes * 2 >= reading.bytes or (late and brought_bytes):
-                self._learn(reading.tier, reading.waited_for + brought_bytes, seconds)
+            self._under_way[tier_read.tier] -= tier_read.bytes
+            late = late and seconds > self._latency_model(tier_read.tier).seconds(
+                tier_read.queued_bytes + tier_read.bytes
+            )
+            if brought_bytes * 2 >= tier_read.bytes or (late and brought_bytes):
+                self._learn(tier_read.tier, tier_read.queued_bytes + brought_bytes, seconds)
             elif late:
-                self._learn(reading.tier, reading.waited_for + reading.bytes, 2 * seconds)
+                self._learn(tier_read.tier, tier_read.queued_bytes + tier_read.bytes, 2 * seconds)
 
     def copied(self, size_bytes: int, seconds: float) -> None:
         """A load found all of its blocks in host."""
@@ -232,43 +236,43 @@ class Plan:
     def read_bytes_per_s(self, tier: str) -> float | None:
         """Of large reads, as they were of late; None where there was none."""
         with self._lock:
-            pace = self._tiers.get(tier)
-            return LARGE_BYTES / pace.seconds(LARGE_BYTES) if pace is not None and pace.known else None
+            model = self._tiers.get(tier)
+            return LARGE_READ_BYTES / model.seconds(LARGE_READ_BYTES) if model is not None and model.known else None
 
     def _learn(self, tier: str, size_bytes: int, seconds: float) -> None:
-        pace = self._pace(tier)
-        pace.learn(size_bytes, seconds)
-        if not pace.doubtful:
-            left = self._open[tier]
-            for _ in range(min(A_READING, len(left))):
-                self._regret(left.popleft())
+        model = self._latency_model(tier)
+        model.learn(size_bytes, seconds)
+        if not model.is_outlier:
+            remaining = self._open[tier]
+            for _ in range(min(CHOICES_PER_READ, len(remaining))):
+                self._regret(remaining.popleft())
 
-    def _pace(self, tier: str) -> Pace:
-        pace = self._tiers.get(tier)
-        if pace is None:
-            pace = self._tiers[tier] = Pace(*GUESS.get(tier, ELSEWHERE))
-        return pace
+    def _latency_model(self, tier: str) -> LatencyModel:
+        model = self._tiers.get(tier)
+        if model is None:
+            model = self._tiers[tier] = LatencyModel(*INITIAL_LATENCY.get(tier, INITIAL_NETWORK_LATENCY))
+        return model
 
     # what is decided
 
-    def choose(self, namespace: bytes, tokens: int, block_tokens: int, spans: Sequence[Span]) -> Choice:
+    def choose(self, namespace: bytes, tokens: int, block_tokens: int, spans: Sequence[TierSpan]) -> LoadChoice:
         """For a prompt of so many tokens, of whose blocks these were found, in order from the first."""
         found = sum(span.blocks for span in spans)
         with self._lock:
             engine = self._engines.get(namespace)
-            if not self.enabled or engine is None or not found or len(spans) > MOST_RUNS:
-                return Choice(found, found)
+            if not self.enabled or engine is None or not found or len(spans) > MAX_SPANS:
+                return LoadChoice(found, found)
             ahead = dict(self._under_way)
             ends = self._ends(engine, tokens, block_tokens, spans, ahead)
             blocks, load_s, compute_s = min(ends, key=lambda end: (end[1] + end[2], -end[0]))
             _, all_s, rest_s = ends[-1]
-            instead = ends[0][2]
-        return Choice(
+            full_compute_s = ends[0][2]
+        return LoadChoice(
             blocks,
             found,
             load_s=all_s - load_s,
             compute_s=compute_s - rest_s,
-            patience_s=max(2 * load_s, instead - compute_s, LEAST_PATIENCE_S),
+            patience_s=max(2 * load_s, full_compute_s - compute_s, MIN_PATIENCE_S),
             spans=tuple(spans),
             tokens=tokens,
             block_tokens=block_tokens,
@@ -277,7 +281,7 @@ class Plan:
         )
 
     def _ends(
-        self, engine: Pace, tokens: int, block_tokens: int, spans: Sequence[Span], ahead: Mapping[str, int]
+        self, engine: LatencyModel, tokens: int, block_tokens: int, spans: Sequence[TierSpan], ahead: Mapping[str, int]
     ) -> list[tuple[int, float, float]]:
         """Of each number of blocks worth a look: it, the time to load them, the time to compute the rest."""
         ends = [(0, 0.0, engine.seconds(tokens))]
@@ -287,68 +291,68 @@ class Plan:
         for span in spans:
             blocks, size = blocks + span.blocks, size + span.bytes
             read[span.tier] = read.get(span.tier, ahead.get(span.tier, 0)) + span.bytes
-            takes[span.tier] = self._pace(span.tier).seconds(read[span.tier])
-            takes["host"] = self._pace("host").seconds(size)  # which all of it goes through
+            takes[span.tier] = self._latency_model(span.tier).seconds(read[span.tier])
+            takes["host"] = self._latency_model("host").seconds(size)  # which all of it goes through
             ends.append((blocks, max(takes.values()), engine.seconds(max(1, tokens - blocks * block_tokens))))
         return ends
 
-    def probe(self, choice: Choice) -> bool:
+    def probe(self, choice: LoadChoice) -> bool:
         """Whether some of what is not worth loading should be read, so that it is known what that takes by now."""
-        tier = choice.left_in
+        tier = choice.skipped_tier
         if tier is None:
             return False
         with self._lock:
             if self._under_way.get(tier, 0):
                 return False
             idle_s = self._clock.now() - self._tried.get(tier, float("-inf"))
-            return idle_s >= PROBE_S or self._pace(tier).doubtful
+            return idle_s >= PROBE_INTERVAL_S or self._latency_model(tier).is_outlier
 
-    def settle(self, choice: Choice, loaded_blocks: int, load_s: float) -> None:
+    def settle(self, choice: LoadChoice, loaded_blocks: int, load_s: float) -> None:
         """The request went on with so many blocks after so long: count what a better choice would have saved, by what
         is known now; or once it is, where blocks were left out."""
-        self._settle(Taken(choice, loaded_blocks, load_s))
+        self._settle(ChoiceResult(choice, loaded_blocks, load_s))
 
-    def settle_rest(self, choice: Choice) -> None:
+    def settle_rest(self, choice: LoadChoice) -> None:
         """The same, of what was left out alone: others load what was chosen, and settle that."""
-        if choice.left_in is not None:
-            self._settle(Taken(choice, choice.blocks, 0.0, rest_alone=True))
+        if choice.skipped_tier is not None:
+            self._settle(ChoiceResult(choice, choice.blocks, 0.0, rest_only=True))
 
-    def _settle(self, taken: Taken) -> None:
+    def _settle(self, taken: ChoiceResult) -> None:
         if not taken.choice.spans:
             return
         with self._lock:
             self._counters.add("planned_seconds", self._spent(taken))
-            tier = taken.choice.left_in
+            tier = taken.choice.skipped_tier
             if tier is None:
                 self._regret(taken)
                 return
-            left = self._open[tier]
-            left.append(taken)
-            if len(left) > MOST_OPEN:
-                self._regret(left.popleft())
+            remaining = self._open[tier]
+            remaining.append(taken)
+            if len(remaining) > MAX_OPEN_CHOICES:
+                self._regret(remaining.popleft())
 
-    def _spent(self, taken: Taken) -> float:
+    def _spent(self, taken: ChoiceResult) -> float:
         rest = max(1, taken.choice.tokens - taken.blocks * taken.choice.block_tokens)
         return taken.load_s + self._engines[taken.choice.namespace].seconds(rest)
 
-    def _regret(self, taken: Taken) -> None:
+    def _regret(self, taken: ChoiceResult) -> None:
         choice, spent = taken.choice, self._spent(taken)
         engine = self._engines[choice.namespace]
         ends = self._ends(engine, choice.tokens, choice.block_tokens, choice.spans, choice.ahead)
-        if taken.rest_alone:
+        if taken.rest_only:
             spent += max(load for blocks, load, _ in ends if blocks <= taken.blocks)
             ends = [end for end in ends if end[0] > taken.blocks]
         others = [load + compute for blocks, load, compute in ends if blocks != choice.blocks]
         self._counters.add("plan_regret_seconds", max(0.0, spent - min(others, default=spent)))
 
 
-def kept(choice: Choice) -> dict[str, int]:
+def blocks_by_tier(choice: LoadChoice) -> dict[str, int]:
     """By tier, the blocks that are worth loading."""
     by_tier: dict[str, int] = {}
-    left = choice.blocks
+    remaining = choice.blocks
     for span in choice.spans:
-        count = min(left, span.blocks)
-        left -= count
+        count = min(remaining, span.blocks)
+        remaining -= count
         if count:
             by_tier[span.tier] = by_tier.get(span.tier, 0) + count
     return by_tier
@@ -361,9 +365,9 @@ def spans(
     index: Index,
     places: Sequence[tuple[bytes, int]],
     needs: Sequence[int],
-    packed: Packed,
+    packed: PackedSignatures,
     by_tier: Mapping[str, int],
-) -> list[Span]:
+) -> list[TierSpan]:
     """Of the blocks that a lookup found, from the first. `places`: what the index knows each by, and its payload bytes.
 
     A prefix can be cut anywhere only where every group needs all of its blocks: else it is one span, of the farthest
@@ -373,15 +377,15 @@ def spans(
     if not found:
         return []
     sizes = [size * min(need, found) for (_, size), need in zip(places, needs, strict=True)]
-    if len(by_tier) == 1 or min(needs) < ALL:
-        return [Span(list(by_tier)[-1], found, sum(sizes))]
+    if len(by_tier) == 1 or min(needs) < ALL_BLOCKS:
+        return [TierSpan(list(by_tier)[-1], found, sum(sizes))]
     a_block = sum(size for _, size in places)
-    masks = [np.frombuffer(index.where(Run(place, packed).part(0, found)), np.uint8) for place, _ in places]
+    masks = [np.frombuffer(index.where(BlockRun(place, packed).part(0, found)), np.uint8) for place, _ in places]
     nearest = np.max([mask & -mask.astype(np.int16) for mask in masks], axis=0)
     edges = [0, *(np.flatnonzero(np.diff(nearest)) + 1).tolist(), found]
     tiers = {1 << t: tier for t, tier in enumerate(index.tiers)}
     last = index.tiers[-1]  # what left since the lookup
     return [
-        Span(tiers.get(int(nearest[first]), last), end - first, (end - first) * a_block)
+        TierSpan(tiers.get(int(nearest[first]), last), end - first, (end - first) * a_block)
         for first, end in pairwise(edges)
     ]

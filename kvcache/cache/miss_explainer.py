@@ -17,23 +17,23 @@ from numpy.typing import NDArray
 from kvcache.block.chain import SIGNATURE_BYTES, digest_chain, tokens
 from kvcache.block.namespace import Namespace
 from kvcache.cache.operation import BlockTransfer
-from kvcache.index.block_run import Run
+from kvcache.index.block_run import BlockRun
 from kvcache.index.index import Index
-from kvcache.log import Work
-from kvcache.observe.events import Fate, Lost
+from kvcache.log import RequestContext
+from kvcache.observe.events import BlockFate, EvictionHistory
 from kvcache.observe.metrics import Counters
-from kvcache.observe.recent_requests import Asked, Ids, Ring, kept, shared_blocks, shared_tokens
+from kvcache.observe.recent_requests import Ids, RecentRequest, RecentRequests, kept, shared_blocks, shared_tokens
 from kvcache.os_env import Clock
 from kvcache.tier.tier import Outcome
 
-HALF = 2
+HEAD_MATCH_DIVISOR = 2
 """A prompt of which no block was found parts from another one where they share at least 1/HALF of the first block."""
-AROUND = 24
+CONTEXT_TOKENS = 24
 """Tokens told of each side of the place where two prompts part."""
-GRAM, WINDOW = 8, 512
+RESYNC_GRAM_TOKENS, RESYNC_WINDOW_TOKENS = 8, 512
 """Two prompts meet again where so many tokens in a row agree, within so many behind the place where they part."""
 
-OUTCOMES: Mapping[str, str] = {
+REASON_BY_OUTCOME: Mapping[str, str] = {
     "damaged": "refused",
     "foreign": "refused",
     "late": "late",
@@ -44,49 +44,49 @@ OUTCOMES: Mapping[str, str] = {
 """The reason for which a block that was found did not come, by the outcome of its load."""
 
 
-class Why:
+class MissExplainer:
     """`shared`: tiers of which only a part is known here, so that what is forgotten of them is not lost."""
 
-    def __init__(self, index: Index, clock: Clock, most_bytes: int, shared: Collection[str] = ()) -> None:
+    def __init__(self, index: Index, clock: Clock, max_bytes: int, shared: Collection[str] = ()) -> None:
         self._index, self._clock, self._shared = index, clock, shared
-        self.lost, self.ring = Lost(clock), Ring(most_bytes)
-        self.heard: Callable[[Asked], None] | None = None
+        self.eviction_history, self.recent_requests = EvictionHistory(clock), RecentRequests(max_bytes)
+        self.on_request: Callable[[RecentRequest], None] | None = None
         """Told of each request that is admitted."""
 
-    def departed(self, tier: str, signatures: Iterable[bytes]) -> None:
+    def on_evicted(self, tier: str, signatures: Iterable[bytes]) -> None:
         """These left the last tier that had them."""
         if tier not in self._shared:
             policy, clock = self._index.policy.name, self._index.clock
-            self.lost.add(signatures, "evicted", tier=tier, why=policy, clock=clock)
+            self.eviction_history.add(signatures, "evicted", tier=tier, why=policy, clock=clock)
 
     def expired(self, tier: str, signatures: Iterable[bytes]) -> None:
         """The end of these had come."""
-        self.lost.add(signatures, "expired", tier=tier, why="ttl_s", clock=self._index.clock)
+        self.eviction_history.add(signatures, "expired", tier=tier, why="ttl_s", clock=self._index.clock)
 
     def dropped(self, tier: str, signatures: Iterable[bytes], why: str, *, failed: bool = False) -> None:
         """These were offered to a tier and are not there."""
         reason = "store_failed" if failed else "store_dropped"
-        self.lost.add(signatures, reason, tier=tier, why=why, clock=self._index.clock)
+        self.eviction_history.add(signatures, reason, tier=tier, why=why, clock=self._index.clock)
 
     def refused(self, tier: str, signature: bytes, check: str) -> None:
         """A tier had this, and it did not pass a check."""
-        self.lost.add([signature], "refused", tier=tier, why=check, clock=self._index.clock)
+        self.eviction_history.add([signature], "refused", tier=tier, why=check, clock=self._index.clock)
 
-    def reason(self, asked: Asked) -> str:
+    def reason(self, asked: RecentRequest) -> str:
         """For the first block of `asked` that was not found; "" where all were."""
         if asked.found == asked.blocks:
             return ""
-        asked.fate = self.lost.find(asked.signature(asked.found))
+        asked.fate = self.eviction_history.find(asked.signature(asked.found))
         if asked.fate is not None:
             return asked.fate.reason
-        return "apart" if self._apart(asked) is not None else self.alone(asked)
+        return "apart" if self._same_tokens_elsewhere(asked) is not None else self.reason_within_namespace(asked)
 
-    def alone(self, asked: Asked) -> str:
+    def reason_within_namespace(self, asked: RecentRequest) -> str:
         """As `reason`, of a block whose fate is not known, as if there was no other namespace: what others stored may
         not be learned from it."""
-        return "cold" if self._parted(asked) is None else "diverged"
+        return "cold" if self._diverging_request(asked) is None else "diverged"
 
-    def _parted(self, asked: Asked) -> Asked | None:
+    def _diverging_request(self, asked: RecentRequest) -> RecentRequest | None:
         """The newest prompt that shares all that was found, and goes on in another way."""
         if asked.found:
             for other, shared in self._related(asked):
@@ -94,71 +94,80 @@ class Why:
                     return other
             return None
         ours = asked.tokens(0, asked.block_tokens)
-        for other in _before(asked, self.ring.same_start(ours, {asked.namespace}) if len(ours) else ()):
+        for other in _earlier_requests(
+            asked, self.recent_requests.same_start(ours, {asked.namespace}) if len(ours) else ()
+        ):
             shared = shared_tokens(ours, other.tokens(0, asked.block_tokens))
-            if asked.block_tokens // HALF <= shared < asked.block_tokens:
+            if asked.block_tokens // HEAD_MATCH_DIVISOR <= shared < asked.block_tokens:
                 return other
         return None
 
-    def _related(self, asked: Asked) -> Iterator[tuple[Asked, int]]:
+    def _related(self, asked: RecentRequest) -> Iterator[tuple[RecentRequest, int]]:
         """Earlier prompts with the same first block, the newest first, and how many blocks they share."""
-        for other in _before(asked, self.ring.same_head(asked.namespace, asked.signature(0))):
+        for other in _earlier_requests(asked, self.recent_requests.same_head(asked.namespace, asked.signature(0))):
             yield other, shared_blocks(asked.packed, other.packed)
 
-    def _apart(self, asked: Asked, among: Collection[bytes] | None = None) -> Asked | None:
+    def _same_tokens_elsewhere(
+        self, asked: RecentRequest, among: Collection[bytes] | None = None
+    ) -> RecentRequest | None:
         """The newest prompt with the same tokens up to the end of the first block that was not found, whose blocks are
         there under another namespace (one `among` these)."""
         end = (asked.found + 1) * asked.block_tokens
         ours = asked.tokens(0, end)
-        for other in self.ring.same_start(ours, among) if len(ours) else ():
+        for other in self.recent_requests.same_start(ours, among) if len(ours) else ():
             if other.namespace != asked.namespace and np.array_equal(ours, other.tokens(0, end)):
                 block = -(-end // other.block_tokens) - 1
                 if block < other.blocks and any(
-                    self._index.where(Run(place, other.signature(block)))[0] for place in other.places
+                    self._index.where(BlockRun(place, other.signature(block)))[0] for place in other.places
                 ):
                     return other
         return None
 
     # told in full
 
-    def story(
-        self, asked: Asked, namespaces: Iterable[Namespace] = (), among: Collection[bytes] | None = None
+    def explain(
+        self, asked: RecentRequest, namespaces: Iterable[Namespace] = (), among: Collection[bytes] | None = None
     ) -> dict[str, Any]:
         """All that is known, in types that any message can carry. Ids stand for text: who asks may have a tokenizer.
         `among`: told to somebody who may know of these namespaces alone, so as if there were no others."""
         now, first = self._clock.wall(), asked.found * asked.block_tokens
         named = {namespace.id: namespace for namespace in namespaces}
-        reason, there = asked.reason, self._apart(asked, among) if asked.reason == "apart" else None
-        if reason == "apart" and there is None and among is not None:
-            reason = self.alone(asked)
+        reason, same_tokens = (
+            asked.reason,
+            self._same_tokens_elsewhere(asked, among) if asked.reason == "apart" else None,
+        )
+        if reason == "apart" and same_tokens is None and among is not None:
+            reason = self.reason_within_namespace(asked)
         told: dict[str, Any] = {
             "request": asked.request,
             **{name: value for name, value in (("agent", asked.agent), ("session", asked.session)) if value},
             "time": asked.time,
             "ago_s": now - asked.time,
-            "namespace": _described(named.get(asked.namespace), asked.namespace),
+            "namespace": _namespace_summary(named.get(asked.namespace), asked.namespace),
             "block_tokens": asked.block_tokens,
             "blocks": asked.blocks,
             "found_blocks": asked.found,
             "reason": reason,
-            "ids": asked.tokens(first, first + AROUND).tolist(),
+            "ids": asked.tokens(first, first + CONTEXT_TOKENS).tolist(),
             **asked.detail,
         }
         if reason in {"evicted", "expired", "store_dropped", "store_failed", "refused"}:
             told |= self._fate(asked, now)
         elif reason == "diverged":
-            other = self._parted(asked)
-            told |= _parting(asked, other, now) if other is not None else {}
-        elif there is not None:
-            told["other"] = _named(there, now)
-            told["other"]["namespace"] = _described(named.get(there.namespace), there.namespace)
-            told["differs"] = _differing(named.get(asked.namespace), named.get(there.namespace))
+            other = self._diverging_request(asked)
+            told |= _divergence(asked, other, now) if other is not None else {}
+        elif same_tokens is not None:
+            told["other"] = _request_summary(same_tokens, now)
+            told["other"]["namespace"] = _namespace_summary(named.get(same_tokens.namespace), same_tokens.namespace)
+            told["differs"] = _namespace_diff(named.get(asked.namespace), named.get(same_tokens.namespace))
         elif reason == "cold":
-            told |= self._asked_before(asked, now)
+            told |= self._earlier_request(asked, now)
         return told
 
-    def _fate(self, asked: Asked, now: float) -> dict[str, Any]:
-        fate = asked.fate or self.lost.find(asked.signature(asked.found))  # a tier may tell of it after the load ended
+    def _fate(self, asked: RecentRequest, now: float) -> dict[str, Any]:
+        fate = asked.fate or self.eviction_history.find(
+            asked.signature(asked.found)
+        )  # a tier may tell of it after the load ended
         if fate is None:
             return {}
         told = {"tier": fate.tier, "why": fate.why, "lost_time": fate.time, "lost_ago_s": now - fate.time}
@@ -167,37 +176,37 @@ class Why:
             told |= {"age_requests": fate.clock - used.clock, "age_s": fate.time - used.time}
         return told
 
-    def _last_use(self, asked: Asked, fate: Fate) -> Asked | None:
+    def _last_use(self, asked: RecentRequest, fate: BlockFate) -> RecentRequest | None:
         """The newest request with this block in its prompt before it was lost."""
         found = (other for other, shared in self._related(asked) if shared > asked.found)
         return next((other for other in found if other.clock <= fate.clock), None)
 
-    def _asked_before(self, asked: Asked, now: float) -> dict[str, Any]:
+    def _earlier_request(self, asked: RecentRequest, now: float) -> dict[str, Any]:
         """A block that was asked for once and is neither there nor known to be lost."""
         found = next((other for other, shared in self._related(asked) if shared > asked.found), None)
-        return {} if found is None else {"other": _named(found, now)}
+        return {} if found is None else {"other": _request_summary(found, now)}
 
 
-def _before(asked: Asked, others: Iterable[Asked]) -> Iterator[Asked]:
+def _earlier_requests(asked: RecentRequest, others: Iterable[RecentRequest]) -> Iterator[RecentRequest]:
     return (other for other in others if other is not asked and not (asked.kept and other.clock > asked.clock))
 
 
-def _named(asked: Asked, now: float) -> dict[str, Any]:
+def _request_summary(asked: RecentRequest, now: float) -> dict[str, Any]:
     return {"request": asked.request, "time": asked.time, "ago_s": now - asked.time}
 
 
-def _described(namespace: Namespace | None, id: bytes) -> dict[str, Any]:
+def _namespace_summary(namespace: Namespace | None, id: bytes) -> dict[str, Any]:
     if namespace is None:
         return {"id": id.hex()}
     fields = namespace.describe()
     return {name: fields[name] for name in ("id", "model", "revision", "adapter", "tenant", "cache_salt")}
 
 
-def _differing(one: Namespace | None, other: Namespace | None) -> dict[str, list[str]]:
+def _namespace_diff(one: Namespace | None, other: Namespace | None) -> dict[str, list[str]]:
     """By field, what each says; a salt is a secret, of which only that it differs is told."""
     if one is None or other is None:
         return {}
-    ours, theirs = _flat(one), _flat(other)
+    ours, theirs = _flat_fields(one), _flat_fields(other)
     found = {
         name: [str(ours.get(name)), str(theirs.get(name))]
         for name in sorted(ours.keys() | theirs.keys())
@@ -208,7 +217,7 @@ def _differing(one: Namespace | None, other: Namespace | None) -> dict[str, list
     return found
 
 
-def _flat(namespace: Namespace) -> dict[str, Any]:
+def _flat_fields(namespace: Namespace) -> dict[str, Any]:
     fields = namespace.describe()
     for name in ("facts", "layout"):
         inner = fields.pop(name)
@@ -216,38 +225,38 @@ def _flat(namespace: Namespace) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in {"id", "cache_salt"}}
 
 
-def _parting(asked: Asked, other: Asked, now: float) -> dict[str, Any]:
+def _divergence(asked: RecentRequest, other: RecentRequest, now: float) -> dict[str, Any]:
     """Where the two part, what stands there in each, and where they meet again."""
     first = asked.found * asked.block_tokens
-    ours, theirs = asked.tokens(first, first + WINDOW), other.tokens(first, first + WINDOW)
-    told: dict[str, Any] = {"other": _named(other, now), "block": asked.found}
+    ours, theirs = asked.tokens(first, first + RESYNC_WINDOW_TOKENS), other.tokens(first, first + RESYNC_WINDOW_TOKENS)
+    told: dict[str, Any] = {"other": _request_summary(other, now), "block": asked.found}
     if not len(ours) or not len(theirs):
         return told
     at = first + shared_tokens(ours, theirs)
     told |= {
         "token": at,
-        "before": asked.tokens(max(0, at - AROUND), at).tolist(),
-        "ours": asked.tokens(at, at + AROUND).tolist(),
-        "theirs": other.tokens(at, at + AROUND).tolist(),
+        "before": asked.tokens(max(0, at - CONTEXT_TOKENS), at).tolist(),
+        "ours": asked.tokens(at, at + CONTEXT_TOKENS).tolist(),
+        "theirs": other.tokens(at, at + CONTEXT_TOKENS).tolist(),
     }
     end = max(asked.blocks * asked.block_tokens, other.blocks * other.block_tokens)
-    meet = meeting(asked.tokens(at, end), other.tokens(at, end))
+    meet = resync_point(asked.tokens(at, end), other.tokens(at, end))
     if meet is not None:
         told["meet"] = dict(zip(("ours", "theirs", "tokens"), meet, strict=True))
     return told
 
 
-def meeting(ours: Ids, theirs: Ids) -> tuple[int, int, int] | None:
+def resync_point(ours: Ids, theirs: Ids) -> tuple[int, int, int] | None:
     """Where two sequences that part at their first token agree again: tokens skipped of each, and how many follow that
     are the same. None where they do not, soon."""
     grams: dict[bytes, int] = {}
-    for i in range(min(WINDOW, len(theirs) - GRAM + 1)):
-        grams.setdefault(theirs[i : i + GRAM].tobytes(), i)
+    for i in range(min(RESYNC_WINDOW_TOKENS, len(theirs) - RESYNC_GRAM_TOKENS + 1)):
+        grams.setdefault(theirs[i : i + RESYNC_GRAM_TOKENS].tobytes(), i)
     best: tuple[int, int] | None = None
-    for i in range(min(WINDOW, len(ours) - GRAM + 1)):
+    for i in range(min(RESYNC_WINDOW_TOKENS, len(ours) - RESYNC_GRAM_TOKENS + 1)):
         if best is not None and i >= sum(best):
             break
-        j = grams.get(ours[i : i + GRAM].tobytes())
+        j = grams.get(ours[i : i + RESYNC_GRAM_TOKENS].tobytes())
         if j is not None and (best is None or i + j < sum(best)):
             best = i, j
     if best is None:
@@ -255,32 +264,32 @@ def meeting(ours: Ids, theirs: Ids) -> tuple[int, int, int] | None:
     return (*best, shared_tokens(ours[best[0] :], theirs[best[1] :]))
 
 
-def asked_of(
+def hypothetical_request(
     packed: bytes, ids: Ids | None, *, namespace: bytes, places: list[bytes], block_tokens: int, clock: int, time: float
-) -> Asked:
+) -> RecentRequest:
     """A prompt that nobody has asked for yet, as `Why` is asked about it."""
     known = [ids[: len(packed) // SIGNATURE_BYTES * block_tokens]] if ids is not None else []
-    return Asked("", namespace, places, block_tokens, packed, clock, time, known)
+    return RecentRequest("", namespace, places, block_tokens, packed, clock, time, known)
 
 
 # What a request knows of the part of its prompt that was not found: one reason, counted once. Counted when the
 # request stores or is left, since until then a load may still bring less than was found.
 
 
-class Miss:
+class MissRecord:
     def __init__(
         self,
-        why: Why,
+        why: MissExplainer,
         counters: Counters,
         *,
-        work: Work,
+        work: RequestContext,
         namespace: bytes,
         places: Sequence[bytes],
         block_tokens: int,
     ) -> None:
-        self._why, self._counters = why, counters
+        self._miss_explainer, self._counters = why, counters
         request, agent, session = work
-        self._asked = Asked(request, namespace, places, block_tokens, b"", 0, 0.0, agent=agent, session=session)
+        self._asked = RecentRequest(request, namespace, places, block_tokens, b"", 0, 0.0, agent=agent, session=session)
         self._prompt_blocks = 0
         self._behind: list[NDArray[np.uint32]] = []
         self._loads: list[tuple[int, int, BlockTransfer]] = []  # whose, its first block
@@ -310,17 +319,17 @@ class Miss:
                 asked.known_from = found * asked.block_tokens
             asked.reason = reason or ""
             return asked.reason
-        if self._why.ring.most_bytes and ids is None and beside is not None:
+        if self._miss_explainer.recent_requests.max_bytes and ids is None and beside is not None:
             ids = tokens(beside)[: asked.blocks * asked.block_tokens]
-        if ids is not None and self._why.ring.most_bytes:
+        if ids is not None and self._miss_explainer.recent_requests.max_bytes:
             asked.ids = [kept(ids)]
-        asked.reason = self._why.reason(asked) if reason is None else reason
+        asked.reason = self._miss_explainer.reason(asked) if reason is None else reason
         # nobody learns from an answer what another tenant has stored
-        return self._why.alone(asked) if asked.reason == "apart" else asked.reason
+        return self._miss_explainer.reason_within_namespace(asked) if asked.reason == "apart" else asked.reason
 
     def digest(self, parent: bytes, ids: NDArray[Any], block_tokens: int, extras: list[bytes] | None) -> bytes:
         """Hashes what comes behind the prompt, and keeps its ids for `extended`."""
-        if self._why.ring.most_bytes:
+        if self._miss_explainer.recent_requests.max_bytes:
             self._behind.append(kept(ids))
         return digest_chain(parent, ids, block_tokens, extras)
 
@@ -328,25 +337,25 @@ class Miss:
         """The chain has more blocks now."""
         behind, self._behind = self._behind, []
         if packed is not self._asked.packed:
-            self._why.ring.grow(self._asked, behind, packed)
+            self._miss_explainer.recent_requests.grow(self._asked, behind, packed)
 
     def told(self, ids: Any) -> None:
         """Tokens of the chain from the first on, by a client that named its blocks itself. As `look`, for one that has
         answered without them."""
         asked = self._asked
-        if asked.found < asked.blocks and not asked.kept and self._why.ring.most_bytes:
+        if asked.found < asked.blocks and not asked.kept and self._miss_explainer.recent_requests.max_bytes:
             asked.ids, asked.known_from = [kept(tokens(ids)[: asked.blocks * asked.block_tokens])], 0
             if asked.reason in {"cold", "diverged"}:
-                asked.reason = self._why.reason(asked)
+                asked.reason = self._miss_explainer.reason(asked)
 
     def admit(self, clock: int, time: float) -> None:
         self._admitted = True
         asked = self._asked
         asked.clock, asked.time = clock, time
         self._prompt_blocks = asked.blocks
-        self._why.ring.add(asked)
-        if self._why.heard is not None:
-            self._why.heard(asked)
+        self._miss_explainer.recent_requests.add(asked)
+        if self._miss_explainer.on_request is not None:
+            self._miss_explainer.on_request(asked)
 
     def loading(self, rank: int, first_block: int, transfer: BlockTransfer) -> None:
         """`rank`: any number, the same for loads that come one after the other."""
@@ -382,10 +391,10 @@ class Miss:
         taken = max(first + len(load.outcomes) for _, first, load in loads)
         return taken, min(reached.values()), max(seconds.values())
 
-    def _failed(self, asked: Asked, outcome: Outcome) -> tuple[str, dict[str, Any]]:
+    def _failed(self, asked: RecentRequest, outcome: Outcome) -> tuple[str, dict[str, Any]]:
         """Why a block that was found did not come."""
-        reason = OUTCOMES.get(outcome.value)
-        asked.fate = fate = self._why.lost.find(asked.signature(asked.found))
+        reason = REASON_BY_OUTCOME.get(outcome.value)
+        asked.fate = fate = self._miss_explainer.eviction_history.find(asked.signature(asked.found))
         if reason is None:  # it left between the question and the load; or the tier found that it has it no more
             return ("refused", {"outcome": outcome.value}) if fate is None else (fate.reason, {})
         return reason, {"outcome": outcome.value}

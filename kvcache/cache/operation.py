@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from kvcache.tier.tier import Outcome, Ticket
-from kvcache.transfer.copier import Copy
+from kvcache.transfer.copier import CopyHandle
 
 
 class BlockTransfer(Ticket):
@@ -14,7 +14,7 @@ class BlockTransfer(Ticket):
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
-        self._copies: list[Copy] = []
+        self._copies: list[CopyHandle] = []
         self._begun = 0  # blocks from the front whose copies are among these, or were not needed
 
     seconds = 0.0
@@ -34,7 +34,7 @@ class BlockTransfer(Ticket):
         ended = ((i, o) for i, o in enumerate(outcomes) if o.settled and o is not Outcome.DONE)
         return next(ended, None)
 
-    def begun(self, end: int, copies: Sequence[Copy]) -> None:
+    def begun(self, end: int, copies: Sequence[CopyHandle]) -> None:
         """These bring blocks before `end`, behind those that were told before."""
         with self._changed:
             self._copies += copies

@@ -17,18 +17,18 @@ from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.record import record_bytes
 from kvcache.cache.holds import Holds
 from kvcache.errors import ConfigError
-from kvcache.index.block_run import Run, wanted
+from kvcache.index.block_run import BlockRun, wanted
 from kvcache.index.index import Index
 from kvcache.log import logger
 from kvcache.os_env import Clock
 from kvcache.tier.tier import Tier
 
 if TYPE_CHECKING:
-    from kvcache.cache.request import BoundCache
+    from kvcache.cache.request import CacheNamespace
 
-SHARE = 8
-PINS = 64
-LONGEST_S = 30 * 86_400.0
+PIN_DIVISOR = 8
+MAX_PINS = 64
+MAX_PIN_S = 30 * 86_400.0
 
 _log = logger("kvcache.pins")
 
@@ -43,7 +43,7 @@ class Pin:
     blocks: int
     wanted: int
     block_tokens: int
-    runs: Sequence[tuple[Run, int]]  # with the bytes of a payload each
+    runs: Sequence[tuple[BlockRun, int]]  # with the bytes of a payload each
     by_tier: Mapping[str, int]
     ends: float  # seconds since 1970
     until: float  # the same by the port's clock
@@ -66,7 +66,7 @@ class Pins:
 
     def __init__(self, index: Index, tiers: Sequence[Tier], clock: Clock) -> None:
         self._index, self._clock = index, clock
-        self._holds = Holds(index, tiers, share=SHARE)
+        self._holds = Holds(index, tiers, share=PIN_DIVISOR)
         self._pins: dict[int, Pin] = {}
         self.last = 0
         """Number of a pin: none comes twice, in the processes after this one neither."""
@@ -75,27 +75,27 @@ class Pins:
 
     def check(self, seconds: float) -> None:
         """ConfigError where a pin of so many seconds makes no sense, or there are too many pins."""
-        if not 0 < seconds <= LONGEST_S:
-            raise ConfigError(f"a pin of {seconds:g} s: expected more than 0 and at most {LONGEST_S:.0f} (30 days)")
+        if not 0 < seconds <= MAX_PIN_S:
+            raise ConfigError(f"a pin of {seconds:g} s: expected more than 0 and at most {MAX_PIN_S:.0f} (30 days)")
         self.sweep()
         self._check_number()
 
     def _check_number(self) -> None:
-        if len(self._pins) >= PINS:
-            raise ConfigError(f"{PINS} prefixes are pinned, and no more can be: `kvcache unpin` one")
+        if len(self._pins) >= MAX_PINS:
+            raise ConfigError(f"{MAX_PINS} prefixes are pinned, and no more can be: `kvcache unpin` one")
 
-    def fitting(self, bound: BoundCache, blocks: int) -> int:
+    def pinnable_blocks(self, bound: CacheNamespace, blocks: int) -> int:
         """Of so many blocks from the front, those of which pins may hold every record in host memory."""
-        sizes = [(place.group, record_bytes(place.payload_bytes)) for place in bound.everywhere]
+        sizes = [(place.group, record_bytes(place.payload_bytes)) for place in bound.all_shards]
 
         def size(blocks: int) -> int:
             need = wanted(bound.layout, blocks)
             return sum(len(need[group]) * size for group, size in sizes)
 
         self.sweep()
-        return bisect_right(range(1, blocks + 1), self._holds.room_bytes()[self._index.tiers[0]], key=size)
+        return bisect_right(range(1, blocks + 1), self._holds.holdable_bytes()[self._index.tiers[0]], key=size)
 
-    def pin(self, bound: BoundCache, packed: bytes, seconds: float) -> Pin:
+    def pin(self, bound: CacheNamespace, packed: bytes, seconds: float) -> Pin:
         """Hold what is there of these blocks. ConfigError where that is nothing, and as of `check`."""
         self.check(seconds)
         lookup = self._index.lookup(bound.names, bound.needs)
@@ -103,8 +103,8 @@ class Pins:
         found = lookup.blocks
         need = wanted(bound.layout, found)
         runs = [
-            (Run(place.name, packed).part(need[place.group].start, found), place.payload_bytes)
-            for place in bound.everywhere
+            (BlockRun(place.name, packed).part(need[place.group].start, found), place.payload_bytes)
+            for place in bound.all_shards
         ]
         with self._lock:
             self._check_number()
@@ -124,7 +124,7 @@ class Pins:
                 raise ConfigError(
                     "nothing of this prefix is there to be kept"
                     if not found
-                    else f"no room for it: pins keep at most 1/{SHARE} of each tier; `kvcache unpin` one"
+                    else f"no room for it: pins keep at most 1/{PIN_DIVISOR} of each tier; `kvcache unpin` one"
                 )
         return made
 
@@ -133,7 +133,7 @@ class Pins:
         pin.claim = self._holds.take(pin.runs)
         held = self._whole(pin.claim, pin.runs, pin.blocks)
         if not held:
-            self._holds.give_back(pin.claim)
+            self._holds.release(pin.claim)
             return False
         if held < pin.blocks or not pin.by_tier:
             pin.by_tier = {tier: count for tier, count in zip(self._index.tiers, pin.claim[0][1], strict=True) if count}
@@ -143,7 +143,7 @@ class Pins:
         return True
 
     @staticmethod
-    def _whole(claim: Holds.Claim, runs: Sequence[tuple[Run, int]], found: int) -> int:
+    def _whole(claim: Holds.Claim, runs: Sequence[tuple[BlockRun, int]], found: int) -> int:
         """Of so many blocks, those of which every part is held; where there are several parts, all or none."""
         held = [sum(blocks) for _, blocks, _ in claim]
         if held == [run.blocks for run, _ in runs]:
@@ -155,7 +155,7 @@ class Pins:
         with self._lock:
             pin = self._pins.pop(id, None)
             if pin is not None:
-                self._holds.give_back(pin.claim)
+                self._holds.release(pin.claim)
             return pin is not None
 
     def sweep(self) -> None:
@@ -165,7 +165,7 @@ class Pins:
             return
         with self._lock:
             for pin in [pin for pin in self._pins.values() if pin.until <= now]:
-                self._holds.give_back(self._pins.pop(pin.id).claim)
+                self._holds.release(self._pins.pop(pin.id).claim)
             self._next = min((pin.until for pin in self._pins.values()), default=float("inf"))
 
     def all(self) -> list[Pin]:
@@ -173,11 +173,11 @@ class Pins:
         with self._lock:
             return list(self._pins.values())
 
-    def held(self) -> set[Run]:
+    def held(self) -> set[BlockRun]:
         """Each block by itself."""
         with self._lock:
             runs = [run for pin in self._pins.values() for run, _, _ in pin.claim]
-        return {Run(run.place, bytes(run.part(i, i + 1).signatures)) for run in runs for i in range(run.blocks)}
+        return {BlockRun(run.place, bytes(run.part(i, i + 1).signatures)) for run in runs for i in range(run.blocks)}
 
     def left(self) -> list[dict[str, Any]]:
         """For the process after this one."""
@@ -200,7 +200,7 @@ class Pins:
                 for pin in self._pins.values()
             ]
 
-    def go_on(self, last: int) -> None:
+    def resume_after(self, last: int) -> None:
         """Behind this number."""
         with self._lock:
             self.last = max(self.last, last)
@@ -209,23 +209,23 @@ class Pins:
         """One that the process before kept, as far as it is there, unless it has ended; what is not there is said.
         Raises something where it makes no sense."""
         numbers = [left[name] for name in ("pin", "blocks", "wanted", "block_tokens")]
-        runs = [(Run(place, signatures), payload_bytes) for place, signatures, payload_bytes in left["runs"]]
+        runs = [(BlockRun(place, signatures), payload_bytes) for place, signatures, payload_bytes in left["runs"]]
         sizes = [payload_bytes for _, payload_bytes in runs]
         if any(type(number) is not int or number < 1 for number in (*numbers, *sizes)) or not runs:
             raise ValueError(f"a pin of {numbers}, payloads of {sizes}")
-        number, blocks, asked, tokens = numbers
-        space, signature = bytes(left["namespace"]), bytes(left["signature"])
+        number, blocks, requested, tokens = numbers
+        namespace_id, signature = bytes(left["namespace"]), bytes(left["signature"])
         seconds = float(left["ends"]) - self._clock.wall()
         with self._lock:
             self.last = max(self.last, number)
-            if not 0 < seconds <= LONGEST_S:
+            if not 0 < seconds <= MAX_PIN_S:
                 return
             until = self._clock.now() + seconds
-            pin = Pin(number, space, signature, blocks, asked, tokens, runs, {}, float(left["ends"]), until)
-            fits = number not in self._pins and len(self._pins) < PINS
-            kept = pin.blocks if fits and self._keep(pin) else 0
-        if kept < blocks:
-            here, told = kept * tokens, blocks * tokens
+            pin = Pin(number, namespace_id, signature, blocks, requested, tokens, runs, {}, float(left["ends"]), until)
+            fits = number not in self._pins and len(self._pins) < MAX_PINS
+            held_blocks = pin.blocks if fits and self._keep(pin) else 0
+        if held_blocks < blocks:
+            here, told = held_blocks * tokens, blocks * tokens
             _log.warning("pin %d: of %d tokens that the process before kept, %d are kept on", number, told, here)
 
     def held_bytes(self) -> dict[str, int]:

@@ -29,46 +29,46 @@ from zlib import compress, decompressobj
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.cache.usage import Uses
+from kvcache.cache.usage import UsageLog
 from kvcache.evict.policy import AGE_EDGES, Policy
-from kvcache.index.cost_classes import Kinds
+from kvcache.index.cost_classes import CostClasses
 from kvcache.index.index import Index
 from kvcache.log import logger
 from kvcache.observe.metrics import Counters
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 
-NAME = "policy"
+FILE_NAME = "policy"
 FORMAT = b"kvcache policy 2\n"
-SAVE_S = 60.0
-MOST_COUNT = 1 << 48
-MOST_BYTES = 64 << 10
+SAVE_INTERVAL_S = 60.0
+MAX_COUNT = 1 << 48
+MAX_JSON_BYTES = 64 << 10
 """But for the rows; places beyond them are left out. A store's own overhead has room for it."""
-MOST_ROWS = 1 << 21
+MAX_ROWS = 1 << 21
 """Of 8 bytes: blocks that are there, then the ghosts that left last."""
 
-USED, MOST_USED = Struct("<32sd"), 256
+LAST_USE, MAX_NAMESPACES = Struct("<32sd"), 256
 """A namespace and when it was used last; so many are told, those used last."""
 
 _log = logger("kvcache.learnt")
 
 
-class Learnt:
+class PolicyState:
     """`directory`: where the file is; None: nothing is kept."""
 
     def __init__(
         self,
         directory: str | None,
         index: Index,
-        kinds: Kinds,
-        uses: Uses,
+        cost_classes: CostClasses,
+        usage_log: UsageLog,
         counters: Counters,
-        port: Port,
+        os_env: OsEnv,
         submit: Callable[[Callable[[], None]], object],
     ) -> None:
-        self._path = None if directory is None else os.path.join(directory, NAME)
-        self._directory, self._index, self._kinds, self._uses = directory, index, kinds, uses
-        self._counters, self._port, self._submit = counters, port, submit
-        self._due = port.clock.now() + SAVE_S
+        self._path = None if directory is None else os.path.join(directory, FILE_NAME)
+        self._directory, self._index, self._cost_classes, self._usage_log = directory, index, cost_classes, usage_log
+        self._counters, self._os_env, self._submit = counters, os_env, submit
+        self._due = os_env.clock.now() + SAVE_INTERVAL_S
         self._writing = threading.Lock()
 
     def load(self) -> None:
@@ -76,11 +76,11 @@ class Learnt:
         if self._path is None:
             return
         try:
-            file = self._port.disk.open(self._path)
+            file = self._os_env.disk.open(self._path)
         except OSError:
             return  # there is none yet, or the drive has troubles that others will tell of
         try:
-            data = bytearray(min(file.size(), MOST_BYTES + 8 * MOST_ROWS + 64))
+            data = bytearray(min(file.size(), MAX_JSON_BYTES + 8 * MAX_ROWS + 64))
             got = file.read(0, [memoryview(data)]) if data else 0
             result = self._take(bytes(data[:got]))
         except OSError as error:
@@ -101,34 +101,36 @@ class Learnt:
         if form + b"\n" != FORMAT:
             return "foreign"
         if sha256(body).hexdigest().encode() != checksum:
-            _log.warning("%s is damaged; the policy begins anew", self._path or NAME)
+            _log.warning("%s is damaged; the policy begins anew", self._path or FILE_NAME)
             return "damaged"
         try:
             learnt, _, rows = body.partition(b"\n")
             told = json.loads(learnt)
-            used = list(USED.iter_unpack(b64decode(told.get("used", ""))))
+            used = list(LAST_USE.iter_unpack(b64decode(told.get("used", ""))))
             if not all(isfinite(last) for _, last in used):
                 raise ValueError("a time that is none")
-            self._uses.recall(used)
-            if [told.get(name) for name in ("policy", "bounds", "gaps", "edges")] != _of(self._index.policy):
+            self._usage_log.recall(used)
+            if [told.get(name) for name in ("policy", "bounds", "gaps", "edges")] != _policy_shape(self._index.policy):
                 return "foreign"
             shape = self._index.evidence().reused.shape
-            reused, forgotten = _counts(told["reused"], shape), _counts(told["forgotten"], shape)
+            reused, forgotten = _unpack_counts(told["reused"], shape), _unpack_counts(told["forgotten"], shape)
             if rows:
                 self._index.remember(rows)
                 forgotten = np.maximum(forgotten - self._index.evidence().waiting, 0)  # these wait, each by itself
-            self._kinds.recall(told["kinds"])
+            self._cost_classes.recall(told["kinds"])
             self._index.learn(reused, forgotten)
         except Exception as error:  # noqa: BLE001  whole, but not as we write it: another version's
-            _log.warning("%s is of another make (%s); the policy begins anew", self._path or NAME, type(error).__name__)
+            _log.warning(
+                "%s is of another make (%s); the policy begins anew", self._path or FILE_NAME, type(error).__name__
+            )
             return "foreign"
         return "read"
 
     def used(self) -> None:
         """A request began: write it down, where it is time."""
-        if self._path is None or self._port.clock.now() < self._due:
+        if self._path is None or self._os_env.clock.now() < self._due:
             return
-        self._due = self._port.clock.now() + SAVE_S
+        self._due = self._os_env.clock.now() + SAVE_INTERVAL_S
         with suppress(RuntimeError):  # the cache is being closed
             self._submit(self.save)
 
@@ -146,12 +148,12 @@ class Learnt:
         self._counters.add("policy_states", result=result)
 
     def _write(self, path: str) -> None:
-        disk, temporary = self._port.disk, f"{path}.tmp"
+        disk, temporary = self._os_env.disk, f"{path}.tmp"
         file = disk.open(temporary, create=True)
         try:
             parts = self._parts(waiting=True)
             size = sum(map(len, parts))
-            self._due = max(self._due, self._port.clock.now() + SAVE_S * (1 + size // (1 << 20)))
+            self._due = max(self._due, self._os_env.clock.now() + SAVE_INTERVAL_S * (1 + size // (1 << 20)))
             file.truncate(0)
             file.write(0, [memoryview(part) for part in parts])
             file.sync()
@@ -168,36 +170,36 @@ class Learnt:
         """The rows are the last of them, and never copied: others wait while Python copies 16 MiB."""
         policy, evidence = self._index.policy, self._index.evidence()
         told: dict[str, Any] = {
-            **dict(zip(("policy", "bounds", "gaps", "edges"), _of(policy), strict=True)),
-            "reused": _packed(evidence.reused),
-            "forgotten": _packed(evidence.forgotten + (evidence.waiting if waiting else 0)),
-            "used": b64encode(b"".join(USED.pack(*row) for row in self._uses.told(MOST_USED))).decode(),
+            **dict(zip(("policy", "bounds", "gaps", "edges"), _policy_shape(policy), strict=True)),
+            "reused": _pack_counts(evidence.reused),
+            "forgotten": _pack_counts(evidence.forgotten + (evidence.waiting if waiting else 0)),
+            "used": b64encode(b"".join(LAST_USE.pack(*row) for row in self._usage_log.told(MAX_NAMESPACES))).decode(),
             "kinds": [],
         }
-        room = MOST_BYTES - len(json.dumps(told)) - 128
-        told["kinds"] = self._kinds.told(room)
+        room = MAX_JSON_BYTES - len(json.dumps(told)) - 128
+        told["kinds"] = self._cost_classes.told(room)
         learnt = json.dumps(told, separators=(",", ":")).encode() + b"\n"
-        rows = self._index.kept(MOST_ROWS) if waiting else b""
+        rows = self._index.kept(MAX_ROWS) if waiting else b""
         checksum = sha256(learnt)
         checksum.update(rows)
         return [FORMAT, checksum.hexdigest().encode() + b"\n", learnt, rows]
 
 
-def _of(policy: Policy) -> list[Any]:
+def _policy_shape(policy: Policy) -> list[Any]:
     return [policy.name, list(policy.bounds), list(policy.gaps), list(AGE_EDGES)]
 
 
-def _packed(counts: NDArray[np.int64]) -> str:
+def _pack_counts(counts: NDArray[np.int64]) -> str:
     return b64encode(compress(counts.astype("<i8").tobytes())).decode()
 
 
-def _counts(packed: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
+def _unpack_counts(packed: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
     """ValueError where they are not such counts."""
     size = 8 * prod(shape)
     data = decompressobj().decompress(b64decode(packed), size + 1)
     if len(data) != size:
         raise ValueError(f"{len(data)} bytes of counts: expected {size}")
     counts = np.frombuffer(data, "<i8").astype(np.int64).reshape(shape)
-    if (counts < 0).any() or (counts > MOST_COUNT).any():
+    if (counts < 0).any() or (counts > MAX_COUNT).any():
         raise ValueError("a count that nobody counted")
     return counts

@@ -18,23 +18,23 @@ from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
 from kvcache.cache.api import Extras, Hit, PageIds, check_blocks, check_origin, check_transfer, check_ttl
 from kvcache.cache.canary import Recompute
-from kvcache.cache.erase import CLEAR_S, clear
+from kvcache.cache.erase import MAX_FLUSH_S, clear
 from kvcache.cache.flush import Submit
 from kvcache.cache.holds import Holds
 from kvcache.cache.load import Load
-from kvcache.cache.load_plan import Choice, kept, spans
-from kvcache.cache.miss_explainer import Miss
+from kvcache.cache.load_plan import LoadChoice, blocks_by_tier, spans
+from kvcache.cache.miss_explainer import MissRecord
 from kvcache.cache.operation import BlockTransfer
-from kvcache.cache.shared_lookup import Question
-from kvcache.cache.slot_copy import Mover, PagesMover
+from kvcache.cache.shared_lookup import PendingLookup
+from kvcache.cache.slot_copy import PagesSlotCopy, SlotCopy
 from kvcache.cache.store import Store
-from kvcache.cache.tier_manager import BYPASS, Flow
+from kvcache.cache.tier_manager import BYPASS, TierManager
 from kvcache.errors import ClosedError, RequestError
-from kvcache.index.block_run import Chained, Place, Run, needs, place_of, wanted
-from kvcache.index.cost_classes import NO_MODEL
-from kvcache.log import Work, working_for
-from kvcache.tier.tier import AHEAD, BACKGROUND, Outcome
-from kvcache.transfer.copier import Copiers
+from kvcache.index.block_run import BlockRun, ChainView, ShardRef, needs, place_of, wanted
+from kvcache.index.cost_classes import UNKNOWN_MODEL
+from kvcache.log import RequestContext, request_context
+from kvcache.tier.tier import BACKGROUND, PREFETCH, Outcome
+from kvcache.transfer.copier import CopierRegistry
 from kvcache.transfer.pages import Pages
 
 # Which requests are open, so that an engine's ranks join the one that its scheduler opened.
@@ -42,7 +42,7 @@ from kvcache.transfer.pages import Pages
 R = TypeVar("R")
 
 
-class Register(Generic[R]):
+class OpenRequests(Generic[R]):
     """By name, whatever that is made of. Thread-safe; keeps no request alive."""
 
     def __init__(self) -> None:
@@ -56,64 +56,68 @@ class Register(Generic[R]):
     def remove(self, name: Hashable, request: R) -> None:
         """Idempotent."""
         with self._lock:
-            there = self._open.get(name)
-            if there is not None:
-                there.discard(request)
-                if not there:
+            entries = self._open.get(name)
+            if entries is not None:
+                entries.discard(request)
+                if not entries:
                     del self._open[name]
 
     def find(self, name: Hashable) -> R:
         """The one of this name. RequestError where there is none, and where there are several: to guess between them
         could hand one prompt's blocks to another."""
         with self._lock:
-            there = list(self._open.get(name, ()))
-        if len(there) == 1:
-            return there[0]
-        if not there:
+            entries = list(self._open.get(name, ()))
+        if len(entries) == 1:
+            return entries[0]
+        if not entries:
             raise RequestError("no open request has this id in this namespace; open it first, and close it last")
-        raise RequestError(f"{len(there)} open requests have this id; name the engine when connecting, or the requests")
+        raise RequestError(
+            f"{len(entries)} open requests have this id; name the engine when connecting, or the requests"
+        )
 
 
-BELOW_PLAN = "below_plan"
+RECOMPUTE_FASTER = "below_plan"
 """The reason that is said of what would come later than the engine computes it."""
 
 
-class BoundCache:
+class CacheNamespace:
     _ids = itertools.count(1)
 
     def __init__(
         self,
-        flow: Flow,
-        copiers: Copiers,
-        register: Register[CacheRequest],
+        tier_manager: TierManager,
+        copiers: CopierRegistry,
+        register: OpenRequests[CacheRequest],
         namespace: Namespace,
         shards: Sequence[Shard],
-        everywhere: Sequence[Sequence[Shard]],
+        all_shards: Sequence[Sequence[Shard]],
         deadline_s: float,
         ttl_s: float | None = None,
     ) -> None:
-        self.flow, self.copiers, self.namespace, self.deadline_s = flow, copiers, namespace, deadline_s
+        self.tier_manager, self.copiers, self.namespace, self.deadline_s = tier_manager, copiers, namespace, deadline_s
         self.shards, self.register, self.ttl_s = shards, register, ttl_s
         self.id, self.layout, self.tenant, self.open = namespace.id, namespace.layout, namespace.tenant, True
-        self.model = NO_MODEL  # what a block takes, and what computing it is compared by, once the cache has told
+        self.model = UNKNOWN_MODEL  # what a block takes, and what computing it is compared by, once the cache has told
         self.places = [self._place(g, shard) for g, shard in enumerate(shards)]
-        self.everywhere = [self._place(g, shard) for g, of_group in enumerate(everywhere) for shard in of_group]
+        self.all_shards = [self._place(g, shard) for g, of_group in enumerate(all_shards) for shard in of_group]
         """What all ranks hold: a block counts where all of these have their part of it."""
-        self.names = [place.name for place in self.everywhere]
-        self.needs = [needs(namespace.layout)[place.group] for place in self.everywhere]
+        self.names = [place.name for place in self.all_shards]
+        self.needs = [needs(namespace.layout)[place.group] for place in self.all_shards]
 
-    def _place(self, group: int, shard: Shard) -> Place:
-        return Place(group, shard, self.layout.block_bytes(shard, group=group), place_of(self.id, group, shard))
+    def _place(self, group: int, shard: Shard) -> ShardRef:
+        return ShardRef(group, shard, self.layout.block_bytes(shard, group=group), place_of(self.id, group, shard))
 
-    def known_as(self, signature: bytes) -> bytes:
+    def event_signature(self, signature: bytes) -> bytes:
         return signature
 
     def computed(self, tokens: int, seconds: float) -> None:
-        self.flow.plan.computed(self.id, tokens, seconds)
-        self.flow.kinds.computed(self.tenant, self.model, tokens, seconds)
+        self.tier_manager.plan.computed(self.id, tokens, seconds)
+        self.tier_manager.cost_classes.computed(self.tenant, self.model, tokens, seconds)
 
     def canary(self, recompute: Recompute) -> None:
-        self.flow.canary.register(self.id, self.layout, [place.payload_bytes for place in self.places], recompute)
+        self.tier_manager.canary.register(
+            self.id, self.layout, [place.payload_bytes for place in self.places], recompute
+        )
 
     def request(
         self,
@@ -124,16 +128,16 @@ class BoundCache:
         ttl_s: float | None = None,
         deadline_s: float | None = None,
     ) -> CacheRequest:
-        work = Work.of(id or f"r{next(self._ids)}", agent, session)
+        work = RequestContext.of(id or f"r{next(self._ids)}", agent, session)
         made = CacheRequest(self, work, self.deadline_s if deadline_s is None else deadline_s)
         made.ttl_s = check_ttl(self.ttl_s if ttl_s is None else ttl_s)
         self.register.add((self.id, made.id), made)
         return made
 
     def clear(self) -> int:
-        self.flow.settle(CLEAR_S)  # what is on its way down would arrive afterwards
-        self.flow.ask.wait(CLEAR_S)  # as an answer would that was begun before
-        return clear(self.id, self.flow.index, (self.flow.host, *self.flow.below))
+        self.tier_manager.settle(MAX_FLUSH_S)  # what is on its way down would arrive afterwards
+        self.tier_manager.shared_lookup.wait(MAX_FLUSH_S)  # as an answer would that was begun before
+        return clear(self.id, self.tier_manager.index, (self.tier_manager.host, *self.tier_manager.lower_tiers))
 
     def join(self, id: str) -> CacheRequest:
         origin = self.register.find((self.id, id))
@@ -143,26 +147,35 @@ class BoundCache:
 class CacheRequest:
     """`origin`: the request that this one joined, whose blocks and whose time are its own as well."""
 
-    def __init__(self, bound: BoundCache, work: Work, deadline_s: float, origin: CacheRequest | None = None) -> None:
+    def __init__(
+        self, bound: CacheNamespace, work: RequestContext, deadline_s: float, origin: CacheRequest | None = None
+    ) -> None:
         self.id, self.work = work.request, work
         self.ttl_s: float | None = bound.ttl_s if origin is None else origin.ttl_s
-        self._bound, self._flow, self._deadline_s, self._origin = bound, bound.flow, deadline_s, origin
+        self._bound, self._tier_manager, self._deadline_s, self._origin = bound, bound.tier_manager, deadline_s, origin
         self._own = Chain(bound.id, bound.layout.block_tokens)
         self._found, self._admitted = 0, False
         places, size = bound.names, bound.layout.block_tokens
-        self.miss: Miss = (
-            Miss(bound.flow.why, bound.flow.counters, work=work, namespace=bound.id, places=places, block_tokens=size)
+        self.miss: MissRecord = (
+            MissRecord(
+                bound.tier_manager.miss_explainer,
+                bound.tier_manager.counters,
+                work=work,
+                namespace=bound.id,
+                places=places,
+                block_tokens=size,
+            )
             if origin is None
             else origin.miss
         )
         self._by_tier: dict[str, int] = {}
-        self.choice = Choice(0, 0)  # what the plan said last
+        self.choice = LoadChoice(0, 0)  # what the plan said last
         self._stamp = 0  # the time at which this request was admitted or stored first; 0: not yet
         self._asked = 0  # blocks, when it was admitted
         self._claim: Holds.Claim = []
-        self._claimed: weakref.finalize[..., CacheRequest] | None = None
+        self._claim_finalizer: weakref.finalize[..., CacheRequest] | None = None
         self._token_ids: Any = None  # of the prompt, where the canary needs them
-        self._question: Question | None = None  # to the tiers that others share, about these tokens
+        self._pending_lookup: PendingLookup | None = None  # to the tiers that others share, about these tokens
 
     @property
     def chain(self) -> Chain:
@@ -188,7 +201,7 @@ class CacheRequest:
         for which nothing is looked for."""
         bound, layout = self._bound, self._bound.layout
         check_origin(self._origin, token_ids, digests, signatures)
-        lookup, beside = self._flow.lookup(bound.names, bound.needs), None
+        lookup, beside = self._tier_manager.lookup(bound.names, bound.needs), None
         if digests is not None:
             self._own = Chain.from_digests(bound.id, digests, layout.block_tokens, after=after)
             beside, token_ids = token_ids, None
@@ -196,39 +209,45 @@ class CacheRequest:
             chain = Chain(bound.id, layout.block_tokens)
             chain.extend(token_ids, extras, digest=lookup)
             self._own = chain
-            self._token_ids = token_ids if extras is None and self._flow.canary.watches(bound.id) else None
+            self._token_ids = (
+                token_ids if extras is None and self._tier_manager.canary.is_registered(bound.id) else None
+            )
         if signatures is not None:
             self._own = Chain.from_signatures(bound.id, signatures, layout.block_tokens, head=head)
-        anew = digests is not None or token_ids is not None or signatures is not None
-        if anew:
-            self._question = None
-        self._by_tier, self.choice = {}, Choice(0, 0)
-        if refused or self._flow.bypass.loads:
+        is_new = digests is not None or token_ids is not None or signatures is not None
+        if is_new:
+            self._pending_lookup = None
+        self._by_tier, self.choice = {}, LoadChoice(0, 0)
+        if refused or self._tier_manager.bypass.loads:
             self._found = 0
             self.miss.look(self.chain.packed, 0, lookup.ids, reason=refused or BYPASS)
             return Hit(tokens=0, blocks=0, reason=refused or BYPASS)
-        pending = self._question is not None and self._question.pending  # before the index is: an answer is there then
+        pending = (
+            self._pending_lookup is not None and self._pending_lookup.pending
+        )  # before the index is: an answer is there then
         if token_ids is None:
             lookup.match(self.chain.packed)
         self._found, self._by_tier = lookup.blocks, lookup.by_tier
-        if anew and self._found < len(self.signatures):
-            deadline = self._flow.port.clock.now() + min(self._deadline_s, self._flow.ask.deadline_s)
-            self._question = self._flow.ask.begin(
-                [self._chained(p) for p in bound.everywhere], bound.needs, self._found, deadline
+        if is_new and self._found < len(self.signatures):
+            deadline = self._tier_manager.os_env.clock.now() + min(
+                self._deadline_s, self._tier_manager.shared_lookup.deadline_s
             )
-            pending = self._question is not None and self._question.pending
-            if self._question is not None and not pending:  # answered at once, by an executor that runs it here
+            self._pending_lookup = self._tier_manager.shared_lookup.begin(
+                [self._chained(p) for p in bound.all_shards], bound.needs, self._found, deadline
+            )
+            pending = self._pending_lookup is not None and self._pending_lookup.pending
+            if self._pending_lookup is not None and not pending:  # answered at once, by an executor that runs it here
                 lookup.match(self.chain.packed)
                 self._found, self._by_tier = lookup.blocks, lookup.by_tier
-        self.choice = Choice(self._found, self._found)
-        if self._found and not pending and self._flow.plan.enabled:
-            self.choice = self._planned()
-        told: dict[str, Any] = {}
+        self.choice = LoadChoice(self._found, self._found)
+        if self._found and not pending and self._tier_manager.plan.enabled:
+            self.choice = self._choose_load()
+        miss_detail: dict[str, Any] = {}
         if self.choice.blocks < self._found:
-            self._found, self._by_tier = self.choice.blocks, kept(self.choice)
+            self._found, self._by_tier = self.choice.blocks, blocks_by_tier(self.choice)
             plan = {"load_s": self.choice.load_s, "compute_s": self.choice.compute_s}
-            told = {"reason": BELOW_PLAN, "plan": plan}
-        reason = self.miss.look(self.chain.packed, self._found, lookup.ids, beside, **told)
+            miss_detail = {"reason": RECOMPUTE_FASTER, "plan": plan}
+        reason = self.miss.look(self.chain.packed, self._found, lookup.ids, beside, **miss_detail)
         tokens = self._found * layout.block_tokens
         return Hit(tokens=tokens, blocks=self._found, by_tier=dict(self._by_tier), reason=reason, pending=pending)
 
@@ -246,14 +265,16 @@ class CacheRequest:
         if self._admitted or self._origin is not None:
             return
         self._admitted = True
-        flow, counters, layout = self._flow, self._flow.counters, self._bound.layout
+        tier_manager, counters, layout = self._tier_manager, self._tier_manager.counters, self._bound.layout
         stamp = self.begin()
-        runs = self._runs(self._bound.everywhere, 0, self._found)
+        runs = self._runs(self._bound.all_shards, 0, self._found)
         for run, _ in runs:
-            flow.index.touch(run, stamp)
-        self._claim = flow.holds.take(runs)
-        self._claimed = weakref.finalize(self, flow.holds.abandon, self._claim)  # whoever forgets to close it
-        flow.write_used(self._chains(), self._found)
+            tier_manager.index.touch(run, stamp)
+        self._claim = tier_manager.holds.take(runs)
+        self._claim_finalizer = weakref.finalize(
+            self, tier_manager.holds.abandon, self._claim
+        )  # whoever forgets to close it
+        tier_manager.write_on_second_use(self._chains(), self._found)
         counters.add("requests")
         self._asked = len(self.signatures)
         asked_tokens = self._asked * layout.block_tokens
@@ -261,39 +282,39 @@ class CacheRequest:
         hits = {tier: blocks * layout.block_tokens for tier, blocks in self._by_tier.items()}
         for tier, tokens in hits.items():
             counters.add("hit_tokens", tokens, tier=tier)
-        flow.uses.add(self._bound.id, self._bound.tenant, self.work.agent, asked_tokens, hits)
-        if self._question is not None:
-            counters.add("lookups", answer=self._question.answer)
-        self.miss.admit(stamp, flow.port.clock.wall())
-        if not flow.bypass.loads:
-            with working_for(self.work):
-                self._bring(stamp, 0, self._found, Load.window_bytes(self._flow), AHEAD)
-                if flow.plan.probe(self.choice):
+        tier_manager.usage_log.add(self._bound.id, self._bound.tenant, self.work.agent, asked_tokens, hits)
+        if self._pending_lookup is not None:
+            counters.add("lookups", answer=self._pending_lookup.answer)
+        self.miss.admit(stamp, tier_manager.os_env.clock.wall())
+        if not tier_manager.bypass.loads:
+            with request_context(self.work):
+                self._prefetch(stamp, 0, self._found, Load.window_bytes(self._tier_manager), PREFETCH)
+                if tier_manager.plan.probe(self.choice):
                     first = self.choice.blocks
-                    self._bring(stamp, first, first + 1, Load.window_bytes(self._flow), BACKGROUND)
+                    self._prefetch(stamp, first, first + 1, Load.window_bytes(self._tier_manager), BACKGROUND)
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         self._check(pages, page_ids, first_block, blocks)
-        mover: Mover = PagesMover(self._bound.copiers, pages, page_ids)
+        slot_copy: SlotCopy = PagesSlotCopy(self._bound.copiers, pages, page_ids)
         if self._token_ids is not None:
-            mover = self._flow.canary.watched(mover, self._bound.id, self._token_ids, first_block)
-        return self.bring(mover, first_block, blocks, self._flow.executor.submit)
+            slot_copy = self._tier_manager.canary.sampled_copy(slot_copy, self._bound.id, self._token_ids, first_block)
+        return self.load_via(slot_copy, first_block, blocks, self._tier_manager.executor.submit)
 
-    def bring(self, mover: Mover, first: int, end: int, submit: Submit) -> BlockTransfer:
+    def load_via(self, slot_copy: SlotCopy, first: int, end: int, submit: Submit) -> BlockTransfer:
         """Load blocks `first` to `end` by a mover, where `submit` runs it."""
         check_blocks(first, end, len(self.signatures))
         transfer = BlockTransfer(end - first)
-        if self._flow.bypass.loads:
-            self._flow.counters.add("load_failures", end - first, outcome=BYPASS)
-            transfer.settle_rest(0, Outcome.ABSENT)
+        if self._tier_manager.bypass.loads:
+            self._tier_manager.counters.add("load_failures", end - first, outcome=BYPASS)
+            transfer.settle_rest(0, Outcome.NOT_FOUND)
             return transfer
-        claim = self._flow.holds.take(self._runs(self._bound.places, first, end))
-        now = self._flow.port.clock.now()
+        claim = self._tier_manager.holds.take(self._runs(self._bound.places, first, end))
+        now = self._tier_manager.os_env.clock.now()
         job = Load(
-            flow=self._flow,
+            tier_manager=self._tier_manager,
             work=self.work,
             namespace=self._bound.id,
-            mover=mover,
+            slot_copy=slot_copy,
             chains=self._chains(),
             needs=wanted(self._bound.layout, end),
             blocks=range(first, end),
@@ -308,31 +329,31 @@ class CacheRequest:
         try:
             submit(job.run)
         except BaseException:
-            self._flow.holds.give_back(claim)
+            self._tier_manager.holds.release(claim)
             raise
         return transfer
 
     def store(self, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         count = len(page_ids[0]) if page_ids else 0
         self._check(pages, page_ids, first_block, first_block + count)
-        mover = PagesMover(self._bound.copiers, pages, page_ids)
-        return self.keep(mover, first_block, first_block + count, self._flow.executor.submit)
+        slot_copy = PagesSlotCopy(self._bound.copiers, pages, page_ids)
+        return self.store_via(slot_copy, first_block, first_block + count, self._tier_manager.executor.submit)
 
-    def keep(self, mover: Mover, first: int, end: int, submit: Submit) -> BlockTransfer:
+    def store_via(self, slot_copy: SlotCopy, first: int, end: int, submit: Submit) -> BlockTransfer:
         """Store blocks `first` to `end` by a mover, where `submit` runs it."""
         check_blocks(first, end, len(self.signatures))
         self._count()
         transfer = BlockTransfer(end - first)
-        if self._flow.bypass.stores:
-            with working_for(self.work):
-                self._flow.drop(end - first, BYPASS, self._bound.id, tier=self._flow.host.name)
+        if self._tier_manager.bypass.stores:
+            with request_context(self.work):
+                self._tier_manager.drop(end - first, BYPASS, self._bound.id, tier=self._tier_manager.host.name)
             transfer.settle_rest(0, Outcome.DROPPED)
             return transfer
         job = Store(
-            flow=self._flow,
+            tier_manager=self._tier_manager,
             work=self.work,
             namespace=self._bound.id,
-            mover=mover,
+            slot_copy=slot_copy,
             chains=self._chains(),
             rules=[group.rule for group in self._bound.layout.groups],
             first_block=first,
@@ -341,19 +362,19 @@ class CacheRequest:
             transfer=transfer,
             ttl_s=self.ttl_s,
         )
-        self._flow.submit_store(job.run, submit)
+        self._tier_manager.submit_store(job.run, submit)
         return transfer
 
     def close(self) -> None:
         self._count()
         if self._asked:
-            bound, asked, self._asked = self._bound, self._asked, 0
-            self._flow.curve.add(
-                self.chain.packed, asked, bound.model, (bound.tenant, self.work.agent, bound.id[:4].hex())
+            bound, requested, self._asked = self._bound, self._asked, 0
+            self._tier_manager.curve.add(
+                self.chain.packed, requested, bound.model, (bound.tenant, self.work.agent, bound.id[:4].hex())
             )
-        self._flow.holds.give_back(self._claim)
-        if self._claimed is not None:
-            self._claimed.detach()
+        self._tier_manager.holds.release(self._claim)
+        if self._claim_finalizer is not None:
+            self._claim_finalizer.detach()
         if self._origin is None:
             self._bound.register.remove((self._bound.id, self.id), self)
 
@@ -365,19 +386,22 @@ class CacheRequest:
     ) -> None:
         self.close()
 
-    def _chains(self) -> list[Chained]:
+    def _chains(self) -> list[ChainView]:
         """By group, the records of this request's blocks."""
         return [self._chained(place) for place in self._bound.places]
 
-    def _chained(self, place: Place) -> Chained:
+    def _chained(self, place: ShardRef) -> ChainView:
         chain = self.chain
-        return Chained(self._bound.id, chain.packed, place.group, place.shard, place.payload_bytes, chain.head)
+        return ChainView(self._bound.id, chain.packed, place.group, place.shard, place.payload_bytes, chain.head)
 
-    def _runs(self, places: Sequence[Place], first: int, end: int) -> list[tuple[Run, int]]:
+    def _runs(self, places: Sequence[ShardRef], first: int, end: int) -> list[tuple[BlockRun, int]]:
         """By place, those of blocks `first` to `end` that a prefix up to there needs, and the payload bytes of each."""
         need = wanted(self._bound.layout, end)
         return [
-            (Run(place.name, self.chain.packed).part(max(first, need[place.group].start), end), place.payload_bytes)
+            (
+                BlockRun(place.name, self.chain.packed).part(max(first, need[place.group].start), end),
+                place.payload_bytes,
+            )
             for place in places
         ]
 
@@ -386,9 +410,9 @@ class CacheRequest:
         if self._origin is not None:
             return self._origin.begin()
         if not self._stamp:
-            self._stamp = self._flow.index.tick()
-            self._flow.uses.touch(self._bound.id)
-            self._flow.pins.sweep()
+            self._stamp = self._tier_manager.index.tick()
+            self._tier_manager.usage_log.touch(self._bound.id)
+            self._tier_manager.pins.sweep()
         return self._stamp
 
     def _check(self, pages: Pages, page_ids: PageIds, first: int, end: int) -> None:
@@ -396,29 +420,29 @@ class CacheRequest:
             raise ClosedError("this cache was closed; open another one")
         check_transfer(self._bound.layout, self._bound.shards, pages, page_ids, first, end, len(self.signatures))
 
-    def _planned(self) -> Choice:
+    def _choose_load(self) -> LoadChoice:
         bound, layout = self._bound, self._bound.layout
-        places = [(place.name, place.payload_bytes) for place in bound.everywhere]
-        there = spans(self._flow.index, places, bound.needs, self.chain.packed, self._by_tier)
-        return self._flow.plan.choose(bound.id, self.chain.tokens, layout.block_tokens, there)
+        places = [(place.name, place.payload_bytes) for place in bound.all_shards]
+        entries = spans(self._tier_manager.index, places, bound.needs, self.chain.packed, self._by_tier)
+        return self._tier_manager.plan.choose(bound.id, self.chain.tokens, layout.block_tokens, entries)
 
     def _count(self) -> None:
         first, loaded, choice = self.miss.count(), self.miss.loaded(), (self._origin or self).choice
         if loaded is not None:
             taken, reached, seconds = loaded
-            self._flow.plan.settle(replace(choice, blocks=taken), reached, seconds)
+            self._tier_manager.plan.settle(replace(choice, blocks=taken), reached, seconds)
         elif first:  # what was not worth loading
-            self._flow.plan.settle_rest(choice)
+            self._tier_manager.plan.settle_rest(choice)
 
-    def _bring(self, stamp: int, first: int, end: int, room: int, priority: int) -> None:
+    def _prefetch(self, stamp: int, first: int, end: int, room: int, priority: int) -> None:
         """Begin to read what of blocks `first` to `end` lies below host, as much as fits into `room` bytes."""
-        flow = self._flow
+        tier_manager = self._tier_manager
         ahead = []
         needs = [range(max(first, need.start), need.stop) for need in wanted(self._bound.layout, end)]
-        for place in self._bound.everywhere:
+        for place in self._bound.all_shards:
             chain, need = self._chained(place), needs[place.group]
-            run = Run(place.name, self.chain.packed).part(need.start, need.stop)
-            masks = np.frombuffer(flow.index.where(run), np.uint8)
+            run = BlockRun(place.name, self.chain.packed).part(need.start, need.stop)
+            masks = np.frombuffer(tier_manager.index.where(run), np.uint8)
             for i in np.flatnonzero((masks != 0) & (masks & 1 == 0)):
                 room -= chain.payload_bytes
                 if room < 0:
@@ -426,9 +450,9 @@ class CacheRequest:
                 ahead.append((chain[need.start + int(i)], chain.payload_bytes))
         if ahead:
             tenant = self._bound.tenant
-            flow.promoter.begin(
+            tier_manager.promoter.begin(
                 ahead,
-                lambda count, size: flow.slots(count, size, tenant, before=stamp),
+                lambda count, size: tier_manager.slots(count, size, tenant, before=stamp),
                 priority=priority,
-                deadline=flow.port.clock.now() + self._deadline_s,
+                deadline=tier_manager.os_env.clock.now() + self._deadline_s,
             )

@@ -14,13 +14,13 @@ from typing import Protocol, overload
 
 from kvcache.block.record import Address
 from kvcache.errors import ClosedError
-from kvcache.index.block_run import ALL, Chained
+from kvcache.index.block_run import ALL_BLOCKS, ChainView
 from kvcache.index.index import Index
 from kvcache.log import logger
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.tier.tier import Outcome, Tier
 
-MOST_QUESTIONS = 64
+MAX_PENDING_LOOKUPS = 64
 """Under way at a time; a prompt beyond them is matched with what is known."""
 
 _log = logger("kvcache.ask")
@@ -31,27 +31,27 @@ class SharedTier(Tier, Protocol):
     def faults(self) -> Mapping[str, int]:
         """What has failed since it was opened, by a word for it."""
 
-    def leading(self, addresses: Sequence[Address], *, deadline: float | None = None) -> Future[int]:
+    def match_prefix(self, addresses: Sequence[Address], *, deadline: float | None = None) -> Future[int]:
         """How many of a chain are there, from its head; 0 where that cannot be told in time. Returns at once.
         ClosedError where it is closed."""
 
 
-class Question:
+class PendingLookup:
     """How far the chains of one prompt reach in each shared tier."""
 
     def __init__(
-        self, chains: Sequence[Chained], needs: Sequence[int], first: int, tiers: int, deadline: float, port: Port
+        self, chains: Sequence[ChainView], needs: Sequence[int], first: int, tiers: int, deadline: float, os_env: OsEnv
     ) -> None:
         """`chains` and `needs` by group. Blocks before `first` are known."""
         self.chains, self.needs, self.first, self.deadline = chains, needs, first, deadline
-        self._left, self._port = tiers, port
+        self._left, self._os_env = tiers, os_env
         self._answer = "nothing"
         self._lock = threading.Lock()
 
     @property
     def pending(self) -> bool:
         """Some tier may still answer in time. What they found is in the index before this turns False."""
-        return self._left > 0 and self._port.clock.now() < self.deadline
+        return self._left > 0 and self._os_env.clock.now() < self.deadline
 
     @property
     def answer(self) -> str:
@@ -65,7 +65,7 @@ class Question:
                 self._answer = answer
 
 
-class Ask:
+class SharedLookup:
     """`most_known`: blocks that the index knows of a shared tier at most; those least worth are forgotten."""
 
     def __init__(
@@ -73,87 +73,89 @@ class Ask:
         tiers: Sequence[SharedTier],
         *,
         index: Index,
-        port: Port,
-        most_known: int,
+        os_env: OsEnv,
+        max_known_blocks: int,
         deadline_s: float,
     ) -> None:
-        self._tiers, self._index, self._port = tiers, index, port
-        self._most_known = most_known
+        self._tiers, self._index, self._os_env = tiers, index, os_env
+        self._max_known_blocks = max_known_blocks
         self.deadline_s = deadline_s
-        self._executors = [port.executor(1, f"{tier.name}-ask") for tier in tiers]
+        self._executors = [os_env.executor(1, f"{tier.name}-ask") for tier in tiers]
         self._open = 0
         self._lock = threading.Lock()
         self._closed = False
 
-    def begin(self, chains: Sequence[Chained], needs: Sequence[int], first: int, deadline: float) -> Question | None:
+    def begin(
+        self, chains: Sequence[ChainView], needs: Sequence[int], first: int, deadline: float
+    ) -> PendingLookup | None:
         """Ask how far these chains go on from block `first`. None where there is nobody or nothing to ask."""
         if not self._tiers or first >= len(chains[0]):
             return None
         with self._lock:
             if self._closed:
                 return None
-            question = Question(chains, needs, first, len(self._tiers), deadline, self._port)
-            if self._open >= MOST_QUESTIONS:
+            lookup = PendingLookup(chains, needs, first, len(self._tiers), deadline, self._os_env)
+            if self._open >= MAX_PENDING_LOOKUPS:
                 for _ in self._tiers:
-                    question.answered("dropped")
-                return question
+                    lookup.answered("dropped")
+                return lookup
             self._open += 1
         for tier, executor in zip(self._tiers, self._executors, strict=True):
-            executor.submit(lambda tier=tier: self._answer(tier, question))  # type: ignore[misc]  # a default binds it to this turn
-        return question
+            executor.submit(lambda tier=tier: self._answer(tier, lookup))  # type: ignore[misc]  # a default binds it to this turn
+        return lookup
 
-    def _answer(self, tier: SharedTier, question: Question) -> None:
+    def _answer(self, tier: SharedTier, lookup: PendingLookup) -> None:
         answer = "nothing"
         try:
-            if self._port.clock.now() >= question.deadline:
+            if self._os_env.clock.now() >= lookup.deadline:
                 answer = "late"
-            elif self._find(tier, question):
+            elif self._find(tier, lookup):
                 answer = "found"
         except ClosedError:
             pass  # the cache is closing: nobody waits for this
         except Exception:  # noqa: BLE001  law: never in the way
             _log.exception("a lookup in %s failed; what it has is a miss", tier.name)
         finally:
-            question.answered(answer)
+            lookup.answered(answer)
             with self._lock:
                 if tier is self._tiers[-1]:
                     self._open -= 1
 
-    def _find(self, tier: SharedTier, question: Question) -> int:
+    def _find(self, tier: SharedTier, lookup: PendingLookup) -> int:
         """Put into the index what the tier has of this prompt; how many blocks more."""
-        first, chains, needs = question.first, question.chains, question.needs
-        whole = [chain for chain, need in zip(chains, needs, strict=True) if need >= ALL] or chains
-        futures = [tier.leading(Rest(chain, first), deadline=question.deadline) for chain in whole]
-        reach = first + min(future.result() for future in futures)
-        if reach == first:
+        first, chains, needs = lookup.first, lookup.chains, lookup.needs
+        whole = [chain for chain, need in zip(chains, needs, strict=True) if need >= ALL_BLOCKS] or chains
+        futures = [tier.match_prefix(ChainTail(chain, first), deadline=lookup.deadline) for chain in whole]
+        reached = first + min(future.result() for future in futures)
+        if reached == first:
             return 0
         for chain, need in zip(chains, needs, strict=True):
             if chain in whole:
-                self.know(tier, chain, first, reach)
+                self.index_blocks(tier, chain, first, reached)
                 continue
-            wanted = range(max(0, reach - need), reach)
-            ticket = tier.submit("contains", [chain[i] for i in wanted], deadline=question.deadline)
+            wanted = range(max(0, reached - need), reached)
+            ticket = tier.submit("contains", [chain[i] for i in wanted], deadline=lookup.deadline)
             ticket.wait()
             for i, outcome in zip(wanted, ticket.outcomes, strict=True):
                 if outcome is Outcome.DONE:
-                    self.know(tier, chain, i, i + 1)
+                    self.index_blocks(tier, chain, i, i + 1)
         self.bound(tier)
-        return reach - first
+        return reached - first
 
-    def know(self, tier: Tier, chain: Chained, first: int, end: int) -> None:
+    def index_blocks(self, tier: Tier, chain: ChainView, first: int, end: int) -> None:
         self._index.insert_run(chain.run(first, end), chain.parent(first), tier.name)
 
     def bound(self, tier: Tier) -> None:
         """Forget what is known of the tier beyond the bound, and a little more, so that this is seldom."""
-        over = self._index.resident(tier.name) - self._most_known
-        if over > 0:
-            self._index.evict(tier.name, over + self._most_known // 16)
+        excess = self._index.resident(tier.name) - self._max_known_blocks
+        if excess > 0:
+            self._index.evict(tier.name, excess + self._max_known_blocks // 16)
 
     def wait(self, timeout_s: float) -> bool:
         """Until what was asked by now was answered, and no answer tells of what has gone since."""
         with self._lock:
-            told = [] if self._closed else [executor.submit(lambda: None) for executor in self._executors]
-        return not wait_for(told, timeout_s).not_done
+            flushes = [] if self._closed else [executor.submit(lambda: None) for executor in self._executors]
+        return not wait_for(flushes, timeout_s).not_done
 
     def close(self) -> None:
         with self._lock:
@@ -162,10 +164,10 @@ class Ask:
             executor.close()
 
 
-class Rest(Sequence[Address]):
+class ChainTail(Sequence[Address]):
     """The blocks of a chain from one on: only those asked for are made."""
 
-    def __init__(self, chain: Chained, first: int) -> None:
+    def __init__(self, chain: ChainView, first: int) -> None:
         self._chain, self._first = chain, first
 
     def __len__(self) -> int:

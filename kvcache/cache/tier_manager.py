@@ -15,33 +15,33 @@ from kvcache.cache.canary import Canary
 from kvcache.cache.expiry import Expiry
 from kvcache.cache.flush import Barrier, Counts, Left, Stores, Watch, settled
 from kvcache.cache.holds import Holds
-from kvcache.cache.load_plan import Plan
-from kvcache.cache.miss_explainer import Why
+from kvcache.cache.load_plan import LoadPlan
+from kvcache.cache.miss_explainer import MissExplainer
 from kvcache.cache.pins import Pins
 from kvcache.cache.promote import Promoter
 from kvcache.cache.refused import Scope, WriteMode
-from kvcache.cache.shared_lookup import Ask
-from kvcache.cache.usage import Uses
-from kvcache.cache.write_back import Lane
+from kvcache.cache.shared_lookup import SharedLookup
+from kvcache.cache.usage import UsageLog
+from kvcache.cache.write_back import WriteBackQueue
 from kvcache.errors import ConfigError
-from kvcache.index.block_run import Chained, place_of_address
-from kvcache.index.cost_classes import Kinds
+from kvcache.index.block_run import ChainView, place_of_address
+from kvcache.index.cost_classes import CostClasses
 from kvcache.index.index import Index, Lookup, Victim
-from kvcache.index.mrc import Curve
+from kvcache.index.mrc import MissRatioCurve
 from kvcache.log import logger
-from kvcache.observe.events import Events
+from kvcache.observe.events import EventLog
 from kvcache.observe.metrics import Counters
-from kvcache.os_env import Port
-from kvcache.tier.host.arena import Extent, Slot
+from kvcache.os_env import OsEnv
+from kvcache.tier.host.arena import Slab, Slot
 from kvcache.tier.host.tier import HostTier
-from kvcache.tier.record_codec import Coder
+from kvcache.tier.record_codec import RecordCodec
 from kvcache.tier.tier import Tier
 
 # An operator's switch that takes a cache out of an engine's way at once, without ending either. Loads bypassed: a
 # match finds nothing, a load is a miss, and one under way ends with the blocks it has. Stores bypassed: what is
 # offered is dropped and counted. What was stored before stays, and goes on down.
 
-Mode = Literal["off", "on", "loads", "stores"]
+BypassMode = Literal["off", "on", "loads", "stores"]
 
 BYPASS = "bypass"
 """The reason that is said of what was not done."""
@@ -54,24 +54,24 @@ class Bypass:
         self.loads = False
         self.stores = False
 
-    def set(self, mode: Mode) -> None:
-        if mode not in get_args(Mode):
-            raise ConfigError(f"bypass = {mode!r}: expected one of {', '.join(get_args(Mode))}")
+    def set(self, mode: BypassMode) -> None:
+        if mode not in get_args(BypassMode):
+            raise ConfigError(f"bypass = {mode!r}: expected one of {', '.join(get_args(BypassMode))}")
         self.loads, self.stores = mode in {"on", "loads"}, mode in {"on", "stores"}
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> BypassMode:
         if self.loads:
             return "on" if self.stores else "loads"
         return "stores" if self.stores else "off"
 
 
-VICTIMS_A_SLOT = 64
+MAX_VICTIMS_PER_SLOT = 64
 """How many records one slot may cost: more only where sizes are mixed, and then the search ends as 'no room'."""
-ASKED, LEAST_ASKED = 1 << 12, 16
+MAX_SAMPLED_RECORDS, MIN_SAMPLED_RECORDS = 1 << 12, 16
 """How many records tell what they are worth before an extent is chosen, and how many of each extent at least: where
 that is too many, some of the extents are left out."""
-TRIES = 8
+MAX_SLAB_TRIES = 8
 """Of the cheapest extents, how many may turn out to have something in them that cannot leave."""
 
 CLOSE_S = 30.0
@@ -80,83 +80,95 @@ CLOSE_S = 30.0
 Wait = Callable[[float | None], bool]
 """Waits so many seconds at most; whether what it waits for is here."""
 
-_log = logger("kvcache.flow")
+_log = logger("kvcache.tier_manager")
 
 
-class Flow:
+class TierManager:
     def __init__(
         self,
         *,
         index: Index,
-        kinds: Kinds,
-        curve: Curve,
+        cost_classes: CostClasses,
+        curve: MissRatioCurve,
         host: HostTier,
-        below: Sequence[Tier],
-        coder: Coder,
+        lower_tiers: Sequence[Tier],
+        record_codec: RecordCodec,
         counters: Counters,
-        events: Events,
-        port: Port,
-        ask: Ask,
+        events: EventLog,
+        os_env: OsEnv,
+        shared_lookup: SharedLookup,
         canary: Canary,
         write: Mapping[str, WriteMode],
-        why: Why,
-        uses: Uses,
-        plan: Plan,
+        miss_explainer: MissExplainer,
+        usage_log: UsageLog,
+        plan: LoadPlan,
         queue_blocks: int,
         threads: int,
     ) -> None:
         """`write`: by tier, when records go there."""
-        self.index, self.host, self.below, self.port, self.kinds = index, host, below, port, kinds
+        self.index, self.host, self.lower_tiers, self.os_env, self.cost_classes = (
+            index,
+            host,
+            lower_tiers,
+            os_env,
+            cost_classes,
+        )
         self.curve = curve
-        self.counters, self.events, self.bypass, self.ask, self.why, self.plan = (
+        self.counters, self.events, self.bypass, self.shared_lookup, self.miss_explainer, self.plan = (
             counters,
             events,
             Bypass(),
-            ask,
-            why,
+            shared_lookup,
+            miss_explainer,
             plan,
         )
         self.canary = canary
         self.expiry = Expiry(
-            index=index, host=host, below=below, counters=counters, events=events, why=why, clock=port.clock
+            index=index,
+            host=host,
+            lower_tiers=lower_tiers,
+            counters=counters,
+            events=events,
+            miss_explainer=miss_explainer,
+            clock=os_env.clock,
         )
-        self.lanes = [
-            Lane(
+        self.write_back_queues = [
+            WriteBackQueue(
                 tier,
                 index=index,
-                kinds=kinds,
+                cost_classes=cost_classes,
                 host=host,
-                coder=coder,
+                record_codec=record_codec,
                 counters=counters,
                 events=events,
-                why=why,
-                port=port,
+                miss_explainer=miss_explainer,
+                os_env=os_env,
                 queue_blocks=queue_blocks,
                 mode=write[tier.name],
-                ask=ask,
+                shared_lookup=shared_lookup,
                 expiry=self.expiry,
             )
-            for tier in below
+            for tier in lower_tiers
         ]
         self.promoter = Promoter(
             index=index,
             host=host,
-            below=below,
-            coder=coder,
+            lower_tiers=lower_tiers,
+            record_codec=record_codec,
             counters=counters,
             events=events,
-            why=why,
+            miss_explainer=miss_explainer,
             plan=plan,
             expiry=self.expiry,
-            port=port,
+            os_env=os_env,
         )
-        self.holds = Holds(index, [host, *below])
-        self.pins = Pins(index, [host, *below], port.clock)
-        self.uses = uses
-        self.executor = port.executor(threads, "copy")
-        self._syncs = port.executor(max(1, len(below)), "sync")
+        self.holds = Holds(index, [host, *lower_tiers])
+        self.pins = Pins(index, [host, *lower_tiers], os_env.clock)
+        self.usage_log = usage_log
+        self.executor = os_env.executor(threads, "copy")
+        self._syncs = os_env.executor(max(1, len(lower_tiers)), "sync")
         self._told: Counts = {}  # lost blocks that some caller of `flush` was told of
-        self._stores = Stores(port.condition())
+        self._stores = Stores(os_env.condition())
         self.submit_store, self.begin_store, self.end_store = self._stores.submit, self._stores.begin, self._stores.end
         self._telling = threading.Lock()
 
@@ -194,12 +206,12 @@ class Flow:
         nothing that is worth more; else they go through it on their way down, whatever they are worth.
         """
         size, arena = record_bytes(payload_bytes), self.host.arena
-        slots = arena.take(size, tenant, count)
-        for stored_below in (True, False) if self.lanes else (False,):
-            in_vain = 0  # bytes of victims since the last slot
-            while len(slots) < count and in_vain <= arena.extent_bytes:
+        slots = arena.allocate_many(size, tenant, count)
+        for stored_below in (True, False) if self.write_back_queues else (False,):
+            futile_bytes = 0  # bytes of victims since the last slot
+            while len(slots) < count and futile_bytes <= arena.slab_bytes:
                 own = arena.spare_bytes(tenant) < size
-                victims = self.kinds.evict(
+                victims = self.cost_classes.evict(
                     self.host.name,
                     count - len(slots),
                     tenant=tenant,
@@ -207,123 +219,133 @@ class Flow:
                     own=own,
                     before=before,
                     stored_below=stored_below,
-                    worth=None if self.lanes else worth,
+                    worth=None if self.write_back_queues else worth,
                 )
                 if not victims:
                     break
-                in_vain += self._leave_host(victims)
-                found = len(slots)
-                slots += arena.take(size, tenant, count - found)
-                while len(slots) < count and self.host.make_way(size, tenant):
-                    slots += arena.take(size, tenant, count - len(slots))
-                if len(slots) > found:
-                    in_vain = 0
-                elif in_vain > arena.extent_bytes and not own and self._clear(size, tenant):
-                    slots += arena.take(size, tenant, count - len(slots))
-                    in_vain = 0
+                futile_bytes += self._evict_from_host(victims)
+                had = len(slots)
+                slots += arena.allocate_many(size, tenant, count - had)
+                while len(slots) < count and self.host.evacuate_slab(size, tenant):
+                    slots += arena.allocate_many(size, tenant, count - len(slots))
+                if len(slots) > had:
+                    futile_bytes = 0
+                elif futile_bytes > arena.slab_bytes and not own and self._clear(size, tenant):
+                    slots += arena.allocate_many(size, tenant, count - len(slots))
+                    futile_bytes = 0
         return slots
 
-    def _leave_host(self, victims: Sequence[Victim]) -> int:
+    def _evict_from_host(self, victims: Sequence[Victim]) -> int:
         """The index let go of these; so does the tier. Their bytes."""
-        handed = self._hand_down(victims)
+        handed = self._demote(victims)
         names = [victim.name for victim in victims]
-        for lane in self.lanes:
-            lane.refused.left_host(names)
-        gone = self.host.withdraw_named(names, [victim.signature for victim in victims])
+        for queue in self.write_back_queues:
+            queue.refused.left_host(names)
+        removed = self.host.unpublish_named(names, [victim.signature for victim in victims])
         fates = Counter(
-            (victim.place, victim.kept or name in handed, held.slot.extent.slot_bytes)
-            for held, victim, name in zip(gone, victims, names, strict=True)
+            (victim.place, victim.kept or name in handed, held.slot.slab.slot_bytes)
+            for held, victim, name in zip(removed, victims, names, strict=True)
             if held is not None
         )
         tier = self.host.name
         for (place, kept, size), blocks in fates.items():
-            said, space = "yes" if kept else "no", place[:SIGNATURE_BYTES]
-            self.counters.add("evicted_blocks", blocks, tier=tier, kept=said)
+            kept_label, namespace_id = "yes" if kept else "no", place[:SIGNATURE_BYTES]
+            self.counters.add("evicted_blocks", blocks, tier=tier, kept=kept_label)
             self.events.add(
-                "evicted", tier=tier, namespace=space, blocks=blocks, bytes=blocks * size, reason=f"kept: {said}"
+                "evicted",
+                tier=tier,
+                namespace=namespace_id,
+                blocks=blocks,
+                bytes=blocks * size,
+                reason=f"kept: {kept_label}",
             )
         return sum(blocks * size for (_, _, size), blocks in fates.items())
 
     def _clear(self, slot_bytes: int, tenant: str) -> bool:
         """Let go of all in the extent of another kind whose bytes are worth least, of those that may go. True where
         that emptied it."""
-        for extent in self._cheapest(slot_bytes, tenant)[:TRIES]:
-            there = self.host.some_within(extent, len(extent.slots) or 1, 0)
-            if there is not None and self.kinds.worth(self.host.name, there) < inf:
+        for slab in self._cheapest_slabs(slot_bytes, tenant)[:MAX_SLAB_TRIES]:
+            resident = self.host.sample_slab(slab, len(slab.slots) or 1, 0)
+            if resident is not None and self.cost_classes.worth(self.host.name, resident) < inf:
                 break
         else:
             return False
-        gone = [a for a in there if self.index.discard(a, self.host.name, unless_held=True)]
-        self._leave_host([Victim(place_of_address(a), a.signature, a.parent, self.index.contains(a)) for a in gone])
-        return not extent.slots
+        removed = [a for a in resident if self.index.discard(a, self.host.name, unless_held=True)]
+        self._evict_from_host(
+            [Victim(place_of_address(a), a.signature, a.parent, self.index.contains(a)) for a in removed]
+        )
+        return not slab.slots
 
-    def _cheapest(self, slot_bytes: int, tenant: str) -> list[Extent]:
+    def _cheapest_slabs(self, slot_bytes: int, tenant: str) -> list[Slab]:
         """Extents of other kinds, those whose bytes are worth least first, among equals the emptier; so far as is seen
         from some of what is in them."""
-        extents = self.host.arena.others(slot_bytes, tenant)
-        step = -(-len(extents) * LEAST_ASKED // ASKED) or 1
-        extents = extents[self.index.clock % step :: step]
-        may = {owner: self.kinds.losable_bytes(self.host.name, owner, tenant) for owner in {e.tenant for e in extents}}
-        extents = [e for e in extents if len(e.slots) * e.slot_bytes <= may[e.tenant]]
-        worths = {e: self._worth(e, ASKED // len(extents)) for e in extents}
-        return sorted((e for e in extents if worths[e] < inf), key=worths.__getitem__)
+        slabs = self.host.arena.other_classes(slot_bytes, tenant)
+        step = -(-len(slabs) * MIN_SAMPLED_RECORDS // MAX_SAMPLED_RECORDS) or 1
+        slabs = slabs[self.index.clock % step :: step]
+        evictable = {
+            owner: self.cost_classes.evictable_bytes(self.host.name, owner, tenant)
+            for owner in {e.tenant for e in slabs}
+        }
+        slabs = [e for e in slabs if len(e.slots) * e.slot_bytes <= evictable[e.tenant]]
+        worths = {e: self._worth(e, MAX_SAMPLED_RECORDS // len(slabs)) for e in slabs}
+        return sorted((e for e in slabs if worths[e] < inf), key=worths.__getitem__)
 
-    def _worth(self, extent: Extent, most: int) -> float:
+    def _worth(self, slab: Slab, most: int) -> float:
         """A byte of it, by at most so many of its records; infinity where one of these may not leave."""
-        there = self.host.some_within(extent, most, self.index.clock)
-        if there is None:
+        resident = self.host.sample_slab(slab, most, self.index.clock)
+        if resident is None:
             return inf
-        filled = len(extent.slots) * extent.slot_bytes / extent.region.bytes
-        return self.kinds.worth(self.host.name, there) / max(1, len(there)) * filled
+        filled = len(slab.slots) * slab.slot_bytes / slab.region.bytes
+        return self.cost_classes.worth(self.host.name, resident) / max(1, len(resident)) * filled
 
     # down
 
-    def write_through(self, chain: Chained, first: int, end: int) -> None:
+    def write_through(self, chain: ChainView, first: int, end: int) -> None:
         """What was stored, the chain's blocks `first` to `end`: to the tiers that take it at once."""
-        for lane in self.lanes:
-            if lane.mode == "write_through":
-                self._offer(lane, chain, first, end)
+        for queue in self.write_back_queues:
+            if queue.mode == "write_through":
+                self._offer(queue, chain, first, end)
 
-    def write_used(self, chains: Sequence[Chained], blocks: int) -> None:
+    def write_on_second_use(self, chains: Sequence[ChainView], blocks: int) -> None:
         """What is used again, the first blocks of these chains: to the tiers that wait for that. Returns at once."""
-        lanes = [lane for lane in self.lanes if lane.mode == "on_second_use"]
+        write_back_queues = [queue for queue in self.write_back_queues if queue.mode == "on_second_use"]
 
         def offer() -> None:
-            for lane in lanes:
+            for queue in write_back_queues:
                 try:
                     for chain in chains:
-                        self._offer(lane, chain, 0, blocks)
+                        self._offer(queue, chain, 0, blocks)
                 except Exception:  # noqa: BLE001  law: never in the way
-                    _log.exception("%s was not offered %d blocks that are used again", lane.tier.name, blocks)
+                    _log.exception("%s was not offered %d blocks that are used again", queue.tier.name, blocks)
 
-        if lanes and blocks:
+        if write_back_queues and blocks:
             self.submit_store(offer, self.executor.submit)
 
-    def _offer(self, lane: Lane, chain: Chained, first: int, end: int) -> None:
+    def _offer(self, queue: WriteBackQueue, chain: ChainView, first: int, end: int) -> None:
         try:
-            dropped = lane.offer(chain, first, end)
+            dropped = queue.offer(chain, first, end)
         except Exception:
-            lane.refused.add(chain.addresses(range(first, end)))
+            queue.refused.add(chain.addresses(range(first, end)))
             raise
-        self.drop(dropped, f"{lane.tier.name} queue", chain.namespace, tier=lane.tier.name)
+        self.drop(dropped, f"{queue.tier.name} queue", chain.namespace, tier=queue.tier.name)
 
-    def _hand_down(self, victims: Sequence[Victim]) -> set[bytes]:
+    def _demote(self, victims: Sequence[Victim]) -> set[bytes]:
         """Records that are about to leave host: to the tiers that take them then. The names of those that one will
         have."""
-        taken: set[bytes] = set()
-        for lane in self.lanes:
-            if lane.mode != "write_back":
+        demoted: set[bytes] = set()
+        for queue in self.write_back_queues:
+            if queue.mode != "write_back":
                 continue
             for victim in victims:
-                held = None if lane.wrote(victim.address) else self.host.borrow(victim.address)
+                held = None if queue.is_written(victim.address) else self.host.acquire(victim.address)
                 if held is None:
                     continue
-                if lane.demote(held):
-                    taken.add(victim.name)
+                if queue.demote(held):
+                    demoted.add(victim.name)
                 else:
-                    self.drop(1, f"{lane.tier.name} queue", victim.namespace, tier=lane.tier.name)
+                    self.drop(1, f"{queue.tier.name} queue", victim.namespace, tier=queue.tier.name)
                 self.host.arena.release(held.slot)
-        return taken
+        return demoted
 
     def drop(self, blocks: int, reason: str, namespace: bytes, *, tier: str) -> None:
         """Say that these were offered to a tier and not kept."""
@@ -334,17 +356,21 @@ class Flow:
 
     def wipe(self) -> None:
         """Overwrite what records on their way down were copied to."""
-        for lane in self.lanes:
-            lane.leaving.wipe()
+        for queue in self.write_back_queues:
+            queue.victim_buffer.wipe()
 
     def settle(self, timeout_s: float | None = None, *, first: Sequence[Wait] = ()) -> bool:
         """Whether what goes down now is written, or could not be, in time. `first` as of `flush`."""
-        left = self._left(timeout_s)
-        return all(wait(left()) for wait in first) and not self._wait_begun(left) and settled(self.lanes, left)
+        remaining_s = self._left(timeout_s)
+        return (
+            all(wait(remaining_s()) for wait in first)
+            and not self._wait_begun(remaining_s)
+            and settled(self.write_back_queues, remaining_s)
+        )
 
     def watch(self, *, anew: bool = False) -> Watch:
         """For a new caller of `flush`. `anew`: losses count from now on; else from what was reported to anybody."""
-        return Watch.begin(self.lanes, self.index.clock, None if anew else self._told)
+        return Watch.begin(self.write_back_queues, self.index.clock, None if anew else self._told)
 
     def flush(
         self,
@@ -364,20 +390,24 @@ class Flow:
             fleet: reports only tiers that others share, and of the blocks that they refused only those that were used
                 since the watch's last report: for a caller that asks whether these can be read elsewhere.
         """
-        watch, left = watch or self.watch(anew=True), self._left(timeout_s)
-        faults = [] if all(wait(left()) for wait in first) else ["stores that clients have begun have not ended"]
-        faults += self._wait_begun(left)
-        return self._flush(left, watch, scope, fleet=fleet, fault="; ".join(faults))
+        watch, remaining_s = watch or self.watch(anew=True), self._left(timeout_s)
+        faults = [] if all(wait(remaining_s()) for wait in first) else ["stores that clients have begun have not ended"]
+        faults += self._wait_begun(remaining_s)
+        return self._flush(remaining_s, watch, scope, fleet=fleet, fault="; ".join(faults))
 
-    def _flush(self, left: Left, watch: Watch, scope: Scope | None, *, fleet: bool, fault: str = "") -> FlushReport:
+    def _flush(
+        self, remaining_s: Left, watch: Watch, scope: Scope | None, *, fleet: bool, fault: str = ""
+    ) -> FlushReport:
         """What the tiers are meant to have by now, into them; what became of it."""
-        lanes = [lane for lane in self.lanes if lane.mode != "off" and (lane.tier.shared or not fleet)]
-        barriers = {lane.tier.name: Barrier(lane, scope) for lane in lanes}
-        for left_s in (lambda: 0.0, left):  # a tier that takes nothing keeps no other from what it has room for
+        write_back_queues = [
+            queue for queue in self.write_back_queues if queue.mode != "off" and (queue.tier.shared or not fleet)
+        ]
+        barriers = {queue.tier.name: Barrier(queue, scope) for queue in write_back_queues}
+        for left_s in (lambda: 0.0, remaining_s):  # a tier that takes nothing keeps no other from what it has room for
             for barrier in barriers.values():
                 barrier.offer_again(left_s)
         for barrier in barriers.values():
-            barrier.wait(self._syncs, left)
+            barrier.wait(self._syncs, remaining_s)
         before = watch.clock if fleet else -1
         with self._telling:
             tiers = {
@@ -388,18 +418,18 @@ class Flow:
         return FlushReport(tiers, fault)
 
     def _left(self, timeout_s: float | None) -> Left:
-        clock = self.port.clock
+        clock = self.os_env.clock
         end = None if timeout_s is None else clock.now() + timeout_s
         return lambda: None if end is None else max(0.0, end - clock.now())
 
-    def _wait_begun(self, left: Left) -> list[str]:
+    def _wait_begun(self, remaining_s: Left) -> list[str]:
         """Until the stores that were begun have ended, and what is over has left; why not, where time ran out."""
-        if stores := self._stores.wait(left()):
+        if stores := self._stores.wait(remaining_s()):
             return [f"{stores} stores have not ended"]
         more = True
         while more:
             more = self.expiry.sweep()
-            if not all(ticket.wait(left()) for ticket in self.expiry.leaving()):
+            if not all(ticket.wait(remaining_s()) for ticket in self.expiry.pending_removals()):
                 return ["expired blocks have not left yet"]
         return []
 
@@ -407,13 +437,13 @@ class Flow:
         """End the threads; what is queued, or was refused, is written first. As `flush`."""
         self.expiry.close()
         self.executor.close()
-        self.ask.close()
+        self.shared_lookup.close()
         self.promoter.wait_idle()
         report = self._flush(self._left(CLOSE_S), watch, None, fleet=False)  # a store that hangs has stored nothing
-        for lane in self.lanes:
-            if len(lane):
-                lane.give_up()
-            lane.close()
+        for queue in self.write_back_queues:
+            if len(queue):
+                queue.give_up()
+            queue.close()
         self.canary.close()
         self._syncs.close()
         return report

@@ -21,38 +21,38 @@ from kvcache.tier.tier import Tier
 # part of a second of one core, so a count stands for a while: for `STANDS_S`, and for `REST` times what it took. So
 # whoever asks, however often, takes a few hundredths of a core at most.
 
-STANDS_S, REST = 5.0, 30.0
+MIN_COUNT_AGE_S, COUNT_AGE_RATIO = 5.0, 30.0
 
 
-class Holding(NamedTuple):
+class TierUsage(NamedTuple):
     records: int
     bytes: int  # 0 of a tier that others share: what its server takes for them is not told
 
 
-Counted = Mapping[bytes, Mapping[str, Holding]]
+UsageByNamespace = Mapping[bytes, Mapping[str, TierUsage]]
 """By namespace and tier."""
 
 
-class Census:
+class NamespaceUsage:
     def __init__(self, index: Index, tiers: Sequence[Tier], clock: Clock, sizes: Callable[[], Mapping[bytes, int]]):
         """`tiers`: host first. `sizes`: payload bytes of a record, by its place; of whatever can be in host."""
         self._index, self._tiers, self._clock, self._sizes = index, tiers, clock, sizes
-        self._counted: Counted = {}
+        self._counted: UsageByNamespace = {}
         self._until = float("-inf")
         self._recounting = False
         self._lock = threading.Lock()
 
-    def take(self, *, anew: bool = False) -> Counted:
+    def take(self, *, anew: bool = False) -> UsageByNamespace:
         """As it was counted last; `anew`: as it is now."""
         with self._lock:
             began = self._clock.now()
             if anew or began >= self._until:
                 self._counted = self._count()
                 ended = self._clock.now()
-                self._until = ended + max(STANDS_S, REST * (ended - began))
+                self._until = ended + max(MIN_COUNT_AGE_S, COUNT_AGE_RATIO * (ended - began))
             return self._counted
 
-    def lately(self, submit: Callable[[Callable[[], object]], object]) -> Counted:
+    def cached(self, submit: Callable[[Callable[[], object]], object]) -> UsageByNamespace:
         """As it was counted last, for whoever may not wait: where that stands no more it is counted anew, by what
         `submit` gives it to. Nothing before the first count is over."""
         if self._clock.now() >= self._until and not self._recounting:
@@ -66,47 +66,47 @@ class Census:
         finally:
             self._recounting = False
 
-    def _count(self) -> Counted:
-        counted: dict[bytes, dict[str, Holding]] = {}
+    def _count(self) -> UsageByNamespace:
+        counted: dict[bytes, dict[str, TierUsage]] = {}
         sizes = self._sizes()
         for tier in self._tiers:
-            told = tier.holdings()
+            told = tier.usage_by_namespace()
             if told is None:
                 for place, records in self._index.places(tier.name).items():
-                    space = counted.setdefault(place[:SIGNATURE_BYTES], {})
-                    had = space.get(tier.name, Holding(0, 0))
+                    of_namespace = counted.setdefault(place[:SIGNATURE_BYTES], {})
+                    previous = of_namespace.get(tier.name, TierUsage(0, 0))
                     size = record_bytes(sizes[place]) if place in sizes and not tier.shared else 0
-                    space[tier.name] = Holding(had.records + records, had.bytes + records * size)
+                    of_namespace[tier.name] = TierUsage(previous.records + records, previous.bytes + records * size)
             else:
                 for namespace, (records, size) in told.items():
-                    counted.setdefault(namespace, {})[tier.name] = Holding(records, size)
+                    counted.setdefault(namespace, {})[tier.name] = TierUsage(records, size)
         return counted
 
 
-NAMESPACES, AGENTS = 8192, 1024
+MAX_NAMESPACES, MAX_AGENTS = 8192, 1024
 
 N = TypeVar("N", bound=Hashable)
 
 
 @dataclass(slots=True)
-class Use:
+class UsageRow:
     last: float  # seconds since 1970
     requests: int = 0
     asked_tokens: int = 0
     hit_tokens: dict[str, int] = field(default_factory=dict)  # by tier
 
 
-class _Table(Generic[N]):
+class _LRUTable(Generic[N]):
     """The last used stands last."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.rows: OrderedDict[N, Use] = OrderedDict()
+        self.rows: OrderedDict[N, UsageRow] = OrderedDict()
 
-    def touch(self, name: N, now: float) -> Use:
+    def touch(self, name: N, now: float) -> UsageRow:
         use = self.rows.get(name)
         if use is None:
-            use = self.rows[name] = Use(now)
+            use = self.rows[name] = UsageRow(now)
             if len(self.rows) > self._most:
                 self.rows.popitem(last=False)
         else:
@@ -115,15 +115,15 @@ class _Table(Generic[N]):
         return use
 
 
-class Uses:
+class UsageLog:
     """Thread-safe."""
 
-    def __init__(self, clock: Clock, *, namespaces: int = NAMESPACES, agents: int = AGENTS) -> None:
+    def __init__(self, clock: Clock, *, namespaces: int = MAX_NAMESPACES, agents: int = MAX_AGENTS) -> None:
         self._clock = clock
         self.since = clock.wall()
         """Before then nothing is known of."""
-        self._namespaces: _Table[bytes] = _Table(namespaces)
-        self._agents: _Table[tuple[str, str]] = _Table(agents)  # by tenant and agent
+        self._namespaces: _LRUTable[bytes] = _LRUTable(namespaces)
+        self._agents: _LRUTable[tuple[str, str]] = _LRUTable(agents)  # by tenant and agent
         self._lock = threading.Lock()
 
     def touch(self, namespace: bytes) -> None:
@@ -144,14 +144,14 @@ class Uses:
                 for tier, tokens in hit_tokens.items():
                     use.hit_tokens[tier] = use.hit_tokens.get(tier, 0) + tokens
 
-    def namespaces(self) -> dict[bytes, Use]:
+    def namespaces(self) -> dict[bytes, UsageRow]:
         with self._lock:
-            return {name: _copy(use) for name, use in self._namespaces.rows.items()}
+            return {name: _copy_row(use) for name, use in self._namespaces.rows.items()}
 
-    def agents(self) -> dict[tuple[str, str], Use]:
+    def agents(self) -> dict[tuple[str, str], UsageRow]:
         """By tenant and agent."""
         with self._lock:
-            return {name: _copy(use) for name, use in self._agents.rows.items()}
+            return {name: _copy_row(use) for name, use in self._agents.rows.items()}
 
     def told(self, most: int) -> list[tuple[bytes, float]]:
         """For another life: the namespaces that were used last, and when, the oldest of them first."""
@@ -171,5 +171,5 @@ class Uses:
             self._namespaces.rows.pop(namespace, None)
 
 
-def _copy(use: Use) -> Use:
-    return Use(use.last, use.requests, use.asked_tokens, dict(use.hit_tokens))
+def _copy_row(use: UsageRow) -> UsageRow:
+    return UsageRow(use.last, use.requests, use.asked_tokens, dict(use.hit_tokens))

@@ -24,17 +24,17 @@ from kvcache.block.record import Address
 from kvcache.cache.cache import Cache
 from kvcache.errors import LayoutError
 from kvcache.evict.policy import AGE_EDGES, Policy
-from kvcache.index.block_run import PLACE_BYTES, Run
+from kvcache.index.block_run import PLACE_BYTES, BlockRun
 from kvcache.index.index import Index
 from kvcache.log import logger
 from kvcache.settings.types import show_bytes
-from kvcache.tier.host.arena import PAGE, Extent, Region
-from kvcache.tier.host.tier import Held
+from kvcache.tier.host.arena import PAGE_BYTES, Region, Slab
+from kvcache.tier.host.tier import HostRecord
 
 VERSION = 1
-MOST_REQUESTS = 1 << 20
+MAX_RESTORED_REQUESTS = 1 << 20
 """That the next life counts as its own past: what was used before them is as old as they are."""
-ROW = np.dtype(
+RECORD_ROW = np.dtype(
     [
         ("place", "<u4"),
         ("slot", "<u4"),
@@ -49,55 +49,55 @@ ROW = np.dtype(
     ]
 )
 """One record."""
-_SUM_BYTES = 8
+_CHECKSUM_BYTES = 8
 
 _log = logger("kvcache.legacy")
 
 
-def leave(cache: Cache, within_s: float, most: int | None = None) -> tuple[bytes, list[int]]:
+def export_state(cache: Cache, within_s: float, most: int | None = None) -> tuple[bytes, list[int]]:
     """The table, and the extents' descriptors in its order, at most so many: those with what an operator pinned first,
     and of these, and of the others, the one used last; they stay the cache's. For one in which nothing moves any more,
     and which is not asked again."""
-    index, places, pins = cache.index, dict[bytes, int](), cache.flow.pins
+    index, places, pins = cache.index, dict[bytes, int](), cache.tier_manager.pins
     pinned = pins.held()
-    told: list[tuple[tuple[bool, int], dict[str, Any], Region]] = []
-    for extent, records in cache.host.leave(within_s).items():
+    exported: list[tuple[tuple[bool, int], dict[str, Any], Region]] = []
+    for slab, records in cache.host.detach_slabs(within_s).items():
         if not records:
             continue
-        rows = np.zeros(len(records), ROW)
+        rows = np.zeros(len(records), RECORD_ROW)
         for i, held in enumerate(records):
             rows[i] = _row(held, index, places)
-        generations = array("Q", extent.region.generations[: extent.count])
-        about = {
-            "slot_bytes": extent.slot_bytes,
-            "tenant": extent.tenant,
-            "bytes": extent.region.bytes,
+        generations = array("Q", slab.region.generations[: slab.count])
+        slab_info = {
+            "slot_bytes": slab.slot_bytes,
+            "tenant": slab.tenant,
+            "bytes": slab.region.bytes,
             "generations": generations.tobytes(),
             "rows": rows.tobytes(),
         }
-        unpinned = not pinned or pinned.isdisjoint(Run.of(held.address) for held in records)
-        told.append(((unpinned, int(rows["age"].min())), about, extent.region))
-    told = sorted(told, key=lambda each: each[0])[:most]
+        unpinned = not pinned or pinned.isdisjoint(BlockRun.of(held.address) for held in records)
+        exported.append(((unpinned, int(rows["age"].min())), slab_info, slab.region))
+    exported = sorted(exported, key=lambda each: each[0])[:most]
     table = {
         "legacy": VERSION,
         "capacity_bytes": cache.host.arena.capacity_bytes,
         "clock": index.clock,
-        "policy": _policy(index.policy),
+        "policy": _policy_shape(index.policy),
         "places": list(places),
-        "extents": [about for _, about, _ in told],
+        "extents": [slab_info for _, slab_info, _ in exported],
         "owners": {space: owner.pack() for space, owner in cache.erasure.owned().items()},
-        "learnt": cache.learnt.told(waiting=False),  # it goes on waiting
+        "learnt": cache.policy_state.told(waiting=False),  # it goes on waiting
         "pins": pins.left(),
         "last_pin": pins.last,
         "life": cache.life if cache.flush(0) else "",
     }
     packed: bytes = msgpack.packb(table)
-    descriptors = [region.descriptor for _, _, region in told if region.descriptor is not None]
+    descriptors = [region.descriptor for _, _, region in exported if region.descriptor is not None]
     return xxh3_64_digest(packed) + packed, descriptors
 
 
-def _row(held: Held, index: Index, places: dict[bytes, int]) -> tuple[Any, ...]:
-    address, run = held.address, Run.of(held.address)
+def _row(held: HostRecord, index: Index, places: dict[bytes, int]) -> tuple[Any, ...]:
+    address, run = held.address, BlockRun.of(held.address)
     return (
         places.setdefault(run.place, len(places)),
         held.slot.i,
@@ -112,12 +112,12 @@ def _row(held: Held, index: Index, places: dict[bytes, int]) -> tuple[Any, ...]:
     )
 
 
-def _policy(policy: Policy) -> list[Any]:
+def _policy_shape(policy: Policy) -> list[Any]:
     """Uses mean the same where these are the same."""
     return [policy.name, list(policy.bounds), list(policy.gaps), list(AGE_EDGES)]
 
 
-class Legacy:
+class WarmRestart:
     """As it came. Its descriptors are closed by `take_in`, or `close`."""
 
     def __init__(self, table: bytes, descriptors: Sequence[int]) -> None:
@@ -127,51 +127,51 @@ class Legacy:
         self.capacity_bytes = 0
         """Of the arena before this one; 0 where that is not known."""
         try:
-            packed = memoryview(table)[_SUM_BYTES:]
-            if xxh3_64_digest(packed) != table[:_SUM_BYTES]:
+            packed = memoryview(table)[_CHECKSUM_BYTES:]
+            if xxh3_64_digest(packed) != table[:_CHECKSUM_BYTES]:
                 raise ValueError("the table is damaged")
-            told = msgpack.unpackb(packed)
-            if told["legacy"] != VERSION:
-                raise ValueError(f"version {told['legacy']!r:.20}: this one reads {VERSION}")
-            if len(told["extents"]) != len(self._descriptors):
-                raise ValueError(f"{len(told['extents'])} extents, {len(self._descriptors)} came")
-            self.capacity_bytes = int(told["capacity_bytes"])
-            self._told = told
+            exported = msgpack.unpackb(packed)
+            if exported["legacy"] != VERSION:
+                raise ValueError(f"version {exported['legacy']!r:.20}: this one reads {VERSION}")
+            if len(exported["extents"]) != len(self._descriptors):
+                raise ValueError(f"{len(exported['extents'])} extents, {len(self._descriptors)} came")
+            self.capacity_bytes = int(exported["capacity_bytes"])
+            self._told = exported
         except Exception as error:  # noqa: BLE001  whatever another version sent: the drive has what it has
             _log.warning("what was in host memory is not taken over: %s", str(error))
             self.close()
 
     def close(self) -> None:
         """Idempotent."""
-        left, self._descriptors = self._descriptors, []
-        for descriptor in left:
+        remaining, self._descriptors = self._descriptors, []
+        for descriptor in remaining:
             os.close(descriptor)
 
     def take_in(self, cache: Cache) -> int:
         """How many records are in host memory now. For a cache that nobody has asked yet."""
         if not self._told:
             return 0
-        told, self._told = self._told, {}
+        exported, self._told = self._told, {}
         descriptors, self._descriptors = self._descriptors, []
         records = 0
         try:
-            alike = told["policy"] == _policy(cache.index.policy)
-            cache.index.catch_up(min(int(told["clock"]), MOST_REQUESTS))
-            cache.erasure.recall({space: Owner.read(owner) for space, owner in told["owners"].items()})
-            cache.learnt.recall(told["learnt"])
+            alike = exported["policy"] == _policy_shape(cache.index.policy)
+            cache.index.advance_clock(min(int(exported["clock"]), MAX_RESTORED_REQUESTS))
+            cache.erasure.recall({space: Owner.read(owner) for space, owner in exported["owners"].items()})
+            cache.policy_state.recall(exported["learnt"])
             while descriptors:
-                about = told["extents"][-len(descriptors)]
+                slab_info = exported["extents"][-len(descriptors)]
                 try:  # what is wrong with one says nothing of the others
-                    records += _extent(cache, about, told["places"], descriptors.pop(0), alike=alike)
+                    records += _adopt_slab(cache, slab_info, exported["places"], descriptors.pop(0), alike=alike)
                 except Exception as error:  # noqa: BLE001  as above
                     _log.warning("an extent of host memory is not taken over: %s", str(error))
-            for pin in told.get("pins", ()):
+            for pin in exported.get("pins", ()):
                 try:
-                    cache.flow.pins.recall(pin)
+                    cache.tier_manager.pins.recall(pin)
                 except Exception as error:  # noqa: BLE001  as above
                     _log.warning("a pin is not taken over: %s", str(error))
-            cache.flow.pins.go_on(int(told.get("last_pin", 0)))
-            cache.life = str(told.get("life") or cache.life)
+            cache.tier_manager.pins.resume_after(int(exported.get("last_pin", 0)))
+            cache.life = str(exported.get("life") or cache.life)
         except Exception as error:  # noqa: BLE001  as above
             _log.warning("not all that was in host memory is taken over: %s", str(error))
         for descriptor in descriptors:
@@ -181,37 +181,39 @@ class Legacy:
         return records
 
 
-def _extent(cache: Cache, about: dict[str, Any], places: Sequence[bytes], descriptor: int, *, alike: bool) -> int:
+def _adopt_slab(
+    cache: Cache, slab_info: dict[str, Any], places: Sequence[bytes], descriptor: int, *, alike: bool
+) -> int:
     """Takes the descriptor. How many of its records are here now."""
     try:
-        size = int(about["bytes"])
+        size = int(slab_info["bytes"])
     except Exception:
         os.close(descriptor)
         raise
     region = Region(size, left=descriptor)
-    slot_bytes, generations = about["slot_bytes"], array("Q", about["generations"])
-    if type(slot_bytes) is not int or slot_bytes < PAGE or len(generations) != region.bytes // slot_bytes:
+    slot_bytes, generations = slab_info["slot_bytes"], array("Q", slab_info["generations"])
+    if type(slot_bytes) is not int or slot_bytes < PAGE_BYTES or len(generations) != region.bytes // slot_bytes:
         raise ValueError(f"slots of {slot_bytes!r:.20} bytes, {len(generations)} generations")
-    region.recall(generations)
-    rows = np.frombuffer(about["rows"], ROW)
+    region.restore_generations(generations)
+    rows = np.frombuffer(slab_info["rows"], RECORD_ROW)
     if len(np.unique(rows["slot"])) < len(rows) or rows["slot"].max(initial=0) >= len(generations):
         raise ValueError("a slot that is not there, or is there twice")
     rows = rows[np.argsort(-rows["age"].astype(np.int64), kind="stable")]
-    addresses = [_address(row, places) for row in rows[["place", "signature", "parent", "parent_known"]].tolist()]
+    addresses = [_row_address(row, places) for row in rows[["place", "signature", "parent", "parent_known"]].tolist()]
     numbers, sizes, ends = (rows[name].tolist() for name in ("slot", "bytes", "expires_ms"))
-    extent = Extent(region, slot_bytes, str(about["tenant"]), left=True)
-    admitted = cache.host.adopt(extent, list(zip(numbers, addresses, sizes, ends, strict=True)))
-    here = {address.name for address in admitted}
+    slab = Slab(region, slot_bytes, str(slab_info["tenant"]), left=True)
+    admitted = cache.host.adopt(slab, list(zip(numbers, addresses, sizes, ends, strict=True)))
+    adopted = {address.name for address in admitted}
     index, tier, now = cache.index, cache.host.name, cache.index.clock
     for address, end, age, uses in zip(addresses, ends, rows["age"].tolist(), rows["uses"].tolist(), strict=True):
-        if address.name in here:
+        if address.name in adopted:
             index.insert(address, tier)
-            index.recall(Run.of(address), max(0, now - age), uses if alike else 0)
-            cache.flow.expiry.note([address], end)
-    return len(here)
+            index.recall(BlockRun.of(address), max(0, now - age), uses if alike else 0)
+            cache.tier_manager.expiry.note([address], end)
+    return len(adopted)
 
 
-def _address(row: tuple[Any, ...], places: Sequence[bytes]) -> Address:
+def _row_address(row: tuple[Any, ...], places: Sequence[bytes]) -> Address:
     number, signature, parent, known = row
     place = places[number]
     if len(place) != PLACE_BYTES:

@@ -13,38 +13,38 @@ from itertools import groupby
 
 from kvcache.block.record import Address, record_bytes
 from kvcache.cache.expiry import Expiry
-from kvcache.cache.miss_explainer import Why
+from kvcache.cache.miss_explainer import MissExplainer
 from kvcache.cache.refused import Refused, Scope, WriteMode
-from kvcache.cache.shared_lookup import Ask
+from kvcache.cache.shared_lookup import SharedLookup
 from kvcache.evict.quotas import UNLIMITED
-from kvcache.index.block_run import Chained, Run, chained, joined, place_of_address
-from kvcache.index.cost_classes import Kinds
+from kvcache.index.block_run import BlockRun, ChainView, as_run, chained_runs, place_of_address
+from kvcache.index.cost_classes import CostClasses
 from kvcache.index.index import Index
 from kvcache.log import logger
-from kvcache.observe.events import Events, Kind
+from kvcache.observe.events import EventKind, EventLog
 from kvcache.observe.metrics import Counters
-from kvcache.os_env import Port
-from kvcache.tier.host.arena import Extent, Region, Slot
-from kvcache.tier.host.tier import Held, HostTier, segments
-from kvcache.tier.record_codec import Coder
+from kvcache.os_env import OsEnv
+from kvcache.tier.host.arena import Region, Slab, Slot
+from kvcache.tier.host.tier import HostRecord, HostTier, segments
+from kvcache.tier.record_codec import RecordCodec
 from kvcache.tier.tier import BACKGROUND, Outcome, Segments, Ticket, Tier
 
 # Records on their way down whose host slots were given back: copies in bounded memory that is used again.
 
-MOST_BYTES = 64 << 20
+MAX_BUFFER_BYTES = 64 << 20
 
 
-class Leaving:
+class VictimBuffer:
     """By name, what left host and is not written yet. Thread-safe."""
 
-    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._most_bytes = most_bytes
-        self._copies: dict[bytes, Held] = {}
+    def __init__(self, max_bytes: int = MAX_BUFFER_BYTES) -> None:
+        self._most_bytes = max_bytes
+        self._copies: dict[bytes, HostRecord] = {}
         self._free: list[Region] = []  # fresh memory costs more than the copy: what was used is kept
         self._taken_bytes = 0  # of copies and free regions
         self._lock = threading.Lock()
 
-    def take(self, held: Held) -> bool:
+    def take(self, held: HostRecord) -> bool:
         """Copy a record, of which the caller has a reference. False where there is no room for it."""
         size = record_bytes(held.payload_bytes)
         with self._lock:
@@ -53,20 +53,20 @@ class Leaving:
             region = self._region(size)
             if region is None:
                 return False
-            slot = Slot(Extent(region, size, held.slot.extent.tenant), 0)
+            slot = Slot(Slab(region, size, held.slot.slab.tenant), 0)
             slot.view[:] = held.slot.view[:size]
             slot.sealed, slot.expires_ms = held.slot.sealed, held.slot.expires_ms
-            self._copies[held.address.name] = Held(held.address, slot, held.payload_bytes)
+            self._copies[held.address.name] = HostRecord(held.address, slot, held.payload_bytes)
             return True
 
-    def find(self, address: Address) -> Held | None:
+    def find(self, address: Address) -> HostRecord | None:
         return self._copies.get(address.name)
 
-    def give_back(self, addresses: Sequence[Address]) -> None:
+    def release(self, addresses: Sequence[Address]) -> None:
         """Forget those that are here."""
         with self._lock:
             found = (self._copies.pop(address.name, None) for address in addresses)
-            self._free += [held.slot.extent.region for held in found if held is not None]
+            self._free += [held.slot.slab.region for held in found if held is not None]
 
     def wipe(self) -> None:
         """Overwrite what those that left have left behind."""
@@ -86,67 +86,73 @@ class Leaving:
         return Region(size)
 
 
-BATCH_BYTES = 32 << 20
-MOST_RECORDS = 256
+MAX_BATCH_BYTES = 32 << 20
+MAX_BATCH_RECORDS = 256
 """In a batch, however small they are."""
-MOST_VICTIMS = 32
+MAX_VICTIMS_PER_CALL = 32
 """Taken at a time: how many may leave for nothing where the tier turns out to let go of none."""
-IN_VAIN_SHARE = 8
+FUTILE_EVICTION_DIVISOR = 8
 """So much of a tier may leave without making room, as pieces of another size do until they are enough."""
 
 
-Going = tuple[Held, Segments]
+PendingWrite = tuple[HostRecord, Segments]
 """A record on its way down, and the form that it has there."""
 
 _log = logger("kvcache.lane")
 
 
-class Lane:
+class WriteBackQueue:
     def __init__(
         self,
         tier: Tier,
         *,
         index: Index,
-        kinds: Kinds,
+        cost_classes: CostClasses,
         host: HostTier,
-        coder: Coder,
+        record_codec: RecordCodec,
         counters: Counters,
-        events: Events,
-        why: Why,
-        port: Port,
+        events: EventLog,
+        miss_explainer: MissExplainer,
+        os_env: OsEnv,
         queue_blocks: int,
         mode: WriteMode,
-        ask: Ask,
+        shared_lookup: SharedLookup,
         expiry: Expiry,
     ) -> None:
-        self.tier, self.queue_blocks, self.mode, self._ask, self._expiry = tier, queue_blocks, mode, ask, expiry
-        self._index, self._kinds, self._host, self._coder = index, kinds, host, coder
-        self._counters, self._events, self._why = counters, events, why
+        self.tier, self.queue_blocks, self.mode, self._shared_lookup, self._expiry = (
+            tier,
+            queue_blocks,
+            mode,
+            shared_lookup,
+            expiry,
+        )
+        self._index, self._cost_classes, self._host, self._record_codec = index, cost_classes, host, record_codec
+        self._counters, self._events, self._miss_explainer = counters, events, miss_explainer
         self._queue: deque[Address] = deque()
         self._names: dict[bytes, bytes] = {}  # queued or being written; the namespace of each
         self._held: set[bytes] = set()  # of these, what the index holds for it
         self._again: set[bytes] = set()  # of these, what `offer_again` queued: its refusals were counted before
         self.refused = Refused(index, tier.name)
-        self.leaving = Leaving()
+        self.victim_buffer = VictimBuffer()
         self._writing: Ticket | None = None
         self._given_up = False
-        self._changed = port.condition()
+        self._changed = os_env.condition()
         self._draining = False
-        self._a_batch = 1  # records; as many as `BATCH_BYTES` hold of those that were written last
+        self._batch_records = 1  # records; as many as `BATCH_BYTES` hold of those that were written last
         self._number = index.tiers.index(tier.name)
-        self._executor = port.executor(1, f"{tier.name}-writer")
+        self._executor = os_env.executor(1, f"{tier.name}-writer")
 
     def __len__(self) -> int:
         return len(self._names)
 
     def has(self, address: Address) -> bool:
         """The tier has it, or will."""
-        return address.name in self._names or self.wrote(address)
+        return address.name in self._names or self.is_written(address)
 
-    def wrote(self, address: Address) -> bool:
+    def is_written(self, address: Address) -> bool:
         return self._index.contains(address, self.tier.name)
 
-    def offer(self, chain: Chained, first: int, end: int) -> int:
+    def offer(self, chain: ChainView, first: int, end: int) -> int:
         """Queue what of the chain's blocks `first` to `end` (excluded) the tier lacks, and what it lacks before them,
         heads first; how many the queue could not take (the last ones)."""
         offered = first
@@ -160,21 +166,23 @@ class Lane:
         with self._changed:
             new = [address for address in chain.addresses(lacking) if address.name not in self._names]
             taken = new[: max(0, self.queue_blocks - len(self._names))]
-            at, gone = 0, list[Address]()
+            at, all_removed = 0, list[Address]()
             while at < len(taken):  # what no tier has any more is left out
-                held = sum(self._index.hold(joined(taken[at:])))
+                held = sum(self._index.hold(as_run(taken[at:])))
                 names = [address.name for address in taken[at : at + held]]
                 self._names.update(dict.fromkeys(names, chain.namespace))
                 self._held.update(names)
                 self._queue += taken[at : at + held]
-                gone += taken[at + held : at + held + 1]
+                all_removed += taken[at + held : at + held + 1]
                 at += held + 1
         self._start()
-        self.refused.add(gone)
+        self.refused.add(all_removed)
         if len(taken) < len(new):
-            left = new[len(taken) :]
-            self.refused.add(left)
-            self._why.dropped(self.tier.name, [address.signature for address in left], f"{self.tier.name} queue")
+            dropped = new[len(taken) :]
+            self.refused.add(dropped)
+            self._miss_explainer.dropped(
+                self.tier.name, [address.signature for address in dropped], f"{self.tier.name} queue"
+            )
         return len(new) - len(taken)
 
     def offer_again(self, address: Address, timeout_s: float | None) -> bool:
@@ -182,7 +190,7 @@ class Lane:
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._names) < self.queue_blocks, timeout_s):
                 return address.name in self._names
-            if address.name not in self._names and any(self._index.hold(Run.of(address))):
+            if address.name not in self._names and any(self._index.hold(BlockRun.of(address))):
                 self._names[address.name] = address.namespace
                 self._held.add(address.name)
                 self._again.add(address.name)
@@ -190,7 +198,7 @@ class Lane:
         self._start()
         return True
 
-    def demote(self, held: Held) -> bool:
+    def demote(self, held: HostRecord) -> bool:
         """Queue a copy of a record that is about to leave host, behind those of its heads that the tier lacks; the
         caller has a reference. False where there is no room for it, or a head is nowhere."""
         address = held.address
@@ -198,7 +206,7 @@ class Lane:
         with self._changed:
             new = [a for a in (*(heads or ()), address) if a.name not in self._names]
             room = heads is not None and len(self._names) + len(new) <= self.queue_blocks
-            taken = room and self.leaving.take(held)
+            taken = room and self.victim_buffer.take(held)
             if taken:
                 self._names.update((a.name, a.namespace) for a in new)
                 self._queue += new
@@ -213,7 +221,7 @@ class Lane:
         them is not in host."""
         heads: list[Address] = []
         while (parent := self._head(address)) is not None and parent.name not in known and not self.has(parent):
-            held = self._host.borrow(parent)
+            held = self._host.acquire(parent)
             if held is None:
                 return None
             self._host.arena.release(held.slot)
@@ -223,7 +231,7 @@ class Lane:
 
     def _head(self, address: Address) -> Address | None:
         """The block before, without which this one is of no use."""
-        if address.parent in (b"", address.namespace) or not self._coder.needs_heads(address):
+        if address.parent in (b"", address.namespace) or not self._record_codec.requires_prefix(address):
             return None
         return Address(address.namespace, address.parent, b"", address.group, address.shard)
 
@@ -257,12 +265,14 @@ class Lane:
                 if not self._queue:
                     self._draining = False
                     return
-                batch = [self._queue.popleft() for _ in range(min(len(self._queue), self._a_batch))]
+                batch = [self._queue.popleft() for _ in range(min(len(self._queue), self._batch_records))]
             try:
                 self._write(batch)
             except Exception:  # noqa: BLE001  the next batch may fare better
                 self._counters.add("write_failures", len(batch), tier=self.tier.name, outcome=Outcome.FAILED.value)
-                self._why.dropped(self.tier.name, [a.signature for a in batch], Outcome.FAILED.value, failed=True)
+                self._miss_explainer.dropped(
+                    self.tier.name, [a.signature for a in batch], Outcome.FAILED.value, failed=True
+                )
                 self._refuse(batch)
                 _log.exception("writing to %s failed; %d blocks are not kept there", self.tier.name, len(batch))
             finally:
@@ -271,10 +281,10 @@ class Lane:
                     self._changed.notify_all()
 
     def _end(self, batch: Sequence[Address]) -> None:
-        self.leaving.give_back(batch)
+        self.victim_buffer.release(batch)
         held = [address for address in batch if address.name in self._held]
         for _, addresses in groupby(held, key=place_of_address):
-            self._index.release(joined(list(addresses)))
+            self._index.release(as_run(list(addresses)))
         for address in batch:
             self._names.pop(address.name, None)
             self._held.discard(address.name)
@@ -282,38 +292,44 @@ class Lane:
 
     def _write(self, batch: Sequence[Address]) -> None:
         # what was cleared while it was queued is not there any more, unless a copy was taken
-        here = zip(batch, self._host.borrow_all(batch), strict=True)
-        borrowed = [held for _, held in here if held is not None]
+        pairs = zip(batch, self._host.acquire_all(batch), strict=True)
+        borrowed = [held for _, held in pairs if held is not None]
         try:
-            there = {held.address.name: held for held in borrowed}
-            found = [there.get(a.name) or self.leaving.find(a) for a in batch]
-            records = self._with_heads([held for held in found if held is not None])
-            going = list(zip(records, map(self._form, records), strict=True))
-            going = going if self.tier.shared else self._with_room(self._within_quota(going))
-            addresses = [held.address for held, _ in going]
-            forms = [form for _, form in going]
-            ticket = self._writing = self.tier.submit("write", addresses, forms, priority=BACKGROUND)
+            by_name = {held.address.name: held for held in borrowed}
+            found = [by_name.get(a.name) or self.victim_buffer.find(a) for a in batch]
+            records = self._with_parents([held for held in found if held is not None])
+            pending = list(zip(records, map(self._encode, records), strict=True))
+            pending = pending if self.tier.shared else self._evict_for(self._within_quota(pending))
+            addresses = [held.address for held, _ in pending]
+            encoded_records = [encoded_record for _, encoded_record in pending]
+            ticket = self._writing = self.tier.submit("write", addresses, encoded_records, priority=BACKGROUND)
             if self._given_up:
                 self.give_up()
             ticket.wait()
             self._settle(addresses, ticket.outcomes)
-            done = zip(going, ticket.outcomes, strict=True)
+            done = zip(pending, ticket.outcomes, strict=True)
             self._expiry.keep([(h.address, h.slot.expires_ms) for (h, _), o in done if o is Outcome.DONE])
             if self.tier.shared:
-                self._ask.bound(self.tier)
-            if forms:
-                self._a_batch = max(1, min(MOST_RECORDS, BATCH_BYTES // max(sum(map(len, form)) for form in forms)))
+                self._shared_lookup.bound(self.tier)
+            if encoded_records:
+                self._batch_records = max(
+                    1,
+                    min(
+                        MAX_BATCH_RECORDS,
+                        MAX_BATCH_BYTES // max(sum(map(len, encoded_record)) for encoded_record in encoded_records),
+                    ),
+                )
         finally:
             self._host.arena.release(*[held.slot for held in borrowed])
 
-    def _with_heads(self, records: Sequence[Held]) -> list[Held]:
+    def _with_parents(self, records: Sequence[HostRecord]) -> list[HostRecord]:
         """Those whose head is in the tier, or goes there before them."""
-        going: set[bytes] = set()
+        pending: set[bytes] = set()
         fit = []
         for held in records:
             head = self._head(held.address)
-            if head is None or head.name in going or self.wrote(head):
-                going.add(held.address.name)
+            if head is None or head.name in pending or self.is_written(head):
+                pending.add(held.address.name)
                 fit.append(held)
             else:
                 self._drop(held.address, "orphan")
@@ -323,7 +339,7 @@ class Lane:
         written = [a for a, outcome in zip(addresses, outcomes, strict=True) if outcome is Outcome.DONE]
         if len(written) < len(addresses) and not self.tier.shared:
             written = self._without_tails(written)
-        for run, parent in chained(written):
+        for run, parent in chained_runs(written):
             self._index.insert_run(run, parent, self.tier.name)
         self.refused.reached(written)
         self._counters.add("written_blocks", len(written), tier=self.tier.name)
@@ -332,84 +348,86 @@ class Lane:
             if outcome is not Outcome.DONE and address.name not in self._again:
                 self._counters.add("write_failures", tier=self.tier.name, outcome=outcome.value)
                 self._say("dropped", address, outcome.value)
-                self._why.dropped(self.tier.name, [address.signature], outcome.value, failed=True)
+                self._miss_explainer.dropped(self.tier.name, [address.signature], outcome.value, failed=True)
 
     def _without_tails(self, written: Sequence[Address]) -> list[Address]:
         """What was written, less what lost its head in the same batch, which is taken out again."""
-        going: set[bytes] = set()
+        pending: set[bytes] = set()
         headless = []
         for address in written:
             head = self._head(address)
-            if head is None or head.name in going or self.wrote(head):
-                going.add(address.name)
+            if head is None or head.name in pending or self.is_written(head):
+                pending.add(address.name)
             else:
                 headless.append(address)
         self.tier.remove(headless)
         self._counters.add("drops", sum(address.name not in self._again for address in headless), reason="orphan")
         self._refuse(headless)
-        return [address for address in written if address.name in going]
+        return [address for address in written if address.name in pending]
 
-    def _form(self, held: Held) -> Segments:
+    def _encode(self, held: HostRecord) -> Segments:
         """The record as it goes: as its slot has it, but for a codec."""
-        encoded = self._coder.encoded(held, self.tier.name)
+        encoded = self._record_codec.encode(held, self.tier.name)
         if encoded is not None:
             return encoded
         self._host.seal(held)
         return segments(held)
 
-    def _within_quota(self, going: Sequence[Going]) -> list[Going]:
+    def _within_quota(self, pending: Sequence[PendingWrite]) -> list[PendingWrite]:
         """Those for which each tenant's quota has room, its own victims having left; the others are dropped."""
-        kept: list[Going] = []
+        kept: list[PendingWrite] = []
         lacking: dict[str, int] = {}  # by tenant, from its first record on that found no room
-        planned: dict[str, int] = {}
-        for held, form in going:
-            tenant, size = held.slot.extent.tenant, sum(map(len, form))
-            if self._kinds.shares.of(tenant, self.tier.name).quota_bytes != UNLIMITED and tenant not in lacking:
-                need = planned.get(tenant, 0) + size
-                while (spare := self._kinds.spare_bytes(self.tier.name, tenant)) < need:
+        planned_bytes: dict[str, int] = {}
+        for held, encoded_record in pending:
+            tenant, size = held.slot.slab.tenant, sum(map(len, encoded_record))
+            if self._cost_classes.quotas.of(tenant, self.tier.name).quota_bytes != UNLIMITED and tenant not in lacking:
+                need = planned_bytes.get(tenant, 0) + size
+                while (spare := self._cost_classes.spare_bytes(self.tier.name, tenant)) < need:
                     before = self._index.stamp(held.address)
-                    victims = self._kinds.evict(self.tier.name, 1, tenant=tenant, own=True, before=before)
+                    victims = self._cost_classes.evict(self.tier.name, 1, tenant=tenant, own=True, before=before)
                     if not victims or not self._remove([victim.address for victim in victims]):
                         break
                 if spare >= need:
-                    planned[tenant] = need
+                    planned_bytes[tenant] = need
                 else:
                     lacking[tenant] = 0
             if tenant in lacking:
-                self._lack(held, f"{self.tier.name} quota")
+                self._drop_for_capacity(held, f"{self.tier.name} quota")
             else:
-                kept.append((held, form))
+                kept.append((held, encoded_record))
         return kept
 
-    def _with_room(self, going: Sequence[Going]) -> list[Going]:
+    def _evict_for(self, pending: Sequence[PendingWrite]) -> list[PendingWrite]:
         """Evict from the tier until these fit; those that do. A tenant that finds no room costs no other its own."""
-        kept: list[Going] = []
+        kept: list[PendingWrite] = []
         lacking: set[str] = set()
         room: dict[int, int] = {}  # by size, as the tier counts it: without the records of this batch
-        for i, (held, form) in enumerate(going):
-            tenant, size = held.slot.extent.tenant, sum(map(len, form))
+        for i, (held, encoded_record) in enumerate(pending):
+            tenant, size = held.slot.slab.tenant, sum(map(len, encoded_record))
             if size not in room:
                 room[size] = self.tier.room(size)
-            in_vain = 0  # bytes that left since there was more room
+            futile_bytes = 0  # bytes that left since there was more room
             while room[size] <= len(kept) and tenant not in lacking:
                 stamp = self._index.stamp(held.address)
-                alike = sum(1 for h, f in going[i:] if sum(map(len, f)) == size and h.slot.extent.tenant == tenant)
-                victims = self._kinds.evict(self.tier.name, min(alike, MOST_VICTIMS), tenant=tenant, before=stamp)
+                same_size = sum(1 for h, f in pending[i:] if sum(map(len, f)) == size and h.slot.slab.tenant == tenant)
+                victims = self._cost_classes.evict(
+                    self.tier.name, min(same_size, MAX_VICTIMS_PER_CALL), tenant=tenant, before=stamp
+                )
                 freed = self._leave([victim.address for victim in victims], size, tenant) if victims else 0
                 found = self.tier.room(size)
-                in_vain = 0 if found > room[size] else in_vain + freed
+                futile_bytes = 0 if found > room[size] else futile_bytes + freed
                 room = {size: found}
-                if not freed or in_vain > self.tier.usage().capacity_bytes // IN_VAIN_SHARE:
+                if not freed or futile_bytes > self.tier.usage().capacity_bytes // FUTILE_EVICTION_DIVISOR:
                     lacking.add(tenant)
             if tenant in lacking:
-                self._lack(held, f"{self.tier.name} full")
+                self._drop_for_capacity(held, f"{self.tier.name} full")
             else:
-                kept.append((held, form))
+                kept.append((held, encoded_record))
         return kept
 
-    def _lack(self, held: Held, reason: str) -> None:
+    def _drop_for_capacity(self, held: HostRecord, reason: str) -> None:
         """Say that there was no room for this one."""
-        self._why.dropped(self.tier.name, [held.address.signature], reason)
+        self._miss_explainer.dropped(self.tier.name, [held.address.signature], reason)
         self._drop(held.address, reason)
 
     def _drop(self, address: Address, reason: str) -> None:
@@ -431,26 +449,26 @@ class Lane:
         """
         room, used = self.tier.room(size), self.tier.usage().used_bytes
         names = {address.name for address in victims}
-        siblings = [a for a in self.tier.siblings(victims[0]) if a.name not in names]
+        colocated = [a for a in self.tier.colocated(victims[0]) if a.name not in names]
         if self._remove(victims) and self.tier.room(size) == room:
-            may = self._kinds.losable(self.tier.name, siblings, tenant)
-            self._remove([a for a in may if self._index.discard(a, self.tier.name, unless_held=True)])
+            evictable = self._cost_classes.evictable(self.tier.name, colocated, tenant)
+            self._remove([a for a in evictable if self._index.discard(a, self.tier.name, unless_held=True)])
         return used - self.tier.usage().used_bytes
 
     def _remove(self, victims: Sequence[Address]) -> bool:
         """Take these, which the index let go of, out of the tier; True if all went."""
-        gone = True
+        all_removed = True
         for address, outcome in zip(victims, self.tier.remove(victims), strict=True):
-            if outcome in (Outcome.DONE, Outcome.ABSENT):
+            if outcome in (Outcome.DONE, Outcome.NOT_FOUND):
                 kept = "yes" if self._index.contains(address) else "no"
                 self._counters.add("evicted_blocks", tier=self.tier.name, kept=kept)
                 self._say("evicted", address, f"kept: {kept}")
             else:
                 self._index.insert(address, self.tier.name)
-                gone = False
-        return gone
+                all_removed = False
+        return all_removed
 
-    def _say(self, kind: Kind, address: Address, reason: str, blocks: int = 1) -> None:
+    def _say(self, kind: EventKind, address: Address, reason: str, blocks: int = 1) -> None:
         self._events.add(kind, tier=self.tier.name, namespace=address.namespace, blocks=blocks, reason=reason)
 
     def close(self) -> None:

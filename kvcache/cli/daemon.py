@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcache.cli.output import Format, Json, Output, print_json
+from kvcache.cli.output import JsonOption, OutputFormat, OutputOption, print_json
 from kvcache.errors import ConfigError, UnreachableError
 
 if TYPE_CHECKING:
-    from kvcache.daemon.client.control import Found
+    from kvcache.daemon.client.control import RunningCache
 
 
 def daemon(
@@ -39,9 +39,9 @@ def daemon(
     """Serve a cache to the engines of this host, until SIGTERM."""
     import kvcache
     from kvcache.daemon.server.service import Service
-    from kvcache.fleet.node import join
+    from kvcache.fleet.node import join_fleet
     from kvcache.settings.sources import load
-    from kvcache.trace.recorder import record
+    from kvcache.trace.recorder import start_recording
 
     given: dict[str, Any] = {} if socket is None else {"daemon__socket": socket}
     given |= {"http__enabled": True} if http else {}
@@ -50,8 +50,8 @@ def daemon(
         version=kvcache.__version__,
         insecure=insecure_loopback,
         linger_s=linger_s,
-        beside=[record, join],
-        say=lambda line: print(f"kvcache: {line}", flush=True),
+        components=[start_recording, join_fleet],
+        report_status=lambda line: print(f"kvcache: {line}", flush=True),
     )
     if check_config:
         print(f"kvcache: would serve {service.plan()}")
@@ -65,30 +65,30 @@ def daemon(
 
 # Which running cache a subcommand means: the one there is, or the one that `--address` names.
 
-Address = Annotated[
+AddressOption = Annotated[
     str | None,
     typer.Option("--address", "-a", help="Which cache, as `kvcache ps` names it, or the path of its socket."),
 ]
 
 
-def the_one(address: str | None) -> Path:
+def find_one_cache(address: str | None) -> Path:
     """Its socket. UnreachableError where none runs; ConfigError where several do and no address was given."""
-    from kvcache.daemon.client.control import locate
+    from kvcache.daemon.client.control import find_socket
 
     if address is not None:
-        return locate(address)
-    running = all_of_them()
+        return find_socket(address)
+    running = running_caches()
     if len(running) > 1:
         named = ", ".join(found.address for found in running)
         raise ConfigError(f"{len(running)} caches run here: {named}; pick one with --address (`kvcache ps` tells more)")
     return running[0].path
 
 
-def all_of_them() -> list[Found]:
+def running_caches() -> list[RunningCache]:
     """Every running cache of this user; UnreachableError where there is none."""
-    from kvcache.daemon.client.control import find
+    from kvcache.daemon.client.control import find_caches
 
-    running = list(find())
+    running = list(find_caches())
     if not running:
         raise UnreachableError(
             "no cache of this user is running, or none that listens: start one, or see `control.enabled` "
@@ -100,12 +100,12 @@ def all_of_them() -> list[Found]:
 # `kvcache token`: a new token for a tenant, and the line of the tenants file that lets it in.
 
 
-def token(output: Output = Format.table, as_json: Json = False) -> None:
+def token(output: OutputOption = OutputFormat.table, as_json: JsonOption = False) -> None:
     """Make a token: the first line is the client's to keep secret, the second one is for the daemon's tenants file."""
     from kvcache.daemon.server.auth import new_token, token_hash
 
     made = new_token()
-    if as_json or output is Format.json:
+    if as_json or output is OutputFormat.json:
         print_json({"token": made, "hash": token_hash(made)})
         return
     print(made)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcache.cli.daemon import Address, the_one
-from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.cli.daemon import AddressOption, find_one_cache
+from kvcache.cli.output import JsonOption, OutputFormat, OutputOption, print_json, print_table
 from kvcache.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # A prompt as it is typed: text of which a tokenizer makes ids, or the ids themselves.
 
 
-def token_ids(text: str, model: str | None) -> bytes:
+def parse_token_ids(text: str, model: str | None) -> bytes:
     """uint32, little-endian; ConfigError where they cannot be known."""
     try:
         given = json.loads(text)
@@ -42,7 +42,7 @@ def token_ids(text: str, model: str | None) -> bytes:
     return array("I", tokenizer_of(model).encode(text)).tobytes()
 
 
-Story = Mapping[str, Any]
+MissStory = Mapping[str, Any]
 Decode = Callable[[Sequence[int]], str]
 
 COLUMNS = ("time", "request", "model", "tokens", "found", "why", "at")
@@ -78,36 +78,36 @@ def explain(
     ] = None,
     namespace: Annotated[str, typer.Option(help="First digits of its id, to look for a prompt in no other.")] = "",
     count: Annotated[int, typer.Option("--tail", "-n", min=1, help="How many of the last misses.")] = 10,
-    address: Address = None,
-    output: Output = Format.table,
-    as_json: Json = False,
+    address: AddressOption = None,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Say why a request, or a prompt, finds no more than it does: where it parts from an earlier one, when its blocks
     left and who made them, under which other namespace they are."""
-    stories = list(_stories(the_one(address), what, model, namespace, count))
-    if as_json or output is Format.json:
+    stories = list(_stories(find_one_cache(address), what, model, namespace, count))
+    if as_json or output is OutputFormat.json:
         print_json(stories)
     elif what is None:
         print_table(COLUMNS, [_row(story) for story in stories])
     else:
         for story in stories:
-            print("\n".join(words(story, _decode(story, model))))
+            print("\n".join(describe_story(story, _decode(story, model))))
 
 
-def _stories(path: Path, what: str | None, model: str | None, namespace: str, count: int) -> Iterator[Story]:
-    from kvcache.daemon.client.control import ask
+def _stories(path: Path, what: str | None, model: str | None, namespace: str, count: int) -> Iterator[MissStory]:
+    from kvcache.daemon.client.control import send_command
 
     if what is None:
-        yield from ask(path, "explain", count=count)["stories"]
+        yield from send_command(path, "explain", count=count)["stories"]
         return
     text = Path(what[1:]).read_text(encoding="utf-8") if what.startswith("@") else what
-    stories = ask(path, "explain", request=text)["stories"] if len(text) < 256 else []
+    stories = send_command(path, "explain", request=text)["stories"] if len(text) < 256 else []
     if not stories:
-        stories = ask(path, "explain", ids=token_ids(text, model), namespace=namespace)["stories"]
+        stories = send_command(path, "explain", ids=parse_token_ids(text, model), namespace=namespace)["stories"]
     yield from stories
 
 
-def _decode(story: Story, model: str | None) -> Decode | None:
+def _decode(story: MissStory, model: str | None) -> Decode | None:
     """To text, where a tokenizer is known: the one that was named, or that of the namespace's model."""
 
     if model is not None:
@@ -116,7 +116,7 @@ def _decode(story: Story, model: str | None) -> Decode | None:
     return None if known is None else known.decode
 
 
-def _row(story: Story) -> tuple[str, ...]:
+def _row(story: MissStory) -> tuple[str, ...]:
     tokens = story["block_tokens"]
     return (
         datetime.fromtimestamp(story["time"]).astimezone().time().isoformat("seconds"),
@@ -129,7 +129,7 @@ def _row(story: Story) -> tuple[str, ...]:
     )
 
 
-def words(story: Story, decode: Decode | None) -> Iterator[str]:
+def describe_story(story: MissStory, decode: Decode | None) -> Iterator[str]:
     """A story in sentences; with the text of the tokens where they can be decoded."""
     from kvcache.observe.reasons import meaning
 
@@ -149,17 +149,18 @@ def words(story: Story, decode: Decode | None) -> Iterator[str]:
     yield f"What to do: {ADVICE[reason]}"
 
 
-def _evidence(story: Story, decode: Decode | None) -> Iterator[str]:
+def _evidence(story: MissStory, decode: Decode | None) -> Iterator[str]:
     if "lost_ago_s" in story:
         verb = {"evicted": "left", "refused": "was refused by"}.get(story["reason"], "did not get into")
         yield f"The block {verb} {story['tier']} {_ago(story['lost_ago_s'])} ({story['why']})."
     if "age_requests" in story:
-        yield f"It had not been used for {story['age_requests']:,} requests, {_span(story['age_s'])}."
+        yield f"It had not been used for {story['age_requests']:,} requests, {_format_duration(story['age_s'])}."
     if "outcome" in story:
         yield f"The load ended as {story['outcome']}."
     if "plan" in story:
         plan = story["plan"]
-        yield f"Loading the rest was expected to take {_span(plan['load_s'])}, computing it {_span(plan['compute_s'])}."
+        load, compute = _format_duration(plan["load_s"]), _format_duration(plan["compute_s"])
+        yield f"Loading the rest was expected to take {load}, computing it {compute}."
     other = story.get("other")
     if other is None:
         return
@@ -169,12 +170,12 @@ def _evidence(story: Story, decode: Decode | None) -> Iterator[str]:
         for field, (ours, theirs) in story.get("differs", {}).items():
             yield f"  {field}: here {ours}, there {theirs}"
     elif story["reason"] == "diverged":
-        yield from _parting(story, name, decode)
+        yield from _describe_divergence(story, name, decode)
     else:
         yield f"It was asked for before, by {name}, and is not stored: not yet, or that engine does not store."
 
 
-def _parting(story: Story, other: str, decode: Decode | None) -> Iterator[str]:
+def _describe_divergence(story: MissStory, other: str, decode: Decode | None) -> Iterator[str]:
     if "token" not in story:
         yield f"It parts from {other} within block {story['block']:,}; the tokens are not remembered."
         return
@@ -184,7 +185,7 @@ def _parting(story: Story, other: str, decode: Decode | None) -> Iterator[str]:
         yield f"  here  {story['ours'][:8]}...\n  there {story['theirs'][:8]}..."
         yield "  (token ids; --model names a tokenizer)"
     else:
-        yield from _text(story, decode)
+        yield from _divergence_text(story, decode)
     if meet is not None:
         yield (
             f"{meet['ours']} tokens on ({meet['theirs']} there) both go on alike, for {meet['tokens']:,} tokens that "
@@ -192,23 +193,23 @@ def _parting(story: Story, other: str, decode: Decode | None) -> Iterator[str]:
         )
 
 
-def _text(story: Story, decode: Decode) -> Iterator[str]:
-    from kvcache.observe.recent_requests import culprit, parting
+def _divergence_text(story: MissStory, decode: Decode) -> Iterator[str]:
+    from kvcache.observe.recent_requests import find_varying_text, first_difference
 
     ours, theirs = (decode([*story["before"], *story[side]]) for side in ("ours", "theirs"))
-    at = parting(ours, theirs)
+    at = first_difference(ours, theirs)
     for side, text in (("here ", ours), ("there", theirs)):
         yield f"  {side} ...{text[max(0, at - 40) : at]!r} then {text[at : at + 40]!r}..."
-    found = culprit(ours, theirs, at)
+    found = find_varying_text(ours, theirs, at)
     if found is not None:
         yield f"That is {found.name}: {found.ours!r} here, {found.theirs!r} there."
 
 
 def _ago(seconds: float) -> str:
-    return f"{_span(seconds)} ago"
+    return f"{_format_duration(seconds)} ago"
 
 
-def _span(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.cli.output import JsonOption, OutputFormat, OutputOption, print_json, print_table
 from kvcache.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from kvcache.engine.tokenizer import Tokenizer
-    from kvcache.trace.lint import Group, Report
+    from kvcache.trace.lint import BreakGroup, LintReport
 
-TEXTS = ("prompt", "input", "text")
-IDS = ("token_ids", "prompt_token_ids", "input_ids")
+TEXT_FIELDS = ("prompt", "input", "text")
+ID_FIELDS = ("token_ids", "prompt_token_ids", "input_ids")
 
 
 def lint(
@@ -28,8 +28,8 @@ def lint(
     model: Annotated[str, typer.Option("--model", "-m", help="Whose tokenizer: a directory, a name, `smollm2`.")],
     block_tokens: Annotated[int, typer.Option(min=1, max=65535, help="Tokens in a block.")] = 16,
     top: Annotated[int, typer.Option("--top", min=1, help="How many of the texts that cost most.")] = 10,
-    output: Output = Format.table,
-    as_json: Json = False,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Say how much of a log's input repeats, how much of that a cache with unlimited memory finds, at which texts
     prompts part that go on alike, and what would be found if these stood at the end. Needs the tokenizer, nothing
@@ -37,15 +37,15 @@ def lint(
     import numpy as np
 
     from kvcache.cli.explain import tokenizer_of
-    from kvcache.trace.lint import report
+    from kvcache.trace.lint import lint_prompts
 
     tokenizer = tokenizer_of(model)
-    prompts = [np.asarray(ids, np.uint32) for ids in read(requests, tokenizer)]
+    prompts = [np.asarray(ids, np.uint32) for ids in read_requests(requests, tokenizer)]
     if not prompts:
         raise ConfigError(f"{requests}: no requests in it; expected JSON lines")
-    found = report(prompts, block_tokens)
-    texts = [_told(group, tokenizer) for group in found.groups[:top]]
-    if as_json or output is Format.json:
+    found = lint_prompts(prompts, block_tokens)
+    texts = [_example(group, tokenizer) for group in found.groups[:top]]
+    if as_json or output is OutputFormat.json:
         print_json({**_figures(found), "texts": texts})
         return
     print_table(("", ""), _rows(found))
@@ -69,7 +69,7 @@ def lint(
         print("\nPut these at the end of the prompt, or leave them out.")
 
 
-def read(path: Path, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
+def read_requests(path: Path, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
     """The token ids of each request."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
@@ -82,20 +82,22 @@ def read(path: Path, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
 
 def _ids(request: Any, tokenizer: Tokenizer) -> Sequence[int]:
     if not isinstance(request, Mapping):
-        raise ValueError(f"found {type(request).__name__}, expected an object with {', '.join(('messages', *TEXTS))}")
+        raise ValueError(
+            f"found {type(request).__name__}, expected an object with {', '.join(('messages', *TEXT_FIELDS))}"
+        )
     inner = request.get("body", request)
-    for name in IDS:
+    for name in ID_FIELDS:
         if name in inner:
             return [int(token) for token in inner[name]]
     if "messages" in inner:
         return _chat(inner["messages"], tokenizer)
-    for name in TEXTS:
+    for name in TEXT_FIELDS:
         if isinstance(inner.get(name), str):
             return tokenizer.encode(inner[name])
         if isinstance(inner.get(name), list):
             given = inner[name]
             return given if all(isinstance(token, int) for token in given) else _chat(given, tokenizer)
-    raise ValueError(f"expected one of {', '.join(('messages', *TEXTS, *IDS))}")
+    raise ValueError(f"expected one of {', '.join(('messages', *TEXT_FIELDS, *ID_FIELDS))}")
 
 
 def _chat(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> Sequence[int]:
@@ -114,27 +116,27 @@ def _content(content: Any) -> str:
     return "" if content is None else str(content)
 
 
-def _told(group: Group, tokenizer: Tokenizer) -> dict[str, Any]:
+def _example(group: BreakGroup, tokenizer: Tokenizer) -> dict[str, Any]:
     """The form of what differs, where most of the group agree on one; and its dearest example."""
-    from kvcache.observe.recent_requests import culprit, parting
+    from kvcache.observe.recent_requests import find_varying_text, first_difference
 
-    examples = sorted(group.breaks, key=lambda each: -each.lost)
+    examples = sorted(group.breaks, key=lambda each: -each.lost_tokens)
     forms: dict[str, int] = {}
     pairs = []
     for each in examples[:50]:
         ours, theirs = (
-            tokenizer.decode([*each.before.tolist(), *side.tolist(), *each.behind.tolist()])
+            tokenizer.decode([*each.before.tolist(), *side.tolist(), *each.following.tolist()])
             for side in (each.ours, each.theirs)
         )
-        found = culprit(ours, theirs, parting(ours, theirs))
+        found = find_varying_text(ours, theirs, first_difference(ours, theirs))
         what = found.name if found is not None else "text"
         forms[what] = forms.get(what, 0) + 1
         pairs.append((what, ours, theirs, found))
     what = max(forms, key=lambda name: forms[name])
     _, ours, theirs, found = next(pair for pair in pairs if pair[0] == what)
-    at = parting(ours, theirs) if found is None else max(0, ours.find(found.ours))
+    at = first_difference(ours, theirs) if found is None else max(0, ours.find(found.ours))
     return {
-        "lost_tokens": group.lost,
+        "lost_tokens": group.lost_tokens,
         "requests": len(group.breaks),
         "token": group.first,
         "what": what,
@@ -144,7 +146,7 @@ def _told(group: Group, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def _figures(found: Report) -> dict[str, Any]:
+def _figures(found: LintReport) -> dict[str, Any]:
     return {
         "requests": found.prompts,
         "tokens": found.tokens,
@@ -154,7 +156,7 @@ def _figures(found: Report) -> dict[str, Any]:
     }
 
 
-def _rows(found: Report) -> list[tuple[str, str]]:
+def _rows(found: LintReport) -> list[tuple[str, str]]:
     figures = _figures(found)
     return [
         ("requests", f"{found.prompts:,}"),

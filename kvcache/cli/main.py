@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import kvcache
-from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.cli.output import JsonOption, OutputFormat, OutputOption, print_json, print_table
 from kvcache.errors import ClosedError, KVCacheError, NotFoundError, UnreachableError
 from kvcache.settings.types import show_bytes
 
@@ -52,7 +52,7 @@ EXTRAS: Mapping[str, str] = {
 """What a subcommand may find missing, and the extra that brings it."""
 
 
-CODES: Mapping[type[KVCacheError], int] = {ClosedError: 1, NotFoundError: 1, UnreachableError: 3}
+EXIT_CODES: Mapping[type[KVCacheError], int] = {ClosedError: 1, NotFoundError: 1, UnreachableError: 3}
 """Exit codes of errors that are no misuse."""
 
 
@@ -70,7 +70,7 @@ def _root(
     """A hierarchical KV cache for language-model serving."""
 
 
-def application() -> typer.Typer:
+def build_app() -> typer.Typer:
     app = typer.Typer(name="kvcache", no_args_is_help=True, pretty_exceptions_enable=False)
     app.callback()(_root)
     register(app)
@@ -81,7 +81,7 @@ def application() -> typer.Typer:
 
 def main() -> None:
     """Run the command and leave the process."""
-    run(application)
+    run(build_app)
 
 
 def run(make: Callable[[], typer.Typer]) -> None:
@@ -92,14 +92,14 @@ def run(make: Callable[[], typer.Typer]) -> None:
         module = (error.name or "").split(".")[0]
         if module not in EXTRAS:
             raise
-        _leave(2, f"this needs {module}: pip install 'kvcache-tiers[{EXTRAS[module]}]'")
+        _exit(2, f"this needs {module}: pip install 'kvcache-tiers[{EXTRAS[module]}]'")
     except KVCacheError as error:
-        _leave(CODES.get(type(error), 2), str(error))
+        _exit(EXIT_CODES.get(type(error), 2), str(error))
     except OSError as error:
-        _leave(1, str(error))
+        _exit(1, str(error))
 
 
-def _leave(code: int, text: str) -> None:
+def _exit(code: int, text: str) -> None:
     print(f"kvcache: {' '.join(text.split())}", file=sys.stderr)
     raise SystemExit(code)
 
@@ -109,15 +109,15 @@ def _leave(code: int, text: str) -> None:
 
 def show(
     settings: Annotated[Path | None, typer.Argument(help="A settings file (TOML); without one, defaults.")] = None,
-    output: Output = Format.table,
-    as_json: Json = False,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Print every setting, its value, and where the value came from."""
     from kvcache.settings import TABLE
     from kvcache.settings.sources import load
 
     loaded = load(settings)
-    if as_json or output is Format.json:
+    if as_json or output is OutputFormat.json:
         rows = {name: {"value": _plain(loaded.value(name)), "origin": loaded.origin(name)} for name in TABLE}
         print_json(rows)
         return

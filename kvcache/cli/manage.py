@@ -11,16 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcache.cli.daemon import Address, all_of_them, the_one
-from kvcache.cli.explain import token_ids
-from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.cli.daemon import AddressOption, find_one_cache, running_caches
+from kvcache.cli.explain import parse_token_ids
+from kvcache.cli.output import JsonOption, OutputFormat, OutputOption, print_json, print_table
 from kvcache.errors import ConfigError, NotFoundError
 from kvcache.settings.types import parse_seconds, show_bytes, show_seconds
 
 # `kvcache bypass`: takes a running cache out of its engine's way at once, and puts it back.
 
 
-class Mode(str, Enum):
+class BypassMode(str, Enum):
     on = "on"
     off = "off"
     loads = "loads"
@@ -29,26 +29,26 @@ class Mode(str, Enum):
 
 def bypass(
     mode: Annotated[
-        Mode | None,
+        BypassMode | None,
         typer.Argument(help="on: out of both paths; loads or stores: out of one; off: back. Without: say which."),
     ] = None,
-    address: Address = None,
+    address: AddressOption = None,
     everyone: Annotated[bool, typer.Option("--all", help="Every running cache of this user.")] = False,
-    output: Output = Format.table,
-    as_json: Json = False,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Take a running cache out of the path: matches find nothing, stores are dropped; nothing that is stored is lost.
 
     It holds until `bypass off`, or until the process ends.
     """
-    from kvcache.daemon.client.control import ask
+    from kvcache.daemon.client.control import send_command
 
     if everyone and address is not None:
         raise typer.BadParameter("--all and --address: give one or the other")
-    paths = [found.path for found in all_of_them()] if everyone else [the_one(address)]
+    paths = [found.path for found in running_caches()] if everyone else [find_one_cache(address)]
     wanted = None if mode is None else mode.value
-    rows = [{"address": path.stem, **ask(path, "bypass", mode=wanted)} for path in paths]
-    if as_json or output is Format.json:
+    rows = [{"address": path.stem, **send_command(path, "bypass", mode=wanted)} for path in paths]
+    if as_json or output is OutputFormat.json:
         print_json(rows)
     else:
         print_table(("address", "bypass", "before"), [(row["address"], row["mode"], row["was"]) for row in rows])
@@ -65,48 +65,48 @@ def clear(
     cache_salt: Annotated[str | None, typer.Option(help="What was stored under this cache salt.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would go, and remove nothing.")] = False,
     everyone: Annotated[bool, typer.Option("--all", help="In every running cache of this user.")] = False,
-    address: Address = None,
-    output: Output = Format.table,
-    as_json: Json = False,
+    address: AddressOption = None,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Erase records from host memory, drives, Redis and the object store, overwrite what they left, and say when it is
     done; exit 1 where a tier could not be cleared, or no cache knows what is named.
 
     What is given must all fit. Memory and drives of other hosts are theirs to clear: run it there too."""
-    from kvcache.daemon.client.control import ask
+    from kvcache.daemon.client.control import send_command
 
     given = {"tenant": tenant, "namespace": namespace, "cache_salt": cache_salt}
     if not any(value is not None for value in given.values()):
         raise ConfigError("which records: give --tenant, --namespace or --cache-salt")
     if everyone and address is not None:
         raise typer.BadParameter("--all and --address: give one or the other")
-    paths = [found.path for found in all_of_them()] if everyone else [the_one(address)]
-    told, unknown = dict[str, dict[str, Any]](), list[NotFoundError]()
+    paths = [found.path for found in running_caches()] if everyone else [find_one_cache(address)]
+    replies, unknown = dict[str, dict[str, Any]](), list[NotFoundError]()
     for path in paths:
         try:
-            told[path.stem] = ask(path, "erase", timeout_s=None, dry_run=dry_run, **given)
+            replies[path.stem] = send_command(path, "erase", timeout_s=None, dry_run=dry_run, **given)
         except NotFoundError as error:
             unknown.append(error)
-    if not told:
+    if not replies:
         raise unknown[0]
-    left = [(name, tier, why) for name, done in told.items() for tier, why in done["left"].items()]
-    if as_json or output is Format.json:
-        print_json(told)
+    failures = [(name, tier, why) for name, done in replies.items() for tier, why in done["left"].items()]
+    if as_json or output is OutputFormat.json:
+        print_json(replies)
     else:
-        removed = sum((Counter(done["records"]) for done in told.values()), Counter[str]())
-        spaces = {space for done in told.values() for space in done["namespaces"]}
+        removed = sum((Counter(done["records"]) for done in replies.values()), Counter[str]())
+        spaces = {space for done in replies.values() for space in done["namespaces"]}
         print_table(("tier", "records"), [(tier, f"{count:,}") for tier, count in removed.items()])
-        if left:
-            print_table(("cache", "tier", "not done"), left)
+        if failures:
+            print_table(("cache", "tier", "not done"), failures)
         elif dry_run:
             print(f"nothing was removed: without --dry-run these records of {len(spaces)} namespaces go")
         else:
             print(f"done: nothing of {len(spaces)} namespaces is left")
-    if left:
+    if failures:
         raise typer.Exit(1)
 
 
-_NEAR_S = 60.0  # for it to come near
+_PIN_TIMEOUT_S = 60.0  # for it to come near
 
 
 def pin(
@@ -122,56 +122,56 @@ def pin(
         str | None, typer.Option("--model", "-m", help="Whose tokenizer: a directory, a name, `smollm2`.")
     ] = None,
     namespace: Annotated[str, typer.Option(help="First digits of its id, to look for a prompt in no other.")] = "",
-    address: Address = None,
-    output: Output = Format.table,
-    as_json: Json = False,
+    address: AddressOption = None,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Bring the blocks of a prefix that are there into host memory, and keep them from leaving for a time. All pins
     together keep at most an eighth of each tier."""
-    from kvcache.daemon.client.control import ask
+    from kvcache.daemon.client.control import send_command
 
     try:
         seconds = parse_seconds(span)
     except ValueError as error:
         raise typer.BadParameter(f"--for {error}") from None
-    path = the_one(address)
-    which = {} if prefix is None else _which(path, prefix, model, namespace)
-    told = ask(path, "pin", seconds=seconds, timeout_s=_NEAR_S, **which)
-    if as_json or output is Format.json:
-        print_json(told)
+    path = find_one_cache(address)
+    which = {} if prefix is None else _prefix_arguments(path, prefix, model, namespace)
+    replies = send_command(path, "pin", seconds=seconds, timeout_s=_PIN_TIMEOUT_S, **which)
+    if as_json or output is OutputFormat.json:
+        print_json(replies)
         return
-    made = told["made"]
+    made = replies["made"]
     if made is not None and made["tokens"] < made["wanted_tokens"]:
         print(f"{made['tokens']:,} of {made['wanted_tokens']:,} tokens are kept: no more are there, or have room\n")
-    _show(told["pins"])
+    _show(replies["pins"])
 
 
 def unpin(
     which: Annotated[str, typer.Argument(help="The number of a pin, or `all`.")],
-    address: Address = None,
-    output: Output = Format.table,
-    as_json: Json = False,
+    address: AddressOption = None,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Let a pinned prefix go: it leaves when its turn comes, like any other."""
-    from kvcache.daemon.client.control import ask
+    from kvcache.daemon.client.control import send_command
 
-    told = ask(the_one(address), "unpin", pin=int(which) if which.isdecimal() else which)
-    if as_json or output is Format.json:
-        print_json(told)
+    replies = send_command(find_one_cache(address), "unpin", pin=int(which) if which.isdecimal() else which)
+    if as_json or output is OutputFormat.json:
+        print_json(replies)
     else:
-        _show(told["pins"])
+        _show(replies["pins"])
 
 
-def _which(path: Path, text: str, model: str | None, namespace: str) -> dict[str, Any]:
+def _prefix_arguments(path: Path, text: str, model: str | None, namespace: str) -> dict[str, Any]:
     """What the cache is asked for: the first reading of the text that it knows."""
-    from kvcache.daemon.client.control import ask
+    from kvcache.daemon.client.control import send_command
 
     text = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
     if model is None and len(text) == 16 and set(text) <= set("0123456789abcdef"):
         return {"prefix": text}
-    if model is None and len(text) < 256 and ask(path, "explain", request=text)["stories"]:
+    if model is None and len(text) < 256 and send_command(path, "explain", request=text)["stories"]:
         return {"request": text}
-    return {"ids": token_ids(text, model), "namespace": namespace}
+    return {"ids": parse_token_ids(text, model), "namespace": namespace}
 
 
 def _show(pins: Sequence[Mapping[str, Any]]) -> None:
@@ -195,21 +195,21 @@ def _show(pins: Sequence[Mapping[str, Any]]) -> None:
 def prune(
     unused: Annotated[str, typer.Option("--unused", help="For how long nobody used them: 12h, 7d, 2w.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would go, and remove nothing.")] = False,
-    address: Address = None,
-    output: Output = Format.table,
-    as_json: Json = False,
+    address: AddressOption = None,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Remove the namespaces of a running cache that nobody used for so long, from its own memory and drives.
 
     One of which no use is known counts from when the cache began. Tiers that others share are left alone."""
-    from kvcache.daemon.client.control import ask
+    from kvcache.daemon.client.control import send_command
 
     try:
         seconds = parse_seconds(unused)
     except ValueError as error:
         raise typer.BadParameter(f"--unused {error}") from None
-    done = ask(the_one(address), "prune", timeout_s=None, unused_s=seconds, dry_run=dry_run)
-    if as_json or output is Format.json:
+    done = send_command(find_one_cache(address), "prune", timeout_s=None, unused_s=seconds, dry_run=dry_run)
+    if as_json or output is OutputFormat.json:
         print_json(done)
         return
     rows = [
@@ -227,21 +227,21 @@ ANSWER_S = 5.0
 
 
 def sync(
-    address: Address = None,
+    address: AddressOption = None,
     timeout_s: Annotated[float, typer.Option(min=0, max=60, help="Wait so long at most.")] = 60.0,
-    output: Output = Format.table,
-    as_json: Json = False,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Wait until all that was stored before is in each tier that its write mode intends; exit 1 otherwise.
 
     Blocks that a tier refused earlier are offered again. A block that left host memory before a tier took it makes one
     sync fail, the next one."""
-    from kvcache.daemon.client.control import ask
+    from kvcache.daemon.client.control import send_command
 
-    told = ask(the_one(address), "flush", timeout_s=timeout_s + ANSWER_S, seconds=timeout_s)
-    done, tiers = bool(told["flushed"]), told.get("tiers", {})
-    if as_json or output is Format.json:
-        print_json({"done": done, "tiers": tiers, "fault": told.get("fault", "")})
+    replies = send_command(find_one_cache(address), "flush", timeout_s=timeout_s + ANSWER_S, seconds=timeout_s)
+    done, tiers = bool(replies["flushed"]), replies.get("tiers", {})
+    if as_json or output is OutputFormat.json:
+        print_json({"done": done, "tiers": tiers, "fault": replies.get("fault", "")})
     else:
         rows = [
             (
@@ -253,8 +253,8 @@ def sync(
         ]
         if rows:
             print_table(("tier", "reached", "refused", "waiting", ""), rows)
-        if told.get("fault"):
-            print(told["fault"])
+        if replies.get("fault"):
+            print(replies["fault"])
         print("all of it is there" if done else f"not all of it is there after at most {timeout_s:g} s")
     if not done:
         raise typer.Exit(1)

@@ -11,28 +11,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcache.cli.daemon import Address, the_one
-from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.cli.daemon import AddressOption, find_one_cache
+from kvcache.cli.output import JsonOption, OutputFormat, OutputOption, print_json, print_table
 from kvcache.errors import ConfigError, NotFoundError
 from kvcache.settings.types import show_bytes
 
 if TYPE_CHECKING:
     from kvcache.tier.nvme import NvmeTier
 
-Directory = Annotated[
+DirectoryOption = Annotated[
     Path | None, typer.Option("--path", "-p", help="The directory; the one of the settings that hold here, if one.")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Tell what it would do, and do nothing.")]
-Told = Callable[[int], object]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Tell what it would do, and do nothing.")]
+ProgressCallback = Callable[[int], object]
 
 
-def inspect(path: Directory = None, output: Output = Format.table, as_json: Json = False) -> None:
+def inspect(
+    path: DirectoryOption = None, output: OutputOption = OutputFormat.table, as_json: JsonOption = False
+) -> None:
     """Count what is in a store: by namespace, by size of slot, and the journal. Reads no record."""
-    from kvcache.tier.nvme.inspect import survey
+    from kvcache.tier.nvme.inspect import store_summary
 
     with _opened(path) as tier:
-        found = survey(tier.ledger)
-    if as_json or output is Format.json:
+        found = store_summary(tier.catalog)
+    if as_json or output is OutputFormat.json:
         print_json(found)
         return
     print(
@@ -48,11 +50,11 @@ def inspect(path: Directory = None, output: Output = Format.table, as_json: Json
     )
 
 
-def check(path: Directory = None, output: Output = Format.table, as_json: Json = False) -> None:
+def check(path: DirectoryOption = None, output: OutputOption = OutputFormat.table, as_json: JsonOption = False) -> None:
     """Audit a store, every record read and verified; change nothing; exit 1 where there is a fault."""
-    with _opened(path) as tier, _progress("reading", tier.usage().records, of_bytes=False) as told:
-        faults = tier.check(lambda: told(1))
-    if as_json or output is Format.json:
+    with _opened(path) as tier, _progress("reading", tier.usage().records, of_bytes=False) as advance:
+        faults = tier.check(lambda: advance(1))
+    if as_json or output is OutputFormat.json:
         print_json({"faults": faults})
     elif faults:
         print_table(("fault",), [(fault,) for fault in faults])
@@ -63,11 +65,11 @@ def check(path: Directory = None, output: Output = Format.table, as_json: Json =
 
 
 def scrub(
-    path: Directory = None,
-    address: Address = None,
-    dry_run: DryRun = False,
-    output: Output = Format.table,
-    as_json: Json = False,
+    path: DirectoryOption = None,
+    address: AddressOption = None,
+    dry_run: DryRunOption = False,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Read and verify every record, and let the damaged ones go; their slots are not used again.
 
@@ -76,24 +78,27 @@ def scrub(
     if address is not None:
         if path is not None or dry_run:
             raise ConfigError("--address: a running cache scrubs its own directory, without --path and --dry-run")
-        from kvcache.daemon.client.control import ask
+        from kvcache.daemon.client.control import send_command
 
-        found = ask(the_one(address), "scrub", timeout_s=None)
+        found = send_command(find_one_cache(address), "scrub", timeout_s=None)
         if found.pop("busy"):
             print("kvcache: an audit or a scrub is under way already; ask again when it has ended", file=sys.stderr)
             raise typer.Exit(1)
     else:
-        with _opened(path) as tier, _progress("reading", _record_bytes(tier)) as told:
-            found = asdict(tier.scrub(told, dry_run=dry_run))
+        with _opened(path) as tier, _progress("reading", _record_bytes(tier)) as advance:
+            found = asdict(tier.scrub(advance, dry_run=dry_run))
     _print(found, output, as_json, dry_run)
 
 
 def compact(
-    path: Directory = None, dry_run: DryRun = False, output: Output = Format.table, as_json: Json = False
+    path: DirectoryOption = None,
+    dry_run: DryRunOption = False,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Write the journal anew: one entry a record, and no more."""
     with _opened(path) as tier:
-        found = {"entries": tier.ledger.journal.behind, "records": tier.usage().records}
+        found = {"entries": tier.catalog.journal.entries_behind, "records": tier.usage().records}
         if not dry_run and not tier.compact():
             print("kvcache: the drive did not let it: the log says why", file=sys.stderr)
             raise typer.Exit(1)
@@ -105,20 +110,20 @@ def export(
     namespace: Annotated[
         str | None, typer.Option(help="The records of this namespace: its id, or how it begins. Without it, all.")
     ] = None,
-    path: Directory = None,
-    output: Output = Format.table,
-    as_json: Json = False,
+    path: DirectoryOption = None,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Write the records of a namespace, or all, to one file, each verified. Damaged ones are left out and counted."""
     import asyncio
 
     from kvcache.tier.nvme import archive
-    from kvcache.tier.nvme.inspect import survey
+    from kvcache.tier.nvme.inspect import store_summary
 
     with _opened(path) as tier:
         wanted, total = None, _record_bytes(tier)
         if namespace is not None:
-            spaces = survey(tier.ledger)["namespaces"]
+            spaces = store_summary(tier.catalog)["namespaces"]
             found = [n for n in spaces if n["id"].startswith(namespace.lower())]
             if not found:
                 text = f"--namespace {namespace}: no namespace here begins so: see `nvme inspect`"
@@ -128,29 +133,29 @@ def export(
                     f"--namespace {namespace}: {len(found)} namespaces here begin so, expected one: see `nvme inspect`"
                 )
             wanted, total = bytes.fromhex(found[0]["id"]), found[0]["record_bytes"]
-        with _progress("writing", total) as told:
-            carried = asyncio.run(archive.export(tier, str(file), wanted, told))
+        with _progress("writing", total) as advance:
+            carried = asyncio.run(archive.export_archive(tier, str(file), wanted, advance))
     _print({name: asdict(carried)[name] for name in ("records", "size_bytes", "left_out")}, output, as_json)
 
 
 def import_(
     file: Annotated[Path, typer.Argument(help="The archive to read.")],
-    path: Directory = None,
-    dry_run: DryRun = False,
-    output: Output = Format.table,
-    as_json: Json = False,
+    path: DirectoryOption = None,
+    dry_run: DryRunOption = False,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Take an archive's records into a store, each once it was verified; exit 1 where some did not find room."""
     import asyncio
 
     from kvcache.tier.nvme import archive
 
-    with _progress("reading", file.stat().st_size) as told:
+    with _progress("reading", file.stat().st_size) as advance:
         if dry_run:
-            carried = asyncio.run(archive.take_in(None, str(file), told))
+            carried = asyncio.run(archive.import_archive(None, str(file), advance))
         else:
             with _opened(path, to_fill=True) as tier:
-                carried = asyncio.run(archive.take_in(tier, str(file), told))
+                carried = asyncio.run(archive.import_archive(tier, str(file), advance))
     found = asdict(carried)
     del found["left_out"]
     _print(found, output, as_json, dry_run)
@@ -159,15 +164,18 @@ def import_(
 
 
 def rebuild(
-    path: Directory = None, dry_run: DryRun = False, output: Output = Format.table, as_json: Json = False
+    path: DirectoryOption = None,
+    dry_run: DryRunOption = False,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Make a journal for a store that has lost it, of the records that are sound."""
     from kvcache.tier.nvme.rebuild import rebuild as made
 
     directory = _directory(path)
     total = sum(file.stat().st_size for file in directory.glob("segment-*"))
-    with _progress("reading", total) as told:
-        found = made(str(directory), dry_run=dry_run, told=told)
+    with _progress("reading", total) as advance:
+        found = made(str(directory), dry_run=dry_run, on_progress=advance)
     _print(asdict(found), output, as_json, dry_run)
 
 
@@ -199,7 +207,7 @@ def _opened(path: Path | None, *, to_fill: bool = False) -> Iterator[NvmeTier]:
             str(nvme.directories[0]),
             capacity_bytes=nvme.capacity_bytes,
             segment_bytes=nvme.segment_bytes,
-            free_floor_bytes=nvme.free_floor_bytes,
+            min_free_bytes=nvme.min_free_bytes,
         )
     else:
         tier = NvmeTier(str(_directory(path)), capacity_bytes=1 << 60)
@@ -214,7 +222,7 @@ def _record_bytes(tier: NvmeTier) -> int:
 
 
 @contextmanager
-def _progress(what: str, total: int, *, of_bytes: bool = True) -> Iterator[Told]:
+def _progress(what: str, total: int, *, of_bytes: bool = True) -> Iterator[ProgressCallback]:
     """A bar on standard error while this lasts, where that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -227,8 +235,8 @@ def _progress(what: str, total: int, *, of_bytes: bool = True) -> Iterator[Told]
         yield lambda step: progress.advance(task, step)
 
 
-def _print(found: dict[str, Any], output: Format, as_json: bool, dry_run: bool = False) -> None:
-    if as_json or output is Format.json:
+def _print(found: dict[str, Any], output: OutputFormat, as_json: bool, dry_run: bool = False) -> None:
+    if as_json or output is OutputFormat.json:
         print_json({**found, "dry_run": dry_run})
         return
     cells = ((name, show_bytes(n) if name.endswith("_bytes") else f"{n:,}") for name, n in found.items())

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.cli.output import JsonOption, OutputFormat, OutputOption, print_json, print_table
 from kvcache.errors import ConfigError, KVCacheError
 from kvcache.settings.types import parse_bytes, parse_seconds, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from kvcache.tier.object import ObjectTier
 
-File = Annotated[str | None, typer.Option("--config", "-c", help="The settings file that names the store.")]
+ConfigOption = Annotated[str | None, typer.Option("--config", "-c", help="The settings file that names the store.")]
 
 
-def ls(config: File = None, output: Output = Format.table, as_json: Json = False) -> None:
+def ls(config: ConfigOption = None, output: OutputOption = OutputFormat.table, as_json: JsonOption = False) -> None:
     """Name the namespaces in the store, whoever wrote them: objects, bytes, ages. Reads the listing only."""
     with _opened(config) as tier:
-        spaces = tier.survey.spaces()
-    if as_json or output is Format.json:
+        spaces = tier.inspector.spaces()
+    if as_json or output is OutputFormat.json:
         print_json(
             [
                 {
@@ -55,22 +55,22 @@ def prune(
     ] = None,
     most: Annotated[str | None, typer.Option("--most", help="The oldest beyond so many bytes: 2TiB.")] = None,
     expired: Annotated[bool, typer.Option("--expired", help="Objects of which every record has expired.")] = False,
-    config: File = None,
+    config: ConfigOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would go, and remove nothing.")] = False,
-    output: Output = Format.table,
-    as_json: Json = False,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Delete objects that are old, or more than there should be, whoever wrote them; what was in them is a miss."""
     if older is None and most is None and not expired:
         raise ConfigError("which objects: give --older-than, --most or --expired")
     try:
         older_s = None if older is None else parse_seconds(older)
-        most_bytes = None if most is None else parse_bytes(most)
+        max_bytes = None if most is None else parse_bytes(most)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with _opened(config) as tier:
-        gone = tier.survey.prune(older_s=older_s, most_bytes=most_bytes, expired=expired, dry_run=dry_run)
-    if as_json or output is Format.json:
+        gone = tier.inspector.prune(older_s=older_s, max_bytes=max_bytes, expired=expired, dry_run=dry_run)
+    if as_json or output is OutputFormat.json:
         print_json({"packs": gone.packs, "bytes": gone.size_bytes, "oldest_s": gone.oldest_s, "dry_run": dry_run})
         return
     print_table(

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import typer
 
 
-class Format(str, Enum):
+class OutputFormat(str, Enum):
     table = "table"
     json = "json"
 
 
-Output = Annotated[Format, typer.Option("--output", "-o", help="How to print it.")]
-Json = Annotated[bool, typer.Option("--json", help="The same as -o json.")]
+OutputOption = Annotated[OutputFormat, typer.Option("--output", "-o", help="How to print it.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="The same as -o json.")]
 
 
 def print_json(value: Any) -> None:

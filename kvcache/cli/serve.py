@@ -33,13 +33,13 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, /v1/completions and /v1/models, until SIGINT or SIGTERM."""
     import kvcache
-    from kvcache.fleet.warm import read
+    from kvcache.fleet.warm import read_prompts
     from kvcache.settings.sources import load
     from kvcache.settings.types import show_bytes
 
     settings = load(cache)  # what can be wrong at once is known at once: the rest takes seconds to import
-    prompts = read(Path(settings.warm.file)) if settings.warm.file else []
-    with bind(host, port) as listener:
+    prompts = read_prompts(Path(settings.warm.file)) if settings.warm.file else []
+    with bind_listener(host, port) as listener:
         import uvicorn
 
         from kvcache.cache.cache import Cache
@@ -54,7 +54,7 @@ def serve(
         runner = load_model(model, dtype=dtype, block_tokens=settings.block_tokens, read_every_byte=whole)
         tokenizer = Tokenizer(runner.directory)
         name = Path(model).name
-        pages = pages or fitting(runner.layout)
+        pages = pages or default_pages(runner.layout)
         # uvicorn ends in order, then raises the signal again: only an exception lets the cache end in order too
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with suppress(KeyboardInterrupt), kvcache.open(cache) as opened:
@@ -82,7 +82,7 @@ def serve(
             uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind_listener(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -93,7 +93,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def fitting(layout: KVLayout) -> int:
+def default_pages(layout: KVLayout) -> int:
     """Pages for two whole contexts, or for a quarter of the memory if that is less."""
     from kvcache.machine import memory
 

@@ -11,31 +11,31 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcache.cli.daemon import Address, the_one
-from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.cli.daemon import AddressOption, find_one_cache
+from kvcache.cli.output import JsonOption, OutputFormat, OutputOption, print_json, print_table
 from kvcache.errors import KVCacheError, NotFoundError
 from kvcache.settings.types import show_bytes, show_seconds
 
 # `kvcache ls`: the namespaces of a running cache, what each has where, and when it was used last.
 
-Row = Mapping[str, Any]
+NamespaceRow = Mapping[str, Any]
 
 
 def ls(
     tenant: Annotated[str | None, typer.Option(help="Only those of this tenant.")] = None,
-    address: Address = None,
-    output: Output = Format.table,
-    as_json: Json = False,
+    address: AddressOption = None,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Name the namespaces of a running cache: bytes in each tier, tokens asked for and found, last use."""
-    from kvcache.daemon.client.control import ask
+    from kvcache.daemon.client.control import send_command
 
-    rows = ask(the_one(address), "namespaces", timeout_s=60.0)["namespaces"]
+    rows = send_command(find_one_cache(address), "namespaces", timeout_s=60.0)["namespaces"]
     found = [row for row in rows if tenant in (None, row["tenant"])]
     if tenant is not None and not found:
         tenants = [row["tenant"] for row in rows if row["tenant"]]
         raise NotFoundError.like(f"tenant {tenant!r:.80}: no namespace of it is bound here", tenant, tenants)
-    if as_json or output is Format.json:
+    if as_json or output is OutputFormat.json:
         print_json(found)
         return
     tiers = list(dict.fromkeys(tier for row in found for tier in row["tiers"]))
@@ -43,28 +43,28 @@ def ls(
     print_table(columns, list(_namespace_rows(found, tiers)))
 
 
-def _namespace_rows(found: Sequence[Row], tiers: Sequence[str]) -> Iterator[tuple[str, ...]]:
+def _namespace_rows(found: Sequence[NamespaceRow], tiers: Sequence[str]) -> Iterator[tuple[str, ...]]:
     for row in found:
         asked, hits = row["asked_tokens"], sum(row["hit_tokens"].values())
         yield (
             row["id"][:8],
             "+".join(filter(None, (row["model"], row["adapter"]))) or "?",
             row["tenant"] or "?",
-            *(_held(row["tiers"].get(tier)) for tier in tiers),
+            *(_format_holding(row["tiers"].get(tier)) for tier in tiers),
             f"{row['requests']:,}",
             f"{hits / asked:.1%}" if asked else "",
-            used(row),
+            last_use(row),
         )
 
 
-def _held(held: Mapping[str, int] | None) -> str:
+def _format_holding(held: Mapping[str, int] | None) -> str:
     """Bytes; records where a tier that others share does not tell what they take."""
     if held is None:
         return ""
     return show_bytes(held["bytes"]) if held["bytes"] else f"{held['records']:,} records"
 
 
-def used(row: Row) -> str:
+def last_use(row: NamespaceRow) -> str:
     if row["last"] is None:
         return f"before {show_seconds(time() - row['since'])}"
     return f"{show_seconds(time() - row['last'])} ago"
@@ -73,20 +73,22 @@ def used(row: Row) -> str:
 # `kvcache check`: an audit of a running cache.
 
 
-def check(address: Address = None, output: Output = Format.table, as_json: Json = False) -> None:
+def check(
+    address: AddressOption = None, output: OutputOption = OutputFormat.table, as_json: JsonOption = False
+) -> None:
     """Audit all that a running cache holds, every record on its drive included; exit 1 if there is a fault.
 
     It goes on serving meanwhile, but waits while its index is walked: about half a second for a million blocks, and
     some seconds more if they are in flux. A large drive takes minutes.
     """
-    from kvcache.daemon.client.control import ask
+    from kvcache.daemon.client.control import send_command
 
-    found = ask(the_one(address), "check", timeout_s=None)
+    found = send_command(find_one_cache(address), "check", timeout_s=None)
     faults = found["faults"]
     if found["busy"]:
         print("kvcache: an audit is under way already; ask again when it has ended", file=sys.stderr)
         raise typer.Exit(1)
-    if as_json or output is Format.json:
+    if as_json or output is OutputFormat.json:
         print_json(found)
     elif faults:
         print_table(("fault",), [(fault,) for fault in faults])
@@ -104,16 +106,16 @@ EVENT_COLUMNS = ("time", "what", "tier", "blocks", "size", "namespace", "request
 
 
 def events(
-    address: Address = None,
+    address: AddressOption = None,
     count: Annotated[int, typer.Option("--tail", "-n", min=0, help="How many of the last ones.")] = 40,
-    output: Output = Format.table,
-    as_json: Json = False,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Runs of blocks that were stored, loaded, evicted, dropped or refused lately, the newest last."""
-    from kvcache.daemon.client.control import ask
+    from kvcache.daemon.client.control import send_command
 
-    found = ask(the_one(address), "events", count=count)["events"]
-    if as_json or output is Format.json:
+    found = send_command(find_one_cache(address), "events", count=count)["events"]
+    if as_json or output is OutputFormat.json:
         print_json(found)
         return
     rows = [
@@ -137,12 +139,12 @@ def events(
 PS_COLUMNS = ("address", "program", "up", "models", "host", "nvme", "bypass")
 
 
-def ps(output: Output = Format.table, as_json: Json = False) -> None:
+def ps(output: OutputOption = OutputFormat.table, as_json: JsonOption = False) -> None:
     """Find the running caches of this user; each listens on a socket in the user's runtime directory."""
-    from kvcache.daemon.client.control import find
+    from kvcache.daemon.client.control import find_caches
 
-    running = list(find())
-    if as_json or output is Format.json:
+    running = list(find_caches())
+    if as_json or output is OutputFormat.json:
         print_json([{"address": f.address, "socket": str(f.path), **f.info, "fault": f.fault} for f in running])
         return
     print_table(PS_COLUMNS, [_row(f.address, f.info, f.fault) for f in running])
@@ -165,32 +167,34 @@ def _used(tier: Mapping[str, int] | None) -> str:
     return f"{show_bytes(tier['used_bytes'])} of {show_bytes(tier['capacity_bytes'])}" if tier else ""
 
 
-def quota(address: Address = None, output: Output = Format.table, as_json: Json = False) -> None:
+def quota(
+    address: AddressOption = None, output: OutputOption = OutputFormat.table, as_json: JsonOption = False
+) -> None:
     """Tell the tenants of a running cache: what each has in each tier, how much it may have, what others leave it; of a
     daemon with tenants, what each may ask for in a second as well."""
-    from kvcache.daemon.client.control import ask
+    from kvcache.daemon.client.control import send_command
 
-    path, rates = the_one(address), {}
-    found = ask(path, "tenants", timeout_s=60.0)["tenants"]
+    path, rates = find_one_cache(address), {}
+    found = send_command(path, "tenants", timeout_s=60.0)["tenants"]
     with suppress(KVCacheError):  # only a daemon knows
-        rates = ask(path, "rates")["rates"]
-    if as_json or output is Format.json:
-        print_json([{**row, "rates": rates.get(row["tenant"])} for row in _with(found, rates)])
+        rates = send_command(path, "rates")["rates"]
+    if as_json or output is OutputFormat.json:
+        print_json([{**row, "rates": rates.get(row["tenant"])} for row in _with_idle_tenants(found, rates)])
         return
     print_table(("tenant", "tier", "has", "quota", "full", "least share"), list(_quota_rows(found)))
     if rates:
         print()
-        print_table(("tenant", "bandwidth", "moved", "operations", "refused"), list(_rates(rates)))
+        print_table(("tenant", "bandwidth", "moved", "operations", "refused"), list(_rate_rows(rates)))
 
 
-def _with(found: Sequence[Mapping[str, Any]], rates: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _with_idle_tenants(found: Sequence[Mapping[str, Any]], rates: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Those that asked for nothing yet, too."""
     yield from found
     for tenant in rates.keys() - {row["tenant"] for row in found}:
         yield {"tenant": tenant, "tiers": {}, "quotas": {}, "least": {}}
 
 
-def _rates(rates: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+def _rate_rows(rates: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     for tenant, rate in sorted(rates.items()):
         most, operations = rate["bandwidth"], rate["operations"]
         yield (

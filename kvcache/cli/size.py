@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import typer
 
 from kvcache.block.hf import layout_from_hf
-from kvcache.block.layout import DTYPE_BYTES, Group, KVLayout, needed
+from kvcache.block.layout import DTYPE_BYTES, Group, KVLayout, blocks_needed
 from kvcache.block.record import record_bytes
 from kvcache.block.revision import weight_bytes
-from kvcache.cli.output import Format, Json, Output, print_json
+from kvcache.cli.output import JsonOption, OutputFormat, OutputOption, print_json
 from kvcache.errors import ConfigError, ModelError
 from kvcache.settings.types import parse_bytes, show_bytes
 
-TOKENS = 32_768
+DEFAULT_TOKENS = 32_768
 
 
 def _size(text: str) -> int:
@@ -33,7 +33,7 @@ def _bytes(help: str) -> Any:
 def size(
     model: Annotated[Path | None, typer.Argument(help="A model's directory or its config.json.")] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Length of a context; by default the model's, else {TOKENS}.")
+        int | None, typer.Option(min=1, help=f"Length of a context; by default the model's, else {DEFAULT_TOKENS}.")
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Without a model: layers.")] = None,
     heads: Annotated[int | None, typer.Option(help="Without a model: attention heads.")] = None,
@@ -50,8 +50,8 @@ def size(
     hbm: Annotated[int | None, _bytes("GPU memory, which holds the weights too.")] = None,
     host: Annotated[int | None, _bytes("Host memory for the cache.")] = None,
     nvme: Annotated[int | None, _bytes("Room on a drive for the cache.")] = None,
-    output: Output = Format.table,
-    as_json: Json = False,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Bytes of keys and values: a token, a block, a context; and how many contexts fit into memory of given sizes.
 
@@ -72,11 +72,13 @@ def size(
         layout = KVLayout((group,), block_tokens)
     else:
         raise ConfigError("no model and no shape: give a model's directory, or --layers and --heads (or --mla-latent)")
-    told = sizes(layout, tokens or layout.max_tokens or TOKENS, weights, {"hbm": hbm, "host": host, "nvme": nvme})
-    if as_json or output is Format.json:
-        print_json({"model": model and str(model)} | told)
+    report = sizes(
+        layout, tokens or layout.max_tokens or DEFAULT_TOKENS, weights, {"hbm": hbm, "host": host, "nvme": nvme}
+    )
+    if as_json or output is OutputFormat.json:
+        print_json({"model": model and str(model)} | report)
     else:
-        _show(str(model) if model else "", told)
+        _show(str(model) if model else "", report)
 
 
 def sizes(
@@ -85,7 +87,7 @@ def sizes(
     """What `kvcache size` prints. `hbm` holds the weights beside bare blocks, the other tiers whole records."""
     blocks = -(-tokens // layout.block_tokens)
     in_groups = [
-        (needed(group, blocks, layout.block_tokens), layout.block_bytes(group=i))
+        (blocks_needed(group, blocks, layout.block_tokens), layout.block_bytes(group=i))
         for i, group in enumerate(layout.groups)
     ]
     context_bytes = layout.context_bytes(tokens)
@@ -118,7 +120,7 @@ def _weights(model: Path) -> int | None:
         return None
 
 
-def _show(title: str, told: Mapping[str, Any]) -> None:
+def _show(title: str, report: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -127,19 +129,19 @@ def _show(title: str, told: Mapping[str, Any]) -> None:
     table.add_column()
     table.add_column(justify="right")
     table.add_column(style="dim")
-    for group in told["groups"]:
+    for group in report["groups"]:
         kept = f"the last {group['window_tokens']} tokens" if group["rule"] == "window" else "all tokens"
         heads = "a latent" if group["kind"] == "mla" else f"{group['kv_heads']} KV heads"
         what = f"{heads} of {group['head_dim']}, {group['dtype']}, {kept}"
         table.add_row(group["name"], f"{group['layers']} layers", what)
-    growing = "" if len(told["groups"]) == 1 else "in the layers that keep all tokens"
-    table.add_row("a token", show_bytes(told["token_bytes"]), growing)
-    table.add_row("a block", show_bytes(told["block_bytes"]), f"{told['block_tokens']} tokens")
-    table.add_row("a context", show_bytes(told["context_bytes"]), f"{told['tokens']:,} tokens")
-    if told["weights_bytes"] is not None:
-        table.add_row("weights", show_bytes(told["weights_bytes"]), "")
-    for tier, fit in told["fit"].items():
-        beside = " beside the weights" if tier == "hbm" and told["weights_bytes"] is not None else ""
+    growing = "" if len(report["groups"]) == 1 else "in the layers that keep all tokens"
+    table.add_row("a token", show_bytes(report["token_bytes"]), growing)
+    table.add_row("a block", show_bytes(report["block_bytes"]), f"{report['block_tokens']} tokens")
+    table.add_row("a context", show_bytes(report["context_bytes"]), f"{report['tokens']:,} tokens")
+    if report["weights_bytes"] is not None:
+        table.add_row("weights", show_bytes(report["weights_bytes"]), "")
+    for tier, fit in report["fit"].items():
+        beside = " beside the weights" if tier == "hbm" and report["weights_bytes"] is not None else ""
         table.add_row(f"in {tier}", f"{fit['contexts']:,} contexts", f"{show_bytes(fit['capacity_bytes'])}{beside}")
     if title:
         Console().print(Text(title, style="bold"))

@@ -9,40 +9,40 @@ from typing import Annotated, Any
 
 import typer
 
-from kvcache.cli.daemon import Address, the_one
-from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.cli.daemon import AddressOption, find_one_cache
+from kvcache.cli.output import JsonOption, OutputFormat, OutputOption, print_json, print_table
 from kvcache.settings.types import show_bytes
 
 Stats = Mapping[str, Any]
 
 
-class Form(str, Enum):
+class StatsFormat(str, Enum):
     table = "table"
     json = "json"
     prometheus = "prometheus"
 
 
 def stats(
-    address: Address = None,
-    output: Annotated[Form, typer.Option("--output", "-o", help="How to print it.")] = Form.table,
-    as_json: Json = False,
+    address: AddressOption = None,
+    output: Annotated[StatsFormat, typer.Option("--output", "-o", help="How to print it.")] = StatsFormat.table,
+    as_json: JsonOption = False,
     curve: Annotated[bool, typer.Option("--curve", help="What more memory, or less, would find instead.")] = False,
-    by: Annotated[By | None, typer.Option(help="With --curve: of each of these apart.")] = None,
+    by: Annotated[GroupBy | None, typer.Option(help="With --curve: of each of these apart.")] = None,
 ) -> None:
     """Tiers, tokens and reasons of one running cache, since it was opened."""
-    from kvcache.daemon.client.control import ask
+    from kvcache.daemon.client.control import send_command
 
     if curve or by is not None:
-        told = ask(the_one(address), "curve")
-        if as_json or output is Form.json:
-            print_json(told)
+        curve_data = send_command(find_one_cache(address), "curve")
+        if as_json or output is StatsFormat.json:
+            print_json(curve_data)
         else:
-            _show_curve(told, by)
+            _show_curve(curve_data, by)
         return
-    found = ask(the_one(address), "stats")
-    if as_json or output is Form.json:
+    found = send_command(find_one_cache(address), "stats")
+    if as_json or output is StatsFormat.json:
         print_json(found)
-    elif output is Form.prometheus:
+    elif output is StatsFormat.prometheus:
         from kvcache.observe.exporter import exposition
 
         print(exposition(found), end="")
@@ -50,33 +50,34 @@ def stats(
         _show(found)
 
 
-class By(str, Enum):
+class GroupBy(str, Enum):
     tenant = "tenant"
     agent = "agent"
     namespace = "namespace"
 
 
-def _show_curve(told: Stats, by: By | None) -> None:
-    if not told["tiers"]:
-        print("no request was admitted and closed yet, or `evict.curve_samples` is 0")
+def _show_curve(curve_data: Stats, by: GroupBy | None) -> None:
+    if not curve_data["tiers"]:
+        print("no request was admitted and closed yet, or `evict.mrc_samples` is 0")
         return
-    head = [f"{times:g} times" for times in told["times"]]
+    head = [f"{times:g} times" for times in curve_data["times"]]
     if by is None:
         rows = [
             (f"{name}, {show_bytes(tier['capacity_bytes'])}", *(f"{point['hit_rate']:.1%}" for point in tier["points"]))
-            for name, tier in told["tiers"].items()
+            for name, tier in curve_data["tiers"].items()
         ]
         print_table(("found of what was asked for, with", *head), rows)
     else:
         rows = [
             (name, who or "-", f"{count['asked_tokens']:,}", *(f"{rate:.1%}" for rate in count["hit_rates"]))
-            for name, tier in told["tiers"].items()
+            for name, tier in curve_data["tiers"].items()
             for who, count in sorted(tier["by"][by.value].items(), key=lambda item: -item[1]["asked_tokens"])
         ]
         print_table(("tier", by.value, "tokens asked for", *head), rows)
-    skipped = told["skipped_requests"]
+    skipped = curve_data["skipped_requests"]
     print(
-        f"\nfrom a sample of {told['requests']:,} requests" + (f", of which {skipped:,} were skipped" * bool(skipped))
+        f"\nfrom a sample of {curve_data['requests']:,} requests"
+        + (f", of which {skipped:,} were skipped" * bool(skipped))
     )
 
 
@@ -124,11 +125,11 @@ def _reasons(found: Stats) -> Iterator[tuple[str, str, str, str]]:
 # `kvcache metrics`: what a cache counts, and what each figure means.
 
 
-def ls(output: Output = Format.table, as_json: Json = False) -> None:
+def ls(output: OutputOption = OutputFormat.table, as_json: JsonOption = False) -> None:
     """Name every metric, and say what it is."""
     from kvcache.observe.metrics import METRICS
 
-    if as_json or output is Format.json:
+    if as_json or output is OutputFormat.json:
         print_json([asdict(metric) for metric in METRICS.values()])
         return
     rows = [(m.name, m.kind, ", ".join(m.labels), m.help) for m in METRICS.values()]

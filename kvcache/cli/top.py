@@ -9,85 +9,85 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcache.cli.daemon import Address, the_one
-from kvcache.cli.output import Format, Json, Output, print_json
+from kvcache.cli.daemon import AddressOption, find_one_cache
+from kvcache.cli.output import JsonOption, OutputFormat, OutputOption, print_json
 from kvcache.settings.types import show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-Look = Mapping[str, Any]
+Snapshot = Mapping[str, Any]
 """What `PARTS` say, and the `time` at which they said it."""
-PARTS = ("stats", "tenants", "agents", "prefixes", "events")
-EVENTS, ROWS = 8, 6
-TIERS = {"host": "blue", "nvme": "cyan", "redis": "yellow", "object": "magenta"}
+SNAPSHOT_PARTS = ("stats", "tenants", "agents", "prefixes", "events")
+MAX_EVENTS, MAX_ROWS = 8, 6
+TIER_STYLES = {"host": "blue", "nvme": "cyan", "redis": "yellow", "object": "magenta"}
 
 
 def top(
-    address: Address = None,
+    address: AddressOption = None,
     url: Annotated[str | None, typer.Option(help="A daemon's page instead: http://HOST:PORT/.")] = None,
     token_file: Annotated[
         Path | None, typer.Option(help="A file with the token for that page; else the variable KVCACHE_TOKEN.")
     ] = None,
     every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print what is there, and leave.")] = False,
-    output: Output = Format.table,
-    as_json: Json = False,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Watch a running cache: tiers, hit rate, reasons, prefixes, tenants, agents, events. Ctrl-C leaves."""
     from rich.console import Console
 
-    look = _over_http(url, token_file) if url is not None else _over_socket(the_one(address))
-    if as_json or output is Format.json:
-        print_json(look())
+    take_snapshot = _http_source(url, token_file) if url is not None else _socket_source(find_one_cache(address))
+    if as_json or output is OutputFormat.json:
+        print_json(take_snapshot())
         return
     if once:
-        now = look()
-        Console().print(picture(now, now))
+        now = take_snapshot()
+        Console().print(render(now, now))
         return
-    _watch(look, every)
+    _run_live(take_snapshot, every)
 
 
-def _watch(look: Callable[[], Look], every: float) -> None:
+def _run_live(take_snapshot: Callable[[], Snapshot], every: float) -> None:
     from rich.live import Live
 
-    before = now = look()
-    with Live(picture(before, now), screen=True, auto_refresh=False) as live:
+    before = now = take_snapshot()
+    with Live(render(before, now), screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(every)
-                before, now = now, look()
-                live.update(picture(before, now), refresh=True)
+                before, now = now, take_snapshot()
+                live.update(render(before, now), refresh=True)
         except KeyboardInterrupt:
             return
 
 
-def _over_socket(path: Path) -> Callable[[], Look]:
-    from kvcache.daemon.client.control import ask
+def _socket_source(path: Path) -> Callable[[], Snapshot]:
+    from kvcache.daemon.client.control import send_command
 
-    def look() -> Look:
+    def take_snapshot() -> Snapshot:
         now = time.time()
-        parts = {part: ask(path, part, count=EVENTS, timeout_s=60.0) for part in PARTS}
-        return {"time": now, **{part: told if part == "stats" else told[part] for part, told in parts.items()}}
+        parts = {part: send_command(path, part, count=MAX_EVENTS, timeout_s=60.0) for part in SNAPSHOT_PARTS}
+        return {"time": now, **{part: reply if part == "stats" else reply[part] for part, reply in parts.items()}}
 
-    return look
+    return take_snapshot
 
 
-def _over_http(url: str, token_file: Path | None) -> Callable[[], Look]:
-    from kvcache.daemon.client.control import visit
+def _http_source(url: str, token_file: Path | None) -> Callable[[], Snapshot]:
+    from kvcache.daemon.client.control import fetch_json
 
-    def look() -> Look:
-        parts = {part: visit(url, f"api/{part}?count={EVENTS}", token_file) for part in PARTS}
-        return {"time": parts["stats"]["time"], **{part: told[part] for part, told in parts.items()}}
+    def take_snapshot() -> Snapshot:
+        parts = {part: fetch_json(url, f"api/{part}?count={MAX_EVENTS}", token_file) for part in SNAPSHOT_PARTS}
+        return {"time": parts["stats"]["time"], **{part: reply[part] for part, reply in parts.items()}}
 
-    return look
+    return take_snapshot
 
 
 # what is seen
 
 
-def picture(before: Look, now: Look) -> RenderableType:
+def render(before: Snapshot, now: Snapshot) -> RenderableType:
     """Of what was there at two looks: rates are between them."""
     from rich.console import Group
     from rich.text import Text
@@ -101,26 +101,26 @@ def picture(before: Look, now: Look) -> RenderableType:
     return Group(*parts)
 
 
-def _headline(before: Look, now: Look) -> RenderableType:
+def _headline(before: Snapshot, now: Snapshot) -> RenderableType:
     from rich.text import Text
 
     counters = now["stats"]["counters"]
     asked, hits = counters.get("asked_tokens", 0), sum(counters.get("hit_tokens", {}).values())
-    lately = grown(before, now, "asked_tokens")
+    lately = counter_delta(before, now, "asked_tokens")
     line = Text()
     line.append(f"hit rate {hits / asked:.1%}" if asked else "nothing was asked for", "bold")
     if lately > 0:
-        line.append(f" ({grown(before, now, 'hit_tokens') / lately:.1%} now)")
+        line.append(f" ({counter_delta(before, now, 'hit_tokens') / lately:.1%} now)")
     line.append(f"   {hits:,} of {asked:,} tokens in {counters.get('requests', 0):,} requests")
     line.append(f"   loads {_rate(before, now, 'loaded_bytes')}, stores {_rate(before, now, 'stored_bytes')}")
     return line
 
 
-def grown(before: Look, now: Look, name: str, label: str | None = None) -> float:
+def counter_delta(before: Snapshot, now: Snapshot, name: str, label: str | None = None) -> float:
     """By how much a counter grew, all its labels together or one of them; 0 where the cache began anew between."""
 
-    def value(look: Look) -> float:
-        found = look["stats"]["counters"].get(name, 0)
+    def value(take_snapshot: Snapshot) -> float:
+        found = take_snapshot["stats"]["counters"].get(name, 0)
         if isinstance(found, Mapping):
             return sum(found.values()) if label is None else found.get(label, 0)
         return float(found)
@@ -128,9 +128,9 @@ def grown(before: Look, now: Look, name: str, label: str | None = None) -> float
     return max(0.0, value(now) - value(before))
 
 
-def _rate(before: Look, now: Look, name: str, label: str | None = None) -> str:
+def _rate(before: Snapshot, now: Snapshot, name: str, label: str | None = None) -> str:
     seconds = now["time"] - before["time"]
-    return f"{grown(before, now, name, label) / seconds / 1e9 if seconds > 0 else 0:.3f} GB/s"
+    return f"{counter_delta(before, now, name, label) / seconds / 1e9 if seconds > 0 else 0:.3f} GB/s"
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -144,7 +144,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _tiers(before: Look, now: Look) -> RenderableType:
+def _tiers(before: Snapshot, now: Snapshot) -> RenderableType:
     from rich.progress_bar import ProgressBar
     from rich.text import Text
 
@@ -154,7 +154,7 @@ def _tiers(before: Look, now: Look) -> RenderableType:
     for name, tier in now["stats"]["tiers"].items():
         used, room = tier["used_bytes"], tier.get("capacity_bytes", 0)
         hits = counters.get("hit_tokens", {}).get(name, 0)
-        style = TIERS.get(name, "white")
+        style = TIER_STYLES.get(name, "white")
         table.add_row(
             Text(name, style),
             show_bytes(used),
@@ -172,18 +172,18 @@ def _tiers(before: Look, now: Look) -> RenderableType:
     return table
 
 
-def _misses(now: Look) -> Table | None:
+def _misses(now: Snapshot) -> Table | None:
     counters = now["stats"]["counters"]
-    rows = sorted(counters.get("misses", {}).items(), key=lambda row: -row[1])[:ROWS]
+    rows = sorted(counters.get("misses", {}).items(), key=lambda row: -row[1])[:MAX_ROWS]
     table = _table("misses", "reason", ">requests", ">tokens")
     for reason, times in rows:
         table.add_row(reason, f"{times:,.0f}", f"{counters.get('missed_tokens', {}).get(reason, 0):,.0f}")
     return table if rows else None
 
 
-def _prefixes(now: Look) -> Table | None:
+def _prefixes(now: Snapshot) -> Table | None:
     table = _table("top prefixes", "prefix", ">tokens", ">requests", ">found", "model", ">last")
-    for row in now["prefixes"][:ROWS]:
+    for row in now["prefixes"][:MAX_ROWS]:
         found = row["found_tokens"] / (row["tokens"] * row["requests"])
         last = f"{show_seconds(now['time'] - row['last'])} ago"
         table.add_row(
@@ -192,33 +192,33 @@ def _prefixes(now: Look) -> Table | None:
     return table if now["prefixes"] else None
 
 
-def _tenants(now: Look) -> Table | None:
+def _tenants(now: Snapshot) -> Table | None:
     names = list(dict.fromkeys(tier for row in now["tenants"] for tier in (*row["tiers"], *row["quotas"])))
     table = _table("tenants", "tenant", *(f">{name}" for name in names), ">asked", ">found")
-    for row in now["tenants"][:ROWS]:
+    for row in now["tenants"][:MAX_ROWS]:
         held = (row["tiers"].get(name, {}).get("bytes", 0) for name in names)
         quotas = (f" of {show_bytes(row['quotas'][name])}" if name in row["quotas"] else "" for name in names)
         cells = (show_bytes(size) + quota for size, quota in zip(held, quotas, strict=True))
-        table.add_row(row["tenant"] or "?", *cells, f"{row['asked_tokens']:,}", _found(row))
+        table.add_row(row["tenant"] or "?", *cells, f"{row['asked_tokens']:,}", _hit_rate(row))
     return table if now["tenants"] else None
 
 
-def _agents(now: Look) -> Table | None:
+def _agents(now: Snapshot) -> Table | None:
     table = _table("agents", "agent", "tenant", ">requests", ">asked", ">found", ">last")
-    for row in now["agents"][:ROWS]:
+    for row in now["agents"][:MAX_ROWS]:
         last = f"{show_seconds(now['time'] - row['last'])} ago"
         table.add_row(
-            row["agent"], row["tenant"], f"{row['requests']:,}", f"{row['asked_tokens']:,}", _found(row), last
+            row["agent"], row["tenant"], f"{row['requests']:,}", f"{row['asked_tokens']:,}", _hit_rate(row), last
         )
     return table if now["agents"] else None
 
 
-def _found(row: Mapping[str, Any]) -> str:
+def _hit_rate(row: Mapping[str, Any]) -> str:
     asked = row["asked_tokens"]
     return f"{sum(row['hit_tokens'].values()) / asked:.1%}" if asked else ""
 
 
-def _events(now: Look) -> Table | None:
+def _events(now: Snapshot) -> Table | None:
     table = _table("events", ">ago", "what", "tier", ">blocks", ">size", "request", "why")
     for event in list(_newest(now["events"])):
         table.add_row(
@@ -234,7 +234,7 @@ def _events(now: Look) -> Table | None:
 
 
 def _newest(events: list[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    yield from reversed(events[-EVENTS:])
+    yield from reversed(events[-MAX_EVENTS:])
 
 
 def register(app: typer.Typer) -> None:

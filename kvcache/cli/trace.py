@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.cli.output import JsonOption, OutputFormat, OutputOption, print_json, print_table
 from kvcache.errors import ConfigError
 from kvcache.settings.types import parse_bytes, show_bytes
 
 if TYPE_CHECKING:
-    from kvcache.trace.simulate import Level
+    from kvcache.trace.simulate import TierSpec
 
 # `kvcache replay`: a trace against a real cache, arrivals to scale.
 
@@ -30,8 +30,8 @@ def replay(
         str, typer.Option("--token-bytes", help="Of a token's keys and values; `kvcache size` tells.")
     ] = "4KiB",
     prefill: Annotated[float, typer.Option(min=1, help="Tokens a second that the engine computes.")] = 10_000.0,
-    output: Output = Format.table,
-    as_json: Json = False,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Drive a real cache with a trace: what it hits, from which tier, and the time to the first token.
 
@@ -43,7 +43,7 @@ def replay(
     import kvcache
     from kvcache.errors import ConfigError
     from kvcache.settings.types import parse_bytes
-    from kvcache.trace.replay import Replay, read
+    from kvcache.trace.replay import Replay, read_arrivals
 
     try:
         size = parse_bytes(weight)
@@ -51,21 +51,21 @@ def replay(
         raise ConfigError(f"--token-bytes: {error}") from None
     if size < 4 or size % 4:
         raise ConfigError(f"--token-bytes {weight}: expected a multiple of 4")
-    arrivals, block_tokens = read(trace, requests)
+    arrivals, block_tokens = read_arrivals(trace, requests)
     with kvcache.open(cache) as opened:
         made = Replay(
             opened,
             block_tokens=block_tokens,
-            most_blocks=max(1, *(len(arrival.names) for arrival in arrivals)),
+            max_blocks=max(1, *(len(arrival.names) for arrival in arrivals)),
             token_bytes=size,
-            tokens_a_second=prefill,
+            prefill_tokens_per_s=prefill,
             speed=speed,
         )
-        played = made.play(arrivals)
+        played = made.run(arrivals)
         reasons = opened.stats().get("counters", {}).get("misses", {})
     times = np.percentile(played.ttft_s, (50, 90, 99)).tolist()
     alone = float(np.median([arrival.tokens for arrival in arrivals])) / (prefill * speed)
-    told: dict[str, Any] = {
+    results: dict[str, Any] = {
         "requests": len(arrivals),
         "tokens": played.tokens,
         "hit_rate": sum(played.found.values()) / max(1, played.tokens),
@@ -76,30 +76,30 @@ def replay(
         "prefill_alone_p50_s": alone,
         "misses": reasons,
     }
-    if as_json or output is Format.json:
-        print_json(told)
+    if as_json or output is OutputFormat.json:
+        print_json(results)
     else:
-        print_table(("", ""), list(_rows(told)))
+        print_table(("", ""), list(_rows(results)))
     if played.wrong_blocks:
         print(f"kvcache: {played.wrong_blocks} blocks came back with other bytes", file=sys.stderr)
         raise typer.Exit(1)
 
 
-def _rows(told: dict[str, Any]) -> list[tuple[str, str]]:
-    tokens = max(1, told["tokens"])
+def _rows(results: dict[str, Any]) -> list[tuple[str, str]]:
+    tokens = max(1, results["tokens"])
     return [
-        ("requests", f"{told['requests']:,}"),
-        ("input tokens", f"{told['tokens']:,}"),
-        ("hit rate", f"{told['hit_rate']:.1%}"),
-        *((f"found in {tier}", f"{found / tokens:.1%}") for tier, found in told["hit_tokens"].items()),
-        ("loaded", f"{told['loaded_tokens'] / tokens:.1%}"),
-        *((f"first token, {name}", f"{1000 * seconds:,.1f} ms") for name, seconds in told["ttft_s"].items()),
-        ("median prefill of all tokens, alone", f"{1000 * told['prefill_alone_p50_s']:,.1f} ms"),
-        *((f"missed: {reason}", f"{count:,} requests") for reason, count in told["misses"].items()),
+        ("requests", f"{results['requests']:,}"),
+        ("input tokens", f"{results['tokens']:,}"),
+        ("hit rate", f"{results['hit_rate']:.1%}"),
+        *((f"found in {tier}", f"{found / tokens:.1%}") for tier, found in results["hit_tokens"].items()),
+        ("loaded", f"{results['loaded_tokens'] / tokens:.1%}"),
+        *((f"first token, {name}", f"{1000 * seconds:,.1f} ms") for name, seconds in results["ttft_s"].items()),
+        ("median prefill of all tokens, alone", f"{1000 * results['prefill_alone_p50_s']:,.1f} ms"),
+        *((f"missed: {reason}", f"{count:,} requests") for reason, count in results["misses"].items()),
     ]
 
 
-TOKEN_BYTES = 128 << 10  # Llama 3.1 8B in bf16
+DEFAULT_TOKEN_BYTES = 128 << 10  # Llama 3.1 8B in bf16
 
 
 def simulate(
@@ -113,11 +113,11 @@ def simulate(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Of text: a tokenizer.json; by default a token a byte.", exists=True)
     ] = None,
-    token_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a token's keys and values.")] = TOKEN_BYTES,
+    token_bytes: Annotated[int, typer.Option(min=1, help="Bytes of a token's keys and values.")] = DEFAULT_TOKEN_BYTES,
     tiers: Annotated[
         str | None, typer.Option(help="Price a hierarchy instead: host:64GiB,nvme:2TiB, with rates nvme:2TiB@5GB.")
     ] = None,
-    measured: Annotated[
+    measured_rates: Annotated[
         Path | None,
         typer.Option(help="Rates where none is given: a file with `kvcache stats --json` of a cache.", exists=True),
     ] = None,
@@ -126,7 +126,7 @@ def simulate(
     png: Annotated[Path | None, typer.Option(help="Draw hit rates by size into this file.")] = None,
 ) -> None:
     """Play a trace to policies and say what they would have found of it, by size, beside perfect foresight (opt)."""
-    from kvcache.trace.formats import read
+    from kvcache.trace.formats import read_trace
     from kvcache.trace.simulate import POLICIES
     from kvcache.trace.simulate import simulate as play
 
@@ -137,11 +137,11 @@ def simulate(
         loaded = Tokenizer.from_file(str(tokenizer))
         options["tokenize"] = lambda text: loaded.encode(text, add_special_tokens=False).ids
     try:
-        played = read(trace, format, **options)
+        played = read_trace(trace, format, **options)
     except TypeError:
         raise ConfigError(f"{', '.join(options)}: not of this format; leave it out") from None
     if tiers is not None:
-        _price(played, _levels(tiers, measured), policy or ["hazard"], token_bytes, prefill, as_json)
+        _price(played, _levels(tiers, measured_rates), policy or ["hazard"], token_bytes, prefill, as_json)
         return
     rows: list[dict[str, Any]] = []
     for text in capacity:
@@ -168,26 +168,26 @@ def _blocks(text: str, unique: int, block_bytes: int) -> int:
         raise ConfigError(f"capacity {text!r}: expected blocks (5000), a size (64GiB) or a share (2%)") from None
 
 
-def _levels(tiers: str, stats: Path | None) -> list[Level]:
-    from kvcache.trace.simulate import RATES, Level, measured
+def _levels(tiers: str, stats: Path | None) -> list[TierSpec]:
+    from kvcache.trace.simulate import DEFAULT_RATES, TierSpec, measured_rates
 
     try:
-        rates = RATES if stats is None else measured(json.loads(stats.read_text(encoding="utf-8")))
+        rates = DEFAULT_RATES if stats is None else measured_rates(json.loads(stats.read_text(encoding="utf-8")))
     except (json.JSONDecodeError, AttributeError) as error:
         raise ConfigError(f"{stats}: {error}; expected what `kvcache stats --json` says") from None
-    return [Level.parse(text, rates) for text in tiers.split(",")]
+    return [TierSpec.parse(text, rates) for text in tiers.split(",")]
 
 
 def _price(
-    trace: Any, levels: list[Level], policies: list[str], token_bytes: int, prefill: float, as_json: Path | None
+    trace: Any, levels: list[TierSpec], policies: list[str], token_bytes: int, prefill: float, as_json: Path | None
 ) -> None:
     import numpy as np
 
-    from kvcache.trace.simulate import price
+    from kvcache.trace.simulate import price_tiers
 
     rows, shown = [], []
     for name in policies:
-        priced = price(trace, levels, name, token_bytes=token_bytes, prefill_per_s=prefill)
+        priced = price_tiers(trace, levels, name, token_bytes=token_bytes, prefill_per_s=prefill)
         times = {
             "mean_s": float(priced.first_token_s.mean()),
             "p50_s": float(np.quantile(priced.first_token_s, 0.5)),

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcache.cli.daemon import Address, the_one
-from kvcache.cli.output import Format, Json, Output, print_json, print_table
+from kvcache.cli.daemon import AddressOption, find_one_cache
+from kvcache.cli.output import JsonOption, OutputFormat, OutputOption, print_json, print_table
 from kvcache.errors import ConfigError, KVCacheError
 
 if TYPE_CHECKING:
-    from kvcache.fleet.warm import Step
+    from kvcache.fleet.warm import PromptResult
 
-_LOOK_S = 0.2
-_ANSWER_S = 5.0  # beyond what it may wait for
+_POLL_S = 0.2
+_REPLY_MARGIN_S = 5.0  # beyond what it may wait for
 _NAME = f"warm-{os.getpid()}"  # by which caches know what this process was told
 
 
@@ -37,9 +37,9 @@ def warm(
     ] = None,
     max_bytes: Annotated[str | None, typer.Option(help="Bring near at most so much: 4GiB.")] = None,
     patience_s: Annotated[float, typer.Option(min=0.1, help="After so long it ends, whatever is left.")] = 3600.0,
-    address: Address = None,
-    output: Output = Format.table,
-    as_json: Json = False,
+    address: AddressOption = None,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Have prefixes near before they are asked for: those of FILE are read where the fleet has them, and computed once
     in the fleet where it has not; those of --hot are fetched from the fleet's Redis.
@@ -49,13 +49,13 @@ def warm(
     if (file is None) == (hot is None):
         raise ConfigError("give a FILE of prompts with --engine, or --hot N: one of them")
     most = _bytes(max_bytes)
-    quiet = as_json or output is Format.json
+    quiet = as_json or output is OutputFormat.json
     if file is not None:
-        named = None if address is None else the_one(address)
-        rows = prefill(file, engine, model, settings, most, patience_s, named, quiet=quiet)
+        named = None if address is None else find_one_cache(address)
+        rows = prefill_prompts(file, engine, model, settings, most, patience_s, named, quiet=quiet)
     else:
         assert hot is not None, "one of them"
-        rows = [fetch(the_one(address), hot, most, patience_s)]
+        rows = [fetch_chains(find_one_cache(address), hot, most, patience_s)]
     if quiet:
         print_json(rows)
     else:
@@ -65,69 +65,69 @@ def warm(
         raise typer.Exit(1)
 
 
-def fetch(cache: Path, hot: int, most_bytes: int | None, patience_s: float) -> dict[str, Any]:
+def fetch_chains(cache: Path, hot: int, max_bytes: int | None, patience_s: float) -> dict[str, Any]:
     """By a running cache; what came of it."""
-    from kvcache.daemon.client.control import ask
+    from kvcache.daemon.client.control import send_command
 
-    told = ask(cache, "warm", hot=hot, **({} if most_bytes is None else {"max_bytes": most_bytes}))
+    reply = send_command(cache, "warm", hot=hot, **({} if max_bytes is None else {"max_bytes": max_bytes}))
     end = time.monotonic() + patience_s
-    while not told["done"] and time.monotonic() < end:
-        time.sleep(_LOOK_S)
-        told = ask(cache, "warm")
-    return told
+    while not reply["done"] and time.monotonic() < end:
+        time.sleep(_POLL_S)
+        reply = send_command(cache, "warm")
+    return reply
 
 
-def prefill(
+def prefill_prompts(
     file: Path,
     url: str,
     model: str,
     path: Path | None,
-    most_bytes: int | None,
+    max_bytes: int | None,
     patience_s: float,
     cache: Path | None,
     *,
     quiet: bool,
 ) -> list[dict[str, Any]]:
     """By an engine; a row a prompt."""
-    from kvcache.fleet.coordination import Board
-    from kvcache.fleet.node import SETTLE_S
-    from kvcache.fleet.warm import Engine, Warm, read
-    from kvcache.os_env import Port
+    from kvcache.fleet.coordination import Coordination
+    from kvcache.fleet.node import SETTLE_TIMEOUT_S
+    from kvcache.fleet.warm import EngineClient, WarmUp, read_prompts
+    from kvcache.os_env import OsEnv
     from kvcache.settings.sources import load
 
     if not url:
         raise ConfigError("--engine is missing: the URL of this node's engine, which computes what nobody has")
-    loaded, prompts, port = load(path), read(file), Port()
-    served = Engine(url, model, timeout_s=patience_s)
-    _ = served.model  # where nobody answers, that is said at once
-    board = Board(loaded.redis, port) if loaded.redis.enabled else None
-    if board is None:
+    loaded, prompts, os_env = load(path), read_prompts(file), OsEnv()
+    client = EngineClient(url, model, timeout_s=patience_s)
+    _ = client.model  # where nobody answers, that is said at once
+    coordination = Coordination(loaded.redis, os_env) if loaded.redis.enabled else None
+    if coordination is None:
         typer.echo("kvcache: the settings name no Redis: each prompt is this engine's alone", err=True)
 
-    def tell(step: Step) -> None:
+    def on_result(step: PromptResult) -> None:
         if not quiet:
             why = f", {step.why}" if step.why else ""
-            said = f"{step.what}: {step.usage.tokens} tokens, {step.usage.cached} of them cached{why}"
-            typer.echo(f"{step.number + 1}/{len(prompts)} {said}", err=True)
+            line = f"{step.what}: {step.usage.tokens} tokens, {step.usage.cached} of them cached{why}"
+            typer.echo(f"{step.number + 1}/{len(prompts)} {line}", err=True)
 
-    work = Warm(
-        served,
+    warm_up_run = WarmUp(
+        client,
         prompts,
-        board,
-        port.clock,
+        coordination,
+        os_env.clock,
         begin=lambda: begin(cache),
-        settle=lambda: settle(cache, SETTLE_S),
-        held=_held,
-        most_bytes=most_bytes,
+        settle=lambda: wait_settled(cache, SETTLE_TIMEOUT_S),
+        held=_used_host_bytes,
+        max_bytes=max_bytes,
         patience_s=patience_s,
         lease_s=loaded.warm.lease_s,
-        tell=tell,
+        on_result=on_result,
     )
     try:
-        work.run()
+        warm_up_run.run()
     finally:
-        if board is not None:
-            board.close()
+        if coordination is not None:
+            coordination.close()
     return [
         {
             "prompt": step.number + 1,
@@ -136,47 +136,51 @@ def prefill(
             "cached": step.usage.cached,
             "why": step.why,
         }
-        for step in sorted(work.steps, key=lambda step: step.number)
+        for step in sorted(warm_up_run.steps, key=lambda step: step.number)
     ]
 
 
 def begin(cache: Path | None) -> None:
     """What is stored from now on is what `settle` asks about."""
-    from kvcache.daemon.client.control import ask, find
+    from kvcache.daemon.client.control import find_caches, send_command
 
-    for path in [each.path for each in find()] if cache is None else [cache]:
+    for path in [each.path for each in find_caches()] if cache is None else [cache]:
         with suppress(KVCacheError):  # `settle` says so
-            ask(path, "flush", seconds=0, fleet=_NAME)
+            send_command(path, "flush", seconds=0, fleet=_NAME)
 
 
-def settle(cache: Path | None, within_s: float) -> bool:
+def wait_settled(cache: Path | None, within_s: float) -> bool:
     """Whether the blocks that the engine's cache was given or asked for since `begin` are in each tier that the fleet
     shares: this cache, or, where it is not known which, all that run here as this user. One that does not answer is
     asked again while there is time."""
-    from kvcache.daemon.client.control import ask, find
+    from kvcache.daemon.client.control import find_caches, send_command
 
     def flushed(path: Path) -> bool:
-        left = max(0.0, end - time.monotonic())
+        remaining_s = max(0.0, end - time.monotonic())
         try:
-            return bool(ask(path, "flush", seconds=left, timeout_s=left + _ANSWER_S, fleet=_NAME)["flushed"])
+            return bool(
+                send_command(path, "flush", seconds=remaining_s, timeout_s=remaining_s + _REPLY_MARGIN_S, fleet=_NAME)[
+                    "flushed"
+                ]
+            )
         except KVCacheError:
             return False
 
     end = time.monotonic() + within_s
-    while caches := [each.path for each in find()] if cache is None else [cache]:
+    while caches := [each.path for each in find_caches()] if cache is None else [cache]:
         if all(map(flushed, caches)):
             return True
         if time.monotonic() >= end:
             break
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return False
 
 
-def _held() -> int:
+def _used_host_bytes() -> int:
     """Bytes in host memory of all running caches of this user."""
-    from kvcache.daemon.client.control import find
+    from kvcache.daemon.client.control import find_caches
 
-    return sum(found.info["tiers"]["host"]["used_bytes"] for found in find() if not found.fault)
+    return sum(found.info["tiers"]["host"]["used_bytes"] for found in find_caches() if not found.fault)
 
 
 def _bytes(text: str | None) -> int | None:

@@ -70,10 +70,10 @@ def codec(name: str) -> Codec:
 
 def codecs() -> dict[str, Codec]:
     """Every codec that can be used here, by name: those whose library is missing are left out."""
-    found: dict[str, Codec] = {}
+    available: dict[str, Codec] = {}
     for name in CODECS:
         try:
-            found[name] = codec(name)
+            available[name] = codec(name)
         except ConfigError:
             continue
-    return found
+    return available

@@ -23,7 +23,7 @@ from kvcache.errors import ConfigError
 # Elements as numbers: the words of a payload as float32, and float32 as the nearest words. numpy knows no bfloat16:
 # its words are the upper halves of float32.
 
-WORDS: Mapping[str, np.dtype[Any]] = {"bf16": np.dtype("<u2"), "fp16": np.dtype("<u2"), "fp32": np.dtype("<u4")}
+WORD_DTYPES: Mapping[str, np.dtype[Any]] = {"bf16": np.dtype("<u2"), "fp16": np.dtype("<u2"), "fp32": np.dtype("<u4")}
 """The dtypes whose elements are numbers here, as unsigned integers of their size."""
 
 _U32 = np.uint32
@@ -47,9 +47,9 @@ def narrow(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
         rounded += bits
         rounded += _U32(0x7FFF)
         rounded >>= _U32(16)
-        return np.array(rounded, WORDS[dtype])
+        return np.array(rounded, WORD_DTYPES[dtype])
     if dtype == "fp16":
-        return np.array(values, np.float16).view(WORDS[dtype])
+        return np.array(values, np.float16).view(WORD_DTYPES[dtype])
     return values.view(_U32)
 
 
@@ -60,14 +60,14 @@ def magnitudes(words: NDArray[Any]) -> NDArray[Any]:
 
 
 GROUP_TOKENS = 16
-LEAST_SCALE = {"bf16": 2.0**-126, "fp32": 2.0**-126, "fp16": 2.0**-24}
-MOST_SCALE = 2.0**100
-SCALE = np.dtype("<f4")
+MIN_SCALE = {"bf16": 2.0**-126, "fp32": 2.0**-126, "fp16": 2.0**-24}
+MAX_SCALE = 2.0**100
+SCALE_DTYPE = np.dtype("<f4")
 
-_PART = 1 << 16  # elements worked on at a time: what passes over them finds them in the processor's cache
+_CHUNK_ELEMENTS = 1 << 16  # elements worked on at a time: what passes over them finds them in the processor's cache
 
 
-class Scaled:
+class ScaledCodec:
     name: str
     error_bound: float
     varies = False
@@ -75,20 +75,20 @@ class Scaled:
 
     def check(self, layout: KVLayout) -> None:
         for i, group in enumerate(layout.groups):
-            if group.kind == "opaque" or group.dtype not in WORDS:
+            if group.kind == "opaque" or group.dtype not in WORD_DTYPES:
                 raise ConfigError(
                     f"codec = {self.name!r}: group {i} ({group.name}) is {group.kind} of {group.dtype}; expected mha "
-                    f"or mla of {', '.join(WORDS)}; use raw or zstd"
+                    f"or mla of {', '.join(WORD_DTYPES)}; use raw or zstd"
                 )
 
     def encode(self, payload: memoryview, layout: KVLayout, group: int, shard: Shard) -> memoryview | None:
-        form = Form.of(layout, group, shard)
+        form = ScaleLayout.of(layout, group, shard)
         dtype = layout.groups[group].dtype
-        words = np.frombuffer(payload, WORDS[dtype]).reshape(form.shape)
+        words = np.frombuffer(payload, WORD_DTYPES[dtype]).reshape(form.shape)
         tops = form.largest(words)
         with np.errstate(invalid="ignore"):  # NaN is out of the range, as it should be
             scales = widen(tops, dtype) / np.float32(self.largest)
-            within = (scales >= LEAST_SCALE[dtype]) & (scales <= MOST_SCALE)
+            within = (scales >= MIN_SCALE[dtype]) & (scales <= MAX_SCALE)
         if not np.all(within | (tops == 0)):
             return None
         factors = np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales > 0)
@@ -102,17 +102,17 @@ class Scaled:
         return stored.data
 
     def decode(self, stored: memoryview, payload: memoryview, layout: KVLayout, group: int, shard: Shard) -> None:
-        form = Form.of(layout, group, shard)
+        form = ScaleLayout.of(layout, group, shard)
         dtype = layout.groups[group].dtype
-        words = np.frombuffer(payload, WORDS[dtype]).reshape(form.shape)
+        words = np.frombuffer(payload, WORD_DTYPES[dtype]).reshape(form.shape)
         if len(stored) != form.scale_bytes + words.size:
             raise ValueError(f"{len(stored)} bytes stored: expected {form.scale_bytes} of scales and {words.size}")
-        scales = form.unpacked(np.frombuffer(stored[: form.scale_bytes], SCALE))
-        if not np.all((scales >= 0) & (scales <= MOST_SCALE)):
-            raise ValueError(f"a scale among the first {form.scale_bytes} bytes is not within 0 and {MOST_SCALE}")
+        scales = form.unpacked(np.frombuffer(stored[: form.scale_bytes], SCALE_DTYPE))
+        if not np.all((scales >= 0) & (scales <= MAX_SCALE)):
+            raise ValueError(f"a scale among the first {form.scale_bytes} bytes is not within 0 and {MAX_SCALE}")
         codes = np.frombuffer(stored[form.scale_bytes :], np.uint8).reshape(form.shape)
         for part, scale in form.parts(scales):
-            values = self._restore(codes[part])
+            values = self._dequantise(codes[part])
             values *= scale
             words[part] = narrow(values, dtype)
 
@@ -120,12 +120,12 @@ class Scaled:
         """The nearest code of each, ties to even; may use `values` up."""
         raise NotImplementedError
 
-    def _restore(self, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+    def _dequantise(self, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ScaleLayout:
     """The axes of a payload, in the layout's order, and of its scales, which have the token axis by groups and no
     extent along dim or latent."""
 
@@ -135,7 +135,7 @@ class Form:
     canonical: tuple[int, ...]  # the axes in the order in which scales are stored
 
     @classmethod
-    def of(cls, layout: KVLayout, group: int, shard: Shard) -> Form:
+    def of(cls, layout: KVLayout, group: int, shard: Shard) -> ScaleLayout:
         order = layout.groups[group].order
         at = {axis: i for i, axis in enumerate(order)}
         canonical = tuple(at[axis] for axis in ("layer", "kv", "head", "token", "dim", "latent") if axis in at)
@@ -150,7 +150,7 @@ class Form:
 
     @property
     def scale_bytes(self) -> int:
-        return SCALE.itemsize * int(np.prod(self.scale_shape))
+        return SCALE_DTYPE.itemsize * int(np.prod(self.scale_shape))
 
     def largest(self, words: NDArray[Any]) -> NDArray[Any]:
         """The word of largest magnitude in each scale group, without its sign."""
@@ -160,7 +160,7 @@ class Form:
         return np.concatenate(tops, self.token)
 
     def packed(self, scales: NDArray[np.float32]) -> NDArray[np.uint8]:
-        return np.ascontiguousarray(scales.transpose(self.canonical), SCALE).reshape(-1).view(np.uint8)
+        return np.ascontiguousarray(scales.transpose(self.canonical), SCALE_DTYPE).reshape(-1).view(np.uint8)
 
     def unpacked(self, scales: NDArray[np.float32]) -> NDArray[np.float32]:
         shape = [self.scale_shape[axis] for axis in self.canonical]
@@ -171,7 +171,7 @@ class Form:
         """Slices of the first axis, a good size to work on, and the scales of each, to be broadcast over it."""
         spread = scales.repeat(GROUP_TOKENS, self.token)
         spread = spread.take(range(self.shape[self.token]), self.token)
-        rows = max(1, _PART * self.shape[0] // int(np.prod(self.shape)))
+        rows = max(1, _CHUNK_ELEMENTS * self.shape[0] // int(np.prod(self.shape)))
         slices = [slice(at, at + rows) for at in range(0, self.shape[0], rows)]
         return [(part, spread if len(spread) == 1 else spread[part]) for part in slices]
 
@@ -184,7 +184,7 @@ _SMALLEST_NORMAL = np.float32(2.0**-6)
 _ALIGN = np.float32(2.0**14)  # whose last place in float32 is 2^-9
 
 
-class Fp8(Scaled):
+class Fp8(ScaledCodec):
     """Error: half the distance of neighbours at the top, 16 of 448, and the rounding of the dtype."""
 
     name = "fp8"
@@ -192,14 +192,14 @@ class Fp8(Scaled):
     largest = 448.0
 
     def _quantise(self, values: NDArray[np.float32]) -> NDArray[np.uint8]:
-        return quantise(values)
+        return quantise_e4m3(values)
 
-    def _restore(self, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
-        values: NDArray[np.float32] = np.take(NUMBERS, codes)
+    def _dequantise(self, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+        values: NDArray[np.float32] = np.take(E4M3_VALUES, codes)
         return values
 
 
-def quantise(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+def quantise_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     """The nearest e4m3 code, ties to even, of numbers within -464 and 464. Uses `values` up."""
     bits = values.view(_U32)
     sign = (bits >> _U32(24)).astype(np.uint8)
@@ -220,7 +220,7 @@ def quantise(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     return narrowed
 
 
-def _numbers() -> NDArray[np.float32]:
+def _e4m3_values() -> NDArray[np.float32]:
     codes = np.arange(256)
     exponent, mantissa = codes >> 3 & 15, codes & 7
     size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10))
@@ -228,7 +228,7 @@ def _numbers() -> NDArray[np.float32]:
     return np.array(np.where(codes < 128, size, -size), np.float32)
 
 
-NUMBERS = _numbers()
+E4M3_VALUES = _e4m3_values()
 """What each code means."""
 
 
@@ -237,7 +237,7 @@ NUMBERS = _numbers()
 # group.
 
 
-class Int8(Scaled):
+class Int8(ScaledCodec):
     """Error: half a step, and as much again at most for the rounding of the dtype."""
 
     name = "int8"
@@ -247,5 +247,5 @@ class Int8(Scaled):
     def _quantise(self, values: NDArray[np.float32]) -> NDArray[np.uint8]:
         return np.rint(values, out=values).astype(np.int8).view(np.uint8)
 
-    def _restore(self, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+    def _dequantise(self, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
         return codes.view(np.int8).astype(np.float32)

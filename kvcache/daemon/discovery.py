@@ -18,24 +18,24 @@ from itertools import count
 from pathlib import Path
 
 from kvcache.errors import ConfigError, StoreError
-from kvcache.machine import running, runtime_directories
+from kvcache.machine import is_running, runtime_directories
 
-LONGEST = 107 if sys.platform == "linux" else 103
+MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
 """Bytes of a socket's path that the system takes."""
 
-SUFFIX, NEW = ".sock", ".new"
+SOCKET_SUFFIX, PENDING_SUFFIX = ".sock", ".new"
 
 
-directories = runtime_directories
+socket_directories = runtime_directories
 """Where a cache of this user may have its socket."""
 
 
-def prepare(environ: Mapping[str, str] = os.environ) -> Path:
+def make_socket_directory(environ: Mapping[str, str] = os.environ) -> Path:
     """The directory for a new socket, made where it is missing; StoreError where none will do."""
     refusals = []
-    for directory in directories(environ):
-        longest = directory / f"{2**22}-999{SUFFIX}{NEW}"
-        if len(os.fsencode(longest)) > LONGEST:
+    for directory in socket_directories(environ):
+        longest = directory / f"{2**22}-999{SOCKET_SUFFIX}{PENDING_SUFFIX}"
+        if len(os.fsencode(longest)) > MAX_SOCKET_PATH_BYTES:
             refusals.append(f"{directory} makes too long a path")
             continue
         try:
@@ -43,27 +43,27 @@ def prepare(environ: Mapping[str, str] = os.environ) -> Path:
         except OSError as error:
             refusals.append(f"{directory}: {error.strerror}")
             continue
-        if _ours(directory):
+        if _is_private(directory):
             return directory
         refusals.append(f"{directory} is not this user's alone")
     raise StoreError(f"no place for a socket: {'; '.join(refusals)}; set XDG_RUNTIME_DIR to a directory of mode 0700")
 
 
-def _ours(directory: Path) -> bool:
+def _is_private(directory: Path) -> bool:
     """A real directory that nobody else can enter; anybody may have put something else there."""
     try:
-        found = directory.lstat()
+        status = directory.lstat()
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
-def listening(directory: Path) -> tuple[socket.socket, Path]:
+def open_control_socket(directory: Path) -> tuple[socket.socket, Path]:
     """A socket of mode 0600 that listens under a free name."""
-    sweep(directory)
+    remove_stale_sockets(directory)
     for number in count(1):
-        path = directory / f"{os.getpid()}-{number}{SUFFIX}"
-        new = path.with_name(path.name + NEW)
+        path = directory / f"{os.getpid()}-{number}{SOCKET_SUFFIX}"
+        new = path.with_name(path.name + PENDING_SUFFIX)
         if path.exists() or new.exists():
             continue
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -81,28 +81,28 @@ def listening(directory: Path) -> tuple[socket.socket, Path]:
     raise AssertionError("count ends")
 
 
-def sockets(environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
+def find_sockets(environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
     """The sockets in all directories of this user, the oldest process first."""
-    for directory in directories(environ):
-        if _ours(directory):
-            yield from sorted(directory.glob(f"*{SUFFIX}"), key=_order)
+    for directory in socket_directories(environ):
+        if _is_private(directory):
+            yield from sorted(directory.glob(f"*{SOCKET_SUFFIX}"), key=_pid_order)
 
 
-def _order(path: Path) -> tuple[int, ...]:
+def _pid_order(path: Path) -> tuple[int, ...]:
     return tuple(int(part) for part in path.stem.split("-") if part.isdigit())
 
 
-def sweep(directory: Path) -> None:
+def remove_stale_sockets(directory: Path) -> None:
     """Remove what ended processes left behind."""
-    for path in directory.glob(f"*{SUFFIX}*"):
-        if stale(path):
+    for path in directory.glob(f"*{SOCKET_SUFFIX}*"):
+        if is_stale(path):
             with suppress(OSError):
                 path.unlink()
 
 
-def stale(path: Path) -> bool:
+def is_stale(path: Path) -> bool:
     """Whether nobody listens there, and nobody is about to."""
-    if path.name.endswith(NEW):
+    if path.name.endswith(PENDING_SUFFIX):
         return not _alive(path.name.partition("-")[0])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
@@ -113,24 +113,24 @@ def stale(path: Path) -> bool:
 
 
 def _alive(pid: str) -> bool:
-    return not pid.isdecimal() or running(int(pid))
+    return not pid.isdecimal() or is_running(int(pid))
 
 
 # Where a daemon listens: a Unix socket that one process claims, and that is there once it answers.
 
-NAME = "kvcache.socket"
-SCHEME = "unix:"
+SOCKET_NAME = "kvcache.socket"
+UNIX_SCHEME = "unix:"
 _BACKLOG = 512
-_LOOK_S = 0.02
+_POLL_S = 0.02
 
 
-def socket_of(where: str, environ: Mapping[str, str] = os.environ) -> Path:
+def parse_unix_address(where: str, environ: Mapping[str, str] = os.environ) -> Path:
     """The path that `unix:PATH` names; `unix:` alone is the user's own daemon."""
-    path = where.removeprefix(SCHEME).removeprefix("//")
-    return Path(path) if path else prepare(environ) / NAME
+    path = where.removeprefix(UNIX_SCHEME).removeprefix("//")
+    return Path(path) if path else make_socket_directory(environ) / SOCKET_NAME
 
 
-class Claim:
+class SocketClaim:
     """The right to a socket, until `release`. StoreError where another process has it. It is there after `listen`,
     which is for when there is something to serve, until `close`: whoever has the claim after that has it alone with
     what else the process before had."""
@@ -139,14 +139,16 @@ class Claim:
         """`wait_s`: for another process that is ending."""
         self.path, self._mode, self._pid = path.absolute(), mode, os.getpid()
         new = self.path.with_name(f"{self.path.name}.new")
-        if len(os.fsencode(new)) > LONGEST:
-            raise ConfigError(f"daemon.socket = {str(path)!r}: expected a path of at most {LONGEST - 4} bytes")
+        if len(os.fsencode(new)) > MAX_SOCKET_PATH_BYTES:
+            raise ConfigError(
+                f"daemon.socket = {str(path)!r}: expected a path of at most {MAX_SOCKET_PATH_BYTES - 4} bytes"
+            )
         lock = self.path.with_name(f"{self.path.name}.lock")
         try:
             self._lock = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StoreError(f"daemon.socket = {str(path)!r}: {error.strerror}; choose another directory") from None
-        if not _locked(self._lock, wait_s):
+        if not _try_lock(self._lock, wait_s):
             owner = os.pread(self._lock, 64, 0).decode(errors="replace").strip()
             os.close(self._lock)
             raise StoreError(f"{path}: process {owner or 'unknown'} serves it; connect to unix:{path}") from None
@@ -172,7 +174,7 @@ class Claim:
         """The socket's mode decides; that of the owner alone is checked once more, since modes can be changed."""
         return bool(self._mode & 0o077) or user in (0, os.geteuid())
 
-    def hide(self) -> None:
+    def unlink_socket(self) -> None:
         """Nobody finds it any more. Idempotent."""
         if self._pid == os.getpid():
             with suppress(OSError):
@@ -180,7 +182,7 @@ class Claim:
 
     def close(self) -> None:
         """Nobody comes any more. Idempotent."""
-        self.hide()
+        self.unlink_socket()
         self.listener.close()
 
     def release(self) -> None:
@@ -191,7 +193,7 @@ class Claim:
             self._lock = -1
 
 
-def _locked(descriptor: int, wait_s: float) -> bool:
+def _try_lock(descriptor: int, wait_s: float) -> bool:
     end = time.monotonic() + wait_s
     while True:
         try:
@@ -199,6 +201,6 @@ def _locked(descriptor: int, wait_s: float) -> bool:
         except BlockingIOError:
             if time.monotonic() >= end:
                 return False
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         else:
             return True

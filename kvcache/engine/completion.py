@@ -22,8 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-from kvcache.engine.sampling import Params
-from kvcache.engine.sequence import Result
+from kvcache.engine.sampling import SamplingParams
+from kvcache.engine.sequence import RequestOutput
 from kvcache.errors import KVCacheError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class RequestError(KVCacheError, ValueError):
         self.param = param
 
 
-class Asked(BaseModel):
+class CompletionRequestBase(BaseModel):
     """What both have."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -81,8 +81,8 @@ class Asked(BaseModel):
                 f"{found}: {first['msg'].replace('Input should be', 'expected')}", name or None
             ) from None
 
-    def params(self) -> Params:
-        return Params(
+    def params(self) -> SamplingParams:
+        return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
@@ -92,7 +92,7 @@ class Asked(BaseModel):
         )
 
 
-class Completion(Asked):
+class CompletionRequest(CompletionRequestBase):
     prompt: Any
     best_of: Literal[1] = 1
     echo: Literal[False] = False
@@ -125,7 +125,7 @@ class Message(BaseModel):
     content: StrictStr
 
 
-class Chat(Asked):
+class ChatRequest(CompletionRequestBase):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: int = Field(default=16, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
 
@@ -138,7 +138,9 @@ def _is_ids(items: list[Any]) -> bool:
     return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
 
 
-def answer(model: str, results: Sequence[Result], texts: Sequence[str], *, chat: bool = False) -> dict[str, Any]:
+def completion_body(
+    model: str, results: Sequence[RequestOutput], texts: Sequence[str], *, chat: bool = False
+) -> dict[str, Any]:
     prompt_tokens = sum(r.prompt_tokens for r in results)
     completion_tokens = sum(len(r.token_ids) for r in results)
     return {
@@ -147,7 +149,7 @@ def answer(model: str, results: Sequence[Result], texts: Sequence[str], *, chat:
         "created": int(time.time()),
         "model": model,
         "choices": [
-            {"index": i, **_said(text, chat=chat), "logprobs": None, "finish_reason": result.finish}
+            {"index": i, **_message_field(text, chat=chat), "logprobs": None, "finish_reason": result.finish}
             for i, (result, text) in enumerate(zip(results, texts, strict=True))
         ],
         "usage": {
@@ -159,15 +161,15 @@ def answer(model: str, results: Sequence[Result], texts: Sequence[str], *, chat:
     }
 
 
-def _said(text: str, *, chat: bool) -> dict[str, Any]:
+def _message_field(text: str, *, chat: bool) -> dict[str, Any]:
     return {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
 
 
-def text(result: Result, decode: Callable[[list[int]], str], stops: Sequence[str]) -> str:
+def answer_text(result: RequestOutput, decode: Callable[[list[int]], str], stops: Sequence[str]) -> str:
     """The answer without what ended it."""
     whole = decode(result.token_ids)
     return whole[: min((at for stop in stops if (at := whole.find(stop)) >= 0), default=len(whole))]
 
 
-def refusal(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -20,14 +20,14 @@ import torch
 
 from kvcache.block.chain import tokens as checked_tokens
 from kvcache.block.layout import KVLayout
-from kvcache.block.shared_namespace import shared, shared_layout
-from kvcache.cache.api import Canaried, KVCache
-from kvcache.engine.pool import Pool
-from kvcache.engine.prefix import Prefix
+from kvcache.block.shared_namespace import shared_identity, shared_layout
+from kvcache.cache.api import KVCache, SupportsCanary
+from kvcache.engine.pool import PagePool
+from kvcache.engine.prefix import PrefixCache
 from kvcache.engine.recompute import Recompute
-from kvcache.engine.sampling import Params, Sampler, choose
-from kvcache.engine.scheduler import Batch, Plan, Scheduler, Span
-from kvcache.engine.sequence import Finish, Result, Sequence, State
+from kvcache.engine.sampling import Sampler, SamplingParams, sample_tokens
+from kvcache.engine.scheduler import Batch, Scheduler, Span, StepPlan
+from kvcache.engine.sequence import FinishReason, RequestOutput, Sequence, SequenceState
 from kvcache.errors import ConfigError, LayoutError, TokenError
 from kvcache.os_env import Clock, SystemClock
 from kvcache.transfer.pages import GroupPages
@@ -82,7 +82,7 @@ class Engine:
         group = layout.groups[0]
         self.model = model
         self.name = name
-        self.pool = Pool(pages)
+        self.pool = PagePool(pages)
         self.max_tokens = min(model.max_tokens, pages * layout.block_tokens)
         self._decode = decode
         self._clock = clock or SystemClock()
@@ -96,15 +96,19 @@ class Engine:
         bound = None
         if cache is not None:
             if share_across_engines:
-                same = shared(model.directory, revision=model.revision, dtype=str(model.dtype).removeprefix("torch."))
+                same = shared_identity(
+                    model.directory, revision=model.revision, dtype=str(model.dtype).removeprefix("torch.")
+                )
                 bound = cache.namespace(
                     shared_layout(layout), model=same.model, revision=same.revision, facts=same.facts
                 )
             else:
                 bound = cache.namespace(layout, model=name, revision=model.revision, facts=model.facts)
-            if isinstance(bound, Canaried) and not share_across_engines:  # a name that others gave tells no tokens
+            if (
+                isinstance(bound, SupportsCanary) and not share_across_engines
+            ):  # a name that others gave tells no tokens
                 bound.canary(Recompute(model, max_batch_tokens))
-        prefix = Prefix(
+        prefix = PrefixCache(
             self.pool,
             bound,
             [described],
@@ -121,9 +125,9 @@ class Engine:
         """Requests that wait or run: while there are any, call `step`."""
         return len(self._scheduler.waiting) + len(self._scheduler.active)
 
-    def add(self, prompt_ids: Any, params: Params | None = None, id: str | None = None) -> Sequence:
+    def add(self, prompt_ids: Any, params: SamplingParams | None = None, id: str | None = None) -> Sequence:
         """Queue a request. TokenError for a prompt that cannot be run, ConfigError for a wish that cannot be met."""
-        params = params or Params()
+        params = params or SamplingParams()
         prompt = self._checked(prompt_ids)
         if params.stop and self._decode is None:
             raise ConfigError("stop: this engine was given no decoder; pass Engine(..., decode=tokenizer.decode)")
@@ -169,19 +173,19 @@ class Engine:
         for sequence, length in plan.items():
             sequence.computed += length
         updated = [sequence for sequence in plan if not sequence.missing]
-        tokens = choose(logits, [s.sampler for s in updated])
+        tokens = sample_tokens(logits, [s.sampler for s in updated])
         self._prefix.computed(sum(plan.values()), self._clock.now() - begun)
         for sequence, token in zip(updated, tokens, strict=True):
             if not sequence.answer:
                 sequence.ttft_s = self._clock.now() - sequence.added_s
             sequence.tokens.append(token)
         for sequence in plan:  # after the choice: a first token need not wait for the stores
-            self._prefix.keep(sequence)
+            self._prefix.publish_and_store(sequence)
         for sequence in updated:
             self._finish_where_ended(sequence)
         return updated
 
-    def _batch(self, plan: Plan) -> Batch:
+    def _batch(self, plan: StepPlan) -> Batch:
         token_ids: list[int] = []
         positions: list[int] = []
         spans: list[Span] = []
@@ -213,7 +217,7 @@ class Engine:
         text = self._decode(sequence.answer)
         return any(stop in text for stop in params.stop)
 
-    def _finish(self, sequence: Sequence, why: Finish) -> None:
+    def _finish(self, sequence: Sequence, why: FinishReason) -> None:
         self._scheduler.finish(sequence, why)
         sequence.total_s = self._clock.now() - sequence.added_s
 
@@ -226,17 +230,19 @@ class Engine:
 
     def abort(self, sequence: Sequence) -> None:
         """End a request now; what it held comes back. Nothing happens where it has finished already."""
-        if sequence.state is not State.FINISHED:
+        if sequence.state is not SequenceState.FINISHED:
             self._finish(sequence, "abort")
 
-    def generate(self, prompts: Ordered[Any], params: Params | Ordered[Params] | None = None) -> list[Result]:
+    def generate(
+        self, prompts: Ordered[Any], params: SamplingParams | Ordered[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
         """Run these prompts together until each has finished; results in their order. All or none are begun."""
-        each = [params] * len(prompts) if params is None or isinstance(params, Params) else params
+        each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
         sequences: list[Sequence] = []
         try:
             for prompt, wish in zip(prompts, each, strict=True):
                 sequences.append(self.add(prompt, wish))
-            while any(s.state is not State.FINISHED for s in sequences):
+            while any(s.state is not SequenceState.FINISHED for s in sequences):
                 self.step()
         finally:
             for sequence in sequences:

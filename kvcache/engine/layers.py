@@ -21,7 +21,7 @@ from kvcache.engine.scheduler import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class KeyRange:
     """The keys that one span's rows see; the same in all layers with the same window."""
 
     rows: slice  # of the flat batch
@@ -31,7 +31,7 @@ class Reach:
     causal: bool
 
     @classmethod
-    def of(cls, span: Span, *, window: int, block_tokens: int, like: torch.Tensor) -> Reach:
+    def of(cls, span: Span, *, window: int, block_tokens: int, like: torch.Tensor) -> KeyRange:
         """`window`: how many tokens a row sees, itself included; 0 for all. `like`: dtype and device of the scores."""
         context, end = span.context, span.context + span.length
         rows = slice(span.start, span.start + span.length)
@@ -48,8 +48,8 @@ class Reach:
         return cls(rows, torch.tensor(ids, device=like.device), slice(first - before, end - before), mask, causal=False)
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reaches: Sequence[Reach], pages: torch.Tensor
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reaches: Sequence[KeyRange], pages: torch.Tensor
 ) -> torch.Tensor:
     """(T, heads, head_dim), from q (T, heads, head_dim) and the batch's own k and v (T, kv_heads, head_dim).
 
@@ -120,7 +120,7 @@ def _can_pack(weight: torch.Tensor) -> bool:
     return weight.dtype is torch.float32
 
 
-class Rope:
+class RotaryEmbedding:
     """The settings of one model, as `Architecture.rope` has checked them.
 
     `dynamic` scaling begins only past the trained length, which is also our limit (a cached key could not be turned
@@ -147,7 +147,7 @@ class Rope:
         return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)
 
 
-def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """(T, heads, head_dim), turned by `Rope.angles`; a new tensor."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from queue import Full, SimpleQueue
 
 from kvcache.engine.engine import Engine
-from kvcache.engine.sampling import Params
-from kvcache.engine.sequence import Result, State
+from kvcache.engine.sampling import SamplingParams
+from kvcache.engine.sequence import RequestOutput, SequenceState
 from kvcache.engine.sequence import Sequence as Running
 from kvcache.errors import ClosedError, KVCacheError
 
@@ -27,18 +27,18 @@ class EngineLoop:
         self._engine = engine
         self._backlog = threading.BoundedSemaphore(backlog)
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._running: dict[Running, Future[Result]] = {}
+        self._running: dict[Running, Future[RequestOutput]] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvcache-engine", daemon=True)
         self._thread.start()
 
-    def submit(self, prompt_ids: Sequence[int], params: Params) -> Future[Result]:
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Future[RequestOutput]:
         """The future of a request: its result, or the KVCacheError for which the engine refuses it. Cancelling it
         aborts the request. Raises queue.Full where too many are unfinished, ClosedError after `close`."""
         if not self._backlog.acquire(blocking=False):
             raise Full("too many unfinished requests: try again later")
-        future: Future[Result] = Future()
+        future: Future[RequestOutput] = Future()
         future.add_done_callback(lambda done: self._backlog.release() if done.cancelled() else None)
         with self._lock:  # so that nothing is put behind the last thing that the thread takes
             if self._closed:
@@ -60,7 +60,7 @@ class EngineLoop:
             self._inbox.get()()
         self._end(ClosedError("the engine was stopped before this request had finished"))
 
-    def _add(self, prompt_ids: Sequence[int], params: Params, future: Future[Result]) -> None:
+    def _add(self, prompt_ids: Sequence[int], params: SamplingParams, future: Future[RequestOutput]) -> None:
         if future.cancelled():
             return
         try:
@@ -78,7 +78,7 @@ class EngineLoop:
     def _step(self) -> None:
         if self._engine.unfinished:
             for sequence in self._engine.step():
-                if sequence.state is State.FINISHED and sequence in self._running:
+                if sequence.state is SequenceState.FINISHED and sequence in self._running:
                     self._settle(self._running.pop(sequence), sequence.result())
 
     def _end(self, error: Exception) -> None:
@@ -87,7 +87,7 @@ class EngineLoop:
             self._settle(future, error)
         self._running.clear()
 
-    def _settle(self, future: Future[Result], outcome: Result | Exception) -> None:
+    def _settle(self, future: Future[RequestOutput], outcome: RequestOutput | Exception) -> None:
         if not future.set_running_or_notify_cancel():
             return  # cancelled meanwhile
         self._backlog.release()  # before it is heard of: who waits for it may ask the next at once

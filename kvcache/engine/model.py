@@ -21,7 +21,7 @@ from kvcache.block.layout import KVLayout
 from kvcache.block.revision import model_revision
 from kvcache.engine.architecture import Architecture
 from kvcache.engine.checkpoint import Layer, Weights, resolve_model
-from kvcache.engine.layers import Reach, Rope, attend, turn
+from kvcache.engine.layers import KeyRange, RotaryEmbedding, apply_rotary, attention
 from kvcache.engine.scheduler import Batch, Span
 from kvcache.errors import ModelError
 
@@ -52,7 +52,7 @@ class Model:
         self.dtype = weights.embedding.dtype
         self.device = weights.embedding.device
         self._weights = weights
-        self._rope = Rope(
+        self._rope = RotaryEmbedding(
             architecture.rope,
             head_dim=architecture.head_dim,
             max_tokens=architecture.max_tokens,
@@ -71,7 +71,7 @@ class Model:
         angles = self._rope.angles(batch.positions.to(self.device), self.dtype)
         slots = _slots(batch.spans, self.layout.block_tokens).to(self.device)
         reaches = {
-            window: [Reach.of(s, window=window, block_tokens=self.layout.block_tokens, like=x) for s in batch.spans]
+            window: [KeyRange.of(s, window=window, block_tokens=self.layout.block_tokens, like=x) for s in batch.spans]
             for window in set(a.windows)
         }
         for layer, pages, window in zip(w.layers, kv, a.windows, strict=True):
@@ -86,7 +86,7 @@ class Model:
         x: torch.Tensor,
         angles: tuple[torch.Tensor, torch.Tensor],
         slots: torch.Tensor,
-        reaches: Sequence[Reach],
+        reaches: Sequence[KeyRange],
         pages: torch.Tensor,
     ) -> torch.Tensor:
         a = self.architecture
@@ -94,11 +94,11 @@ class Model:
         q, k, v = torch.split(heads, [a.heads, a.kv_heads, a.kv_heads], 1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = self._norm(q, layer.q_norm), self._norm(k, layer.k_norm)
-        q, k = turn(q, *angles), turn(k, *angles)
+        q, k = apply_rotary(q, *angles), apply_rotary(k, *angles)
         keys, values = pages.view(2, -1, a.kv_heads, a.head_dim)
         keys.index_copy_(0, slots, k)
         values.index_copy_(0, slots, v)
-        return layer.out(attend(q, k, v, reaches, pages).flatten(1))
+        return layer.out(attention(q, k, v, reaches, pages).flatten(1))
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, weight.shape, weight, self.architecture.norm_eps)

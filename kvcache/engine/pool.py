@@ -21,14 +21,14 @@ from typing import Protocol
 from kvcache.errors import ConfigError
 
 
-class Pending(Protocol):
+class PendingTransfer(Protocol):
     """What the pool asks of a load or store: `Transfer` of the cache has it."""
 
     @property
     def done(self) -> bool: ...
 
 
-class Pool:
+class PagePool:
     def __init__(self, pages: int) -> None:
         if pages < 1:
             raise ConfigError(f"pages = {pages}: expected at least 1")
@@ -38,7 +38,7 @@ class Pool:
         self._by_signature: dict[bytes, int] = {}
         self._free = list(range(pages))[::-1]
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._transfers: list[tuple[Pending, list[int]]] = []
+        self._transfers: list[tuple[PendingTransfer, list[int]]] = []
         self._busy: Counter[int] = Counter()  # transfers under way, by page
 
     @property
@@ -112,7 +112,7 @@ class Pool:
             elif page not in self._busy:
                 self._free.append(page)
 
-    def watch(self, transfer: Pending, pages: Sequence[int]) -> None:
+    def watch(self, transfer: PendingTransfer, pages: Sequence[int]) -> None:
         """Keep these pages from being given out again until the transfer is done."""
         if not transfer.done:
             self._transfers.append((transfer, list(pages)))

@@ -12,21 +12,21 @@ from collections import Counter
 from collections.abc import Mapping
 
 from kvcache.block.chain import page_digests
-from kvcache.cache.api import Bound, Hit, Request
-from kvcache.engine.pool import Pool
-from kvcache.engine.sequence import Sequence, State
+from kvcache.cache.api import Hit, NamespaceHandle, Request
+from kvcache.engine.pool import PagePool
+from kvcache.engine.sequence import Sequence, SequenceState
 from kvcache.os_env import Clock
 from kvcache.transfer.pages import Pages
 
 
-class Prefix:
+class PrefixCache:
     """`patience_s` bounds the wait for a lookup or a load: what is not there by then is computed. `shared`: blocks are
     named as SGLang names its pages."""
 
     def __init__(
         self,
-        pool: Pool,
-        bound: Bound | None,
+        pool: PagePool,
+        bound: NamespaceHandle | None,
         pages: Pages,
         *,
         block_tokens: int,
@@ -52,7 +52,7 @@ class Prefix:
             request = self._bound.request(id=sequence.id)
             sequence.request = request
             sequence.hashed = len(sequence.tokens)
-            sequence.give_up_s = self._clock.now() + self._patience_s
+            sequence.wait_until_s = self._clock.now() + self._patience_s
             if self._shared:
                 hit = request.match(sequence.tokens, digests=page_digests(sequence.tokens, self._block_tokens))
             else:
@@ -69,25 +69,25 @@ class Prefix:
         """
         request = sequence.request
         limit = (len(sequence.tokens) - 1) // self._block_tokens
-        here = self._pool.acquire(request.signatures[:limit]) if request is not None else []
-        if self.blocks(len(sequence.tokens)) - len(here) > self._pool.available - spare:
-            self._pool.release(here)
+        pool_pages = self._pool.acquire(request.signatures[:limit]) if request is not None else []
+        if self.blocks(len(sequence.tokens)) - len(pool_pages) > self._pool.available - spare:
+            self._pool.release(pool_pages)
             return False
         hit = request.match() if request is not None else Hit(tokens=0, blocks=0)
-        if hit.pending and self._clock.now() < sequence.give_up_s:
-            self._pool.release(here)
+        if hit.pending and self._clock.now() < sequence.wait_until_s:
+            self._pool.release(pool_pages)
             return None
         if not sequence.preemptions:
             sequence.start_s = self._clock.now() - sequence.added_s
-        sequence.pages = here
-        sequence.published = len(here)
-        sequence.stored = min(hit.blocks, len(here))
-        sequence.computed = len(here) * self._block_tokens
-        sequence.state = State.RUNNING
-        self._count(sequence, {"hbm": len(here)})
+        sequence.pages = pool_pages
+        sequence.published = len(pool_pages)
+        sequence.stored = min(hit.blocks, len(pool_pages))
+        sequence.computed = len(pool_pages) * self._block_tokens
+        sequence.state = SequenceState.RUNNING
+        self._count(sequence, {"hbm": len(pool_pages)})
         if request is not None:
             request.admit()
-            if min(hit.blocks, limit) > len(here):
+            if min(hit.blocks, limit) > len(pool_pages):
                 sequence.tiers += _tiers(hit)[len(sequence.tiers) :]  # not where `admit` has brought it since
                 self._load(sequence, request, min(hit.blocks, limit))
         return True
@@ -97,34 +97,34 @@ class Prefix:
         pages = self._pool.allocate(end - first)
         assert pages is not None, "begin made sure of room"
         sequence.pages = sequence.pages + pages
-        sequence.give_up_s = self._clock.now() + self._patience_s
+        sequence.wait_until_s = self._clock.now() + self._patience_s
         sequence.transfer = request.load(end, self._pages, [pages], first_block=first)
-        sequence.state = State.LOADING
+        sequence.state = SequenceState.LOADING
         self._pool.watch(sequence.transfer, pages)
 
-    def settle(self, sequence: Sequence) -> bool:
+    def finish_load(self, sequence: Sequence) -> bool:
         """End a load that is done, or has taken too long: the sequence is RUNNING from the first block that it did not
         bring. False while the load goes on."""
         transfer = sequence.transfer
         assert transfer is not None, "only a LOADING sequence is settled"
         ended = transfer.done
-        if not ended and self._clock.now() < sequence.give_up_s:
+        if not ended and self._clock.now() < sequence.wait_until_s:
             return False
-        brought = transfer.blocks
-        end = sequence.published + brought
+        loaded_blocks = transfer.blocks
+        end = sequence.published + loaded_blocks
         if not ended:
             transfer.cancel()
             self._pool.release(sequence.pages[end:])  # which leave when the transfer is done with them
             del sequence.pages[end:]
         self._count(sequence, Counter(sequence.tiers[sequence.published : end]))
         sequence.transfer = None
-        sequence.state = State.RUNNING
+        sequence.state = SequenceState.RUNNING
         sequence.computed = end * self._block_tokens
         sequence.stored = end
         self._publish(sequence, end)
         return True
 
-    def keep(self, sequence: Sequence) -> None:
+    def publish_and_store(self, sequence: Sequence) -> None:
         """Publish and store the blocks that have become full, with those before them that the cache has lost: it keeps
         no block whose parent it has not."""
         request, end = sequence.request, sequence.computed // self._block_tokens

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Params:
+class SamplingParams:
     """What a request asks of its answer. `temperature` 0 is greedy; `seed` None draws one.
 
     `stop`: the answer ends where one of these first appears in its text (the engine must have been given a decoder).
@@ -46,7 +46,7 @@ class Params:
 class Sampler:
     """Chooses the tokens of one request, in order."""
 
-    def __init__(self, params: Params) -> None:
+    def __init__(self, params: SamplingParams) -> None:
         self._params = params
         self._random = Random(params.seed)  # noqa: S311 a dice, not a secret
 
@@ -67,7 +67,7 @@ class Sampler:
         return int(order[min(int((reached <= drawn).sum()), last)])
 
 
-def choose(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
+def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
     """The next token of each row of logits, (R, vocab) float32; greedy: of equal ones the lowest id."""
     tokens: list[int] = logits.argmax(-1).tolist()
     return [token if s.greedy else s.draw(row) for token, s, row in zip(tokens, samplers, logits, strict=True)]

@@ -12,20 +12,20 @@ from bisect import insort
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvcache.engine.pool import Pool
-from kvcache.engine.prefix import Prefix
-from kvcache.engine.sequence import Finish, Sequence, State
+from kvcache.engine.pool import PagePool
+from kvcache.engine.prefix import PrefixCache
+from kvcache.engine.sequence import FinishReason, Sequence, SequenceState
 from kvcache.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-Plan = dict[Sequence, int]
+StepPlan = dict[Sequence, int]
 """How many of its missing tokens each sequence computes."""
 
 
 class Scheduler:
-    def __init__(self, pool: Pool, prefix: Prefix, *, max_batch_tokens: int, max_sequences: int) -> None:
+    def __init__(self, pool: PagePool, prefix: PrefixCache, *, max_batch_tokens: int, max_sequences: int) -> None:
         if max_batch_tokens < 1 or max_sequences < 1:
             raise ConfigError(f"max_batch_tokens = {max_batch_tokens}, max_sequences = {max_sequences}: expected 1 up")
         self._pool = pool
@@ -39,16 +39,16 @@ class Scheduler:
         self._prefix.open(sequence)
         insort(self.waiting, sequence, key=_arrival)
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> StepPlan:
         """The next step; empty while nothing can be computed."""
         self._pool.poll()
         for sequence in self.active:
-            if sequence.state is State.LOADING:
-                self._prefix.settle(sequence)
-        plan: Plan = {}
-        running = [s for s in self.active if s.state is State.RUNNING]
+            if sequence.state is SequenceState.LOADING:
+                self._prefix.finish_load(sequence)
+        plan: StepPlan = {}
+        running = [s for s in self.active if s.state is SequenceState.RUNNING]
         for sequence in sorted(running, key=lambda s: s.missing > 1):
-            while sequence.state is State.RUNNING and not self._place(sequence, plan):
+            while sequence.state is SequenceState.RUNNING and not self._place(sequence, plan):
                 if running[-1].arrival <= sequence.arrival:
                     break  # loads and stores under way will free pages
                 victim = running.pop()
@@ -57,7 +57,7 @@ class Scheduler:
         self._start(plan)
         return plan
 
-    def _start(self, plan: Plan) -> None:
+    def _start(self, plan: StepPlan) -> None:
         for sequence in list(self.waiting):
             if len(self.active) == self._max_sequences:
                 break
@@ -69,10 +69,10 @@ class Scheduler:
                 break
             self.waiting.remove(sequence)
             insort(self.active, sequence, key=_arrival)
-            if sequence.state is State.RUNNING:
+            if sequence.state is SequenceState.RUNNING:
                 self._place(sequence, plan)
 
-    def _place(self, sequence: Sequence, plan: Plan) -> bool:
+    def _place(self, sequence: Sequence, plan: StepPlan) -> bool:
         """Put as much of the sequence as the budget allows into the plan; False where its pages cannot be had."""
         length = min(sequence.missing, self._max_batch_tokens - sum(plan.values()))
         if length == 0:
@@ -87,16 +87,16 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._prefix.drop(sequence)
-        sequence.state = State.WAITING
+        sequence.state = SequenceState.WAITING
         sequence.preemptions += 1
         self.active.remove(sequence)
         insort(self.waiting, sequence, key=_arrival)
 
-    def finish(self, sequence: Sequence, why: Finish) -> None:
+    def finish(self, sequence: Sequence, why: FinishReason) -> None:
         """Take a sequence out, whatever its state; what it held comes back."""
-        (self.waiting if sequence.state is State.WAITING else self.active).remove(sequence)
+        (self.waiting if sequence.state is SequenceState.WAITING else self.active).remove(sequence)
         self._prefix.close(sequence)
-        sequence.state = State.FINISHED
+        sequence.state = SequenceState.FINISHED
         sequence.finish = why
 
     def check(self) -> list[str]:
@@ -108,14 +108,14 @@ class Scheduler:
                 references[page] += 1
             if self._prefix.blocks(sequence.computed) > len(sequence.pages):
                 faults.append(f"{sequence.id}: {sequence.computed} tokens computed, {len(sequence.pages)} pages")
-            if (sequence.state is State.LOADING) != (sequence.transfer is not None):
+            if (sequence.state is SequenceState.LOADING) != (sequence.transfer is not None):
                 faults.append(f"{sequence.id} is {sequence.state.value} with transfer {sequence.transfer}")
         for page, count in enumerate(references):
             if count != self._pool.references(page):
                 faults.append(f"page {page}: {self._pool.references(page)} references, in {count} block tables")
         for name, queue, states in (
-            ("waiting", self.waiting, {State.WAITING}),
-            ("active", self.active, {State.LOADING, State.RUNNING}),
+            ("waiting", self.waiting, {SequenceState.WAITING}),
+            ("active", self.active, {SequenceState.LOADING, SequenceState.RUNNING}),
         ):
             if [s.arrival for s in queue] != sorted({s.arrival for s in queue}):
                 faults.append(f"{name} is not in order of arrival, each once")

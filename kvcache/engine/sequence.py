@@ -8,13 +8,13 @@ from enum import Enum
 from typing import Literal
 
 from kvcache.cache.api import Request, Transfer
-from kvcache.engine.sampling import Params, Sampler
+from kvcache.engine.sampling import Sampler, SamplingParams
 
-Finish = Literal["", "stop", "length", "abort"]
+FinishReason = Literal["", "stop", "length", "abort"]
 """Why an answer ended: a stop token or string; no more tokens allowed; the caller's wish. Empty: it has not."""
 
 
-class State(Enum):
+class SequenceState(Enum):
     WAITING = "waiting"  # holds no pages
     LOADING = "loading"  # its pages are being filled from the cache
     RUNNING = "running"
@@ -22,7 +22,7 @@ class State(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class RequestOutput:
     """A finished request. `token_ids` is the answer, an end token included; times are seconds from `add`.
 
     `reused` counts the prompt tokens that were not computed, by the tier they came from: `hbm` is the engine's own
@@ -31,7 +31,7 @@ class Result:
 
     id: str
     token_ids: list[int]
-    finish: Finish
+    finish: FinishReason
     prompt_tokens: int
     reused: Mapping[str, int]
     start_s: float  # until it first held pages
@@ -53,12 +53,12 @@ class Sequence:
     prompt_tokens: int
     tokens: list[int]  # prompt and answer
     end_tokens: int  # no more tokens than this, the prompt included
-    params: Params
+    params: SamplingParams
     sampler: Sampler
     added_s: float
     request: Request | None = None  # of the cache; None: nothing is reused
-    state: State = State.WAITING
-    finish: Finish = ""
+    state: SequenceState = SequenceState.WAITING
+    finish: FinishReason = ""
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     published: int = 0  # blocks from the front that the pool can be asked for
@@ -66,7 +66,7 @@ class Sequence:
     hashed: int = 0  # tokens that the request of the cache knows
     transfer: Transfer | None = None  # the load under way, into the last of `pages`
     tiers: list[str] = field(default_factory=list)  # where the cache had each block when it was first found
-    give_up_s: float = 0.0  # the moment at which a load, or an unanswered lookup, is waited for no longer
+    wait_until_s: float = 0.0  # the moment at which a load, or an unanswered lookup, is waited for no longer
     reused: dict[str, int] = field(default_factory=dict)
     start_s: float = 0.0
     ttft_s: float = 0.0
@@ -82,8 +82,8 @@ class Sequence:
         """Tokens to compute before the next one can be chosen; at least 1 while it runs."""
         return len(self.tokens) - self.computed
 
-    def result(self) -> Result:
-        return Result(
+    def result(self) -> RequestOutput:
+        return RequestOutput(
             id=self.id,
             token_ids=self.answer,
             finish=self.finish,

@@ -22,14 +22,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvcache.engine.completion import Asked, Chat, Completion, RequestError, answer, refusal, text
+from kvcache.engine.completion import (
+    ChatRequest,
+    CompletionRequest,
+    CompletionRequestBase,
+    RequestError,
+    answer_text,
+    completion_body,
+    error_body,
+)
 from kvcache.engine.loop import EngineLoop
-from kvcache.engine.sequence import Result
+from kvcache.engine.sequence import RequestOutput
 from kvcache.engine.tokenizer import Tokenizer
 from kvcache.errors import ClosedError, KVCacheError
 
-BODY_BYTES = 32 << 20
-NOBODY_LISTENS = 499  # nginx's code for a client that has gone; nobody sees it
+MAX_BODY_BYTES = 32 << 20
+CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that has gone; nobody sees it
 
 
 class Server:
@@ -51,7 +59,7 @@ class Server:
                 Route("/v1/completions", self._completions, methods=["POST"]),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
             ],
-            exception_handlers={HTTPException: _http_error, KVCacheError: _our_error, Exception: _defect},
+            exception_handlers={HTTPException: _http_error, KVCacheError: _kvcache_error, Exception: _internal_error},
             lifespan=self._lifespan,
         )
 
@@ -70,23 +78,26 @@ class Server:
         return JSONResponse({"object": "list", "data": [model]})
 
     async def _completions(self, request: Request) -> Response:
-        asked = Completion.read(await _body(request))
-        return await self._answer(request, asked, lambda: asked.prompts(self._tokenizer.encode))
+        body = CompletionRequest.read(await _body(request))
+        return await self._answer(request, body, lambda: body.prompts(self._tokenizer.encode))
 
     async def _chat(self, request: Request) -> Response:
-        asked = Chat.read(await _body(request))
-        return await self._answer(request, asked, lambda: asked.prompts(self._tokenizer.chat))
+        body = ChatRequest.read(await _body(request))
+        return await self._answer(request, body, lambda: body.prompts(self._tokenizer.chat))
 
-    async def _answer(self, request: Request, asked: Asked, ask: Callable[[], list[list[int]]]) -> Response:
+    async def _answer(
+        self, request: Request, body: CompletionRequestBase, ask: Callable[[], list[list[int]]]
+    ) -> Response:
         """`ask`: the prompts; a model's template or tokenizer takes its time."""
-        if asked.model != self._model:
-            there = f"model {asked.model!r}: not served here; there is {self._model!r}"
+        if body.model != self._model:
+            message = f"model {body.model!r}: not served here; there is {self._model!r}"
             return JSONResponse(
-                refusal(there, kind="invalid_request_error", param="model", code="model_not_found"), status_code=404
+                error_body(message, kind="invalid_request_error", param="model", code="model_not_found"),
+                status_code=404,
             )
-        params = asked.params()
+        params = body.params()
         prompts = await run_in_threadpool(ask)
-        futures: list[Future[Result]] = []
+        futures: list[Future[RequestOutput]] = []
         try:
             for prompt in prompts:
                 futures.append(self._loop.submit(prompt, params))  # noqa: PERF401  those before a refusal must be known
@@ -97,12 +108,12 @@ class Server:
             for future in futures:
                 future.cancel()  # nothing where it is done
         if results is None:
-            return Response(status_code=NOBODY_LISTENS)
-        texts = [text(result, self._tokenizer.decode, params.stop) for result in results]
-        return JSONResponse(answer(self._model, results, texts, chat=isinstance(asked, Chat)))
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        texts = [answer_text(result, self._tokenizer.decode, params.stop) for result in results]
+        return JSONResponse(completion_body(self._model, results, texts, chat=isinstance(body, ChatRequest)))
 
 
-async def _while_connected(request: Request, futures: list[Future[Result]]) -> list[Result] | None:
+async def _while_connected(request: Request, futures: list[Future[RequestOutput]]) -> list[RequestOutput] | None:
     """The results, or None as soon as the client has gone."""
     work = asyncio.gather(*map(asyncio.wrap_future, futures))
     gone = asyncio.ensure_future(_disconnect(request))
@@ -124,8 +135,8 @@ async def _body(request: Request) -> Any:
     body = bytearray()
     async for piece in request.stream():
         body += piece
-        if len(body) > BODY_BYTES:
-            raise HTTPException(413, f"a body of more than {BODY_BYTES} bytes")
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"a body of more than {MAX_BODY_BYTES} bytes")
     try:
         return json.loads(body)
     except ValueError as error:
@@ -135,15 +146,15 @@ async def _body(request: Request) -> Any:
 async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = "rate_limit_error" if error.status_code == 429 else "invalid_request_error"
-    return JSONResponse(refusal(error.detail, kind=kind), status_code=error.status_code, headers=error.headers)
+    return JSONResponse(error_body(error.detail, kind=kind), status_code=error.status_code, headers=error.headers)
 
 
-async def _our_error(_: Request, error: Exception) -> Response:
+async def _kvcache_error(_: Request, error: Exception) -> Response:
     if isinstance(error, ClosedError):
-        return JSONResponse(refusal(str(error), kind="server_error"), status_code=503)
+        return JSONResponse(error_body(str(error), kind="server_error"), status_code=503)
     param = error.param if isinstance(error, RequestError) else None
-    return JSONResponse(refusal(str(error), kind="invalid_request_error", param=param), status_code=400)
+    return JSONResponse(error_body(str(error), kind="invalid_request_error", param=param), status_code=400)
 
 
-async def _defect(_: Request, error: Exception) -> Response:
-    return JSONResponse(refusal("a defect of the server; its log has more", kind="server_error"), status_code=500)
+async def _internal_error(_: Request, error: Exception) -> Response:
+    return JSONResponse(error_body("a defect of the server; its log has more", kind="server_error"), status_code=500)

@@ -54,7 +54,7 @@ class Evidence:
 
     @classmethod
     def none(cls, policy: Policy) -> Evidence:
-        zeros = np.zeros((classes(policy), AGE_BINS), np.int64)
+        zeros = np.zeros((class_count(policy), AGE_BINS), np.int64)
         return cls(zeros, zeros, zeros)
 
 
@@ -72,11 +72,11 @@ class Policy(Protocol):
         """The value of a block by (class, age bin), of shape (classes, AGE_BINS); none below 0."""
 
 
-def classes(policy: Policy) -> int:
+def class_count(policy: Policy) -> int:
     return 1 + len(policy.bounds) * (len(policy.gaps) + 1)
 
 
-def requests_between_tables(clock: int) -> int:
+def table_interval_requests(clock: int) -> int:
     """How many requests a policy's table serves, from this time on: one, and an eighth of those so far."""
     return min(128, 1 + clock // 8)
 

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvcache.cache.cache import Cache
-from kvcache.cache.prefetch import Near, Room
-from kvcache.cache.request import BoundCache
+from kvcache.cache.prefetch import ByteBudget, Prefetcher
+from kvcache.cache.request import CacheNamespace
 from kvcache.errors import ConfigError
-from kvcache.fleet.coordination import Board
-from kvcache.fleet.popularity import CHAINS, Heat, Teller
-from kvcache.fleet.warm import Engine, Prompt, Warm
+from kvcache.fleet.coordination import Coordination
+from kvcache.fleet.popularity import MAX_CHAINS, Popularity, PopularityReporter
+from kvcache.fleet.warm import EngineClient, Prompt, WarmUp
 from kvcache.log import logger
 
 # The chains that a fleet uses most, brought into a node's own memory in the background.
@@ -22,7 +22,7 @@ _log = logger("kvcache.fleet")
 
 
 @dataclass(slots=True)
-class Fetched:
+class PrefetchProgress:
     """Progress. `chains` of the fleet's were looked at, of which `whole` are near now."""
 
     chains: int = 0
@@ -33,11 +33,13 @@ class Fetched:
     fault: str = ""
 
 
-class Fetch:
-    def __init__(self, cache: Cache, heat: Heat, bounds: Iterable[BoundCache], count: int, room: Room) -> None:
-        self._cache, self._heat, self._count, self._room = cache, heat, count, room
+class Prefetch:
+    def __init__(
+        self, cache: Cache, popularity: Popularity, bounds: Iterable[CacheNamespace], count: int, room: ByteBudget
+    ) -> None:
+        self._cache, self._popularity, self._count, self._room = cache, popularity, count, room
         self._bounds = {bound.id: bound for bound in bounds}.values()
-        self.fetched = Fetched()
+        self.progress = PrefetchProgress()
         self._done = threading.Event()
         self._stop = threading.Event()
 
@@ -57,135 +59,143 @@ class Fetch:
         """Raises for nothing."""
         try:
             for bound in self._bounds:
-                for packed in self._heat.hottest(bound.id, self._count):
-                    if self._stop.is_set() or self.fetched.full:
+                for packed in self._popularity.hottest(bound.id, self._count):
+                    if self._stop.is_set() or self.progress.full:
                         return
-                    self._one(bound, packed)
+                    self._prefetch_chain(bound, packed)
         except OSError as error:
-            self.fetched.fault = str(error)
+            self.progress.fault = str(error)
             _log.warning("the fleet's hottest chains: %s", error)
         except Exception as error:  # noqa: BLE001  never in the way
-            self.fetched.fault = repr(error)
+            self.progress.fault = repr(error)
             _log.exception("the fleet's hottest chains: a defect")
         finally:
             self._done.set()
 
-    def _one(self, bound: BoundCache, packed: bytes) -> None:
-        near = Near(self._cache.flow, bound, packed, self._room, self._stop.is_set)
-        self.fetched.chains += 1
-        self.fetched.whole += near.bring("warm-up")
-        self.fetched.blocks += near.blocks
-        self.fetched.bytes += near.bytes
-        self.fetched.full = near.full
+    def _prefetch_chain(self, bound: CacheNamespace, packed: bytes) -> None:
+        near = Prefetcher(self._cache.tier_manager, bound, packed, self._room, self._stop.is_set)
+        self.progress.chains += 1
+        self.progress.whole += near.prefetch("warm-up")
+        self.progress.blocks += near.blocks
+        self.progress.bytes += near.bytes
+        self.progress.full = near.full
 
 
-SETTLE_S = 30.0
+SETTLE_TIMEOUT_S = 30.0
 """For what was computed to reach the fleet."""
-_MOST_KEPT = 16  # of fetches, for whoever asks how far they are
+_MAX_KEPT = 16  # of fetches, for whoever asks how far they are
 
 
-def join(cache: Cache) -> Node | None:
+def join_fleet(cache: Cache) -> FleetNode | None:
     """Where the settings name a Redis; ends with the cache."""
     if cache.settings.redis.enabled:
-        return Node(cache)
-    cache.answers["warm"] = _alone
+        return FleetNode(cache)
+    cache.control_handlers["warm"] = _refuse_without_fleet
     return None
 
 
-def _alone(asked: dict[Any, Any]) -> dict[str, Any]:
+def _refuse_without_fleet(asked: dict[Any, Any]) -> dict[str, Any]:
     raise ConfigError("redis.enabled is false in this cache's settings: it has no fleet to fetch from")
 
 
-def warm_up(cache: Cache, url: str, prompts: Sequence[Prompt]) -> Warm:
+def warm_up(cache: Cache, url: str, prompts: Sequence[Prompt]) -> WarmUp:
     """Have the engine at `url`, whose cache this is, read or compute these prompts, in the background."""
-    settings, clock = cache.settings.warm, cache.flow.port.clock
-    board = Board(cache.settings.redis, cache.flow.port) if cache.settings.redis.enabled else None
-    watch = cache.flow.watch(anew=True)
+    settings, clock = cache.settings.warm, cache.tier_manager.os_env.clock
+    coordination = (
+        Coordination(cache.settings.redis, cache.tier_manager.os_env) if cache.settings.redis.enabled else None
+    )
+    watch = cache.tier_manager.watch(anew=True)
 
     def begin() -> None:
         nonlocal watch
-        watch = cache.flow.watch(anew=True)
+        watch = cache.tier_manager.watch(anew=True)
 
     def settle() -> bool:
-        return bool(cache.flow.flush(SETTLE_S, watch=watch, first=cache.at_flush, fleet=True))
+        return bool(cache.tier_manager.flush(SETTLE_TIMEOUT_S, watch=watch, first=cache.on_flush, fleet=True))
 
-    warm = Warm(
-        Engine(url),
+    warm = WarmUp(
+        EngineClient(url),
         prompts,
-        board,
+        coordination,
         clock,
         begin=begin,
         settle=settle,
         held=lambda: cache.host.usage().used_bytes,
-        most_bytes=min(settings.max_bytes, cache.settings.host.capacity_bytes // 2),
+        max_bytes=min(settings.max_bytes, cache.settings.host.capacity_bytes // 2),
         patience_s=settings.deadline_s,
         lease_s=settings.lease_s,
     )
     if settings.before_ready:
         end = clock.now() + settings.deadline_s
-        cache.waits.append(lambda: warm.ready or clock.now() >= end)
-    cache.at_close.append(warm.stop)
-    if board is not None:
-        cache.at_close.append(board.close)
+        cache.readiness_checks.append(lambda: warm.ready or clock.now() >= end)
+    cache.on_close.append(warm.stop)
+    if coordination is not None:
+        cache.on_close.append(coordination.close)
     warm.start()
     return warm
 
 
-class Node:
+class FleetNode:
     def __init__(self, cache: Cache) -> None:
         settings, self._cache = cache.settings.warm, cache
-        self._board = Board(cache.settings.redis, cache.flow.port)
-        self._heat = Heat(self._board, half_life_s=settings.heat_half_life_s)
+        self._coordination = Coordination(cache.settings.redis, cache.tier_manager.os_env)
+        self._popularity = Popularity(self._coordination, half_life_s=settings.popularity_half_life_s)
         self._most_bytes = min(settings.max_bytes, cache.settings.host.capacity_bytes // 2)
-        self._room = Room(self._most_bytes)
-        self._fetches: list[Fetch] = []
+        self._room = ByteBudget(self._most_bytes)
+        self._prefetches: list[Prefetch] = []
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         telling = settings.heat and cache.settings.explain.memory_bytes > 0
-        self._teller = Teller(cache, self._heat, every_s=settings.heat_every_s) if telling else None
-        self._end = cache.flow.port.clock.now() + settings.deadline_s
+        self._popularity_reporter = (
+            PopularityReporter(cache, self._popularity, report_interval_s=settings.popularity_interval_s)
+            if telling
+            else None
+        )
+        self._end = cache.tier_manager.os_env.clock.now() + settings.deadline_s
         if settings.hot:
-            cache.at_bind.append(lambda bound: self.fetch([bound], settings.hot, self._room))
+            cache.on_bind.append(lambda bound: self.prefetch([bound], settings.hot, self._room))
             if settings.before_ready:
-                cache.waits.append(self.ready)
-        cache.answers["warm"] = self.answer
-        cache.at_close.append(self.close)
+                cache.readiness_checks.append(self.ready)
+        cache.control_handlers["warm"] = self.answer
+        cache.on_close.append(self.close)
 
     def ready(self) -> bool:
         """All that was to be fetched was, or had its time."""
-        return self._cache.flow.port.clock.now() >= self._end or all(fetch.ready for fetch in self._fetches)
+        return self._cache.tier_manager.os_env.clock.now() >= self._end or all(
+            prefetch.ready for prefetch in self._prefetches
+        )
 
-    def fetch(self, bounds: list[BoundCache], count: int, room: Room) -> Fetch:
-        fetch = Fetch(self._cache, self._heat, bounds, count, room)
+    def prefetch(self, bounds: list[CacheNamespace], count: int, room: ByteBudget) -> Prefetch:
+        prefetch = Prefetch(self._cache, self._popularity, bounds, count, room)
         with self._lock:
-            self._fetches = [*self._fetches[-_MOST_KEPT:], fetch]
-            self._threads = [*(thread for thread in self._threads if thread.is_alive()), fetch.start()]
-        return fetch
+            self._prefetches = [*self._prefetches[-_MAX_KEPT:], prefetch]
+            self._threads = [*(thread for thread in self._threads if thread.is_alive()), prefetch.start()]
+        return prefetch
 
     def answer(self, asked: dict[Any, Any]) -> dict[str, Any]:
         """`hot`: begin to fetch so many chains; without, how far the last fetch is. `max_bytes`: at most."""
         count, most = asked.get("hot"), asked.get("max_bytes")
         if count is not None:
-            if not isinstance(count, int) or isinstance(count, bool) or not 0 < count <= CHAINS:
-                raise ConfigError(f"hot = {count!r:.40}: expected 1 to {CHAINS} chains")
+            if not isinstance(count, int) or isinstance(count, bool) or not 0 < count <= MAX_CHAINS:
+                raise ConfigError(f"hot = {count!r:.40}: expected 1 to {MAX_CHAINS} chains")
             if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 0):
                 raise ConfigError(f"max_bytes = {most!r:.40}: expected a number of bytes")
             bounds = self._cache.bounds
             if not bounds:
                 raise ConfigError("no engine has bound a namespace here yet: there is nothing to fetch for")
-            self.fetch(bounds, count, Room(self._most_bytes if most is None else most))
-        if not self._fetches:
+            self.prefetch(bounds, count, ByteBudget(self._most_bytes if most is None else most))
+        if not self._prefetches:
             return {"done": True}
-        last = self._fetches[-1]
-        return {"done": last.ready, **asdict(last.fetched)}
+        last = self._prefetches[-1]
+        return {"done": last.ready, **asdict(last.progress)}
 
     def close(self) -> None:
         with self._lock:
-            fetches, threads = list(self._fetches), list(self._threads)
-        for fetch in fetches:
-            fetch.stop()
-        self._board.close()  # wakes who waits for a server
+            fetches, threads = list(self._prefetches), list(self._threads)
+        for prefetch in fetches:
+            prefetch.stop()
+        self._coordination.close()  # wakes who waits for a server
         for thread in threads:
             thread.join()
-        if self._teller is not None:
-            self._teller.close()
+        if self._popularity_reporter is not None:
+            self._popularity_reporter.close()

@@ -16,17 +16,17 @@ from collections import Counter
 
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.cache.cache import Cache
-from kvcache.fleet.coordination import Board
+from kvcache.fleet.coordination import Coordination
 from kvcache.log import logger
-from kvcache.tier.redis.keys import heat
+from kvcache.tier.redis.keys import popularity_keys
 
-CHAINS = 256
+MAX_CHAINS = 256
 """Of a namespace, in the server."""
-BLOCKS = 2048
+MAX_CHAIN_BLOCKS = 2048
 """Of a chain: 64 KiB of signatures."""
-TOLD = 64
+MAX_REPORTED_CHAINS = 64
 """Chains that one node tells of at a time, the most used of them."""
-EVERY_S = 30.0
+REPORT_INTERVAL_S = 30.0
 HALF_LIFE_S = 3600.0
 _EXPIRE_S = 7 * 86_400
 
@@ -60,57 +60,71 @@ return found"""
 _log = logger("kvcache.fleet")
 
 
-class Heat:
+class Popularity:
     """The counts of a fleet, of any namespace. OSError where no server answers."""
 
-    def __init__(self, board: Board, *, half_life_s: float = HALF_LIFE_S, chains: int = CHAINS) -> None:
-        self._board, self._half_life_s, self._chains = board, half_life_s, chains
+    def __init__(
+        self, coordination: Coordination, *, half_life_s: float = HALF_LIFE_S, chains: int = MAX_CHAINS
+    ) -> None:
+        self._coordination, self._half_life_s, self._chains = coordination, half_life_s, chains
 
     def add(self, namespace: bytes, packed: bytes, uses: int, wall_s: float) -> None:
         """`packed`: the signatures of a chain that was used so often, at that time."""
-        packed = packed[: BLOCKS * SIGNATURE_BYTES]
+        packed = packed[: MAX_CHAIN_BLOCKS * SIGNATURE_BYTES]
         name, now = packed[-SIGNATURE_BYTES:], wall_s / self._half_life_s
         bounds = (b"%d" % self._chains, b"%d" % _EXPIRE_S)
-        self._board.script(
-            _ADD, heat(self._board.prefix, namespace), name, b"%.17g" % now, b"%d" % uses, packed, *bounds
+        self._coordination.script(
+            _ADD,
+            popularity_keys(self._coordination.prefix, namespace),
+            name,
+            b"%.17g" % now,
+            b"%d" % uses,
+            packed,
+            *bounds,
         )
 
     def hottest(self, namespace: bytes, count: int) -> list[bytes]:
         """The signatures of that many chains, the hottest first; those that make no sense are left out."""
-        found = self._board.script(_HOTTEST, heat(self._board.prefix, namespace), b"%d" % max(1, count))
-        if not isinstance(found, list):
+        chains = self._coordination.script(
+            _HOTTEST, popularity_keys(self._coordination.prefix, namespace), b"%d" % max(1, count)
+        )
+        if not isinstance(chains, list):
             return []
-        return [each for each in found if isinstance(each, bytes) and each and not len(each) % SIGNATURE_BYTES]
+        return [each for each in chains if isinstance(each, bytes) and each and not len(each) % SIGNATURE_BYTES]
 
 
-class Teller:
+class PopularityReporter:
     """Tells the fleet what one cache's requests found. Owns a thread until `close`, or until nobody has the cache."""
 
-    def __init__(self, cache: Cache, heat: Heat, *, every_s: float = EVERY_S) -> None:
-        self._cache, self._heat, self._every_s = weakref.ref(cache), heat, every_s
-        self._told = 0  # the cache's clock, in requests
+    def __init__(self, cache: Cache, popularity: Popularity, *, report_interval_s: float = REPORT_INTERVAL_S) -> None:
+        self._cache, self._popularity, self._report_interval_s = weakref.ref(cache), popularity, report_interval_s
+        self._reported_clock = 0  # the cache's clock, in requests
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvcache-heat", daemon=True)
         self._thread.start()
 
-    def tell(self) -> int:
+    def report(self) -> int:
         """What was found since the last time; how many chains were told of."""
         cache = self._cache()
-        asked = [] if cache is None else [a for a in cache.why.ring.last() if a.clock > self._told and a.found]
-        if cache is None or not asked:
+        entries = (
+            []
+            if cache is None
+            else [a for a in cache.miss_explainer.recent_requests.last() if a.clock > self._reported_clock and a.found]
+        )
+        if cache is None or not entries:
             return 0
-        self._told = max(each.clock for each in asked)
-        uses = Counter((each.namespace, each.packed[: each.found * SIGNATURE_BYTES]) for each in asked)
-        now = cache.flow.port.clock.wall()
-        most = uses.most_common(TOLD)
-        for (namespace, packed), count in most:
-            self._heat.add(namespace, packed, count, now)
-        return len(most)
+        self._reported_clock = max(each.clock for each in entries)
+        uses = Counter((each.namespace, each.packed[: each.found * SIGNATURE_BYTES]) for each in entries)
+        now = cache.tier_manager.os_env.clock.wall()
+        top_chains = uses.most_common(MAX_REPORTED_CHAINS)
+        for (namespace, packed), count in top_chains:
+            self._popularity.add(namespace, packed, count, now)
+        return len(top_chains)
 
     def _run(self) -> None:
-        while not self._over.wait(self._every_s) and self._cache() is not None:
+        while not self._over.wait(self._report_interval_s) and self._cache() is not None:
             try:
-                self.tell()
+                self.report()
             except OSError as error:  # the tier says so in its own counters
                 _log.debug("the fleet's counts: %s", error)
             except Exception:  # noqa: BLE001  never in the way

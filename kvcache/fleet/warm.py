@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 from kvcache.errors import ConfigError, KVCacheError, UnreachableError
-from kvcache.fleet.coordination import LEASE_S, Board, Lease, Turn
+from kvcache.fleet.coordination import LEASE_S, Coordination, LeaseResult, PromptLease
 from kvcache.log import logger
 from kvcache.os_env import Clock
 
@@ -30,21 +30,23 @@ from kvcache.os_env import Clock
 # [{"role": "system", "content": "..."}]} {"token_ids": [1, 2, 3]} A text or a list of token ids may stand alone.
 # Empty lines, and lines that begin with #, are left out.
 
-Kind = Literal["text", "messages", "token_ids"]
+PromptKind = Literal["text", "messages", "token_ids"]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    kind: Kind
+    kind: PromptKind
     content: Any
 
     def digest(self, model: str) -> str:
         """32 hexadecimal digits: the same on every node for the same prompt to the same model."""
-        told = json.dumps([model, self.kind, self.content], ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-        return sha256(told.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        document = json.dumps(
+            [model, self.kind, self.content], ensure_ascii=False, sort_keys=True, separators=(",", ":")
+        )
+        return sha256(document.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def read(path: Path) -> list[Prompt]:
+def read_prompts(path: Path) -> list[Prompt]:
     """In the file's order. ConfigError, with the line, for what is none."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -61,15 +63,15 @@ def read(path: Path) -> list[Prompt]:
 
 def _prompt(line: str, where: str) -> Prompt:
     try:
-        said = json.loads(line)
+        reply = json.loads(line)
     except ValueError as error:
         raise ConfigError(f"{where}: not JSON: {error}; a text stands in quotation marks") from None
-    if isinstance(said, str):
-        said = {"text": said}
-    elif isinstance(said, list):
-        said = {"token_ids": said}
-    if isinstance(said, dict) and len(said) == 1:
-        (kind, content), *_ = said.items()
+    if isinstance(reply, str):
+        reply = {"text": reply}
+    elif isinstance(reply, list):
+        reply = {"token_ids": reply}
+    if isinstance(reply, dict) and len(reply) == 1:
+        (kind, content), *_ = reply.items()
         if kind == "text" and isinstance(content, str) and content:
             return Prompt("text", content)
         if kind == "token_ids" and _is_list_of(content, int) and min(content) >= 0:
@@ -89,9 +91,9 @@ def _is_list_of(content: object, kind: type) -> bool:
 
 # An engine, as anyone sees it who has its URL: OpenAI's API, asked for one token.
 
-KEY = "OPENAI_API_KEY"
-_WORDS = 300  # of an engine's own, in an error
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # an engine is near, a proxy is not
+API_KEY_VARIABLE = "OPENAI_API_KEY"
+_MAX_ERROR_CHARS = 300  # of an engine's own, in an error
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # an engine is near, a proxy is not
 
 
 class EngineError(KVCacheError):
@@ -99,12 +101,12 @@ class EngineError(KVCacheError):
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class PrefillUsage:
     tokens: int  # of the prompt
     cached: int  # of these, not computed; 0 where the engine does not tell
 
 
-class Engine:
+class EngineClient:
     """`url`: with or without `/v1`. `model`: what to ask for; without one, the first that the engine names."""
 
     def __init__(self, url: str, model: str = "", *, timeout_s: float = 600.0) -> None:
@@ -116,53 +118,55 @@ class Engine:
     @property
     def model(self) -> str:
         if not self._model:
-            told = self._ask("/v1/models")
+            document = self._ask("/v1/models")
             try:
-                self._model = str(told["data"][0]["id"])
+                self._model = str(document["data"][0]["id"])
             except (KeyError, IndexError, TypeError):
                 raise UnreachableError(f"{self._url}: names no model; give --model") from None
         return self._model
 
-    def prefill(self, prompt: Prompt) -> Usage:
+    def prefill(self, prompt: Prompt) -> PrefillUsage:
         """Have the engine compute a prompt, or find it; EngineError where it refuses, UnreachableError where it is
         not there."""
         body: dict[str, Any] = {"model": self.model, "max_tokens": 1, "temperature": 0}
         if prompt.kind == "messages":
-            said = self._ask("/v1/chat/completions", {**body, "messages": prompt.content})
+            reply = self._ask("/v1/chat/completions", {**body, "messages": prompt.content})
         else:
-            said = self._ask("/v1/completions", {**body, "prompt": prompt.content})
-        usage = said.get("usage") or {}
+            reply = self._ask("/v1/completions", {**body, "prompt": prompt.content})
+        usage = reply.get("usage") or {}
         details = usage.get("prompt_tokens_details") or {}
-        return Usage(int(usage.get("prompt_tokens") or 0), int(details.get("cached_tokens") or 0))
+        return PrefillUsage(int(usage.get("prompt_tokens") or 0), int(details.get("cached_tokens") or 0))
 
     def _ask(self, path: str, body: Any = None) -> dict[str, Any]:
         headers = {"content-type": "application/json"}
-        if key := os.environ.get(KEY):
+        if key := os.environ.get(API_KEY_VARIABLE):
             headers["authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode("utf-8", "surrogatepass")
         request = urllib.request.Request(self._url + path, data, headers)  # noqa: S310  http or https, see above
         try:
-            with _DIRECT.open(request, timeout=self._timeout_s) as response:
-                said = json.load(response)
+            with _OPENER.open(request, timeout=self._timeout_s) as response:
+                reply = json.load(response)
         except urllib.error.HTTPError as error:
             with error:
-                raise EngineError(f"{self._url}{path}: {error.code}, {_words(error.read(_WORDS * 4))}") from None
+                raise EngineError(
+                    f"{self._url}{path}: {error.code}, {_error_text(error.read(_MAX_ERROR_CHARS * 4))}"
+                ) from None
         except (OSError, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise UnreachableError(f"{self._url}{path}: {reason}; is an engine serving there?") from None
-        if not isinstance(said, dict):
+        if not isinstance(reply, dict):
             raise UnreachableError(f"{self._url}{path}: answers something else than OpenAI's API")
-        return said
+        return reply
 
 
-def _words(body: bytes) -> str:
+def _error_text(body: bytes) -> str:
     try:
-        return str(json.loads(body)["error"]["message"])[:_WORDS]
+        return str(json.loads(body)["error"]["message"])[:_MAX_ERROR_CHARS]
     except (ValueError, KeyError, TypeError):
-        return body.decode("utf-8", "replace")[:_WORDS] or "no words"
+        return body.decode("utf-8", "replace")[:_MAX_ERROR_CHARS] or "no words"
 
 
-PAUSE_S = 0.1
+POLL_S = 0.1
 """Between two looks at what others compute."""
 
 _log = logger("kvcache.fleet")
@@ -171,21 +175,21 @@ _log = logger("kvcache.fleet")
 class Prefiller(Protocol):
     @property
     def model(self) -> str: ...
-    def prefill(self, prompt: Prompt) -> Usage: ...
+    def prefill(self, prompt: Prompt) -> PrefillUsage: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PromptResult:
     """What became of one prompt: `computed`, by this node's engine with the lease; `fetched`, after another node;
     `alone`, without a lease; `failed`; `left`, for lack of time or room."""
 
     number: int
     what: str
-    usage: Usage = field(default_factory=lambda: Usage(0, 0))
+    usage: PrefillUsage = field(default_factory=lambda: PrefillUsage(0, 0))
     why: str = ""
 
 
-class Warm:
+class WarmUp:
     """`begin`: called before this node's engine computes a prompt. `settle`: waits until what the engine stored or used
     since then can be read by the others; whether it is so. `held`: bytes
     that this node keeps, of which `most_bytes` may be added. `patience_s`: for all of it."""
@@ -194,23 +198,23 @@ class Warm:
         self,
         engine: Prefiller,
         prompts: Sequence[Prompt],
-        board: Board | None,
+        coordination: Coordination | None,
         clock: Clock,
         *,
         begin: Callable[[], object] = lambda: None,
         settle: Callable[[], bool] = lambda: True,
         held: Callable[[], int] = lambda: 0,
-        most_bytes: int | None = None,
+        max_bytes: int | None = None,
         patience_s: float = 3600.0,
         lease_s: float = LEASE_S,
-        tell: Callable[[Step], object] = lambda step: None,
+        on_result: Callable[[PromptResult], object] = lambda step: None,
     ) -> None:
-        self._engine, self._prompts, self._board, self._clock = engine, prompts, board, clock
-        self._begin, self._settle, self._held, self._most_bytes = begin, settle, held, most_bytes
-        self._patience_s, self._lease_s, self._tell = patience_s, lease_s, tell
+        self._engine, self._prompts, self._coordination, self._clock = engine, prompts, coordination, clock
+        self._begin, self._settle, self._held, self._most_bytes = begin, settle, held, max_bytes
+        self._patience_s, self._lease_s, self._on_result = patience_s, lease_s, on_result
         self._done = threading.Event()
         self._stop = threading.Event()
-        self.steps: list[Step] = []
+        self.steps: list[PromptResult] = []
 
     @property
     def ready(self) -> bool:
@@ -252,49 +256,53 @@ class Warm:
             number, prompt = waiting.popleft()
             over = self._most_bytes is not None and self._held() - before >= self._most_bytes
             if over or self._clock.now() >= end:
-                self._say(Step(number, "left", why="the limit on bytes is reached" if over else "no time is left"))
+                self._record_result(
+                    PromptResult(number, "left", why="the limit on bytes is reached" if over else "no time is left")
+                )
                 continue
-            step = self._one(number, prompt)
+            step = self._warm_prompt(number, prompt)
             if step is not None:
-                self._say(step)
+                self._record_result(step)
                 others = 0
                 continue
             waiting.append((number, prompt))
             others += 1
             if others >= len(waiting):
-                self._stop.wait(PAUSE_S)
+                self._stop.wait(POLL_S)
                 others = 0
 
-    def _say(self, step: Step) -> None:
+    def _record_result(self, step: PromptResult) -> None:
         self.steps.append(step)
         level = logging.WARNING if step.what == "failed" else logging.INFO
         of = len(self._prompts)
         _log.log(level, "prompt %d of %d: %s%s", step.number + 1, of, step.what, f", {step.why}" if step.why else "")
-        self._tell(step)
+        self._on_result(step)
 
-    def _one(self, number: int, prompt: Prompt) -> Step | None:
+    def _warm_prompt(self, number: int, prompt: Prompt) -> PromptResult | None:
         """What became of it; None while another node computes it."""
         try:
-            if self._board is None:
-                return Step(number, "alone", self._engine.prefill(prompt))
-            lease = Lease(self._board, prompt.digest(self._engine.model), lease_s=self._lease_s)
+            if self._coordination is None:
+                return PromptResult(number, "alone", self._engine.prefill(prompt))
+            lease = PromptLease(self._coordination, prompt.digest(self._engine.model), lease_s=self._lease_s)
             try:
-                turn = lease.take()
+                turn = lease.acquire()
             except OSError as error:
-                return Step(number, "alone", self._engine.prefill(prompt), f"no lease: {error}")
-            if turn is Turn.ANOTHERS:
+                return PromptResult(number, "alone", self._engine.prefill(prompt), f"no lease: {error}")
+            if turn is LeaseResult.HELD_ELSEWHERE:
                 return None
-            if turn is Turn.STORED:
-                return Step(number, "fetched", self._engine.prefill(prompt))
+            if turn is LeaseResult.STORED:
+                return PromptResult(number, "fetched", self._engine.prefill(prompt))
             return self._with_lease(number, prompt, lease)
         except KVCacheError as error:
-            return Step(number, "failed", why=str(error))
+            return PromptResult(number, "failed", why=str(error))
 
-    def _with_lease(self, number: int, prompt: Prompt, lease: Lease) -> Step:
-        with lease.kept():
+    def _with_lease(self, number: int, prompt: Prompt, lease: PromptLease) -> PromptResult:
+        with lease.keep_renewed():
             self._begin()
             usage = self._engine.prefill(prompt)
             settled = self._settle()
         with suppress(OSError):  # then it ends by itself, and somebody else asks his engine
-            lease.stored() if settled else lease.give_up()
-        return Step(number, "computed", usage, "" if settled else "what was computed did not reach the fleet in time")
+            lease.mark_stored() if settled else lease.release()
+        return PromptResult(
+            number, "computed", usage, "" if settled else "what was computed did not reach the fleet in time"
+        )

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcache.block.chain import SIGNATURE_BYTES
-from kvcache.block.layout import KVLayout, Shard, needed
+from kvcache.block.layout import KVLayout, Shard, blocks_needed
 from kvcache.block.record import Address
 
-Packed = bytes | bytearray | memoryview
+PackedSignatures = bytes | bytearray | memoryview
 """Signatures one behind the other, 32 bytes each."""
 
 
@@ -23,7 +23,7 @@ def place_of(namespace: bytes, group: int, shard: Shard) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ShardRef:
     """One shard of one group: its payload size, and what the index knows it by."""
 
     group: int
@@ -32,12 +32,12 @@ class Place:
     name: bytes
 
 
-class Run(NamedTuple):
+class BlockRun(NamedTuple):
     place: bytes
-    signatures: Packed
+    signatures: PackedSignatures
 
     @classmethod
-    def of(cls, address: Address) -> Run:
+    def of(cls, address: Address) -> BlockRun:
         """The run of one block."""
         return cls(place_of_address(address), address.signature)
 
@@ -45,21 +45,21 @@ class Run(NamedTuple):
     def blocks(self) -> int:
         return len(self.signatures) // SIGNATURE_BYTES
 
-    def part(self, first: int, end: int) -> Run:
+    def part(self, first: int, end: int) -> BlockRun:
         """Blocks `first` to `end` (excluded)."""
-        return Run(self.place, memoryview(self.signatures)[first * SIGNATURE_BYTES : end * SIGNATURE_BYTES])
+        return BlockRun(self.place, memoryview(self.signatures)[first * SIGNATURE_BYTES : end * SIGNATURE_BYTES])
 
 
 def place_of_address(address: Address) -> bytes:
     return place_of(address.namespace, address.group, address.shard)
 
 
-def joined(addresses: Sequence[Address]) -> Run:
+def as_run(addresses: Sequence[Address]) -> BlockRun:
     """As one run, for calls that look at each block alone; all at one place."""
-    return Run(place_of_address(addresses[0]), b"".join(address.signature for address in addresses))
+    return BlockRun(place_of_address(addresses[0]), b"".join(address.signature for address in addresses))
 
 
-def chained(addresses: Sequence[Address]) -> Iterator[tuple[Run, bytes]]:
+def chained_runs(addresses: Sequence[Address]) -> Iterator[tuple[BlockRun, bytes]]:
     """As runs of blocks of which each is the parent of the next, and the parent of the first of each."""
     first = 0
     for i in range(1, len(addresses) + 1):
@@ -69,12 +69,12 @@ def chained(addresses: Sequence[Address]) -> Iterator[tuple[Run, bytes]]:
             or addresses[i].parent != before.signature
             or (place_of_address(addresses[i]) != place_of_address(before))
         ):
-            yield joined(addresses[first:i]), addresses[first].parent
+            yield as_run(addresses[first:i]), addresses[first].parent
             first = i
 
 
 @dataclass(frozen=True, slots=True)
-class Chained:
+class ChainView:
     """The records of one chain at one place, as it was when this was made: each address made when it is asked for, so
     that a long prompt costs nothing but the blocks that move."""
 
@@ -110,12 +110,12 @@ class Chained:
         at = block * SIGNATURE_BYTES
         return self.packed[at - SIGNATURE_BYTES : at] if block else self.head
 
-    def run(self, first: int, end: int) -> Run:
+    def run(self, first: int, end: int) -> BlockRun:
         """Blocks `first` to `end` (excluded), as the index is asked about them."""
-        return Run(place_of(self.namespace, self.group, self.shard), self.packed).part(first, end)
+        return BlockRun(place_of(self.namespace, self.group, self.shard), self.packed).part(first, end)
 
 
-def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
+def contiguous_ranges(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Ascending numbers as (first, end excluded) of each stretch without a gap."""
     first = 0
     for i in range(1, len(blocks) + 1):
@@ -126,20 +126,20 @@ def runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 # How far a prefix reaches: the longest one for which every group has every block that its rule needs.
 
-ALL = 1 << 32
+ALL_BLOCKS = 1 << 32
 """As a need: however many blocks there are."""
 
 
 def needs(layout: KVLayout) -> list[int]:
     """By group, how many of the last blocks of a prefix its rule needs."""
-    return [needed(group, ALL, layout.block_tokens) for group in layout.groups]
+    return [blocks_needed(group, ALL_BLOCKS, layout.block_tokens) for group in layout.groups]
 
 
-def usable(needs: Sequence[int], present: Sequence[Sequence[int]]) -> int:
+def usable_prefix(needs: Sequence[int], present: Sequence[Sequence[int]]) -> int:
     """Blocks from the front. `present[group][block]` is true where the block is there with all its shards."""
     blocks = min(map(len, present))
     for need, here in zip(needs, present, strict=True):
-        if need >= ALL:
+        if need >= ALL_BLOCKS:
             blocks = next((i for i in range(blocks) if not here[i]), blocks)
     while blocks and not all(all(here[max(0, blocks - n) : blocks]) for n, here in zip(needs, present, strict=True)):
         blocks -= 1

@@ -19,31 +19,31 @@ from math import inf, log2
 from typing import Any
 
 from kvcache.block.record import Address
-from kvcache.evict.quotas import UNLIMITED, Shares
+from kvcache.evict.quotas import UNLIMITED, Quotas
 from kvcache.index.block_run import PLACE_BYTES, place_of_address
 from kvcache.index.index import Index, Victim
 from kvcache.log import logger
 
-MOST_KINDS = 1 << 12
+MAX_CLASSES = 1 << 12
 """As the compiled index has it."""
-MOST_TOLD = 1 << 48
+MAX_RESTORED_SIZE = 1 << 48
 """Bytes or tokens of one block, as another life may tell."""
-HALF_TOKENS = 1 << 20
+HALF_LIFE_TOKENS = 1 << 20
 """After so many tokens what an engine told before weighs half."""
-A_STEP = 4
+STEPS_PER_OCTAVE = 4
 """Steps an octave."""
-LEAST_S, MOST_S = 1e-9, 1e3
+MIN_TOKEN_S, MAX_TOKEN_S = 1e-9, 1e3
 """For a token, as far as it is believed."""
-MOST_TOKENS = 1 << 31
+MAX_STEP_TOKENS = 1 << 31
 """Of one step, likewise."""
-MOST_OCTAVES = 8.0
+MAX_OCTAVES = 8.0
 """From the mean: what computing costs differs by more between no two models that one machine serves."""
 
 _log = logger("kvcache.kinds")
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelShape:
     """What costs the same to compute: a name, and the bytes of a block in each tier, all of its records together."""
 
     name: tuple[str, ...]
@@ -51,56 +51,56 @@ class Model:
     block_bytes: tuple[int, ...]
 
 
-NO_MODEL = Model((), 1, ())
+UNKNOWN_MODEL = ModelShape((), 1, ())
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class CostClass:
     tenant: str
-    model: Model
+    model: ModelShape
     record_bytes: tuple[int, ...]  # by tier
 
 
-class Cost:
+class TokenCost:
     """Seconds for a token, as an engine told."""
 
     def __init__(self) -> None:
         self.tokens, self.seconds = 0.0, 0.0
 
     def learn(self, tokens: int, seconds: float) -> None:
-        if self.tokens > HALF_TOKENS:
+        if self.tokens > HALF_LIFE_TOKENS:
             self.tokens, self.seconds = self.tokens / 2, self.seconds / 2
         self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
 
 
-class Kinds:
+class CostClasses:
     """Thread-safe. `tiers`: those of the index that are ours, the nearest first."""
 
-    def __init__(self, index: Index, tiers: Sequence[str], shares: Shares) -> None:
-        self._index, self.shares = index, shares
+    def __init__(self, index: Index, tiers: Sequence[str], quotas: Quotas) -> None:
+        self._index, self.quotas = index, quotas
         self._number = {tier: t for t, tier in enumerate(tiers)}
-        self._kinds: list[Kind | None] = [None]
-        self._of: dict[Kind, int] = {}
+        self._classes: list[CostClass | None] = [None]
+        self._of: dict[CostClass, int] = {}
         self._places: dict[bytes, int] = {}
-        self._costs: dict[str, dict[Model, Cost]] = {}  # by tenant
+        self._costs: dict[str, dict[ModelShape, TokenCost]] = {}  # by tenant
         self._weights: list[list[float]] = [[1.0] for _ in tiers]
         self._stale = self._full = False
         self._lock = threading.RLock()
 
     # what there is
 
-    def bind(self, kind: Kind, place: bytes) -> None:
+    def bind(self, cost_class: CostClass, place: bytes) -> None:
         """What is at this place, now and later, is of this kind."""
         with self._lock:
-            number = self._of.get(kind)
+            number = self._of.get(cost_class)
             if number is None:
-                if len(self._kinds) == MOST_KINDS:
-                    number = self._alike(kind)
+                if len(self._classes) == MAX_CLASSES:
+                    number = self._alike(cost_class)
                     if number is None:
                         return
                 else:
-                    number = self._of[kind] = len(self._kinds)
-                    self._kinds.append(kind)
+                    number = self._of[cost_class] = len(self._classes)
+                    self._classes.append(cost_class)
                     self._stale = True
             if self._places.get(place) != number:
                 self._places[place] = number
@@ -109,60 +109,72 @@ class Kinds:
     def unbind(self, places: Collection[bytes]) -> None:
         """Nothing is at these places, nor will be before they are bound again."""
         with self._lock:
-            gone = [place for place in places if self._places.pop(place, None) is not None]
-            self._index.assign(gone, 0)
+            unbound = [place for place in places if self._places.pop(place, None) is not None]
+            self._index.assign(unbound, 0)
 
-    def _alike(self, kind: Kind) -> int | None:
+    def _alike(self, cost_class: CostClass) -> int | None:
         """Where there are too many: one of the same tenant and sizes, so that shares go on to hold."""
         if not self._full:
             self._full = True
             _log.warning(
                 "there are %d kinds of blocks (tenants, models, layouts): of another one, only what is as large as"
                 " something of the same tenant's counts for its quota and its least share, until a restart",
-                MOST_KINDS - 1,
+                MAX_CLASSES - 1,
             )
         for other, number in self._of.items():
-            if other.tenant == kind.tenant and other.record_bytes == kind.record_bytes:
+            if other.tenant == cost_class.tenant and other.record_bytes == cost_class.record_bytes:
                 return number
         return None
 
-    def told(self, most_bytes: int) -> list[list[Any]]:
+    def told(self, max_bytes: int) -> list[list[Any]]:
         """For another life: of each kind its tenant, model and bytes, and the places that are of it, as many as fit."""
         told: list[list[Any]] = []
         with self._lock:
             for place, number in reversed(self._places.items()):
-                kind = self._kinds[number]
-                if kind is None:
+                cost_class = self._classes[number]
+                if cost_class is None:
                     continue
-                model = kind.model
-                row = [place.hex(), [kind.tenant, model.name, model.block_tokens], model.block_bytes, kind.record_bytes]
-                most_bytes -= len(json.dumps(row)) + 1
-                if most_bytes < 0:
+                model = cost_class.model
+                row = [
+                    place.hex(),
+                    [cost_class.tenant, model.name, model.block_tokens],
+                    model.block_bytes,
+                    cost_class.record_bytes,
+                ]
+                max_bytes -= len(json.dumps(row)) + 1
+                if max_bytes < 0:
                     break
                 told.append(row)
         return told
 
     def recall(self, told: Sequence[Sequence[Any]]) -> None:
         """What another life told, where it had as many tiers. All of it, or nothing where it raises."""
-        found = []
+        accepted = []
         for place_hex, (tenant, name, block_tokens), block_bytes, record_bytes in told:
             sizes, place = (block_tokens, *block_bytes, *record_bytes), bytes.fromhex(place_hex)
-            if not all(type(size) is int and 0 < size <= MOST_TOLD for size in sizes) or len(place) != PLACE_BYTES:
+            if (
+                not all(type(size) is int and 0 < size <= MAX_RESTORED_SIZE for size in sizes)
+                or len(place) != PLACE_BYTES
+            ):
                 raise ValueError(f"{sizes} of a place of {len(place)} bytes")
             if not all(type(text) is str for text in (tenant, *name)):
                 raise ValueError("a name that is no text")
             if len(block_bytes) == len(record_bytes) == len(self._number):
-                model = Model(tuple(name), block_tokens, tuple(block_bytes))
-                found.append((Kind(tenant, model, tuple(record_bytes)), place))
-        for kind, place in found:
-            self.bind(kind, place)
+                model = ModelShape(tuple(name), block_tokens, tuple(block_bytes))
+                accepted.append((CostClass(tenant, model, tuple(record_bytes)), place))
+        for cost_class, place in accepted:
+            self.bind(cost_class, place)
 
-    def computed(self, tenant: str, model: Model, tokens: int, seconds: float) -> None:
+    def computed(self, tenant: str, model: ModelShape, tokens: int, seconds: float) -> None:
         """An engine of this tenant computed so many tokens in one step."""
-        if model is NO_MODEL or not 0 < tokens <= MOST_TOKENS or not tokens * LEAST_S <= seconds <= tokens * MOST_S:
+        if (
+            model is UNKNOWN_MODEL
+            or not 0 < tokens <= MAX_STEP_TOKENS
+            or not tokens * MIN_TOKEN_S <= seconds <= tokens * MAX_TOKEN_S
+        ):
             return
         with self._lock:
-            self._costs.setdefault(tenant, {}).setdefault(model, Cost()).learn(tokens, seconds)
+            self._costs.setdefault(tenant, {}).setdefault(model, TokenCost()).learn(tokens, seconds)
             self._stale = True
 
     def weights(self, tier: str) -> list[float]:
@@ -174,15 +186,18 @@ class Kinds:
             return self._weights[self._number[tier]]
 
     def _weigh(self, t: int) -> list[float]:
-        above: dict[tuple[str, Model], float] = {}  # the mean of its tenant's models, in octaves
+        relative_octaves: dict[tuple[str, ModelShape], float] = {}  # the mean of its tenant's models, in octaves
         for tenant, costs in self._costs.items():
             worth = {
                 model: log2(cost.seconds / cost.tokens * model.block_tokens / model.block_bytes[t])
                 for model, cost in costs.items()
             }
             mean = sum(worth.values()) / len(worth)
-            above.update({(tenant, model): its - mean for model, its in worth.items()})
-        return [1.0 if kind is None else _weight(above.get((kind.tenant, kind.model), 0.0)) for kind in self._kinds]
+            relative_octaves.update({(tenant, model): value - mean for model, value in worth.items()})
+        return [
+            1.0 if cost_class is None else _weight(relative_octaves.get((cost_class.tenant, cost_class.model), 0.0))
+            for cost_class in self._classes
+        ]
 
     # who has what
 
@@ -190,14 +205,14 @@ class Kinds:
         """By tenant, as records of its kinds take at most; those of nobody are left out."""
         used: dict[str, int] = {}
         t = self._number[tier]
-        for kind, count in zip(list(self._kinds), self._index.residents(tier), strict=False):
-            if kind is not None:
-                used[kind.tenant] = used.get(kind.tenant, 0) + count * kind.record_bytes[t]
+        for cost_class, count in zip(list(self._classes), self._index.residents(tier), strict=False):
+            if cost_class is not None:
+                used[cost_class.tenant] = used.get(cost_class.tenant, 0) + count * cost_class.record_bytes[t]
         return used
 
     def spare_bytes(self, tier: str, tenant: str) -> int:
         """What its quota leaves it."""
-        quota = self.shares.of(tenant, tier).quota_bytes
+        quota = self.quotas.of(tenant, tier).quota_bytes
         return UNLIMITED if quota == UNLIMITED else quota - self.used_bytes(tier).get(tenant, 0)
 
     # who leaves
@@ -219,30 +234,30 @@ class Kinds:
         with self._lock:
             weights = self.weights(tier)
             weight = weights[self._places.get(place, 0)]
-        if not own and not self.shares.all(tier):
+        if not own and not self.quotas.all(tier):
             return self._index.evict(
                 tier, count, before=before, stored_below=stored_below, worth=worth, weight=weight, weights=weights
             )
         with self._lock:  # nobody else takes what was counted
             weights, used = self.weights(tier), self.used_bytes(tier)
-            lacks = used.get(tenant, 0) < self.shares.of(tenant, tier).least_bytes
+            below_guarantee = used.get(tenant, 0) < self.quotas.of(tenant, tier).guaranteed_bytes
             keeps, most = self._kept(tier, used, tenant)
             kept = [
-                inf if keep or (own and (kind is None or kind.tenant != tenant)) else its
-                for keep, kind, its in zip(keeps, self._kinds, weights, strict=True)
+                inf if keep or (own and (cost_class is None or cost_class.tenant != tenant)) else value
+                for keep, cost_class, value in zip(keeps, self._classes, weights, strict=True)
             ]
             victims: list[Victim] = []
-            for others in (True, False) if lacks and not own else (False,):
+            for others in (True, False) if below_guarantee and not own else (False,):
                 given = [
-                    inf if others and kind is not None and kind.tenant == tenant else its
-                    for kind, its in zip(self._kinds, kept, strict=True)
+                    inf if others and cost_class is not None and cost_class.tenant == tenant else value
+                    for cost_class, value in zip(self._classes, kept, strict=True)
                 ]
                 victims = victims or self._index.evict(
                     tier,
                     min(count, most),
                     before=before,
                     stored_below=stored_below,
-                    worth=None if lacks else worth,
+                    worth=None if below_guarantee else worth,
                     weight=weight,
                     weights=given,
                 )
@@ -251,41 +266,41 @@ class Kinds:
     def _kept(self, tier: str, used: dict[str, int], tenant: str) -> tuple[list[bool], int]:
         """By kind, whether none of it may go to a tenant; and how many of the others at a time."""
         t, most, kept = self._number[tier], UNLIMITED, []
-        for kind in self._kinds:
-            left = UNLIMITED
-            if kind is not None:
-                bytes_ = self.shares.losable(kind.tenant, tier, used.get(kind.tenant, 0), to=tenant)
-                left = bytes_ if bytes_ == UNLIMITED else bytes_ // kind.record_bytes[t]
-            kept.append(left == 0)
-            most = min(most, left or most)
+        for cost_class in self._classes:
+            remaining = UNLIMITED
+            if cost_class is not None:
+                bytes_ = self.quotas.evictable(cost_class.tenant, tier, used.get(cost_class.tenant, 0), to=tenant)
+                remaining = bytes_ if bytes_ == UNLIMITED else bytes_ // cost_class.record_bytes[t]
+            kept.append(remaining == 0)
+            most = min(most, remaining or most)
         return kept, most
 
     def worth(self, tier: str, addresses: Sequence[Address]) -> float:
         """As the index's."""
         return self._index.worth(tier, addresses, self.weights(tier))
 
-    def losable_bytes(self, tier: str, owner: str, tenant: str) -> int:
+    def evictable_bytes(self, tier: str, owner: str, tenant: str) -> int:
         """How much of what one tenant has may go to another without its least share being touched."""
-        if not self.shares.all(tier):
+        if not self.quotas.all(tier):
             return UNLIMITED
-        return self.shares.losable(owner, tier, self.used_bytes(tier).get(owner, 0), to=tenant)
+        return self.quotas.evictable(owner, tier, self.used_bytes(tier).get(owner, 0), to=tenant)
 
-    def losable(self, tier: str, addresses: Sequence[Address], tenant: str) -> list[Address]:
+    def evictable(self, tier: str, addresses: Sequence[Address], tenant: str) -> list[Address]:
         """Of these, in order, what may go to a tenant without anybody's least share being touched."""
-        if not self.shares.all(tier):
+        if not self.quotas.all(tier):
             return list(addresses)
         used, t = self.used_bytes(tier), self._number[tier]
-        found = []
+        accepted = []
         for address in addresses:
-            kind = self._kinds[self._places.get(place_of_address(address), 0)]
-            if kind is not None:
-                size, has = kind.record_bytes[t], used.get(kind.tenant, 0)
-                if self.shares.losable(kind.tenant, tier, has, to=tenant) < size:
+            cost_class = self._classes[self._places.get(place_of_address(address), 0)]
+            if cost_class is not None:
+                size, has = cost_class.record_bytes[t], used.get(cost_class.tenant, 0)
+                if self.quotas.evictable(cost_class.tenant, tier, has, to=tenant) < size:
                     continue
-                used[kind.tenant] = has - size
-            found.append(address)
-        return found
+                used[cost_class.tenant] = has - size
+            accepted.append(address)
+        return accepted
 
 
 def _weight(octaves: float) -> float:
-    return float(2.0 ** (round(A_STEP * max(-MOST_OCTAVES, min(MOST_OCTAVES, octaves))) / A_STEP))
+    return float(2.0 ** (round(STEPS_PER_OCTAVE * max(-MAX_OCTAVES, min(MAX_OCTAVES, octaves))) / STEPS_PER_OCTAVE))

@@ -18,13 +18,13 @@ from kvcache import native
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.block.record import KEY_BYTES, Address
-from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, Policy, requests_between_tables
+from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, Policy, table_interval_requests
 from kvcache.evict.quotas import UNLIMITED
-from kvcache.index.block_run import PLACE_BYTES, Packed, Run, joined, place_of_address
-from kvcache.index.kv_events import Change, Changes
-from kvcache.index.reference.eviction_order import MOST_USES, Classes
-from kvcache.index.reference.index import PlainIndex
-from kvcache.os_env import Clock, Port
+from kvcache.index.block_run import PLACE_BYTES, BlockRun, PackedSignatures, as_run, place_of_address
+from kvcache.index.kv_events import KVEvent, KVEvents
+from kvcache.index.reference.eviction_order import MAX_USES, UseClasses
+from kvcache.index.reference.index import ReferenceIndex
+from kvcache.os_env import Clock, OsEnv
 
 
 def evidence_of(core: Any) -> Evidence:
@@ -32,7 +32,7 @@ def evidence_of(core: Any) -> Evidence:
     return Evidence(*(count.reshape(-1, AGE_BINS) for count in counts))
 
 
-def table_of(policy: Policy, evidence: Evidence) -> NDArray[np.float64]:
+def value_table(policy: Policy, evidence: Evidence) -> NDArray[np.float64]:
     values = np.ascontiguousarray(policy.values(evidence), np.float64)
     if not (values >= 0).all():
         raise ValueError(f"policy {policy.name!r} values blocks below 0, or as NaN")
@@ -59,7 +59,7 @@ class Lookup:
         )
         return signatures
 
-    def match(self, signatures: Packed) -> None:
+    def match(self, signatures: PackedSignatures) -> None:
         """Look up what is hashed already."""
         self.blocks, self._by_tier = self._core.match(self._places, self._needs, signatures)
 
@@ -102,10 +102,12 @@ def _shard(packed: bytes) -> Shard:
     return Shard.unpack(packed)
 
 
-def _change(kind: Literal["stored", "removed"], tier: str, place: bytes, packed: bytes, parent: bytes = b"") -> Change:
+def _kv_event(
+    kind: Literal["stored", "removed"], tier: str, place: bytes, packed: bytes, parent: bytes = b""
+) -> KVEvent:
     at = SIGNATURE_BYTES
     shard = _shard(place[at + 2 :])
-    return Change(
+    return KVEvent(
         kind=kind,
         tier=tier,
         namespace=place[:at],
@@ -122,26 +124,26 @@ class Index:
     def __init__(
         self, tiers: Sequence[str], policy: Policy, *, plain: bool = False, clock: Clock | None = None
     ) -> None:
-        if policy.bounds and max(policy.bounds) > MOST_USES:
+        if policy.bounds and max(policy.bounds) > MAX_USES:
             raise ValueError(
-                f"policy {policy.name!r} tells {max(policy.bounds)} uses apart: expected {MOST_USES} at most"
+                f"policy {policy.name!r} tells {max(policy.bounds)} uses apart: expected {MAX_USES} at most"
             )
         self.tiers = tuple(tiers)
         self.policy = policy
         self._number = {tier: t for t, tier in enumerate(tiers)}
-        core = PlainIndex if plain or not native.available() else native.core.Index
-        self._classes = Classes(policy.bounds, policy.gaps)
+        core = ReferenceIndex if plain or not native.available() else native.core.Index
+        self._classes = UseClasses(policy.bounds, policy.gaps)
         self.use_class = self._classes.of
         """By a byte of `uses`."""
         self._core: Any = core(len(tiers), policy.bounds, AGE_EDGES, policy.ghosts, policy.gaps)
         self._evidence: Evidence | None = None  # what the table below is made from, where it is
         self._table: NDArray[np.float64] | None = None
         self._due = 0  # when the next evidence is taken
-        self.begun: Callable[[], object] = lambda: None
+        self.on_request: Callable[[], object] = lambda: None
         """Told of each request."""
-        self.departed: Callable[[str, list[bytes]], None] = lambda tier, signatures: None
+        self.on_evicted: Callable[[str, list[bytes]], None] = lambda tier, signatures: None
         """Told of what made room in the last tier that had it."""
-        self.changes = Changes(clock or Port().clock)
+        self.kv_events = KVEvents(clock or OsEnv().clock)
         """All that comes into a tier or leaves it, for those who follow."""
 
     def __len__(self) -> int:
@@ -154,11 +156,11 @@ class Index:
 
     def tick(self) -> int:
         """A request begins: the new time."""
-        self.begun()
+        self.on_request()
         clock = self.clock
         if clock >= self._due:  # its table is worked out when somebody has to leave
             self._evidence, self._table = self.evidence(), None
-            self._due = clock + requests_between_tables(clock)
+            self._due = clock + table_interval_requests(clock)
         return int(self._core.tick())
 
     # asking
@@ -167,13 +169,13 @@ class Index:
         """`places`: one a group, `needs`: how many of the last blocks its rule needs."""
         return Lookup(self, self._core, places, needs)
 
-    def where(self, run: Run) -> bytes:
+    def where(self, run: BlockRun) -> bytes:
         """A mask a block: bit i is tier i, the nearest is the lowest bit."""
         masks: bytes = self._core.where(*run)
         return masks
 
     def mask(self, address: Address) -> int:
-        return self.where(Run.of(address))[0]
+        return self.where(BlockRun.of(address))[0]
 
     def masks(self, addresses: Sequence[Address]) -> list[int]:
         """As `where`, of any records."""
@@ -182,7 +184,7 @@ class Index:
         for i, address in enumerate(addresses):
             places.setdefault(place_of_address(address), []).append(i)
         for numbers in places.values():
-            for i, mask in zip(numbers, self.where(joined([addresses[i] for i in numbers])), strict=True):
+            for i, mask in zip(numbers, self.where(as_run([addresses[i] for i in numbers])), strict=True):
                 masks[i] = mask
         return masks
 
@@ -192,7 +194,7 @@ class Index:
 
     def stamp(self, address: Address) -> int:
         """When it was last used; now, for one that is not here."""
-        return int(self._core.stamp(*Run.of(address)))
+        return int(self._core.stamp(*BlockRun.of(address)))
 
     def resident(self, tier: str) -> int:
         return int(self._core.resident(self._number[tier]))
@@ -211,56 +213,56 @@ class Index:
 
     def insert(self, address: Address, tier: str) -> None:
         """The tier has this record now."""
-        self.insert_run(Run.of(address), address.parent, tier)
+        self.insert_run(BlockRun.of(address), address.parent, tier)
 
-    def insert_run(self, run: Run, parent: bytes, tier: str) -> None:
+    def insert_run(self, run: BlockRun, parent: bytes, tier: str) -> None:
         """The tier has these now. `parent` as in an address: of the first of them."""
-        with self.changes.order:
+        with self.kv_events.order:
             self._core.insert(*run, parent, self._number[tier])
-            if self.changes.on:
-                self.changes.add(_change("stored", tier, run.place, bytes(run.signatures), parent))
+            if self.kv_events.on:
+                self.kv_events.add(_kv_event("stored", tier, run.place, bytes(run.signatures), parent))
 
     def discard(self, address: Address, tier: str, *, unless_held: bool = False) -> bool:
         """The tier has it no more. True where it had it."""
-        run = Run.of(address)
-        with self.changes.order:
+        run = BlockRun.of(address)
+        with self.kv_events.order:
             had = bool(self._core.discard(*run, self._number[tier], unless_held))
-            if had and self.changes.on:
-                self.changes.add(_change("removed", tier, run.place, address.signature))
+            if had and self.kv_events.on:
+                self.kv_events.add(_kv_event("removed", tier, run.place, address.signature))
         if had and unless_held and not self.mask(address):
-            self.departed(tier, [address.signature])
+            self.on_evicted(tier, [address.signature])
         return had
 
-    def uses(self, run: Run) -> bytes:
+    def uses(self, run: BlockRun) -> bytes:
         """How often each was used, as it would count if it came now."""
         uses: bytes = self._core.uses(*run)
         return uses
 
-    def refuse(self, run: Run) -> None:
+    def refuse(self, run: BlockRun) -> None:
         """No tier took these: what no tier has of them is remembered as if it had come and left."""
         self._core.refuse(*run)
 
-    def touch(self, run: Run, stamp: int) -> None:
+    def touch(self, run: BlockRun, stamp: int) -> None:
         """Count a use of each at this time."""
         self._core.touch(*run, stamp)
 
-    def catch_up(self, clock: int) -> None:
+    def advance_clock(self, clock: int) -> None:
         """The requests of another life count as well: the clock goes on from there, unless it is later already."""
         while self._core.clock < clock:
             self._core.tick()
 
-    def recall(self, run: Run, stamp: int, uses: int) -> None:
+    def recall(self, run: BlockRun, stamp: int, uses: int) -> None:
         """Last used then, and so often, as another life tells: not counted as a use. `uses` of which this policy knows
         nothing are none."""
         self._core.recall(*run, stamp, uses if self.use_class(uses) < len(self._classes) else 0)
 
-    def hold(self, run: Run, room: Sequence[int] | None = None) -> tuple[int, ...]:
+    def hold(self, run: BlockRun, room: Sequence[int] | None = None) -> tuple[int, ...]:
         """Keep blocks from leaving, from the first up to one that no tier has or for which there is no more `room` in
         the nearest tier that has it. How many, by nearest tier. Give that many back with `release`."""
         held: tuple[int, ...] = self._core.hold(*run, room or (UNLIMITED,) * len(self.tiers))
         return held
 
-    def release(self, run: Run) -> None:
+    def release(self, run: BlockRun) -> None:
         self._core.release(*run)
 
     def evict(
@@ -284,13 +286,13 @@ class Index:
         table, most = self.values(), inf
         if worth is not None and self.policy.bounds:
             most = float(table[self.use_class(worth), 0]) * weight
-        with self.changes.order:
+        with self.kv_events.order:
             victims = self._core.evict(self._number[tier], table, count, before, stored_below, weights, most)
-            if victims and self.changes.on:
-                self._tell_gone(tier, victims)
-        gone = [signature for _, signature, _, kept in victims if not kept]
-        if gone:
-            self.departed(tier, gone)
+            if victims and self.kv_events.on:
+                self._emit_removed(tier, victims)
+        evicted = [signature for _, signature, _, kept in victims if not kept]
+        if evicted:
+            self.on_evicted(tier, evicted)
         return list(map(_victim, victims))
 
     def worth(self, tier: str, addresses: Sequence[Address], weights: Sequence[float] = ()) -> float:
@@ -341,13 +343,13 @@ class Index:
 
     def kept(self, most: int) -> bytes:
         """What outlives the process of single blocks, in at most so many rows of 8 bytes and 32 bytes more."""
-        told: bytes = self._core.kept(most)
-        return told
+        packed_rows: bytes = self._core.kept(most)
+        return packed_rows
 
-    def remember(self, told: bytes) -> None:
+    def remember(self, packed_rows: bytes) -> None:
         """What another life kept, of an index that is new: ghosts all of it, but what is inserted before the first
         request goes on as it was. ValueError where it is no use here."""
-        self._core.remember(told)
+        self._core.remember(packed_rows)
 
     def check(self) -> list[str]:
         """A full audit; one line a fault, none when sound."""
@@ -356,16 +358,16 @@ class Index:
 
     # within
 
-    def _tell_gone(self, tier: str, victims: Sequence[tuple[bytes, bytes, bytes, bool]]) -> None:
+    def _emit_removed(self, tier: str, victims: Sequence[tuple[bytes, bytes, bytes, bool]]) -> None:
         places: dict[bytes, list[bytes]] = {}
         for place, signature, _, _ in victims:
             places.setdefault(place, []).append(signature)
         for place, signatures in places.items():
-            self.changes.add(_change("removed", tier, place, b"".join(signatures)))
+            self.kv_events.add(_kv_event("removed", tier, place, b"".join(signatures)))
 
     def values(self) -> NDArray[np.float64]:
         """The policy's table of these days."""
         table = self._table
         if table is None:
-            table = self._table = table_of(self.policy, self._evidence or self.evidence())
+            table = self._table = value_table(self.policy, self._evidence or self.evidence())
         return table

@@ -20,16 +20,16 @@ from typing import Literal
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.os_env import Clock
 
-KEPT_BLOCKS = 1 << 18
+MAX_KEPT_BLOCKS = 1 << 18
 """8 MiB of signatures."""
-TOLD_BLOCKS = 1 << 16
+MAX_BATCH_BLOCKS = 1 << 16
 """In one answer."""
 
-_FREE: AbstractContextManager[object] = nullcontext()
+_UNLOCKED: AbstractContextManager[object] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class KVEvent:
     """Blocks of one shard of one group. Of those that were stored each is the parent of the next; `parent` is the
     first's, empty where it is not known. Those that were removed come in no order."""
 
@@ -52,45 +52,45 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class EventBatch:
     """`next`: what to ask for the next time. `lost`: there were changes before these that are not kept any more; what
     was known by then may be gone."""
 
     next: int
     lost: bool
-    changes: Sequence[Change]
+    kv_events: Sequence[KVEvent]
 
 
-class _Ring:
+class _TenantEvents:
     """Of one tenant: each with its number among all, and by its place its number among these."""
 
     def __init__(self, first: int) -> None:
         self.first, self.blocks = first, 0
-        self.rows: deque[tuple[int, Change]] = deque()
+        self.rows: deque[tuple[int, KVEvent]] = deque()
 
     @property
     def end(self) -> int:
         return self.first + len(self.rows)
 
-    def add(self, number: int, change: Change) -> None:
-        self.rows.append((number, change))
-        self.blocks += change.blocks
+    def add(self, number: int, event: KVEvent) -> None:
+        self.rows.append((number, event))
+        self.blocks += event.blocks
 
     def drop(self) -> int:
         """The first one: its number among all."""
-        number, change = self.rows.popleft()
-        self.blocks -= change.blocks
+        number, event = self.rows.popleft()
+        self.blocks -= event.blocks
         self.first += 1
         return number
 
 
-class Changes:
+class KVEvents:
     """Thread-safe. A number counts changes, from one that no earlier process has reached, so that a follower sees that
     the cache was started anew."""
 
-    def __init__(self, clock: Clock, kept_blocks: int = KEPT_BLOCKS) -> None:
+    def __init__(self, clock: Clock, kept_blocks: int = MAX_KEPT_BLOCKS) -> None:
         self._clock, self._kept = clock, kept_blocks
-        self._rings: dict[str, _Ring] = {}
+        self._rings: dict[str, _TenantEvents] = {}
         self._began = self._end = self._gone = self._blocks = 0
         self._lock = threading.RLock()
         self.on = False
@@ -100,51 +100,51 @@ class Changes:
     @property
     def order(self) -> AbstractContextManager[object]:
         """Held by whoever changes what is where, and tells it: so what is told comes in the order in which it was."""
-        return self._lock if self.on else _FREE
+        return self._lock if self.on else _UNLOCKED
 
-    def add(self, change: Change) -> None:
+    def add(self, event: KVEvent) -> None:
         with self._lock:
-            self._ring(self.tenant(change.namespace)).add(self._end, change)
+            self._ring(self.tenant(event.namespace)).add(self._end, event)
             self._end += 1
-            self._blocks += change.blocks
+            self._blocks += event.blocks
             while self._blocks > self._kept:
-                most = max(self._rings.values(), key=lambda ring: ring.blocks)
-                self._blocks -= most.rows[0][1].blocks
-                self._gone = max(self._gone, most.drop() + 1)
+                largest = max(self._rings.values(), key=lambda ring: ring.blocks)
+                self._blocks -= largest.rows[0][1].blocks
+                self._gone = max(self._gone, largest.drop() + 1)
 
-    def since(self, after: int | None, namespaces: Collection[bytes], tenant: str | None = None) -> Told:
+    def since(self, after: int | None, namespaces: Collection[bytes], tenant: str | None = None) -> EventBatch:
         """Those of these namespaces from number `after` on, as many as go into one answer; none where it is None, which
         begins. `tenant`: whose they all are, and by whose numbers; without one by the numbers of all."""
         with self._lock:
             if not self.on:
                 self.on, self._began = True, int(self._clock.wall() * 1e6)
                 self._end = self._gone = self._began
-            rows: Iterable[tuple[int, Change]]
+            rows: Iterable[tuple[int, KVEvent]]
             if tenant is not None:
                 ring = self._ring(tenant)
                 first, end = ring.first, ring.end
                 lost = after is not None and not first <= after <= end
                 at = first if lost or after is None else after
-                rows = enumerate((change for _, change in islice(ring.rows, at - first, None)), at)
+                rows = enumerate((event for _, event in islice(ring.rows, at - first, None)), at)
             else:
                 first, end = self._gone, self._end
                 lost = after is not None and not first <= after <= end
                 at = self._began if lost or after is None else after
-                late = (takewhile(lambda row: row[0] >= at, reversed(ring.rows)) for ring in self._rings.values())
-                rows = sorted(chain.from_iterable(late), key=lambda row: row[0])
+                recent = (takewhile(lambda row: row[0] >= at, reversed(ring.rows)) for ring in self._rings.values())
+                rows = sorted(chain.from_iterable(recent), key=lambda row: row[0])
             if after is None:
-                return Told(end, lost=False, changes=())
-            found: list[Change] = []
+                return EventBatch(end, lost=False, kv_events=())
+            events: list[KVEvent] = []
             blocks = 0
-            for number, change in rows:
-                if blocks >= TOLD_BLOCKS:
-                    return Told(number, lost, found)
-                if change.namespace in namespaces:
-                    found.append(change)
-                    blocks += change.blocks
-            return Told(end, lost, found)
+            for number, event in rows:
+                if blocks >= MAX_BATCH_BLOCKS:
+                    return EventBatch(number, lost, events)
+                if event.namespace in namespaces:
+                    events.append(event)
+                    blocks += event.blocks
+            return EventBatch(end, lost, events)
 
-    def _ring(self, tenant: str) -> _Ring:
+    def _ring(self, tenant: str) -> _TenantEvents:
         if tenant not in self._rings:
-            self._rings[tenant] = _Ring(self._began)
+            self._rings[tenant] = _TenantEvents(self._began)
         return self._rings[tenant]

@@ -30,31 +30,31 @@ from kvcache import native
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.evict.policy import AGE_EDGES, Policy
-from kvcache.index.block_run import Packed, place_of
-from kvcache.index.cost_classes import Model
-from kvcache.index.reference.index import PlainIndex, play
+from kvcache.index.block_run import PackedSignatures, place_of
+from kvcache.index.cost_classes import ModelShape
+from kvcache.index.reference.index import ReferenceIndex, play
 
-TIMES = (0.25, 0.5, 1.0, 2.0, 4.0)
+CAPACITY_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Sizes that are looked at, by that of the tier."""
-ROWS = 32
+BATCH_REQUESTS = 32
 """Requests that are played together."""
-MOST_WAITING = 16 * ROWS
+MAX_PENDING_REQUESTS = 16 * BATCH_REQUESTS
 """Requests that may wait to be played; beyond them some are skipped, and counted."""
-HALF_REQUESTS = 1 << 17
+HALF_LIFE_REQUESTS = 1 << 17
 """What lies so many requests back weighs half."""
-MOST_NAMES = 64
+MAX_LABELS = 64
 """Tenants, agents and namespaces that are told apart; the others are one."""
-MOST_MISSING = 0.25
+MAX_SAMPLE_ERROR = 0.25
 """Of what was asked for, that a sample may lack, or have too much, to be put right."""
-OTHERS = "others"
-BY = ("tenant", "agent", "namespace")
+OTHER_LABEL = "others"
+BREAKDOWNS = ("tenant", "agent", "namespace")
 
-_PLACE = place_of(bytes(SIGNATURE_BYTES), 0, Shard(0, 1, 0, 1))
-_WORD = 2  # of a signature: the key, its first two, decides other things
+_SAMPLE_PLACE = place_of(bytes(SIGNATURE_BYTES), 0, Shard(0, 1, 0, 1))
+_SAMPLE_WORD = 2  # of a signature: the key, its first two, decides other things
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SampledRequest:
     """One request: whose it was, and by tier what is sampled of it."""
 
     names: tuple[str, ...]  # as BY
@@ -62,94 +62,98 @@ class Row:
     sampled: tuple[tuple[bytes, int, float], ...]  # signatures, how many of them were asked for, tokens of each
 
 
-class Count:
+class HitCounts:
     """Tokens that were asked for, those that the sample stands for, and by size those that were found of these."""
 
     def __init__(self) -> None:
         self.asked = self.sampled = 0.0
-        self.found = np.zeros(len(TIMES))
+        self.found = np.zeros(len(CAPACITY_FACTORS))
 
     def add(self, asked: float, sampled: float, found: NDArray[np.float64]) -> None:
         self.asked, self.sampled, self.found = self.asked + asked, self.sampled + sampled, self.found + found
 
-    def halve(self) -> None:
+    def decay(self) -> None:
         self.asked, self.sampled, self.found = self.asked / 2, self.sampled / 2, self.found / 2
 
     def rates(self) -> list[float]:
         """By size. A sample has too much or too little of the few blocks that everybody asks for, which every size has:
         what it stands for beside what was asked is the difference (SHARDS-adj). Where that is much, chance is."""
         missing = self.asked - self.sampled
-        if abs(missing) > MOST_MISSING * self.asked:
+        if abs(missing) > MAX_SAMPLE_ERROR * self.asked:
             return [float(found / self.sampled) if self.sampled else 0.0 for found in self.found]
         return [float(min(1.0, max(0.0, (found + missing) / max(1.0, self.asked)))) for found in self.found]
 
 
-class Sampled:
+class TierSimulation:
     """One tier: an index for each size, and what they found."""
 
     def __init__(self, capacity_bytes: int, sample_bytes: int, policy: Policy, *, refuses: bool) -> None:
-        core = PlainIndex if not native.available() else native.core.Index
+        core = ReferenceIndex if not native.available() else native.core.Index
         self.capacity_bytes, self.sample_bytes, self._refuses = capacity_bytes, sample_bytes, refuses
-        self._rooms = [max(1, int(times * capacity_bytes / sample_bytes)) for times in TIMES]
-        self._indexes: list[Any] = [core(1, policy.bounds, AGE_EDGES, policy.ghosts, policy.gaps) for _ in TIMES]
-        self.whole = Count()
-        self.by: dict[str, dict[str, Count]] = {name: {} for name in BY}
+        self._capacity_blocks = [max(1, int(times * capacity_bytes / sample_bytes)) for times in CAPACITY_FACTORS]
+        self._indexes: list[Any] = [
+            core(1, policy.bounds, AGE_EDGES, policy.ghosts, policy.gaps) for _ in CAPACITY_FACTORS
+        ]
+        self.whole = HitCounts()
+        self.by: dict[str, dict[str, HitCounts]] = {name: {} for name in BREAKDOWNS}
 
-    def play(self, rows: Sequence[Row], t: int, values: NDArray[np.float64]) -> None:
+    def play(self, rows: Sequence[SampledRequest], t: int, values: NDArray[np.float64]) -> None:
         of_row = [row.sampled[t] for row in rows]
         starts = np.cumsum([0, *(len(packed) // SIGNATURE_BYTES for packed, _, _ in of_row)], dtype=np.int64)
         signatures = np.frombuffer(b"".join(packed for packed, _, _ in of_row), np.uint64).reshape(-1, 4)
         blocks = np.arange(len(signatures), dtype=np.int32)
         asked = np.array([asked for _, asked, _ in of_row])
         tokens = np.array([tokens for _, _, tokens in of_row])
-        found = np.zeros((len(TIMES), len(rows)))
-        for i, (index, room) in enumerate(zip(self._indexes, self._rooms, strict=True)):
+        found = np.zeros((len(CAPACITY_FACTORS), len(rows)))
+        for i, (index, room) in enumerate(zip(self._indexes, self._capacity_blocks, strict=True)):
             hits = np.zeros(len(rows), np.int32)
             part = starts, blocks, signatures, 0, len(rows), room, values, hits, self._refuses
-            if isinstance(index, PlainIndex):
-                play(index, _PLACE, *part)
+            if isinstance(index, ReferenceIndex):
+                play(index, _SAMPLE_PLACE, *part)
             else:
-                index.play(_PLACE, *part)
+                index.play(_SAMPLE_PLACE, *part)
             found[i] = np.minimum(hits, asked) * tokens
         for row, sampled, of_sizes in zip(rows, asked * tokens, found.T, strict=True):
             self.whole.add(row.asked_tokens, sampled, of_sizes)
-            for by, name in zip(BY, row.names, strict=True):
+            for by, name in zip(BREAKDOWNS, row.names, strict=True):
                 counts = self.by[by]
-                told_apart = name in counts or len(counts) < MOST_NAMES
-                counts.setdefault(name if told_apart else OTHERS, Count()).add(row.asked_tokens, sampled, of_sizes)
+                has_own_label = name in counts or len(counts) < MAX_LABELS
+                counts.setdefault(name if has_own_label else OTHER_LABEL, HitCounts()).add(
+                    row.asked_tokens, sampled, of_sizes
+                )
 
-    def halve(self) -> None:
+    def decay(self) -> None:
         for count in (self.whole, *(count for counts in self.by.values() for count in counts.values())):
-            count.halve()
+            count.decay()
 
-    def tell(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         return {
             "capacity_bytes": self.capacity_bytes,
             "sample_bytes": self.sample_bytes,
-            **_told(self.whole),
+            **_token_counts(self.whole),
             "points": [
                 {"times": times, "capacity_bytes": int(times * self.capacity_bytes), "hit_rate": rate}
-                for times, rate in zip(TIMES, self.whole.rates(), strict=True)
+                for times, rate in zip(CAPACITY_FACTORS, self.whole.rates(), strict=True)
             ],
             "by": {
-                by: {name: {**_told(count), "hit_rates": count.rates()} for name, count in counts.items()}
+                by: {name: {**_token_counts(count), "hit_rates": count.rates()} for name, count in counts.items()}
                 for by, counts in self.by.items()
             },
         }
 
 
-def _told(count: Count) -> dict[str, int]:
+def _token_counts(count: HitCounts) -> dict[str, int]:
     return {"asked_tokens": round(count.asked), "sampled_tokens": round(count.sampled)}
 
 
 @dataclass
 class _State:
-    tiers: dict[str, Sampled] = field(default_factory=dict)
+    tiers: dict[str, TierSimulation] = field(default_factory=dict)
     requests: int = 0
     skipped: int = 0
 
 
-class Curve:
+class MissRatioCurve:
     """Thread-safe. `capacities`: by tier, what it may hold; `refuses`: that one takes in nothing at the cost of what is
     worth more. `samples` 0: nothing is done."""
 
@@ -166,17 +170,17 @@ class Curve:
         self._capacities, self._policy, self._values, self._submit = capacities, policy, values, submit
         self._samples, self._refuses = samples, refuses
         self._state = _State()
-        self._waiting: list[Row] = []
+        self._waiting: list[SampledRequest] = []
         self._lock = threading.Lock()
-        self._playing = threading.Lock()
+        self._replay_lock = threading.Lock()
         self.seconds = 0.0
         """That all of it took: of playing, on a thread of its own."""
 
     def add(
         self,
-        signatures: Packed,
+        signatures: PackedSignatures,
         asked: int,
-        model: Model,
+        model: ModelShape,
         names: tuple[str, str, str],
     ) -> None:
         """A request ended: its chain, of which the first `asked` blocks were asked for; tenant, agent, namespace."""
@@ -190,28 +194,28 @@ class Curve:
         for tier, size in zip(tiers, block_bytes, strict=False):
             chance = min(1.0, size / tier.sample_bytes)
             if chance < 1:
-                at = np.flatnonzero(words[:, _WORD] < np.uint64(chance * 2.0**64))
+                at = np.flatnonzero(words[:, _SAMPLE_WORD] < np.uint64(chance * 2.0**64))
                 packed, count = words[at].tobytes(), int(np.searchsorted(at, asked))
             else:
                 packed, count = bytes(signatures), asked
             sampled.append((packed, count, block_tokens / chance))
-        row = Row(names, asked * block_tokens, tuple(sampled))
+        row = SampledRequest(names, asked * block_tokens, tuple(sampled))
         with self._lock:
             self._state.requests += 1
-            if len(self._waiting) >= MOST_WAITING:
+            if len(self._waiting) >= MAX_PENDING_REQUESTS:
                 self._state.skipped += 1
                 return
             self._waiting.append(row)
-            due = len(self._waiting) % ROWS == 0
+            due = len(self._waiting) % BATCH_REQUESTS == 0
         if due:
             with suppress(RuntimeError):  # the cache is being closed
                 self._submit(self._play)
 
-    def _tiers(self, block_bytes: Sequence[int]) -> list[Sampled]:
+    def _tiers(self, block_bytes: Sequence[int]) -> list[TierSimulation]:
         """Made at the first request, when it is known what a block takes."""
         if not self._state.tiers:
             self._state.tiers = {
-                name: Sampled(
+                name: TierSimulation(
                     capacity, max(capacity // self._samples, size), self._policy, refuses=name == self._refuses
                 )
                 for (name, capacity), size in zip(self._capacities.items(), block_bytes, strict=False)
@@ -219,36 +223,38 @@ class Curve:
         return list(self._state.tiers.values())
 
     def _play(self) -> None:
-        with self._playing:
+        with self._replay_lock:
             with self._lock:
                 rows, self._waiting = self._waiting, []
-                halve = (self._state.requests - len(rows)) // HALF_REQUESTS < self._state.requests // HALF_REQUESTS
+                decay = (
+                    self._state.requests - len(rows)
+                ) // HALF_LIFE_REQUESTS < self._state.requests // HALF_LIFE_REQUESTS
                 tiers = list(self._state.tiers.values())
             begun = time.perf_counter()
-            for first in range(0, len(rows), ROWS):
+            for first in range(0, len(rows), BATCH_REQUESTS):
                 values = self._values()
                 for t, tier in enumerate(tiers):
-                    tier.play(rows[first : first + ROWS], t, values)
-            if halve:
+                    tier.play(rows[first : first + BATCH_REQUESTS], t, values)
+            if decay:
                 for tier in tiers:
-                    tier.halve()
+                    tier.decay()
             self.seconds += time.perf_counter() - begun
 
-    def tell(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """By tier the hit rate at each size, of the whole and by tenant, agent and namespace."""
         self._play()
-        with self._playing:
+        with self._replay_lock:
             return {
                 "requests": self._state.requests,
                 "skipped_requests": self._state.skipped,
-                "times": list(TIMES),
-                "tiers": {name: tier.tell() for name, tier in self._state.tiers.items()},
+                "times": list(CAPACITY_FACTORS),
+                "tiers": {name: tier.report() for name, tier in self._state.tiers.items()},
             }
 
     def rates(self) -> dict[str, dict[str, float]]:
         """By tier and times its size, what would be found."""
-        with self._playing:
+        with self._replay_lock:
             return {
-                name: {f"{times:g}": rate for times, rate in zip(TIMES, tier.whole.rates(), strict=True)}
+                name: {f"{times:g}": rate for times, rate in zip(CAPACITY_FACTORS, tier.whole.rates(), strict=True)}
                 for name, tier in self._state.tiers.items()
             }

@@ -15,9 +15,9 @@ from kvcache.observe.exporter import PREFIX
 from kvcache.observe.metrics import METRICS, Metric
 from kvcache.observe.reasons import meaning
 
-SOURCE = {"type": "prometheus", "uid": "${source}"}
-WHERE = 'instance=~"$instance"'
-WIDE, HIGH = 12, 8  # a panel, of 24 columns
+DATASOURCE = {"type": "prometheus", "uid": "${source}"}
+INSTANCE_FILTER = 'instance=~"$instance"'
+PANEL_WIDTH, PANEL_HEIGHT = 12, 8  # a panel, of 24 columns
 
 SECTIONS: Mapping[str, Sequence[str]] = {
     "Requests": (
@@ -46,18 +46,18 @@ SECTIONS: Mapping[str, Sequence[str]] = {
 """What stands together; a metric that none of them names stands under the last title, `Others`."""
 
 
-def name_of(metric: str) -> str:
+def prometheus_name(metric: str) -> str:
     """As Prometheus knows it; KeyError for one that is not in the table."""
     return PREFIX + metric + ("_total" if METRICS[metric].kind == "counter" else "")
 
 
-def rate(metric: str, *by: str, where: str = WHERE, over: str = "$__rate_interval") -> str:
+def rate(metric: str, *by: str, where: str = INSTANCE_FILTER, over: str = "$__rate_interval") -> str:
     """A counter's growth a second."""
-    return f"{_sum(by)}(rate({name_of(metric)}{{{where}}}[{over}]))"
+    return f"{_sum(by)}(rate({prometheus_name(metric)}{{{where}}}[{over}]))"
 
 
-def level(metric: str, *by: str, where: str = WHERE) -> str:
-    return f"{_sum(by)}({name_of(metric)}{{{where}}})"
+def gauge(metric: str, *by: str, where: str = INSTANCE_FILTER) -> str:
+    return f"{_sum(by)}({prometheus_name(metric)}{{{where}}})"
 
 
 def _sum(by: Sequence[str]) -> str:
@@ -72,9 +72,9 @@ def dashboard() -> dict[str, Any]:
         panels.append(_row(title, next(ids), y))
         y += 1
         for i, (name, about, unit, queries) in enumerate(rows):
-            place = {"h": HIGH, "w": WIDE, "x": WIDE * (i % 2), "y": y + HIGH * (i // 2)}
+            place = {"h": PANEL_HEIGHT, "w": PANEL_WIDTH, "x": PANEL_WIDTH * (i % 2), "y": y + PANEL_HEIGHT * (i // 2)}
             panels.append(_panel(name, about, unit, queries, next(ids), place))
-        y += HIGH * -(-len(rows) // 2)
+        y += PANEL_HEIGHT * -(-len(rows) // 2)
     return {
         "uid": "kvcache",
         "title": "kvcache",
@@ -92,10 +92,10 @@ def dashboard() -> dict[str, Any]:
 
 
 Query = tuple[str, str]  # expression, legend
-Wanted = tuple[str, str, str, Sequence[Query]]  # title, description, unit, queries
+PanelSpec = tuple[str, str, str, Sequence[Query]]  # title, description, unit, queries
 
 
-def _glance() -> Iterator[Wanted]:
+def _glance() -> Iterator[PanelSpec]:
     asked = rate("asked_tokens")
     yield (
         "Hit rate",
@@ -107,7 +107,7 @@ def _glance() -> Iterator[Wanted]:
         "How full each tier is",
         "Of what it may hold; tiers that others share are left out.",
         "percentunit",
-        [(f"{level('tier_used_bytes', 'tier')} / ({level('tier_capacity_bytes', 'tier')} > 0)", "{{tier}}")],
+        [(f"{gauge('tier_used_bytes', 'tier')} / ({gauge('tier_capacity_bytes', 'tier')} > 0)", "{{tier}}")],
     )
     yield (
         "Bytes loaded and stored",
@@ -123,15 +123,15 @@ def _glance() -> Iterator[Wanted]:
     )
 
 
-def _sections() -> Iterator[tuple[str, list[Wanted]]]:
+def _sections() -> Iterator[tuple[str, list[PanelSpec]]]:
     named = {name for names in SECTIONS.values() for name in names}
     others = [name for name in METRICS if name not in named]
     for title, names in (*SECTIONS.items(), ("Others", others)):
         if names:
-            yield title, [_wanted(METRICS[name]) for name in names]
+            yield title, [_panel_spec(METRICS[name]) for name in names]
 
 
-def _wanted(metric: Metric) -> Wanted:
+def _panel_spec(metric: Metric) -> PanelSpec:
     legend = " ".join(f"{{{{{label}}}}}" for label in metric.labels) or metric.name
     if metric.kind == "counter":
         query, unit = (
@@ -139,7 +139,7 @@ def _wanted(metric: Metric) -> Wanted:
             {"bytes": "Bps", "seconds": "percentunit"}.get(_last(metric), "cps"),
         )
     else:
-        query, unit = level(metric.name, *metric.labels), {"bytes": "bytes"}.get(_last(metric), "short")
+        query, unit = gauge(metric.name, *metric.labels), {"bytes": "bytes"}.get(_last(metric), "short")
     title = metric.name.replace("_", " ")
     return title[0].upper() + title[1:], metric.help[0].upper() + metric.help[1:] + ".", unit, [(query, legend)]
 
@@ -161,12 +161,12 @@ def _panel(
         "type": "timeseries",
         "title": title,
         "description": about,
-        "datasource": SOURCE,
+        "datasource": DATASOURCE,
         "gridPos": dict(place),
         "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
         "targets": [
-            {"refId": chr(ord("A") + i), "datasource": SOURCE, "expr": query, "legendFormat": legend}
+            {"refId": chr(ord("A") + i), "datasource": DATASOURCE, "expr": query, "legendFormat": legend}
             for i, (query, legend) in enumerate(queries)
         ],
     }
@@ -180,8 +180,8 @@ def _instance() -> dict[str, Any]:
     return {
         "name": "instance",
         "type": "query",
-        "datasource": SOURCE,
-        "query": f"label_values({name_of('requests')}, instance)",
+        "datasource": DATASOURCE,
+        "query": f"label_values({prometheus_name('requests')}, instance)",
         "refresh": 2,
         "multi": True,
         "includeAll": True,
@@ -206,13 +206,13 @@ class Alert:
 
     name: str
     query: str
-    lasts: str
+    for_duration: str
     severity: str
-    means: str
-    do: str
+    summary: str
+    remedy: str
 
 
-def _of(metric: str, *pairs: tuple[str, str]) -> str:
+def _selector(metric: str, *pairs: tuple[str, str]) -> str:
     """A metric with labels; KeyError where the tables have none of this name, or no such value of a label."""
     for label, value in pairs:
         if not value.startswith("~"):
@@ -220,16 +220,16 @@ def _of(metric: str, *pairs: tuple[str, str]) -> str:
     inner = ", ".join(
         f"{label}=~{json.dumps(v[1:])}" if v[0] == "~" else f"{label}={json.dumps(v)}" for label, v in pairs
     )
-    return name_of(metric) + (f"{{{inner}}}" if inner else "")
+    return prometheus_name(metric) + (f"{{{inner}}}" if inner else "")
 
 
 def alerts() -> Sequence[Alert]:
-    hits, asked = (f"sum by (instance) (rate({_of(name)}[%s]))" for name in ("hit_tokens", "asked_tokens"))
+    hits, asked = (f"sum by (instance) (rate({_selector(name)}[%s]))" for name in ("hit_tokens", "asked_tokens"))
     lately, before = (f"({hits % over} / {asked % over})" for over in ("30m", "1d"))
     return (
         Alert(
             "KVCacheDiffers",
-            f"increase({_of('canary_blocks', ('result', 'different'))}[1h]) > 0",
+            f"increase({_selector('canary_blocks', ('result', 'different'))}[1h]) > 0",
             "0m",
             "critical",
             "An engine computed a loaded block again, and it is not the same.",
@@ -237,7 +237,7 @@ def alerts() -> Sequence[Alert]:
         ),
         Alert(
             "KVCacheRecordsDamaged",
-            f"sum by (instance, tier) (increase({_of('refused_records', ('check', 'damaged'))}[1h])) > 0",
+            f"sum by (instance, tier) (increase({_selector('refused_records', ('check', 'damaged'))}[1h])) > 0",
             "0m",
             "warning",
             "Records in {{ $labels.tier }} failed their check. They were misses, and were removed.",
@@ -245,7 +245,7 @@ def alerts() -> Sequence[Alert]:
         ),
         Alert(
             "KVCacheTierInTrouble",
-            f"{_of('tier_in_trouble')} > 0",
+            f"{_selector('tier_in_trouble')} > 0",
             "5m",
             "warning",
             "A part of {{ $labels.tier }} takes no new records.",
@@ -253,7 +253,7 @@ def alerts() -> Sequence[Alert]:
         ),
         Alert(
             "KVCacheBypassed",
-            f"max by (instance, path) ({_of('bypass')}) > 0",
+            f"max by (instance, path) ({_selector('bypass')}) > 0",
             "30m",
             "warning",
             "An operator has taken the cache out of {{ $labels.path }}.",
@@ -261,8 +261,8 @@ def alerts() -> Sequence[Alert]:
         ),
         Alert(
             "KVCacheLoadsFail",
-            f"sum by (instance) (rate({_of('load_failures')}[15m])) "
-            f"> 0.01 * sum by (instance) (rate({_of('loaded_blocks')}[15m]))",
+            f"sum by (instance) (rate({_selector('load_failures')}[15m])) "
+            f"> 0.01 * sum by (instance) (rate({_selector('loaded_blocks')}[15m]))",
             "15m",
             "warning",
             "More than one of a hundred blocks that were promised did not come; engines computed them.",
@@ -270,7 +270,7 @@ def alerts() -> Sequence[Alert]:
         ),
         Alert(
             "KVCacheWritesFail",
-            f"sum by (instance, tier) (rate({_of('write_failures')}[15m])) > 0",
+            f"sum by (instance, tier) (rate({_selector('write_failures')}[15m])) > 0",
             "15m",
             "warning",
             "Blocks are not written to {{ $labels.tier }}.",
@@ -278,7 +278,7 @@ def alerts() -> Sequence[Alert]:
         ),
         Alert(
             "KVCacheQueueFull",
-            f"sum by (instance, reason) (rate({_of('drops', ('reason', '~.* queue'))}[15m])) > 0",
+            f"sum by (instance, reason) (rate({_selector('drops', ('reason', '~.* queue'))}[15m])) > 0",
             "30m",
             "warning",
             "More is stored than the tier below can take ({{ $labels.reason }}).",
@@ -294,8 +294,8 @@ def alerts() -> Sequence[Alert]:
         ),
         Alert(
             "KVCachePlansWrong",
-            f"sum by (instance) (rate({_of('plan_regret_seconds')}[1h])) "
-            f"> 0.2 * sum by (instance) (rate({_of('planned_seconds')}[1h]))",
+            f"sum by (instance) (rate({_selector('plan_regret_seconds')}[1h])) "
+            f"> 0.2 * sum by (instance) (rate({_selector('planned_seconds')}[1h]))",
             "1h",
             "info",
             "A fifth of the time of loads and prefills would have been saved by other choices.",
@@ -312,8 +312,8 @@ def rules() -> str:
 def _lines(alert: Alert) -> Iterator[str]:
     yield f"      - alert: {alert.name}\n"
     yield f"        expr: {json.dumps(alert.query)}\n"
-    yield f"        for: {alert.lasts}\n"
+    yield f"        for: {alert.for_duration}\n"
     yield f"        labels:\n          severity: {alert.severity}\n"
     yield "        annotations:\n"
-    yield f"          summary: {json.dumps(alert.means)}\n"
-    yield f"          description: {json.dumps(alert.do)}\n"
+    yield f"          summary: {json.dumps(alert.summary)}\n"
+    yield f"          description: {json.dumps(alert.remedy)}\n"

@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvcache.log import Work, current_work
+from kvcache.log import RequestContext, current_request
 from kvcache.os_env import Clock
 
-Kind = Literal["stored", "loaded", "evicted", "dropped", "refused"]
+EventKind = Literal["stored", "loaded", "evicted", "dropped", "refused"]
 
-KINDS: dict[Kind, str] = {
+EVENT_KINDS: dict[EventKind, str] = {
     "stored": "taken from an engine's pages into a tier",
     "loaded": "brought into an engine's pages; the tier is the one that they came from",
     "evicted": "left a tier to make room; the reason says whether a tier below has them",
@@ -24,16 +24,16 @@ KINDS: dict[Kind, str] = {
     "refused": "found in a tier and not given out, by the check that failed",
 }
 
-_Fate = tuple[Kind, str, bytes, Work, str]  # kind, tier, namespace, whose, reason
+_EventKey = tuple[EventKind, str, bytes, RequestContext, str]  # kind, tier, namespace, whose, reason
 
-RUN_S = 1.0
+MERGE_WINDOW_S = 1.0
 """A run ends after so long, so that its time still says something."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     time: float  # seconds since 1970, of the run's first block
-    kind: Kind
+    kind: EventKind
     tier: str
     namespace: str  # the first 8 hexadecimal digits of its id
     request: str  # "" where no single request caused it
@@ -44,12 +44,12 @@ class Event:
     session: str = ""
 
 
-class _Run:
+class _OpenEvent:
     """An event that may still grow: kept apart from `Event`, since a run of blocks comes one by one on hot paths."""
 
     __slots__ = ("blocks", "bytes", "fate", "time")
 
-    def __init__(self, time: float, fate: _Fate, blocks: int, size: int) -> None:
+    def __init__(self, time: float, fate: _EventKey, blocks: int, size: int) -> None:
         self.time, self.fate, self.blocks, self.bytes = time, fate, blocks, size
 
     def event(self) -> Event:
@@ -58,29 +58,29 @@ class _Run:
         return Event(self.time, kind, tier, short, request, self.blocks, self.bytes, reason, agent, session)
 
 
-class Events:
+class EventLog:
     """Thread-safe. The oldest leave when `capacity` is reached."""
 
     def __init__(self, clock: Clock, capacity: int = 1024) -> None:
         self._clock = clock
-        self._ring: deque[_Run] = deque(maxlen=capacity)
+        self._ring: deque[_OpenEvent] = deque(maxlen=capacity)
         self._lock = threading.Lock()
 
     def add(
-        self, kind: Kind, *, tier: str, namespace: bytes, blocks: int = 1, bytes: int = 0, reason: str = ""
+        self, kind: EventKind, *, tier: str, namespace: bytes, blocks: int = 1, bytes: int = 0, reason: str = ""
     ) -> None:
         """Say it of the request that this thread works for."""
         if not blocks:
             return
-        fate: _Fate = (kind, tier, namespace, current_work(), reason)
+        fate: _EventKey = (kind, tier, namespace, current_request(), reason)
         now = self._clock.wall()
         with self._lock:
             last = self._ring[-1] if self._ring else None
-            if last is not None and last.fate == fate and 0 <= now - last.time < RUN_S:
+            if last is not None and last.fate == fate and 0 <= now - last.time < MERGE_WINDOW_S:
                 last.blocks += blocks
                 last.bytes += bytes
             else:
-                self._ring.append(_Run(now, fate, blocks, bytes))
+                self._ring.append(_OpenEvent(now, fate, blocks, bytes))
 
     def last(self, count: int | None = None, namespaces: Collection[bytes] | None = None) -> list[Event]:
         """The newest `count` of those that are left, or all of them; the oldest first. `namespaces`: of these alone."""
@@ -94,11 +94,11 @@ class Events:
 # Kept in two halves, so that remembering a thousand victims is one update of a dictionary: when the newer half is
 # full it becomes the older one, and what stood there is forgotten.
 
-BLOCKS = 1 << 15
+MIN_REMEMBERED_BLOCKS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class BlockFate:
     """`reason` as in the table of `misses`; `why`, the detail that goes with it: the policy, or the reason of the drop,
     or the outcome of the write."""
 
@@ -109,13 +109,13 @@ class Fate:
     time: float  # seconds since 1970
 
 
-class Lost:
+class EvictionHistory:
     """By signature, which names namespace and prefix as well. Thread-safe; remembers `blocks` at least."""
 
-    def __init__(self, clock: Clock, blocks: int = BLOCKS) -> None:
+    def __init__(self, clock: Clock, blocks: int = MIN_REMEMBERED_BLOCKS) -> None:
         self._clock, self._most = clock, blocks
-        self._newer: dict[bytes, Fate] = {}
-        self._older: dict[bytes, Fate] = {}
+        self._newer: dict[bytes, BlockFate] = {}
+        self._older: dict[bytes, BlockFate] = {}
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -123,7 +123,7 @@ class Lost:
 
     def add(self, signatures: Iterable[bytes], reason: str, *, tier: str, why: str, clock: int) -> None:
         """What left a tier because the one below never got it was lost by the write, not by the eviction."""
-        fate = Fate(reason, tier, why, clock, self._clock.wall())
+        fate = BlockFate(reason, tier, why, clock, self._clock.wall())
         with self._lock:
             if reason == "evicted":
                 signatures = [s for s in signatures if not self._unwritten(s, tier)]
@@ -135,10 +135,10 @@ class Lost:
         fate = self._find(signature)
         return fate is not None and fate.reason != "evicted" and fate.tier != tier
 
-    def find(self, signature: bytes) -> Fate | None:
+    def find(self, signature: bytes) -> BlockFate | None:
         """The last that was heard of it. Only who has looked that it is not there may ask."""
         with self._lock:
             return self._find(signature)
 
-    def _find(self, signature: bytes) -> Fate | None:
+    def _find(self, signature: bytes) -> BlockFate | None:
         return self._newer.get(signature) or self._older.get(signature)

@@ -40,7 +40,7 @@ REASONS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("lookups", "answer"): {
         "found": "it has blocks that were not known here",
         "nothing": "it has no more than is known here, or said that it cannot serve",
-        "late": "no answer came within `flow.ask_deadline_s`",
+        "late": "no answer came within `flow.lookup_timeout_s`",
         "dropped": "too many lookups were under way: the prompt was matched with what is known",
     },
     ("misses", "reason"): _MISSES,

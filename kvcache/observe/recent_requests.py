@@ -18,18 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block.chain import SIGNATURE_BYTES
-from kvcache.observe.events import Fate
+from kvcache.observe.events import BlockFate
 
-REQUESTS = 1024
-LOOKS = 64
+MAX_REQUESTS = 1024
+MAX_COMPARED_REQUESTS = 64
 """How many earlier prompts with the same beginning one is compared with, the newest first."""
-_START = 4  # tokens that file a prompt of whose blocks none was found
+_HEAD_TOKENS = 4  # tokens that file a prompt of whose blocks none was found
 
 Ids = NDArray[np.uint32]
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class RecentRequest:
     """One request. `reason` and what stands below it are of the first block that was not found, and change until the
     request has begun to compute."""
 
@@ -44,7 +44,7 @@ class Asked:
     known_from: int = 0
     found: int = 0
     reason: str = ""
-    fate: Fate | None = None  # of that block, as it was remembered then
+    fate: BlockFate | None = None  # of that block, as it was remembered then
     detail: dict[str, Any] = field(default_factory=dict)
     kept: bool = False  # in the ring
     agent: str = ""  # that the request named
@@ -67,7 +67,7 @@ class Asked:
 
     @property
     def start(self) -> bytes:
-        return self.tokens(0, _START).tobytes()
+        return self.tokens(0, _HEAD_TOKENS).tobytes()
 
     @property
     def size_bytes(self) -> int:
@@ -100,45 +100,45 @@ def kept(ids: NDArray[Any]) -> Ids:
     return ids if ids.dtype == np.uint32 and isinstance(root, bytes) else np.array(ids, np.uint32)
 
 
-class Ring:
+class RecentRequests:
     """Thread-safe. The oldest leave when there are `requests` of them, or more than `most_bytes`."""
 
-    def __init__(self, most_bytes: int, requests: int = REQUESTS) -> None:
-        self.most_bytes, self._requests = most_bytes, requests
-        self._ring: deque[Asked] = deque()
-        self._heads: dict[tuple[bytes, bytes], deque[Asked]] = {}  # by namespace and first signature
-        self._starts: dict[bytes, deque[Asked]] = {}  # by the first token ids
+    def __init__(self, max_bytes: int, requests: int = MAX_REQUESTS) -> None:
+        self.max_bytes, self._requests = max_bytes, requests
+        self._ring: deque[RecentRequest] = deque()
+        self._heads: dict[tuple[bytes, bytes], deque[RecentRequest]] = {}  # by namespace and first signature
+        self._starts: dict[bytes, deque[RecentRequest]] = {}  # by the first token ids
         self._size_bytes = 0
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
         return len(self._ring)
 
-    def add(self, asked: Asked) -> None:
+    def add(self, recent: RecentRequest) -> None:
         """One that is too large by itself is not kept."""
-        if not asked.blocks or asked.size_bytes > self.most_bytes:
+        if not recent.blocks or recent.size_bytes > self.max_bytes:
             return
         with self._lock:
-            self._ring.append(asked)
-            asked.kept = True
-            self._size_bytes += asked.size_bytes
-            self._heads.setdefault((asked.namespace, asked.signature(0)), deque()).append(asked)
-            if asked.start:
-                self._starts.setdefault(asked.start, deque()).append(asked)
+            self._ring.append(recent)
+            recent.kept = True
+            self._size_bytes += recent.size_bytes
+            self._heads.setdefault((recent.namespace, recent.signature(0)), deque()).append(recent)
+            if recent.start:
+                self._starts.setdefault(recent.start, deque()).append(recent)
             self._trim()
 
-    def grow(self, asked: Asked, ids: Sequence[Ids], packed: bytes) -> None:
+    def grow(self, recent: RecentRequest, ids: Sequence[Ids], packed: bytes) -> None:
         """The request went on: its answer became blocks."""
         with self._lock:
-            before = asked.size_bytes
-            asked.ids += ids
-            asked.packed = packed
-            if asked.kept:
-                self._size_bytes += asked.size_bytes - before
+            before = recent.size_bytes
+            recent.ids += ids
+            recent.packed = packed
+            if recent.kept:
+                self._size_bytes += recent.size_bytes - before
                 self._trim()
 
     def _trim(self) -> None:
-        while len(self._ring) > self._requests or self._size_bytes > self.most_bytes:
+        while len(self._ring) > self._requests or self._size_bytes > self.max_bytes:
             oldest = self._ring.popleft()
             oldest.kept = False
             self._size_bytes -= oldest.size_bytes
@@ -147,30 +147,32 @@ class Ring:
                 self._leave(self._starts, oldest.start, oldest)
 
     @staticmethod
-    def _leave(filed: dict[Any, deque[Asked]], key: Any, asked: Asked) -> None:
-        filed[key].remove(asked)  # the first of them, as a rule
+    def _leave(filed: dict[Any, deque[RecentRequest]], key: Any, recent: RecentRequest) -> None:
+        filed[key].remove(recent)  # the first of them, as a rule
         if not filed[key]:
             del filed[key]
 
-    def last(self) -> list[Asked]:
+    def last(self) -> list[RecentRequest]:
         """The newest first."""
         with self._lock:
             return list(reversed(self._ring))
 
-    def find(self, request: str) -> Asked | None:
+    def find(self, request: str) -> RecentRequest | None:
         """The newest request of that id."""
-        return next((asked for asked in self.last() if asked.request == request), None)
+        return next((recent for recent in self.last() if recent.request == request), None)
 
-    def same_head(self, namespace: bytes, signature: bytes) -> list[Asked]:
+    def same_head(self, namespace: bytes, signature: bytes) -> list[RecentRequest]:
         """Those that begin with this block, the newest first."""
         with self._lock:
-            return list(islice(reversed(self._heads.get((namespace, signature), ())), LOOKS))
+            return list(islice(reversed(self._heads.get((namespace, signature), ())), MAX_COMPARED_REQUESTS))
 
-    def same_start(self, ids: Ids, among: Collection[bytes] | None = None) -> Iterator[Asked]:
+    def same_start(self, ids: Ids, among: Collection[bytes] | None = None) -> Iterator[RecentRequest]:
         """Those that begin with these tokens, of these namespaces, or of all; the newest first."""
         with self._lock:
-            filed = reversed(self._starts.get(ids[:_START].tobytes(), deque()))
-            found = list(islice((each for each in filed if among is None or each.namespace in among), LOOKS))
+            filed = reversed(self._starts.get(ids[:_HEAD_TOKENS].tobytes(), deque()))
+            found = list(
+                islice((each for each in filed if among is None or each.namespace in among), MAX_COMPARED_REQUESTS)
+            )
         return iter(found)
 
 
@@ -186,7 +188,7 @@ _DATE = (
 )
 _TIME = r"\d\d?:\d\d(?::\d\d(?:[.,]\d+)?)?(?:\s?[AaPp]\.?[Mm]\b)?(?:Z|\s?(?:UTC|GMT)|[+-]\d\d:?\d\d)?"
 
-FORMS: Mapping[str, re.Pattern[str]] = {
+TEXT_FORMS: Mapping[str, re.Pattern[str]] = {
     name: re.compile(pattern)
     for name, pattern in {
         "a timestamp": rf"(?:{_DAY},? )?{_DATE}(?:[T ,]+(?:at )?)?{_TIME}",
@@ -204,7 +206,7 @@ FORMS: Mapping[str, re.Pattern[str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Culprit:
+class VaryingText:
     """`name`: one of the forms. What stands there in the one text, and in the other."""
 
     name: str
@@ -212,22 +214,22 @@ class Culprit:
     theirs: str
 
 
-def culprit(ours: str, theirs: str, at: int) -> Culprit | None:
+def find_varying_text(ours: str, theirs: str, at: int) -> VaryingText | None:
     """`ours` and `theirs` agree up to the character `at`; None where nothing there has a form that is known."""
-    for name, form in FORMS.items():
-        mine, other = (_around(form, text, at) for text in (ours, theirs))
+    for name, form in TEXT_FORMS.items():
+        mine, other = (_match_at(form, text, at) for text in (ours, theirs))
         if mine is not None and other is not None and mine.group() != other.group():
-            return Culprit(name, mine.group(), other.group())
+            return VaryingText(name, mine.group(), other.group())
     return None
 
 
-def _around(form: re.Pattern[str], text: str, at: int) -> re.Match[str] | None:
+def _match_at(form: re.Pattern[str], text: str, at: int) -> re.Match[str] | None:
     """The longest match that begins at or before the place, and ends behind it."""
     found = [match for match in form.finditer(text) if match.start() <= at <= match.end()]
     return max(found, key=lambda match: len(match.group()), default=None)
 
 
-def parting(ours: str, theirs: str) -> int:
+def first_difference(ours: str, theirs: str) -> int:
     """The first character at which two texts differ."""
     shorter = min(len(ours), len(theirs))
     return next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
@@ -237,12 +239,12 @@ def parting(ours: str, theirs: str) -> int:
 
 NAME_BYTES = 8
 """Of the last block's signature: what a person calls a prefix by, in hexadecimal."""
-NEARLY = 0.9
+SUBSUMED_SHARE = 0.9
 """A prefix is left out where a longer one is begun by nearly all of its requests: that one says more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prefix:
+class SharedPrefix:
     namespace: bytes
     signature: bytes  # of its last block
     blocks: int
@@ -261,16 +263,16 @@ class Prefix:
         return (self.requests - 1) * self.blocks
 
 
-def prefixes(asked: Iterable[Asked], most: int) -> list[Prefix]:
+def prefixes(recent: Iterable[RecentRequest], most: int) -> list[SharedPrefix]:
     """At most so many, of prompts in any order."""
-    ordered = sorted((a for a in asked if a.blocks), key=lambda a: (a.namespace, a.packed))
+    ordered = sorted((a for a in recent if a.blocks), key=lambda a: (a.namespace, a.packed))
     found = [
         prefix for _, group in groupby(ordered, key=lambda a: a.namespace) for prefix in _of_namespace(list(group))
     ]
     return sorted(found, key=lambda p: (-p.saved_blocks * p.block_tokens, p.signature))[:most]
 
 
-def _of_namespace(chains: Sequence[Asked]) -> Iterator[Prefix]:
+def _of_namespace(chains: Sequence[RecentRequest]) -> Iterator[SharedPrefix]:
     """`chains` in the order of their signatures: those that begin alike stand together. Each stretch of neighbours that
     share more blocks than it shares with those around it is one prefix."""
     open_: list[tuple[int, int, int]] = []  # blocks shared, the first of the stretch, most requests of one within it
@@ -280,7 +282,7 @@ def _of_namespace(chains: Sequence[Asked]) -> Iterator[Prefix]:
         while open_ and open_[-1][0] > shared:
             blocks, first, longer = open_.pop()
             requests = i - first
-            if longer < NEARLY * requests:
+            if longer < SUBSUMED_SHARE * requests:
                 yield _prefix(chains[first:i], blocks)
             within = max(within, requests)
             if open_ and open_[-1][0] > shared:
@@ -293,9 +295,9 @@ def _of_namespace(chains: Sequence[Asked]) -> Iterator[Prefix]:
             open_.append((shared, first, within))
 
 
-def _prefix(chains: Sequence[Asked], blocks: int) -> Prefix:
+def _prefix(chains: Sequence[RecentRequest], blocks: int) -> SharedPrefix:
     one = chains[0]
-    return Prefix(
+    return SharedPrefix(
         one.namespace,
         one.signature(blocks - 1),
         blocks,
@@ -306,7 +308,7 @@ def _prefix(chains: Sequence[Asked], blocks: int) -> Prefix:
     )
 
 
-def named(asked: Iterable[Asked], name: str) -> tuple[Asked, int] | None:
+def find_prefix(recent: Iterable[RecentRequest], name: str) -> tuple[RecentRequest, int] | None:
     """The newest prompt with a block of this name, and up to which block (excluded) the prefix goes."""
     try:
         wanted = bytes.fromhex(name)
@@ -314,7 +316,7 @@ def named(asked: Iterable[Asked], name: str) -> tuple[Asked, int] | None:
         return None
     if len(wanted) != NAME_BYTES:
         return None
-    for each in asked:
+    for each in recent:
         at = each.packed.find(wanted)
         while at >= 0:
             if at % SIGNATURE_BYTES == 0:

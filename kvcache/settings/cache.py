@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from kvcache.settings.types import Bytes, Count, MiB, Seconds, Section, as_number, as_table, no_larger
+from kvcache.errors import ConfigError
+from kvcache.settings.types import Bytes, Count, MiB, Seconds, Section, as_number, as_table, check_at_most
 
 
 class Tenant(Section):
     """What a tenant may take of each tier."""
 
     host_quota_bytes: Bytes | None = Field(default=None, description="At most, of host memory.")
-    host_least_bytes: Bytes = Field(default=0, description="Of host memory, what others cannot take from it.")
+    host_guaranteed_bytes: Bytes = Field(default=0, description="Of host memory, what others cannot take from it.")
     nvme_quota_bytes: Bytes | None = Field(default=None, description="At most, of the drive.")
-    nvme_least_bytes: Bytes = Field(default=0, description="Of the drive, what others cannot take from it.")
+    nvme_guaranteed_bytes: Bytes = Field(default=0, description="Of the drive, what others cannot take from it.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _current_names(cls, given: Any) -> Any:
+        for tier in ("host", "nvme"):
+            if isinstance(given, dict) and f"{tier}_least_bytes" in given:
+                raise ConfigError(
+                    f"{tier}_least_bytes of a tenant is called {tier}_guaranteed_bytes now; give that instead "
+                    "(docs/migration.md)"
+                )
+        return given
 
     @model_validator(mode="after")
     def _fits(self) -> Tenant:
         for tier in ("host", "nvme"):
-            quota, least = getattr(self, f"{tier}_quota_bytes"), getattr(self, f"{tier}_least_bytes")
+            quota, least = getattr(self, f"{tier}_quota_bytes"), getattr(self, f"{tier}_guaranteed_bytes")
             if quota is not None:
-                no_larger(f"{tier}_least_bytes of a tenant in evict.tenants", least, f"its {tier}_quota_bytes", quota)
+                check_at_most(
+                    f"{tier}_guaranteed_bytes of a tenant in evict.tenants", least, f"its {tier}_quota_bytes", quota
+                )
         return self
 
 
@@ -30,7 +44,7 @@ class Evict(Section):
     """Who leaves a full tier."""
 
     policy: Literal["hazard", "lru"] = Field(default="hazard", description="`hazard`: expected use. `lru`: last use.")
-    curve_samples: Annotated[int, BeforeValidator(as_number), Field(ge=0, le=1 << 20)] = Field(
+    mrc_samples: Annotated[int, BeforeValidator(as_number), Field(ge=0, le=1 << 20)] = Field(
         default=2048,
         description="Blocks that stand for a tier where it is told what more memory would find "
         "(`kvcache stats --curve`). 0: it is not told.",
@@ -38,7 +52,7 @@ class Evict(Section):
     tenants: Annotated[dict[str, Tenant], BeforeValidator(as_table)] = Field(
         default_factory=dict,
         description="By tenant, what it may take at most (`host_quota_bytes`, `nvme_quota_bytes`), and what others "
-        "cannot take from it (`host_least_bytes`, `nvme_least_bytes`): a table each, or all of them as JSON.",
+        "cannot take from it (`host_guaranteed_bytes`, `nvme_guaranteed_bytes`): a table each, or all of them as JSON.",
     )
 
 
@@ -50,7 +64,7 @@ class Flow(Section):
     deadline_s: Seconds = Field(
         default=2.0, description="After so long a block that has not come is a miss, unless the request says otherwise."
     )
-    ask_deadline_s: Seconds = Field(
+    lookup_timeout_s: Seconds = Field(
         default=0.5, description="After so long a shared tier that has not said what it has of a prompt has nothing."
     )
     known_blocks: Count = Field(
@@ -81,7 +95,7 @@ class Explain(Section):
 class Canary(Section):
     """Loaded blocks that the engine computes again, where it offers to, to compare them with what was loaded."""
 
-    one_in: Annotated[int, BeforeValidator(as_number), Field(ge=0, le=1 << 30)] = Field(
+    sample_rate: Annotated[int, BeforeValidator(as_number), Field(ge=0, le=1 << 30)] = Field(
         default=0,
         description="One loaded block in so many is computed again, which costs what computing costs. 0: none.",
     )
@@ -118,8 +132,8 @@ class Warm(Section):
     heat: bool = Field(
         default=True, description="Whether this node tells the fleet which chains its requests found, for `hot`."
     )
-    heat_every_s: Seconds = Field(default=30.0, description="How often it tells.")
-    heat_half_life_s: Seconds = Field(
+    popularity_interval_s: Seconds = Field(default=30.0, description="How often it tells.")
+    popularity_half_life_s: Seconds = Field(
         default=3600.0, description="After so long a use counts half. The same on every node."
     )
 

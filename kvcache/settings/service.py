@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from kvcache.settings.types import Bytes, Count, MiB, Seconds, Section, as_number, made
+from kvcache.settings.types import Bytes, Count, MiB, Seconds, Section, as_number, computed_default
 
 
 class Daemon(Section):
@@ -15,7 +15,7 @@ class Daemon(Section):
     socket: str = Field(
         default="",
         description="Path of the Unix socket that it listens on.",
-        json_schema_extra=made("`kvcache.socket` in the user's runtime directory"),
+        json_schema_extra=computed_default("`kvcache.socket` in the user's runtime directory"),
     )
     mode: Annotated[str, Field(pattern="^0?[0-7]{3}$")] = Field(
         default="600",
@@ -72,7 +72,7 @@ class Log(Section):
 
 # How a daemon is seen over HTTP.
 
-CONNECTIONS = 128
+MAX_HTTP_CONNECTIONS = 128
 """Open at a time, at most; more are hung up on."""
 
 

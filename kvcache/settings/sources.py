@@ -55,6 +55,18 @@ FOREIGN: Mapping[str, tuple[str, str]] = {
 }
 """What other libraries call a setting: whose word it is, and ours."""
 
+RENAMED: Mapping[str, str] = {
+    "host.extent_bytes": "host.slab_bytes",
+    "nvme.free_floor_bytes": "nvme.min_free_bytes",
+    "encryption.accept_plain": "encryption.accept_unencrypted",
+    "evict.curve_samples": "evict.mrc_samples",
+    "flow.ask_deadline_s": "flow.lookup_timeout_s",
+    "canary.one_in": "canary.sample_rate",
+    "warm.heat_every_s": "warm.popularity_interval_s",
+    "warm.heat_half_life_s": "warm.popularity_half_life_s",
+}
+"""Settings by their names of before; docs/migration.md lists them. A tenant's are in `kvcache.settings.cache`."""
+
 
 def load(
     path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] = os.environ, **keywords: Any
@@ -64,7 +76,7 @@ def load(
     origins: dict[str, str] = {}
     if environ.get(_DIRECTORY):
         values["nvme.path"], origins["nvme.path"] = str(Path(environ[_DIRECTORY], "nvme")), _DIRECTORY
-    for name, value, origin in (*_file(path), *_variables(environ), *_keywords(keywords)):
+    for name, value, origin in (*_file_settings(path), *_variable_settings(environ), *_keyword_settings(keywords)):
         values[name], origins[name] = value, origin
     tree: dict[str, Any] = {}
     for name, value in values.items():
@@ -73,7 +85,7 @@ def load(
     try:
         settings = Settings(**tree)
     except ValidationError as error:
-        raise _refusal(error, origins) from None
+        raise _config_error(error, origins) from None
     settings._origins.update(origins)  # noqa: SLF001  ours: the tree keeps them, this file knows them
     return settings
 
@@ -95,7 +107,7 @@ def load_identity(
     return load(None if remote else where, variables, **keywords).identity
 
 
-def _file(path: str | os.PathLike[str] | None) -> Iterator[tuple[str, Any, str]]:
+def _file_settings(path: str | os.PathLike[str] | None) -> Iterator[tuple[str, Any, str]]:
     if path is None:
         return
     try:
@@ -106,19 +118,19 @@ def _file(path: str | os.PathLike[str] | None) -> Iterator[tuple[str, Any, str]]
     except ValueError as error:  # not UTF-8, or not TOML
         raise ConfigError(f"settings file {os.fspath(path)!r}: not TOML: {error}") from None
     for name, value in _flat(tree):
-        yield _known(name, value, os.fspath(path)), value, os.fspath(path)
+        yield _checked_name(name, value, os.fspath(path)), value, os.fspath(path)
 
 
-def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+def _variable_settings(environ: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
     for variable, value in environ.items():
         if variable.startswith(PREFIX) and variable != _DIRECTORY and variable not in _SECRETS and value:
             name = variable[len(PREFIX) :].lower().replace("__", ".")
-            yield _known(name, value, variable), value, variable
+            yield _checked_name(name, value, variable), value, variable
 
 
-def _keywords(keywords: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _keyword_settings(keywords: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     for name, value in _flat({name.replace("__", "."): value for name, value in keywords.items()}):
-        yield _known(name, value, "keyword"), value, "keyword"
+        yield _checked_name(name, value, "keyword"), value, "keyword"
 
 
 def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -129,38 +141,42 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
             yield above + name, value
 
 
-def _known(name: str, value: Any, origin: str) -> str:
+def _checked_name(name: str, value: Any, origin: str) -> str:
     """The name, if it is one of ours; else ConfigError with what is most likely meant."""
     if name in TABLE:
         return name
     found = f"{name} = {value!r} (from {origin})"
     if name in SECTIONS:
-        raise ConfigError(f"{found}: {name} is a section; give {name}.<setting>, for instance {_first(name)}")
+        raise ConfigError(f"{found}: {name} is a section; give {name}.<setting>, for instance {_first_setting(name)}")
+    if name in RENAMED:
+        raise ConfigError(f"{found}: {name} is called {RENAMED[name]} now; give that instead (docs/migration.md)")
     last = name.rpartition(".")[2]
     if last in FOREIGN:
-        whose, ours = FOREIGN[last]
-        raise ConfigError(f"{found}: {last} is {whose} word; here it is {ours} ({_what(ours)})")
-    meant = [row for row in TABLE if row.endswith(f".{name}")] or _near(name)
-    if meant:
-        written = [TABLE[row].variable if origin.startswith(PREFIX) else row for row in meant]
+        project, own_name = FOREIGN[last]
+        raise ConfigError(f"{found}: {last} is {project} word; here it is {own_name} ({_description(own_name)})")
+    candidates = [row for row in TABLE if row.endswith(f".{name}")] or _close_matches(name)
+    if candidates:
+        written = [TABLE[row].variable if origin.startswith(PREFIX) else row for row in candidates]
         raise ConfigError(f"{found}: no such setting; perhaps {' or '.join(written)}")
     raise ConfigError(f"{found}: no such setting; `kvcache config show` lists them all")
 
 
-def _near(name: str) -> list[str]:
-    spelt = {row.replace(".", "_"): row for row in TABLE}
-    return [spelt[near] for near in difflib.get_close_matches(name.replace(".", "_"), spelt, n=1, cutoff=0.7)]
+def _close_matches(name: str) -> list[str]:
+    by_spelling = {row.replace(".", "_"): row for row in TABLE}
+    return [
+        by_spelling[match] for match in difflib.get_close_matches(name.replace(".", "_"), by_spelling, n=1, cutoff=0.7)
+    ]
 
 
-def _first(section: str) -> str:
+def _first_setting(section: str) -> str:
     return next(name for name in TABLE if name.startswith(f"{section}."))
 
 
-def _what(name: str) -> str:
+def _description(name: str) -> str:
     return str(TABLE[name].field.description).rstrip(".")
 
 
-def _refusal(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
+def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
     first = error.errors()[0]
     inner = first.get("ctx", {}).get("error")
     if isinstance(inner, ConfigError):  # of two settings together: it names them itself

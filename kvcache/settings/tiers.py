@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from kvcache.errors import ConfigError
-from kvcache.host_memory_budget import local_ranks, taken_bytes
-from kvcache.machine import cache_directory, disk_free_bytes, disk_held_bytes, in_memory, memory
+from kvcache.host_memory_budget import claimed_bytes, local_ranks
+from kvcache.machine import cache_directory, disk_free_bytes, disk_used_bytes, is_memory_backed, memory
 from kvcache.settings.types import (
     PAGE_BYTES,
     Bytes,
@@ -24,8 +24,8 @@ from kvcache.settings.types import (
     as_directory,
     as_number,
     as_size,
-    made,
-    no_larger,
+    check_at_most,
+    computed_default,
 )
 
 Write = Literal["write_through", "write_back", "on_second_use", "off"]
@@ -34,8 +34,8 @@ Write = Literal["write_through", "write_back", "on_second_use", "off"]
 def _host_capacity() -> int:
     now = memory()
     whole = now.allowed_bytes // 4
-    mine = min(whole // local_ranks(), whole - taken_bytes(), now.free_bytes // 2)
-    return max(16 * MiB, mine // MiB * MiB)
+    share = min(whole // local_ranks(), whole - claimed_bytes(), now.free_bytes // 2)
+    return max(16 * MiB, share // MiB * MiB)
 
 
 def write_mode() -> Any:
@@ -46,7 +46,7 @@ def write_mode() -> Any:
     )
 
 
-def _piece(data: dict[str, Any]) -> int:
+def _default_slab_bytes(data: dict[str, Any]) -> int:
     """256 MiB, or an eighth of a small tier, in whole pages."""
     eighth = int(data.get("capacity_bytes", 0)) // 8 // PAGE_BYTES * PAGE_BYTES
     return max(PAGE_BYTES, min(256 * MiB, eighth))
@@ -58,15 +58,15 @@ class Host(Section):
     capacity_bytes: Annotated[int, BeforeValidator(as_size), Field(ge=64 * KiB, le=1 << 60)] = Field(
         default_factory=_host_capacity,
         description="Memory of the arena.",
-        json_schema_extra=made(
+        json_schema_extra=computed_default(
             "a quarter of what the machine or cgroup allows, shared by all caches of this user and by all ranks of a "
             "node, or half of what is free if that is less"
         ),
     )
-    extent_bytes: Pages = Field(
-        default_factory=_piece,
+    slab_bytes: Pages = Field(
+        default_factory=_default_slab_bytes,
         description="Size of an extent: a piece of the arena with one slot size and one tenant. A multiple of 4,096.",
-        json_schema_extra=made("256 MiB, or an eighth of the capacity if that is less"),
+        json_schema_extra=computed_default("256 MiB, or an eighth of the capacity if that is less"),
     )
     verify_arena: bool = Field(
         default=False, description="Compare payload checksums on reads from the arena too, not only below it."
@@ -74,7 +74,7 @@ class Host(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Host:
-        no_larger("host.extent_bytes", self.extent_bytes, "host.capacity_bytes", self.capacity_bytes)
+        check_at_most("host.slab_bytes", self.slab_bytes, "host.capacity_bytes", self.capacity_bytes)
         return self
 
 
@@ -86,7 +86,7 @@ def _nvme_capacity(data: dict[str, Any]) -> int:
     if not data.get("enabled", True) or "path" not in data:
         return 0
     directories = data.get("paths") or (data["path"],)
-    held = [disk_held_bytes(path) for path in directories]
+    held = [disk_used_bytes(path) for path in directories]
     fifths = [(disk_free_bytes(path) + bytes_) // 5 for path, bytes_ in zip(directories, held, strict=True)]
     return len(directories) * (max(256 * MiB, *held, min(fifths)) // MiB * MiB)
 
@@ -98,7 +98,7 @@ class Nvme(Section):
     path: Annotated[Path, BeforeValidator(as_directory)] = Field(
         default_factory=_nvme_path,
         description="Directory of the tier, for this process alone. Made where it is missing.",
-        json_schema_extra=made("`nvme` in $KVCACHE_DIR, else `kvcache/nvme` in the user's cache directory"),
+        json_schema_extra=computed_default("`nvme` in $KVCACHE_DIR, else `kvcache/nvme` in the user's cache directory"),
     )
     paths: Annotated[tuple[Path, ...], BeforeValidator(as_directories)] = Field(
         default=(),
@@ -109,12 +109,12 @@ class Nvme(Section):
         default_factory=_nvme_capacity,
         description="Disk room that the tier may take, journal included. "
         "To be given where the directory lies in memory (tmpfs), which is refused otherwise.",
-        json_schema_extra=made("a fifth of what its file system has free without it, at least 256 MiB"),
+        json_schema_extra=computed_default("a fifth of what its file system has free without it, at least 256 MiB"),
     )
     segment_bytes: Pages = Field(
-        default_factory=_piece,
+        default_factory=_default_slab_bytes,
         description="Size of a segment file, which has one slot size. A multiple of 4,096.",
-        json_schema_extra=made("256 MiB, or an eighth of the capacity if that is less"),
+        json_schema_extra=computed_default("256 MiB, or an eighth of the capacity if that is less"),
     )
     durability: Literal["block", "batch", "none"] = Field(
         default="batch",
@@ -131,7 +131,7 @@ class Nvme(Section):
     queue_bytes: Bytes = Field(
         default=256 * MiB, description="Bytes waiting to be written, beyond which writes are dropped and counted."
     )
-    free_floor_bytes: Bytes = Field(
+    min_free_bytes: Bytes = Field(
         default=GiB, description="Room on the file system that the tier leaves to others, whatever its capacity."
     )
 
@@ -139,13 +139,13 @@ class Nvme(Section):
     def _fits(self) -> Nvme:
         if not self.enabled:
             return self
-        memory = [path for path in self.directories if in_memory(path)]
+        memory = [path for path in self.directories if is_memory_backed(path)]
         if "capacity_bytes" not in self.model_fields_set and memory:
             raise ConfigError(
                 f"nvme.path = {str(memory[0])!r}: lies in memory (tmpfs), not on a disk; give another path, "
                 "or nvme.capacity_bytes as well if that is what you want, or nvme.enabled = false"
             )
-        no_larger("nvme.segment_bytes", self.segment_bytes, "nvme.capacity_bytes", self.capacity_bytes)
+        check_at_most("nvme.segment_bytes", self.segment_bytes, "nvme.capacity_bytes", self.capacity_bytes)
         return self
 
     @property
@@ -277,7 +277,7 @@ class Encryption(Section):
         description="A file with a key a line, 64 hexadecimal digits: what goes below host is encrypted with the first "
         "one (AES-256-GCM), and what any of them encrypted is read. Nothing: as it is.",
     )
-    accept_plain: bool = Field(
+    accept_unencrypted: bool = Field(
         default=False,
         description="With keys, read records that are not encrypted as well: while those from before are still there. "
         "Otherwise they are a miss, and left alone.",

@@ -98,12 +98,12 @@ Count = Annotated[int, BeforeValidator(as_number), Field(ge=1, le=1 << 30)]
 Seconds = Annotated[float, BeforeValidator(as_number), Field(gt=0, allow_inf_nan=False)]
 
 
-def made(how: str) -> dict[str, Any]:
+def computed_default(how: str) -> dict[str, Any]:
     """Marks a default that is made from the machine; `how` stands in the page and in the origin."""
     return {"made": how}
 
 
-def no_larger(name: str, value: int, limit_name: str, limit: int) -> None:
+def check_at_most(name: str, value: int, limit_name: str, limit: int) -> None:
     if value > limit:
         raise ConfigError(
             f"{name} = {show_bytes(value)}: more than {limit_name} = {show_bytes(limit)}; give less, or more there"

@@ -57,7 +57,7 @@ class ConnectorContract:
         """Without a plan, which would have an engine compute a tiny model's blocks where that is sooner."""
         return kvcache.open(
             host={"capacity_bytes": 64 * MiB, **host},
-            nvme={"path": path, "capacity_bytes": 256 * MiB, "free_floor_bytes": 0},
+            nvme={"path": path, "capacity_bytes": 256 * MiB, "min_free_bytes": 0},
             control={"enabled": False},
             plan={"enabled": False},
         )
@@ -188,7 +188,7 @@ class ConnectorContract:
     def test_a_cache_smaller_than_a_prompt(self, tmp_path: Path) -> None:
         prompts = [self.prompt(6.5, seed=seed) for seed in (1, 2, 1, 2)]
         expected = self.answers(prompts)
-        with self.open(tmp_path / "nvme", capacity_bytes=64 << 10, extent_bytes=16 << 10) as cache:
+        with self.open(tmp_path / "nvme", capacity_bytes=64 << 10, slab_bytes=16 << 10) as cache:
             engine = self.serve(cache)
             assert [engine.generate(prompt, self.new_tokens) for prompt in prompts] == expected
             engine.close()

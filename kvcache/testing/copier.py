@@ -18,17 +18,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvcache.block.layout import CANONICAL, KVLayout
+from kvcache.block.layout import CANONICAL_ORDERS, KVLayout
 from kvcache.errors import LayoutError
 from kvcache.transfer.copier import Copier
 from kvcache.transfer.pages import GroupPages
 
 PAGES = 9
-ORDERS = list(permutations(CANONICAL["mha"]))
+ORDERS = list(permutations(CANONICAL_ORDERS["mha"]))
 AXES = ("kv", "page", "token", "head", "dim")
 
 
-class PlacedPages:
+class CpuPages:
     """Pages in this process's memory: (layer, kv, page, token, head, dim)."""
 
     def __init__(self, layout: KVLayout) -> None:
@@ -52,8 +52,8 @@ class CopierContract:
     def make(self) -> Copier:
         raise NotImplementedError("give your copier: see kvcache.testing.CopierContract")
 
-    def place(self, layout: KVLayout) -> PlacedPages:
-        return PlacedPages(layout)
+    def place(self, layout: KVLayout) -> CpuPages:
+        return CpuPages(layout)
 
     @pytest.fixture
     def copier(self) -> Copier:
@@ -70,7 +70,7 @@ class CopierContract:
         there.write(values)
         buffers = [memoryview(bytearray(layout.block_bytes())) for _ in ids]
         assert copier.gather(there.described, ids, buffers, after=copier.mark()).wait(30)
-        turned = [CANONICAL["mha"].index(axis) for axis in order]
+        turned = [CANONICAL_ORDERS["mha"].index(axis) for axis in order]
         for page, buffer in zip(ids, buffers, strict=True):
             assert bytes(buffer) == values[:, :, page].transpose(turned).tobytes()
         there.write(np.zeros_like(values))

@@ -10,9 +10,9 @@ from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
 from kvcache.cache.api import Extras, Hit, PageIds, check_shards
 from kvcache.cache.operation import BlockTransfer
-from kvcache.testing.naive_cache import NaiveBound, NaiveCache, NaiveRequest
+from kvcache.testing.naive_cache import NaiveCache, NaiveNamespace, NaiveRequest
 from kvcache.tier.tier import Outcome
-from kvcache.transfer.cpu import PlainCopier
+from kvcache.transfer.cpu import ReferenceCopier
 from kvcache.transfer.pages import Pages
 
 Fault = Literal["none", "asking", "gone", "damaged", "hung", "full"]
@@ -42,7 +42,7 @@ class FaultyCache(NaiveCache):
         shards: Sequence[Shard] | None = None,
         ranks: Sequence[Sequence[Shard]] | None = None,
         ttl_s: float | None = None,
-    ) -> FaultyBound:
+    ) -> FaultyNamespace:
         namespace = Namespace(
             layout,
             model=model,
@@ -52,10 +52,10 @@ class FaultyCache(NaiveCache):
             cache_salt=cache_salt,
             facts=facts or {},
         )
-        return FaultyBound(self, namespace, *check_shards(layout, shards, ranks))
+        return FaultyNamespace(self, namespace, *check_shards(layout, shards, ranks))
 
 
-class FaultyBound(NaiveBound):
+class FaultyNamespace(NaiveNamespace):
     cache: FaultyCache
 
     def request(
@@ -73,7 +73,7 @@ class FaultyBound(NaiveBound):
 
 
 class FaultyRequest(NaiveRequest):
-    def __init__(self, bound: FaultyBound, id: str) -> None:
+    def __init__(self, bound: FaultyNamespace, id: str) -> None:
         super().__init__(bound, id)
         self._cache = bound.cache
 
@@ -98,9 +98,9 @@ class FaultyRequest(NaiveRequest):
             transfer.settle(i, whole.outcomes[i])
         for there, ids in zip(pages, page_ids, strict=True):
             anything = memoryview(b"\xff" * there.block_bytes)
-            PlainCopier().scatter(there, ids[good:], [anything] * (count - good))
+            ReferenceCopier().scatter(there, ids[good:], [anything] * (count - good))
         if fault != "hung":
-            transfer.settle_rest(good, Outcome.DAMAGED if fault == "damaged" else Outcome.ABSENT)
+            transfer.settle_rest(good, Outcome.DAMAGED if fault == "damaged" else Outcome.NOT_FOUND)
         return transfer
 
     def store(self, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
@@ -119,12 +119,12 @@ class _Unending(BlockTransfer):
 
 # A cache of which any call may raise: the face does not allow it, and a connector must bear it all the same.
 
-OPENED = frozenset({"namespace", "request", "join", "load", "store"})
+FAILING_CALLS = frozenset({"namespace", "request", "join", "load", "store"})
 """Calls whose answers raise in the same way."""
-PLAIN = frozenset({"id", "layout", "outcomes", "done", "blocks", "signatures"})
+PLAIN_ATTRIBUTES = frozenset({"id", "layout", "outcomes", "done", "blocks", "signatures"})
 
 
-class Raising:
+class RaisingProxy:
     """In front of a cache, and of the bounds, requests and transfers that it gives. `fails` is asked for each call and
     each property of a transfer, by name; what raises has not been done."""
 
@@ -132,20 +132,20 @@ class Raising:
         self._inner, self._fails = inner, fails
 
     def __getattr__(self, name: str) -> Any:
-        if name in PLAIN:
+        if name in PLAIN_ATTRIBUTES:
             if name not in {"id", "layout"}:
-                self._perhaps(name)
+                self._maybe_raise(name)
             return getattr(self._inner, name)
         there = getattr(self._inner, name)
 
         @wraps(there)
         def call(*args: Any, **named: Any) -> Any:
-            self._perhaps(name)
+            self._maybe_raise(name)
             answer = there(*args, **named)
-            return Raising(answer, self._fails) if name in OPENED else answer
+            return RaisingProxy(answer, self._fails) if name in FAILING_CALLS else answer
 
         return call
 
-    def _perhaps(self, name: str) -> None:
+    def _maybe_raise(self, name: str) -> None:
         if self._fails(name):
             raise ZeroDivisionError(f"{name} fails, as it was told to")

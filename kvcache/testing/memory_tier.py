@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 
 from kvcache.block.record import Address, RecordError, read_header, verify
 from kvcache.errors import ClosedError
-from kvcache.os_env import Port
-from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments, same_record
+from kvcache.os_env import OsEnv
+from kvcache.tier.tier import DEMAND, Op, Outcome, Segments, Ticket, TierDefaults, Usage, check_segments, same_record
 
 
-class MemoryTier(Waits):
+class MemoryTier(TierDefaults):
     name = "memory"
     durable = shared = False
 
-    def __init__(self, *, capacity_bytes: int, port: Port | None = None) -> None:
+    def __init__(self, *, capacity_bytes: int, os_env: OsEnv | None = None) -> None:
         self._capacity_bytes = capacity_bytes
-        self._port = port or Port()
+        self._os_env = os_env or OsEnv()
         self._records: dict[bytes, tuple[Address, bytes]] = {}
         self._used_bytes = 0
         self._lock = threading.Lock()
@@ -29,7 +29,7 @@ class MemoryTier(Waits):
         addresses: Sequence[Address],
         segments: Sequence[Segments] = (),
         *,
-        priority: int = WAITING,
+        priority: int = DEMAND,
         deadline: float | None = None,
         on_outcome: Callable[[int, Outcome], None] | None = None,
     ) -> Ticket:
@@ -38,10 +38,10 @@ class MemoryTier(Waits):
             raise ClosedError("memory tier: it was closed")
         check_segments(op, addresses, segments)
         ticket = Ticket(len(addresses), on_outcome)
-        late = deadline is not None and self._port.clock.now() > deadline
+        late = deadline is not None and self._os_env.clock.now() > deadline
         for i, address in enumerate(addresses):
             if late:
-                ticket.settle(i, Outcome.LATE)
+                ticket.settle(i, Outcome.TIMED_OUT)
                 continue
             with self._lock:
                 outcome, check = self._one(op, address, segments[i] if segments else ())
@@ -50,15 +50,15 @@ class MemoryTier(Waits):
 
     def _one(self, op: Op, address: Address, segments: Segments) -> tuple[Outcome, str]:
         held = self._records.get(address.name)
-        here = held is not None and same_record(held[0], address)
+        is_present = held is not None and same_record(held[0], address)
         if op == "contains":
-            return (Outcome.DONE if here else Outcome.ABSENT), ""
+            return (Outcome.DONE if is_present else Outcome.NOT_FOUND), ""
         if op == "write":
             if held is not None:
-                return (Outcome.DONE, "") if here else (Outcome.FAILED, "key")
+                return (Outcome.DONE, "") if is_present else (Outcome.FAILED, "key")
             return self._write(address, segments)
-        if held is None or not here:
-            return Outcome.ABSENT, ""
+        if held is None or not is_present:
+            return Outcome.NOT_FOUND, ""
         if op == "remove":
             self._drop(address.name)
             return Outcome.DONE, ""
@@ -76,7 +76,7 @@ class MemoryTier(Waits):
             verify(segments[0], segments[1:], address)
         except RecordError as error:
             if error.foreign:
-                return Outcome.FOREIGN, error.check
+                return Outcome.INCOMPATIBLE, error.check
             self._drop(address.name)
             return Outcome.DAMAGED, error.check
         return Outcome.DONE, ""
@@ -90,7 +90,7 @@ class MemoryTier(Waits):
             return Outcome.FAILED, "address"
         record = b"".join(segments)
         if self._used_bytes + len(record) > self._capacity_bytes:
-            return Outcome.NO_ROOM, ""
+            return Outcome.NO_CAPACITY, ""
         self._records[address.name] = (address, record)
         self._used_bytes += len(record)
         return Outcome.DONE, ""
@@ -102,7 +102,7 @@ class MemoryTier(Waits):
     def room(self, record_bytes: int) -> int:
         return (self._capacity_bytes - self._used_bytes) // record_bytes
 
-    def siblings(self, address: Address) -> list[Address]:
+    def colocated(self, address: Address) -> list[Address]:
         with self._lock:
             held = self._records.get(address.name)
             return [held[0]] if held else []

@@ -13,12 +13,12 @@ from kvcache.block.namespace import Namespace
 from kvcache.block.record import KEY_BYTES
 from kvcache.cache.api import Extras, FlushReport, Hit, PageIds, check_origin, check_shards, check_transfer, check_ttl
 from kvcache.cache.operation import BlockTransfer
-from kvcache.cache.request import Register
+from kvcache.cache.request import OpenRequests
 from kvcache.errors import ClosedError
-from kvcache.index.block_run import needs, usable, wanted
+from kvcache.index.block_run import needs, usable_prefix, wanted
 from kvcache.os_env import Clock, SystemClock
 from kvcache.tier.tier import Outcome
-from kvcache.transfer.cpu import PlainCopier
+from kvcache.transfer.cpu import ReferenceCopier
 from kvcache.transfer.pages import Pages
 
 Name = tuple[bytes, int, Shard]
@@ -30,7 +30,7 @@ class NaiveCache:
         self.ends: dict[Name, float] = {}
         self.clock: Clock = clock or SystemClock()
         self.owners: dict[Name, bytes] = {}  # the namespace of each
-        self.register: Register[NaiveRequest] = Register()
+        self.register: OpenRequests[NaiveRequest] = OpenRequests()
         self.closed = False
 
     def namespace(
@@ -46,7 +46,7 @@ class NaiveCache:
         shards: Sequence[Shard] | None = None,
         ranks: Sequence[Sequence[Shard]] | None = None,
         ttl_s: float | None = None,
-    ) -> NaiveBound:
+    ) -> NaiveNamespace:
         if self.closed:
             raise ClosedError("this cache was closed; open another one")
         namespace = Namespace(
@@ -58,7 +58,7 @@ class NaiveCache:
             cache_salt=cache_salt,
             facts=facts or {},
         )
-        bound = NaiveBound(self, namespace, *check_shards(layout, shards, ranks))
+        bound = NaiveNamespace(self, namespace, *check_shards(layout, shards, ranks))
         bound.ttl_s = check_ttl(ttl_s)
         return bound
 
@@ -91,14 +91,14 @@ class NaiveCache:
         self.close()
 
 
-class NaiveBound:
+class NaiveNamespace:
     _ids = itertools.count()
 
     def __init__(
-        self, cache: NaiveCache, namespace: Namespace, shards: tuple[Shard, ...], everywhere: Sequence[Sequence[Shard]]
+        self, cache: NaiveCache, namespace: Namespace, shards: tuple[Shard, ...], all_shards: Sequence[Sequence[Shard]]
     ) -> None:
         self.cache, self.id, self.layout, self.shards = cache, namespace.id, namespace.layout, shards
-        self.everywhere = everywhere
+        self.all_shards = all_shards
         self.ttl_s: float | None = None
 
     def request(
@@ -118,7 +118,7 @@ class NaiveBound:
     def computed(self, tokens: int, seconds: float) -> None:
         pass
 
-    def known_as(self, signature: bytes) -> bytes:
+    def event_signature(self, signature: bytes) -> bytes:
         return signature
 
     def clear(self) -> int:
@@ -132,8 +132,8 @@ class NaiveBound:
 
 
 class NaiveRequest:
-    def __init__(self, bound: NaiveBound, id: str, origin: NaiveRequest | None = None) -> None:
-        self.id, self._bound, self._copier, self._origin = id, bound, PlainCopier(), origin
+    def __init__(self, bound: NaiveNamespace, id: str, origin: NaiveRequest | None = None) -> None:
+        self.id, self._bound, self._copier, self._origin = id, bound, ReferenceCopier(), origin
         self.ttl_s: float | None = bound.ttl_s if origin is None else origin.ttl_s
         self._own = Chain(bound.id, bound.layout.block_tokens)
 
@@ -149,9 +149,9 @@ class NaiveRequest:
     def _name(self, block: int, group: int, shard: Shard | None = None) -> Name:
         return self.signatures[block][:KEY_BYTES], group, shard or self._bound.shards[group]
 
-    def _everywhere(self, block: int, group: int) -> bool:
+    def _on_all_ranks(self, block: int, group: int) -> bool:
         here = self._bound.cache.blocks
-        return all(self._name(block, group, shard) in here for shard in self._bound.everywhere[group])
+        return all(self._name(block, group, shard) in here for shard in self._bound.all_shards[group])
 
     def match(
         self,
@@ -170,8 +170,8 @@ class NaiveRequest:
             self._own = Chain(self._bound.id, layout.block_tokens)
             self._own.extend(token_ids, extras)
         count = len(self.signatures)
-        found = usable(
-            needs(layout), [[self._everywhere(i, g) for i in range(count)] for g in range(len(layout.groups))]
+        found = usable_prefix(
+            needs(layout), [[self._on_all_ranks(i, g) for i in range(count)] for g in range(len(layout.groups))]
         )
         return Hit(
             tokens=found * layout.block_tokens,
@@ -203,7 +203,7 @@ class NaiveRequest:
                 if i in parts[group]:
                     payload = self._bound.cache.blocks.get(self._name(i, group))
                     if payload is None:
-                        transfer.settle_rest(i - first_block, Outcome.ABSENT)
+                        transfer.settle_rest(i - first_block, Outcome.NOT_FOUND)
                         return transfer
                     self._copier.scatter(there, [page_ids[group][i - first_block]], [memoryview(payload)])
             transfer.settle(i - first_block, Outcome.DONE)

@@ -21,7 +21,7 @@ import pytest
 from kvcache.block.layout import Shard
 from kvcache.block.record import Address, header_area, record_bytes, seal
 from kvcache.errors import ClosedError
-from kvcache.os_env import Port, SystemClock
+from kvcache.os_env import OsEnv, SystemClock
 from kvcache.tier.tier import BACKGROUND, Outcome, Tier
 
 # Blocks for tests of tiers: addresses in chains, sealed records, buffers to read into.
@@ -74,10 +74,10 @@ def holds(segments: list[memoryview], address: Address, size_bytes: int = PAYLOA
     return b"".join(segments[1:])[:size_bytes] == payload(address, size_bytes)
 
 
-DONE, ABSENT, LATE = Outcome.DONE, Outcome.ABSENT, Outcome.LATE
+DONE, NOT_FOUND, TIMED_OUT = Outcome.DONE, Outcome.NOT_FOUND, Outcome.TIMED_OUT
 CAPACITY = 4 << 20
 
-Factory = Callable[[Path, int, Port], Tier]
+Factory = Callable[[Path, int, OsEnv], Tier]
 
 
 class Clock(SystemClock):
@@ -90,7 +90,7 @@ class Clock(SystemClock):
 
 
 @dataclass
-class Bench:
+class TierFixture:
     """A tier, and how to open it again."""
 
     factory: Factory
@@ -100,13 +100,13 @@ class Bench:
 
     def reopen(self, capacity_bytes: int = CAPACITY) -> Tier:
         self.tier.close()
-        self.tier = self.factory(self.path, capacity_bytes, Port(clock=self.clock))
+        self.tier = self.factory(self.path, capacity_bytes, OsEnv(clock=self.clock))
         return self.tier
 
 
-def on_bench(factory: Factory, path: Path) -> Bench:
+def tier_fixture(factory: Factory, path: Path) -> TierFixture:
     clock = Clock()
-    return Bench(factory, path, clock, factory(path, CAPACITY, Port(clock=clock)))
+    return TierFixture(factory, path, clock, factory(path, CAPACITY, OsEnv(clock=clock)))
 
 
 def write(tier: Tier, addresses: list[Address], size_bytes: int = PAYLOAD_BYTES) -> tuple[Outcome, ...]:
@@ -122,7 +122,7 @@ def intact(tier: Tier, addresses: list[Address], size_bytes: int = PAYLOAD_BYTES
     )
 
 
-def _twins(address: Address) -> dict[str, Address]:
+def _near_duplicates(address: Address) -> dict[str, Address]:
     """Addresses that differ from this one in one thing; where the key is the same the tail of the signature differs."""
     return {
         "signature": replace(address, signature=address.key + bytes(16)),
@@ -137,18 +137,18 @@ class TierContract:
     """Give `make`: a tier of so many bytes, in a folder of its own, on this port. Called again for the same folder it
     finds what a durable tier left there."""
 
-    def make(self, path: Path, capacity_bytes: int, port: Port) -> Tier:
+    def make(self, path: Path, capacity_bytes: int, os_env: OsEnv) -> Tier:
         raise NotImplementedError("give your tier: see kvcache.testing.TierContract")
 
     @pytest.fixture
-    def bench(self, tmp_path: Path) -> Iterator[Bench]:
-        bench = on_bench(self.make, tmp_path)
+    def bench(self, tmp_path: Path) -> Iterator[TierFixture]:
+        bench = tier_fixture(self.make, tmp_path)
         yield bench
         assert bench.tier.check() == []
         bench.tier.close()
 
     @pytest.fixture
-    def tier(self, bench: Bench) -> Tier:
+    def tier(self, bench: TierFixture) -> Tier:
         return bench.tier
 
     @pytest.fixture
@@ -168,9 +168,9 @@ class TierContract:
     def test_what_was_not_written_is_absent(self, tier: Tier) -> None:
         here, other = chain(3), chain(3, seed=1)
         write(tier, here)
-        assert tier.read(other, [buffer() for _ in other]) == (ABSENT,) * 3
-        assert tier.contains(other) == (ABSENT,) * 3
-        assert tier.remove(other) == (ABSENT,) * 3
+        assert tier.read(other, [buffer() for _ in other]) == (NOT_FOUND,) * 3
+        assert tier.contains(other) == (NOT_FOUND,) * 3
+        assert tier.remove(other) == (NOT_FOUND,) * 3
 
     def test_nothing_to_do_is_done(self, tier: Tier) -> None:
         for op in ("read", "write", "contains", "remove"):
@@ -226,8 +226,8 @@ class TierContract:
         blocks = chain(4)
         write(tier, blocks)
         assert tier.remove(blocks[1:3]) == (DONE, DONE)
-        assert tier.contains(blocks) == (DONE, ABSENT, ABSENT, DONE)
-        assert tier.remove(blocks[1:3]) == (ABSENT, ABSENT)
+        assert tier.contains(blocks) == (DONE, NOT_FOUND, NOT_FOUND, DONE)
+        assert tier.remove(blocks[1:3]) == (NOT_FOUND, NOT_FOUND)
         assert write(tier, blocks) == (DONE,) * 4
         assert intact(tier, blocks)
 
@@ -236,12 +236,12 @@ class TierContract:
     @pytest.mark.parametrize("what", ["signature", "namespace", "parent", "group", "shard"])
     def test_another_identity_is_a_miss_and_harms_nothing(self, tier: Tier, what: str) -> None:
         address = chain(2)[1]
-        twin = _twins(address)[what]
+        twin = _near_duplicates(address)[what]
         write(tier, [address])
         into = buffer()
-        assert tier.read([twin], [into])[0] in {ABSENT, Outcome.DAMAGED, Outcome.FOREIGN}
-        assert tier.contains([twin]) == (ABSENT,)
-        assert tier.remove([twin]) == (ABSENT,)
+        assert tier.read([twin], [into])[0] in {NOT_FOUND, Outcome.DAMAGED, Outcome.INCOMPATIBLE}
+        assert tier.contains([twin]) == (NOT_FOUND,)
+        assert tier.remove([twin]) == (NOT_FOUND,)
         assert intact(tier, [address])
 
     def test_an_unknown_parent_is_not_compared(self, tier: Tier) -> None:
@@ -263,12 +263,12 @@ class TierContract:
     def test_a_record_under_a_wrong_address_is_not_taken(self, tier: Tier) -> None:
         one, other = chain(2)
         assert tier.write([one], [record(other)]) == (Outcome.FAILED,)
-        assert tier.contains([one, other]) == (ABSENT, ABSENT)
+        assert tier.contains([one, other]) == (NOT_FOUND, NOT_FOUND)
 
     def test_an_unsealed_record_is_not_taken(self, tier: Tier) -> None:
         (address,) = chain(1)
         assert tier.write([address], [buffer()]) == (Outcome.FAILED,)
-        assert tier.contains([address]) == (ABSENT,)
+        assert tier.contains([address]) == (NOT_FOUND,)
 
     def test_groups_and_shards_stand_apart(self, tier: Tier) -> None:
         blocks = [a for group in (0, 1) for a in chain(3, group=group)]
@@ -286,7 +286,7 @@ class TierContract:
         blocks = chain(fit + 3)
         outcomes = write(own, blocks)
         assert outcomes.count(DONE) == fit
-        assert outcomes.count(Outcome.NO_ROOM) == 3
+        assert outcomes.count(Outcome.NO_CAPACITY) == 3
         assert own.room(RECORD_BYTES) == 0
         assert own.usage().records == fit
         assert own.usage().used_bytes <= own.usage().capacity_bytes
@@ -301,25 +301,25 @@ class TierContract:
         write(own, blocks)
         large = 200_000
         (newcomer,) = chain(1, seed=1)
-        assert write(own, [newcomer], large) == (Outcome.NO_ROOM,)
-        left = list(blocks)
-        while not own.room(large + RECORD_BYTES) and left:
-            siblings = own.siblings(left[0])
-            assert left[0] in siblings
-            assert set(own.remove(siblings)) == {DONE}
-            left = [address for address in left if address not in siblings]
-        assert left
+        assert write(own, [newcomer], large) == (Outcome.NO_CAPACITY,)
+        remaining = list(blocks)
+        while not own.room(large + RECORD_BYTES) and remaining:
+            colocated = own.colocated(remaining[0])
+            assert remaining[0] in colocated
+            assert set(own.remove(colocated)) == {DONE}
+            remaining = [address for address in remaining if address not in colocated]
+        assert remaining
         assert write(own, [newcomer], large) == (DONE,)
         assert intact(own, [newcomer], large)
-        assert intact(own, left)
+        assert intact(own, remaining)
 
     def test_siblings_of_what_is_absent(self, tier: Tier) -> None:
-        assert tier.siblings(chain(1)[0]) == []
+        assert tier.colocated(chain(1)[0]) == []
 
     def test_a_record_larger_than_the_tier(self, own: Tier) -> None:
         (address,) = chain(1)
         assert own.room(2 * CAPACITY) == 0
-        assert write(own, [address], 2 * CAPACITY) == (Outcome.NO_ROOM,)
+        assert write(own, [address], 2 * CAPACITY) == (Outcome.NO_CAPACITY,)
         assert write(own, [address]) == (DONE,)
 
     def test_usage_returns_to_nothing(self, own: Tier) -> None:
@@ -341,20 +341,20 @@ class TierContract:
             "contains", blocks, priority=BACKGROUND, on_outcome=lambda i, outcome: seen.append((i, outcome))
         )
         assert ticket.wait(60)
-        assert sorted(seen, key=lambda pair: pair[0]) == list(enumerate([DONE] * 3 + [ABSENT] * 3))
-        assert ticket.outcomes == (DONE,) * 3 + (ABSENT,) * 3
+        assert sorted(seen, key=lambda pair: pair[0]) == list(enumerate([DONE] * 3 + [NOT_FOUND] * 3))
+        assert ticket.outcomes == (DONE,) * 3 + (NOT_FOUND,) * 3
         assert ticket.done
 
     @pytest.mark.parametrize("op", ["read", "write", "contains", "remove"])
-    def test_a_deadline_that_passed_is_late(self, bench: Bench, op: Any) -> None:
+    def test_a_deadline_that_passed_is_late(self, bench: TierFixture, op: Any) -> None:
         here, new = chain(1), chain(1, seed=1)
         write(bench.tier, here)
         target = new if op == "write" else here
         segments = [record(target[0])] if op == "write" else [buffer()] if op == "read" else []
         ticket = bench.tier.submit(op, target, segments, deadline=bench.clock.now() - 1)
         assert ticket.wait(60)
-        assert ticket.outcomes == (LATE,)
-        assert bench.tier.contains([*here, *new]) == (DONE, ABSENT)
+        assert ticket.outcomes == (TIMED_OUT,)
+        assert bench.tier.contains([*here, *new]) == (DONE, NOT_FOUND)
         ticket = bench.tier.submit(op, target, segments, deadline=bench.clock.now() + 60)
         assert ticket.wait(60)
         assert ticket.outcomes == (DONE,)
@@ -370,7 +370,7 @@ class TierContract:
         ):
             with pytest.raises(ValueError, match="segments"):
                 tier.submit(op, [address], segments)  # type: ignore[arg-type]  # misuse
-        assert tier.contains([address]) == (ABSENT,)
+        assert tier.contains([address]) == (NOT_FOUND,)
 
     def test_closed_is_closed(self, tier: Tier) -> None:
         tier.close()
@@ -399,7 +399,7 @@ class TierContract:
                     (outcome,) = tier.read([address], [into])
                     if outcome is DONE and not holds(into, address, size):
                         wrong.append(f"block {blocks.index(address)}")
-                    elif outcome not in {DONE, ABSENT}:
+                    elif outcome not in {DONE, NOT_FOUND}:
                         wrong.append(str(outcome))
 
         threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
@@ -418,24 +418,24 @@ class TierContract:
 
     # after a restart
 
-    def test_a_durable_tier_has_everything_after_a_restart(self, bench: Bench) -> None:
+    def test_a_durable_tier_has_everything_after_a_restart(self, bench: TierFixture) -> None:
         blocks = chain(30) + chain(10, seed=1, of=1)
         write(bench.tier, blocks)
         bench.tier.remove(blocks[5:9])
         bench.tier.sync()
         usage, room = bench.tier.usage(), bench.tier.room(RECORD_BYTES)
         tier = bench.reopen()
-        left = blocks[:5] + blocks[9:]
+        remaining = blocks[:5] + blocks[9:]
         if not tier.durable:
             assert tier.usage().records == 0
             return
-        assert tier.contains(blocks[5:9]) == (ABSENT,) * 4
-        assert intact(tier, left)
+        assert tier.contains(blocks[5:9]) == (NOT_FOUND,) * 4
+        assert intact(tier, remaining)
         assert tier.usage().records == usage.records
         assert tier.shared or (tier.usage(), tier.room(RECORD_BYTES)) == (usage, room)
-        assert set(tier.scan()) == set(left)
+        assert set(tier.scan()) == set(remaining)
 
-    def test_scan_gives_heads_before_tails(self, bench: Bench) -> None:
+    def test_scan_gives_heads_before_tails(self, bench: TierFixture) -> None:
         blocks = chain(12)
         for address in reversed(blocks):
             write(bench.tier, [address])

@@ -10,12 +10,12 @@ import threading
 from kvcache.os_env import Clock
 
 
-class Breaker:
-    def __init__(self, clock: Clock, *, errors: int = 3, pause_s: float = 1.0, most_s: float = 60.0) -> None:
-        self._clock, self._errors, self._first_s, self._most_s = clock, errors, pause_s, most_s
+class CircuitBreaker:
+    def __init__(self, clock: Clock, *, errors: int = 3, pause_s: float = 1.0, max_pause_s: float = 60.0) -> None:
+        self._clock, self._errors, self._first_s, self._max_pause_s = clock, errors, pause_s, max_pause_s
         self._failures = 0
         self._pause_s = pause_s
-        self._until = 0.0
+        self._open_until = 0.0
         self._probing = False
         self._lock = threading.Lock()
 
@@ -24,7 +24,7 @@ class Breaker:
 
     def ready(self) -> bool:
         """Whether a call may be tried; asking changes nothing."""
-        return not self.is_open() or self._clock.now() >= self._until
+        return not self.is_open() or self._clock.now() >= self._open_until
 
     def failing(self) -> bool:
         """What was tried last failed."""
@@ -36,28 +36,28 @@ class Breaker:
             if not self.is_open():
                 return True
             now = self._clock.now()
-            if now < self._until:
+            if now < self._open_until:
                 return False
-            self._until = now + self._pause_s  # the others wait for what this one finds
+            self._open_until = now + self._pause_s  # the others wait for what this one finds
             self._probing = True
             return True
 
-    def failed(self) -> bool:
+    def record_failure(self) -> bool:
         """Tell of an error; True where it opened the breaker."""
         with self._lock:
             if self.is_open():
                 if self._probing:  # else it began before the breaker opened, and says nothing new
-                    self._pause_s = min(2 * self._pause_s, self._most_s)
-                    self._until = self._clock.now() + self._pause_s
+                    self._pause_s = min(2 * self._pause_s, self._max_pause_s)
+                    self._open_until = self._clock.now() + self._pause_s
                     self._probing = False
                 return False
             self._failures += 1
             if not self.is_open():
                 return False
-            self._until = self._clock.now() + self._pause_s
+            self._open_until = self._clock.now() + self._pause_s
             return True
 
-    def passed(self) -> None:
+    def record_success(self) -> None:
         with self._lock:
             self._failures = 0
             self._pause_s = self._first_s

@@ -18,13 +18,13 @@ from itertools import count
 
 from kvcache.block.record import Address
 from kvcache.errors import ClosedError
-from kvcache.os_env import Port
-from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Waits, check_segments
+from kvcache.os_env import OsEnv
+from kvcache.tier.tier import DEMAND, Op, Outcome, Segments, Ticket, TierDefaults, check_segments
 
-MOST_JOBS = 1 << 17
-PIECE_BYTES = 4 << 20
-PIECE_BLOCKS = 256
-QUESTIONS = 4096
+MAX_QUEUED_BLOCKS = 1 << 17
+WORK_UNIT_BYTES = 4 << 20
+WORK_UNIT_BLOCKS = 256
+LOOKUP_UNIT_BLOCKS = 4096
 """Lookups in a piece: cheap enough that dividing them costs more than it saves."""
 _RANK: dict[Op, int] = {"contains": 0, "read": 1, "remove": 2, "write": 3}
 
@@ -39,7 +39,7 @@ class Batch:
     ticket: Ticket
     first: int
     end: int
-    share: int = 1  # how many of them one thread takes at most
+    unit_blocks: int = 1  # how many of them one thread takes at most
     deadline: float | None = None
     whole: bool = False  # one thread took all that was left of it
 
@@ -48,20 +48,22 @@ class Batch:
         return range(self.first, self.end)
 
     @property
-    def wanted(self) -> Sequence[Address]:
+    def block_addresses(self) -> Sequence[Address]:
         return self.addresses[self.first : self.end]
 
     def size_bytes(self, i: int) -> int:
         return sum(map(len, self.segments[i])) if self.segments else 0
 
 
-class Queue:
-    def __init__(self, threads: int, most_write_bytes: int, *, piece_bytes: int = PIECE_BYTES, spread: int = 0) -> None:
+class IOQueue:
+    def __init__(
+        self, threads: int, max_write_bytes: int, *, work_unit_bytes: int = WORK_UNIT_BYTES, spread: int = 0
+    ) -> None:
         """`spread`: over how many threads a batch is divided where it has less than a piece for each; all of them
         where not given."""
         self._spread = spread or threads
-        self._most_writers, self._most_write_bytes = max(1, threads - 1), most_write_bytes
-        self._piece_bytes = piece_bytes
+        self._max_writers, self._max_write_bytes = max(1, threads - 1), max_write_bytes
+        self._work_unit_bytes = work_unit_bytes
         self._lines: dict[tuple[int, int], deque[Batch]] = {}
         self._deadlines: list[tuple[float, int, Batch]] = []
         self._order = count()
@@ -76,13 +78,15 @@ class Queue:
     def push(self, batch: Batch, priority: int, deadline: float | None) -> int:
         """How many blocks of it, from the first, find room; the rest is not taken and the batch ends before it. A
         write larger than the whole bound is taken while there is no other."""
-        batch.end = min(batch.end, batch.first + MOST_JOBS - self._waiting)
+        batch.end = min(batch.end, batch.first + MAX_QUEUED_BLOCKS - self._waiting)
         if batch.op == "write":
             batch.end = self._admit(batch)
         taken = batch.end - batch.first
         if taken > 0:
-            shared = -(-taken // self._spread)
-            batch.share = QUESTIONS if batch.op == "contains" else min(PIECE_BLOCKS, shared)
+            blocks_per_thread = -(-taken // self._spread)
+            batch.unit_blocks = (
+                LOOKUP_UNIT_BLOCKS if batch.op == "contains" else min(WORK_UNIT_BLOCKS, blocks_per_thread)
+            )
             self._waiting += taken
             self._lines.setdefault((priority, _RANK[batch.op]), deque()).append(batch)
             if deadline is not None:
@@ -92,13 +96,13 @@ class Queue:
     def _admit(self, batch: Batch) -> int:
         for i in batch.blocks:
             size = batch.size_bytes(i)
-            if self.write_bytes and self.write_bytes + size > self._most_write_bytes:
+            if self.write_bytes and self.write_bytes + size > self._max_write_bytes:
                 return i
             self.write_bytes += size
         return batch.end
 
     def pop(self, whole: Callable[[Op], bool] = lambda op: False) -> Batch | None:
-        """The next piece of work for one thread, or None where there is none that may begin. `leave` when it ran.
+        """The next piece of work for one thread, or None where there is none that may begin. `finish` when it ran.
         `whole`: whether the thread takes all that is left of the batch; it does that in `pieces`."""
         for key in sorted(self._lines):
             line = self._lines[key]
@@ -106,11 +110,11 @@ class Queue:
                 line.popleft()
             if not line:
                 del self._lines[key]
-            elif key[1] != _RANK["write"] or self.write_too():
-                return self._cut(line[0], whole=whole(line[0].op))
+            elif key[1] != _RANK["write"] or self.try_start_write():
+                return self._take_unit(line[0], whole=whole(line[0].op))
         return None
 
-    def _cut(self, batch: Batch, *, whole: bool) -> Batch:
+    def _take_unit(self, batch: Batch, *, whole: bool) -> Batch:
         piece = replace(batch, end=batch.end if whole else self._piece_end(batch), whole=whole)
         batch.first = piece.end
         self._waiting -= piece.end - piece.first
@@ -118,9 +122,9 @@ class Queue:
 
     def _piece_end(self, batch: Batch) -> int:
         """Where the first piece of a batch ends: a thread's share, or as much of it as makes a piece."""
-        most = min(batch.end, batch.first + batch.share)
+        most = min(batch.end, batch.first + batch.unit_blocks)
         end, size = batch.first + 1, batch.size_bytes(batch.first)
-        while end < most and size + (more := batch.size_bytes(end)) <= self._piece_bytes:
+        while end < most and size + (more := batch.size_bytes(end)) <= self._work_unit_bytes:
             end, size = end + 1, size + more
         return end
 
@@ -131,19 +135,19 @@ class Queue:
             batch = replace(batch, first=end)
         yield batch
 
-    def leave(self, piece: Batch) -> None:
+    def finish(self, piece: Batch) -> None:
         if piece.op == "write":
-            self.written()
+            self.finish_write()
             self._forget(piece)
 
-    def write_too(self) -> bool:
+    def try_start_write(self) -> bool:
         """Count one more writer, where there may be one: `written` when it has ended."""
-        if self._writers >= self._most_writers:
+        if self._writers >= self._max_writers:
             return False
         self._writers += 1
         return True
 
-    def written(self) -> None:
+    def finish_write(self) -> None:
         self._writers -= 1
 
     def _forget(self, batch: Batch) -> None:
@@ -177,38 +181,38 @@ class Queue:
 # A ticket that knows the time: whoever looks at it sees LATE once that is true, even while every thread hangs.
 
 
-class TimedTicket(Ticket):
+class DeadlineTicket(Ticket):
     def __init__(
         self,
         count: int,
         on_outcome: Callable[[int, Outcome], None] | None,
         deadline: float | None,
         expire: Callable[[], None],
-        port: Port,
+        os_env: OsEnv,
     ) -> None:
         """`expire` ends what waited past its deadline, this ticket's blocks among others."""
         super().__init__(count, on_outcome)
-        self._changed = port.condition()
-        self._deadline, self._expire, self._clock = deadline, expire, port.clock
+        self._changed = os_env.condition()
+        self._deadline, self._expire, self._clock = deadline, expire, os_env.clock
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        self._look()
+        self._check_deadline()
         return super().outcomes
 
     @property
     def done(self) -> bool:
-        self._look()
+        self._check_deadline()
         return super().done
 
-    def _look(self) -> None:
+    def _check_deadline(self) -> None:
         if self._deadline is not None and self._left and self._clock.now() > self._deadline:
             self._expire()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         if self._deadline is None:
             return super().wait(timeout_s)
-        self._look()
+        self._check_deadline()
         first = max(0.0, self._deadline - self._clock.now())
         if timeout_s is not None and timeout_s <= first:
             return super().wait(timeout_s)
@@ -223,7 +227,7 @@ class TimedTicket(Ticket):
 # submitted ends, whatever the device, the peer or a defect of ours does to it.
 
 
-class QueuedTier(Waits, ABC):
+class QueuedTier(TierDefaults, ABC):
     """To inherit. What a tier says for itself: `_do`, `_end` and, where something is special, the other hooks."""
 
     name: str
@@ -233,34 +237,34 @@ class QueuedTier(Waits, ABC):
         *,
         threads: int,
         queue_bytes: int,
-        port: Port | None,
+        os_env: OsEnv | None,
         log: logging.Logger | logging.LoggerAdapter[logging.Logger],
-        piece_bytes: int = PIECE_BYTES,
+        work_unit_bytes: int = WORK_UNIT_BYTES,
         spread: int = 0,
     ) -> None:
-        self._port = port or Port()
+        self._os_env = os_env or OsEnv()
         self._log, self._threads = log, threads
-        self._queue = Queue(threads, queue_bytes, piece_bytes=piece_bytes, spread=spread)
+        self._queue = IOQueue(threads, queue_bytes, work_unit_bytes=work_unit_bytes, spread=spread)
         self._lock = threading.Lock()  # of the queue
         self._running = 0  # threads at work or asked for
         self._writing: dict[object, float] = {}  # since when
-        self._idle = self._port.condition()
-        self._executor = self._port.executor(threads, self.name)
+        self._idle = self._os_env.condition()
+        self._executor = self._os_env.executor(threads, self.name)
         self._closed = False
 
     @abstractmethod
-    def _do(self, piece: Batch) -> None:
+    def _execute(self, piece: Batch) -> None:
         """Do the work of a piece that is wanted, and settle all of it."""
 
     @abstractmethod
-    def _end(self, batch: Batch, outcome: Outcome, check: str = "") -> None:
+    def _settle_rest(self, batch: Batch, outcome: Outcome, check: str = "") -> None:
         """Settle what of a batch is not settled."""
 
     @abstractmethod
-    def _defect(self) -> None:
+    def _count_defect(self) -> None:
         """Count an error of ours."""
 
-    def _at_once(self, batch: Batch) -> bool:
+    def _complete_inline(self, batch: Batch) -> bool:
         """Whether this call needs no thread: it was settled here."""
         return False
 
@@ -272,7 +276,7 @@ class QueuedTier(Waits, ABC):
         """
         return False
 
-    def _tend(self) -> None:
+    def _maintain(self) -> None:
         """What a thread does besides, after each piece."""
 
     def submit(
@@ -281,18 +285,18 @@ class QueuedTier(Waits, ABC):
         addresses: Sequence[Address],
         segments: Sequence[Segments] = (),
         *,
-        priority: int = WAITING,
+        priority: int = DEMAND,
         deadline: float | None = None,
         on_outcome: Callable[[int, Outcome], None] | None = None,
     ) -> Ticket:
         if self._closed:
             raise ClosedError(f"{self.name} tier: it was closed")
         check_segments(op, addresses, segments)
-        ticket = TimedTicket(len(addresses), on_outcome, deadline, self.expire, self._port)
+        ticket = DeadlineTicket(len(addresses), on_outcome, deadline, self.expire, self._os_env)
         batch = Batch(op, addresses, segments, ticket, 0, len(addresses), deadline=deadline)
-        if deadline is not None and deadline < self._port.clock.now():
-            self._end(batch, Outcome.LATE)
-        elif addresses and not self._at_once(batch):
+        if deadline is not None and deadline < self._os_env.clock.now():
+            self._settle_rest(batch, Outcome.TIMED_OUT)
+        elif addresses and not self._complete_inline(batch):
             self._start(batch, priority, deadline)
         return ticket
 
@@ -304,10 +308,10 @@ class QueuedTier(Waits, ABC):
                 raise ClosedError(f"{self.name} tier: it was closed")
             taken = self._queue.push(batch, priority, deadline)
         if taken < blocks:
-            self._end(replace(batch, first=taken, end=blocks), Outcome.DROPPED)
-        self._hire()
+            self._settle_rest(replace(batch, first=taken, end=blocks), Outcome.DROPPED)
+        self._start_workers()
 
-    def _hire(self) -> None:
+    def _start_workers(self) -> None:
         """Put as many threads to work as there is work for."""
         with self._lock:
             more = min(self._threads - self._running, len(self._queue))
@@ -318,9 +322,9 @@ class QueuedTier(Waits, ABC):
     def expire(self) -> None:
         """End what waited past its deadline."""
         with self._lock:
-            late = list(self._queue.expired(self._port.clock.now()))
+            late = list(self._queue.expired(self._os_env.clock.now()))
         for batch in late:
-            self._end(batch, Outcome.LATE)
+            self._settle_rest(batch, Outcome.TIMED_OUT)
 
     def _work(self) -> None:
         """Do the most urgent piece of work until there is none that may begin."""
@@ -332,34 +336,34 @@ class QueuedTier(Waits, ABC):
                     self._running -= 1
                     break
                 if piece.op == "write":
-                    self._writing[piece] = self._port.clock.now()
+                    self._writing[piece] = self._os_env.clock.now()
             try:
                 for part in self._queue.pieces(piece):
                     if part.first > piece.first and part.op == "write":
-                        self._writing[piece] = self._port.clock.now()  # the piece before it did not hang
+                        self._writing[piece] = self._os_env.clock.now()  # the piece before it did not hang
                     if part.ticket.cancelled:
-                        self._end(part, Outcome.CANCELLED)
+                        self._settle_rest(part, Outcome.CANCELLED)
                     else:
-                        self._do(part)
+                        self._execute(part)
             except Exception as error:  # noqa: BLE001  what was submitted ends, whatever happened
-                self._defect()
+                self._count_defect()
                 self._log.exception("%s tier: a defect", self.name)
-                self._end(piece, Outcome.FAILED, type(error).__name__)
+                self._settle_rest(piece, Outcome.FAILED, type(error).__name__)
             with self._lock:
                 self._writing.pop(piece, None)
-                self._queue.leave(piece)
-            self._tend()
+                self._queue.finish(piece)
+            self._maintain()
         with self._idle:
             self._idle.notify_all()
 
-    def _stop(self, patience_s: float) -> bool:
+    def _drain(self, patience_s: float) -> bool:
         """Take no more, and let what was submitted end; whether it did in time."""
         with self._idle:
             return self._idle.wait_for(lambda: not self._running, patience_s)
 
-    def _give_up(self, check: str) -> None:
+    def _fail_queued(self, check: str) -> None:
         """End all that waits."""
         with self._lock:
-            left = list(self._queue.clear())
-        for batch in left:
-            self._end(batch, Outcome.FAILED, check)
+            queued = list(self._queue.clear())
+        for batch in queued:
+            self._settle_rest(batch, Outcome.FAILED, check)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.block.cipher import Keys, binding
+from kvcache.block.cipher import CipherKeys, associated_data
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
 from kvcache.block.record import (
@@ -36,25 +36,30 @@ from kvcache.codec.codec import Codec, codec, codecs
 from kvcache.errors import ConfigError
 from kvcache.observe.metrics import Counters
 from kvcache.tier.host.arena import Slot
-from kvcache.tier.host.tier import Held, segments
+from kvcache.tier.host.tier import HostRecord, segments
 from kvcache.tier.tier import Outcome, Segments
 
-FACT = "lossy_codecs"
+LOSSY_CODECS_FACT = "lossy_codecs"
 
 
-class Coder:
+class RecordCodec:
     """`names`: the codec by tier, `raw` for those that are not named. ConfigError for one that is not there. `keys`:
-    what goes down is encrypted, in each tier, and what is not is foreign; `accept_plain`: that is read as well."""
+    what goes down is encrypted, in each tier, and an unencrypted record is foreign unless `accept_unencrypted`."""
 
     def __init__(
-        self, names: Mapping[str, str], counters: Counters, *, keys: Keys | None = None, accept_plain: bool = False
+        self,
+        names: Mapping[str, str],
+        counters: Counters,
+        *,
+        keys: CipherKeys | None = None,
+        accept_unencrypted: bool = False,
     ) -> None:
-        self._counters, self._keys, self._plain = counters, keys, keys is None or accept_plain
+        self._counters, self._keys, self._plain = counters, keys, keys is None or accept_unencrypted
         self._codecs = codecs()
-        self._of_tier: dict[str, Codec] = {}
+        self._codec_by_tier: dict[str, Codec] = {}
         for tier, name in names.items():
             try:
-                self._of_tier[tier] = codec(name)
+                self._codec_by_tier[tier] = codec(name)
             except ConfigError as error:
                 raise ConfigError(f"{tier}.{error}") from None
         self._layouts: dict[bytes, KVLayout] = {}
@@ -62,17 +67,17 @@ class Coder:
     @property
     def facts(self) -> dict[str, Any]:
         """What a namespace must say of the codecs that its blocks may pass."""
-        lossy = sorted({each.name for each in self._of_tier.values() if each.error_bound})
-        return {FACT: lossy} if lossy else {}
+        lossy = sorted({each.name for each in self._codec_by_tier.values() if each.error_bound})
+        return {LOSSY_CODECS_FACT: lossy} if lossy else {}
 
     @property
-    def loss(self) -> float:
+    def error_bound(self) -> float:
         """The largest error bound of the codecs that a block may pass."""
-        return max((each.error_bound for each in self._of_tier.values()), default=0.0)
+        return max((each.error_bound for each in self._codec_by_tier.values()), default=0.0)
 
     def bind(self, namespace: Namespace) -> None:
         """Records of this namespace will come; ConfigError where a tier's codec cannot serve its layout."""
-        for tier, each in self._of_tier.items():
+        for tier, each in self._codec_by_tier.items():
             try:
                 each.check(namespace.layout)
             except ConfigError as error:
@@ -83,30 +88,30 @@ class Coder:
         """No more will come. What is on its way down is written as it is."""
         self._layouts.pop(namespace, None)
 
-    def unwanted(self, header: Header) -> bool:
+    def is_obsolete(self, header: Header) -> bool:
         """A record from before there were keys, which nobody reads any more and anybody can."""
         return not self._plain and ENCRYPTION not in header.fields
 
-    def needs_heads(self, address: Address) -> bool:
+    def requires_prefix(self, address: Address) -> bool:
         """Whether a block of this group is of use only with all blocks before it, as far as that is known."""
         layout = self._layouts.get(address.namespace)
         return layout is None or layout.groups[address.group].rule == "all"
 
     def stored_bytes(self, tier: str, layout: KVLayout, group: int, shard: Shard) -> int:
         """What a record takes in a tier, at most: where sizes vary, as if nothing were saved."""
-        made, whole = self._of_tier.get(tier), layout.block_bytes(shard, group=group)
+        made, whole = self._codec_by_tier.get(tier), layout.block_bytes(shard, group=group)
         if made is None or made.name == "raw" or made.varies:
             return record_bytes(whole)
         stored = made.encode(memoryview(bytes(whole)), layout, group, shard)
         return record_bytes(whole) if stored is None else slot_bytes(header_area(whole) + len(stored), made.varies)
 
     def codec_of(self, tier: str) -> str:
-        return self._of_tier[tier].name if tier in self._of_tier else "raw"
+        return self._codec_by_tier[tier].name if tier in self._codec_by_tier else "raw"
 
-    def encoded(self, held: Held, tier: str) -> Segments | None:
+    def encode(self, held: HostRecord, tier: str) -> Segments | None:
         """The record as the tier keeps it, sealed, in memory of its own. None: as it stands in its slot, since nothing
         is encrypted and the codec is `raw`, leaves this payload alone, or saves nothing. The caller has a reference."""
-        made, address, whole = self._of_tier.get(tier), held.address, held.payload_bytes
+        made, address, whole = self._codec_by_tier.get(tier), held.address, held.payload_bytes
         payload = segments(held)[1][:whole]
         codec, stored, size = "raw", None, record_bytes(whole)
         layout = self._layouts.get(address.namespace)
@@ -128,13 +133,13 @@ class Coder:
         self._seal(record[:area], record[area:end], held, codec)
         return record[:area], record[area:]
 
-    def _seal(self, header: memoryview, body: memoryview, held: Held, codec: str) -> None:
+    def _seal(self, header: memoryview, body: memoryview, held: HostRecord, codec: str) -> None:
         """Encrypt a payload where that is asked for, and write the header: checksums are of what is stored."""
         address, whole, write_id = held.address, held.payload_bytes, new_write_id()
         fields = expiry_field(held.slot.expires_ms)
         if self._keys is not None:
             known = {**fields, PARENT: address.parent} if address.parent else fields
-            bound = binding(fixed_part(address, codec, len(body), whole, write_id), known)
+            bound = associated_data(fixed_part(address, codec, len(body), whole, write_id), known)
             fields[ENCRYPTION] = self._keys.encrypt(body, bound)
         seal(
             header,
@@ -153,26 +158,26 @@ class Coder:
         area = header_area(payload_bytes)
         header = read_header(slot.view[:area])
         if header.codec not in self._codecs:
-            return Outcome.FOREIGN
+            return Outcome.INCOMPATIBLE
         if header.decoded_bytes != payload_bytes or header.stored_bytes > payload_bytes:
             return Outcome.DAMAGED
         payload = slot.view[area : area + payload_bytes]
         slot.sealed, slot.expires_ms = header.codec == "raw", expires_ms(header.fields)
         if ENCRYPTION in header.fields:
             slot.sealed = False
-            if self._keys is None or not self._keys.knows(header):
-                return Outcome.FOREIGN
-            bound = binding(bytes(slot.view[:FIXED_BYTES]), header.fields)
+            if self._keys is None or not self._keys.can_decrypt(header):
+                return Outcome.INCOMPATIBLE
+            bound = associated_data(bytes(slot.view[:FIXED_BYTES]), header.fields)
             if not self._keys.decrypt(payload[: header.stored_bytes], header, bound):
                 return Outcome.DAMAGED
         elif not self._plain:  # anybody can write one, or take the field from one that was encrypted
-            return Outcome.FOREIGN
+            return Outcome.INCOMPATIBLE
         if header.codec == "raw":
             return Outcome.DONE if header.stored_bytes == payload_bytes else Outcome.DAMAGED
         stored = memoryview(bytes(payload[: header.stored_bytes]))  # decoding writes where it lies
         layout = self._layouts.get(address.namespace)
         if layout is None:  # nobody has it bound, and so nobody waits for it
-            return Outcome.FOREIGN
+            return Outcome.INCOMPATIBLE
         try:
             self._codecs[header.codec].decode(stored, payload, layout, address.group, address.shard)
         except ValueError:

@@ -14,14 +14,14 @@ from typing import Any
 from kvcache.block.record import Address
 from kvcache.errors import ClosedError
 from kvcache.observe.reasons import REASONS
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.tier.breaker import Counters
 from kvcache.tier.io_queue import QueuedTier
 
-_MOST_LOOKUPS = 64
+_MAX_LOOKUPS = 64
 
 
-class FarTier(QueuedTier):
+class RemoteTier(QueuedTier):
     """To inherit. `_reach` and `_hang_up` besides what a `QueuedTier` says for itself."""
 
     durable = shared = True
@@ -32,37 +32,37 @@ class FarTier(QueuedTier):
         *,
         connections: int,
         queue_bytes: int,
-        port: Port | None,
+        os_env: OsEnv | None,
         log: logging.Logger | logging.LoggerAdapter[logging.Logger],
         **more: Any,
     ) -> None:
-        super().__init__(threads=connections, queue_bytes=queue_bytes, port=port, log=log, **more)
+        super().__init__(threads=connections, queue_bytes=queue_bytes, os_env=os_env, log=log, **more)
         self._counters = Counters()
         self._lookups = 0
-        self._asking = self._port.executor(1, f"{self.name}-lookup")
+        self._asking = self._os_env.executor(1, f"{self.name}-lookup")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.where!r})"
 
     @abstractmethod
-    def _reach(self, addresses: Sequence[Address], deadline: float | None) -> int:
+    def _match_prefix(self, addresses: Sequence[Address], deadline: float | None) -> int:
         """How many of a chain are there. OSError where there is no answer."""
 
     @abstractmethod
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         """Let go of all connections: what is still asked fails."""
 
-    def _defect(self) -> None:
+    def _count_defect(self) -> None:
         self._counters.add("defects")
 
-    def leading(self, addresses: Sequence[Address], *, deadline: float | None = None) -> Future[int]:
+    def match_prefix(self, addresses: Sequence[Address], *, deadline: float | None = None) -> Future[int]:
         """How many of a chain are there, from its head: in a few round trips however long it is, since a tail is stored
         behind its head. A hole that the probes step over shows as a shorter prefix when the blocks are read. 0 where
         there is no answer in time, and where too many ask at once."""
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self.name} tier: it was closed")
-            if self._lookups >= _MOST_LOOKUPS or not addresses:
+            if self._lookups >= _MAX_LOOKUPS or not addresses:
                 nothing: Future[int] = Future()
                 nothing.set_result(0)
                 return nothing
@@ -71,7 +71,7 @@ class FarTier(QueuedTier):
 
     def _look(self, addresses: Sequence[Address], deadline: float | None) -> int:
         try:
-            return self._reach(addresses, deadline)
+            return self._match_prefix(addresses, deadline)
         except OSError:
             return 0
         finally:
@@ -97,9 +97,9 @@ class FarTier(QueuedTier):
             if self._closed:
                 return True
             self._closed = True
-        if not self._stop(patience_s):
-            self._give_up("closed")
-        self._hang_up()
+        if not self._drain(patience_s):
+            self._fail_queued("closed")
+        self._disconnect()
         self._executor.close()
         self._asking.close()
         return True

@@ -28,16 +28,16 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol
 
-from kvcache.block.cipher import Signer
+from kvcache.block.cipher import RecordSigner
 from kvcache.block.namespace import Owner
 from kvcache.block.record import ALIGNMENT, KEYED_DIGEST, Address, Header, RecordError, read_header, with_field
 
 Op = Literal["read", "write", "contains", "remove"]
 Segments = Sequence[memoryview]
-Unwanted = Callable[[Header], bool]
+RecordFilter = Callable[[Header], bool]
 """Whether a sound record should not be there."""
 
-WAITING, AHEAD, BACKGROUND = 0, 1, 2
+DEMAND, PREFETCH, BACKGROUND = 0, 1, 2
 """Priorities: a request waits for it; it was asked for ahead of need; nobody waits."""
 
 
@@ -46,12 +46,12 @@ class Outcome(Enum):
 
     PENDING = "pending"
     DONE = "done"
-    ABSENT = "absent"  # not here
+    NOT_FOUND = "absent"  # not here
     DAMAGED = "damaged"  # here, a check failed: a miss, and removed if still the same write
-    FOREIGN = "foreign"  # here, of another version or not interpretable: a miss, left alone
-    NO_ROOM = "no_room"  # a write that found none
+    INCOMPATIBLE = "foreign"  # here, of another version or not interpretable: a miss, left alone
+    NO_CAPACITY = "no_room"  # a write that found none
     DROPPED = "dropped"  # a full queue
-    LATE = "late"  # the deadline passed
+    TIMED_OUT = "late"  # the deadline passed
     FAILED = "failed"  # the device or the peer said so
     CANCELLED = "cancelled"
 
@@ -143,7 +143,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Scrubbed:
+class ScrubReport:
     """What a scrub came to. A record that could not be read, or not be interpreted, stays where it is. One that is
     `unwanted` was sound, and is gone."""
 
@@ -154,7 +154,7 @@ class Scrubbed:
     foreign: int = 0
     unwanted: int = 0
 
-    def add(self, other: Scrubbed) -> None:
+    def add(self, other: ScrubReport) -> None:
         for name in ("records", "size_bytes", "damaged", "unread", "foreign", "unwanted"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -170,7 +170,7 @@ class Tier(Protocol):
         addresses: Sequence[Address],
         segments: Sequence[Segments] = (),
         *,
-        priority: int = WAITING,
+        priority: int = DEMAND,
         deadline: float | None = None,
         on_outcome: Callable[[int, Outcome], None] | None = None,
     ) -> Ticket:
@@ -185,7 +185,7 @@ class Tier(Protocol):
     def room(self, record_bytes: int) -> int:
         """How many more records of this size (header area and payload) fit now."""
 
-    def siblings(self, address: Address) -> list[Address]:
+    def colocated(self, address: Address) -> list[Address]:
         """The records that share a piece of memory or disk with this one: all must go before another size can use
         it."""
 
@@ -200,7 +200,7 @@ class Tier(Protocol):
         """The same in fewer steps where the tier can: the address of a run's first record, and the signatures of it
         and of those that follow it in the same namespace, group and shard, one behind the other."""
 
-    def troubles(self) -> list[str]:
+    def health_issues(self) -> list[str]:
         """Why a part of it takes no new records for now: a line a device or server, none when well. Asks nobody."""
 
     def sync(self) -> bool:
@@ -208,13 +208,13 @@ class Tier(Protocol):
 
     def usage(self) -> Usage: ...
 
-    def holdings(self) -> dict[bytes, tuple[int, int]] | None:
+    def usage_by_namespace(self) -> dict[bytes, tuple[int, int]] | None:
         """Records and bytes of each namespace, where the tier counts them itself; asks nobody."""
 
     def check(self) -> list[str]:
         """A full audit; one line a fault, none when sound."""
 
-    def scrub(self, *, unwanted: Unwanted | None = None) -> Scrubbed:
+    def scrub(self, *, unwanted: RecordFilter | None = None) -> ScrubReport:
         """Read and verify every record; what is damaged leaves, and what is `unwanted`. Then a drive suspected for
         damage is trusted again."""
 
@@ -228,7 +228,7 @@ class Tier(Protocol):
     def wipe(self) -> bool:
         """Overwrite what records that left have left behind; False where not all of it could be."""
 
-    def ending(self) -> Iterable[tuple[Address, int]]:
+    def expirations(self) -> Iterable[tuple[Address, int]]:
         """What is here and ends, and when, in milliseconds since 1970; of a tier that outlives the process and is its
         own. Takes its time."""
 
@@ -244,7 +244,7 @@ class Tier(Protocol):
         tier makes it. Idempotent, with the same answer."""
 
 
-class Waits:
+class TierDefaults:
     """To inherit: the four waiting verbs over `submit`, runs over `scan`, no troubles, no losses, no
     holdings, no scrub."""
 
@@ -255,18 +255,18 @@ class Waits:
         for address in self.scan():
             yield address, address.signature
 
-    def troubles(self) -> list[str]:
+    def health_issues(self) -> list[str]:
         return []
 
     def on_loss(self, tell: Callable[[Address], object]) -> None:
         """Nothing leaves by itself."""
 
-    def holdings(self) -> dict[bytes, tuple[int, int]] | None:
+    def usage_by_namespace(self) -> dict[bytes, tuple[int, int]] | None:
         return None
 
-    def scrub(self, *, unwanted: Unwanted | None = None) -> Scrubbed:
+    def scrub(self, *, unwanted: RecordFilter | None = None) -> ScrubReport:
         """Nothing here lies on a medium of its own."""
-        return Scrubbed()
+        return ScrubReport()
 
     def purge(self, namespace: bytes) -> int | None:
         return None
@@ -278,7 +278,7 @@ class Waits:
         """What left is gone."""
         return True
 
-    def ending(self) -> Iterable[tuple[Address, int]]:
+    def expirations(self) -> Iterable[tuple[Address, int]]:
         return ()
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:
@@ -287,22 +287,24 @@ class Waits:
     def owners(self) -> Mapping[bytes, Owner]:
         return {}
 
-    def _wait(self, op: Op, addresses: Sequence[Address], segments: Sequence[Segments] = ()) -> tuple[Outcome, ...]:
+    def _submit_and_wait(
+        self, op: Op, addresses: Sequence[Address], segments: Sequence[Segments] = ()
+    ) -> tuple[Outcome, ...]:
         ticket = self.submit(op, addresses, segments)
         ticket.wait()
         return ticket.outcomes
 
     def read(self, addresses: Sequence[Address], segments: Sequence[Segments]) -> tuple[Outcome, ...]:
-        return self._wait("read", addresses, segments)
+        return self._submit_and_wait("read", addresses, segments)
 
     def write(self, addresses: Sequence[Address], segments: Sequence[Segments]) -> tuple[Outcome, ...]:
-        return self._wait("write", addresses, segments)
+        return self._submit_and_wait("write", addresses, segments)
 
     def contains(self, addresses: Sequence[Address]) -> tuple[Outcome, ...]:
-        return self._wait("contains", addresses)
+        return self._submit_and_wait("contains", addresses)
 
     def remove(self, addresses: Sequence[Address]) -> tuple[Outcome, ...]:
-        return self._wait("remove", addresses)
+        return self._submit_and_wait("remove", addresses)
 
 
 def check_segments(op: Op, addresses: Sequence[Address], segments: Sequence[Segments]) -> None:
@@ -330,18 +332,20 @@ def same_record(one: Address, other: Address) -> bool:
 # Bytes in several pieces, cut without copying; a record as it goes out, in such pieces.
 
 
-def flat(segments: Segments, size: int) -> list[memoryview]:
+def flatten(segments: Segments, size: int) -> list[memoryview]:
     """The first `size` bytes, as plain bytes."""
-    return cut([segment.cast("B") for segment in segments], 0, size)
+    return slice_segments([segment.cast("B") for segment in segments], 0, size)
 
 
-def outgoing(address: Address, segments: Segments, signer: Signer | None) -> tuple[Header, bytes, list[memoryview]]:
+def sealed_record(
+    address: Address, segments: Segments, signer: RecordSigner | None
+) -> tuple[Header, bytes, list[memoryview]]:
     """A record for a server: its header, the header's bytes, signed where there is somebody to, and the payload.
     RecordError where it is not that of the address."""
     header = read_header(segments[0])
     if header.address.name != address.name or not same_record(header.address, address):
         raise RecordError("address", "the header names another record than the call")
-    payload = flat(segments[1:], header.stored_bytes)
+    payload = flatten(segments[1:], header.stored_bytes)
     if sum(map(len, payload)) < header.stored_bytes:
         raise RecordError("length", f"{header.stored_bytes} stored bytes: fewer are there")
     head = bytes(segments[0][: header.header_bytes])
@@ -350,28 +354,28 @@ def outgoing(address: Address, segments: Segments, signer: Signer | None) -> tup
     return header, head, payload
 
 
-def cut(pieces: Sequence[memoryview], start: int, size: int) -> list[memoryview]:
+def slice_segments(pieces: Sequence[memoryview], start: int, size: int) -> list[memoryview]:
     """Bytes `start` to `start + size` of pieces that follow each other, or as many as are there."""
-    found = []
+    sliced = []
     for piece in pieces:
         if start < len(piece) and size > 0:
-            found.append(piece[start : start + size])
-            size -= len(found[-1])
+            sliced.append(piece[start : start + size])
+            size -= len(sliced[-1])
         start = max(0, start - len(piece))
-    return found
+    return sliced
 
 
 # Heads before tails, for tiers that tell what they have.
 
 
-def in_order(addresses: Sequence[Address]) -> list[Address]:
+def parents_first(addresses: Sequence[Address]) -> list[Address]:
     """Each behind its parent, where both are here."""
-    here = {(address.signature, address.group, address.shard) for address in addresses}
+    present = {(address.signature, address.group, address.shard) for address in addresses}
     children: dict[object, list[Address]] = {}
     ordered = []
     for address in addresses:
         parent = (address.parent, address.group, address.shard)
-        if parent in here:
+        if parent in present:
             children.setdefault(parent, []).append(address)
         else:
             ordered.append(address)

@@ -21,7 +21,7 @@ from kvcache.errors import ConfigError
 
 # A trace: requests in order of time, each a chain of blocks.
 
-Ids = NDArray[np.int32]
+BlockIds = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Trace:
     block_tokens: int
     starts: NDArray[np.int64]
     """Where each request's blocks begin in `blocks`, and where the last one's end."""
-    blocks: Ids
+    blocks: BlockIds
     times_s: NDArray[np.float64]
     input_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
@@ -72,7 +72,7 @@ class Trace:
     def __len__(self) -> int:
         return len(self.times_s)
 
-    def __iter__(self) -> Iterator[Ids]:
+    def __iter__(self) -> Iterator[BlockIds]:
         """Each request's chain."""
         starts = self.starts.tolist()
         for first, end in pairwise(starts):
@@ -125,8 +125,8 @@ class Trace:
 # uniformly over a day, by `seed`.
 
 DAY_S = 86_400.0
-AGENTIC_BLOCK_TOKENS, PARTS = 512, 8
-LONGEST_SHARED = 200_000
+AGENTIC_BLOCK_TOKENS, SUBBLOCKS = 512, 8
+MAX_SHARED_TOKENS = 200_000
 """Where tools are shared, requests with more input tokens than this are left out."""
 
 
@@ -153,9 +153,9 @@ def read_agentic(name: str, lines: Iterable[str], *, shared_tools: bool, seed: i
         highest = -1
         for row, chain in zip(rows, small, strict=True):
             highest = max(highest, int(chain.max(initial=-1)))
-            if shared_tools and row[1] > LONGEST_SHARED:
+            if shared_tools and row[1] > MAX_SHARED_TOKENS:
                 continue
-            named = chain[PARTS - 1 :: PARTS] + first
+            named = chain[SUBBLOCKS - 1 :: SUBBLOCKS] + first
             common = min(tool_blocks, len(named))
             if common:
                 named[:common] = tools[session["tool_tokens"]] + np.arange(common)
@@ -212,12 +212,14 @@ Tokenize = Callable[[str], Sequence[int]]
 TEXT_BLOCK_TOKENS = 16
 
 
-def by_bytes(text: str) -> Sequence[int]:
+def byte_tokenizer(text: str) -> Sequence[int]:
     """A tokenizer for who has none: a token a byte."""
     return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)  # type: ignore[return-value]  # an array serves as a sequence
 
 
-def text(name: str, lines: Lines, *, tokenize: Tokenize = by_bytes, block_tokens: int = TEXT_BLOCK_TOKENS) -> Trace:
+def read_text(
+    name: str, lines: Lines, *, tokenize: Tokenize = byte_tokenizer, block_tokens: int = TEXT_BLOCK_TOKENS
+) -> Trace:
     """Conversations: JSON lines with `input`, and perhaps `output` and `timestamp` (microseconds)."""
     rows = [json.loads(line) for line in lines if line.strip()]
     ids = [np.asarray(tokenize(row["input"]), np.uint32) for row in rows]
@@ -237,7 +239,7 @@ def text(name: str, lines: Lines, *, tokenize: Tokenize = by_bytes, block_tokens
     )
 
 
-def azure(name: str, lines: Lines, *, block_tokens: int = 512) -> Trace:
+def read_azure(name: str, lines: Lines, *, block_tokens: int = 512) -> Trace:
     """Arrivals and lengths, in columns TIMESTAMP, ContextTokens and GeneratedTokens: nothing is told of content, so no
     block comes twice."""
     rows = list(csv.DictReader(lines))
@@ -250,7 +252,7 @@ def azure(name: str, lines: Lines, *, block_tokens: int = 512) -> Trace:
     return Trace.of(name, block_tokens, chains, [time - first for time in times], inputs, outputs)
 
 
-def vllm(name: str, lines: Lines) -> Trace:
+def read_vllm(name: str, lines: Lines) -> Trace:
     """KV events as vLLM publishes them, a batch a line: [ts, [event, ...], ...] or {"ts", "events"}. An event is a map
     with `type`, or, as older versions have it, a list that begins with it. Events tell what was stored and not
     who asked: a request is a run that was stored, with all that stands before it, so what was found whole leaves
@@ -263,8 +265,8 @@ def vllm(name: str, lines: Lines) -> Trace:
             continue
         batch = json.loads(line)
         time, events = (batch["ts"], batch["events"]) if isinstance(batch, dict) else batch[:2]
-        for told in events:
-            event = told if isinstance(told, dict) else _stored(told)
+        for event_data in events:
+            event = event_data if isinstance(event_data, dict) else _event_fields(event_data)
             if event.get("type") != "BlockStored" or event.get("medium", "GPU") not in ("GPU", None):
                 continue
             if group is None:
@@ -282,12 +284,12 @@ def vllm(name: str, lines: Lines) -> Trace:
     return Trace.of(name, block_tokens, chains, times, lengths, [0] * len(chains))
 
 
-def _stored(event: Sequence[Any]) -> Mapping[str, Any]:
+def _event_fields(event: Sequence[Any]) -> Mapping[str, Any]:
     """Of an event as a list, what is told by place."""
     return dict(zip(("type", "block_hashes", "parent_block_hash", "token_ids", "block_size"), event, strict=False))
 
 
-def recorded(name: str, lines: Lines) -> Trace:
+def read_recorded(name: str, lines: Lines) -> Trace:
     """As a running cache writes it down (`trace.path`): Mooncake's lines with `block_tokens` in each. Whole blocks of
     each request that was admitted, of all namespaces: a block's name tells them apart."""
     rows = list(filter(str.strip, lines))
@@ -303,25 +305,25 @@ def _numbers(names: dict[Any, int], blocks: Iterable[Any]) -> NDArray[np.int64]:
     return np.array([names.setdefault(block, len(names)) for block in blocks], np.int64)
 
 
-def agentic_local(name: str, lines: Lines, *, seed: int = 0) -> Trace:
+def read_agentic_local(name: str, lines: Lines, *, seed: int = 0) -> Trace:
     return read_agentic(name, lines, shared_tools=False, seed=seed)
 
 
-def agentic_shared(name: str, lines: Lines, *, seed: int = 0) -> Trace:
+def read_agentic_shared(name: str, lines: Lines, *, seed: int = 0) -> Trace:
     return read_agentic(name, lines, shared_tools=True, seed=seed)
 
 
 FORMATS: Mapping[str, Callable[..., Trace]] = {
     "mooncake": read_mooncake,
-    "agentic": agentic_local,
-    "agentic-shared": agentic_shared,
-    "azure": azure,
-    "text": text,
-    "vllm": vllm,
-    "recorded": recorded,
+    "agentic": read_agentic_local,
+    "agentic-shared": read_agentic_shared,
+    "azure": read_azure,
+    "text": read_text,
+    "vllm": read_vllm,
+    "recorded": read_recorded,
 }
 
-_SIGNS = (  # what the first line of a format says, and no other's
+_FORMAT_MARKERS = (  # what the first line of a format says, and no other's
     ("found_tokens", "recorded"),
     ("hash_ids", "mooncake"),
     ("tool_tokens", "agentic"),
@@ -331,13 +333,13 @@ _SIGNS = (  # what the first line of a format says, and no other's
 )
 
 
-def read(path: Path, format: str | None = None, **options: Any) -> Trace:
+def read_trace(path: Path, format: str | None = None, **options: Any) -> Trace:
     """`options`: those of the format's reader. ConfigError for what is no trace."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8") as lines:
             first = lines.readline()
-            name = format or next((name for sign, name in _SIGNS if sign in first), "")
+            name = format or next((name for sign, name in _FORMAT_MARKERS if sign in first), "")
             if name not in FORMATS:
                 raise ConfigError(f"{path}: {name or 'unknown'} is no format of traces; there is {', '.join(FORMATS)}")
             trace = FORMATS[name](path.name.split(".")[0], [first, *lines], **options)

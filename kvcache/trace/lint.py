@@ -15,19 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block.chain import Chain
-from kvcache.cache.miss_explainer import GRAM, WINDOW, meeting
+from kvcache.cache.miss_explainer import RESYNC_GRAM_TOKENS, RESYNC_WINDOW_TOKENS, resync_point
 from kvcache.observe.recent_requests import Ids, shared_tokens
 
-STRETCH = 16
+MIN_REPEAT_TOKENS = 16
 """Tokens in a row that count as repeated, wherever they stand."""
-ROUNDS = 4
+MAX_ROUNDS = 4
 """Behind one break there may be another; so many are looked for one after another."""
-LEAST_TOKENS = 64
+MIN_LOST_TOKENS = 64
 """Breaks that cost fewer tokens in all are not told."""
 
 
 @dataclass(frozen=True, slots=True)
-class Break:
+class PrefixBreak:
     """`ours` of a prompt that parted from an earlier one (`theirs`) at this token, `lost` alike tokens before more."""
 
     prompt: int
@@ -35,37 +35,37 @@ class Break:
     before: Ids
     ours: Ids
     theirs: Ids
-    behind: Ids  # the first tokens that are alike again
-    lost: int
+    following: Ids  # the first tokens that are alike again
+    lost_tokens: int
 
 
 @dataclass(slots=True)
-class Group:
+class BreakGroup:
     """Breaks with the same text behind them, that of the first of `breaks`; `first`: the earliest token at which one of
     them parts."""
 
-    breaks: list[Break] = field(default_factory=list)
+    breaks: list[PrefixBreak] = field(default_factory=list)
 
     @property
-    def lost(self) -> int:
-        return sum(each.lost for each in self.breaks)
+    def lost_tokens(self) -> int:
+        return sum(item.lost_tokens for item in self.breaks)
 
     @property
     def first(self) -> int:
-        return min(each.token for each in self.breaks)
+        return min(item.token for item in self.breaks)
 
     @property
     def end(self) -> int:
-        return max(each.token + len(each.ours) for each in self.breaks)
+        return max(item.token + len(item.ours) for item in self.breaks)
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
+class ReuseStats:
     """`hit_tokens`: of full blocks that an earlier prompt had, from its first token on."""
 
     tokens: int
     hit_tokens: int
-    breaks: list[Break]
+    breaks: list[PrefixBreak]
 
     @property
     def rate(self) -> float:
@@ -73,39 +73,39 @@ class Play:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LintReport:
     prompts: int
     tokens: int
     repeated_tokens: int
     rate: float
     moved_rate: float
-    groups: list[Group]  # the dearest first
+    groups: list[BreakGroup]  # the dearest first
 
 
-def report(prompts: Sequence[Ids], block_tokens: int) -> Report:
-    first = play(prompts, block_tokens)
-    found: list[Group] = []
+def lint_prompts(prompts: Sequence[Ids], block_tokens: int) -> LintReport:
+    first = measure_reuse(prompts, block_tokens)
+    found: list[BreakGroup] = []
     moved, now = list(prompts), first
-    for _ in range(ROUNDS):
-        groups = gather(now.breaks)
+    for _ in range(MAX_ROUNDS):
+        groups = group_breaks(now.breaks)
         if not groups:
             break
-        tried = [_moved(ids, groups) for ids in moved]
-        after = play(tried, block_tokens)
+        candidate = [_with_breaks_last(ids, groups) for ids in moved]
+        after = measure_reuse(candidate, block_tokens)
         if after.hit_tokens <= now.hit_tokens:
             break
         found += groups
-        moved, now = tried, after
-    found.sort(key=lambda group: -group.lost)
-    return Report(len(prompts), first.tokens, repeated(prompts), first.rate, now.rate, found)
+        moved, now = candidate, after
+    found.sort(key=lambda group: -group.lost_tokens)
+    return LintReport(len(prompts), first.tokens, count_repeated_tokens(prompts), first.rate, now.rate, found)
 
 
-def play(prompts: Sequence[Ids], block_tokens: int) -> Play:
+def measure_reuse(prompts: Sequence[Ids], block_tokens: int) -> ReuseStats:
     """Each prompt against all before it."""
     last: dict[bytes, int] = {}  # by signature, the last prompt that had the block
     starts: dict[bytes, int] = {}  # by the first tokens, for prompts that share less than a block
     tokens = hits = 0
-    breaks: list[Break] = []
+    breaks: list[PrefixBreak] = []
     for number, ids in enumerate(prompts):
         tokens += len(ids)
         chain = Chain(bytes(32), block_tokens)
@@ -113,77 +113,77 @@ def play(prompts: Sequence[Ids], block_tokens: int) -> Play:
         signatures = list(chain.signatures)
         found = next((i for i, signature in enumerate(signatures) if signature not in last), len(signatures))
         hits += found * block_tokens
-        start = ids[:GRAM].tobytes()
+        start = ids[:RESYNC_GRAM_TOKENS].tobytes()
         other = last[signatures[found - 1]] if found else starts.get(start)
         if other is not None and found < len(signatures):
-            made = _break(number, ids, prompts[other], found * block_tokens)
+            made = _find_break(number, ids, prompts[other], found * block_tokens)
             if made is not None:
                 breaks.append(made)
         last.update(dict.fromkeys(signatures, number))
         starts[start] = number
-    return Play(tokens, hits, breaks)
+    return ReuseStats(tokens, hits, breaks)
 
 
-def _break(number: int, ids: Ids, other: Ids, shared: int) -> Break | None:
+def _find_break(number: int, ids: Ids, other: Ids, shared: int) -> PrefixBreak | None:
     at = shared + shared_tokens(ids[shared:], other[shared:])
-    met = meeting(ids[at:], other[at:])
-    if met is None or met[2] < STRETCH:
+    meeting_point = resync_point(ids[at:], other[at:])
+    if meeting_point is None or meeting_point[2] < MIN_REPEAT_TOKENS:
         return None
-    ours, theirs, lost = met
-    return Break(
+    ours, theirs, lost_tokens = meeting_point
+    return PrefixBreak(
         number,
         at,
-        ids[max(0, at - 6 * GRAM) : at],
+        ids[max(0, at - 6 * RESYNC_GRAM_TOKENS) : at],
         ids[at : at + ours],
         other[at : at + theirs],
-        ids[at + ours : at + ours + GRAM],
-        lost,
+        ids[at + ours : at + ours + RESYNC_GRAM_TOKENS],
+        lost_tokens,
     )
 
 
-def gather(breaks: Sequence[Break]) -> list[Group]:
+def group_breaks(breaks: Sequence[PrefixBreak]) -> list[BreakGroup]:
     """By the text behind them, the dearest first. Two that part within the same text, and have a part of it in common
     by chance, seem to go on earlier: they belong to the group whose text that is."""
-    by_text: dict[bytes, Group] = {}
-    for each in breaks:
-        by_text.setdefault(each.behind.tobytes(), Group()).breaks.append(each)
-    groups: list[Group] = []
-    for group in sorted(by_text.values(), key=lambda group: -group.lost):
+    by_text: dict[bytes, BreakGroup] = {}
+    for item in breaks:
+        by_text.setdefault(item.following.tobytes(), BreakGroup()).breaks.append(item)
+    groups: list[BreakGroup] = []
+    for group in sorted(by_text.values(), key=lambda group: -group.lost_tokens):
         whole = next((other for other in groups if other.first <= group.first <= other.end), None)
         if whole is None:
             groups.append(group)
         else:
             whole.breaks += group.breaks
-    return [group for group in groups if group.lost >= LEAST_TOKENS]
+    return [group for group in groups if group.lost_tokens >= MIN_LOST_TOKENS]
 
 
-def _moved(ids: Ids, groups: Sequence[Group]) -> Ids:
+def _with_breaks_last(ids: Ids, groups: Sequence[BreakGroup]) -> Ids:
     """With what breaks it at its end."""
     kept: list[Ids] = []
-    aside: list[Ids] = []
+    moved_parts: list[Ids] = []
     at = 0
     for group in sorted(groups, key=lambda group: group.first):
         first = group.first
         if first < at:
             continue
-        behind = group.breaks[0].behind
-        for end in _places(ids[first : first + WINDOW + GRAM], behind):
+        following = group.breaks[0].following
+        for end in _occurrences(ids[first : first + RESYNC_WINDOW_TOKENS + RESYNC_GRAM_TOKENS], following):
             kept.append(ids[at:first])
-            aside.append(ids[first : first + end])
+            moved_parts.append(ids[first : first + end])
             at = first + end
             break
-    return np.concatenate([*kept, ids[at:], *aside]) if aside else ids
+    return np.concatenate([*kept, ids[at:], *moved_parts]) if moved_parts else ids
 
 
-def _places(ids: Ids, behind: Ids) -> Iterator[int]:
+def _occurrences(ids: Ids, following: Ids) -> Iterator[int]:
     """Where that stands, the nearest first."""
-    if len(ids) < len(behind) or not len(behind):
+    if len(ids) < len(following) or not len(following):
         return
-    windows = np.lib.stride_tricks.sliding_window_view(ids, len(behind))
-    yield from np.flatnonzero((windows == behind).all(axis=1)).tolist()
+    windows = np.lib.stride_tricks.sliding_window_view(ids, len(following))
+    yield from np.flatnonzero((windows == following).all(axis=1)).tolist()
 
 
-def repeated(prompts: Sequence[Ids]) -> int:
+def count_repeated_tokens(prompts: Sequence[Ids]) -> int:
     """Tokens in stretches that an earlier prompt had, wherever they stand in either: what reuse of more than prefixes
     could reach at most. Of earlier prompts every `STRETCH`th stretch is remembered, so that the ends of a long
     repetition are missed by up to `STRETCH` - 1 tokens, and one shorter than two stretches may be missed whole."""
@@ -194,19 +194,19 @@ def repeated(prompts: Sequence[Ids]) -> int:
         marks = np.zeros(len(ids) + 1, np.int64)
         for i in [i for i, value in enumerate(hashes.tolist()) if value in known]:
             marks[i] += 1
-            marks[i + STRETCH] -= 1
+            marks[i + MIN_REPEAT_TOKENS] -= 1
         total += int((np.cumsum(marks[:-1]) > 0).sum())
-        known.update(hashes[::STRETCH].tolist())
+        known.update(hashes[::MIN_REPEAT_TOKENS].tolist())
     return total
 
 
 def _hashes(ids: Ids) -> NDArray[np.uint64]:
     """Of each stretch, by its first token."""
-    count = len(ids) - STRETCH + 1
+    count = len(ids) - MIN_REPEAT_TOKENS + 1
     if count <= 0:
         return np.zeros(0, np.uint64)
     mixed = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     value = np.zeros(count, np.uint64)
-    for i in range(STRETCH):
+    for i in range(MIN_REPEAT_TOKENS):
         value = value * np.uint64(0x100000001B3) + (mixed[i : i + count] ^ (mixed[i : i + count] >> np.uint64(29)))
     return value

@@ -27,12 +27,12 @@ import numpy as np
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.cache.cache import Cache
 from kvcache.log import logger
-from kvcache.observe.recent_requests import Asked
+from kvcache.observe.recent_requests import RecentRequest
 
-WAITING = 4096
+MAX_QUEUED_ROWS = 4096
 """Requests not yet written, at most."""
-BITS = 53
-_PAUSE_S = 0.5
+HASH_ID_BITS = 53
+_POLL_S = 0.5
 
 _log = logger("kvcache.trace")
 
@@ -40,12 +40,12 @@ Row = tuple[float, bytes, int, int, bytes, str, str]
 """Time, namespace, tokens in a block, blocks found, signatures, agent, session."""
 
 
-class Recorder:
-    """`heard` is called by whoever admits a request; a thread of its own writes."""
+class TraceRecorder:
+    """`on_request` is called by whoever admits a request; a thread of its own writes."""
 
     def __init__(self, path: Path, file_bytes: int) -> None:
         self.path, self._file_bytes = path, file_bytes
-        self.left_out = 0
+        self.dropped_rows = 0
         self._rows: deque[Row] = deque()
         self._wake = threading.Event()
         self._closed = False
@@ -53,9 +53,9 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="kvcache-trace", daemon=True)
         self._thread.start()
 
-    def heard(self, asked: Asked) -> None:
-        if self._closed or len(self._rows) >= WAITING:
-            self.left_out += 1
+    def on_request(self, asked: RecentRequest) -> None:
+        if self._closed or len(self._rows) >= MAX_QUEUED_ROWS:
+            self.dropped_rows += 1
             return
         row = asked.time, asked.namespace, asked.block_tokens, asked.found, asked.packed, asked.agent, asked.session
         self._rows.append(row)
@@ -78,40 +78,40 @@ class Recorder:
         while not (self._closed and not self._rows):
             self._wake.clear()
             if not self._rows:
-                await asyncio.to_thread(self._wake.wait, _PAUSE_S)
+                await asyncio.to_thread(self._wake.wait, _POLL_S)
                 continue
             async with aiofiles.open(self.path, "a", encoding="ascii") as file:
                 size = await file.tell()
                 while self._rows and size < self._file_bytes:
-                    text = line(self._rows.popleft())
+                    text = format_row(self._rows.popleft())
                     size += len(text)
                     await file.write(text)
             if size >= self._file_bytes:
                 await asyncio.to_thread(os.replace, self.path, f"{self.path}.1")
 
 
-def line(row: Row) -> str:
+def format_row(row: Row) -> str:
     time, namespace, block_tokens, found, packed, *named = row
     words = np.frombuffer(packed, np.uint8).reshape(-1, SIGNATURE_BYTES)[:, :8].copy().view(">u8")[:, 0]
-    told = {
+    document = {
         "timestamp": int(1000 * time),
         "input_length": len(words) * block_tokens,
         "output_length": 0,
-        "hash_ids": (words >> np.uint64(64 - BITS)).tolist(),
+        "hash_ids": (words >> np.uint64(64 - HASH_ID_BITS)).tolist(),
         "block_tokens": block_tokens,
         "namespace": namespace[:4].hex(),
         "found_tokens": found * block_tokens,
         **{name: value for name, value in zip(("agent", "session"), named, strict=True) if value},
     }
-    return json.dumps(told, separators=(",", ":")) + "\n"
+    return json.dumps(document, separators=(",", ":")) + "\n"
 
 
-def record(cache: Cache) -> Callable[[], None] | None:
+def start_recording(cache: Cache) -> Callable[[], None] | None:
     """Begin, where the settings name a file; what ends it is called when the cache closes."""
     settings = cache.settings.trace
     if not settings.path:
         return None
-    recorder = Recorder(Path(settings.path).expanduser(), settings.file_bytes)
-    cache.why.heard = recorder.heard
-    cache.at_close.append(recorder.close)
+    recorder = TraceRecorder(Path(settings.path).expanduser(), settings.file_bytes)
+    cache.miss_explainer.on_request = recorder.on_request
+    cache.on_close.append(recorder.close)
     return recorder.close

@@ -25,7 +25,7 @@ from kvcache.cache.api import KVCache
 from kvcache.errors import ConfigError
 from kvcache.transfer.pages import GroupPages
 
-MOONCAKE_TOKENS = 512
+DEFAULT_BLOCK_TOKENS = 512
 """Tokens in a block, where a trace does not say."""
 
 
@@ -37,7 +37,7 @@ class Arrival:
 
 
 @dataclass(slots=True)
-class Played:
+class ReplayResult:
     """Times to the first token, in seconds, and what they would have been of computing alone."""
 
     ttft_s: list[float] = field(default_factory=list)
@@ -47,14 +47,14 @@ class Played:
     wrong_blocks: int = 0  # with other bytes than were stored: must be 0
 
 
-class Pause(Protocol):
+class ReplayClock(Protocol):
     """A clock to sleep by."""
 
     def now(self) -> float: ...
     def sleep(self, seconds: float) -> None: ...
 
 
-class RealTime:
+class WallClock:
     def now(self) -> float:
         return time.monotonic()
 
@@ -62,27 +62,27 @@ class RealTime:
         time.sleep(max(0.0, seconds))
 
 
-def read(path: Path, most: int | None = None) -> tuple[list[Arrival], int]:
+def read_arrivals(path: Path, max_requests: int | None = None) -> tuple[list[Arrival], int]:
     """The arrivals of a trace of JSON lines (`.gz` or not) as Mooncake publishes them and a cache records them; and the
     tokens of a block. ConfigError for what is none."""
     arrivals: list[Arrival] = []
     block_tokens = 0
     for number, row in enumerate(_rows(path), 1):
-        if most is not None and number > most:
+        if max_requests is not None and number > max_requests:
             break
         try:
-            mine = int(row.get("block_tokens", MOONCAKE_TOKENS))
+            row_block_tokens = int(row.get("block_tokens", DEFAULT_BLOCK_TOKENS))
             names = np.asarray(row["hash_ids"], np.int64)
             arrivals.append(Arrival(float(row["timestamp"]) / 1000, names, int(row["input_length"])))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(
                 f"{path}, line {number}: {error!r}: expected timestamp (ms), input_length and hash_ids"
             ) from None
-        if block_tokens not in (0, mine):
+        if block_tokens not in (0, row_block_tokens):
             raise ConfigError(
-                f"{path}, line {number}: blocks of {mine} tokens, of {block_tokens} before: one size only"
+                f"{path}, line {number}: blocks of {row_block_tokens} tokens, of {block_tokens} before: one size only"
             )
-        block_tokens = mine
+        block_tokens = row_block_tokens
     if not arrivals:
         raise ConfigError(f"{path}: no requests in it; expected JSON lines")
     first = min(arrival.time_s for arrival in arrivals)
@@ -108,21 +108,21 @@ class Replay:
         cache: KVCache,
         *,
         block_tokens: int,
-        most_blocks: int,
+        max_blocks: int,
         token_bytes: int,
-        tokens_a_second: float,
+        prefill_tokens_per_s: float,
         speed: float = 1.0,
-        clock: Pause | None = None,
+        clock: ReplayClock | None = None,
     ) -> None:
         layout = KVLayout.mha(layers=1, kv_heads=1, head_dim=token_bytes // 4, dtype="fp16", block_tokens=block_tokens)
         self._bound = cache.namespace(layout, model="replay", revision="1", facts={"digests": "a trace's hash ids"})
-        self._kv = np.zeros((1, 2, most_blocks, block_tokens, 1, token_bytes // 4), np.uint16)
+        self._kv = np.zeros((1, 2, max_blocks, block_tokens, 1, token_bytes // 4), np.uint16)
         self._pages = [GroupPages.from_tensors(layout, list(self._kv), axes=("kv", "page", "token", "head", "dim"))]
-        self._block_tokens, self._rate, self._speed = block_tokens, tokens_a_second * speed, speed
-        self._clock = clock or RealTime()
+        self._block_tokens, self._rate, self._speed = block_tokens, prefill_tokens_per_s * speed, speed
+        self._clock = clock or WallClock()
 
-    def play(self, arrivals: Sequence[Arrival]) -> Played:
-        played, clock = Played(), self._clock
+    def run(self, arrivals: Sequence[Arrival]) -> ReplayResult:
+        played, clock = ReplayResult(), self._clock
         begun = clock.now()
         for arrival in arrivals:
             at = begun + arrival.time_s / self._speed
@@ -130,7 +130,7 @@ class Replay:
             self._serve(arrival, at, played)
         return played
 
-    def _serve(self, arrival: Arrival, at: float, played: Played) -> None:
+    def _serve(self, arrival: Arrival, at: float, played: ReplayResult) -> None:
         clock = self._clock
         full = min(len(arrival.names), arrival.tokens // self._block_tokens)
         names = arrival.names[:full]
@@ -143,27 +143,27 @@ class Replay:
             played.found.update({tier: blocks * self._block_tokens for tier, blocks in hit.by_tier.items()})
             load = r.load(hit.blocks, self._pages, [list(range(hit.blocks))])
             load.wait()
-            brought = load.blocks
-            played.wrong_blocks += self._wrong(names[:brought])
-            missing = max(1, arrival.tokens - brought * self._block_tokens)
+            loaded_blocks = load.blocks
+            played.wrong_blocks += self._count_wrong_blocks(names[:loaded_blocks])
+            missing = max(1, arrival.tokens - loaded_blocks * self._block_tokens)
             before = clock.now()
             clock.sleep(missing / self._rate)
             played.ttft_s.append(clock.now() - at)
             self._bound.computed(missing, clock.now() - before)
-            self._write(names, brought)
-            r.store(self._pages, [list(range(brought, full))], first_block=brought).wait()
+            self._write(names, loaded_blocks)
+            r.store(self._pages, [list(range(loaded_blocks, full))], first_block=loaded_blocks).wait()
         played.tokens += arrival.tokens
-        played.loaded_tokens += brought * self._block_tokens
+        played.loaded_tokens += loaded_blocks * self._block_tokens
 
     def _write(self, names: NDArray[np.int64], first: int) -> None:
-        self._kv[0, :, first : len(names)] = _marks(names[first:])
+        self._kv[0, :, first : len(names)] = _block_pattern(names[first:])
 
-    def _wrong(self, names: NDArray[np.int64]) -> int:
-        there = self._kv[0, :, : len(names)]
-        return int((there != _marks(names)).any(axis=(0, 2, 3, 4)).sum())
+    def _count_wrong_blocks(self, names: NDArray[np.int64]) -> int:
+        loaded = self._kv[0, :, : len(names)]
+        return int((loaded != _block_pattern(names)).any(axis=(0, 2, 3, 4)).sum())
 
 
-def _marks(names: NDArray[np.int64]) -> Any:
+def _block_pattern(names: NDArray[np.int64]) -> Any:
     """What every number of a block is: shape (blocks, 1, 1, 1)."""
     mixed = names.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return (mixed >> np.uint64(48)).astype(np.uint16)[:, None, None, None]

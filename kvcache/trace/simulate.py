@@ -19,48 +19,50 @@ from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
 from kvcache.errors import ConfigError
 from kvcache.evict.hazard import Hazard
-from kvcache.evict.policy import AGE_EDGES, LRU, Evidence, Policy, requests_between_tables
+from kvcache.evict.policy import AGE_EDGES, LRU, Evidence, Policy, table_interval_requests
 from kvcache.index.block_run import place_of
-from kvcache.index.index import evidence_of, table_of
-from kvcache.index.reference.index import PlainIndex, play
+from kvcache.index.index import evidence_of, value_table
+from kvcache.index.reference.index import ReferenceIndex, play
 from kvcache.settings.types import parse_bytes
 from kvcache.trace.classics import CLASSICS, Opt
 from kvcache.trace.formats import Trace
 
-RANKING: dict[str, type[Policy]] = {"hazard": Hazard, "lru": LRU}
-POLICIES = (*RANKING, *CLASSICS)
+INDEX_POLICIES: dict[str, type[Policy]] = {"hazard": Hazard, "lru": LRU}
+POLICIES = (*INDEX_POLICIES, *CLASSICS)
 
-PLACE = place_of(bytes(SIGNATURE_BYTES), 0, Shard(0, 1, 0, 1))
+SHARD_REF = place_of(bytes(SIGNATURE_BYTES), 0, Shard(0, 1, 0, 1))
 
 
 @dataclass(frozen=True)
-class Played:
+class SimulationResult:
     policy: str
     capacity: int
     """Blocks."""
     hits: NDArray[np.int32]
     """By request, how many of its first blocks were there."""
-    asked: int
+    accesses: int
     """Blocks of all requests."""
 
     @property
     def hit_rate(self) -> float:
-        return int(self.hits.sum()) / self.asked if self.asked else 0.0
+        return int(self.hits.sum()) / self.accesses if self.accesses else 0.0
 
 
-def simulate(trace: Trace, policy: str | Policy, capacity: int, *, plain: bool = False) -> Played:
+def simulate(trace: Trace, policy: str | Policy, capacity: int, *, use_reference: bool = False) -> SimulationResult:
     """`plain`: by the twins in Python even where the compiled core is there."""
     name = policy if isinstance(policy, str) else policy.name
     if name not in POLICIES and isinstance(policy, str):
         raise ConfigError(f"no policy {name!r}; there is {', '.join(POLICIES)}")
     if capacity < 1:
         raise ConfigError(f"a capacity of {capacity} blocks; expected one at least")
-    plain = plain or not native.available()
+    use_reference = use_reference or not native.available()
     if isinstance(policy, str) and name in CLASSICS:
-        hits = _classic(trace, name, capacity, plain)
+        hits = _play_classic(trace, name, capacity, use_reference)
     else:
-        hits, _ = _ranked(trace, RANKING[policy]() if isinstance(policy, str) else policy, capacity, plain)
-    return Played(name, capacity, hits, trace.accesses)
+        hits, _ = _play_index(
+            trace, INDEX_POLICIES[policy]() if isinstance(policy, str) else policy, capacity, use_reference
+        )
+    return SimulationResult(name, capacity, hits, trace.accesses)
 
 
 def signatures(unique: int) -> NDArray[np.uint64]:
@@ -73,30 +75,30 @@ def signatures(unique: int) -> NDArray[np.uint64]:
 
 def evidence(trace: Trace, policy: Policy, capacity: int) -> Evidence:
     """What a policy has seen when the trace has ended."""
-    return evidence_of(_ranked(trace, policy, capacity, not native.available())[1])
+    return evidence_of(_play_index(trace, policy, capacity, not native.available())[1])
 
 
-def _ranked(trace: Trace, policy: Policy, capacity: int, plain: bool) -> tuple[NDArray[np.int32], Any]:
+def _play_index(trace: Trace, policy: Policy, capacity: int, use_reference: bool) -> tuple[NDArray[np.int32], Any]:
     """The hits, and the index as it is then."""
-    core: Any = PlainIndex if plain else native.core.Index
+    core: Any = ReferenceIndex if use_reference else native.core.Index
     index = core(1, policy.bounds, AGE_EDGES, policy.ghosts, policy.gaps)
     names, hits = signatures(trace.unique), np.zeros(len(trace), np.int32)
     done = 0
     while done < len(trace):
-        end = min(len(trace), done + requests_between_tables(done))
-        table = table_of(policy, evidence_of(index))
+        end = min(len(trace), done + table_interval_requests(done))
+        table = value_table(policy, evidence_of(index))
         part = trace.starts, trace.blocks, names, done, end, capacity, table, hits[done:end]
-        if plain:
-            play(index, PLACE, *part)
+        if use_reference:
+            play(index, SHARD_REF, *part)
         else:
-            index.play(PLACE, *part)
+            index.play(SHARD_REF, *part)
         done = end
     return hits, index
 
 
-def _classic(trace: Trace, name: str, capacity: int, plain: bool) -> NDArray[np.int32]:
+def _play_classic(trace: Trace, name: str, capacity: int, use_reference: bool) -> NDArray[np.int32]:
     hits = np.zeros(len(trace), np.int32)
-    if not plain:
+    if not use_reference:
         native.core.play_classic(name, trace.starts, trace.blocks, trace.unique, capacity, hits)
         return hits
     chains = [chain.tolist() for chain in trace]
@@ -134,33 +136,35 @@ def _next_uses(chains: Sequence[list[int]]) -> list[list[float]]:
 # block is read from the nearest that has it. Time is what reading takes at the tier's rate, then computing the rest
 # at the engine's; queues are not played.
 
-RATES = {"hbm": 1e12, "host": 20e9, "nvme": 3e9, "redis": 1e9, "object": 0.3e9}
+DEFAULT_RATES = {"hbm": 1e12, "host": 20e9, "nvme": 3e9, "redis": 1e9, "object": 0.3e9}
 """Bytes a second where none is given."""
-_MOST_RATE = 1e18
+_MAX_RATE = 1e18
 
 
 @dataclass(frozen=True)
-class Level:
+class TierSpec:
     name: str
     capacity_bytes: int
     bytes_per_s: float
 
     @classmethod
-    def parse(cls, text: str, rates: Mapping[str, float] = RATES) -> Level:
+    def parse(cls, text: str, rates: Mapping[str, float] = DEFAULT_RATES) -> TierSpec:
         """`host:64GiB`, or with a rate `nvme:2TiB@5GB`, else that in `rates`; ConfigError for what is none."""
         name, _, rest = text.strip().partition(":")
         size, _, rate = rest.partition("@")
         try:
-            if name not in RATES or not size:
-                raise ValueError(f"expected one of {', '.join(RATES)} and a size")
-            return cls(name, parse_bytes(size), float(parse_bytes(rate)) if rate else rates.get(name, RATES[name]))
+            if name not in DEFAULT_RATES or not size:
+                raise ValueError(f"expected one of {', '.join(DEFAULT_RATES)} and a size")
+            return cls(
+                name, parse_bytes(size), float(parse_bytes(rate)) if rate else rates.get(name, DEFAULT_RATES[name])
+            )
         except ValueError as error:
             raise ConfigError(
                 f"tier {text!r}: {error}; write host:64GiB, or with a rate a second nvme:2TiB@5GB"
             ) from None
 
 
-def measured(stats: Mapping[str, Any]) -> dict[str, float]:
+def measured_rates(stats: Mapping[str, Any]) -> dict[str, float]:
     """By tier, the bytes a second that a running cache read of late: from what `kvcache stats --json` says.
     ConfigError where there is nothing of that, or what is there is no rate."""
     tiers = stats.get("tiers") if isinstance(stats, Mapping) else None
@@ -169,7 +173,7 @@ def measured(stats: Mapping[str, Any]) -> dict[str, float]:
         rate = tier.get("read_bytes_per_s") if isinstance(tier, Mapping) else None
         if rate is None or rate == 0:
             continue
-        if not isinstance(rate, (int, float)) or not 0 < rate <= _MOST_RATE:
+        if not isinstance(rate, (int, float)) or not 0 < rate <= _MAX_RATE:
             raise ConfigError(
                 f"tiers.{name}.read_bytes_per_s = {rate!r}: expected a number of bytes a second, as "
                 "`kvcache stats --json` says it"
@@ -181,7 +185,7 @@ def measured(stats: Mapping[str, Any]) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Priced:
+class PricedTrace:
     found: dict[str, float]
     """By tier, the share of all blocks that came from it."""
     first_token_s: NDArray[np.float64]
@@ -190,7 +194,9 @@ class Priced:
     """As it would be with nothing kept."""
 
 
-def price(trace: Trace, levels: Sequence[Level], policy: str, *, token_bytes: int, prefill_per_s: float) -> Priced:
+def price_tiers(
+    trace: Trace, levels: Sequence[TierSpec], policy: str, *, token_bytes: int, prefill_per_s: float
+) -> PricedTrace:
     """Nearest tier first. `prefill_per_s`: tokens that the engine computes in a second."""
     block_bytes = token_bytes * trace.block_tokens
     reached = np.zeros(len(trace), np.int64)
@@ -203,4 +209,4 @@ def price(trace: Trace, levels: Sequence[Level], policy: str, *, token_bytes: in
         found[level.name] = float((here - reached).sum()) / max(1, trace.accesses)
         reached = here
     left = np.maximum(trace.input_tokens - reached * trace.block_tokens, 1)  # the last token is always computed
-    return Priced(found, time + left / prefill_per_s, trace.input_tokens / prefill_per_s)
+    return PricedTrace(found, time + left / prefill_per_s, trace.input_tokens / prefill_per_s)

@@ -13,7 +13,7 @@ from kvcache.transfer.cpu import CpuCopier
 from kvcache.transfer.pages import GroupPages
 
 
-class Copy(Protocol):
+class CopyHandle(Protocol):
     """Something to wait for. After it is done the pages (gather) or the buffers (scatter) may change again."""
 
     @property
@@ -36,12 +36,12 @@ class Copier(Protocol):
 
     def gather(
         self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview], *, after: Any = None
-    ) -> Copy:
+    ) -> CopyHandle:
         """Pages to buffers."""
 
     def scatter(
         self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview], *, after: Any = None
-    ) -> Copy:
+    ) -> CopyHandle:
         """Buffers to pages."""
 
 
@@ -52,7 +52,7 @@ class Copier(Protocol):
 _log = logging.getLogger("kvcache.transfer")
 
 
-class Pins(Protocol):
+class PinnedMemory(Protocol):
     """As `PinnedRegions`."""
 
     def add(self, memory: memoryview) -> None: ...
@@ -63,11 +63,11 @@ class DeviceCopier(Copier, Protocol):
     """A copier of a device that has memory of its own, as `CudaCopier`."""
 
     @property
-    def pinned(self) -> Pins: ...
+    def pinned(self) -> PinnedMemory: ...
     def close(self) -> None: ...
 
 
-def cuda(index: int) -> DeviceCopier:
+def cuda_copier(index: int) -> DeviceCopier:
     from kvcache.transfer.cuda.copier import CudaCopier
 
     return CudaCopier(index, compute_stream=lambda: current_stream(index))
@@ -81,7 +81,7 @@ def current_stream(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
-class Copiers:
+class CopierRegistry:
     """Thread-safe. `background` runs a call later, in order with the others; `make` makes the copier of a GPU."""
 
     def __init__(
@@ -89,13 +89,13 @@ class Copiers:
         background: Callable[[Callable[[], None]], Any],
         *,
         threads: int = 2,
-        make: Callable[[int], DeviceCopier] = cuda,
+        make: Callable[[int], DeviceCopier] = cuda_copier,
     ) -> None:
         self._cpu, self._make, self._background = CpuCopier(threads), make, background
         self._devices: dict[int, DeviceCopier] = {}
         self._memory: dict[int, memoryview] = {}  # by identity, all that copies may go to
         self._pinned: set[tuple[int, int]] = set()  # device, memory; touched in the background alone
-        self._told = False
+        self._logged_devices = False
         self._lock = threading.Lock()
 
     def of(self, device: str) -> Copier:
@@ -117,7 +117,7 @@ class Copiers:
             self._pin_later(index, memory)
         return copier
 
-    def came(self, memory: memoryview) -> None:
+    def add_region(self, memory: memoryview) -> None:
         """Copies may go to this memory and come from it."""
         with self._lock:
             self._memory[id(memory)] = memory
@@ -125,7 +125,7 @@ class Copiers:
         for index in devices:
             self._pin_later(index, memory)
 
-    def gone(self, memory: memoryview) -> None:
+    def remove_region(self, memory: memoryview) -> None:
         """No copy goes there any more, and none is under way."""
         with self._lock:
             self._memory.pop(id(memory), None)
@@ -144,9 +144,9 @@ class Copiers:
         try:
             copier.pinned.add(memory)
         except KVCacheError as error:
-            if not self._told:
+            if not self._logged_devices:
                 _log.warning("%s; copies work all the same, slower", error)
-            self._told = True
+            self._logged_devices = True
         else:
             self._pinned.add((index, identity))
 

@@ -19,11 +19,11 @@ from kvcache.block.layout import DTYPE_BYTES
 from kvcache.errors import ConfigError, LayoutError
 from kvcache.transfer.pages import GroupPages
 
-Five = tuple[int, int, int, int, int]
+Int5 = tuple[int, int, int, int, int]
 """One number for each of layer, K or V, token, head, element."""
 
 
-class Done:
+class CompletedCopy:
     """A copy that was over when it was returned."""
 
     done = True
@@ -35,7 +35,7 @@ class Done:
         return True
 
 
-class InOrder:
+class SynchronousCopier:
     """A processor's work on its memory is done when the call that asked for it returns: nothing to come after."""
 
     def mark(self) -> None:
@@ -43,19 +43,19 @@ class InOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class Axes:
+class BlockAxes:
     """A block as five axes, whatever its kind; steps in bytes. A kind without an axis has one index of it.
 
     `page` has no steps for layer, K and V: the pages' `bases` say where those are.
     """
 
-    extents: Five
+    extents: Int5
     item_bytes: int
-    page: Five
-    payload: Five
+    page: Int5
+    payload: Int5
 
     @classmethod
-    def of(cls, pages: GroupPages) -> Axes:
+    def of(cls, pages: GroupPages) -> BlockAxes:
         group, shard = pages.layout.groups[pages.group], pages.shard
         if group.kind == "opaque":
             layer_bytes = pages.block_bytes // shard.layers
@@ -71,27 +71,27 @@ class Axes:
         return cls(extents, item, page, (step["layer"], step["kv"], step["token"], step["head"], step["dim"]))
 
 
-class PlainCopier(InOrder):
+class ReferenceCopier(SynchronousCopier):
     """Block by block and layer by layer, in numpy."""
 
     def gather(
         self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview], *, after: None = None
-    ) -> Done:
+    ) -> CompletedCopy:
         check_call(pages, page_ids, buffers, writable=True)
         for page, payload in _pairs(pages, page_ids, buffers):
             payload[...] = page
-        return Done()
+        return CompletedCopy()
 
     def scatter(
         self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview], *, after: None = None
-    ) -> Done:
+    ) -> CompletedCopy:
         check_call(pages, page_ids, buffers, writable=False)
         for page, payload in _pairs(pages, page_ids, buffers):
             page[...] = payload
-        return Done()
+        return CompletedCopy()
 
 
-class CpuCopier(InOrder):
+class CpuCopier(SynchronousCopier):
     """On as many as `threads` threads, the caller's among them, without the interpreter lock."""
 
     def __init__(self, threads: int = 2) -> None:
@@ -101,21 +101,21 @@ class CpuCopier(InOrder):
 
     def gather(
         self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview], *, after: None = None
-    ) -> Done:
+    ) -> CompletedCopy:
         if not native.available():
-            return PlainCopier().gather(pages, page_ids, buffers)
+            return ReferenceCopier().gather(pages, page_ids, buffers)
         check_call(pages, page_ids, buffers, writable=True)
         native.core.gather(*_described(pages), np.asarray(page_ids, np.int64), buffers, self.threads)
-        return Done()
+        return CompletedCopy()
 
     def scatter(
         self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview], *, after: None = None
-    ) -> Done:
+    ) -> CompletedCopy:
         if not native.available():
-            return PlainCopier().scatter(pages, page_ids, buffers)
+            return ReferenceCopier().scatter(pages, page_ids, buffers)
         check_call(pages, page_ids, buffers, writable=False)
         native.core.scatter(*_described(pages), np.asarray(page_ids, np.int64), buffers, self.threads)
-        return Done()
+        return CompletedCopy()
 
 
 def check_call(
@@ -141,14 +141,14 @@ def check_call(
             raise LayoutError(f"buffer {i} is not contiguous or is read-only: expected one to write whole blocks to")
 
 
-def _described(pages: GroupPages) -> tuple[NDArray[np.uint64], Five, int, int, Five, Five]:
-    axes = Axes.of(pages)
+def _described(pages: GroupPages) -> tuple[NDArray[np.uint64], Int5, int, int, Int5, Int5]:
+    axes = BlockAxes.of(pages)
     bases = np.ascontiguousarray(pages.bases, np.uint64)
     return bases, axes.extents, axes.item_bytes, pages.page_stride, axes.page, axes.payload
 
 
 @dataclass(frozen=True, slots=True)
-class _Memory:
+class _ArrayView:
     """An address that numpy takes for an array; whoever made the pages keeps it alive."""
 
     __array_interface__: dict[str, Any]
@@ -158,7 +158,7 @@ def _pairs(
     pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview]
 ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
     """For each block, layer, and K or V: its part of the page and of the payload, both (token, head, element)."""
-    axes = Axes.of(pages)
+    axes = BlockAxes.of(pages)
     kind = f"<u{axes.item_bytes}" if axes.item_bytes > 1 else "|u1"
     pairs = []
     for page, buffer in zip(page_ids, buffers, strict=True):
@@ -171,5 +171,5 @@ def _pairs(
                 "typestr": kind,
                 "version": 3,
             }
-            pairs.append((np.asarray(_Memory(interface)), payload[layer, kv]))
+            pairs.append((np.asarray(_ArrayView(interface)), payload[layer, kv]))
     return pairs

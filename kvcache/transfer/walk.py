@@ -14,7 +14,7 @@ from math import gcd, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.transfer.cpu import Axes, Five
+from kvcache.transfer.cpu import BlockAxes, Int5
 from kvcache.transfer.pages import GroupPages
 
 Axis = tuple[int, int, int]
@@ -22,7 +22,7 @@ Axis = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Walk:
+class FragmentWalk:
     """Fragments of `run` bytes, numbered along `axes`, outermost first."""
 
     axes: tuple[Axis, ...]
@@ -42,7 +42,7 @@ class Walk:
         return places
 
 
-def collapse(axes: Sequence[Axis], item_bytes: int) -> Walk:
+def coalesce_axes(axes: Sequence[Axis], item_bytes: int) -> FragmentWalk:
     """The longest fragments that both sides allow, in the payload's order."""
     kept: list[Axis] = []
     for extent, page, payload in sorted((axis for axis in axes if axis[0] != 1), key=lambda axis: -axis[2]):
@@ -53,11 +53,11 @@ def collapse(axes: Sequence[Axis], item_bytes: int) -> Walk:
     run = item_bytes
     if kept and kept[-1][1:] == (item_bytes, item_bytes):
         run *= kept.pop()[0]
-    return Walk(tuple(kept), run)
+    return FragmentWalk(tuple(kept), run)
 
 
 @dataclass(frozen=True)
-class Plan:
+class CopyPlan:
     """How the blocks of some pages are copied: `walk` from each root, for each block.
 
     Where pages are equal distances apart, layers (and K and V) are axes of the walk; where they are not, each is a
@@ -65,7 +65,7 @@ class Plan:
     """
 
     roots: NDArray[np.int64]  # (roots, 2): address in page 0; bytes from the payload's start
-    walk: Walk
+    walk: FragmentWalk
     page_step: int
     target_step: int = 0  # copies within the pool: what a target's id is multiplied by
 
@@ -76,26 +76,26 @@ class Plan:
         return gcd(self.walk.run, self.page_step, self.target_step, *steps, *self.roots.flatten().tolist())
 
 
-def plan(pages: GroupPages, layers: tuple[int, int] | None = None) -> Plan:
+def copy_plan(pages: GroupPages, layers: tuple[int, int] | None = None) -> CopyPlan:
     """Between pages and payloads; of the shard's layers from the first to the second number, all if not given."""
     first, end = layers or (0, pages.shard.layers)
-    axes = Axes.of(pages)
+    axes = BlockAxes.of(pages)
     bases = np.ascontiguousarray(pages.bases[first:end], np.uint64)
     made = _plan(bases.tobytes(), axes.extents, axes.item_bytes, axes.page, axes.payload)
     roots = made.roots + np.array([0, first * axes.payload[0]])
-    return Plan(roots, made.walk, pages.page_stride)
+    return CopyPlan(roots, made.walk, pages.page_stride)
 
 
-def plan_within(pages: GroupPages) -> Plan:
+def page_copy_plan(pages: GroupPages) -> CopyPlan:
     """From page to page: what a payload is to `plan`, another page is here, whose address goes into the root."""
-    axes = Axes.of(pages)
+    axes = BlockAxes.of(pages)
     bases = np.ascontiguousarray(pages.bases, np.uint64)
     made = _plan(bases.tobytes(), axes.extents, axes.item_bytes, axes.page, None)
-    return Plan(made.roots, made.walk, pages.page_stride, pages.page_stride)
+    return CopyPlan(made.roots, made.walk, pages.page_stride, pages.page_stride)
 
 
 @lru_cache(maxsize=1024)
-def _plan(addresses: bytes, extents: Five, item_bytes: int, page: Five, payload: Five | None) -> Plan:
+def _plan(addresses: bytes, extents: Int5, item_bytes: int, page: Int5, payload: Int5 | None) -> CopyPlan:
     kv = extents[1]
     bases = np.frombuffer(addresses, np.uint64).reshape(-1, kv).astype(np.int64)
     layers = len(bases)
@@ -111,4 +111,4 @@ def _plan(addresses: bytes, extents: Five, item_bytes: int, page: Five, payload:
         for k in range(1 if kv_even else kv):
             address = int(bases[layer, k])
             roots.append((address, layer * payload[0] + k * payload[1] if payload else address))
-    return Plan(np.array(roots, np.int64), collapse(axes, item_bytes), 0)
+    return CopyPlan(np.array(roots, np.int64), coalesce_axes(axes, item_bytes), 0)

@@ -42,7 +42,7 @@ This page is written by `python -m scripts.generate.configuration_page`.
 _COLUMNS = "| setting | type | default | what it is |\n| --- | --- | --- | --- |"
 
 
-def page() -> str:
+def configuration_page() -> str:
     return "\n".join([_HEAD, *_sections()])
 
 
@@ -85,4 +85,4 @@ def _kind(row: Setting) -> str:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(configuration_page(), end="")

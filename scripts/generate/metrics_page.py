@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from kvcache.observe.events import KINDS, RUN_S, Event
+from kvcache.observe.events import EVENT_KINDS, MERGE_WINDOW_S, Event
 from kvcache.observe.exporter import PREFIX
 from kvcache.observe.metrics import METRICS
 from kvcache.observe.reasons import REASONS
@@ -40,7 +40,7 @@ _EVENTS = f"""\
 ## Events
 
 Counters say how often. `kvcache events` says what happened last, in order: a run of blocks that met the same fate one
-after another, within {RUN_S:g} s, is one event. The ring holds the last 1,024.
+after another, within {MERGE_WINDOW_S:g} s, is one event. The ring holds the last 1,024.
 
 Each has {", ".join(f"`{field.name}`" for field in fields(Event))}: the time of the run's first block in seconds since
 1970, the first 8 digits of the namespace's id, and the id of the request on whose behalf it was done, where there was
@@ -49,7 +49,7 @@ tier does not tell.
 """
 
 
-def page() -> str:
+def metrics_page() -> str:
     return "\n".join([_HEAD, *_metrics(), _REASONS, *_reasons(), _EVENTS, *_kinds()])
 
 
@@ -71,10 +71,10 @@ def _reasons() -> Iterator[str]:
 
 def _kinds() -> Iterator[str]:
     yield "| kind | what happened to the blocks |\n| --- | --- |"
-    for kind, meaning in KINDS.items():
+    for kind, meaning in EVENT_KINDS.items():
         yield f"| `{kind}` | {meaning} |"
     yield ""
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    print(metrics_page(), end="")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.block.cipher import Keys, binding
+from kvcache.block.cipher import CipherKeys, associated_data
 from kvcache.block.record import (
     ENCRYPTION,
     EXPIRY,
@@ -32,48 +32,48 @@ ADDRESS = chain(2)[1]
 
 
 def encrypted(
-    payload: bytes, keys: Keys, address: Address = ADDRESS, write_id: int = 7, expiry: bytes = b""
+    payload: bytes, keys: CipherKeys, address: Address = ADDRESS, write_id: int = 7, expiry: bytes = b""
 ) -> tuple[memoryview, memoryview]:
     """A record's header and stored bytes."""
     body, header = memoryview(bytearray(payload)), memoryview(bytearray(4096))
     fields = {EXPIRY: expiry} if expiry else {}
     known = {**fields, PARENT: address.parent}
-    bound = binding(fixed_part(address, "raw", len(body), len(body), write_id), known)
+    bound = associated_data(fixed_part(address, "raw", len(body), len(body), write_id), known)
     fields[ENCRYPTION] = keys.encrypt(body, bound)
     seal(header, body, address, stored_bytes=len(body), write_id=write_id, fields=fields)
     return header, body
 
 
-def decrypted(header: memoryview, body: memoryview, keys: Keys) -> bytes | None:
+def decrypted(header: memoryview, body: memoryview, keys: CipherKeys) -> bytes | None:
     found = read_header(header)
     plain = memoryview(bytearray(body))
-    right = keys.decrypt(plain, found, binding(bytes(header[:FIXED_BYTES]), found.fields))
+    right = keys.decrypt(plain, found, associated_data(bytes(header[:FIXED_BYTES]), found.fields))
     return bytes(plain) if right else None
 
 
 @given(st.binary(max_size=3000))
 def test_there_and_back(payload: bytes) -> None:
-    header, body = encrypted(payload, Keys([KEY]))
+    header, body = encrypted(payload, CipherKeys([KEY]))
     assert verify(header, body, ADDRESS).stored_bytes == len(payload)
     assert len(payload) < 16 or payload not in bytes(body)
-    assert decrypted(header, body, Keys([KEY])) == payload
+    assert decrypted(header, body, CipherKeys([KEY])) == payload
 
 
 def test_more_than_a_step() -> None:
     payload = bytes(range(256)) * 12_000
-    header, body = encrypted(payload, Keys([KEY]))
-    assert decrypted(header, body, Keys([KEY])) == payload
+    header, body = encrypted(payload, CipherKeys([KEY]))
+    assert decrypted(header, body, CipherKeys([KEY])) == payload
 
 
 def test_two_writes_of_the_same_bytes_have_nothing_in_common() -> None:
-    one, other = (encrypted(bytes(1000), Keys([KEY]))[1] for _ in range(2))
+    one, other = (encrypted(bytes(1000), CipherKeys([KEY]))[1] for _ in range(2))
     assert bytes(one) != bytes(other)
 
 
 @given(st.data())
 def test_whoever_changes_a_bit_is_found_out(data: st.DataObject) -> None:
     """Also where he writes all checksums anew, which anybody can."""
-    header, body = encrypted(b"secret" * 50, Keys([KEY]), expiry=bytes(8))
+    header, body = encrypted(b"secret" * 50, CipherKeys([KEY]), expiry=bytes(8))
     found = read_header(header)
     what = data.draw(st.sampled_from(["payload", "nonce", "tag", "write id", "address", "parent", "expiry", "length"]))
     field, address, write_id = bytearray(found.fields[ENCRYPTION]), ADDRESS, found.write_id
@@ -95,13 +95,13 @@ def test_whoever_changes_a_bit_is_found_out(data: st.DataObject) -> None:
     area = memoryview(bytearray(4096))
     fields = {ENCRYPTION: bytes(field), EXPIRY: expiry}
     seal(area, memoryview(forged), address, stored_bytes=len(forged), write_id=write_id, fields=fields)
-    assert decrypted(area, memoryview(forged), Keys([KEY])) is None
+    assert decrypted(area, memoryview(forged), CipherKeys([KEY])) is None
 
 
 def test_the_parent_is_not_put_into_the_expiry() -> None:
     """What is covered tells where one ends and the other begins."""
     end = (1_900_000_000_000).to_bytes(8, "little")
-    header, body = encrypted(b"secret" * 50, Keys([KEY]), expiry=end)
+    header, body = encrypted(b"secret" * 50, CipherKeys([KEY]), expiry=end)
     found = read_header(header)
     area = memoryview(bytearray(4096))
     fields = {ENCRYPTION: found.fields[ENCRYPTION], EXPIRY: ADDRESS.parent + end}
@@ -110,16 +110,16 @@ def test_the_parent_is_not_put_into_the_expiry() -> None:
     with pytest.raises(RecordError, match="expiry of 40 bytes"):
         read_header(area)
     fixed = fixed_part(orphan, "raw", len(body), len(body), found.write_id)
-    assert not Keys([KEY]).decrypt(memoryview(bytearray(body)), found, binding(fixed, fields))
+    assert not CipherKeys([KEY]).decrypt(memoryview(bytearray(body)), found, associated_data(fixed, fields))
 
 
 def test_a_new_key_is_put_before_the_old_one() -> None:
-    before, both, after = Keys([OLD]), Keys([KEY, OLD]), Keys([KEY])
+    before, both, after = CipherKeys([OLD]), CipherKeys([KEY, OLD]), CipherKeys([KEY])
     old, new = encrypted(b"one", before), encrypted(b"two", both)
     assert decrypted(*old, both) == b"one"
     assert decrypted(*new, after) == b"two"
-    assert [after.knows(read_header(header)) for header, _ in (old, new)] == [False, True]
-    assert not Keys([OTHER]).knows(read_header(new[0]))
+    assert [after.can_decrypt(read_header(header)) for header, _ in (old, new)] == [False, True]
+    assert not CipherKeys([OTHER]).can_decrypt(read_header(new[0]))
 
 
 def test_a_cipher_of_another_length_is_foreign() -> None:
@@ -134,11 +134,11 @@ def test_a_cipher_of_another_length_is_foreign() -> None:
 def test_a_file_that_holds_no_keys(content: str, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(content)
     with pytest.raises(ConfigError, match=r"encryption\.key_file") as caught:
-        Keys.of(str(tmp_path / "keys"), "encryption.key_file")
+        CipherKeys.of(str(tmp_path / "keys"), "encryption.key_file")
     assert not content or content not in str(caught.value)
     with pytest.raises(ConfigError, match="file of keys"):
-        Keys.of(str(tmp_path / "none"), "encryption.key_file")
+        CipherKeys.of(str(tmp_path / "none"), "encryption.key_file")
 
 
 def test_keys_show_no_key() -> None:
-    assert KEY.hex() not in repr(Keys([KEY]))
+    assert KEY.hex() not in repr(CipherKeys([KEY]))

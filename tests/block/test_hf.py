@@ -166,7 +166,7 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes():
     transformers = pytest.importorskip("transformers", reason="an extra of the tests; gives the families' defaults")
     base = {"num_hidden_layers": 12, "hidden_size": 4096, "dtype": "bfloat16"}
     for name, family in FAMILIES.items():
-        explicit = {"sliding_window": 64} if family.full_every else {"sliding_window": None}
+        explicit = {"sliding_window": 64} if family.full_attention_every else {"sliding_window": None}
         if family.mla:
             explicit = {"kv_lora_rank": 64, "qk_rope_head_dim": 8}
         short = base | explicit | {"model_type": name}

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.block.cipher import Signer
+from kvcache.block.cipher import RecordSigner
 from kvcache.block.record import (
     CHUNK_SUMS,
     ENCRYPTION,
@@ -34,7 +34,7 @@ def signed(keys: list[bytes], data: bytes = b"\7" * SIZE) -> tuple[bytes, memory
     head, body = record(chain(2)[1], SIZE, data=data)
     header = read_header(head)
     cut = bytes(head[: header.header_bytes])
-    return with_field(cut, header, KEYED_DIGEST, Signer(keys).sign(cut, header, [body[:SIZE]])), body[:SIZE]
+    return with_field(cut, header, KEYED_DIGEST, RecordSigner(keys).sign(cut, header, [body[:SIZE]])), body[:SIZE]
 
 
 def test_the_digest_is_what_the_page_says() -> None:
@@ -47,16 +47,16 @@ def test_the_digest_is_what_the_page_says() -> None:
 def test_keys_can_be_changed() -> None:
     head, body = signed([KEY])
     header = read_header(head)
-    assert Signer([OTHER, KEY]).signed(head, header, [body])
-    assert not Signer([OTHER]).signed(head, header, [body])
-    again = with_field(head, header, KEYED_DIGEST, Signer([OTHER, KEY]).sign(head, header, [body]))
-    assert Signer([OTHER]).signed(again, read_header(again), [body])
+    assert RecordSigner([OTHER, KEY]).signed(head, header, [body])
+    assert not RecordSigner([OTHER]).signed(head, header, [body])
+    again = with_field(head, header, KEYED_DIGEST, RecordSigner([OTHER, KEY]).sign(head, header, [body]))
+    assert RecordSigner([OTHER]).signed(again, read_header(again), [body])
 
 
 def test_what_has_no_digest_is_not_signed() -> None:
     head, body = record(chain(1)[0], SIZE)
     header = read_header(head)
-    assert not Signer([KEY]).signed(bytes(head[: header.header_bytes]), header, [body[:SIZE]])
+    assert not RecordSigner([KEY]).signed(bytes(head[: header.header_bytes]), header, [body[:SIZE]])
 
 
 @given(at=st.integers(0, SIZE - 1), bit=st.integers(0, 7))
@@ -69,7 +69,7 @@ def test_a_payload_with_sums_to_match_is_still_forged(at: int, bit: int) -> None
     header = read_header(forged)
     forged = with_field(forged, header, KEYED_DIGEST, read_header(head).fields[KEYED_DIGEST])
     assert verify(forged, body, chain(2)[1])
-    assert not Signer([KEY]).signed(forged, read_header(forged), [body])
+    assert not RecordSigner([KEY]).signed(forged, read_header(forged), [body])
 
 
 @given(at=st.integers(4, 111), bit=st.integers(0, 7))
@@ -77,7 +77,7 @@ def test_each_bit_of_the_identity_counts(at: int, bit: int) -> None:
     head, body = signed([KEY])
     changed = bytearray(head)
     changed[at] ^= 1 << bit
-    assert not Signer([KEY]).signed(bytes(changed), read_header(head), [body])
+    assert not RecordSigner([KEY]).signed(bytes(changed), read_header(head), [body])
 
 
 ENDS = {EXPIRY: (1_900_000_000_000).to_bytes(8, "little"), ENCRYPTION: bytes(range(36))}
@@ -91,11 +91,11 @@ def test_end_and_encryption_are_signed(before: dict[int, bytes], after: dict[int
     """Nobody takes them out, puts them in or changes them, however right he makes the checksums."""
     body, area = memoryview(b"\7" * SIZE), memoryview(bytearray(4096))
     used = seal(area, body, chain(2)[1], stored_bytes=SIZE, write_id=1, fields=before)
-    digest = Signer([KEY]).sign(bytes(area[:used]), read_header(area), [body])
+    digest = RecordSigner([KEY]).sign(bytes(area[:used]), read_header(area), [body])
     used = seal(area, body, chain(2)[1], stored_bytes=SIZE, write_id=1, fields={**after, KEYED_DIGEST: digest})
     header = verify(area, body, chain(2)[1])
     assert header.fields.keys() - {PARENT, CHUNK_SUMS, KEYED_DIGEST} == after.keys()
-    assert Signer([KEY]).signed(bytes(area[:used]), header, [body]) == (before == after)
+    assert RecordSigner([KEY]).signed(bytes(area[:used]), header, [body]) == (before == after)
 
 
 @pytest.mark.parametrize(("text", "said"), [("", "64"), ("00" * 31, "64"), ("not hexadecimal", "hexadecimal")])
@@ -103,10 +103,10 @@ def test_a_file_that_makes_no_sense(tmp_path: Path, text: str, said: str) -> Non
     file = tmp_path / "keys"
     file.write_text(text)
     with pytest.raises(ConfigError, match=said) as caught:
-        Signer.of(str(file), "redis.signing_key_file")
+        RecordSigner.of(str(file), "redis.signing_key_file")
     assert not text or text not in str(caught.value)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="signing_key_file"):
-        Signer.of(str(tmp_path / "none"), "redis.signing_key_file")
+        RecordSigner.of(str(tmp_path / "none"), "redis.signing_key_file")

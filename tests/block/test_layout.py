@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.block.layout import CANONICAL, DTYPE_BYTES, Group, KVLayout, Shard, needed
+from kvcache.block.layout import CANONICAL_ORDERS, DTYPE_BYTES, Group, KVLayout, Shard, blocks_needed
 from kvcache.block.record import NAME_BYTES, Address
 from kvcache.errors import LayoutError
 
-ORDERS = [("mha", order) for order in permutations(CANONICAL["mha"])]
-ORDERS += [("mla", order) for order in permutations(CANONICAL["mla"])]
+ORDERS = [("mha", order) for order in permutations(CANONICAL_ORDERS["mha"])]
+ORDERS += [("mla", order) for order in permutations(CANONICAL_ORDERS["mla"])]
 NUMPY = {4: np.uint32, 2: np.uint16, 1: np.uint8}
 
 u16 = st.integers(0, 0xFFFF)
@@ -93,7 +93,7 @@ def test_a_window_needs_the_blocks_of_its_last_tokens(blocks, window_tokens, blo
     group = Group(layers=1, head_dim=1, rule="window", window_tokens=window_tokens)
     tokens = blocks * block_tokens
     covered = {token // block_tokens for token in range(max(0, tokens - window_tokens), tokens)}
-    assert needed(group, blocks, block_tokens) == len(covered)
+    assert blocks_needed(group, blocks, block_tokens) == len(covered)
 
 
 @given(u16, u16, u16, u16)
@@ -151,7 +151,7 @@ def test_layouts_that_do_not_fit_together(make, said):
 
 
 def test_layouts_are_values_whatever_sequence_they_were_made_of():
-    listed = KVLayout([Group(**MHA, order=list(CANONICAL["mha"]))])
+    listed = KVLayout([Group(**MHA, order=list(CANONICAL_ORDERS["mha"]))])
     assert listed == KVLayout.mha(**MHA)
     assert hash(listed) == hash(KVLayout.mha(**MHA))
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.block.revision import PIECE_BYTES, adapter_revision, loader_kinds, model_revision, weight_bytes
+from kvcache.block.revision import SAMPLE_BYTES, adapter_revision, loader_kinds, model_revision, weight_bytes
 from kvcache.errors import ModelError
 from tests.vectors import page
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-SMALL = 64 * PIECE_BYTES
+SMALL = 64 * SAMPLE_BYTES
 
 
 def safetensors(path, size, header=None):
@@ -147,7 +147,7 @@ def test_every_byte_is_read_where_that_is_asked(tmp_path):
     path = safetensors(tmp_path / "model.safetensors", 4 * SMALL)
     sampled, whole = model_revision(path), model_revision(path, read_every_byte=True)
     assert sampled != whole
-    poke(path, 2 * PIECE_BYTES + PIECE_BYTES // 2)  # between the first two pieces
+    poke(path, 2 * SAMPLE_BYTES + SAMPLE_BYTES // 2)  # between the first two pieces
     assert model_revision(path) == sampled
     assert model_revision(path, read_every_byte=True) != whole
 
@@ -213,7 +213,7 @@ def test_other_folders_are_no_commits(tmp_path, name):
     assert model_revision(folder) == expected(weights)
 
 
-@pytest.mark.parametrize("size", [0, 1, 100, PIECE_BYTES, SMALL - 500, SMALL, SMALL + 1, 3 * SMALL + 12345])
+@pytest.mark.parametrize("size", [0, 1, 100, SAMPLE_BYTES, SMALL - 500, SMALL, SMALL + 1, 3 * SMALL + 12345])
 def test_the_digest_is_that_of_the_page(tmp_path, size):
     second = safetensors(tmp_path / "b.safetensors", size)
     first = safetensors(tmp_path / "a.safetensors", 10)
@@ -235,7 +235,7 @@ def test_whatever_is_sampled_makes_another_revision(tmp_path):
     path = safetensors(tmp_path / "model.safetensors", 4 * SMALL)
     size = path.stat().st_size
     seen = {model_revision(path)}
-    for at in (size - 1, *(i * (size - PIECE_BYTES) // 63 for i in range(1, 64, 9))):
+    for at in (size - 1, *(i * (size - SAMPLE_BYTES) // 63 for i in range(1, 64, 9))):
         poke(path, at, b"\x07")
         seen.add(model_revision(path))
     path.rename(tmp_path / "other.safetensors")
@@ -367,4 +367,4 @@ def test_what_is_read_of_140_gb_is_bounded(tmp_path, monkeypatch):
         safetensors(tmp_path / f"model-{number}.safetensors", 140_000_000_000 // 30)
     monkeypatch.setattr(Path, "open", counted)
     assert model_revision(tmp_path).startswith("sha256:")
-    assert 30 * 64 * PIECE_BYTES <= read <= 30 * (64 * PIECE_BYTES + 1000)
+    assert 30 * 64 * SAMPLE_BYTES <= read <= 30 * (64 * SAMPLE_BYTES + 1000)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvcache.block.chain import Chain
-from kvcache.block.cipher import Signer
+from kvcache.block.cipher import RecordSigner
 from kvcache.block.layout import Group, KVLayout, Shard
 from kvcache.block.namespace import Namespace, encode
 from kvcache.block.record import Address, RecordError, header_area, read_header, seal, verify
@@ -86,7 +86,7 @@ def test_sound_records(row):
 @pytest.mark.parametrize("row", RECORD["sound"], ids=lambda row: row["name"])
 def test_keyed_digests(row):
     head, payload = bytes.fromhex(row["header"]), memoryview(make.pattern(**row["payload"]))
-    signer = Signer([bytes.fromhex(RECORD["signing_key"])])
+    signer = RecordSigner([bytes.fromhex(RECORD["signing_key"])])
     assert signer.sign(head, read_header(head), [payload]).hex() == row["keyed_digest"]
 
 

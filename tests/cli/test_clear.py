@@ -23,8 +23,8 @@ def wide(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def cache(tmp_path: Path) -> Iterator[Cache]:
     with kvcache.open(
         host__capacity_bytes="4MiB",
-        host__extent_bytes="1MiB",
-        nvme={"path": tmp_path / "nvme", "capacity_bytes": "64MiB", "free_floor_bytes": 0},
+        host__slab_bytes="1MiB",
+        nvme={"path": tmp_path / "nvme", "capacity_bytes": "64MiB", "min_free_bytes": 0},
     ) as made:
         assert isinstance(made, Cache)
         for tenant in ("acme", "zeta"):
@@ -36,7 +36,9 @@ def cache(tmp_path: Path) -> Iterator[Cache]:
 
 def held(cache: Cache, tenant: str) -> set[str]:
     own = bound_to(cache, tenant=tenant).id
-    return {tier.name for tier in (cache.host, *cache.below) for address in tier.scan() if address.namespace == own}
+    return {
+        tier.name for tier in (cache.host, *cache.lower_tiers) for address in tier.scan() if address.namespace == own
+    }
 
 
 def test_a_tenant_is_erased_and_it_is_said(cache: Cache, kv: Any) -> None:
@@ -61,7 +63,7 @@ def test_a_namespace_by_the_beginning_of_its_id(cache: Cache, kv: Any) -> None:
 
 
 def test_a_tier_that_is_not_done_is_a_failure(cache: Cache, kv: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache.below[0], "wipe", lambda: False)
+    monkeypatch.setattr(cache.lower_tiers[0], "wipe", lambda: False)
     code, out, _ = kv("clear", "--tenant", "acme")
     assert code == 1
     assert "nvme" in out

@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.cli import main as frame
 from kvcache.settings import TABLE
-from scripts.generate.configuration_page import page
+from scripts.generate.configuration_page import configuration_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +63,9 @@ def test_a_wrong_file_is_one_line(
 
 def test_the_page_is_what_the_settings_say() -> None:
     written = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert written == page(), "write it anew: python -m scripts.generate.configuration_page > docs/configuration.md"
+    assert written == configuration_page(), (
+        "write it anew: python -m scripts.generate.configuration_page > docs/configuration.md"
+    )
     for name, row in TABLE.items():
         assert row.field.description, name
         assert f"`{name}`" in written

@@ -38,7 +38,7 @@ Kv = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def kv(kv: Kv, monkeypatch: pytest.MonkeyPatch, runtime: Path) -> Kv:
     """With a short drive test."""
-    monkeypatch.setattr(drive, "TOTAL_BYTES", 16 * MiB)
+    monkeypatch.setattr(drive, "MAX_TEST_BYTES", 16 * MiB)
     return kv
 
 
@@ -123,7 +123,7 @@ def test_a_check_that_breaks_is_a_finding_and_the_rest_goes_on(
 
 def test_running_caches_are_told_and_a_bypassed_one_is_a_warning(kv: Kv, file: Path) -> None:
     with closing(kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False)) as cache:
-        cache.flow.bypass.set("loads")  # type: ignore[attr-defined]
+        cache.tier_manager.bypass.set("loads")  # type: ignore[attr-defined]
         findings = {row["name"]: row for row in json.loads(kv("doctor", str(file), "--json")[1])}
     address = f"{os.getpid()}-1"
     assert address in findings["running caches"]["found"]
@@ -134,23 +134,23 @@ def test_running_caches_are_told_and_a_bypassed_one_is_a_warning(kv: Kv, file: P
 @pytest.mark.parametrize(
     ("found", "state"),
     [
-        (memory.capacity(Memory(8 * GiB, 4 * GiB, "machine"), 2 * GiB), "ok"),
-        (memory.capacity(Memory(8 * GiB, 4 * GiB, "machine"), 5 * GiB), "warn"),
-        (memory.capacity(Memory(8 * GiB, 4 * GiB, "cgroup"), 9 * GiB), "fail"),
-        (memory.locked(None, GiB), "ok"),
-        (memory.locked(GiB, GiB), "ok"),
-        (memory.locked(8 * MiB, GiB), "warn"),
+        (memory.host_capacity(Memory(8 * GiB, 4 * GiB, "machine"), 2 * GiB), "ok"),
+        (memory.host_capacity(Memory(8 * GiB, 4 * GiB, "machine"), 5 * GiB), "warn"),
+        (memory.host_capacity(Memory(8 * GiB, 4 * GiB, "cgroup"), 9 * GiB), "fail"),
+        (memory.locked_memory(None, GiB), "ok"),
+        (memory.locked_memory(GiB, GiB), "ok"),
+        (memory.locked_memory(8 * MiB, GiB), "warn"),
         (memory.shared_memory(None), "warn"),
         (memory.shared_memory(64 * MiB), "warn"),
         (memory.shared_memory(GiB), "ok"),
-        (drive.kind("ext4", False, Path("/d")), "ok"),
-        (drive.kind("", False, Path("/d")), "ok"),
-        (drive.kind("tmpfs", True, Path("/d")), "warn"),
-        (drive.kind("overlay", False, Path("/d")), "warn"),
-        (drive.kind("nfs4", False, Path("/d")), "warn"),
-        (drive.kind("fuse.sshfs", False, Path("/d")), "warn"),
-        (software.core(True), "ok"),
-        (software.core(False), "warn"),
+        (drive.drive_kind("ext4", False, Path("/d")), "ok"),
+        (drive.drive_kind("", False, Path("/d")), "ok"),
+        (drive.drive_kind("tmpfs", True, Path("/d")), "warn"),
+        (drive.drive_kind("overlay", False, Path("/d")), "warn"),
+        (drive.drive_kind("nfs4", False, Path("/d")), "warn"),
+        (drive.drive_kind("fuse.sshfs", False, Path("/d")), "warn"),
+        (software.native_core(True), "ok"),
+        (software.native_core(False), "warn"),
     ],
 )
 def test_each_state_of_a_machine(found: Finding, state: str) -> None:
@@ -181,13 +181,13 @@ class Disk(LocalDisk):
 
 
 def rated(place: Path, disk: Disk, step_s: float, floor: int = 0) -> dict[str, Finding]:
-    found = {finding.name: finding for finding in drive.rates(disk, Clock(step_s), place, floor)}
+    found = {finding.name: finding for finding in drive.drive_rates(disk, Clock(step_s), place, floor)}
     assert list(place.iterdir()) == []
     return found
 
 
 def test_the_drives_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drive, "TOTAL_BYTES", 16 * MiB)
+    monkeypatch.setattr(drive, "MAX_TEST_BYTES", 16 * MiB)
     buffered = rated(tmp_path, Disk(direct=False), 0.001)
     assert (buffered["O_DIRECT"].state, buffered["read rate"].state) == ("warn", "warn")
     direct = LocalDisk().open(str(tmp_path / "probe"), create=True, direct=True)
@@ -199,7 +199,7 @@ def test_the_drives_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (fast["O_DIRECT"].state, fast["read rate"].state) == ("ok", "ok")
     assert "16 MiB" in fast["write rate"].found
     assert slow["read rate"].state == "warn"
-    stuck = rated(tmp_path, Disk(), drive.MOST_S + 1)
+    stuck = rated(tmp_path, Disk(), drive.MAX_TEST_S + 1)
     assert "(4 MiB)" in stuck["write rate"].found, "a drive that hangs is not written to the end"
 
 
@@ -239,7 +239,7 @@ def test_how_many_tokens_of_a_model_fit(tmp_path: Path) -> None:
     record = 2 * 2 * 2 * 16 * 2 * 16 + 4 * KiB  # layers, K and V, heads, head size, bytes; tokens; header
 
     def found(capacity: str) -> Finding:
-        host = {"capacity_bytes": capacity, "extent_bytes": "4KiB"}
+        host = {"capacity_bytes": capacity, "slab_bytes": "4KiB"}
         findings = {f.name: f for f in room.checks(load(environ={}, host=host, nvme={"enabled": False}), tmp_path)}
         assert set(findings) == {"model", "room in host"}
         return findings["room in host"]
@@ -295,23 +295,23 @@ TEXTS = [
 @given(SECRET, st.sampled_from(TEXTS))
 def test_no_text_tells_a_secret(secret: str, text: str) -> None:
     assume(secret not in text and not secret.startswith(("-", ".", "=", "+", "/")))
-    told = secrets.without_secrets({"found": [text.format(secret)]})
+    told = secrets.redact({"found": [text.format(secret)]})
     assert secret not in json.dumps(told)
-    assert secrets.HIDDEN in json.dumps(told)
+    assert secrets.REDACTED in json.dumps(told)
 
 
 @given(st.text("abcdefghijKLMNOP0123456789", min_size=16, max_size=40))
 def test_keys_are_known_by_how_they_begin(rest: str) -> None:
     for begin in ("hf_", "sk-", "ghp_", "github_pat_", "AKIA", "eyJhbGciOiJI.eyJz."):
-        assert secrets.without_secrets(f"found {begin}{rest}, and left") == "found ***, and left"
+        assert secrets.redact(f"found {begin}{rest}, and left") == "found ***, and left"
 
 
 @given(SECRET, st.recursive(st.text(max_size=5), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_a_known_secret_is_found_anywhere(secret: str, tree: Any) -> None:
     """Whatever form it is in: in a list, a map's name, within a longer text."""
     value = {"a": tree, "deep": [{"x" + secret: f"before {secret} behind"}, (secret,)]}
-    assume(secret not in json.dumps(tree) and secret not in secrets.HIDDEN)
-    assert secret not in json.dumps(secrets.without_secrets(value, [secret]))
+    assume(secret not in json.dumps(tree) and secret not in secrets.REDACTED)
+    assert secret not in json.dumps(secrets.redact(value, [secret]))
 
 
 def test_what_is_no_secret_stays() -> None:
@@ -322,7 +322,7 @@ def test_what_is_no_secret_stays() -> None:
         "none": None,
         "flag": True,
     }
-    assert secrets.without_secrets(value) == value
+    assert secrets.redact(value) == value
 
 
 def test_a_bundle_has_what_a_report_needs_and_no_secret(
@@ -338,7 +338,7 @@ def test_a_bundle_has_what_a_report_needs_and_no_secret(
         bound = cache.namespace(
             layout, model=f"https://me:{hidden[2]}@hub/model", revision=hidden[0], cache_salt=hidden[3]
         )
-        cache.flow.bypass.set("stores")  # type: ignore[attr-defined]
+        cache.tier_manager.bypass.set("stores")  # type: ignore[attr-defined]
         pages = [kvcache.GroupPages.from_tensors(layout, np.zeros((1, 2, 4, 16, 1, 8), np.float32), axes=trip.AXES)]
         with bound.request(id=f"request {hidden[4]}") as r:
             r.match(range(64))
@@ -357,8 +357,8 @@ def test_a_bundle_has_what_a_report_needs_and_no_secret(
     assert told["running.json"][0]["info"]["models"] == ["https://***@hub/model"]
     assert "load from nvme" in {row["name"] for row in told["doctor.json"]}
     (settings,) = [row for row in refused["doctor.json"] if row["name"] == "settings"]
-    assert (settings["state"], secrets.HIDDEN in settings["found"]) == ("fail", True)
-    assert refused["environment.json"]["KVCACHE_REDIS__PASSWORD"] == secrets.HIDDEN
+    assert (settings["state"], secrets.REDACTED in settings["found"]) == ("fail", True)
+    assert refused["environment.json"]["KVCACHE_REDIS__PASSWORD"] == secrets.REDACTED
 
 
 def members(kv: Kv, target: Path, settings: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 
 import kvcache
 from kvcache.block.layout import KVLayout
-from kvcache.cli.explain import ADVICE, words
+from kvcache.cli.explain import ADVICE, describe_story
 from kvcache.daemon.server import report as answers
 from kvcache.observe.reasons import REASONS
 from kvcache.transfer.pages import GroupPages
@@ -129,7 +129,7 @@ def test_every_reason_is_told_in_words(reason: str) -> None:
         "request": "r", "ago_s": 7200.0, "namespace": {"id": "ab" * 32}, "block_tokens": 16, "blocks": 4,
         "found_blocks": 1, "reason": reason, "tier": "nvme", "why": "lru", "lost_ago_s": 3.0,
     }  # fmt: skip
-    said = "\n".join(words(story, None))
+    said = "\n".join(describe_story(story, None))
     assert f"Why no more: {reason}" in said
     assert "Request r, 2 h ago" in said
     assert "3.0 s ago" in said

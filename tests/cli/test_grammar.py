@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import pytest
 import typer
 
-from kvcache.cli.main import application
-from kvcache.cli.output import Format, Json, Output
+from kvcache.cli.main import build_app
+from kvcache.cli.output import JsonOption, OutputFormat, OutputOption
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
@@ -86,11 +86,11 @@ def page_rows(heading: str) -> list[str]:
 def test_every_command_keeps_to_the_grammar() -> None:
     verbs = set(page_rows("Verbs"))
     assert {"ls", "show", "check", "prune", "export"} <= verbs
-    assert faults(application(), verbs) == []
+    assert faults(build_app(), verbs) == []
 
 
 def test_the_page_names_every_command_and_no_other() -> None:
-    there = [" ".join(words) for words, command in commands(application()) if not getattr(command, "commands", {})]
+    there = [" ".join(words) for words, command in commands(build_app()) if not getattr(command, "commands", {})]
     assert sorted(page_rows("Commands")) == sorted(there)
     assert set(SILENT) <= set(there)
 
@@ -99,11 +99,13 @@ def listing() -> None:
     """Print."""
 
 
-def remove(output: Output = Format.table, as_json: Json = False) -> None:
+def remove(output: OutputOption = OutputFormat.table, as_json: JsonOption = False) -> None:
     """Remove."""
 
 
-def silent(depth: Annotated[int, typer.Option()] = 1, output: Output = Format.table, as_json: Json = False) -> None:
+def silent(
+    depth: Annotated[int, typer.Option()] = 1, output: OutputOption = OutputFormat.table, as_json: JsonOption = False
+) -> None:
     pass
 
 

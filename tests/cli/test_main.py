@@ -98,14 +98,14 @@ def test_an_unknown_subcommand_is_a_usage_error(
 def test_what_goes_wrong_is_one_line_and_a_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, code: int, text: str
 ) -> None:
-    monkeypatch.setattr(frame, "application", lambda: failing(error))
+    monkeypatch.setattr(frame, "build_app", lambda: failing(error))
     assert run(monkeypatch) == code
     assert capsys.readouterr().err == text
 
 
 def test_a_defect_of_ours_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (ZeroDivisionError("ours"), ModuleNotFoundError("ours", name="kvcache.nonsense")):
-        monkeypatch.setattr(frame, "application", lambda error=error: failing(error))
+        monkeypatch.setattr(frame, "build_app", lambda error=error: failing(error))
         monkeypatch.setattr(sys, "argv", ["kvcache"])
         with pytest.raises(type(error), match="ours"):
             frame.main()
@@ -114,8 +114,8 @@ def test_a_defect_of_ours_shows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_brings_nothing_heavy() -> None:
     script = (
         "import sys\n"
-        "from kvcache.cli.main import application\n"
-        "application()\n"
+        "from kvcache.cli.main import build_app\n"
+        "build_app()\n"
         f"heavy = [name for name in sys.modules if name.split('.')[0] in {sorted(frame.EXTRAS)}]\n"
         "sys.exit(', '.join(heavy) or None)\n"
     )

@@ -15,7 +15,7 @@ import kvcache
 from kvcache.cache.cache import Cache
 from kvcache.cli import main as frame
 from kvcache.tier.nvme import NvmeTier
-from kvcache.tier.nvme.store import SUSPECT_AFTER
+from kvcache.tier.nvme.store import SUSPECT_AFTER_RECORDS
 from kvcache.tier.tier import Outcome
 from tests.tier.blocks import PAYLOAD_BYTES, RECORD_BYTES, buffer, chain, holds, namespace, record
 
@@ -25,7 +25,7 @@ BLOCKS = [*chain(20), *chain(10, of=1, seed=1)]
 
 
 def opened(path: Path, capacity_bytes: int = 4 * MIB) -> NvmeTier:
-    return NvmeTier(str(path), capacity_bytes=capacity_bytes, segment_bytes=MIB // 4, free_floor_bytes=0)
+    return NvmeTier(str(path), capacity_bytes=capacity_bytes, segment_bytes=MIB // 4, min_free_bytes=0)
 
 
 @pytest.fixture
@@ -206,13 +206,13 @@ def test_a_running_cache_scrubs_its_own_drive(
     tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch, store: Path
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    for number in range(SUSPECT_AFTER + 1):
+    for number in range(SUSPECT_AFTER_RECORDS + 1):
         damage(store, number % 15)  # a segment has so many
-    cache = kvcache.open(nvme={"path": store, "capacity_bytes": 64 * MIB, "free_floor_bytes": 0})
+    cache = kvcache.open(nvme={"path": store, "capacity_bytes": 64 * MIB, "min_free_bytes": 0})
     assert isinstance(cache, Cache)
-    (tier,) = cache.below
+    (tier,) = cache.lower_tiers
     assert isinstance(tier, NvmeTier)
-    tier._store._bad = SUSPECT_AFTER
+    tier._store._damaged = SUSPECT_AFTER_RECORDS
     assert cache.stats()["tiers"]["nvme"]["in_trouble"] == 1
     said = shell("scrub", "--address", f"{os.getpid()}-1")
     assert (said["records"], said["damaged"]) == (30, 13)

@@ -24,7 +24,7 @@ def wide(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def cache() -> Iterator[Cache]:
     """Two tenants: acme's planner and critic began a prompt alike, a request of zeta's was stored and not asked for."""
-    with kvcache.open(host__capacity_bytes="4MiB", host__extent_bytes="1MiB", nvme__enabled=False) as made:
+    with kvcache.open(host__capacity_bytes="4MiB", host__slab_bytes="1MiB", nvme__enabled=False) as made:
         assert isinstance(made, Cache)
         acme, zeta = bound_to(made, tenant="acme", model="org/large"), bound_to(made, tenant="zeta", model="org/small")
         for agent, ids in (("planner", list(range(32))), ("critic", [*range(16), *range(900, 916)])):
@@ -39,8 +39,8 @@ def cache() -> Iterator[Cache]:
 
 def later(cache: Cache, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """So much later, by the cache's own clock."""
-    now = cache.flow.port.clock.wall()
-    monkeypatch.setattr(type(cache.flow.port.clock), "wall", lambda self: now + seconds)
+    now = cache.tier_manager.os_env.clock.wall()
+    monkeypatch.setattr(type(cache.tier_manager.os_env.clock), "wall", lambda self: now + seconds)
 
 
 def test_ls_tells_bytes_and_last_use(cache: Cache, kv: Any) -> None:
@@ -82,8 +82,8 @@ def test_a_restart_is_no_use(kv: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     def opened() -> Any:
         return kvcache.open(
             host__capacity_bytes="4MiB",
-            host__extent_bytes="1MiB",
-            nvme={"path": tmp_path / "nvme", "capacity_bytes": "16MiB", "free_floor_bytes": 0},
+            host__slab_bytes="1MiB",
+            nvme={"path": tmp_path / "nvme", "capacity_bytes": "16MiB", "min_free_bytes": 0},
         )
 
     with opened() as cache:
@@ -91,8 +91,8 @@ def test_a_restart_is_no_use(kv: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     with opened() as cache:
         later(cache, monkeypatch, 2 * DAY)
     with opened() as cache:
-        ((_, use),) = cache.flow.uses.namespaces().items()
-        assert cache.flow.uses.since - use.last > DAY, "it began two days later"
+        ((_, use),) = cache.tier_manager.usage_log.namespaces().items()
+        assert cache.tier_manager.usage_log.since - use.last > DAY, "it began two days later"
         (row,) = json.loads(kv("prune", "--unused", "1d", "--dry-run", "--json")[1])["pruned"]
         assert row["last"] == use.last
         assert json.loads(kv("ls", "--json")[1])[0]["last"] == use.last
@@ -139,7 +139,7 @@ def test_a_prefix_that_nobody_knows_is_refused(cache: Cache, kv: Any) -> None:
 def test_what_is_pinned_comes_near_as_far_as_pins_may_keep_it(kv: Any, tmp_path: Path, tier: str) -> None:
     """From wherever this process has never read it; what others need of host memory stays theirs."""
     below = {
-        "nvme": {"path": tmp_path / "nvme", "capacity_bytes": "64MiB", "free_floor_bytes": 0},
+        "nvme": {"path": tmp_path / "nvme", "capacity_bytes": "64MiB", "min_free_bytes": 0},
         "object": {"enabled": True, "url": f"file://{tmp_path}/objects"},
     }
     given = {"nvme": {"enabled": False}, tier: below[tier], "host": {"capacity_bytes": "1536KiB"}}  # 128 records

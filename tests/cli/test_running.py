@@ -81,11 +81,11 @@ def test_ps_says_who_does_not_answer(runtime: Path, kv: Any, monkeypatch: pytest
     from kvcache.daemon.server import control as server
 
     with closing(kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False)):
-        monkeypatch.setattr(server.Control, "_info", lambda *_: {"pid": 2**70})  # msgpack has no such number
+        monkeypatch.setattr(server.ControlServer, "_info", lambda *_: {"pid": 2**70})  # msgpack has no such number
         code, out, _ = kv("ps")
         assert (code, "does not answer" in out) == (0, True)
         monkeypatch.undo()
-    assert client.TIMEOUT_S < 10
+    assert client.COMMAND_TIMEOUT_S < 10
 
 
 def test_stats_tells_tokens_and_reasons(cache: Any, kv: Any) -> None:
@@ -136,7 +136,7 @@ def test_sync_waits_until_all_is_where_it_belongs(cache: Any, kv: Any, monkeypat
     report = FlushReport(
         {"nvme": TierFlush(7, 5, 3, 2), "redis": TierFlush(9, synced=False)}, "2 stores have not ended"
     )
-    monkeypatch.setattr(cache.flow, "flush", lambda *_, **__: report)
+    monkeypatch.setattr(cache.tier_manager, "flush", lambda *_, **__: report)
     code, out, _ = kv("sync", "--timeout-s", "1")
     assert code == 1
     rows = [line.split() for line in out.splitlines()]
@@ -152,7 +152,7 @@ def test_a_running_cache_of_an_earlier_version_is_synced(cache: Any, kv: Any, mo
     from kvcache.daemon.server import control as server
 
     for flushed in (True, False):
-        monkeypatch.setattr(server.Control, "_flush", lambda *_, said=flushed: {"flushed": said})
+        monkeypatch.setattr(server.ControlServer, "_flush", lambda *_, said=flushed: {"flushed": said})
         assert kv("sync")[0] == (0 if flushed else 1)
 
 
@@ -169,7 +169,7 @@ def test_of_several_one_is_picked(cache: Any, kv: Any, address: str, runtime: Pa
         assert json.loads(kv("stats", "-a", second, "--json")[1]) == other.stats()
         assert json.loads(kv("stats", "-a", str(runtime / f"{second}.sock"), "--json")[1]) == other.stats()
         assert [row["address"] for row in json.loads(kv("bypass", "loads", "--all", "--json")[1])] == [address, second]
-        assert cache.flow.bypass.mode == other.flow.bypass.mode == "loads"
+        assert cache.tier_manager.bypass.mode == other.tier_manager.bypass.mode == "loads"
         assert kv("bypass", "off", "--all", "-a", second)[0] == 2
 
 
@@ -186,4 +186,4 @@ def test_nobody_there_is_exit_code_3_and_one_line(kv: Any, arguments: tuple[str,
 def test_a_wrong_word_is_exit_code_2(cache: Any, kv: Any) -> None:
     assert kv("bypass", "maybe")[0] == 2
     assert kv("stats", "-o", "yaml")[0] == 2
-    assert cache.flow.bypass.mode == "off"
+    assert cache.tier_manager.bypass.mode == "off"

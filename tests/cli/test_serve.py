@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvcache.block.layout import KVLayout
-from kvcache.cli.serve import bind, fitting, serve
+from kvcache.cli.serve import bind_listener, default_pages, serve
 from kvcache.errors import ConfigError, ModelError
 from tests.engine import tiny
 
@@ -93,14 +93,14 @@ def test_a_port_that_is_taken_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"--port {port}.*--port 0"):
-            bind("127.0.0.1", port)
+            bind_listener("127.0.0.1", port)
 
 
 def test_pages_for_two_contexts_or_a_quarter_of_the_memory() -> None:
     small = KVLayout.mha(layers=2, kv_heads=1, head_dim=8)
-    assert fitting(KVLayout(small.groups, max_tokens=100)) == 13
+    assert default_pages(KVLayout(small.groups, max_tokens=100)) == 13
     huge = KVLayout.mha(layers=1000, kv_heads=64, head_dim=1024)
-    assert 1 <= fitting(KVLayout(huge.groups, max_tokens=10**9)) < 10**6
+    assert 1 <= default_pages(KVLayout(huge.groups, max_tokens=10**9)) < 10**6
 
 
 def test_prompts_to_warm_up_with_are_read_before_all_else(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.cli.main import application
+from kvcache.cli.main import build_app
 from kvcache.errors import ConfigError
-from kvcache.trace.formats import read
-from kvcache.trace.simulate import POLICIES, Level, price, simulate
+from kvcache.trace.formats import read_trace
+from kvcache.trace.simulate import POLICIES, TierSpec, price_tiers, simulate
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 def run(*words: object) -> None:
-    application()([str(word) for word in words], standalone_mode=False)
+    build_app()([str(word) for word in words], standalone_mode=False)
 
 
 def test_rows_are_what_the_simulator_says(trace: Path, tmp_path: Path) -> None:
@@ -44,7 +44,7 @@ def test_rows_are_what_the_simulator_says(trace: Path, tmp_path: Path) -> None:
     ]
     assert [row["blocks"] for row in rows] == [60, 60, 100, 100]
     for row in rows:
-        assert row["hit_rate"] == simulate(read(trace), row["policy"], row["blocks"]).hit_rate
+        assert row["hit_rate"] == simulate(read_trace(trace), row["policy"], row["blocks"]).hit_rate
     assert 0 < rows[1]["hit_rate"] < 1
 
 
@@ -72,14 +72,14 @@ def test_a_hierarchy_is_priced_by_its_rates(trace: Path, tmp_path: Path) -> None
     out = tmp_path / "out.json"
     run("simulate", trace, "--tiers", "host:2GiB,nvme:1TiB@1GB", "--json", out)
     row = json.loads(out.read_text())["rows"][0]
-    played = read(trace)
-    levels = [Level("host", 2 << 30, 20e9), Level("nvme", 1 << 40, 1e9)]
-    priced = price(played, levels, "hazard", token_bytes=128 << 10, prefill_per_s=8000)
+    played = read_trace(trace)
+    levels = [TierSpec("host", 2 << 30, 20e9), TierSpec("nvme", 1 << 40, 1e9)]
+    priced = price_tiers(played, levels, "hazard", token_bytes=128 << 10, prefill_per_s=8000)
     assert row["found"] == priced.found
     assert sum(priced.found.values()) == pytest.approx(simulate(played, "hazard", 1 << 14).hit_rate)
     assert row["mean_s"] == pytest.approx(priced.first_token_s.mean())
     assert row["mean_s"] < row["without_mean_s"]
-    alone = price(played, levels[1:], "hazard", token_bytes=128 << 10, prefill_per_s=8000)
+    alone = price_tiers(played, levels[1:], "hazard", token_bytes=128 << 10, prefill_per_s=8000)
     last = 20 * 512 * (128 << 10) / 1e9 + 4 * 512 / 8000  # of 24 blocks 20 were seen
     assert alone.first_token_s[-1] == pytest.approx(last)
     assert alone.without_s[-1] == pytest.approx(24 * 512 / 8000)

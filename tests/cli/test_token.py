@@ -5,16 +5,16 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from kvcache.cli.main import application
+from kvcache.cli.main import build_app
 from kvcache.daemon.server.auth import Tenants
 
 
 def test_what_it_prints_lets_its_token_in(tmp_path: Path) -> None:
-    token, line = CliRunner().invoke(application(), ["token"]).stdout.splitlines()
+    token, line = CliRunner().invoke(build_app(), ["token"]).stdout.splitlines()
     path = tmp_path / "tenants"
     path.write_text(f"[acme]\n{line}\n")
     found = Tenants.read(path).by_token(token)
     assert found is not None
     assert found.name == "acme"
-    other = json.loads(CliRunner().invoke(application(), ["token", "--json"]).stdout)
+    other = json.loads(CliRunner().invoke(build_app(), ["token", "--json"]).stdout)
     assert Tenants.read(path).by_token(other["token"]) is None

@@ -13,9 +13,9 @@ import pytest
 import kvcache
 from kvcache.cache.cache import Cache
 from kvcache.cli import top
-from kvcache.daemon.client.control import visit
-from kvcache.daemon.http.app import Site
-from kvcache.daemon.http.server import listening, start
+from kvcache.daemon.client.control import fetch_json
+from kvcache.daemon.http.app import HttpApi
+from kvcache.daemon.http.server import bind_listener, start
 from kvcache.errors import AccessError, ConfigError, UnreachableError
 from kvcache.settings.service import Http
 from kvcache.settings.types import show_bytes
@@ -33,9 +33,9 @@ def wide(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def cache() -> Iterator[Cache]:
     with kvcache.open(
         host__capacity_bytes="4MiB",
-        host__extent_bytes="1MiB",
+        host__slab_bytes="1MiB",
         nvme__enabled=False,
-        evict__tenants={"acme": {"host_quota_bytes": "2MiB", "host_least_bytes": "1MiB"}},
+        evict__tenants={"acme": {"host_quota_bytes": "2MiB", "host_guaranteed_bytes": "1MiB"}},
     ) as made:
         assert isinstance(made, Cache)
         bound = bound_to(made, tenant="acme", model="org/large")
@@ -55,9 +55,9 @@ def serve(cache: Cache) -> Iterator[Callable[..., str]]:
 
     def make(**more: Any) -> str:
         settings = Http(enabled=True, port=0)
-        listener = listening(settings)
+        listener = bind_listener(settings)
         port = listener.getsockname()[1]
-        ends.append(start(Site(cache, **more).application(), listener, settings))
+        ends.append(start(HttpApi(cache, **more).application(), listener, settings))
         return f"http://127.0.0.1:{port}"
 
     yield make
@@ -93,7 +93,7 @@ def test_once_by_the_socket_and_by_the_page(cache: Cache, kv: Any, serve: Callab
 
 def test_json_is_the_same_from_both(cache: Cache, kv: Any, serve: Callable[..., str]) -> None:
     local, remote = (json.loads(kv("top", *more, "--json")[1]) for more in ((), ("--url", serve())))
-    assert local.keys() == remote.keys() == {"time", *top.PARTS}
+    assert local.keys() == remote.keys() == {"time", *top.SNAPSHOT_PARTS}
     assert local["stats"] == remote["stats"] == json.loads(json.dumps(cache.stats()))
     assert local["events"] == remote["events"]
     assert len(local["prefixes"]) == 1
@@ -112,8 +112,8 @@ def test_live_it_shows_what_happened_between_two_looks(cache: Cache, kv: Any, mo
 
     monkeypatch.setattr("kvcache.cli.top.time.sleep", sleep)
     seen: list[str] = []
-    plain = top.picture
-    monkeypatch.setattr(top, "picture", lambda before, now: seen.append(text(plain(before, now))) or plain(before, now))
+    plain = top.render
+    monkeypatch.setattr(top, "render", lambda before, now: seen.append(text(plain(before, now))) or plain(before, now))
     code, _, err = kv("top", "--every", "0.5")
     assert (code, err, len(seen)) == (0, "", 3)
     assert "now)" not in seen[0]
@@ -134,12 +134,12 @@ def text(picture: Any) -> str:
 def test_a_cache_that_began_anew_has_no_negative_rates(cache: Cache) -> None:
     now = {"time": 10.0, "stats": {"counters": {"asked_tokens": 5, "hit_tokens": {"host": 3}}, "tiers": {}}}
     before = {"time": 8.0, "stats": {"counters": {"asked_tokens": 500, "hit_tokens": {"host": 300}}, "tiers": {}}}
-    assert top.grown(before, now, "asked_tokens") == top.grown(before, now, "hit_tokens", "host") == 0
-    assert top.grown(now, before, "hit_tokens") == 297
+    assert top.counter_delta(before, now, "asked_tokens") == top.counter_delta(before, now, "hit_tokens", "host") == 0
+    assert top.counter_delta(now, before, "hit_tokens") == 297
 
 
 def test_a_bypass_is_said_first(cache: Cache, kv: Any) -> None:
-    cache.flow.bypass.set("on")
+    cache.tier_manager.bypass.set("on")
     assert kv("top", "--once")[1].startswith("bypassed: loads, stores")
 
 
@@ -179,17 +179,17 @@ def test_by_a_page_that_wants_a_token(kv: Any, serve: Callable[..., str], tmp_pa
     assert kv("top", "--once", "--url", url)[0] != 0
     code, out, _ = kv("top", "--once", "--url", url, "--token-file", str(file))
     assert (code, "org/large" in out) == (0, True)
-    assert visit(url, "api/info", environ={"KVCACHE_TOKEN": "zeta-token"})["info"]["tenant"] == "zeta"
+    assert fetch_json(url, "api/info", environ={"KVCACHE_TOKEN": "zeta-token"})["info"]["tenant"] == "zeta"
     with pytest.raises(AccessError, match="show a token"):
-        visit(url, "api/info", environ={"KVCACHE_TOKEN": "nobody"})
+        fetch_json(url, "api/info", environ={"KVCACHE_TOKEN": "nobody"})
 
 
 def test_what_is_no_page_of_ours(serve: Callable[..., str]) -> None:
     url = serve()
     for path in ("healthz", "page.css", "api/nothing", "nothing"):
         with pytest.raises(UnreachableError):
-            visit(url, path, environ={})
+            fetch_json(url, path, environ={})
     with pytest.raises(UnreachableError):
-        visit("http://127.0.0.1:1/", "api/info", environ={})
+        fetch_json("http://127.0.0.1:1/", "api/info", environ={})
     with pytest.raises(ConfigError, match="expected http"):
-        visit("file:///etc/passwd", "", environ={})
+        fetch_json("file:///etc/passwd", "", environ={})

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.cli.warm import settle
-from kvcache.daemon.client.control import find
+from kvcache.cli.warm import wait_settled
+from kvcache.daemon.client.control import find_caches
 from tests.contract.caches import FULL, Engine, bind, store
 from tests.fleet.test_engine import USED, Spoken, spoken
 from tests.peer.fleet import until
@@ -44,7 +44,7 @@ def settings(tmp_path: Path, server: Server) -> Path:
 
 @pytest.fixture
 def cache(settings: Path) -> Iterator[Any]:
-    with closing(kvcache.open(settings, host__capacity_bytes="1MiB", warm__heat_every_s=0.02)) as opened:
+    with closing(kvcache.open(settings, host__capacity_bytes="1MiB", warm__popularity_interval_s=0.02)) as opened:
         yield opened
 
 
@@ -136,9 +136,9 @@ def test_nothing_is_said_to_be_stored_while_an_engine_s_cache_does_not_answer(
     cache: Any,
 ) -> None:
     """Whichever of those that run here is the engine's; another one's word is not enough."""
-    mine = next(find()).path
-    assert settle(None, 0)
-    assert settle(mine, 0)
+    mine = next(find_caches()).path
+    assert wait_settled(None, 0)
+    assert wait_settled(mine, 0)
     silent = mine.with_stem("1-1")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(silent))
@@ -153,12 +153,12 @@ def test_nothing_is_said_to_be_stored_while_an_engine_s_cache_does_not_answer(
         thread = threading.Thread(target=hang_up)
         thread.start()
         try:
-            assert not settle(None, 0)
-            assert not settle(silent, 0)
-            assert settle(mine, 0)
+            assert not wait_settled(None, 0)
+            assert not wait_settled(silent, 0)
+            assert wait_settled(mine, 0)
         finally:
             asked.set()
             listener.shutdown(socket.SHUT_RDWR)
             thread.join()
     cache.close()
-    assert not settle(None, 60)
+    assert not wait_settled(None, 60)

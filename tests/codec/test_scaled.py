@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import kvcache
 from kvcache.block.layout import Group, KVLayout, Shard
 from kvcache.codec.codec import codec
-from kvcache.codec.quantised import NUMBERS, quantise
+from kvcache.codec.quantised import E4M3_VALUES, quantise_e4m3
 from tests.codec import payloads
 from tests.codec.payloads import WORDS, largest, mha, mla, noise, numbers, payload
 
@@ -186,7 +186,7 @@ def test_bytes_are_as_the_page_says(dtype: str) -> None:
         codes = np.frombuffer(stored[at:], np.uint8).reshape(layout.shape())
         code = codes[1, 16, 0, 3, 2]
         (scale,) = struct.unpack_from("<f", stored, 4 * (((0 * 2 + 1) * 3 + 2) * 2 + 1))
-        value = NUMBERS[code] if name == "fp8" else np.float32(np.int8(code))
+        value = E4M3_VALUES[code] if name == "fp8" else np.float32(np.int8(code))
         after = memoryview(bytearray(len(before)))
         codec(name).decode(stored, after, layout, 0, layout.groups[0].whole)
         expected = torch.tensor(float(value * np.float32(scale))).to(payloads.TORCH[dtype])
@@ -195,25 +195,25 @@ def test_bytes_are_as_the_page_says(dtype: str) -> None:
 
 def test_what_an_e4m3_code_means_is_what_torch_says() -> None:
     theirs = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
-    assert np.array_equal(NUMBERS, theirs, equal_nan=True)
-    assert np.array_equal(np.signbit(NUMBERS), np.signbit(theirs))
+    assert np.array_equal(E4M3_VALUES, theirs, equal_nan=True)
+    assert np.array_equal(np.signbit(E4M3_VALUES), np.signbit(theirs))
 
 
 def test_every_number_becomes_the_code_that_torch_gives_it() -> None:
     """All that bf16 and fp16 know, and the neighbours of every number halfway between two codes."""
     words = np.arange(1 << 16, dtype=np.uint16)
-    middles = (NUMBERS[:126] + NUMBERS[1:127]) / 2
+    middles = (E4M3_VALUES[:126] + E4M3_VALUES[1:127]) / 2
     near = np.concatenate([np.nextafter(middles, np.float32(side)) for side in (-np.inf, np.inf)])
     values = np.concatenate(
         [
             (words.astype(np.uint32) << 16).view(np.float32),
             words.view(np.float16).astype(np.float32),
-            *(sign * each for sign in (1, -1) for each in (NUMBERS, middles, near)),
+            *(sign * each for sign in (1, -1) for each in (E4M3_VALUES, middles, near)),
         ]
     ).astype(np.float32)
     values = values[np.abs(values) <= 448]
     theirs = torch.from_numpy(values.copy()).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    assert np.array_equal(quantise(values.copy()), theirs)
+    assert np.array_equal(quantise_e4m3(values.copy()), theirs)
 
 
 @codecs

@@ -14,7 +14,7 @@ import kvcache
 from kvcache.connector.transformers import PrefixStore
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import load_model
-from kvcache.engine.sampling import Params
+from kvcache.engine.sampling import SamplingParams
 from kvcache.testing import ConnectorContract, Served
 from kvcache.testing.faulty_cache import FaultyCache
 from tests.engine import tiny
@@ -65,7 +65,7 @@ class Reference:
         self.engine, self.reused_tokens = engine, 0
 
     def generate(self, prompt: Sequence[int], tokens: int) -> list[int]:
-        [result] = self.engine.generate([list(prompt)], Params(max_tokens=tokens, ignore_eos=True))
+        [result] = self.engine.generate([list(prompt)], SamplingParams(max_tokens=tokens, ignore_eos=True))
         self.reused_tokens = result.reused_tokens
         return result.token_ids
 

@@ -19,10 +19,17 @@ from hypothesis import strategies as st
 from kvcache.block.checkpoint import UNUSED, checkpoint_digest, config_digest
 from kvcache.block.layout import KVLayout
 from kvcache.block.namespace import Namespace
-from kvcache.block.shared_namespace import shared
-from kvcache.connector.sglang.config import Wishes, identify
+from kvcache.block.shared_namespace import shared_identity
+from kvcache.connector.sglang.config import Options as SGLangOptions
+from kvcache.connector.sglang.config import identify_model
 from kvcache.connector.vllm.config import Options, TierOptions
-from kvcache.connector.vllm.identity import Adapters, facts_of, local_model, model_of, revision_of
+from kvcache.connector.vllm.identity import (
+    AdapterNames,
+    local_snapshot,
+    model_facts,
+    model_name_and_revision,
+    resolve_revision,
+)
 from kvcache.errors import ModelError
 
 LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=8, dtype="fp16")
@@ -83,17 +90,17 @@ def vllm_config(place: Path, **told: Any) -> Any:
 
 def by_vllm(place: Path, **told: Any) -> bytes:
     config = vllm_config(place, **told)
-    name, revision = model_of(config, Options(model="m"))
-    return Namespace(LAYOUT, model=name, revision=revision, facts=facts_of(config)).id
+    name, revision = model_name_and_revision(config, Options(model="m"))
+    return Namespace(LAYOUT, model=name, revision=revision, facts=model_facts(config)).id
 
 
 def by_sglang(place: Path, **told: Any) -> bytes:
-    found = identify(SimpleNamespace(model_path=str(place), **told), None, Wishes(model="m"))
+    found = identify_model(SimpleNamespace(model_path=str(place), **told), None, SGLangOptions(model="m"))
     return Namespace(LAYOUT, model=found.model, revision=found.revision, facts=found.facts_of("kv", "")).id
 
 
 def by_sharing(place: Path, **told: Any) -> bytes:
-    found = shared(place, changed=told)
+    found = shared_identity(place, changed=told)
     return Namespace(LAYOUT, model=found.model, revision=found.revision, facts=found.facts).id
 
 
@@ -256,7 +263,8 @@ def test_a_hub_name_is_that_revision_in_that_cache(tmp_path: Path) -> None:
     assert main == by_commit != by_vllm(tmp_path, revision=other, **named)
     served = {"model_path": "some/model", "download_dir": str(tmp_path)}
     revisions = [
-        identify(SimpleNamespace(**served, revision=r), None, Wishes()).revision for r in (None, COMMIT, other)
+        identify_model(SimpleNamespace(**served, revision=r), None, SGLangOptions()).revision
+        for r in (None, COMMIT, other)
     ]
     assert revisions[0] == revisions[1] != revisions[2]
 
@@ -264,14 +272,14 @@ def test_a_hub_name_is_that_revision_in_that_cache(tmp_path: Path) -> None:
 def test_a_tier_refuses_several_snapshots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     top = hub(tmp_path, COMMIT)
-    assert local_model("some/model", cache=str(tmp_path)) == str(top / "snapshots" / COMMIT)
+    assert local_snapshot("some/model", cache=str(tmp_path)) == str(top / "snapshots" / COMMIT)
     monkeypatch.setattr(
-        "kvcache.connector.vllm.identity.local_model", lambda model: local_model(model, cache=str(tmp_path))
+        "kvcache.connector.vllm.identity.local_snapshot", lambda model: local_snapshot(model, cache=str(tmp_path))
     )
-    assert revision_of("some/model", TierOptions(), "e")[1].startswith(COMMIT)
+    assert resolve_revision("some/model", TierOptions(), "e")[1].startswith(COMMIT)
     checkpoint(top / "snapshots" / COMMIT[::-1])
     with pytest.raises(ModelError, match=r"several snapshots.*give `revision`"):
-        revision_of("some/model", TierOptions(), "e")
+        resolve_revision("some/model", TierOptions(), "e")
 
 
 @pytest.mark.parametrize(
@@ -287,26 +295,29 @@ def test_a_tier_refuses_several_snapshots(tmp_path: Path, monkeypatch: pytest.Mo
 def test_vllm_weights_from_elsewhere_are_refused(told: dict[str, Any], tmp_path: Path) -> None:
     config = vllm_config(checkpoint(tmp_path), **told)
     with pytest.raises(ModelError, match="give `revision`"):
-        model_of(config, Options())
-    assert model_of(config, Options(revision="mine"))[1] == "mine"
-    assert facts_of(config)["checkpoint"]
+        model_name_and_revision(config, Options())
+    assert model_name_and_revision(config, Options(revision="mine"))[1] == "mine"
+    assert model_facts(config)["checkpoint"]
 
 
 def test_sglang_weights_from_elsewhere_are_refused(tmp_path: Path) -> None:
     served = SimpleNamespace(model_path=str(checkpoint(tmp_path)), load_format="remote")
     with pytest.raises(ModelError, match="give `revision`"):
-        identify(served, None, Wishes())
-    assert identify(served, None, Wishes(revision="mine")).revision == "mine"
+        identify_model(served, None, SGLangOptions())
+    assert identify_model(served, None, SGLangOptions(revision="mine")).revision == "mine"
 
 
 def test_every_byte_is_read_where_settings_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, whole = checkpoint(tmp_path), {"identity": {"read_every_byte": True}}
-    told = [model_of(vllm_config(place), Options(settings=given))[1] for given in ({}, whole)]
-    served = [identify(SimpleNamespace(model_path=str(place)), None, Wishes(settings=s)).revision for s in ({}, whole)]
+    told = [model_name_and_revision(vllm_config(place), Options(settings=given))[1] for given in ({}, whole)]
+    served = [
+        identify_model(SimpleNamespace(model_path=str(place)), None, SGLangOptions(settings=s)).revision
+        for s in ({}, whole)
+    ]
     assert told == served
     assert told[1].startswith("sha256-whole:")
     monkeypatch.setenv("KVCACHE_IDENTITY__READ_EVERY_BYTE", "true")
-    assert model_of(vllm_config(place), Options(address="unix:/run/kv"))[1] == told[1]
+    assert model_name_and_revision(vllm_config(place), Options(address="unix:/run/kv"))[1] == told[1]
 
 
 def lora(path: Path, number: int, **more: Any) -> Any:
@@ -314,7 +325,7 @@ def lora(path: Path, number: int, **more: Any) -> Any:
 
 
 def test_a_loaded_adapter_with_other_files_is_refused(tmp_path: Path) -> None:
-    names = Adapters()
+    names = AdapterNames()
     weights(tmp_path / "adapter_model.safetensors", b"1")
     first = names.name(lora(tmp_path, 1))
     weights(tmp_path / "adapter_model.safetensors", b"2")

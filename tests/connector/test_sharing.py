@@ -13,13 +13,14 @@ import torch
 
 from kvcache.block.chain import page_digests
 from kvcache.block.layout import Group, KVLayout
-from kvcache.block.shared_namespace import shared, shared_layout
-from kvcache.connector.sglang.config import Wishes, identify
-from kvcache.connector.sglang.host_pools import Described, Ranks, describe
+from kvcache.block.shared_namespace import shared_identity, shared_layout
+from kvcache.connector.sglang.config import Options as SGLangOptions
+from kvcache.connector.sglang.config import identify_model
+from kvcache.connector.sglang.host_pools import PoolLayout, Ranks, describe_pool
 from kvcache.connector.vllm.config import Options
-from kvcache.connector.vllm.identity import Digests
-from kvcache.connector.vllm.kv_layout import Model, combine, pages_of
-from kvcache.connector.vllm.kv_layout import describe as describe_vllm
+from kvcache.connector.vllm.identity import BlockDigests
+from kvcache.connector.vllm.kv_layout import ModelIdentity, combine_ranks, pages_of
+from kvcache.connector.vllm.kv_layout import describe_layers as describe_vllm
 from kvcache.connector.vllm.namespaces import share_model
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import load_model
@@ -39,16 +40,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny.make(tmp_path_factory.mktemp("model"), "llama", **SIZES)
 
 
-def sglang(path: str, layout: str = "page_first", **served: Any) -> tuple[bytes, Described]:
+def sglang(path: str, layout: str = "page_first", **served: Any) -> tuple[bytes, PoolLayout]:
     """The namespace's id, and the pool."""
-    identity = identify(
-        SimpleNamespace(model_path=path, **served), None, Wishes.read({"kvcache": {"share_across_engines": True}})
+    identity = identify_model(
+        SimpleNamespace(model_path=path, **served),
+        None,
+        SGLangOptions.read({"kvcache": {"share_across_engines": True}}),
     )
     pool = MHATokenToKVPoolHost(
         layout, pages=PAGES, page=PAGE, layers=LAYERS, heads=HEADS, dim=DIM, dtype=torch.float32
     )
     pool.fill(1)
-    described = describe(pool, Ranks(), canonical=True)
+    described = describe_pool(pool, Ranks(), canonical=True)
     bound = NaiveCache().namespace(
         described.layout, model=identity.model, revision=identity.revision, facts=identity.facts_of("kv", "")
     )
@@ -68,16 +71,16 @@ def vllm_group(names: list[str]) -> Any:
     return SimpleNamespace(layer_names=names, kv_cache_spec=FullAttentionSpec())
 
 
-def vllm(path: str, tensors: dict[str, Any] | None = None, **served: Any) -> tuple[bytes, Model, Any]:
+def vllm(path: str, tensors: dict[str, Any] | None = None, **served: Any) -> tuple[bytes, ModelIdentity, Any]:
     given = tensors or {name: Elsewhere(tensor) for name, tensor in caches().items()}
     [shape] = describe_vllm(given, [vllm_group(list(given))], PAGES, packing="amx")
-    layout, shards, of, _ = combine({(0, 0): (shape,)})
+    layout, shards, of, _ = combine_ranks({(0, 0): (shape,)})
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             **{"model": path, "revision": None, "quantization": None, "max_model_len": 512, "hf_overrides": {}} | served
         )
     )
-    made = share_model(config, Options(share_across_engines=True), Model("", "", {}, layout, shards, of))
+    made = share_model(config, Options(share_across_engines=True), ModelIdentity("", "", {}, layout, shards, of))
     bound = NaiveCache().namespace(made.layout, model=made.name, revision=made.revision, facts=made.facts)
     return bound.id, made, shape
 
@@ -112,9 +115,9 @@ def test_every_order_of_pages_is_one_order_of_bytes(model: str) -> None:
 
 def test_the_names_of_blocks_are_the_same() -> None:
     tokens = [(7 * i + i * i) % 250 for i in range(5 * PAGE + 3)]
-    digests = Digests(SimpleNamespace(all_token_ids=tokens, num_tokens=len(tokens)), "pages", PAGE, PAGE)
-    digests.first(2)
-    assert list(digests.first(9)) == page_digests(tokens, PAGE)
+    digests = BlockDigests(SimpleNamespace(all_token_ids=tokens, num_tokens=len(tokens)), "pages", PAGE, PAGE)
+    digests.up_to(2)
+    assert list(digests.up_to(9)) == page_digests(tokens, PAGE)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +135,7 @@ def test_a_vllm_that_was_told_otherwise_is_apart(model: str, changed: dict[str, 
 
 
 def test_other_weights_and_other_settings_are_apart(model: str, tmp_path: Path) -> None:
-    told = [shared(tiny.make(tmp_path / str(i), family, seed=seed, **SIZES))
+    told = [shared_identity(tiny.make(tmp_path / str(i), family, seed=seed, **SIZES))
             for i, (family, seed) in enumerate([("llama", 0), ("llama", 1), ("llama-rope-linear", 0),
                                                 ("mistral-window", 0), ("mistral", 0)])]  # fmt: skip
     layout = KVLayout.mha(layers=LAYERS, kv_heads=HEADS, head_dim=DIM, dtype="fp32")
@@ -148,8 +151,8 @@ def test_what_others_cannot_read_is_refused(model: str) -> None:
     for layout in (KVLayout((one, one)), KVLayout((replace(one, rule="window", window_tokens=8),))):
         with pytest.raises(LayoutError, match="share_across_engines = false"):
             shared_layout(layout)
-    identity = identify(
-        SimpleNamespace(model_path=model), None, Wishes.read({"kvcache": {"share_across_engines": True}})
+    identity = identify_model(
+        SimpleNamespace(model_path=model), None, SGLangOptions.read({"kvcache": {"share_across_engines": True}})
     )
     with pytest.raises(ModelError, match="swa"):
         identity.facts_of("swa", "")

@@ -22,10 +22,10 @@ def served(directory: Path, how: str) -> tuple[Any, Callable[[], None]]:
     """A client of a daemon in this process, and what ends the daemon. `how`: "daemon" maps its memory, "daemon+copy"
     has the bytes sent over the same socket, "daemon+tls" over the network."""
     from kvcache.cache.cache import Cache
-    from kvcache.daemon.discovery import Claim
-    from kvcache.daemon.server.admission import Door
+    from kvcache.daemon.discovery import SocketClaim
+    from kvcache.daemon.server.admission import Admission
     from kvcache.daemon.server.server import Daemon
-    from kvcache.daemon.server.tcp import Port
+    from kvcache.daemon.server.tcp import TcpListener
     from kvcache.os_env import SystemClock
     from kvcache.settings.sources import load
     from tests.daemon.authority import Authority
@@ -41,10 +41,10 @@ def served(directory: Path, how: str) -> tuple[Any, Callable[[], None]]:
         settings |= {"listen": "127.0.0.1:0", "tls_client_ca_file": str(authority.file)}
     loaded = load(None, host={"capacity_bytes": 8 * MiB}, nvme={"enabled": False}, daemon=settings)
     own = Cache(loaded, shared=True)
-    door = Door(loaded.daemon.tenants_file, SystemClock())
-    port = Port(loaded.daemon, door, insecure=False) if loaded.daemon.listen else None
-    claim = Claim(directory / "daemon", 0o600)
-    stop = start(Daemon(own, claim, door=door, port=port))
+    admission = Admission(loaded.daemon.tenants_file, SystemClock())
+    port = TcpListener(loaded.daemon, admission, insecure=False) if loaded.daemon.listen else None
+    claim = SocketClaim(directory / "daemon", 0o600)
+    stop = start(Daemon(own, claim, admission=admission, port=port))
 
     def end() -> None:
         stop()
@@ -82,7 +82,7 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
                 "enabled": request.param == "host+nvme",
                 "path": tmp_path / "nvme",
                 "capacity_bytes": 64 * MiB,
-                "free_floor_bytes": 0,
+                "min_free_bytes": 0,
             },
             redis={"enabled": True, "url": empty(tmp_path).unix} if request.param == "host+redis" else {},
             object={"enabled": True, "url": f"file://{tmp_path}/objects"} if request.param == "host+object" else {},

@@ -10,7 +10,7 @@ import pytest
 
 import kvcache
 from kvcache.block.layout import KVLayout
-from kvcache.cache.api import Followed
+from kvcache.cache.api import SupportsKVEvents
 from kvcache.testing.naive_cache import NaiveCache
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import FULL, HYBRID, Engine, bind, store
@@ -336,25 +336,28 @@ def test_implementations_have_the_face() -> None:
 
 
 def test_a_chain_is_told_in_order_with_its_parent(cache: Any) -> None:
-    if not isinstance(cache, Followed):
+    if not isinstance(cache, SupportsKVEvents):
         pytest.skip("this one tells nothing")
     bound, other, engine = bind(cache), bind(cache, model="other"), Engine(FULL)
     tokens = list(range(32))
-    number = cache.changes(None, [bound]).next
+    number = cache.kv_events(None, [bound]).next
     store(bound, engine, tokens[:16], [0, 1, 2, 3])
     store(other, engine, tokens, list(range(8)))
     with bound.request() as r:
         r.match(tokens)
         assert r.store(engine.described, engine.ids([4, 5, 6, 7]), first_block=4).wait(30)
-        signatures = [bound.known_as(signature) for signature in r.signatures]
-    told = cache.changes(number, [bound])
-    stored = [c for c in told.changes if c.tier == "host"]
+        signatures = [bound.event_signature(signature) for signature in r.signatures]
+    told = cache.kv_events(number, [bound])
+    stored = [c for c in told.kv_events if c.tier == "host"]
     assert not told.lost
     assert [c.kind for c in stored] == ["stored", "stored"]
     assert [c.each for c in stored] == [signatures[:4], signatures[4:]]
     assert [c.parent for c in stored] == [bound.id, signatures[3]]
     bound.clear()
     gone = [
-        s for c in cache.changes(told.next, [bound]).changes if c.kind == "removed" and c.tier == "host" for s in c.each
+        s
+        for c in cache.kv_events(told.next, [bound]).kv_events
+        if c.kind == "removed" and c.tier == "host"
+        for s in c.each
     ]
     assert sorted(gone) == sorted(signatures)

@@ -6,10 +6,10 @@ import pytest
 
 from kvcache.block.layout import KVLayout
 from kvcache.testing import CopierContract
-from kvcache.testing.copier import PlacedPages
+from kvcache.testing.copier import CpuPages
 from kvcache.transfer.copier import Copier
-from kvcache.transfer.cpu import CpuCopier, PlainCopier
-from kvcache.transfer.cuda.copier import CudaCopier, Way
+from kvcache.transfer.cpu import CpuCopier, ReferenceCopier
+from kvcache.transfer.cuda.copier import CopyPath, CudaCopier
 from kvcache.transfer.cuda.crossover import NEVER, Crossover
 from tests.hierarchy.test_device import on_gpu
 from tests.transfer.cuda_on_cpu import HostDevice
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:kvcache._native is not there")
 
 class TestPlain(CopierContract):
     def make(self) -> Copier:
-        return PlainCopier()
+        return ReferenceCopier()
 
 
 class TestCpu(CopierContract):
@@ -30,16 +30,16 @@ class TestCpu(CopierContract):
 class TestCuda(CopierContract):
     """On a device that this processor plays."""
 
-    way: Way | None = None
+    way: CopyPath | None = None
 
     def make(self) -> Copier:
         return CudaCopier(HostDevice(), crossover=Crossover(NEVER, NEVER), way=self.way, staging_bytes=512)
 
-    def place(self, layout: KVLayout) -> PlacedPages:
-        there = PlacedPages(layout)
+    def place(self, layout: KVLayout) -> CpuPages:
+        there = CpuPages(layout)
         there.described = on_gpu(there.described)
         return there
 
 
 class TestCudaStaged(TestCuda):
-    way: Way | None = "staged"
+    way: CopyPath | None = "staged"

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from kvcache.errors import KVCacheError
-from kvcache.os_env import Port
-from kvcache.testing.tier import CAPACITY, Bench, TierContract, chain, namespace, write
+from kvcache.os_env import OsEnv
+from kvcache.testing.tier import CAPACITY, TierContract, TierFixture, chain, namespace, write
 from kvcache.tier.tier import Tier
 from tests.contract.tiers import KINDS, make, nvme
 
 
 class TestTier(TierContract):
     @pytest.fixture(params=KINDS)
-    def bench(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    def bench(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierFixture]:
         bench = make(request.param, tmp_path)
         yield bench
         assert bench.tier.check() == []
@@ -27,7 +27,7 @@ class TestTier(TierContract):
         one, other = chain(5), [replace(address, namespace=namespace(7)) for address in chain(3, seed=1)]
         write(tier, [*one, *other])
         tier.remove(one[4:])
-        counted, usage = tier.holdings(), tier.usage()
+        counted, usage = tier.usage_by_namespace(), tier.usage()
         if counted is None:
             assert tier.name != "nvme"
             return
@@ -40,4 +40,4 @@ def test_nothing_but_our_errors(tmp_path: Path) -> None:
     """A place that is none: one line that says what to do."""
     (tmp_path / "nvme").write_text("a file")
     with pytest.raises(KVCacheError, match="directory"):
-        nvme(tmp_path, CAPACITY, Port())
+        nvme(tmp_path, CAPACITY, OsEnv())

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from kvcache.block.record import Address
-from kvcache.testing.tier import ABSENT, DONE, Bench, write
+from kvcache.testing.tier import DONE, NOT_FOUND, TierFixture, write
 from kvcache.tier.tier import Outcome
 from tests.contract.tiers import KINDS, make
 from tests.tier.blocks import buffer, chain, payload
@@ -19,7 +19,7 @@ from tests.tier.blocks import buffer, chain, payload
 class AgainstDict(RuleBasedStateMachine):
     """Any sequence of calls gives what a dict gives; a full or restarted tier has fewer, never others."""
 
-    make: Callable[[], Bench]
+    make: Callable[[], TierFixture]
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,30 +38,30 @@ class AgainstDict(RuleBasedStateMachine):
             elif outcome is DONE:
                 self.held[address] = size
             else:
-                assert outcome is Outcome.NO_ROOM
+                assert outcome is Outcome.NO_CAPACITY
 
     @rule(addresses=some)
     def read(self, addresses: list[Address]) -> None:
         for address in addresses:
             size = self.held.get(address, 1)
             into = buffer(size)
-            assert self.bench.tier.read([address], [into]) == (DONE if address in self.held else ABSENT,)
+            assert self.bench.tier.read([address], [into]) == (DONE if address in self.held else NOT_FOUND,)
             assert address not in self.held or b"".join(into[1:])[:size] == payload(address, size)
 
     @rule(addresses=some)
     def remove(self, addresses: list[Address]) -> None:
-        expected = tuple(DONE if address in self.held else ABSENT for address in addresses)
+        expected = tuple(DONE if address in self.held else NOT_FOUND for address in addresses)
         assert self.bench.tier.remove(addresses) == expected
         for address in addresses:
             self.held.pop(address, None)
 
     @rule(address=st.sampled_from(blocks))
     def remove_siblings(self, address: Address) -> None:
-        siblings = self.bench.tier.siblings(address)
-        assert (address in self.held) == (address in siblings)
-        assert set(siblings) <= set(self.held)
-        assert set(self.bench.tier.remove(siblings)) <= {DONE}
-        for sibling in siblings:
+        colocated = self.bench.tier.colocated(address)
+        assert (address in self.held) == (address in colocated)
+        assert set(colocated) <= set(self.held)
+        assert set(self.bench.tier.remove(colocated)) <= {DONE}
+        for sibling in colocated:
             del self.held[sibling]
 
     @precondition(lambda self: self.bench.tier.durable)
@@ -80,7 +80,7 @@ class AgainstDict(RuleBasedStateMachine):
         assert usage.records == len(self.held)
         assert not usage.capacity_bytes or usage.used_bytes <= usage.capacity_bytes
         present = self.bench.tier.contains(self.blocks)
-        assert present == tuple(DONE if address in self.held else ABSENT for address in self.blocks)
+        assert present == tuple(DONE if address in self.held else NOT_FOUND for address in self.blocks)
 
     def teardown(self) -> None:
         try:

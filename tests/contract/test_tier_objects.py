@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvcache.os_env import Port
-from kvcache.testing.tier import Bench, TierContract, chain, intact, on_bench, write
+from kvcache.os_env import OsEnv
+from kvcache.testing.tier import TierContract, TierFixture, chain, intact, tier_fixture, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.tier import Outcome, Tier
 from tests.peer import azure, google
@@ -31,12 +31,12 @@ class TestSeaweedFS(TierContract):
     def store(self) -> dict[str, str]:
         return shared(self.kind).settings
 
-    def make(self, path: Path, capacity_bytes: int, port: Port) -> Tier:
-        return ObjectTier(**self.settings(path), timeout_s=60, port=port)  # type: ignore[arg-type]  # strings all
+    def make(self, path: Path, capacity_bytes: int, os_env: OsEnv) -> Tier:
+        return ObjectTier(**self.settings(path), timeout_s=60, os_env=os_env)  # type: ignore[arg-type]  # strings all
 
     @pytest.fixture
-    def bench(self, tmp_path: Path) -> Iterator[Bench]:
-        bench = on_bench(self.make, tmp_path)
+    def bench(self, tmp_path: Path) -> Iterator[TierFixture]:
+        bench = tier_fixture(self.make, tmp_path)
         yield bench
         assert bench.tier.check() == []
         bench.tier.close()
@@ -73,7 +73,7 @@ class TestSeaweedFS(TierContract):
 
             with ThreadPoolExecutor(3) as pool:
                 assert set(pool.map(store, tiers)) == {(Outcome.DONE, Outcome.DONE)}
-            assert [space.packs for space in tiers[0].survey.spaces()] == [2]
+            assert [space.packs for space in tiers[0].inspector.spaces()] == [2]
             assert all(intact(tier, blocks, size) for tier in tiers)
             assert tiers[0].check() == []
         finally:
@@ -98,7 +98,7 @@ class TestAzure(TestSeaweedFS):
         return azure.credentials(path, b"another key")
 
     def test_two_that_write_the_same_at_once_leave_one_copy(self, tmp_path: Path) -> None:
-        tiers, blocks, start = [self.make(tmp_path, 0, Port()) for _ in range(3)], chain(20), threading.Barrier(3)
+        tiers, blocks, start = [self.make(tmp_path, 0, OsEnv()) for _ in range(3)], chain(20), threading.Barrier(3)
 
         def store(tier: Tier) -> tuple[Outcome, ...]:
             start.wait(60)
@@ -107,14 +107,14 @@ class TestAzure(TestSeaweedFS):
         try:
             with ThreadPoolExecutor(3) as pool:
                 assert set(pool.map(store, tiers)) == {(Outcome.DONE,) * 20}
-            assert [space.packs for space in tiers[0].survey.spaces()] == [1]
+            assert [space.packs for space in tiers[0].inspector.spaces()] == [1]
             assert all(intact(tier, blocks) for tier in tiers)
         finally:
             for tier in tiers:
                 tier.close()
 
     def test_whom_the_store_does_not_know_it_tells_nothing(self, tmp_path: Path) -> None:
-        known = self.make(tmp_path, 0, Port())
+        known = self.make(tmp_path, 0, OsEnv())
         given: dict[str, Any] = {**self.settings(tmp_path), "credentials_file": self.stranger(tmp_path)}
         stranger, blocks = ObjectTier(**given, timeout_s=60), chain(3)
         try:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.testing.memory_tier import MemoryTier
-from kvcache.testing.tier import Bench, Factory, on_bench
+from kvcache.testing.tier import Factory, TierFixture, tier_fixture
 from kvcache.tier.host.tier import HostTier
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme.drives import open_drives
@@ -23,45 +23,45 @@ from tests.peer.server import MISSING, empty
 MIB = 1 << 20
 
 
-def nvme(path: Path, capacity_bytes: int, port: Port, durability: Any = "batch") -> Tier:
+def nvme(path: Path, capacity_bytes: int, os_env: OsEnv, durability: Any = "batch") -> Tier:
     return NvmeTier(
         str(path / "nvme"),
         capacity_bytes=capacity_bytes,
         segment_bytes=MIB // 4,
         durability=durability,
-        free_floor_bytes=0,
-        port=port,
+        min_free_bytes=0,
+        os_env=os_env,
     )
 
 
-def drives(path: Path, capacity_bytes: int, port: Port) -> Tier:
+def drives(path: Path, capacity_bytes: int, os_env: OsEnv) -> Tier:
     return open_drives(
         [str(path / "one"), str(path / "two")],
         capacity_bytes=capacity_bytes,
         segment_bytes=MIB // 4,
-        free_floor_bytes=0,
-        port=port,
+        min_free_bytes=0,
+        os_env=os_env,
     )
 
 
-def redis(path: Path, capacity_bytes: int, port: Port) -> Tier:
-    return RedisTier(empty(path).unix, port=port)
+def redis(path: Path, capacity_bytes: int, os_env: OsEnv) -> Tier:
+    return RedisTier(empty(path).unix, os_env=os_env)
 
 
-def cluster(path: Path, capacity_bytes: int, port: Port) -> Tier:
-    return RedisTier(empty_cluster(path).url, mode="cluster", port=port)
+def cluster(path: Path, capacity_bytes: int, os_env: OsEnv) -> Tier:
+    return RedisTier(empty_cluster(path).url, mode="cluster", os_env=os_env)
 
 
-def objects(path: Path, capacity_bytes: int, port: Port) -> Tier:
-    return ObjectTier(f"file://{path}/objects", pack_bytes=MIB, port=port)
+def objects(path: Path, capacity_bytes: int, os_env: OsEnv) -> Tier:
+    return ObjectTier(f"file://{path}/objects", pack_bytes=MIB, os_env=os_env)
 
 
 TIERS: dict[str, Factory] = {
-    "host": lambda path, capacity, port: HostTier(capacity_bytes=capacity, extent_bytes=MIB // 4, port=port),
-    "host-verified": lambda path, capacity, port: HostTier(
-        capacity_bytes=capacity, extent_bytes=MIB // 4, verify_arena=True, port=port
+    "host": lambda path, capacity, os_env: HostTier(capacity_bytes=capacity, slab_bytes=MIB // 4, os_env=os_env),
+    "host-verified": lambda path, capacity, os_env: HostTier(
+        capacity_bytes=capacity, slab_bytes=MIB // 4, verify_arena=True, os_env=os_env
     ),
-    "memory": lambda path, capacity, port: MemoryTier(capacity_bytes=capacity, port=port),
+    "memory": lambda path, capacity, os_env: MemoryTier(capacity_bytes=capacity, os_env=os_env),
     "nvme-batch": nvme,
     "nvme-block": partial(nvme, durability="block"),
     "nvme-none": partial(nvme, durability="none"),
@@ -78,5 +78,5 @@ KINDS = [pytest.param(kind, marks=_NEEDS.get(kind, ())) for kind in TIERS]
 OWN = [kind for kind in TIERS if kind not in SHARED]
 
 
-def make(kind: str, path: Path) -> Bench:
-    return on_bench(TIERS[kind], path)
+def make(kind: str, path: Path) -> TierFixture:
+    return tier_fixture(TIERS[kind], path)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvcache.cache.cache import Cache
-from kvcache.daemon.discovery import Claim
-from kvcache.daemon.server.admission import Door
+from kvcache.daemon.discovery import SocketClaim
+from kvcache.daemon.server.admission import Admission
 from kvcache.daemon.server.server import Daemon
-from kvcache.daemon.server.tcp import Port
+from kvcache.daemon.server.tcp import TcpListener
 from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load as load_settings
 from tests.daemon.house import House
@@ -49,17 +49,17 @@ def make_within() -> Iterator[Callable[..., Within]]:
         def make(*, insecure: bool = False, **more: Any) -> Within:
             settings = load_settings(
                 None,
-                host={"capacity_bytes": "768KiB", "extent_bytes": "192KiB"},  # 64 records, in extents of 16
+                host={"capacity_bytes": "768KiB", "slab_bytes": "192KiB"},  # 64 records, in extents of 16
                 **{"nvme__enabled": False, "daemon__lease_s": 30, **more},
             )
             cache = Cache(settings, shared=True)
             undo.callback(cache.close)
             path = Path(directory, str(len(houses)))
-            door = Door(settings.daemon.tenants_file, SystemClock())
-            port = Port(settings.daemon, door, insecure=insecure) if settings.daemon.listen else None
-            claim = Claim(path, 0o600)
+            admission = Admission(settings.daemon.tenants_file, SystemClock())
+            port = TcpListener(settings.daemon, admission, insecure=insecure) if settings.daemon.listen else None
+            claim = SocketClaim(path, 0o600)
             undo.callback(claim.release)
-            daemon = Daemon(cache, claim, door=door, port=port)
+            daemon = Daemon(cache, claim, admission=admission, port=port)
             undo.callback(start(daemon))
             houses.append(Within(cache, daemon, path, undo, port))
             return houses[-1]

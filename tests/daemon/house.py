@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import kvcache
 from kvcache.block.layout import KVLayout
-from kvcache.daemon.client.cache import route_of
+from kvcache.daemon.client.cache import parse_endpoint
 from kvcache.daemon.wire import Wire
 from tests.contract.caches import Engine, bind
 from tests.daemon.within import PATIENT
@@ -33,11 +33,11 @@ class House:
             self.where, self._words = f"tcp://{variables['DAEMON__LISTEN']}", ("--insecure-loopback",)
         settings = {
             "HOST__CAPACITY_BYTES": "32MiB",
-            "HOST__EXTENT_BYTES": "4MiB",
+            "HOST__SLAB_BYTES": "4MiB",
             "NVME__ENABLED": str(nvme).lower(),
             "NVME__PATH": directory / "nvme",
             "NVME__CAPACITY_BYTES": "64MiB",
-            "NVME__FREE_FLOOR_BYTES": 0,
+            "NVME__MIN_FREE_BYTES": 0,
             "CONTROL__ENABLED": "false",
             **variables,
         }
@@ -97,7 +97,7 @@ class House:
                     self._serves.set()
         self._serves.set()
 
-    def heir(self, **variables: object) -> House:
+    def successor(self, **variables: object) -> House:
         """Another one, for the same place and with the same settings but these; not started."""
         other = House(self.directory)
         other.environ = {**self.environ, **{f"KVCACHE_{name}": str(value) for name, value in variables.items()}}
@@ -136,8 +136,8 @@ class House:
         return code
 
     def close(self) -> None:
-        for heir in self.heirs:
-            heir.close()
+        for successor in self.heirs:
+            successor.close()
         if self.process is not None:
             self.kill()
 
@@ -146,7 +146,7 @@ class House:
 
     def wire(self) -> Wire:
         """A connection on which nothing was said."""
-        return route_of(self.where).connect(30)
+        return parse_endpoint(self.where).connect(30)
 
 
 def bound_to(cache: Any, **fields: Any) -> Any:

@@ -23,8 +23,8 @@ LABEL_BYTES = 4096
 def main(file: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name, "nvme")
-        nvme = {"path": str(directory), "capacity_bytes": CAPACITY, "segment_bytes": SEGMENT, "free_floor_bytes": 0}
-        host = {"capacity_bytes": "1MiB", "extent_bytes": "192KiB"}
+        nvme = {"path": str(directory), "capacity_bytes": CAPACITY, "segment_bytes": SEGMENT, "min_free_bytes": 0}
+        host = {"capacity_bytes": "1MiB", "slab_bytes": "192KiB"}
         with kvcache.open(host=host, nvme=nvme, control={"enabled": False}) as cache:
             for seed, tokens in PROMPTS.items():
                 store(bound_to(cache), tokens, seed)

@@ -14,14 +14,14 @@ def refuse(daemon: Daemon, peer: object) -> dict[str, object]:
     raise ConfigError("role 'heir': expected control or mover")
 
 
-def hang(heir: object, cache: object) -> None:
+def hang(successor: object, cache: object) -> None:
     """Nothing comes, and nobody hangs up before the process ends."""
 
 
 WHAT = {
     "table": lambda: setattr(legacy, "VERSION", 99),
-    "refuses": lambda: setattr(Daemon, "_end_for", refuse),
-    "silent": lambda: setattr(sys.modules["kvcache.daemon.server.handover"], "give", hang),
+    "refuses": lambda: setattr(Daemon, "_exit_for_successor", refuse),
+    "silent": lambda: setattr(sys.modules["kvcache.daemon.server.handover"], "hand_over", hang),
 }
 
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.daemon.client.connection import UnixRoute
-from kvcache.daemon.protocol import VERSION, answer
-from kvcache.daemon.server.admission import Allotment
-from kvcache.daemon.server.connection import WAITING, Hall, Peer
-from kvcache.daemon.server.tcp import network
+from kvcache.daemon.client.connection import UnixEndpoint
+from kvcache.daemon.protocol import PROTOCOL_VERSION, parse_reply
+from kvcache.daemon.server.admission import FairShare
+from kvcache.daemon.server.connection import MAX_PENDING_CONNECTIONS, Connection, PendingConnections
+from kvcache.daemon.server.tcp import client_network
 from kvcache.errors import KVCacheError, UnreachableError
 from tests.daemon.house import bound_to, load, store
 from tests.daemon.test_tenant import ACME, BETA, ROOT, came_in, everybody
@@ -27,43 +27,43 @@ Make = Callable[..., Within]
 
 
 @given(
-    most=st.integers(0, 40),
+    capacity=st.integers(0, 40),
     tenants=st.integers(1, 5),
     steps=st.lists(st.tuples(st.integers(0, 4), st.booleans()), max_size=120),
 )
 def test_each_has_its_share_whatever_the_others_do_and_all_together_no_more_than_there_is(
-    most: int, tenants: int, steps: list[tuple[int, bool]]
+    capacity: int, tenants: int, steps: list[tuple[int, bool]]
 ) -> None:
-    allotment, used = Allotment(most, lambda: tenants), Counter[str]()
+    allotment, used = FairShare(capacity, lambda: tenants), Counter[str]()
     for number, takes in steps:
         name = str(number % tenants)
         if takes:
             had = used[name]
-            got = allotment.take(name)
+            got = allotment.acquire(name)
             used[name] += got
             assert got or had >= allotment.share, "it was refused what is its own"
         elif used[name]:
-            allotment.give_back(name)
+            allotment.release(name)
             used[name] -= 1
-        assert used.total() <= most
+        assert used.total() <= capacity
         assert allotment.used(name) == used[name]
 
 
-@given(most=st.integers(0, 60), tenants=st.integers(1, 5))
-def test_one_alone_has_all_but_the_shares_of_the_others(most: int, tenants: int) -> None:
-    allotment = Allotment(most, lambda: tenants)
+@given(capacity=st.integers(0, 60), tenants=st.integers(1, 5))
+def test_one_alone_has_all_but_the_shares_of_the_others(capacity: int, tenants: int) -> None:
+    allotment = FairShare(capacity, lambda: tenants)
     got = 0
-    while allotment.take("greedy"):
+    while allotment.acquire("greedy"):
         got += 1
-    assert got == most - allotment.share * (tenants - 1)
+    assert got == capacity - allotment.share * (tenants - 1)
     for other in range(tenants - 1):
-        assert sum(allotment.take(str(other)) for _ in range(allotment.share)) == allotment.share
+        assert sum(allotment.acquire(str(other)) for _ in range(allotment.share)) == allotment.share
 
 
-class Origin(Peer):
+class Origin(Connection):
     """One that says where it comes from."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, where: str, ended: Callable[[Peer], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, where: str, ended: Callable[[Connection], None]) -> None:
         ours, self.theirs = socket.socketpair()
         self._from = where
         super().__init__(loop, ours, lambda _, __: None, ended)
@@ -81,20 +81,20 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 
 def test_whoever_connects_without_end_pushes_out_itself(loop: asyncio.AbstractEventLoop) -> None:
-    hall, gone = Hall(loop), list[Peer]()
+    hall, gone = PendingConnections(loop), list[Connection]()
 
-    def left(peer: Peer) -> None:
-        hall.leave(peer)
+    def left(peer: Connection) -> None:
+        hall.remove(peer)
         gone.append(peer)
 
     def come(where: str) -> Origin:
         peer = Origin(loop, where, left)
-        hall.enter(peer)
+        hall.add(peer)
         return peer
 
     honest = [come("10.0.0.1"), come("10.0.0.2")]
-    flood = [come("10.6.6.6") for _ in range(4 * WAITING)]
-    assert len(hall) == WAITING
+    flood = [come("10.6.6.6") for _ in range(4 * MAX_PENDING_CONNECTIONS)]
+    assert len(hall) == MAX_PENDING_CONNECTIONS
     assert all(peer.open for peer in honest)
     assert gone == flood[: len(gone)], "the first of the crowd goes first"
     for peer in (*honest, *flood):
@@ -104,9 +104,9 @@ def test_whoever_connects_without_end_pushes_out_itself(loop: asyncio.AbstractEv
 
 
 def test_where_an_address_of_version_6_comes_from_is_its_network() -> None:
-    assert network("10.0.0.1") == "10.0.0.1"
-    assert network("2001:db8::1") == network("2001:db8:0:0:ffff::9") != network("2001:db8:0:1::1")
-    assert network("fe80::1%eth0") == network("fe80::2%eth1")
+    assert client_network("10.0.0.1") == "10.0.0.1"
+    assert client_network("2001:db8::1") == client_network("2001:db8:0:0:ffff::9") != client_network("2001:db8:0:1::1")
+    assert client_network("fe80::1%eth0") == client_network("fe80::2%eth1")
 
 
 def test_strangers_shut_out_nobody_who_is_known(make_within: Make) -> None:
@@ -114,7 +114,7 @@ def test_strangers_shut_out_nobody_who_is_known(make_within: Make) -> None:
     known = within.open()
     expected = store(bound_to(known), list(range(8)), 1)
     strangers = []
-    for _ in range(3 * WAITING):
+    for _ in range(3 * MAX_PENDING_CONNECTIONS):
         stranger = socket.socket(socket.AF_UNIX)
         stranger.connect(str(within.path))
         strangers.append(stranger)
@@ -150,15 +150,15 @@ def test_a_tenant_takes_no_connection_that_is_another_s_share(make_within: Make,
 
 def test_a_connection_that_moves_counts_for_its_tenant(make_within: Make) -> None:
     within = make_within(daemon__connections=2)
-    control = UnixRoute(str(within.path)).connect(30)
-    control.send({"op": "hello", "version": VERSION, "role": "control"}, timeout_s=30)
-    session = answer(control.receive(30)[0])["session"]
+    control = UnixEndpoint(str(within.path)).connect(30)
+    control.send({"op": "hello", "version": PROTOCOL_VERSION, "role": "control"}, timeout_s=30)
+    session = parse_reply(control.receive(30)[0])["session"]
 
     def move() -> Any:
-        wire = UnixRoute(str(within.path)).connect(30)
-        wire.send({"op": "hello", "version": VERSION, "role": "mover", "session": session}, timeout_s=30)
+        wire = UnixEndpoint(str(within.path)).connect(30)
+        wire.send({"op": "hello", "version": PROTOCOL_VERSION, "role": "mover", "session": session}, timeout_s=30)
         try:
-            answer(wire.receive(30)[0])
+            parse_reply(wire.receive(30)[0])
         except KVCacheError:
             wire.close()
             raise

@@ -16,9 +16,9 @@ from tests.daemon.within import Within, until
 
 def test_a_daemon_that_does_not_know_of_stores_is_not_told(within: Within) -> None:
     cache = within.open()
-    cache.link.hears_stores = False
-    tell, said = cache.link.tell, list[str]()
-    cache.link.tell = lambda op, **fields: (said.append(op), tell(op, **fields))[1]
+    cache.connection.accepts_store_notices = False
+    tell, said = cache.connection.post, list[str]()
+    cache.connection.post = lambda op, **fields: (said.append(op), tell(op, **fields))[1]
     transfer, _ = begin(bound_to(cache))
     assert transfer.wait(60)
     assert cache.flush(60)
@@ -32,7 +32,7 @@ def test_an_engine_s_thread_neither_waits_nor_reaches_for_a_daemon_that_is_to_he
 ) -> None:
     cache, go, stands = within.open(), threading.Event(), threading.Event()
     bound, engine, reached, stood = bound_to(cache), Engine(LAYOUT), list[threading.Thread](), list[bool]()
-    connect, link = cache._connect, cache.link
+    connect, connection = cache._connect, cache.connection
     monkeypatch.setattr(cache, "_connect", lambda: (reached.append(threading.current_thread()), connect())[1])
 
     def stand() -> None:
@@ -40,7 +40,7 @@ def test_an_engine_s_thread_neither_waits_nor_reaches_for_a_daemon_that_is_to_he
         stood.append(go.wait(120))
 
     def ask() -> None:
-        with cache.asking():
+        with cache.connected():
             stand()
 
     with bound.request() as r:
@@ -48,19 +48,19 @@ def test_an_engine_s_thread_neither_waits_nor_reaches_for_a_daemon_that_is_to_he
         asks = threading.Thread(target=ask)
         if why == "the daemon is gone":
             within.daemon._loop.call_soon_threadsafe(lambda: [peer.close() for peer in list(within.daemon._peers)])
-            until(lambda: cache.link.wire.ended)
+            until(lambda: cache.connection.wire.hung_up)
         elif why == "another thread asks":
             asks.start()
             assert stands.wait(60)
         else:
             within.daemon._loop.call_soon_threadsafe(stand)
             assert stands.wait(60)
-            while cache.link.wire.writable(0):
-                cache.link.tell("stored", store=1 << 40)
+            while cache.connection.wire.writable(0):
+                cache.connection.post("stored", store=1 << 40)
         store = r.store(engine.described, engine.ids(PAGES))
         assert not stood
         assert threading.current_thread() not in reached
-        assert why == "the daemon is gone" or cache.link is link
+        assert why == "the daemon is gone" or cache.connection is connection
         go.set()
         assert store.wait(60)
     if asks.ident:

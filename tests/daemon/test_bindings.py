@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import pytest
 
 from kvcache.daemon.server import namespace_registry as of_bindings
-from kvcache.daemon.server.namespace_registry import Bindings
+from kvcache.daemon.server.namespace_registry import NamespaceRegistry
 from kvcache.errors import AccessError, ConfigError, LayoutError
 from tests.contract.caches import quiet
 from tests.daemon.house import bound_to, load, store
@@ -25,11 +25,11 @@ Make = Callable[..., Within]
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that a test reaches."""
-    monkeypatch.setattr(of_bindings, "MOST", 12)
-    monkeypatch.setattr(of_bindings, "KEPT", 4)
-    monkeypatch.setattr(of_bindings, "A_BATCH", 2)
+    monkeypatch.setattr(of_bindings, "MAX_BOUND_NAMESPACES", 12)
+    monkeypatch.setattr(of_bindings, "MAX_IDLE_NAMESPACES", 4)
+    monkeypatch.setattr(of_bindings, "IDLE_EVICTION_BATCH", 2)
     for module in ("session", "remote"):
-        monkeypatch.setattr(f"kvcache.daemon.{module}.NAMESPACES", 8)
+        monkeypatch.setattr(f"kvcache.daemon.{module}.MAX_CLIENT_NAMESPACES", 8)
 
 
 @pytest.mark.usefixtures("few")
@@ -60,23 +60,23 @@ def test_a_tenant_binds_no_more_than_leaves_another_its_share(make_within: Make,
     for i in range(3 * 6):
         bounds.append(bound_to(engines[i // 6], cache_salt=str(i)))
         expected.append(store(bounds[i], tokens, i))
-        assert within.daemon._bindings._allotment.used("acme") <= 12 - 2 * share
-    assert within.daemon._bindings._allotment.used("acme") == 12 - 2 * share
+        assert within.daemon._namespace_registry._fair_share.used("acme") <= 12 - 2 * share
+    assert within.daemon._namespace_registry._fair_share.used("acme") == 12 - 2 * share
     beta = came_in(within, BETA, tmp_path)
     for i in range(share):
         other = bound_to(beta, cache_salt=str(i))
         stored = store(other, tokens, 100 + i)
         assert load(other, tokens) == stored
     assert [load(bound, tokens) for bound in bounds] == expected, "whose place another took has it again"
-    assert within.daemon._bindings._allotment.used("acme") == 12 - 2 * share
-    assert within.daemon._bindings._allotment.used("beta") == share
+    assert within.daemon._namespace_registry._fair_share.used("acme") == 12 - 2 * share
+    assert within.daemon._namespace_registry._fair_share.used("beta") == share
 
 
 def test_a_scheduler_and_its_worker_at_their_share_go_on_with_new_namespaces(
     make_within: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both have all of them bound, and neither gives up any by itself."""
-    monkeypatch.setattr(of_bindings, "MOST", 12)
+    monkeypatch.setattr(of_bindings, "MAX_BOUND_NAMESPACES", 12)
     within = make_within(daemon__tenants_file=str(everybody(tmp_path / "t")))
     scheduler, worker = (came_in(within, ACME, tmp_path, engine="e") for _ in range(2))
     tokens, expected = list(range(8)), []
@@ -90,19 +90,19 @@ def test_a_scheduler_and_its_worker_at_their_share_go_on_with_new_namespaces(
         assert load(asks, tokens) == expected[i]
     for part in (worker, scheduler):
         assert [load(bound_to(part, cache_salt=str(i)), tokens) for i in range(30)] == expected
-    assert within.daemon._bindings._allotment.used("acme") <= 12 - 2
+    assert within.daemon._namespace_registry._fair_share.used("acme") <= 12 - 2
 
 
 @pytest.mark.usefixtures("few")
 def test_a_tenant_that_may_have_none_is_refused(within: Within) -> None:
-    bindings = Bindings(within.cache, lambda: 100)
+    bindings = NamespaceRegistry(within.cache, lambda: 100)
     for i in range(12):
-        bindings.take("first", partial(bound_to, within.cache, cache_salt=str(i)), "session")
+        bindings.acquire("first", partial(bound_to, within.cache, cache_salt=str(i)), "session")
     with pytest.raises(ConfigError, match=r"'late' can have no namespace bound"):
-        bindings.take("late", partial(bound_to, within.cache, cache_salt="late"), "session")
-    assert bindings._allotment.used("first") == 12
-    bindings.take("first", partial(bound_to, within.cache, cache_salt="more"), "session")
-    assert bindings._allotment.used("first") == 12
+        bindings.acquire("late", partial(bound_to, within.cache, cache_salt="late"), "session")
+    assert bindings._fair_share.used("first") == 12
+    bindings.acquire("first", partial(bound_to, within.cache, cache_salt="more"), "session")
+    assert bindings._fair_share.used("first") == 12
 
 
 @pytest.mark.usefixtures("few")
@@ -116,7 +116,7 @@ def test_a_client_at_its_tenants_share_goes_on_with_those_it_used_last(make_with
     for i, bound in enumerate(bounds):
         expected.append(store(bound, tokens, i))
     assert [load(bound, tokens) for bound in bounds] == expected
-    assert within.daemon._bindings._allotment.used("acme") <= 12 - 2
+    assert within.daemon._namespace_registry._fair_share.used("acme") <= 12 - 2
     bound_to(came_in(within, ACME, tmp_path), cache_salt="fills 0")  # another engine has it: it is free
 
 
@@ -125,21 +125,23 @@ def test_a_refused_namespace_costs_a_client_none_of_its_others(within: Within) -
     cache, tokens = within.open(), list(range(8))
     bounds = [bound_to(cache, cache_salt=str(i)) for i in range(8)]
     expected = [store(bound, tokens, i) for i, bound in enumerate(bounds)]
-    link, (session,) = cache.link, within.daemon.sessions
-    first = min(link.bound)
+    connection, (session,) = cache.connection, within.daemon.sessions
+    first = min(connection.bound)
     with pytest.raises(LayoutError):
-        link.ask("namespace", layout={}, model="m", revision="1", tenant="t", cache_salt="", facts={}, ends=[first])
+        connection.call(
+            "namespace", layout={}, model="m", revision="1", tenant="t", cache_salt="", facts={}, ends=[first]
+        )
     assert first in session._bound
     for error in (ConfigError, AccessError):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(within.daemon._bindings, "take", partial(refuse, error))
+            patch.setattr(within.daemon._namespace_registry, "acquire", partial(refuse, error))
             with pytest.raises(error):
                 bound_to(cache, cache_salt="more")
         assert [load(bound, tokens) for bound in bounds] == expected
     for i in range(8, 12):
         bound_to(cache, cache_salt=str(i))
-    assert list(session._bound) == sorted(link.bound)
-    assert link.ends == []
+    assert list(session._bound) == sorted(connection.bound)
+    assert connection.ends == []
 
 
 def refuse(error: type[Exception], *_: object) -> NoReturn:
@@ -150,10 +152,10 @@ def refuse(error: type[Exception], *_: object) -> NoReturn:
 def test_a_namespace_that_is_ended_as_it_is_bound_again_stays(within: Within) -> None:
     cache = within.open()
     bound = bound_to(cache)
-    with cache.asking() as link:
-        number = bound.number(link)
-        link.let_go(1)
-        assert bound.number(link) == number
+    with cache.connected() as connection:
+        number = bound.number(connection)
+        connection.unbind_oldest(1)
+        assert bound.number(connection) == number
     expected = store(bound, list(range(8)), 1)
     assert load(bound, list(range(8))) == expected
 
@@ -191,43 +193,43 @@ def test_whose_a_record_is_is_known_for_as_long_as_it_is_there(within: Within) -
         until(lambda: not within.daemon.sessions)
     quiet(cache)
     assert len(cache.bounds) < 12
-    used = cache.kinds.used_bytes("host")["churns"]
+    used = cache.cost_classes.used_bytes("host")["churns"]
     assert used == cache.host.usage().records * 12288 > 0
     assert len(cache.erasure.erase(tenant="churns").namespaces) == 12
     assert cache.host.usage().records == 0
     cache.unbind(cache.bounds)
     quiet(cache)
-    assert cache._unbound.places == set()
-    assert cache.kinds._places == {}
+    assert cache._namespace_gc.places == set()
+    assert cache.cost_classes._places == {}
     assert cache.erasure._owners == {}
-    assert cache._coder._layouts == {}
+    assert cache._record_codec._layouts == {}
     assert cache.check() == []
 
 
 def test_one_binding_of_several_sessions_is_one_and_stays_for_the_last(within: Within) -> None:
-    bindings, made = Bindings(within.cache, lambda: 1), bound_to(within.cache)
+    bindings, made = NamespaceRegistry(within.cache, lambda: 1), bound_to(within.cache)
     for session in (1, 2, 3, 3):
-        assert bindings.take("a", lambda: made, session) is made
-    assert bindings._allotment.used("a") == 1
-    bindings.take("b", lambda: made, 4)
+        assert bindings.acquire("a", lambda: made, session) is made
+    assert bindings._fair_share.used("a") == 1
+    bindings.acquire("b", lambda: made, 4)
     for tenant, session in (("a", 1), ("a", 3), ("a", 2), ("a", 2), ("b", 4)):
         assert made not in bindings._idle
         assert bindings.touch("b", made, 4)
-        bindings.give_back(tenant, made, session)
+        bindings.release(tenant, made, session)
         assert not bindings.touch(tenant, made, session)
     assert made in bindings._idle
-    assert bindings._allotment.used("a") == bindings._allotment.used("b") == 0
+    assert bindings._fair_share.used("a") == bindings._fair_share.used("b") == 0
 
 
 @pytest.mark.usefixtures("few")
 def test_whoever_binds_without_end_pushes_out_none_of_another_tenants(within: Within) -> None:
-    bindings = Bindings(within.cache, lambda: 1)
+    bindings = NamespaceRegistry(within.cache, lambda: 1)
     quiet_one = bound_to(within.cache, tenant="quiet")
-    bindings.take("a", lambda: quiet_one, 1)
-    bindings.give_back("a", quiet_one, 1)
+    bindings.acquire("a", lambda: quiet_one, 1)
+    bindings.release("a", quiet_one, 1)
     for i in range(20):
-        bound = bindings.take("a", partial(bound_to, within.cache, tenant="churns", cache_salt=str(i)), 2)
-        bindings.give_back("a", bound, 2)
+        bound = bindings.acquire("a", partial(bound_to, within.cache, tenant="churns", cache_salt=str(i)), 2)
+        bindings.release("a", bound, 2)
     assert quiet_one in within.cache.bounds
     assert bound in within.cache.bounds
     assert len(within.cache.bounds) < 4 + 2
@@ -246,7 +248,7 @@ def test_what_an_open_request_is_of_stays_bound(within: Within) -> None:
         assert mine not in [bound for bound, _ in session._bound.values()]
         assert len(within.cache.bounds) < 24, "others were let go of"
         assert mine in within.cache.bounds
-    until(lambda: mine in within.daemon._bindings._idle)
+    until(lambda: mine in within.daemon._namespace_registry._idle)
 
 
 def test_what_is_bound_and_stored_to_while_it_is_looked_stays_its_tenants(
@@ -271,5 +273,5 @@ def test_what_is_bound_and_stored_to_while_it_is_looked_stays_its_tenants(
     cache.unbind([bound])
     quiet(cache)
     quiet(cache)
-    assert cache.kinds.used_bytes("host")["late"] > 0
+    assert cache.cost_classes.used_bytes("host")["late"] > 0
     assert bound.id in cache.erasure._owners

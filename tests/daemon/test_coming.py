@@ -19,9 +19,9 @@ from unittest.mock import Mock
 import pytest
 
 from kvcache.cache.cache import Cache
-from kvcache.cache.slot_copy import PagesMover
-from kvcache.daemon.discovery import Claim
-from kvcache.daemon.server.client_session import COMES_S, STORES, Coming
+from kvcache.cache.slot_copy import PagesSlotCopy
+from kvcache.daemon.discovery import SocketClaim
+from kvcache.daemon.server.client_session import MAX_PENDING_STORES, MAX_STORE_S, PendingStores
 from kvcache.daemon.server.server import Daemon
 from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load as load_settings
@@ -42,12 +42,12 @@ Hold = Callable[[Any], threading.Event]
 @pytest.fixture(autouse=True)
 def heard(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flush that is not done waits for a store: a busy loop has all the time to hear of it."""
-    monkeypatch.setattr("kvcache.daemon.server.client_session.HEAR_S", 600.0)
+    monkeypatch.setattr("kvcache.daemon.server.client_session.MIN_CATCH_UP_S", 600.0)
 
 
 def done(cache: Any) -> bool:
     """What the daemon answers a flush for which there is no time; an error where it does not answer."""
-    return bool(cache.ask_apart("flush", 0, {"timeout_s": 0})["done"])
+    return bool(cache.long_call("flush", 0, {"timeout_s": 0})["done"])
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_it_is_waited_for_also_where_the_daemon_has_not_read_of_it(
     within: Within, hold: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who asks may come before the client's message has had its turn."""
-    cache, stands, coming = within.open(), threading.Event(), within.daemon._coming
+    cache, stands, coming = within.open(), threading.Event(), within.daemon._pending_stores
     go, bound = hold(cache), bound_to(cache)
     engine, answers, to_do = Engine(LAYOUT), list[bool](), Queue[Callable[[], None]]()
     asks = threading.Thread(target=lambda: answers.append(coming.wait(0)))
@@ -148,12 +148,12 @@ def test_a_store_that_never_comes_keeps_nobody_waiting(
     transfer, _ = begin(bound_to(cache))
     assert not done(other)
     if how == "hung up":
-        cache.link.close()
+        cache.connection.close()
         assert other.flush(60)
     elif how == "cancelled":
         transfer.cancel()
     else:
-        monkeypatch.setattr(PagesMover, "gather", lambda mover, parts: 1 // 0)
+        monkeypatch.setattr(PagesSlotCopy, "gather", lambda mover, parts: 1 // 0)
     go.set()
     assert other.flush(60)
     assert transfer.wait(60)
@@ -173,14 +173,14 @@ def test_a_tenant_does_not_wait_for_another_s(make_within: Callable[..., Within]
 
 def test_what_one_client_can_keep_others_waiting_with_is_bounded(within: Within) -> None:
     cache, other = within.open(), within.open()
-    for number in range(STORES + 10):
-        cache.link.tell("storing", store=number)
+    for number in range(MAX_PENDING_STORES + 10):
+        cache.connection.post("storing", store=number)
     assert not done(other)
-    cache.link.tell("stored", store=1 << 40)  # of which nobody has heard
-    for number in range(STORES - 1):
-        cache.link.tell("stored", store=number)
+    cache.connection.post("stored", store=1 << 40)  # of which nobody has heard
+    for number in range(MAX_PENDING_STORES - 1):
+        cache.connection.post("stored", store=number)
     assert not done(other)
-    cache.link.tell("stored", store=STORES - 1)
+    cache.connection.post("stored", store=MAX_PENDING_STORES - 1)
     assert other.flush(60)
 
 
@@ -188,9 +188,9 @@ def test_nobody_waits_for_ever_for_a_store_of_which_its_client_says_no_more(
     within: Within, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, other = within.open(), within.open()
-    cache.link.tell("storing", store=1)
+    cache.connection.post("storing", store=1)
     assert not done(other)
-    monkeypatch.setattr("kvcache.daemon.server.client_session.COMES_S", 0.0)
+    monkeypatch.setattr("kvcache.daemon.server.client_session.MAX_STORE_S", 0.0)
     assert done(other)
     assert within.cache.flush(0)
 
@@ -223,7 +223,7 @@ def test_a_daemon_that_ends_by_an_error_keeps_nobody_waiting(tmp_path: Path) -> 
 
     settings = load_settings(None, host={"capacity_bytes": "768KiB"}, nvme__enabled=False)
     with Cache(settings, shared=True) as cache:
-        claim = Claim(Path(os.path.relpath(tmp_path / "d")), 0o600)
+        claim = SocketClaim(Path(os.path.relpath(tmp_path / "d")), 0o600)
         daemon = Daemon(cache, claim)
         daemon._ended = SimpleNamespace(wait=fails)
         with pytest.raises(ArithmeticError):
@@ -244,7 +244,7 @@ class TestComing:
         loop.close()
 
     def test_what_begins_later_is_not_waited_for(self, loop: asyncio.AbstractEventLoop) -> None:
-        coming = Coming(loop, {}, SystemClock())
+        coming = PendingStores(loop, {}, SystemClock())
         last, answers = coming.begin("a"), list[bool]()
         waits = threading.Thread(target=lambda: answers.append(coming.wait(120)))
         waits.start()
@@ -258,7 +258,7 @@ class TestComing:
 
     def test_once_the_loop_is_over_it_waits_for_what_has_begun_alone(self) -> None:
         loop = asyncio.new_event_loop()
-        coming = Coming(loop, {}, SystemClock())
+        coming = PendingStores(loop, {}, SystemClock())
         number, answers = coming.begin("a"), list[bool]()
         waits = threading.Thread(target=lambda: answers.append(coming.wait(120)))
         waits.start()
@@ -273,14 +273,14 @@ class TestComing:
     @pytest.mark.parametrize("whose", ["a", None])
     def test_what_is_too_old_keeps_nobody_waiting(self, loop: asyncio.AbstractEventLoop, whose: str | None) -> None:
         clock = Clock()
-        coming = Coming(loop, {}, clock)
-        old, clock.seconds = coming.begin("a"), clock.seconds + COMES_S - 1
+        coming = PendingStores(loop, {}, clock)
+        old, clock.seconds = coming.begin("a"), clock.seconds + MAX_STORE_S - 1
         coming.begin("a")
         assert not coming.wait(0, whose)
         clock.seconds += 1
         assert not coming.wait(0, whose)
         coming.end("a", old)
-        clock.seconds += COMES_S - 2
+        clock.seconds += MAX_STORE_S - 2
         assert not coming.wait(0, whose)
         clock.seconds += 1
         assert coming.wait(0, whose)
@@ -288,13 +288,13 @@ class TestComing:
     def test_nor_whoever_waits_for_it_already(
         self, loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvcache.daemon.server.client_session.COMES_S", 0.1)
-        coming = Coming(loop, {}, SystemClock())
+        monkeypatch.setattr("kvcache.daemon.server.client_session.MAX_STORE_S", 0.1)
+        coming = PendingStores(loop, {}, SystemClock())
         coming.begin("a")
         assert coming.wait(None)
 
     def test_they_end_in_any_order(self, loop: asyncio.AbstractEventLoop) -> None:
-        coming = Coming(loop, {}, SystemClock())
+        coming = PendingStores(loop, {}, SystemClock())
         numbers = {coming.begin(tenant): tenant for tenant in "abcab" * 3}
         for number in random.Random(1).sample(sorted(numbers), len(numbers)):
             for tenant in "abc":
@@ -309,12 +309,12 @@ class TestComing:
             Mock(catch_up=partial(heard.append, name)): SimpleNamespace(tenant=SimpleNamespace(name=name))
             for name in "abc"
         }
-        coming = Coming(SimpleNamespace(call_soon_threadsafe=to_do.put), clients, SystemClock())
+        coming = PendingStores(SimpleNamespace(call_soon_threadsafe=to_do.put), clients, SystemClock())
         waits = [threading.Thread(target=coming.wait, args=(120, whose)) for whose in "aaab"]
         for thread in waits:
             thread.start()
         hear = to_do.get(timeout=60)
-        until(lambda: coming._asked == {"a", "b"} and len(coming._changed._waiters) == 4)
+        until(lambda: coming._waiting_tenants == {"a", "b"} and len(coming._changed._waiters) == 4)
         hear()
         for thread in waits:
             thread.join(120)

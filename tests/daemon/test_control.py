@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 import kvcache
 from kvcache.block.layout import KVLayout
-from kvcache.daemon.client.control import ask, find, locate
-from kvcache.daemon.protocol import REQUEST_BYTES
+from kvcache.daemon.client.control import find_caches, find_socket, send_command
+from kvcache.daemon.protocol import MAX_REQUEST_BYTES
 from kvcache.daemon.server import control as server
 from kvcache.errors import KVCacheError, UnreachableError
 from kvcache.transfer.pages import GroupPages
@@ -30,7 +30,7 @@ LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=256, dtype="fp32", block_to
 
 
 def open_cache(**more: Any) -> Any:
-    return kvcache.open(host={"capacity_bytes": "1MiB", "extent_bytes": "64KiB"}, **{"nvme__enabled": False, **more})
+    return kvcache.open(host={"capacity_bytes": "1MiB", "slab_bytes": "64KiB"}, **{"nvme__enabled": False, **more})
 
 
 def pages() -> list[GroupPages]:
@@ -47,7 +47,7 @@ def cache(runtime: Path) -> Iterator[Any]:
 
 @pytest.fixture
 def path(cache: Any) -> Path:
-    (found,) = find()
+    (found,) = find_caches()
     return found.path
 
 
@@ -68,12 +68,16 @@ def hung_up(connection: socket.socket) -> bool:
 
 def test_a_running_cache_is_found_and_says_who_it_is(cache: Any, runtime: Path) -> None:
     bound = cache.namespace(LAYOUT, model="org/model", revision="r", cache_salt="of one tenant")
-    (found,) = find()
+    (found,) = find_caches()
     assert found.path == runtime / f"{os.getpid()}-1.sock"
     assert found.address == f"{os.getpid()}-1"
     assert found.fault == ""
     info = found.info
-    assert (info["pid"], info["version"], info["protocol"]) == (os.getpid(), kvcache.__version__, server.PROTOCOL)
+    assert (info["pid"], info["version"], info["protocol"]) == (
+        os.getpid(),
+        kvcache.__version__,
+        server.CONTROL_PROTOCOL_VERSION,
+    )
     assert (info["models"], info["nvme_path"], info["bypass"]) == (["org/model"], None, "off")
     assert info["tiers"]["host"]["capacity_bytes"] == 1 << 20
     assert "of one tenant" not in repr(info)
@@ -87,14 +91,14 @@ def test_only_its_user_may_ask(path: Path) -> None:
 
 def test_it_ends_with_the_cache(runtime: Path) -> None:
     cache = open_cache()
-    (found,) = find()
+    (found,) = find_caches()
     cache.close()
     assert list(runtime.glob("*.sock*")) == []
     with pytest.raises(UnreachableError, match="kvcache ps"):
-        ask(found.path, "info")
+        send_command(found.path, "info")
     cache.close()
     forgotten = open_cache()
-    assert len(list(find())) == 1
+    assert len(list(find_caches())) == 1
     del forgotten
     gc.collect()
     assert list(runtime.glob("*.sock*")) == []
@@ -102,18 +106,18 @@ def test_it_ends_with_the_cache(runtime: Path) -> None:
 
 def test_a_setting_turns_it_off(runtime: Path) -> None:
     with closing(open_cache(control__enabled=False)):
-        assert list(find()) == []
+        assert list(find_caches()) == []
 
 
 def test_two_caches_of_one_process_have_two_addresses(cache: Any, runtime: Path) -> None:
     with closing(open_cache(host__capacity_bytes="2MiB")):
-        assert [found.address for found in find()] == [f"{os.getpid()}-1", f"{os.getpid()}-2"]
-        sizes = [found.info["tiers"]["host"]["capacity_bytes"] for found in find()]
+        assert [found.address for found in find_caches()] == [f"{os.getpid()}-1", f"{os.getpid()}-2"]
+        sizes = [found.info["tiers"]["host"]["capacity_bytes"] for found in find_caches()]
         assert sizes == [1 << 20, 2 << 20]
-        assert locate(f"{os.getpid()}-2") == runtime / f"{os.getpid()}-2.sock"
+        assert find_socket(f"{os.getpid()}-2") == runtime / f"{os.getpid()}-2.sock"
     with pytest.raises(UnreachableError, match="kvcache ps"):
-        locate(f"{os.getpid()}-2")
-    assert locate("unix:/run/x.sock") == locate("/run/x.sock") == Path("/run/x.sock")
+        find_socket(f"{os.getpid()}-2")
+    assert find_socket("unix:/run/x.sock") == find_socket("/run/x.sock") == Path("/run/x.sock")
 
 
 def test_statistics_and_events_are_those_of_the_cache(cache: Any, path: Path) -> None:
@@ -121,11 +125,11 @@ def test_statistics_and_events_are_those_of_the_cache(cache: Any, path: Path) ->
         r.match(range(40))
         r.admit()
         assert r.store(pages(), [list(range(10))]).wait(30)
-    assert ask(path, "stats") == cache.stats()
-    (event,) = ask(path, "events")["events"]
+    assert send_command(path, "stats") == cache.stats()
+    (event,) = send_command(path, "events")["events"]
     assert (event["kind"], event["request"], event["blocks"], event["tier"]) == ("stored", "r-7", 10, "host")
-    assert ask(path, "events", count=0) == {"events": []}
-    assert ask(path, "check") == {"busy": False, "count": 0, "faults": []}
+    assert send_command(path, "events", count=0) == {"events": []}
+    assert send_command(path, "check") == {"busy": False, "count": 0, "faults": []}
 
 
 def test_a_bypassed_cache_is_out_of_the_path_and_back(cache: Any, path: Path) -> None:
@@ -145,7 +149,7 @@ def test_a_bypassed_cache_is_out_of_the_path_and_back(cache: Any, path: Path) ->
     assert turn(range(40)) == (0, "cold", 0, 10)
     assert turn(range(40)) == (10, "", 2, 10)
     failures = cache.counters.get("load_failures")
-    assert ask(path, "bypass", mode="on") == {"mode": "on", "was": "off"}
+    assert send_command(path, "bypass", mode="on") == {"mode": "on", "was": "off"}
     assert turn(range(40)) == (0, "bypass", 0, 0)
     assert cache.stats()["bypass"] == {"loads": True, "stores": True}
     assert cache.counters.get("misses", reason="bypass") == 1
@@ -153,16 +157,16 @@ def test_a_bypassed_cache_is_out_of_the_path_and_back(cache: Any, path: Path) ->
     assert cache.counters.get("load_failures", outcome="bypass") == 2
     assert cache.counters.get("load_failures") == failures + 2
     assert cache.events.last()[-1].reason == "bypass"
-    assert ask(path, "bypass", mode="loads") == {"mode": "loads", "was": "on"}
+    assert send_command(path, "bypass", mode="loads") == {"mode": "loads", "was": "on"}
     assert turn(range(100, 140)) == (0, "bypass", 0, 10)
-    assert ask(path, "bypass", mode="stores") == {"mode": "stores", "was": "loads"}
+    assert send_command(path, "bypass", mode="stores") == {"mode": "stores", "was": "loads"}
     assert turn(range(100, 140)) == (10, "", 2, 0)
     assert turn(range(200, 240)) == (0, "cold", 0, 0)
-    assert ask(path, "bypass", mode="off") == {"mode": "off", "was": "stores"}
+    assert send_command(path, "bypass", mode="off") == {"mode": "off", "was": "stores"}
     assert turn(range(40)) == (10, "", 2, 10)
-    assert ask(path, "bypass") == {"mode": "off", "was": "off"}
+    assert send_command(path, "bypass") == {"mode": "off", "was": "off"}
     with pytest.raises(KVCacheError, match="expected one of off, on, loads, stores"):
-        ask(path, "bypass", mode="maybe")
+        send_command(path, "bypass", mode="maybe")
 
 
 def test_a_long_audit_keeps_nobody_from_bypassing(cache: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,25 +176,25 @@ def test_a_long_audit_keeps_nobody_from_bypassing(cache: Any, path: Path, monkey
     def audit() -> list[str]:
         begun.set()
         assert go_on.wait(30)
-        return ["a fault"] * (server.FAULTS + 5)
+        return ["a fault"] * (server.MAX_FAULTS + 5)
 
     with monkeypatch.context() as patch:
         patch.setattr(cache, "check", audit)
-        asking = threading.Thread(target=lambda: answers.append(ask(path, "check", timeout_s=None)))
+        asking = threading.Thread(target=lambda: answers.append(send_command(path, "check", timeout_s=None)))
         asking.start()
         assert begun.wait(30)
-        assert ask(path, "check")["busy"]
-        assert ask(path, "bypass", mode="on")["mode"] == "on"
+        assert send_command(path, "check")["busy"]
+        assert send_command(path, "bypass", mode="on")["mode"] == "on"
         go_on.set()
         asking.join()
-    assert answers == [{"busy": False, "count": server.FAULTS + 5, "faults": ["a fault"] * server.FAULTS}]
-    assert not ask(path, "check")["busy"]
+    assert answers == [{"busy": False, "count": server.MAX_FAULTS + 5, "faults": ["a fault"] * server.MAX_FAULTS}]
+    assert not send_command(path, "check")["busy"]
 
 
 def test_an_audit_of_a_busy_cache_finds_no_fault(runtime: Path, tmp_path: Path) -> None:
-    nvme = {"path": tmp_path / "nvme", "capacity_bytes": "8MiB", "free_floor_bytes": 0}
+    nvme = {"path": tmp_path / "nvme", "capacity_bytes": "8MiB", "min_free_bytes": 0}
     with closing(open_cache(nvme__enabled=True, nvme=nvme)) as cache:
-        (found,) = find()
+        (found,) = find_caches()
         bound = cache.namespace(LAYOUT, model="m", revision="r")
         busy, ended = threading.Event(), threading.Event()
 
@@ -212,7 +216,7 @@ def test_an_audit_of_a_busy_cache_finds_no_fault(runtime: Path, tmp_path: Path) 
             thread.start()
         try:
             assert busy.wait(120)
-            faults = [ask(found.path, "check", timeout_s=None)["faults"] for _ in range(4)]
+            faults = [send_command(found.path, "check", timeout_s=None)["faults"] for _ in range(4)]
         finally:
             ended.set()
             for thread in threads:
@@ -232,7 +236,7 @@ def test_bytes_that_are_no_question_hurt_nobody(cache: Any, path: Path, noise: b
             answer += piece
     if answer:  # it was a map by chance
         assert "error" in msgpack.unpackb(answer[4:])
-    assert ask(path, "info")["pid"] == os.getpid()
+    assert send_command(path, "info")["pid"] == os.getpid()
 
 
 def _received(connection: socket.socket) -> bytes:
@@ -253,7 +257,7 @@ DEEP = b"\x91" * 60_000 + b"\xc0"  # a list in a list, and so on
 @pytest.mark.parametrize(
     "question",
     [
-        struct.pack("<I", REQUEST_BYTES + 1) + bytes(100),
+        struct.pack("<I", MAX_REQUEST_BYTES + 1) + bytes(100),
         struct.pack("<I", 0xFFFFFFFF),
         struct.pack("<I", len(DEEP)) + DEEP,
         struct.pack("<I", 6) + b"\xdf\xff\xff\xff\xff\xc0",  # a map of 2**32 entries
@@ -267,7 +271,7 @@ def test_what_is_no_question_is_hung_up_on(cache: Any, path: Path, question: byt
         connection.sendall(question)
         connection.shutdown(socket.SHUT_WR)
         assert hung_up(connection)
-    assert ask(path, "info")["pid"] == os.getpid()
+    assert send_command(path, "info")["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize("op", [None, 7, "x" * 500, ["info"], "close", "__class__"])
@@ -285,8 +289,8 @@ def test_an_unknown_question_is_answered_with_those_there_are(path: Path, op: An
 )
 def test_arguments_that_make_no_sense_are_refused(path: Path, op: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(KVCacheError, match="expected"):
-        ask(path, op, **arguments)
-    assert ask(path, "bypass")["mode"] == "off"
+        send_command(path, op, **arguments)
+    assert send_command(path, "bypass")["mode"] == "off"
 
 
 def test_a_defect_is_told_to_who_asked(
@@ -295,31 +299,31 @@ def test_a_defect_is_told_to_who_asked(
     with monkeypatch.context() as patch:
         patch.setattr(cache, "check", lambda: 1 // 0)
         with pytest.raises(KVCacheError, match="ZeroDivisionError"):
-            ask(path, "check")
+            send_command(path, "check")
     assert "check failed" in caplog.text
-    assert not ask(path, "check")["busy"]
+    assert not send_command(path, "check")["busy"]
 
 
 def test_silent_clients_are_hung_up_on(cache: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(server, "DEADLINE_S", 1.0)
+        patch.setattr(server, "CLIENT_TIMEOUT_S", 1.0)
         with connect(path) as silent, connect(path) as slow:
             slow.sendall(framed({"op": "info"})[:5])
             assert hung_up(silent)
             assert hung_up(slow)
-    assert ask(path, "info")["pid"] == os.getpid()
+    assert send_command(path, "info")["pid"] == os.getpid()
 
 
 def test_only_so_many_are_answered_at_a_time(cache: Any, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "DEADLINE_S", 60.0)
-    waiting = [connect(path) for _ in range(server.AT_ONCE)]
+    monkeypatch.setattr(server, "CLIENT_TIMEOUT_S", 60.0)
+    waiting = [connect(path) for _ in range(server.MAX_CONCURRENT_COMMANDS)]
     with pytest.raises(UnreachableError):
-        ask(path, "info")
+        send_command(path, "info")
     for connection in waiting:
         connection.shutdown(socket.SHUT_WR)
         assert hung_up(connection)
         connection.close()
-    assert ask(path, "info")["pid"] == os.getpid()
+    assert send_command(path, "info")["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize(
@@ -341,7 +345,7 @@ def test_another_programs_socket_is_not_believed(runtime: Path, answer: bytes) -
         thread = threading.Thread(target=reply)
         thread.start()
         with pytest.raises(UnreachableError):
-            ask(runtime / "1-1.sock", "info")
+            send_command(runtime / "1-1.sock", "info")
         thread.join()
 
 

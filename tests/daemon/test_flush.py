@@ -17,7 +17,7 @@ from tests.daemon.house import bound_to, store
 
 
 def refusing(monkeypatch: pytest.MonkeyPatch, cache: Any) -> None:
-    (nvme,) = cache.below
+    (nvme,) = cache.lower_tiers
     submit: Callable[..., Ticket] = nvme.submit
 
     def refuses(op: str, addresses: Any, *arguments: Any, **more: Any) -> Ticket:
@@ -32,7 +32,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, cache: Any) -> None:
 
 @pytest.fixture
 def nvme_within(make_within: Any, tmp_path: Path) -> Any:
-    drive = {"path": tmp_path / "nvme", "capacity_bytes": "64MiB", "free_floor_bytes": 0}
+    drive = {"path": tmp_path / "nvme", "capacity_bytes": "64MiB", "min_free_bytes": 0}
     return make_within(nvme=drive, nvme__enabled=True)
 
 

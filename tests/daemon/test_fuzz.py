@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvcache.daemon.protocol import FRAME_BYTES, OPS, VERSION, answer, pack
+from kvcache.daemon.protocol import MAX_FRAME_BYTES, OPS, PROTOCOL_VERSION, pack, parse_reply
 from kvcache.daemon.wire import Wire
 from kvcache.errors import KVCacheError
 from tests.daemon.house import LAYOUT, House, bound_to, load, store
@@ -72,7 +72,7 @@ def frame(rng: random.Random, role: str) -> bytes:
     name = rng.choice(ops)
     op = OPS[name]
     message: dict[str, Any] = {"op": name}
-    for field, kind in (*op.needs.items(), *((f, k) for f, k in op.may.items() if rng.random() < 0.5)):
+    for field, kind in (*op.required.items(), *((f, k) for f, k in op.optional.items() if rng.random() < 0.5)):
         message[field] = plausible(rng, field, kind)
     if rng.random() < 0.003:  # ends the connection, so not too often
         field = rng.choice(list(message))
@@ -88,7 +88,7 @@ def frame(rng: random.Random, role: str) -> bytes:
         packed = packed[:at] + rng.randbytes(rng.randrange(1, 9)) + packed[at + 1 :]
     if rng.random() < 0.001:
         packed = rng.choice(
-            [rng.randbytes(40), (FRAME_BYTES + 1).to_bytes(4, "little"), b"\xff\xff\xff\xff", b"\0" * 9]
+            [rng.randbytes(40), (MAX_FRAME_BYTES + 1).to_bytes(4, "little"), b"\xff\xff\xff\xff", b"\0" * 9]
         )
     return packed
 
@@ -99,8 +99,8 @@ class Stranger:
     def __init__(self, house: House, rng: random.Random) -> None:
         self.rng, self.answers, self._said = rng, 0, bytearray()
         self.control = house.wire()
-        self.control.send({"op": "hello", "version": VERSION, "role": "control"}, timeout_s=30)
-        self.session = answer(self.control.receive(30)[0])["session"]
+        self.control.send({"op": "hello", "version": PROTOCOL_VERSION, "role": "control"}, timeout_s=30)
+        self.session = parse_reply(self.control.receive(30)[0])["session"]
         self.house = house
         fields = {"layout": LAYOUT.describe(), "model": "m", "revision": "r", "cache_salt": "", "facts": {}}
         self.control.send({"op": "namespace", "tenant": "default", **fields}, timeout_s=30)
@@ -112,7 +112,9 @@ class Stranger:
         self._talk(self.control, "control", A_CONNECTION)
         with suppress(KVCacheError):
             mover = self.house.wire()
-            mover.send({"op": "hello", "version": VERSION, "role": "mover", "session": self.session}, timeout_s=30)
+            mover.send(
+                {"op": "hello", "version": PROTOCOL_VERSION, "role": "mover", "session": self.session}, timeout_s=30
+            )
             mover.receive(30)
             self._talk(mover, "mover", A_CONNECTION // 8)
             mover.close()

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from kvcache.daemon.client.autostart import find_or_start
-from kvcache.daemon.client.control import ask
-from kvcache.daemon.protocol import VERSION
+from kvcache.daemon.client.control import send_command
+from kvcache.daemon.protocol import PROTOCOL_VERSION
 from kvcache.daemon.server.auth import new_token, token_hash
-from kvcache.daemon.server.handover import take
+from kvcache.daemon.server.handover import take_over
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, House, bound_to, load, reached, store
@@ -34,14 +34,14 @@ ROOT = Path(__file__).parents[2]
 ASK = f"""
 import os, sys
 from pathlib import Path
-from kvcache.daemon.server.handover import take
+from kvcache.daemon.server.handover import take_over
 from kvcache.daemon.wire import Wire
 if sys.argv[2].isdigit():
     os.setuid(int(sys.argv[2]))
 wire = Wire.connect(sys.argv[1], 30)
-wire.send({{"op": "hello", "version": {VERSION}, "role": "heir"}})
+wire.send({{"op": "hello", "version": {PROTOCOL_VERSION}, "role": "heir"}})
 print(wire.receive(30)[0])
-take(Path(sys.argv[1]))
+take_over(Path(sys.argv[1]))
 """
 """Asks to be the heir, as whoever: first without a look at who is there."""
 
@@ -59,7 +59,7 @@ def test_what_is_in_host_memory_is_there_in_the_next_process(make_house: Make, n
         expected = store(bound, PROMPT, 1)
         r = bound.request(id="open")
         assert r.match(PROMPT).blocks == 8
-        heir = house.heir().start("--replace")
+        successor = house.successor().start("--replace")
         code, said = house.gone()
         assert code == 0, said
         reached(cache)
@@ -71,8 +71,8 @@ def test_what_is_in_host_memory_is_there_in_the_next_process(make_house: Make, n
         assert load(bound, PROMPT) == expected
         assert cache.flush(60)
         assert cache.check() == []
-        house = heir.heir().start("--replace")  # and so on
-        assert heir.gone()[0] == 0
+        house = successor.successor().start("--replace")  # and so on
+        assert successor.gone()[0] == 0
         reached(cache)
         assert tiers(bound, PROMPT) == {"host": 8}
         assert load(bound, PROMPT) == expected
@@ -82,25 +82,25 @@ def test_what_is_in_host_memory_is_there_in_the_next_process(make_house: Make, n
 
 
 def test_an_operators_pins_go_on(make_house: Make, runtime: Path) -> None:
-    house = make_house(CONTROL__ENABLED="true", HOST__CAPACITY_BYTES="2MiB", HOST__EXTENT_BYTES="512KiB")
+    house = make_house(CONTROL__ENABLED="true", HOST__CAPACITY_BYTES="2MiB", HOST__SLAB_BYTES="512KiB")
     house.environ["XDG_RUNTIME_DIR"] = str(runtime.parent)
     house.start()
     with house.open() as cache:
         bound = bound_to(cache)
         expected = store(bound, PROMPT, 1)
         (control,) = runtime.glob("*.sock")
-        kept = ask(control, "pin", ids=np.array(PROMPT, "<u4").tobytes(), seconds=3600)["pins"]
+        kept = send_command(control, "pin", ids=np.array(PROMPT, "<u4").tobytes(), seconds=3600)["pins"]
         assert [pin["tokens"] for pin in kept] == [len(PROMPT)]
-        heir = house.heir().start("--replace")
+        successor = house.successor().start("--replace")
         assert house.gone()[0] == 0
         reached(cache)
         (control,) = runtime.glob("*.sock")
-        assert ask(control, "pin")["pins"] == kept
+        assert send_command(control, "pin")["pins"] == kept
         for seed in range(2, 32):  # more than all of its memory
             store(bound, [seed * 100 + i for i in range(32)], seed)
         assert load(bound, PROMPT) == expected
-        assert ask(control, "unpin", pin=kept[0]["pin"])["pins"] == []
-    assert heir.end()[0] == 0
+        assert send_command(control, "unpin", pin=kept[0]["pin"])["pins"] == []
+    assert successor.end()[0] == 0
 
 
 def test_where_nobody_listens_it_simply_begins(make_house: Make) -> None:
@@ -108,7 +108,7 @@ def test_where_nobody_listens_it_simply_begins(make_house: Make) -> None:
     with house.open() as cache:
         expected = store(bound_to(cache), PROMPT, 1)
         assert load(bound_to(cache), PROMPT) == expected
-    again = house.heir().run()
+    again = house.successor().run()
     assert again.returncode != 0, "without the word nobody is replaced"
     assert "serves it" in again.stderr
 
@@ -119,8 +119,8 @@ def test_one_that_ends_already_is_waited_for(make_house: Make) -> None:
         expected = store(bound_to(cache), PROMPT, 1)
     assert house.process is not None
     house.process.terminate()
-    heir = house.heir().start("--replace")
-    with heir.open() as cache:
+    successor = house.successor().start("--replace")
+    with successor.open() as cache:
         assert load(bound_to(cache), PROMPT) == expected
     assert house.gone()[0] == 0
 
@@ -135,13 +135,13 @@ def test_one_of_another_version_leaves_what_is_on_the_drive(make_house: Make, wh
         bound = bound_to(cache)
         expected = store(bound, PROMPT, 1)
         assert cache.flush(60)
-        heir = house.heir(LOG__FORMAT="text").start("--replace")
+        successor = house.successor(LOG__FORMAT="text").start("--replace")
         assert house.gone()[0] == 0
         reached(cache)
         assert tiers(bound, PROMPT) == {"nvme": 8}
         assert load(bound, PROMPT) == expected
         assert cache.check() == []
-    code, said = heir.end()
+    code, said = successor.end()
     assert code == 0
     assert "taken over" in said or "hands over nothing" in said
 
@@ -152,7 +152,7 @@ def test_a_smaller_arena_takes_what_fits(make_house: Make) -> None:
         bound = bound_to(cache)
         expected = {seed: store(bound, [seed, *range(255)], seed) for seed in range(30)}  # 22 MiB
         assert cache.flush(60)
-        heir = house.heir(HOST__CAPACITY_BYTES="8MiB").start("--replace")
+        successor = house.successor(HOST__CAPACITY_BYTES="8MiB").start("--replace")
         assert house.gone()[0] == 0
         reached(cache)
         assert tiers(bound, [29, *range(255)]) == {"host": 64}, "what was used last"
@@ -161,7 +161,7 @@ def test_a_smaller_arena_takes_what_fits(make_house: Make) -> None:
         for seed, blocks in expected.items():
             assert load(bound, [seed, *range(255)]) == blocks
         assert cache.check() == []
-    assert heir.end()[0] == 0
+    assert successor.end()[0] == 0
 
 
 def test_an_arena_that_nobody_gave_a_size_stays_as_large_as_it_was(make_house: Make) -> None:
@@ -171,7 +171,7 @@ def test_an_arena_that_nobody_gave_a_size_stays_as_large_as_it_was(make_house: M
     with house.open() as cache:
         store(bound_to(cache), PROMPT, 1)
         sizes.append(cache.stats()["tiers"]["host"]["capacity_bytes"])
-        house.heir().start("--replace")
+        house.successor().start("--replace")
         reached(cache)
         sizes.append(cache.stats()["tiers"]["host"]["capacity_bytes"])
     assert sizes[0] == sizes[1]
@@ -195,7 +195,7 @@ def test_tenants_stay_apart(make_house: Make) -> None:
         expected = [store(bound_to(cache), PROMPT, seed) for seed, cache in enumerate((acme, beta))]
         hidden = [777, *range(63)]
         secret = store(bound_to(acme), hidden, 7)
-        house.heir().start("--replace")
+        house.successor().start("--replace")
         assert house.gone()[0] == 0
         for cache in (acme, beta):
             reached(cache)
@@ -211,7 +211,7 @@ def test_tenants_stay_apart(make_house: Make) -> None:
 
 
 def test_a_reader_of_before_has_a_miss_and_never_another_block(make_house: Make) -> None:
-    house = make_house(HOST__CAPACITY_BYTES="4MiB", HOST__EXTENT_BYTES="1MiB", DAEMON__DRAIN_S=0.2).start()
+    house = make_house(HOST__CAPACITY_BYTES="4MiB", HOST__SLAB_BYTES="1MiB", DAEMON__DRAIN_S=0.2).start()
     slow, engine = Slow(), Engine(LAYOUT)
     with house.open() as cache, house.open() as other:
         bound = bound_to(cache)
@@ -221,7 +221,7 @@ def test_a_reader_of_before_has_a_miss_and_never_another_block(make_house: Make)
             assert r.match(PROMPT).blocks == 8
             transfer = r.load(8, engine.described, engine.ids(list(range(8))))
             assert slow.entered.wait(60)
-            house.heir().start("--replace")
+            house.successor().start("--replace")
             assert house.gone()[0] == 0
             reached(other)
             for turn in range(12):  # more than host can have: the slots that are read are given out again
@@ -235,7 +235,7 @@ def test_a_reader_of_before_has_a_miss_and_never_another_block(make_house: Make)
 
 def test_a_writer_of_before_writes_into_nobody_s_block(make_house: Make) -> None:
     """It still maps what it was lent: that extent stays behind."""
-    house = make_house(HOST__CAPACITY_BYTES="4MiB", HOST__EXTENT_BYTES="1MiB", DAEMON__DRAIN_S=0.2).start()
+    house = make_house(HOST__CAPACITY_BYTES="4MiB", HOST__SLAB_BYTES="1MiB", DAEMON__DRAIN_S=0.2).start()
     slow, engine = Slow(), Engine(LAYOUT)
     engine.fill(9, list(range(8)))
     with house.open() as cache, house.open() as other:
@@ -246,7 +246,7 @@ def test_a_writer_of_before_writes_into_nobody_s_block(make_house: Make) -> None
             r.match(PROMPT)
             transfer = r.store(engine.described, engine.ids(list(range(8))))
             assert slow.entered.wait(60)
-            house.heir().start("--replace")
+            house.successor().start("--replace")
             assert house.gone()[0] == 0
             reached(other)
             there = [turn for turn in first if tiers(bound_to(other), [2000 + turn, *range(127)])]
@@ -273,16 +273,16 @@ def test_killed_at_any_moment_it_is_the_drives_path_and_no_wrong_block(
             for worker in workers:
                 worker.wait_turns(rng.randrange(1, 12))
             sure = durable(cache, workers)
-            heir = house.heir().begin("--replace")
+            successor = house.successor().begin("--replace")
             workers[0].wait_turns(rng.randrange(1, 300))
-            for each in {0: (house,), 1: (heir,), 2: (house, heir)}[i % 3]:
+            for each in {0: (house,), 1: (successor,), 2: (house, successor)}[i % 3]:
                 each.kill()
             if i % 3 == 0:
-                heir.serves()
+                successor.serves()
             else:  # whatever the old one was told by then, it is replaced
-                heir = house.heir().start("--replace")
+                successor = house.successor().start("--replace")
             house.gone()
-            house = heir
+            house = successor
             reached(cache)
             with house.open() as other:
                 assert other.check() == []
@@ -297,9 +297,9 @@ def test_engines_go_on_through_many_hand_overs(make_house: Make, request: pytest
             for _ in range(turns):
                 for worker in workers:
                     worker.wait_turns(30)
-                heir = house.heir().start("--replace")
+                successor = house.successor().start("--replace")
                 assert house.gone()[0] == 0
-                house = heir
+                house = successor
                 reached(cache)
         for worker in workers:  # there is no drive: what is still there came through memory
             assert any(tiers(worker.bound, worker.tokens(prompt)) == {"host": BLOCKS} for prompt in worker.stored)
@@ -314,13 +314,13 @@ def test_a_private_daemon_is_replaced_as_well(make_house: Make) -> None:
     house.socket, house.where, house.environ = Path(where.removeprefix("unix:")), where, environ
     with house.open(engine="engine") as cache:
         expected = store(bound_to(cache), PROMPT, 1)
-        heir = house.heir()
-        heir.socket = house.socket
-        heir.start("--replace", "--linger-s", "30")
+        successor = house.successor()
+        successor.socket = house.socket
+        successor.start("--replace", "--linger-s", "30")
         reached(cache)
         assert tiers(bound_to(cache), PROMPT) == {"host": 8}
         assert load(bound_to(cache), PROMPT) == expected
-    assert heir.end()[0] == 0
+    assert successor.end()[0] == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="root can be another user")
@@ -328,9 +328,9 @@ def test_nobody_takes_over_from_another_user(make_house: Make) -> None:
     house = make_house(DAEMON__MODE="666").start()
     for path in (house.directory.parent, house.directory):
         path.chmod(0o755)
-    heir = house.heir()
-    heir.before = [sys.executable, "-c", ASK, str(house.socket), "54321"]
-    done = heir.run()
+    successor = house.successor()
+    successor.before = [sys.executable, "-c", ASK, str(house.socket), "54321"]
+    done = successor.run()
     assert "'access'" in done.stdout, done.stderr
     assert "AccessError" in done.stderr
     assert house.process is not None
@@ -349,13 +349,13 @@ def test_nobody_takes_over_from_another_container(make_house: Make) -> None:
     house = make_house().start()
     with house.open() as cache:
         expected = store(bound_to(cache), PROMPT, 1)
-        heir = house.heir()
-        heir.before = words
-        done = heir.run("--replace")
+        successor = house.successor()
+        successor.before = words
+        done = successor.run("--replace")
         assert done.returncode != 0
         assert "namespaces" in done.stderr
-        heir.before = [*words, sys.executable, "-c", ASK, str(house.socket)]
-        assert "'access'" in heir.run().stdout
+        successor.before = [*words, sys.executable, "-c", ASK, str(house.socket)]
+        assert "'access'" in successor.run().stdout
         assert house.process is not None
         assert house.process.poll() is None
         assert load(bound_to(cache), PROMPT) == expected
@@ -365,7 +365,7 @@ def test_whoever_comes_by_the_network_takes_over_nothing(make_house: Make) -> No
     house = make_house(tcp=True).start()
     wire = house.wire()
     try:
-        wire.send({"op": "hello", "version": VERSION, "role": "heir"})
+        wire.send({"op": "hello", "version": PROTOCOL_VERSION, "role": "heir"})
         assert wire.receive(30)[0]["error"] == "access"
     finally:
         wire.close()
@@ -377,10 +377,10 @@ def test_whoever_comes_by_the_network_takes_over_nothing(make_house: Make) -> No
 def test_a_daemon_that_goes_on_serving_is_not_started_beside(make_house: Make, tmp_path: Path) -> None:
     """Where the new one's settings make no sense it says so before anybody is asked to end."""
     house = make_house().start()
-    bad = house.heir(DAEMON__TENANTS_FILE=tmp_path / "missing").run("--replace")
+    bad = house.successor(DAEMON__TENANTS_FILE=tmp_path / "missing").run("--replace")
     assert bad.returncode != 0
     assert house.process is not None
     assert house.process.poll() is None
-    assert take(tmp_path / "nobody") is None
+    assert take_over(tmp_path / "nobody") is None
     with house.open() as cache:
         assert cache.check() == []

@@ -11,8 +11,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from kvcache.cache.cache import Cache
-from kvcache.daemon.http.app import HEADERS, PAGE, History, Site, shown
-from kvcache.daemon.server.admission import Meter
+from kvcache.daemon.http.app import PAGE_FILES, SECURITY_HEADERS, HttpApi, StatsHistory, token_from_header
+from kvcache.daemon.server.admission import RateLimit
 from kvcache.daemon.server.auth import Tenant
 from kvcache.observe.exporter import exposition
 from kvcache.settings.sources import load as load_settings
@@ -27,7 +27,7 @@ OWNERS = {"acme-token": "acme", "zeta-token": "zeta", "operator-token": "*"}
 
 @pytest.fixture
 def cache() -> Iterator[Cache]:
-    settings = load_settings(None, host={"capacity_bytes": "4MiB", "extent_bytes": "1MiB"}, nvme__enabled=False)
+    settings = load_settings(None, host={"capacity_bytes": "4MiB", "slab_bytes": "1MiB"}, nvme__enabled=False)
     with Cache(settings) as made:
         for tenant, first in (("acme", 0), ("zeta", 500)):
             bound = bound_to(made, tenant=tenant, model=f"org/{tenant}")
@@ -36,7 +36,7 @@ def cache() -> Iterator[Cache]:
                 r.match([*range(first, first + 32), 1, 2, 3, 4])
                 r.admit()
             load(bound, list(range(first, first + 32)))
-        made.census.take()
+        made.namespace_usage.take()
         made.curve()  # plays what waits, so that statistics stay as they are
         yield made
 
@@ -47,7 +47,7 @@ def visit(cache: Cache) -> Iterator[Callable[..., TestClient]]:
     opened: list[TestClient] = []
 
     def make(host: str = "127.0.0.1", **more: Any) -> TestClient:
-        client = TestClient(Site(cache, version="1.2", **more).application(), base_url=f"http://{host}:9475")
+        client = TestClient(HttpApi(cache, version="1.2", **more).application(), base_url=f"http://{host}:9475")
         opened.append(client.__enter__())
         return client
 
@@ -81,7 +81,7 @@ def test_figures_are_those_of_the_cache(site: TestClient, cache: Cache) -> None:
     assert {row["agent"] for row in told["agents"]["agents"]} == {"acme-agent", "zeta-agent"}
     assert {row["tokens"] for row in told["prefixes"]["prefixes"]} == {32}
     assert [event["kind"] for event in told["events"]["events"]] == ["stored", "loaded", "stored", "loaded"]
-    assert told["info"]["info"] == {"version": "1.2", "since": cache.flow.uses.since, "tenant": None}
+    assert told["info"]["info"] == {"version": "1.2", "since": cache.tier_manager.usage_log.since, "tenant": None}
 
 
 def test_counts_in_the_address(site: TestClient) -> None:
@@ -116,7 +116,7 @@ def test_a_question_that_is_none(site: TestClient, body: bytes) -> None:
 
 
 def test_a_body_has_a_limit(site: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.daemon.http.app.BODY_BYTES", 100)
+    monkeypatch.setattr("kvcache.daemon.http.app.MAX_BODY_BYTES", 100)
     assert site.post("/api/explain", json={"ids": list(range(100))}).status_code == 413
 
 
@@ -128,7 +128,7 @@ def test_nothing_is_changed_over_http(site: TestClient) -> None:
 
 def test_health_and_readiness(visit: Callable[..., TestClient]) -> None:
     reasons = ["starting", ""]
-    site = visit(waits=lambda: reasons)
+    site = visit(not_ready=lambda: reasons)
     assert (site.get("/healthz").status_code, site.get("/healthz").text) == (200, "ok\n")
     assert (site.get("/readyz").status_code, site.get("/readyz").text) == (503, "starting\n")
     reasons.clear()
@@ -146,12 +146,12 @@ def test_every_answer_says_what_a_browser_may_do_with_it(site: TestClient) -> No
         "/../pyproject.toml",
     ):
         headers = site.get(path).headers
-        assert {name: headers[name] for name in HEADERS} == dict(HEADERS)
-    assert "unsafe" not in HEADERS["Content-Security-Policy"]
+        assert {name: headers[name] for name in SECURITY_HEADERS} == dict(SECURITY_HEADERS)
+    assert "unsafe" not in SECURITY_HEADERS["Content-Security-Policy"]
 
 
 def test_the_page_is_its_files_and_no_others(site: TestClient) -> None:
-    for name, kind in PAGE.items():
+    for name, kind in PAGE_FILES.items():
         answer = site.get(f"/{name}")
         assert (answer.status_code, answer.headers["content-type"].partition(";")[0]) == (200, kind)
     assert site.get("/").content == site.get("/index.html").content
@@ -208,10 +208,10 @@ def test_this_host_by_its_names(site: TestClient, name: str) -> None:
 
 
 def test_what_a_header_shows() -> None:
-    assert shown("Bearer abc") == shown("bearer  abc ") == "abc"
-    assert shown("Basic " + base64.b64encode(b"me:a:b").decode()) == "a:b"
+    assert token_from_header("Bearer abc") == token_from_header("bearer  abc ") == "abc"
+    assert token_from_header("Basic " + base64.b64encode(b"me:a:b").decode()) == "a:b"
     for header in ("", "Bearer", "Bearer ", "Basic", "Basic ???", "Basic " + base64.b64encode(b"\xff:a").decode()):
-        assert shown(header) is None
+        assert token_from_header(header) is None
 
 
 # history
@@ -223,31 +223,31 @@ def test_history_is_sampled_and_bounded(site: TestClient, cache: Cache) -> None:
     assert first["asked_tokens"] == counters["asked_tokens"]
     assert first["hit_tokens"] == counters["hit_tokens"]
     assert first["used_bytes"] == {"host": cache.stats()["tiers"]["host"]["used_bytes"]}
-    history = History(samples=3)
+    history = StatsHistory(samples=3)
     for time in range(5):
         history.add(cache.stats(), float(time))
     assert [sample["time"] for sample in history.all()] == [2.0, 3.0, 4.0]
 
 
 def test_ready_is_when_it_serves_and_what_it_waits_for_is_there(within: Within) -> None:
-    assert within.daemon.why_not() == ""
-    within.cache.waits.append(lambda: False)
-    assert "on their way" in within.daemon.why_not()
-    within.cache.waits.clear()
+    assert within.daemon.not_ready_reason() == ""
+    within.cache.readiness_checks.append(lambda: False)
+    assert "on their way" in within.daemon.not_ready_reason()
+    within.cache.readiness_checks.clear()
     within.daemon.stop()
-    until(lambda: within.daemon.why_not() == "ending")
+    until(lambda: within.daemon.not_ready_reason() == "ending")
 
 
 def test_a_tenant_s_explanations_count_among_what_it_may_ask_for(visit: Callable[..., TestClient]) -> None:
     limits = {"acme": Tenant(name="acme", operations=2, bandwidth=1000), "zeta": Tenant(name="zeta")}
-    meters = {name: Meter(tenant, Turned()) for name, tenant in limits.items()}
-    site = visit(owner=OWNERS.get, meter=meters.get)
+    rate_limits = {name: RateLimit(tenant, Turned()) for name, tenant in limits.items()}
+    site = visit(owner=OWNERS.get, rate_limit=rate_limits.get)
 
     def ask(token: str, ids: int = 4) -> int:
         return site.post("/api/explain", headers=bearer(token), json={"ids": list(range(ids))}).status_code
 
     assert ask("acme-token") == 200
-    assert meters["acme"].moved_bytes > 0
+    assert rate_limits["acme"].moved_bytes > 0
     assert ask("acme-token", ids=1000) == 200, "what goes beyond is let through once"
     assert ask("acme-token") == 429
     assert site.get("/api/explain", headers=bearer("acme-token")).headers["Retry-After"] == "1"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.daemon.http.app import Site
-from kvcache.daemon.http.server import listening, start
+from kvcache.daemon.http.app import HttpApi
+from kvcache.daemon.http.server import bind_listener, start
 from kvcache.daemon.server.auth import new_token, token_hash
 from kvcache.observe.metrics import METRICS
 from kvcache.settings.service import Http
@@ -174,12 +174,12 @@ def test_what_is_no_http_harms_nobody(make_web: Callable[..., Web]) -> None:
 def test_more_than_enough_are_hung_up_on_and_those_that_are_there_are_served(
     within: Within, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache.daemon.http.server.HEAD_S", 600.0)
-    monkeypatch.setattr("kvcache.daemon.http.server.CONNECTIONS", 3)
+    monkeypatch.setattr("kvcache.daemon.http.server.HEADER_TIMEOUT_S", 600.0)
+    monkeypatch.setattr("kvcache.daemon.http.server.MAX_HTTP_CONNECTIONS", 3)
     settings = Http(enabled=True, port=0)
-    listener = listening(settings)
+    listener = bind_listener(settings)
     port = listener.getsockname()[1]
-    end = start(Site(within.cache).application(), listener, settings)
+    end = start(HttpApi(within.cache).application(), listener, settings)
     try:
         with ExitStack() as stack:
             first, *_ = [stack.enter_context(socket.create_connection(("127.0.0.1", port), 60)) for _ in range(3)]
@@ -206,12 +206,12 @@ def test_who_does_not_come_to_an_end_is_hung_up_on(
     within: Within, monkeypatch: pytest.MonkeyPatch, sent: bytes, answered: bytes
 ) -> None:
     # who is answered first has the time to ask
-    monkeypatch.setattr("kvcache.daemon.http.server.HEAD_S", 5.0 if answered else 0.2)
-    monkeypatch.setattr("kvcache.daemon.http.app.BODY_S", 0.2)
+    monkeypatch.setattr("kvcache.daemon.http.server.HEADER_TIMEOUT_S", 5.0 if answered else 0.2)
+    monkeypatch.setattr("kvcache.daemon.http.app.BODY_TIMEOUT_S", 0.2)
     settings = Http(enabled=True, port=0)
-    listener = listening(settings)
+    listener = bind_listener(settings)
     port = listener.getsockname()[1]
-    end = start(Site(within.cache).application(), listener, settings)
+    end = start(HttpApi(within.cache).application(), listener, settings)
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             connection.sendall(sent)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from kvcache.tier.tier import Outcome
-from kvcache.transfer.copier import Copier, Copiers, Copy
+from kvcache.transfer.copier import Copier, CopierRegistry, CopyHandle
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to, load, store
 from tests.daemon.within import Within, until
 
 
-class Slow(Copiers):
+class Slow(CopierRegistry):
     """A client's copiers, which wait within each copy until they are let go."""
 
     def __init__(self) -> None:
@@ -29,12 +29,12 @@ class Slow(Copiers):
             def mark(self) -> Any:
                 return copier.mark()
 
-            def gather(self, *arguments: Any, **more: Any) -> Copy:
+            def gather(self, *arguments: Any, **more: Any) -> CopyHandle:
                 waiting.entered.set()
                 assert waiting.go.wait(60)
                 return copier.gather(*arguments, **more)
 
-            def scatter(self, *arguments: Any, **more: Any) -> Copy:
+            def scatter(self, *arguments: Any, **more: Any) -> CopyHandle:
                 waiting.entered.set()
                 assert waiting.go.wait(60)
                 return copier.scatter(*arguments, **more)
@@ -75,7 +75,7 @@ def test_a_writer_that_takes_longer_than_its_lease_writes_into_nobody_s_block(br
         r.match(list(range(16)))
         transfer = r.store(engine.described, engine.ids([0, 1, 2, 3]))
         assert slow.entered.wait(60)
-        until(lambda: within.cache.flow.flush(0))  # the daemon has given it up
+        until(lambda: within.cache.tier_manager.flush(0))  # the daemon has given it up
         expected = {turn: store(own, [2000 + turn, *range(31)], turn) for turn in range(7)}
         assert r.match().blocks == 0
         slow.go.set()
@@ -136,19 +136,19 @@ def test_memory_that_is_no_more_is_unmapped_and_no_other_tenant_s(within: Within
     cache = within.open(threads=1)  # each connection is told of extents by itself: there is one
     one, two = bound_to(cache, tenant="one"), bound_to(cache, tenant="two")
     store(one, list(range(64)), 1)
-    (first,) = cache.link.mappings.numbers
+    (first,) = cache.connection.mappings.numbers
     for turn in range(200):  # until the first tenant's extent is emptied, and its memory given back
         store(two, [4000 + turn, *range(63)], turn)
-        if {extent.tenant for extent in within.cache.host.arena.extents()} == {"two"}:
+        if {slab.tenant for slab in within.cache.host.arena.slabs()} == {"two"}:
             break
     assert load(one, list(range(64))) == []
-    there = {extent.number for extent in within.cache.host.arena.extents()}
-    dropped = set(cache.link.mappings.numbers) - there
+    there = {slab.number for slab in within.cache.host.arena.slabs()}
+    dropped = set(cache.connection.mappings.numbers) - there
     assert first not in there
     store(two, [5000, *range(15)], 9)  # behind whose lending the daemon may drop more
-    assert dropped.isdisjoint(cache.link.mappings.numbers)
-    assert first not in cache.link.mappings.numbers
-    assert {extent.tenant for extent in within.cache.host.arena.extents()} == {"two"}
+    assert dropped.isdisjoint(cache.connection.mappings.numbers)
+    assert first not in cache.connection.mappings.numbers
+    assert {slab.tenant for slab in within.cache.host.arena.slabs()} == {"two"}
 
 
 def test_a_cancelled_transfer_ends_on_both_sides(within: Within) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.daemon.server.admission import Bucket, Meter
+from kvcache.daemon.server.admission import RateLimit, TokenBucket
 from kvcache.daemon.server.auth import Tenant
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import Engine
@@ -41,12 +41,12 @@ class TestBucket:
         self, rate: float, steps: list[tuple[float, float]]
     ) -> None:
         clock = Turned()
-        bucket = Bucket(rate, clock)
+        bucket = TokenBucket(rate, clock)
         taken: list[tuple[float, float]] = []
         for wait, amount in steps:
             clock.time += wait
             if bucket.level() > 0:
-                bucket.take(amount)
+                bucket.consume(amount)
                 taken.append((clock.time, amount))
         for i, (began, _) in enumerate(taken):
             got = 0.0
@@ -56,8 +56,8 @@ class TestBucket:
 
     def test_what_is_owed_is_paid_for(self) -> None:
         clock = Turned()
-        bucket = Bucket(10, clock)
-        bucket.take(35)  # 10 were there
+        bucket = TokenBucket(10, clock)
+        bucket.consume(35)  # 10 were there
         assert bucket.level() == -25
         clock.time += 2.5
         assert bucket.level() == 0
@@ -65,14 +65,14 @@ class TestBucket:
         assert bucket.level() == 10, "no more than a second is saved up"
 
     def test_none_is_no_limit(self) -> None:
-        bucket = Bucket(None, Turned())
-        bucket.take(1e30)
+        bucket = TokenBucket(None, Turned())
+        bucket.consume(1e30)
         assert bucket.level() == float("inf")
 
     def test_another_rate_forgives_nothing(self) -> None:
         clock = Turned()
-        bucket = Bucket(10, clock)
-        bucket.take(50)
+        bucket = TokenBucket(10, clock)
+        bucket.consume(50)
         bucket.change(20)
         assert bucket.level() == -20
         clock.time += 1.5
@@ -84,29 +84,36 @@ class TestBucket:
 class TestMeter:
     def test_operations_and_bytes_are_counted_apart(self) -> None:
         clock = Turned()
-        meter = Meter(Tenant(name="t", operations=2, bandwidth=100), clock)
-        assert [meter.ask(), meter.ask(), meter.ask()] == [True, True, False]
+        rate_limit = RateLimit(Tenant(name="t", operations=2, bandwidth=100), clock)
+        assert [rate_limit.count_operation(), rate_limit.count_operation(), rate_limit.count_operation()] == [
+            True,
+            True,
+            False,
+        ]
         clock.time += 2
-        meter.move(150)
-        assert meter.ask()
-        assert not meter.ask(moves=True)
+        rate_limit.count_bytes(150)
+        assert rate_limit.count_operation()
+        assert not rate_limit.count_operation(moves=True)
         clock.time += 2
-        assert meter.ask(moves=True)
-        assert (meter.refused, meter.moved_bytes) == (2, 150)
+        assert rate_limit.count_operation(moves=True)
+        assert (rate_limit.refused, rate_limit.moved_bytes) == (2, 150)
 
     def test_an_operation_that_cannot_be_refused_takes_its_share(self) -> None:
-        meter = Meter(Tenant(name="t", operations=1), Turned())
-        assert [meter.ask(refusable=False), meter.ask(refusable=False)] == [True, False]
-        assert not meter.ask()
-        assert meter.refused == 1
+        rate_limit = RateLimit(Tenant(name="t", operations=1), Turned())
+        assert [rate_limit.count_operation(refusable=False), rate_limit.count_operation(refusable=False)] == [
+            True,
+            False,
+        ]
+        assert not rate_limit.count_operation()
+        assert rate_limit.refused == 1
 
     def test_a_flood_is_told_from_a_burst(self) -> None:
-        meter = Meter(Tenant(name="t", operations=10), Turned())
+        rate_limit = RateLimit(Tenant(name="t", operations=10), Turned())
         for _ in range(110):
-            meter.ask()
-            assert not meter.flooded
-        meter.ask()
-        assert meter.flooded
+            rate_limit.count_operation()
+            assert not rate_limit.overdrawn
+        rate_limit.count_operation()
+        assert rate_limit.overdrawn
 
 
 @pytest.fixture
@@ -114,7 +121,7 @@ def limited(make_within: Callable[..., Within], tmp_path: Path) -> Callable[...,
     def make(**limits: Any) -> Within:
         path = everybody(tmp_path / "tenants", acme=limits)
         within = make_within(daemon__tenants_file=str(path))
-        within.daemon.door._clock = within.clock = Turned()  # type: ignore[attr-defined]  # of a stand-in
+        within.daemon.admission._clock = within.clock = Turned()  # type: ignore[attr-defined]  # of a stand-in
         return within
 
     return make
@@ -140,15 +147,15 @@ def test_beyond_its_operations_a_tenant_misses_and_others_do_not(
         assert r.match(tokens).reason == "quota"
         transfer = r.load(4, engine.described, engine.ids([0, 1, 2, 3]))
         assert transfer.wait(60)
-        assert transfer.outcomes == (Outcome.ABSENT,) * 4
+        assert transfer.outcomes == (Outcome.NOT_FOUND,) * 4
         transfer = r.store(engine.described, engine.ids([0, 1, 2, 3]))
         assert transfer.wait(60)
         assert transfer.outcomes == (Outcome.DROPPED,) * 4
     assert load(beta, tokens) == theirs
     counted = within.cache.counters
     assert counted.get("load_failures", outcome="quota") == counted.get("drops", reason="quota") == 4
-    assert within.daemon.door.meters["acme"].refused > 0
-    within.daemon.door.meters["acme"]._operations._clock.time += 60  # type: ignore[attr-defined]  # of a stand-in
+    assert within.daemon.admission.rate_limits["acme"].refused > 0
+    within.daemon.admission.rate_limits["acme"]._operations._clock.time += 60  # type: ignore[attr-defined]  # of a stand-in
     assert load(acme, tokens) == mine, "it is let through again"
 
 
@@ -169,13 +176,13 @@ def test_what_is_said_of_stores_is_no_question(limited: Callable[..., Within], t
     cache = came_in(within, ACME, tmp_path)
     acme = bound_to(cache)
     for number in range(100):
-        cache.link.tell("storing", store=number)
-        cache.link.tell("stored", store=number)
+        cache.connection.post("storing", store=number)
+        cache.connection.post("stored", store=number)
     with acme.request() as r:
         assert r.match([1, 2, 3, 4]).reason == "cold"
         assert r.match([1, 2, 3, 4]).reason == "cold"
         assert r.match([1, 2, 3, 4]).reason == "quota"
-    assert within.daemon.door.meters["acme"].refused == 1
+    assert within.daemon.admission.rate_limits["acme"].refused == 1
 
 
 def test_only_a_refused_operation_counts_as_refused(limited: Callable[..., Within], tmp_path: Path) -> None:
@@ -192,13 +199,13 @@ def test_beyond_its_bandwidth_a_tenant_moves_nothing(limited: Callable[..., With
     acme = bound_to(came_in(within, ACME, tmp_path))
     tokens = list(range(32))
     mine = store(acme, tokens, 1)
-    assert within.daemon.door.meters["acme"].moved_bytes == 8 * (12 << 10)
+    assert within.daemon.admission.rate_limits["acme"].moved_bytes == 8 * (12 << 10)
     assert load(acme, tokens) == [], "it owes for what it stored"
-    clock = within.daemon.door._clock
+    clock = within.daemon.admission._clock
     clock.time += 1  # type: ignore[attr-defined]  # of a stand-in
     assert load(acme, tokens) == mine
     assert load(acme, tokens) == []
-    told = within.cache.answers["rates"]({})["rates"]["acme"]
+    told = within.cache.control_handlers["rates"]({})["rates"]["acme"]
     assert (told["bandwidth"], told["operations"]) == (64 << 10, None)
     assert told["moved_bytes"] == 2 * 8 * (12 << 10)
     assert told["refused"] == 2

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.daemon.server.systemd import NAME, kept, notify
+from kvcache.daemon.server.systemd import DESCRIPTOR_NAME_PREFIX, notify, take_descriptors
 from tests.daemon.house import House, bound_to, load, store
 
 PROMPT = list(range(32))
@@ -95,7 +95,7 @@ def unit(make_house: Callable[..., House], systemd: Systemd) -> House:
 
 def again(house: House) -> House:
     """The same unit's next process."""
-    return house.heir()
+    return house.successor()
 
 
 def tiers(cache: Any) -> dict[str, int]:
@@ -111,7 +111,7 @@ def test_a_restart_keeps_what_is_in_host_memory(unit: House, systemd: Systemd) -
         assert unit.end()[0] == 0
         systemd.hear()
         assert "STOPPING=1" in systemd.said
-        assert sorted(systemd.kept) == [f"{NAME}0", f"{NAME}1"]
+        assert sorted(systemd.kept) == [f"{DESCRIPTOR_NAME_PREFIX}0", f"{DESCRIPTOR_NAME_PREFIX}1"]
         systemd.said.clear()
         unit = systemd.start(again(unit))
         assert systemd.kept == {}, "what was taken is kept no longer"
@@ -128,7 +128,9 @@ def test_what_was_taken_once_is_not_taken_twice(unit: House, systemd: Systemd) -
         store(bound_to(cache), PROMPT, 1)
     assert unit.end()[0] == 0
     systemd.hear()
-    left = {name: [os.dup(descriptor) for descriptor in kept] for name, kept in systemd.kept.items()}
+    left = {
+        name: [os.dup(descriptor) for descriptor in take_descriptors] for name, take_descriptors in systemd.kept.items()
+    }
     second = systemd.start(again(unit))
     second.kill()
     systemd.kept = left  # as if it had not heard that they are taken
@@ -160,8 +162,10 @@ def test_nothing_is_kept_where_there_is_no_room(unit: House, systemd: Systemd, r
 
 
 def test_what_is_incomplete_is_not_taken() -> None:
-    assert kept({}) is None
-    assert kept({"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": f"{NAME}0"}) is None
+    assert take_descriptors({}) is None
+    assert (
+        take_descriptors({"LISTEN_PID": "1", "LISTEN_FDS": "1", "LISTEN_FDNAMES": f"{DESCRIPTOR_NAME_PREFIX}0"}) is None
+    )
     assert not notify("READY=1", environ={})
     assert not notify("READY=1", environ={"NOTIFY_SOCKET": "relative"})
     assert not notify("READY=1", environ={"NOTIFY_SOCKET": "/nowhere/at/all"})

@@ -12,7 +12,7 @@ import pytest
 
 from kvcache.block.record import record_bytes
 from kvcache.cache.cache import Cache
-from kvcache.cache.pins import LONGEST_S, SHARE
+from kvcache.cache.pins import MAX_PIN_S, PIN_DIVISOR
 from kvcache.daemon.server.control import pin
 from kvcache.errors import ConfigError
 from kvcache.index.block_run import wanted
@@ -20,7 +20,7 @@ from kvcache.settings.sources import load as load_settings
 from tests.contract.caches import HYBRID, Engine, bind
 from tests.daemon.house import LAYOUT, bound_to, store
 
-FITS = 64 // SHARE
+FITS = 64 // PIN_DIVISOR
 """Blocks that pins may hold in host memory: 64 records of 12 KiB are what it has."""
 BLOCKS = 2 * FITS
 TOKENS = list(range(BLOCKS * LAYOUT.block_tokens))
@@ -35,8 +35,8 @@ def opened(tmp_path: Path) -> Iterator[Callable[[], Cache]]:
             last.close()
             settings = load_settings(
                 None,
-                host={"capacity_bytes": "768KiB", "extent_bytes": "192KiB"},
-                nvme={"enabled": True, "path": str(tmp_path), "capacity_bytes": "64MiB", "free_floor_bytes": 0},
+                host={"capacity_bytes": "768KiB", "slab_bytes": "192KiB"},
+                nvme={"enabled": True, "path": str(tmp_path), "capacity_bytes": "64MiB", "min_free_bytes": 0},
                 control={"enabled": False},
             )
             return last.enter_context(Cache(settings))
@@ -90,7 +90,7 @@ def test_what_other_pins_hold_counts(far: Cache) -> None:
     assert tiers(bound_to(far)) == {"host": FITS - 2, "nvme": BLOCKS - FITS + 2}
 
 
-@pytest.mark.parametrize("seconds", [-1.0, 0.0, LONGEST_S + 1])
+@pytest.mark.parametrize("seconds", [-1.0, 0.0, MAX_PIN_S + 1])
 def test_a_pin_that_makes_no_sense_brings_nothing(far: Cache, seconds: float) -> None:
     with pytest.raises(ConfigError, match="a pin of"):
         pinned(far, seconds)
@@ -98,7 +98,7 @@ def test_a_pin_that_makes_no_sense_brings_nothing(far: Cache, seconds: float) ->
 
 
 def test_a_pin_too_many_brings_nothing(far: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.cache.pins.PINS", 1)
+    monkeypatch.setattr("kvcache.cache.pins.MAX_PINS", 1)
     pinned(far, blocks=1)
     with pytest.raises(ConfigError, match="no more can be"):
         pinned(far)
@@ -113,7 +113,9 @@ def test_blocks_fit_that_have_room_for_every_record(opened: Callable[[], Cache],
 
     def size(blocks: int) -> int:
         need = wanted(layout, blocks)
-        return sum(len(need[place.group]) * record_bytes(place.payload_bytes) for place in bound.everywhere)
+        return sum(len(need[place.group]) * record_bytes(place.payload_bytes) for place in bound.all_shards)
 
-    room = cache.host.usage().capacity_bytes // SHARE
-    assert cache.flow.pins.fitting(bound, blocks) == max(n for n in range(blocks + 1) if size(n) <= room)
+    room = cache.host.usage().capacity_bytes // PIN_DIVISOR
+    assert cache.tier_manager.pins.pinnable_blocks(bound, blocks) == max(
+        n for n in range(blocks + 1) if size(n) <= room
+    )

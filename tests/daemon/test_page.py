@@ -11,8 +11,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from kvcache.cache.cache import Cache
-from kvcache.daemon.http.app import Site
-from kvcache.daemon.http.server import listening, start
+from kvcache.daemon.http.app import HttpApi
+from kvcache.daemon.http.server import bind_listener, start
 from kvcache.daemon.server.report import Report
 from kvcache.settings.service import Http
 from kvcache.settings.sources import load as load_settings
@@ -35,9 +35,9 @@ class Served:
 
     def begin(self) -> None:
         settings = Http(enabled=True, port=self.port)
-        listener: socket.socket = listening(settings)
+        listener: socket.socket = bind_listener(settings)
         self.port = listener.getsockname()[1]
-        self.site = Site(self.cache, version="1.2", **self._more)
+        self.site = HttpApi(self.cache, version="1.2", **self._more)
         self._end = start(self.site.application(), listener, settings)
 
     def end(self) -> None:
@@ -54,7 +54,7 @@ class Served:
 def cache() -> Iterator[Cache]:
     settings = load_settings(
         None,
-        host={"capacity_bytes": "4MiB", "extent_bytes": "1MiB"},
+        host={"capacity_bytes": "4MiB", "slab_bytes": "1MiB"},
         nvme__enabled=False,
         evict__tenants={"acme": {"host_quota_bytes": "2MiB"}},
     )
@@ -219,7 +219,7 @@ def test_keys_of_its_own(page: Browser) -> None:
 
 def test_the_chart_is_read_by_arrow_keys(page: Browser, cache: Cache) -> None:
     for _ in range(3):
-        page.served.site.take()  # type: ignore[attr-defined]  # of a stand-in
+        page.served.site.record_sample()  # type: ignore[attr-defined]  # of a stand-in
         load(bound_to(cache, tenant="acme", model="org/acme"), list(range(128)))
     page.until("document.querySelector('#rate svg') !== null")
     page.run("document.getElementById('pause').click(); document.querySelector('#rate svg').focus()")
@@ -349,12 +349,12 @@ def test_it_says_when_the_daemon_is_gone_and_comes_back(page: Browser) -> None:
 
 
 def test_a_bypass_cannot_be_overlooked(page: Browser, cache: Cache) -> None:
-    cache.flow.bypass.set("loads")
+    cache.tier_manager.bypass.set("loads")
     try:
         page.until("!document.getElementById('bypass').hidden")
         assert "kvcache bypass off" in text(page, "#bypass")
     finally:
-        cache.flow.bypass.set("off")
+        cache.tier_manager.bypass.set("off")
     page.until("document.getElementById('bypass').hidden")
 
 

@@ -17,14 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.daemon.protocol import FRAME_BYTES, HEAD_BYTES, pack
-from kvcache.daemon.server.connection import AT_ONCE, CATCH_UP, Peer
-from kvcache.daemon.server.tcp import Guest
+from kvcache.daemon.protocol import HEADER_BYTES, MAX_FRAME_BYTES, pack
+from kvcache.daemon.server.connection import MAX_CATCH_UP_TURNS, MAX_MESSAGES_PER_TURN, Connection
+from kvcache.daemon.server.tcp import TcpConnection
 from kvcache.daemon.tls import server_context
-from kvcache.daemon.wire import BUFFER_BYTES
+from kvcache.daemon.wire import SOCKET_BUFFER_BYTES
 from tests.daemon.authority import Authority
 
-Make = Callable[[str], tuple[Peer, socket.socket]]
+Make = Callable[[str], tuple[Connection, socket.socket]]
 
 
 class Floor:
@@ -32,11 +32,11 @@ class Floor:
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
-        self.said: dict[Peer, list[Any]] = {}
+        self.said: dict[Connection, list[Any]] = {}
         self.most_kept = 0
-        self.gone: list[Peer] = []
+        self.gone: list[Connection] = []
 
-    def heard(self, peer: Peer, message: dict[str, Any]) -> None:
+    def heard(self, peer: Connection, message: dict[str, Any]) -> None:
         self.said.setdefault(peer, []).append(message.get("n"))
         self.most_kept = max(self.most_kept, len(peer._read))
 
@@ -56,20 +56,20 @@ def floor() -> Iterator[Floor]:
 
 @pytest.fixture
 def join(floor: Floor, tmp_path: Path) -> Iterator[Make]:
-    ends: list[Peer | socket.socket] = []
+    ends: list[Connection | socket.socket] = []
 
-    def unix() -> tuple[Peer, socket.socket]:
+    def unix() -> tuple[Connection, socket.socket]:
         ours, theirs = socket.socketpair()
-        return Peer(floor.loop, ours, floor.heard, floor.gone.append), theirs
+        return Connection(floor.loop, ours, floor.heard, floor.gone.append), theirs
 
-    def tls() -> tuple[Peer, socket.socket]:
+    def tls() -> tuple[Connection, socket.socket]:
         authority = Authority(tmp_path)
         context = server_context(str(authority.sign("daemon", "127.0.0.1")), "", "", required=False)
         trusts = ssl.create_default_context(cafile=str(authority.file))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             raw = socket.create_connection(listener.getsockname(), 60)
             ours, _ = listener.accept()
-        peer = Guest(floor.loop, ours, context, floor.heard, floor.gone.append)
+        peer = TcpConnection(floor.loop, ours, context, floor.heard, floor.gone.append)
         found: list[socket.socket] = []
         thread = threading.Thread(target=lambda: found.append(trusts.wrap_socket(raw, server_hostname="127.0.0.1")))
         thread.start()
@@ -77,9 +77,9 @@ def join(floor: Floor, tmp_path: Path) -> Iterator[Make]:
         thread.join()
         return peer, found[0]
 
-    def make(kind: str) -> tuple[Peer, socket.socket]:
+    def make(kind: str) -> tuple[Connection, socket.socket]:
         peer, theirs = {"unix": unix, "tls": tls}[kind]()
-        peer.most_bytes = FRAME_BYTES
+        peer.max_bytes = MAX_FRAME_BYTES
         ends.extend((peer, theirs))
         return peer, theirs
 
@@ -92,16 +92,16 @@ def join(floor: Floor, tmp_path: Path) -> Iterator[Make]:
 def test_what_is_kept_of_a_flood_is_bounded_and_others_have_their_turn(floor: Floor, join: Make, kind: str) -> None:
     (flooding, flood), (quiet, other) = join(kind), join("unix")
     one = pack({"op": "close", "request": 1, "n": 1})
-    count = 6 * BUFFER_BYTES // len(one)
+    count = 6 * SOCKET_BUFFER_BYTES // len(one)
     thread = threading.Thread(target=flood.sendall, args=(one * count,))
     thread.start()
-    floor.until(lambda: len(floor.said.get(flooding, ())) > 10 * AT_ONCE)
+    floor.until(lambda: len(floor.said.get(flooding, ())) > 10 * MAX_MESSAGES_PER_TURN)
     other.sendall(pack({"n": 2}))
     floor.until(lambda: quiet in floor.said)
     assert len(floor.said[flooding]) < count, "others waited for all of it"
     floor.until(lambda: len(floor.said[flooding]) == count)
     thread.join()
-    assert floor.most_kept < BUFFER_BYTES + len(one)
+    assert floor.most_kept < SOCKET_BUFFER_BYTES + len(one)
     flood.sendall(pack({"n": 3}))
     floor.until(lambda: floor.said[flooding][-1] == 3)
 
@@ -121,22 +121,22 @@ def test_the_end_of_a_flood_is_seen(floor: Floor, join: Make, kind: str) -> None
 @pytest.mark.parametrize("kind", ["unix", "tls"])
 def test_a_long_message_behind_many_short_ones_comes_whole(floor: Floor, join: Make, kind: str) -> None:
     peer, theirs = join(kind)
-    long = bytes(range(256)) * (FRAME_BYTES // 256 - 1)
+    long = bytes(range(256)) * (MAX_FRAME_BYTES // 256 - 1)
     said = pack({"n": 0}) * 100 + pack({"n": long}) + pack({"n": 1}) * 100
     thread = threading.Thread(target=theirs.sendall, args=(said,))
     thread.start()
     floor.until(lambda: len(floor.said.get(peer, ())) == 201)
     thread.join()
     assert floor.said[peer] == [0] * 100 + [long] + [1] * 100
-    assert floor.most_kept < HEAD_BYTES + FRAME_BYTES + BUFFER_BYTES
+    assert floor.most_kept < HEADER_BYTES + MAX_FRAME_BYTES + SOCKET_BUFFER_BYTES
 
 
 @settings(max_examples=30, deadline=None)
-@given(cuts=st.lists(st.integers(1, 300), max_size=40), count=st.integers(1, 4 * AT_ONCE))
+@given(cuts=st.lists(st.integers(1, 300), max_size=40), count=st.integers(1, 4 * MAX_MESSAGES_PER_TURN))
 def test_messages_come_in_order_however_they_are_cut(cuts: list[int], count: int) -> None:
     floor = Floor()
     ours, theirs = socket.socketpair()
-    peer = Peer(floor.loop, ours, floor.heard, floor.gone.append)
+    peer = Connection(floor.loop, ours, floor.heard, floor.gone.append)
     said = b"".join(pack({"n": n}) for n in range(count))
     for cut in cuts:
         theirs.sendall(said[:cut])
@@ -153,22 +153,25 @@ def test_messages_come_in_order_however_they_are_cut(cuts: list[int], count: int
 def test_a_message_without_sense_ends_it_with_what_was_before_it_answered(floor: Floor, join: Make) -> None:
     peer, theirs = join("unix")
     with suppress(OSError):
-        theirs.sendall(pack({"n": 1}) * (2 * AT_ONCE) + b"\xff\xff\xff\xff" + pack({"n": 2}))
+        theirs.sendall(pack({"n": 1}) * (2 * MAX_MESSAGES_PER_TURN) + b"\xff\xff\xff\xff" + pack({"n": 2}))
     floor.until(lambda: floor.gone == [peer])
-    assert floor.said[peer] == [1] * (2 * AT_ONCE)
+    assert floor.said[peer] == [1] * (2 * MAX_MESSAGES_PER_TURN)
 
 
-@pytest.mark.parametrize("count", [0, 1, AT_ONCE, 5 * AT_ONCE + 1, (CATCH_UP - 4) * AT_ONCE])
+@pytest.mark.parametrize(
+    "count",
+    [0, 1, MAX_MESSAGES_PER_TURN, 5 * MAX_MESSAGES_PER_TURN + 1, (MAX_CATCH_UP_TURNS - 4) * MAX_MESSAGES_PER_TURN],
+)
 def test_what_has_come_is_taken_in_when_somebody_else_asks(floor: Floor, join: Make, count: int) -> None:
     """Also where a part of it had its turn already, and what comes afterwards has its own."""
     peer, theirs = join("unix")
     theirs.sendall(pack({"n": 0}) * count + pack({"n": 1})[:-1])
     peer.catch_up()
     assert floor.said.get(peer, []) == [0] * count
-    theirs.sendall(pack({"n": 1})[-1:] + pack({"n": 2}) * (2 * AT_ONCE))
+    theirs.sendall(pack({"n": 1})[-1:] + pack({"n": 2}) * (2 * MAX_MESSAGES_PER_TURN))
     floor.loop.run_until_complete(asyncio.sleep(0))
     peer.catch_up()
-    assert floor.said[peer] == [0] * count + [1] + [2] * (2 * AT_ONCE)
+    assert floor.said[peer] == [0] * count + [1] + [2] * (2 * MAX_MESSAGES_PER_TURN)
     theirs.sendall(pack({"n": 3}))
     floor.until(lambda: floor.said[peer][-1] == 3)
     theirs.close()
@@ -181,7 +184,7 @@ def test_what_has_come_is_taken_in_when_somebody_else_asks(floor: Floor, join: M
 @pytest.mark.parametrize("asked", [1, 4])
 def test_who_was_caught_up_with_has_one_turn_like_anybody(floor: Floor, join: Make, kind: str, asked: int) -> None:
     peer, theirs = join(kind)
-    part = CATCH_UP * AT_ONCE
+    part = MAX_CATCH_UP_TURNS * MAX_MESSAGES_PER_TURN
     theirs.sendall(pack({"n": 1}) * ((asked + 1) * part))
     floor.loop.run_until_complete(asyncio.sleep(0))
     for _ in range(asked):
@@ -198,7 +201,7 @@ def test_who_was_caught_up_with_has_one_turn_like_anybody(floor: Floor, join: Ma
 
     look()
     floor.until(lambda: len(counts) == 20)
-    assert all(after - before <= AT_ONCE for before, after in pairwise(counts))
+    assert all(after - before <= MAX_MESSAGES_PER_TURN for before, after in pairwise(counts))
     theirs.sendall(pack({"n": 2}))
     floor.until(lambda: floor.said[peer][-1] == 2)
     assert floor.said[peer] == [1] * ((asked + 1) * part) + [2]
@@ -211,7 +214,7 @@ def test_who_never_stops_talking_is_not_heard_out(floor: Floor, join: Make) -> N
     def talk() -> None:
         with suppress(OSError):
             while not over.is_set():
-                theirs.sendall(pack({"n": 1}) * AT_ONCE)
+                theirs.sendall(pack({"n": 1}) * MAX_MESSAGES_PER_TURN)
 
     thread = threading.Thread(target=talk)
     thread.start()

@@ -16,9 +16,9 @@ import pytest
 
 import kvcache
 from kvcache.daemon import discovery as place
-from kvcache.daemon.client.control import find
+from kvcache.daemon.client.control import find_caches
 from kvcache.errors import StoreError
-from kvcache.host_memory_budget import FOLDER
+from kvcache.host_memory_budget import CLAIMS_FOLDER
 
 RUN = """
 import sys, kvcache
@@ -56,7 +56,7 @@ def running(runtime: Path, then: str = "") -> subprocess.Popen[str]:
 
 def left_in(runtime: Path) -> list[Path]:
     """Of sockets; what else caches of a node tell each other has a folder of its own there."""
-    return [path for path in runtime.iterdir() if path.name != FOLDER]
+    return [path for path in runtime.iterdir() if path.name != CLAIMS_FOLDER]
 
 
 def kill(process: subprocess.Popen[str]) -> None:
@@ -66,10 +66,10 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 def test_what_a_killed_process_left_is_removed_by_who_looks(runtime: Path) -> None:
     with running(runtime) as process:
-        assert [found.info["pid"] for found in find()] == [process.pid]
+        assert [found.info["pid"] for found in find_caches()] == [process.pid]
         kill(process)
         assert len(left_in(runtime)) == 1
-        assert list(find()) == []
+        assert list(find_caches()) == []
         assert left_in(runtime) == []
 
 
@@ -92,9 +92,9 @@ def test_a_process_that_ends_without_closing_leaves_nothing(runtime: Path) -> No
 def test_a_forked_child_does_not_keep_its_parents_socket(runtime: Path) -> None:
     with running(runtime, then=FORK) as process:
         (path,) = left_in(runtime)
-        assert not place.stale(path)
+        assert not place.is_stale(path)
         kill(process)
-        assert place.stale(path), "the child listens in its parent's name"
+        assert place.is_stale(path), "the child listens in its parent's name"
 
 
 def test_a_living_socket_is_not_stale_however_busy(runtime: Path) -> None:
@@ -102,17 +102,17 @@ def test_a_living_socket_is_not_stale_however_busy(runtime: Path) -> None:
     path = runtime / "1-1.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(os.fspath(path))
-        assert place.stale(path)
+        assert place.is_stale(path)
         listener.listen(0)
         waiting = []
         for _ in range(8):  # more than wait in its queue
-            assert not place.stale(path)
+            assert not place.is_stale(path)
             waiting.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             waiting[-1].setblocking(False)
             waiting[-1].connect_ex(os.fspath(path))
         for connection in waiting:
             connection.close()
-    assert place.stale(path)
+    assert place.is_stale(path)
 
 
 @pytest.fixture
@@ -129,28 +129,28 @@ def test_the_first_sound_directory_is_taken(short: Path, monkeypatch: pytest.Mon
     file.touch()
     sound = short / "sound"
     bad = [short / ("x" * 100), short / "missing" / "kvcache", open_to_all, link, file]
-    monkeypatch.setattr(place, "directories", lambda environ=None: [*bad, sound])
-    assert place.prepare() == sound
+    monkeypatch.setattr(place, "socket_directories", lambda environ=None: [*bad, sound])
+    assert place.make_socket_directory() == sound
     assert sound.stat().st_mode & 0o777 == 0o700
-    monkeypatch.setattr(place, "directories", lambda environ=None: bad)
+    monkeypatch.setattr(place, "socket_directories", lambda environ=None: bad)
     with pytest.raises(StoreError, match="XDG_RUNTIME_DIR") as caught:
-        place.prepare()
+        place.make_socket_directory()
     assert all(str(path) in str(caught.value) for path in bad)
 
 
 def test_the_runtime_directory_comes_first_and_others_are_searched_too(short: Path) -> None:
     user = os.geteuid()
-    assert place.directories({"XDG_RUNTIME_DIR": str(short)})[0] == short / "kvcache"
-    without = place.directories({})
+    assert place.socket_directories({"XDG_RUNTIME_DIR": str(short)})[0] == short / "kvcache"
+    without = place.socket_directories({})
     assert Path(f"/tmp/kvcache-{user}") in without
-    assert place.directories({"XDG_RUNTIME_DIR": "relative"}) == without
-    assert len(place.directories({"XDG_RUNTIME_DIR": f"/run/user/{user}"})) == len(without)
+    assert place.socket_directories({"XDG_RUNTIME_DIR": "relative"}) == without
+    assert len(place.socket_directories({"XDG_RUNTIME_DIR": f"/run/user/{user}"})) == len(without)
 
 
 def test_without_a_place_the_cache_runs_all_the_same(
     short: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(place, "directories", lambda environ=None: [short / "missing" / "kvcache"])
+    monkeypatch.setattr(place, "socket_directories", lambda environ=None: [short / "missing" / "kvcache"])
     with caplog.at_level(logging.WARNING, "kvcache"):
         cache = kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False)
     assert "will not find this cache" in caplog.text

@@ -21,7 +21,7 @@ import pytest
 
 import kvcache
 from kvcache.daemon.client import autostart as private
-from kvcache.daemon.client.autostart import answers, find_or_start, socket_path, variables
+from kvcache.daemon.client.autostart import find_or_start, is_listening, settings_environment, socket_path
 from kvcache.errors import ConfigError, StoreError
 from tests.daemon.house import bound_to, load, store
 from tests.daemon.within import PATIENT, Within, until
@@ -68,10 +68,10 @@ def test_whoever_comes_first_starts_it_and_all_find_the_same(place: Path) -> Non
         expected = store(bound_to(one), list(range(8)), 1)
         assert load(bound_to(other), list(range(8))) == expected
         assert one.stats()["tiers"]["host"]["capacity_bytes"] == 8 << 20
-        daemon = os.pidfd_open(one.link.pid)
+        daemon = os.pidfd_open(one.connection.pid)
     assert socket_path("engine") != socket_path("other")
     assert ended(daemon), "it did not end by itself when nobody was connected"
-    assert not answers(socket_path("engine"))
+    assert not is_listening(socket_path("engine"))
 
 
 def parents_of(number: int) -> Iterator[int]:
@@ -87,7 +87,7 @@ def test_it_ends_after_its_engine_and_not_with_it(place: Path) -> None:
         "from kvcache.daemon.client.autostart import find_or_start\n"
         "where = find_or_start('engine', linger_s=4, host={'capacity_bytes': '8MiB'}, nvme__enabled=False)\n"
         "cache = kvcache.open(where, patience_s=30.0)\n"
-        "print(cache.link.pid, flush=True)\n"
+        "print(cache.connection.pid, flush=True)\n"
         "input()\n"
     )
     engine = subprocess.Popen(
@@ -108,7 +108,7 @@ def test_settings_that_make_no_sense_start_nothing(place: Path) -> None:
         find_or_start("engine", host={"capacity_bytes": "none"})
     with pytest.raises(StoreError, match="nvme directory /proc/nowhere"):
         find_or_start("engine", nvme={"path": "/proc/nowhere", "capacity_bytes": "64MiB"}, control__enabled=False)
-    assert not answers(socket_path("engine"))
+    assert not is_listening(socket_path("engine"))
 
 
 def test_what_the_system_refuses_is_said(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,17 +121,17 @@ def test_what_the_system_refuses_is_said(place: Path, monkeypatch: pytest.Monkey
             with pytest.raises(StoreError, match=r"no private daemon: .*Too many open files.*ulimit -n"):
                 find_or_start("engine", **SMALL)
     with opened(find_or_start("engine", **SMALL)) as cache:
-        end(cache.link.pid)
+        end(cache.connection.pid)
 
 
 def test_settings_become_variables() -> None:
-    assert variables({"host": {"capacity_bytes": "8MiB"}, "nvme__enabled": False}) == {
+    assert settings_environment({"host": {"capacity_bytes": "8MiB"}, "nvme__enabled": False}) == {
         "KVCACHE_HOST__CAPACITY_BYTES": "8MiB",
         "KVCACHE_NVME__ENABLED": "false",
     }
 
 
-DRIVE: dict[str, Any] = {"nvme__free_floor_bytes": 0, "host": {"capacity_bytes": "8MiB"}, "control__enabled": False}
+DRIVE: dict[str, Any] = {"nvme__min_free_bytes": 0, "host": {"capacity_bytes": "8MiB"}, "control__enabled": False}
 
 
 def test_an_engine_that_is_restarted_gets_the_daemon_of_the_one_before(place: Path) -> None:
@@ -140,10 +140,10 @@ def test_an_engine_that_is_restarted_gets_the_daemon_of_the_one_before(place: Pa
     first = find_or_start("first", linger_s=60, **given)  # between two engines, on a machine with other work
     with opened(first) as cache:
         expected = store(bound_to(cache), list(range(8)), 1)
-        daemon = cache.link.pid
+        daemon = cache.connection.pid
     assert find_or_start("second", **given) == first
     with opened(first) as cache:
-        assert cache.link.pid == daemon
+        assert cache.connection.pid == daemon
         assert load(bound_to(cache), list(range(8))) == expected
         hit = cache.stats()["tiers"]["host"]
         assert hit["used_bytes"] > 0
@@ -166,14 +166,14 @@ def test_the_wait_for_another_start_is_not_ours(place: Path, monkeypatch: pytest
     @contextmanager
     def behind_another(directory: Path) -> Iterator[None]:
         with true(directory):
-            waited[0] += 10 * private.START_S
+            waited[0] += 10 * private.START_TIMEOUT_S
             yield
 
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + waited[0], sleep=time.sleep)
     monkeypatch.setattr(private, "_starting", behind_another)
     monkeypatch.setattr(private, "time", clock)
     with opened(find_or_start("engine", **SMALL)) as cache:
-        end(cache.link.pid)
+        end(cache.connection.pid)
 
 
 def test_whoever_looks_whether_it_answers_has_time_to_come(within: Within) -> None:
@@ -183,18 +183,18 @@ def test_whoever_looks_whether_it_answers_has_time_to_come(within: Within) -> No
     until(lambda: daemon._lingering is not None)
     ended = daemon._lingering
     assert ended is not None
-    until(lambda: answers(within.path) and daemon._lingering is not ended)
+    until(lambda: is_listening(within.path) and daemon._lingering is not ended)
     seen: list[bool] = []
 
     def it_is_over() -> None:
         """While somebody who was not accepted yet is in the queue."""
-        seen.append(answers(within.path))
+        seen.append(is_listening(within.path))
         daemon._lingers_until = daemon._loop.time()
-        daemon._lingered()
+        daemon._linger_expired()
         seen.append(daemon._ending)
         for _ in range(1000):  # of those who looked before, some may be in the queue
             if not daemon._ending:
-                daemon._lingered()
+                daemon._linger_expired()
         seen.append(daemon._ending)
 
     daemon._loop.call_soon_threadsafe(it_is_over)
@@ -207,11 +207,11 @@ def test_a_daemon_that_is_ending_is_waited_for(place: Path) -> None:
     for engine in ("same", "another"):
         with opened(find_or_start(engine, **given)) as cache:
             bound = bound_to(cache)
-            daemon = os.pidfd_open(cache.link.pid)
+            daemon = os.pidfd_open(cache.connection.pid)
             store(bound, list(range(64)), 1)
-            os.kill(cache.link.pid, signal.SIGTERM)
+            os.kill(cache.connection.pid, signal.SIGTERM)
         where = find_or_start(engine, **given)  # while the first one may be writing what is queued
         with opened(where) as cache:
             assert ended(daemon)
-            assert answers(Path(where.removeprefix("unix:")))
-            end(cache.link.pid)
+            assert is_listening(Path(where.removeprefix("unix:")))
+            end(cache.connection.pid)

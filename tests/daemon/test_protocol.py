@@ -13,22 +13,22 @@ from hypothesis import strategies as st
 from kvcache.block.layout import KVLayout
 from kvcache.daemon.protocol import (
     ERRORS,
-    FRAME_BYTES,
-    HEAD_BYTES,
-    LENT,
+    HEADER_BYTES,
+    LEASE_DTYPE,
+    MAX_FRAME_BYTES,
     OPS,
     ProtocolError,
-    answer,
-    asked,
-    body_bytes,
+    body_length,
     describe_shards,
+    error_reply,
     pack,
-    read_layout,
-    read_shards,
-    refusal,
+    parse_layout,
+    parse_reply,
+    parse_request,
+    parse_shards,
     unpack,
 )
-from kvcache.daemon.server.slot_lease import OUTCOMES
+from kvcache.daemon.server.slot_lease import WIRE_OUTCOMES
 from kvcache.errors import KVCacheError, LayoutError
 from tests.contract.caches import FULL, HYBRID
 
@@ -40,26 +40,26 @@ def test_vectors() -> None:
     hello, match, lent = (bytes.fromhex(v) for v in re.findall(r"```\n([0-9a-f ]+)\n```", PAGE))
     assert pack({"op": "hello", "version": 1, "role": "control", "engine": "e"}) == hello
     assert pack({"op": "match", "request": 7, "signatures": b"\xab" * 32}) == match
-    assert np.frombuffer(lent, LENT).tolist() == [(1, 2, 0, 3, 4, 5)]
+    assert np.frombuffer(lent, LEASE_DTYPE).tolist() == [(1, 2, 0, 3, 4, 5)]
 
 
 def test_the_page_has_every_question_with_its_fields() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (control|mover|any) \|(.*?)\|(.*?)\|$", PAGE, re.MULTILINE)
     assert [name for name, *_ in rows] == list(OPS)
-    for name, role, fields, answered in rows:
+    for name, role, fields, has_reply in rows:
         op = OPS[name]
         assert role == op.role
         assert re.findall(r"`(\w+)` (\w+)", fields) == [
-            (field, KINDS[kind]) for field, kind in (*op.needs.items(), *op.may.items())
+            (field, KINDS[kind]) for field, kind in (*op.required.items(), *op.optional.items())
         ]
-        assert set(re.findall(r"\[`(\w+)`", fields)) == set(op.may)
-        assert (answered.strip() == "none") == (not op.answered)
+        assert set(re.findall(r"\[`(\w+)`", fields)) == set(op.optional)
+        assert (has_reply.strip() == "none") == (not op.has_reply)
 
 
 def test_the_page_has_outcomes_and_errors() -> None:
     said = re.search(r"one byte a block: (.*?)\.", PAGE, re.DOTALL)
     assert said is not None
-    expected = ", ".join(f"{code} {outcome.value.replace('_', ' ')}" for code, outcome in enumerate(OUTCOMES))
+    expected = ", ".join(f"{code} {outcome.value.replace('_', ' ')}" for code, outcome in enumerate(WIRE_OUTCOMES))
     assert " ".join(said[1].split()) == expected
     kinds = re.search(r"with a kind of (.*?)\. After", PAGE, re.DOTALL)
     assert kinds is not None
@@ -71,15 +71,15 @@ def test_the_page_has_outcomes_and_errors() -> None:
 )
 def test_what_is_packed_is_unpacked(message: dict[str, object]) -> None:
     frame = pack(message)
-    assert body_bytes(frame[:HEAD_BYTES]) == len(frame) - HEAD_BYTES
-    assert unpack(frame[HEAD_BYTES:]) == message
+    assert body_length(frame[:HEADER_BYTES]) == len(frame) - HEADER_BYTES
+    assert unpack(frame[HEADER_BYTES:]) == message
 
 
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_message_are_refused(body: bytes) -> None:
     try:
         message = unpack(body)
-        asked(message, "control")
+        parse_request(message, "control")
     except ProtocolError:
         return
     assert message["op"] in OPS
@@ -87,9 +87,9 @@ def test_bytes_that_are_no_message_are_refused(body: bytes) -> None:
 
 def test_what_is_too_long_is_neither_sent_nor_read() -> None:
     with pytest.raises(ProtocolError):
-        pack({"signatures": bytes(FRAME_BYTES)})
+        pack({"signatures": bytes(MAX_FRAME_BYTES)})
     with pytest.raises(ProtocolError):
-        body_bytes((FRAME_BYTES + 1).to_bytes(HEAD_BYTES, "little"))
+        body_length((MAX_FRAME_BYTES + 1).to_bytes(HEADER_BYTES, "little"))
 
 
 @pytest.mark.parametrize(
@@ -107,26 +107,26 @@ def test_what_is_too_long_is_neither_sent_nor_read() -> None:
 )
 def test_a_question_without_sense_is_refused(message: dict[str, object]) -> None:
     with pytest.raises(ProtocolError):
-        asked(message, "control")
+        parse_request(message, "control")
 
 
 def test_fields_of_a_newer_client_are_ignored() -> None:
-    assert asked({"op": "match", "request": 1, "colour": "blue", "signatures": None}, "control")[0] == "match"
+    assert parse_request({"op": "match", "request": 1, "colour": "blue", "signatures": None}, "control")[0] == "match"
 
 
 def test_errors_keep_their_class() -> None:
     for made in ERRORS.values():
         with pytest.raises(KVCacheError, match="what it was") as caught:
-            answer(refusal(made("what it was")))
+            parse_reply(error_reply(made("what it was")))
         assert type(caught.value) is made
     with pytest.raises(ProtocolError):
-        answer({"neither": 1})
+        parse_reply({"neither": 1})
 
 
 @pytest.mark.parametrize("layout", [FULL, HYBRID])
 def test_layouts_and_shards_come_back(layout: KVLayout) -> None:
-    assert read_layout(unpack(pack(layout.describe())[HEAD_BYTES:])) == layout
-    assert read_shards(describe_shards(layout.whole)) == list(layout.whole)
+    assert parse_layout(unpack(pack(layout.describe())[HEADER_BYTES:])) == layout
+    assert parse_shards(describe_shards(layout.whole)) == list(layout.whole)
 
 
 @pytest.mark.parametrize(
@@ -142,4 +142,4 @@ def test_layouts_and_shards_come_back(layout: KVLayout) -> None:
 )
 def test_a_layout_without_sense_is_a_layout_error(found: dict[str, object]) -> None:
     with pytest.raises(LayoutError):
-        read_layout(found)
+        parse_layout(found)

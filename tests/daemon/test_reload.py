@@ -139,7 +139,7 @@ def test_nothing_sensitive_is_logged(make_house: Callable[..., House]) -> None:
                         r.match([*ids[:16], *reversed(ids)])
                         r.admit()
                     assert cache.flush(60)
-                    session = cache.link.session
+                    session = cache.connection.session
             except AccessError:
                 assert token == wrong
     house.process.send_signal(signal.SIGHUP)  # type: ignore[union-attr]

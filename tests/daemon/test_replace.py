@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvcache.daemon.server.auth import Tenants, token_hash
-from kvcache.daemon.server.service import check
+from kvcache.daemon.server.service import check_settings
 from kvcache.errors import ConfigError
 from kvcache.machine import memory
 from kvcache.settings.sources import load as load_settings
@@ -23,7 +23,7 @@ PROMPT = list(range(32))  # eight blocks
 
 def tenants(path: Path, least: str) -> Path:
     """Two, each with so much that others cannot take."""
-    return written(path, **{name: {"tokens": [token_hash(name * 40)], "host_least_bytes": least} for name in "ab"})
+    return written(path, **{name: {"tokens": [token_hash(name * 40)], "host_guaranteed_bytes": least} for name in "ab"})
 
 
 def settings(**given: Any) -> Any:
@@ -34,10 +34,10 @@ def test_settings_that_make_no_sense_leave_the_old_one_serving(make_house: Calla
     house = make_house().start()
     with house.open() as cache:
         expected = store(bound_to(cache), PROMPT, 1)
-        heir = house.heir(DAEMON__TENANTS_FILE=tenants(house.directory / "tenants", "20MiB"))
+        successor = house.successor(DAEMON__TENANTS_FILE=tenants(house.directory / "tenants", "20MiB"))
         for word in ("--check-config", "--replace"):
-            done = heir.run(word, timeout_s=300)
-            assert (done.returncode, "host_least_bytes of all tenants" in done.stderr) == (2, True), done.stderr
+            done = successor.run(word, timeout_s=300)
+            assert (done.returncode, "host_guaranteed_bytes of all tenants" in done.stderr) == (2, True), done.stderr
         assert load(bound_to(cache), PROMPT) == expected
     assert house.process is not None
     assert house.process.poll() is None
@@ -50,21 +50,24 @@ def test_settings_that_make_no_sense_leave_the_old_one_serving(make_house: Calla
         ({"object__enabled": True, "object__url": "memory:///"}, "object.enabled: needs obstore"),
         ({"object__enabled": True, "object__url": "memory:///", "object__signing_key_file": "/nowhere"}, "signing"),
         ({"redis__enabled": True, "redis__url": "redis://127.0.0.1:1/0", "redis__signing_key_file": "/no"}, "signing"),
-        ({"evict__tenants": {name: {"host_least_bytes": "20MiB"} for name in "ab"}}, "host_least_bytes of all"),
+        (
+            {"evict__tenants": {name: {"host_guaranteed_bytes": "20MiB"} for name in "ab"}},
+            "host_guaranteed_bytes of all",
+        ),
     ],
 )
 def test_what_opening_a_cache_would_refuse_is_refused_before(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], said: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)  # as where it is not installed
-    check(settings(host__capacity_bytes="32MiB"), None)
+    check_settings(settings(host__capacity_bytes="32MiB"), None)
     with pytest.raises(ConfigError, match=said):
-        check(settings(host__capacity_bytes="32MiB", **given), None)
+        check_settings(settings(host__capacity_bytes="32MiB", **given), None)
 
 
 def test_an_arena_that_nobody_gave_a_size_may_be_as_large_as_the_one_before(tmp_path: Path) -> None:
     """Beside which there is less room now than there will be."""
     found = Tenants.read(os.fspath(tenants(tmp_path / "tenants", str(memory().allowed_bytes * 2 // 5))))
-    check(settings(), found)
-    with pytest.raises(ConfigError, match="host_least_bytes"):
-        check(settings(host__capacity_bytes="16MiB"), found)
+    check_settings(settings(), found)
+    with pytest.raises(ConfigError, match="host_guaranteed_bytes"):
+        check_settings(settings(host__capacity_bytes="16MiB"), found)

@@ -21,7 +21,7 @@ from tests.daemon.within import until
 @pytest.fixture
 def cache() -> Iterator[Cache]:
     """Both tenants keep one prompt, and asked for more; acme asked for what only zeta has."""
-    settings = load_settings(None, host={"capacity_bytes": "4MiB", "extent_bytes": "1MiB"}, nvme__enabled=False)
+    settings = load_settings(None, host={"capacity_bytes": "4MiB", "slab_bytes": "1MiB"}, nvme__enabled=False)
     with Cache(settings) as made:
         for tenant, first in (("acme", 0), ("zeta", 500)):
             bound = bound_to(made, tenant=tenant)
@@ -29,7 +29,7 @@ def cache() -> Iterator[Cache]:
             for n in range(2):
                 ask(bound, [*range(first, first + 32), *range(900 + n * 100, 904 + n * 100)], f"{tenant}-{n}")
         ask(bound_to(made, tenant="acme"), list(range(500, 532)), "acme-spies")
-        made.census.take()
+        made.namespace_usage.take()
         made.curve()  # plays what waits, so that statistics stay as they are
         yield made
 
@@ -136,7 +136,7 @@ def test_a_prompt_that_parts_from_an_own_one_parts_from_it_whoever_else_has_it(c
 
 
 def test_a_tenant_is_not_told_for_whose_request_its_blocks_left() -> None:
-    settings = load_settings(None, host={"capacity_bytes": "768KiB", "extent_bytes": "192KiB"}, nvme__enabled=False)
+    settings = load_settings(None, host={"capacity_bytes": "768KiB", "slab_bytes": "192KiB"}, nvme__enabled=False)
     with Cache(settings) as made:
         for tenant, first in (("acme", 0), ("zeta", 1000)):
             bound, engine = bound_to(made, tenant=tenant), Engine(LAYOUT)
@@ -156,7 +156,7 @@ def test_a_tenant_s_statistics_wait_for_no_count(cache: Cache, monkeypatch: pyte
         return int(Report(cache, "acme").stats()["tiers"].get("host", {}).get("records", 0))
 
     until(lambda: records() == 8)
-    counting, count, go, threads = threading.Event(), cache.census._count, threading.Event(), []
+    counting, count, go, threads = threading.Event(), cache.namespace_usage._count, threading.Event(), []
 
     def slow() -> Any:
         threads.append(threading.current_thread())
@@ -164,15 +164,15 @@ def test_a_tenant_s_statistics_wait_for_no_count(cache: Cache, monkeypatch: pyte
         assert go.wait(60)
         return count()
 
-    monkeypatch.setattr(cache.census, "_count", slow)
-    cache.census._counted, cache.census._until = {}, 0.0
+    monkeypatch.setattr(cache.namespace_usage, "_count", slow)
+    cache.namespace_usage._counted, cache.namespace_usage._until = {}, 0.0
     assert Report(cache, "acme").stats()["tiers"] == {}, "the first count is waited for no more than another"
     go.set()
     until(lambda: records() == 8)
     go.clear()
     counting.clear()
     store(bound_to(cache, tenant="acme"), list(range(3000, 3004)), 1)
-    cache.census._until = 0.0
+    cache.namespace_usage._until = 0.0
     until(lambda: records() == 8 and counting.is_set())
     assert records() == 8, "while it is counted"
     go.set()

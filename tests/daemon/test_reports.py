@@ -30,7 +30,7 @@ import pytest
 
 from kvcache.block.layout import KVLayout
 from kvcache.cache.api import FlushReport, TierFlush
-from kvcache.daemon.protocol import FLUSH_S
+from kvcache.daemon.protocol import MAX_FLUSH_S
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import HYBRID, Engine, bind
 from tests.daemon.house import LAYOUT, House, bound_to, load, store
@@ -78,12 +78,12 @@ def test_a_daemon_that_hangs_keeps_nobody_waiting_twice(make_house: Make) -> Non
     assert house.process is not None
     bound, engine = bound_to(cache), Engine(LAYOUT)
     expected = store(bound, list(range(16)), 1)
-    cache.patience_s = cache.deadline_s = cache.link.patience_s = 0.3
+    cache.patience_s = cache.deadline_s = cache.connection.patience_s = 0.3
     os.kill(house.process.pid, signal.SIGSTOP)
     try:
         with bound.request() as r:
             assert r.match(list(range(16))).reason == "unreachable"
-            assert cache.link is None, "whoever asks next would wait again"
+            assert cache.connection is None, "whoever asks next would wait again"
             assert r.match().blocks == 0
             for transfer in (
                 r.load(4, engine.described, engine.ids([0, 1, 2, 3])),
@@ -95,7 +95,7 @@ def test_a_daemon_that_hangs_keeps_nobody_waiting_twice(make_house: Make) -> Non
         os.kill(house.process.pid, signal.SIGCONT)
     cache.patience_s = cache.deadline_s = 30.0
     assert cache.wait_reachable(60)
-    cache.link.patience_s = 30.0  # it may have been reached before
+    cache.connection.patience_s = 30.0  # it may have been reached before
     assert load(bound, list(range(16))) == expected
     cache.close()
 
@@ -108,14 +108,14 @@ def test_a_daemon_answers_a_flush_before_its_client_gives_up(within: Within, mon
         late = TierFlush(reached=1, refused=len(asked) % 2, lost=len(asked) % 2, waiting=1)
         return FlushReport({"nvme": late if len(asked) % 4 else TierFlush(reached=1)})
 
-    monkeypatch.setattr(within.cache.flow, "flush", flush)
+    monkeypatch.setattr(within.cache.tier_manager, "flush", flush)
     cache = within.open()
     for given in ({}, {"timeout_s": 1e9}, {"timeout_s": 0.5}):
-        assert cache.ask_apart("flush", None, given)["done"] is False
-    assert asked == [FLUSH_S, FLUSH_S, 0.5]
+        assert cache.long_call("flush", None, given)["done"] is False
+    assert asked == [MAX_FLUSH_S, MAX_FLUSH_S, 0.5]
     asked.clear()
     assert not cache.flush(), "it was answered before the time that it gave"
-    monkeypatch.setattr("kvcache.daemon.client.cache.FLUSH_S", 0.0)
+    monkeypatch.setattr("kvcache.daemon.client.cache.MAX_FLUSH_S", 0.0)
     report = cache.flush()
     assert len(asked) == 4, "it asks again"
     assert report.tiers == {"nvme": TierFlush(reached=3, refused=1, lost=1)}, "what each answer told once is kept"
@@ -165,7 +165,7 @@ def test_a_hybrid_is_found_as_far_as_every_group_can_be_served(within: Within) -
             inner.match(tokens)
             state = inner._chains()[2][5]
         within.cache.index.discard(state, "host")
-        within.cache.host.withdraw(state)
+        within.cache.host.unpublish(state)
         assert r.match().blocks == 5
 
 
@@ -207,7 +207,7 @@ def test_ranks_agree_on_what_all_of_them_have(within: Within) -> None:
             inner.match(tokens)
             lost = inner._chains()[0][2]
         within.cache.index.discard(lost, "host")
-        within.cache.host.withdraw(lost)
+        within.cache.host.unpublish(lost)
         assert r.match().blocks == 2, "the first rank has more, which is of no use"
         r.admit()
         before = [m.copy() for m in memory]

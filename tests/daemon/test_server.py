@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.daemon.discovery import Claim
-from kvcache.daemon.protocol import FRAME_BYTES, HEAD_BYTES, VERSION, answer, pack
-from kvcache.daemon.server.service import descriptors, locked, prepare
+from kvcache.daemon.discovery import SocketClaim
+from kvcache.daemon.protocol import HEADER_BYTES, MAX_FRAME_BYTES, PROTOCOL_VERSION, pack, parse_reply
+from kvcache.daemon.server.service import memlock_warning, raise_limits, required_descriptors
 from kvcache.daemon.wire import Wire
 from kvcache.errors import ConfigError, StoreError, UnreachableError
-from kvcache.settings.service import CONNECTIONS
+from kvcache.settings.service import MAX_HTTP_CONNECTIONS
 from kvcache.settings.sources import load as load_settings
 from tests.daemon.house import House, bound_to, load, store
 from tests.daemon.within import Within, until
@@ -117,7 +117,7 @@ def test_whatever_fails_while_a_daemon_is_gone_is_tried_again(
             return true()
 
         monkeypatch.setattr(cache, "_connect", connect)
-        cache.lose(cache.link, UnreachableError("pretended"))
+        cache.mark_lost(cache.connection, UnreachableError("pretended"))
         assert cache.wait_reachable(60)
         assert left == []
 
@@ -164,35 +164,35 @@ def test_it_says_how_much_memory_engines_with_a_gpu_have_to_lock(
     settings = load_settings(None, nvme__enabled=False, host__capacity_bytes="64MiB")
     limit = {"now": (1 << 20, 8 << 20)}
     monkeypatch.setattr("kvcache.daemon.server.service.resource.getrlimit", lambda _: limit["now"])
-    monkeypatch.setattr("kvcache.daemon.server.service.GPU", tmp_path / "none")
-    assert locked(settings) == ""
-    monkeypatch.setattr("kvcache.daemon.server.service.GPU", tmp_path)
-    assert "8 MiB of memory may be locked" in locked(settings)
-    assert "pins 64 MiB" in locked(settings)
+    monkeypatch.setattr("kvcache.daemon.server.service.NVIDIA_DEVICE", tmp_path / "none")
+    assert memlock_warning(settings) == ""
+    monkeypatch.setattr("kvcache.daemon.server.service.NVIDIA_DEVICE", tmp_path)
+    assert "8 MiB of memory may be locked" in memlock_warning(settings)
+    assert "pins 64 MiB" in memlock_warning(settings)
     limit["now"] = (1 << 20, 64 << 20)  # the soft one is the engine's own to raise
-    assert locked(settings) == ""
+    assert memlock_warning(settings) == ""
 
 
 def test_it_says_how_many_descriptors_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = load_settings(
-        None, host={"capacity_bytes": "64GiB", "extent_bytes": "16MiB"}, nvme__enabled=False, daemon__connections=100
+        None, host={"capacity_bytes": "64GiB", "slab_bytes": "16MiB"}, nvme__enabled=False, daemon__connections=100
     )
-    assert descriptors(settings) >= 4096 + 200
+    assert required_descriptors(settings) >= 4096 + 200
     seen = load_settings(
         None,
-        host={"capacity_bytes": "64GiB", "extent_bytes": "16MiB"},
+        host={"capacity_bytes": "64GiB", "slab_bytes": "16MiB"},
         nvme__enabled=False,
         daemon__connections=100,
         http__enabled=True,
     )
-    assert descriptors(seen) == descriptors(settings) + CONNECTIONS
+    assert required_descriptors(seen) == required_descriptors(settings) + MAX_HTTP_CONNECTIONS
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
-    with pytest.raises(ConfigError, match=rf"4096 descriptors.*{descriptors(settings)} are needed"):
-        prepare(settings)
+    with pytest.raises(ConfigError, match=rf"4096 descriptors.*{required_descriptors(settings)} are needed"):
+        raise_limits(settings)
     raised: list[Any] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1 << 20))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
-    prepare(settings)
+    raise_limits(settings)
     assert raised == [(1 << 20, 1 << 20)], "what a daemon before hands over may be more than is needed"
 
 
@@ -202,20 +202,20 @@ def test_it_says_where_no_file_in_memory_can_be_made(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     with pytest.raises(ConfigError, match="memfd_create"):
-        prepare(load_settings(None, nvme__enabled=False))
+        raise_limits(load_settings(None, nvme__enabled=False))
 
 
 def test_a_socket_in_a_place_that_will_not_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="choose another directory"):
-        Claim(tmp_path / "nowhere" / "s", 0o600)
+        SocketClaim(tmp_path / "nowhere" / "s", 0o600)
     with pytest.raises(ConfigError, match=r"at most \d+ bytes"):
-        Claim(Path("/tmp", "x" * 120), 0o600)
+        SocketClaim(Path("/tmp", "x" * 120), 0o600)
 
 
 def test_the_owner_alone_may_connect_unless_the_mode_says_more(standing: House, tmp_path: Path) -> None:
     assert standing.socket.stat().st_mode & 0o777 == 0o600
     for mode, others in ((0o600, False), (0o660, True)):
-        claim = Claim(tmp_path / f"{mode:o}", mode)
+        claim = SocketClaim(tmp_path / f"{mode:o}", mode)
         claim.listen()
         assert claim.path.stat().st_mode & 0o777 == mode
         assert (claim.admits(os.geteuid()), claim.admits(54321)) == (True, others)
@@ -224,7 +224,7 @@ def test_the_owner_alone_may_connect_unless_the_mode_says_more(standing: House, 
 
 def hello(house: House, **more: Any) -> tuple[Wire, dict[str, Any]]:
     wire = Wire.connect(str(house.socket), 30)
-    wire.send({"op": "hello", "version": VERSION, "role": "control", **more})
+    wire.send({"op": "hello", "version": PROTOCOL_VERSION, "role": "control", **more})
     return wire, wire.receive(30)[0]
 
 
@@ -241,7 +241,7 @@ def ended(connection: socket.socket) -> bool:
 def test_a_client_of_another_version_is_told_both(standing: House) -> None:
     wire, said = hello(standing, version=99)
     with pytest.raises(UnreachableError, match=r"speaks version 1.*client 99"):
-        answer(said)
+        parse_reply(said)
     wire.close()
 
 
@@ -250,7 +250,7 @@ def test_a_client_of_another_version_is_told_both(standing: House) -> None:
     [
         b"\xff" * 64,
         b"GET / HTTP/1.1\r\n\r\n",
-        (FRAME_BYTES + 1).to_bytes(HEAD_BYTES, "little"),
+        (MAX_FRAME_BYTES + 1).to_bytes(HEADER_BYTES, "little"),
         pack({"op": "stats"}),
         pack({"op": "hello", "version": 1, "role": "king"}),
         pack({"op": "hello", "version": 1, "role": "mover", "session": b"guess"}),
@@ -363,6 +363,6 @@ def test_two_engines_do_not_join_each_other(standing: House) -> None:
 
 def test_a_connection_that_was_in_use_when_the_daemon_was_lost_is_closed(within: Within) -> None:
     cache = within.open()
-    with cache.link.mover(30) as wire:
-        cache.lose(cache.link, UnreachableError("as if it had been killed"))
+    with cache.connection.transfer_wire(30) as wire:
+        cache.mark_lost(cache.connection, UnreachableError("as if it had been killed"))
     assert wire.connection.fileno() == -1

@@ -27,17 +27,19 @@ TOKENS = list(range(8))
 
 @pytest.fixture
 def made(tmp_path: Path) -> Callable[..., Service]:
-    def make(*, say: Callable[[str], object] = len, beside: Callable[[Cache], object] = id, **more: Any) -> Service:
+    def make(
+        *, report_status: Callable[[str], object] = len, components: Callable[[Cache], object] = id, **more: Any
+    ) -> Service:
         read = partial(
             load_settings,
             None,
             daemon__socket=str(tmp_path / "s"),
-            host={"capacity_bytes": "8MiB", "extent_bytes": "4MiB"},
-            nvme={"enabled": True, "path": str(tmp_path / "nvme"), "capacity_bytes": "64MiB", "free_floor_bytes": 0},
+            host={"capacity_bytes": "8MiB", "slab_bytes": "4MiB"},
+            nvme={"enabled": True, "path": str(tmp_path / "nvme"), "capacity_bytes": "64MiB", "min_free_bytes": 0},
             control={"enabled": False},
             **more,
         )
-        return Service(read, version="1", insecure=True, beside=[beside], say=say)
+        return Service(read, version="1", insecure=True, components=[components], report_status=report_status)
 
     return make
 
@@ -48,7 +50,7 @@ def running(service: Service) -> Iterator[None]:
     service.start()
     daemon = service.daemon
     assert daemon is not None
-    began, daemon.began = daemon.began, lambda: (began(), serves.set())
+    on_started, daemon.on_started = daemon.on_started, lambda: (on_started(), serves.set())
     thread = threading.Thread(target=service.run)
     thread.start()
     try:
@@ -63,7 +65,7 @@ def running(service: Service) -> Iterator[None]:
 def test_it_serves_and_what_it_had_is_there_for_the_next(made: Callable[..., Service], tmp_path: Path) -> None:
     lines: list[str] = []
     for turn in range(2):
-        service = made(say=lines.append)
+        service = made(report_status=lines.append)
         with running(service), kvcache.open(f"unix:{tmp_path / 's'}", patience_s=30, deadline_s=30) as cache:
             if turn == 0:
                 expected = store(bound_to(cache), TOKENS, 1)
@@ -100,7 +102,7 @@ def test_a_start_that_fails_leaves_nothing_open(made: Callable[..., Service], tm
             (tmp_path / "nvme").write_text("a file")
             service = made(daemon__listen=listen)
         else:
-            service = made(daemon__listen=listen, beside=no_room)
+            service = made(daemon__listen=listen, components=no_room)
         with pytest.raises((StoreError, ConfigError)):
             service.start()
     service.stop()

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import kvcache
-from kvcache.daemon.protocol import SENT, VERSION, pack
-from kvcache.daemon.server.admission import Door
+from kvcache.daemon.protocol import PAYLOAD_DTYPE, PROTOCOL_VERSION, pack
+from kvcache.daemon.server.admission import Admission
 from kvcache.daemon.server.auth import token_hash
 from kvcache.daemon.server.slot_lease import hang_up
-from kvcache.daemon.server.tcp import Port, host_and_port
+from kvcache.daemon.server.tcp import TcpListener, parse_host_port
 from kvcache.daemon.wire import Wire
 from kvcache.errors import AccessError, ConfigError, StoreError, UnreachableError
 from kvcache.os_env import SystemClock
@@ -67,8 +67,8 @@ class TestStart:
             None, nvme__enabled=False, **{f"daemon__{name}": str(v) for name, v in more.items()}
         ).daemon
 
-    def port(self, settings: Any, *, insecure: bool = False) -> Port:
-        return Port(settings, Door(settings.tenants_file, SystemClock()), insecure=insecure)
+    def port(self, settings: Any, *, insecure: bool = False) -> TcpListener:
+        return TcpListener(settings, Admission(settings.tenants_file, SystemClock()), insecure=insecure)
 
     @pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1", "[::]"])
     def test_without_tls_it_is_refused(self, tmp_path: Path, host: str) -> None:
@@ -114,10 +114,10 @@ class TestStart:
     @pytest.mark.parametrize("where", ["", "8090", "host:", ":1", "host:65536", "host:-1", "host:x", "::1"])
     def test_an_address_is_host_and_port(self, where: str) -> None:
         if where == "::1":
-            assert host_and_port("[::1]:80", "s") == ("::1", 80)
+            assert parse_host_port("[::1]:80", "s") == ("::1", 80)
             return
         with pytest.raises(ConfigError, match="HOST:PORT"):
-            host_and_port(where, "s")
+            parse_host_port(where, "s")
 
     def test_the_command_refuses_too(self, make_house: Callable[..., House]) -> None:
         house = make_house(DAEMON__LISTEN="127.0.0.1:0")
@@ -198,7 +198,7 @@ class TestDoor:
     def test_whoever_speaks_no_tls_is_hung_up_on(self, secure: Make, authority: Authority, tmp_path: Path) -> None:
         within = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
         for said in (
-            pack({"op": "hello", "version": VERSION, "role": "control"}),
+            pack({"op": "hello", "version": PROTOCOL_VERSION, "role": "control"}),
             b"GET / HTTP/1.1\r\n\r\n",
             b"\x16\3\1",
         ):
@@ -214,7 +214,7 @@ class TestDoor:
         within = secure(daemon__tenants_file=str(everybody(tmp_path / "t")))
         context = ssl.create_default_context(cafile=str(authority.file))
         raw = socket.create_connection(("127.0.0.1", within.port.number), 30)
-        wire = Wire(context.wrap_socket(raw, server_hostname="127.0.0.1"), takes=False)
+        wire = Wire(context.wrap_socket(raw, server_hostname="127.0.0.1"), accepts_descriptors=False)
         wire.send_bytes([(1 << 20).to_bytes(4, "little")])
         message, _ = wire.receive(30)
         assert message["error"] == "protocol"
@@ -249,7 +249,7 @@ class TestBytes:
         cache = loopback.reach()
         bound, tokens = bound_to(cache), list(range(32))
         stored = store(bound, tokens, 1)
-        true = streamer.Streamer._rows
+        true = streamer.SocketTransport._rows
 
         def lying(self: Any, batch: Any, payloads: Any = ()) -> np.ndarray:
             rows = true(self, batch, payloads)
@@ -259,8 +259,8 @@ class TestBytes:
         def few(parts: Any) -> Any:
             return (parts[i : i + at_once] for i in range(0, len(parts), at_once))
 
-        monkeypatch.setattr(streamer.Streamer, "_rows", lying)
-        monkeypatch.setattr(streamer, "batches", few)
+        monkeypatch.setattr(streamer.SocketTransport, "_rows", lying)
+        monkeypatch.setattr(streamer, "payload_batches", few)
         engine = Engine(LAYOUT)
         engine.poison()
         before = engine.block(0)
@@ -280,7 +280,7 @@ class TestBytes:
 
         cache = loopback.reach()
         bound, tokens, engine = bound_to(cache), list(range(32)), Engine(LAYOUT)
-        monkeypatch.setattr(carrier.Batch, "packed_sums", lambda self: bytes(8 * len(self.payloads)))
+        monkeypatch.setattr(carrier.PayloadBatch, "packed_sums", lambda self: bytes(8 * len(self.payloads)))
         with bound.request() as r:
             r.match(tokens)
             transfer = r.store(engine.described, engine.ids(list(range(8))))
@@ -293,23 +293,23 @@ class TestBytes:
         assert load(bound, tokens) == expected
 
     def test_what_a_daemon_says_is_checked(self) -> None:
-        from kvcache.daemon.client.transfer import room
+        from kvcache.daemon.client.transfer import parse_payload_rows
         from kvcache.daemon.protocol import ProtocolError
 
-        good = np.array([(0, 0, 0, 64, 0), (1, 0, 0, 64, 0)], SENT)
-        rows, size = room(good.tobytes(), blocks=2, sizes=[64])
+        good = np.array([(0, 0, 0, 64, 0), (1, 0, 0, 64, 0)], PAYLOAD_DTYPE)
+        rows, size = parse_payload_rows(good.tobytes(), blocks=2, sizes=[64])
         assert len(rows) == 2
         assert size == 2 * 8192
         for field, value in (("block", 2), ("group", 1), ("bytes", 65), ("bytes", 1 << 63)):
             bad = good.copy()
             bad[field][1] = value
             with pytest.raises(ProtocolError):
-                room(bad.tobytes(), blocks=2, sizes=[64])
+                parse_payload_rows(bad.tobytes(), blocks=2, sizes=[64])
         for nonsense in (b"", b"x", None, "text", 7, [1]):
             with pytest.raises(ProtocolError):
-                room(nonsense, blocks=2, sizes=[64])
+                parse_payload_rows(nonsense, blocks=2, sizes=[64])
         with pytest.raises(ProtocolError, match="behind one message"):
-            room(np.zeros(4096, SENT).tobytes(), blocks=2, sizes=[0])
+            parse_payload_rows(np.zeros(4096, PAYLOAD_DTYPE).tobytes(), blocks=2, sizes=[0])
 
 
 def test_a_client_that_is_gone_leaves_nothing(loopback: Within) -> None:
@@ -318,9 +318,9 @@ def test_a_client_that_is_gone_leaves_nothing(loopback: Within) -> None:
     bound = bound_to(cache)
     with bound.request() as r:
         r.match(list(range(32)))
-        with cache.asking() as link:
-            number = r.number(link)
-        with suppress(ConnectionAbortedError), link.mover(30) as wire:
+        with cache.connected() as connection:
+            number = r.number(connection)
+        with suppress(ConnectionAbortedError), connection.mover(30) as wire:
             wire.send({"op": "store", "request": number, "first": 0, "end": 8}, timeout_s=30)
             message, _ = wire.receive(30)
             assert "wanted" in message
@@ -344,7 +344,7 @@ def test_a_port_that_was_given_up_is_free(make_house: Callable[..., House]) -> N
 def test_two_cannot_have_one_port(make_within: Make) -> None:
     first = make_within(daemon__listen="127.0.0.1:0", insecure=True)
     settings = first.cache.settings.daemon.model_copy(update={"listen": f"127.0.0.1:{first.port.number}"})
-    second = Port(settings, Door("", SystemClock()), insecure=True)
+    second = TcpListener(settings, Admission("", SystemClock()), insecure=True)
     with pytest.raises(StoreError, match="in use"):
         second.listen()
     second.close()

@@ -14,17 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcache
-from kvcache.block.chain import bind_signatures, plain_bind_signatures
-from kvcache.daemon.server.auth import BEGIN, Tenant, Tenants, Tokens, new_token, token_hash
+from kvcache.block.chain import bind_signatures, bind_signatures_reference
+from kvcache.daemon.server.auth import BEARER_PREFIX, Tenant, Tenants, TokenTable, new_token, token_hash
 from kvcache.daemon.server.control import pin
 from kvcache.daemon.server.report import Report
 from kvcache.errors import AccessError, ConfigError
-from kvcache.index.block_run import Run
+from kvcache.index.block_run import BlockRun
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to, load, store
 from tests.daemon.within import Within
 
-ACME, BETA, ROOT = (f"{BEGIN}{name}-{'x' * 32}" for name in ("acme", "beta", "root"))
+ACME, BETA, ROOT = (f"{BEARER_PREFIX}{name}-{'x' * 32}" for name in ("acme", "beta", "root"))
 
 
 def written(path: Path, **tables: dict[str, Any]) -> Path:
@@ -68,9 +68,9 @@ class TestFile:
         assert tenants.by_token("a") is tenants.by_token("b") is tenants.by_user(7) is acme
         assert tenants.by_certificate(["other.example", "beta.example"]) is beta
         assert tenants.by_token("c") is tenants.by_user(8) is tenants.by_certificate([]) is None
-        assert acme.owns("acme")
-        assert not acme.owns("beta")
-        assert Tenant(name="*").owns("beta")
+        assert acme.may_act_as("acme")
+        assert not acme.may_act_as("beta")
+        assert Tenant(name="*").may_act_as("beta")
 
     @pytest.mark.parametrize(
         ("text", "said"),
@@ -106,14 +106,14 @@ class TestFile:
     @given(st.lists(st.text(min_size=1), max_size=5, unique=True), st.text())
     def test_tokens_are_a_dict_of_hashes(self, known: list[str], asked: str) -> None:
         plain = {token: f"of {i}" for i, token in enumerate(known)}
-        tokens = Tokens((token_hash(token), owner) for token, owner in plain.items())
+        tokens = TokenTable((token_hash(token), owner) for token, owner in plain.items())
         for token in (*known, asked):
             assert tokens.owner(token_hash(token)) == plain.get(token)
 
     def test_a_new_token_is_another_one_each_time(self) -> None:
         made = {new_token() for _ in range(100)}
         assert len(made) == 100
-        assert all(token.startswith(BEGIN) and len(token) > 40 for token in made)
+        assert all(token.startswith(BEARER_PREFIX) and len(token) > 40 for token in made)
 
 
 class TestDoor:
@@ -172,9 +172,9 @@ class TestApart:
             with acme.request() as known, beta.request() as r:
                 known.match(tokens)
                 r._chain.packed = known._chain.packed
-                with beta.cache.asking() as link:
-                    number = r.number(link, tell=False)
-                    found = link.ask("match", request=number, signatures=known._chain.packed)
+                with beta.cache.connected() as connection:
+                    number = r.number(connection, tell=False)
+                    found = connection.call("match", request=number, signatures=known._chain.packed)
                 if found["blocks"]:  # his own, the second time
                     r.load(4, engine.described, engine.ids(ids)).wait(60)
                     assert [engine.block(i) for i in ids] == theirs
@@ -191,7 +191,7 @@ class TestApart:
         index = shared.cache.index
         where, lookup = index.where, index.lookup
 
-        def watched_where(run: Run) -> Any:
+        def watched_where(run: BlockRun) -> Any:
             seen.append(bytes(run.signatures))
             return where(run)
 
@@ -223,12 +223,12 @@ class TestApart:
 
     @given(st.binary(min_size=32, max_size=32), st.lists(st.binary(min_size=32, max_size=32)))
     def test_binding_has_a_plain_twin(self, space: bytes, signatures: list[bytes]) -> None:
-        assert bind_signatures(space, b"".join(signatures)) == plain_bind_signatures(space, b"".join(signatures))
+        assert bind_signatures(space, b"".join(signatures)) == bind_signatures_reference(space, b"".join(signatures))
 
     def test_a_tenant_hears_of_nobody_else(self, shared: Within, tmp_path: Path) -> None:
         acme, beta, root = (came_in(shared, token, tmp_path) for token in (ACME, BETA, ROOT))
         store(bound_to(acme), list(range(16)), 1)
-        shared.cache.census.take(anew=True)
+        shared.cache.namespace_usage.take(anew=True)
         assert acme.stats()["tiers"]["host"]["records"] == 4
         assert beta.stats()["tiers"] == {}
         assert root.stats()["tiers"]["host"]["records"] == 4

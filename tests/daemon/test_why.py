@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvcache.block.layout import KVLayout
-from kvcache.daemon.server.client_session import SIGNATURES_BYTES
-from kvcache.log import LONGEST
-from kvcache.observe.recent_requests import Asked
+from kvcache.daemon.server.client_session import MAX_SIGNATURE_BYTES
+from kvcache.log import MAX_LABEL_CHARS
+from kvcache.observe.recent_requests import RecentRequest
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to
 from tests.daemon.within import Within, until
@@ -35,19 +35,19 @@ def test_whose_it_is(within: Within) -> None:
         engine = Engine(LAYOUT)
         assert r.store(engine.described, engine.ids(list(range(10)))).wait(60)
     told = story(within, "named")
-    assert (told["reason"], told["agent"], told["session"]) == ("cold", "planner", "s" * LONGEST)
+    assert (told["reason"], told["agent"], told["session"]) == ("cold", "planner", "s" * MAX_LABEL_CHARS)
     stored = next(event for event in within.cache.events.last() if event.kind == "stored")
-    assert (stored.request, stored.agent, stored.session) == ("named", "planner", "s" * LONGEST)
+    assert (stored.request, stored.agent, stored.session) == ("named", "planner", "s" * MAX_LABEL_CHARS)
 
 
-def asked(within: Within, name: str) -> Asked:
-    found = within.cache.why.ring.find(name)
+def asked(within: Within, name: str) -> RecentRequest:
+    found = within.cache.miss_explainer.recent_requests.find(name)
     assert found is not None
     return found
 
 
 def story(within: Within, name: str) -> dict[str, Any]:
-    return within.cache.why.story(asked(within, name), within.cache.namespaces)
+    return within.cache.miss_explainer.explain(asked(within, name), within.cache.namespaces)
 
 
 @pytest.mark.parametrize("digests", [False, True])
@@ -98,12 +98,12 @@ def test_what_was_found_whole_sends_no_tokens(within: Within) -> None:
 
 def test_tokens_count_among_what_a_client_may_have(within: Within, monkeypatch: pytest.MonkeyPatch) -> None:
     bound = bound_to(within.open())
-    assert SIGNATURES_BYTES > 1 << 20
-    monkeypatch.setattr("kvcache.daemon.server.client_session.SIGNATURES_BYTES", 10 * 32 + 40 * 4 - 1)
+    assert MAX_SIGNATURE_BYTES > 1 << 20
+    monkeypatch.setattr("kvcache.daemon.server.client_session.MAX_SIGNATURE_BYTES", 10 * 32 + 40 * 4 - 1)
     with bound.request(id="much") as r:
         r.match(OLD)
         r.admit()
         assert asked(within, "much").ids == [], "passed over, and nothing fails"
-    monkeypatch.setattr("kvcache.daemon.server.client_session.SIGNATURES_BYTES", 10 * 32 + 40 * 4)
+    monkeypatch.setattr("kvcache.daemon.server.client_session.MAX_SIGNATURE_BYTES", 10 * 32 + 40 * 4)
     ask(bound, OLD, "enough")
     assert asked(within, "enough").ids[0].tolist() == OLD

@@ -28,7 +28,7 @@ SETTINGS = f"""
 socket = "{SOCKET}"
 [host]
 capacity_bytes = "32MiB"
-extent_bytes = "4MiB"
+slab_bytes = "4MiB"
 [nvme]
 enabled = false
 [log]

@@ -47,7 +47,7 @@ class Within:
     @property
     def lost(self) -> int:
         """Slots that are neither a record's nor free."""
-        slots = sum(len(extent.slots) for extent in self.cache.host.arena.extents())
+        slots = sum(len(slab.slots) for slab in self.cache.host.arena.slabs())
         return slots - self.cache.host.usage().records
 
 
@@ -64,7 +64,7 @@ def until(condition: Callable[[], bool]) -> None:
 def start(daemon: Daemon) -> Callable[[], None]:
     """Run it on a thread of this process; the function that ends it."""
     listens = threading.Event()
-    daemon.began = listens.set
+    daemon.on_started = listens.set
 
     def run() -> None:
         try:

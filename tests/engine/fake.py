@@ -19,7 +19,7 @@ import torch
 from kvcache.block.layout import KVLayout
 from kvcache.cache.api import Extras, Hit
 from kvcache.engine.scheduler import Batch
-from kvcache.testing.naive_cache import NaiveBound, NaiveCache, NaiveRequest
+from kvcache.testing.naive_cache import NaiveCache, NaiveNamespace, NaiveRequest
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
 
@@ -190,9 +190,9 @@ class UnrulyCache(NaiveCache):
 
 
 class UnrulyBound:
-    def __init__(self, cache: UnrulyCache, bound: NaiveBound) -> None:
+    def __init__(self, cache: UnrulyCache, bound: NaiveNamespace) -> None:
         self.cache, self.bound, self.id, self.layout = cache, bound, bound.id, bound.layout
-        self.computed, self.known_as = bound.computed, bound.known_as
+        self.computed, self.event_signature = bound.computed, bound.event_signature
 
     def request(self, id: str | None = None, **_: Any) -> UnrulyRequest:
         request = UnrulyRequest(self.cache, self.bound, id or "")
@@ -201,7 +201,7 @@ class UnrulyBound:
 
 
 class UnrulyRequest(NaiveRequest):
-    def __init__(self, cache: UnrulyCache, bound: NaiveBound, id: str) -> None:
+    def __init__(self, cache: UnrulyCache, bound: NaiveNamespace, id: str) -> None:
         super().__init__(bound, id)
         self.cache, self.pending = cache, cache.delay()
 
@@ -232,7 +232,7 @@ class UnrulyRequest(NaiveRequest):
     ) -> LateTransfer:
         def work(i: int) -> Outcome:
             if self.cache.random.random() < self.cache.trouble / 4:
-                return Outcome.NO_ROOM
+                return Outcome.NO_CAPACITY
             super(UnrulyRequest, self).store(pages, [[page_ids[0][i]]], first_block=first_block + i)
             return Outcome.DONE
 

@@ -12,11 +12,11 @@ import torch
 
 import kvcache
 from kvcache.cache.cache import Cache
-from kvcache.cache.canary import difference
+from kvcache.cache.canary import relative_difference
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import load_model
 from kvcache.engine.recompute import Recompute
-from kvcache.engine.sampling import Params
+from kvcache.engine.sampling import SamplingParams
 from tests.engine import tiny
 
 PROMPT = [(7 * i) % 200 for i in range(330)]
@@ -27,11 +27,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_model(tiny.make(tmp_path_factory.mktemp("model"), "smollm2"), dtype="fp32")
 
 
-def opened(tmp_path: Path, one_in: int, codec: str = "raw") -> Cache:
+def opened(tmp_path: Path, sample_rate: int, codec: str = "raw") -> Cache:
     cache = kvcache.open(
         host={"capacity_bytes": 16 << 20},
-        nvme={"path": tmp_path / "nvme", "capacity_bytes": 64 << 20, "free_floor_bytes": 0, "codec": codec},
-        canary={"one_in": one_in},
+        nvme={"path": tmp_path / "nvme", "capacity_bytes": 64 << 20, "min_free_bytes": 0, "codec": codec},
+        canary={"sample_rate": sample_rate},
         plan={"enabled": False},  # so small a model may compute sooner than it loads
         control={"enabled": False},
     )
@@ -41,7 +41,7 @@ def opened(tmp_path: Path, one_in: int, codec: str = "raw") -> Cache:
 
 def ask(model: Any, cache: Cache) -> int:
     """Tokens that came from the cache, to an engine that has nothing itself."""
-    [result] = Engine(model, cache, pages=64).generate([PROMPT], Params(max_tokens=2))
+    [result] = Engine(model, cache, pages=64).generate([PROMPT], SamplingParams(max_tokens=2))
     assert cache.flush(30)
     return sum(result.reused.values())
 
@@ -53,7 +53,7 @@ def results(cache: Cache) -> dict[str, int]:
 
 
 def test_what_was_loaded_is_what_the_engine_computes(model: Any, tmp_path: Path) -> None:
-    cache = opened(tmp_path, one_in=4)
+    cache = opened(tmp_path, sample_rate=4)
     assert ask(model, cache) == 0
     assert ask(model, cache) == 320
     found = results(cache)
@@ -65,7 +65,7 @@ def test_what_was_loaded_is_what_the_engine_computes(model: Any, tmp_path: Path)
 
 def test_a_codecs_loss_is_no_difference(model: Any, tmp_path: Path) -> None:
     for _ in range(2):
-        cache = opened(tmp_path, one_in=20, codec="fp8")
+        cache = opened(tmp_path, sample_rate=20, codec="fp8")
         came = ask(model, cache)
         found = results(cache)
     assert came == 320
@@ -74,7 +74,7 @@ def test_a_codecs_loss_is_no_difference(model: Any, tmp_path: Path) -> None:
 
 
 def test_it_is_off_unless_it_is_asked_for(model: Any, tmp_path: Path) -> None:
-    cache = opened(tmp_path, one_in=0)
+    cache = opened(tmp_path, sample_rate=0)
     ask(model, cache)
     assert ask(model, cache) == 320
     assert results(cache) == {}
@@ -84,7 +84,7 @@ def test_other_weights_under_the_same_revision_are_found(
     model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """No checksum can tell: what was stored is what comes back, and it is wrong."""
-    cache = opened(tmp_path, one_in=20)
+    cache = opened(tmp_path, sample_rate=20)
     ask(model, cache)
     weights = model._weights.layers[0].qkv
     tensor = next(value for value in vars(weights).values() if isinstance(value, torch.Tensor))
@@ -101,7 +101,7 @@ def test_other_weights_under_the_same_revision_are_found(
 
 
 def test_an_engine_that_cannot_compute_it_fails_no_request(model: Any, tmp_path: Path) -> None:
-    cache = opened(tmp_path, one_in=20)
+    cache = opened(tmp_path, sample_rate=20)
     ask(model, cache)
     engine = Engine(model, cache, pages=64)
 
@@ -109,7 +109,7 @@ def test_an_engine_that_cannot_compute_it_fails_no_request(model: Any, tmp_path:
         raise RuntimeError("out of memory")
 
     cache.namespace(model.layout, model="model", revision=model.revision, facts=model.facts).canary(fail)
-    [result] = engine.generate([PROMPT], Params(max_tokens=2))
+    [result] = engine.generate([PROMPT], SamplingParams(max_tokens=2))
     assert sum(result.reused.values()) == 320
     assert results(cache) == {"failed": 1}
 
@@ -118,14 +118,14 @@ def test_steps_of_any_size_compute_the_same_block(model: Any) -> None:
     tokens = PROMPT[:64]
     (whole,), (parts,) = Recompute(model, 2048)(tokens), Recompute(model, 10)(tokens)
     assert len(whole) == model.layout.block_bytes(model.layout.groups[0].whole)
-    assert difference(whole, parts, "fp32") < 1e-4
+    assert relative_difference(whole, parts, "fp32") < 1e-4
 
 
 def test_differences() -> None:
     one = np.array([1.0, -2.0, 4.0], np.float32)
-    assert difference(one.tobytes(), one.tobytes(), "fp32") == 0
-    assert difference((one + np.float32(1)).tobytes(), one.tobytes(), "fp32") == 0.25
-    assert difference(one.tobytes(), one.tobytes()[:8], "fp32") == 1
-    assert difference(b"\1", b"\2", "fp8_e4m3") == 1
+    assert relative_difference(one.tobytes(), one.tobytes(), "fp32") == 0
+    assert relative_difference((one + np.float32(1)).tobytes(), one.tobytes(), "fp32") == 0.25
+    assert relative_difference(one.tobytes(), one.tobytes()[:8], "fp32") == 1
+    assert relative_difference(b"\1", b"\2", "fp8_e4m3") == 1
     nan = np.array([np.nan], np.float32).tobytes()
-    assert difference(nan, one[:1].tobytes(), "fp32") == 1
+    assert relative_difference(nan, one[:1].tobytes(), "fp32") == 1

@@ -8,8 +8,8 @@ import pytest
 
 from kvcache.block.layout import Group, KVLayout
 from kvcache.engine.engine import Engine
-from kvcache.engine.sampling import Params
-from kvcache.engine.sequence import State
+from kvcache.engine.sampling import SamplingParams
+from kvcache.engine.sequence import SequenceState
 from kvcache.errors import ConfigError, KVCacheError, LayoutError, TokenError
 from kvcache.testing.naive_cache import NaiveCache
 from tests.engine.fake import BLOCK, EOS, VOCAB, FakeModel, Turning, UnrulyCache, answer
@@ -29,7 +29,7 @@ def finish(engine: Engine) -> None:
 def test_answers_without_a_cache_and_reuses_nothing() -> None:
     e = engine()
     for _ in range(2):
-        [result] = e.generate([PROMPT], Params(max_tokens=8))
+        [result] = e.generate([PROMPT], SamplingParams(max_tokens=8))
         assert result.token_ids == answer(PROMPT, 8)
         assert (result.prompt_tokens, result.reused, result.reused_tokens) == (22, {}, 0)
     assert e.check() == []
@@ -40,16 +40,16 @@ def test_answers_without_a_cache_and_reuses_nothing() -> None:
 def test_any_chunk_size_gives_the_same(budget: int, pages: int) -> None:
     prompts = [PROMPT, PROMPT[:9], PROMPT[5:], [3], PROMPT[:8]]
     e = engine(NaiveCache(), pages=pages, max_batch_tokens=budget)
-    results = e.generate(prompts, Params(max_tokens=10))
+    results = e.generate(prompts, SamplingParams(max_tokens=10))
     assert [r.token_ids for r in results] == [answer(p, 10) for p in prompts]
     assert e.check() == []
 
 
 def test_a_step_computes_no_more_than_its_budget_and_decodes_first() -> None:
     e = engine(max_batch_tokens=6)
-    short = e.add([1, 2], Params(max_tokens=30, ignore_eos=True))
+    short = e.add([1, 2], SamplingParams(max_tokens=30, ignore_eos=True))
     e.step()
-    long = e.add(PROMPT, Params(max_tokens=1))
+    long = e.add(PROMPT, SamplingParams(max_tokens=1))
     while not long.answer:
         before, rows = len(short.answer), e.model.rows  # type: ignore[attr-defined]
         e.step()
@@ -60,11 +60,13 @@ def test_a_step_computes_no_more_than_its_budget_and_decodes_first() -> None:
 def test_the_pool_first_then_the_cache_and_always_a_token_to_compute() -> None:
     cache = NaiveCache()
     e = engine(cache)
-    [cold] = e.generate([PROMPT], Params(max_tokens=1))
-    [pool] = e.generate([PROMPT], Params(max_tokens=1))
+    [cold] = e.generate([PROMPT], SamplingParams(max_tokens=1))
+    [pool] = e.generate([PROMPT], SamplingParams(max_tokens=1))
     e.pool.clear()
-    [host] = e.generate([PROMPT], Params(max_tokens=1))
-    [whole] = e.generate([PROMPT[:20]], Params(max_tokens=1))  # all of it is known: the last block is computed again
+    [host] = e.generate([PROMPT], SamplingParams(max_tokens=1))
+    [whole] = e.generate(
+        [PROMPT[:20]], SamplingParams(max_tokens=1)
+    )  # all of it is known: the last block is computed again
     assert cold.reused == {}
     assert pool.reused == {"hbm": 20}
     assert host.reused == {"host": 20}
@@ -76,27 +78,27 @@ def test_the_pool_first_then_the_cache_and_always_a_token_to_compute() -> None:
 def test_the_part_that_the_pool_has_is_not_loaded() -> None:
     cache = NaiveCache()
     first = engine(cache)
-    first.generate([PROMPT], Params(max_tokens=1))
+    first.generate([PROMPT], SamplingParams(max_tokens=1))
     second = engine(cache, pages=64)
-    second.generate([PROMPT[:10]], Params(max_tokens=1))
-    [result] = second.generate([PROMPT], Params(max_tokens=4))
+    second.generate([PROMPT[:10]], SamplingParams(max_tokens=1))
+    [result] = second.generate([PROMPT], SamplingParams(max_tokens=4))
     assert result.reused == {"hbm": 8, "host": 12}
     assert result.token_ids == answer(PROMPT, 4)
 
 
 def test_only_what_is_new_is_computed() -> None:
     cache = NaiveCache()
-    engine(cache).generate([PROMPT], Params(max_tokens=1))
+    engine(cache).generate([PROMPT], SamplingParams(max_tokens=1))
     e = engine(cache)
-    e.generate([PROMPT], Params(max_tokens=1))
+    e.generate([PROMPT], SamplingParams(max_tokens=1))
     assert e.model.rows == 2  # type: ignore[attr-defined]
 
 
 def test_an_answer_is_stored_as_it_grows_and_found_by_the_next_turn() -> None:
     e = engine(NaiveCache())
-    [first] = e.generate([PROMPT], Params(max_tokens=12, ignore_eos=True))
+    [first] = e.generate([PROMPT], SamplingParams(max_tokens=12, ignore_eos=True))
     turn = PROMPT + first.token_ids + [5, 6, 7]
-    [second] = e.generate([turn], Params(max_tokens=1))
+    [second] = e.generate([turn], SamplingParams(max_tokens=1))
     known = (len(PROMPT) + len(first.token_ids) - 1) // BLOCK * BLOCK  # the last token was chosen, not computed
     assert second.reused == {"hbm": known}
     assert second.token_ids == answer(turn, 1)
@@ -105,17 +107,17 @@ def test_an_answer_is_stored_as_it_grows_and_found_by_the_next_turn() -> None:
 def test_what_the_cache_lost_and_the_pool_has_is_stored_again() -> None:
     cache = NaiveCache()
     e = engine(cache)
-    e.generate([PROMPT], Params(max_tokens=1))
+    e.generate([PROMPT], SamplingParams(max_tokens=1))
     cache.blocks.clear()
-    e.generate([[*PROMPT, 1, 2]], Params(max_tokens=1))  # fills the sixth block
-    [result] = engine(cache).generate([[*PROMPT, 1, 2, 3]], Params(max_tokens=1))
+    e.generate([[*PROMPT, 1, 2]], SamplingParams(max_tokens=1))  # fills the sixth block
+    [result] = engine(cache).generate([[*PROMPT, 1, 2, 3]], SamplingParams(max_tokens=1))
     assert result.reused == {"host": 24}
 
 
 def test_several_at_once_share_a_prefix() -> None:
     prompts = [[*PROMPT, i] for i in range(6)]
     e = engine(NaiveCache(), max_batch_tokens=16)
-    results = e.generate(prompts, Params(max_tokens=6))
+    results = e.generate(prompts, SamplingParams(max_tokens=6))
     assert [r.token_ids for r in results] == [answer(p, 6) for p in prompts]
     shared = len(PROMPT) // BLOCK
     assert e.pool.idle <= shared + 6 * 3, "the same block has several pages"
@@ -125,7 +127,7 @@ def test_several_at_once_share_a_prefix() -> None:
 def test_preempted_when_pages_run_out_and_still_right() -> None:
     prompts = [[i] * 8 for i in range(1, 5)]
     e = engine(NaiveCache(), pages=13)
-    results = e.generate(prompts, Params(max_tokens=20, ignore_eos=True))
+    results = e.generate(prompts, SamplingParams(max_tokens=20, ignore_eos=True))
     assert [r.token_ids for r in results] == [_answer_on(p, 20) for p in prompts]
     assert sum(r.preemptions for r in results) > 0
     assert results[0].preemptions == 0, "the first arrival gives way to nobody"
@@ -143,11 +145,11 @@ def _answer_on(prompt: list[int], count: int) -> list[int]:
 def test_ends_at_eos_at_the_limit_and_at_the_context() -> None:
     e = engine()
     ended = next(p for p in ([i, j] for i in range(9) for j in range(9)) if EOS in answer(p, 30))
-    [stop] = e.generate([ended], Params(max_tokens=30))
+    [stop] = e.generate([ended], SamplingParams(max_tokens=30))
     assert (stop.finish, stop.token_ids[-1]) == ("stop", EOS)
-    [length] = e.generate([ended], Params(max_tokens=30, ignore_eos=True))
+    [length] = e.generate([ended], SamplingParams(max_tokens=30, ignore_eos=True))
     assert (length.finish, len(length.token_ids)) == ("length", 30)
-    [context] = e.generate([[1] * 60], Params(max_tokens=30, ignore_eos=True))
+    [context] = e.generate([[1] * 60], SamplingParams(max_tokens=30, ignore_eos=True))
     assert (context.finish, len(context.token_ids)) == ("length", 4)
 
 
@@ -157,7 +159,7 @@ def test_ends_at_a_stop_string_of_several_tokens() -> None:
 
     text = decode(_answer_on(PROMPT, 20))
     e = engine(decode=decode)
-    [result] = e.generate([PROMPT], Params(max_tokens=20, stop=("never", text[6:9]), ignore_eos=True))
+    [result] = e.generate([PROMPT], SamplingParams(max_tokens=20, stop=("never", text[6:9]), ignore_eos=True))
     assert result.finish == "stop"
     assert decode(result.token_ids) == text[: text.index(text[6:9]) + 3]
 
@@ -199,7 +201,7 @@ def test_an_engine_that_makes_no_sense_is_refused(named: dict[str, int], said: s
 
 def test_stop_strings_need_a_decoder() -> None:
     with pytest.raises(ConfigError, match="decode"):
-        engine().add(PROMPT, Params(stop=("x",)))
+        engine().add(PROMPT, SamplingParams(stop=("x",)))
 
 
 def test_a_layout_of_several_groups_is_refused() -> None:
@@ -211,22 +213,22 @@ def test_a_layout_of_several_groups_is_refused() -> None:
 
 def test_other_weights_share_nothing() -> None:
     cache = NaiveCache()
-    engine(cache).generate([PROMPT], Params(max_tokens=1))
+    engine(cache).generate([PROMPT], SamplingParams(max_tokens=1))
     other = FakeModel()
     other.revision = "fake-2"
-    [result] = Engine(other, cache, pages=64).generate([PROMPT], Params(max_tokens=1))
+    [result] = Engine(other, cache, pages=64).generate([PROMPT], SamplingParams(max_tokens=1))
     assert result.reused == {}
 
 
 def test_a_load_that_hangs_is_given_up_and_its_pages_wait_for_it() -> None:
     clock, cache = Turning(), UnrulyCache(trouble=0)
-    engine(cache).generate([PROMPT], Params(max_tokens=1))
+    engine(cache).generate([PROMPT], SamplingParams(max_tokens=1))
     e = engine(cache, clock=clock, patience_s=5.0, pages=12)
     cache.hang = "load"
-    sequence = e.add(PROMPT, Params(max_tokens=3))
+    sequence = e.add(PROMPT, SamplingParams(max_tokens=3))
     for _ in range(20):
         e.step()
-    assert sequence.state is State.LOADING
+    assert sequence.state is SequenceState.LOADING
     clock.turn(6.0)
     finish(e)
     assert sequence.answer == answer(PROMPT, 3)
@@ -244,15 +246,15 @@ def test_a_page_that_is_being_stored_is_not_written_again_before() -> None:
     cache = UnrulyCache(trouble=0)
     e = engine(cache, pages=8)
     cache.hang = "store"
-    e.generate([PROMPT], Params(max_tokens=1))
+    e.generate([PROMPT], SamplingParams(max_tokens=1))
     assert e.pool.available == 8 - 5
-    waiting = e.add([7] * 20, Params(max_tokens=1))
+    waiting = e.add([7] * 20, SamplingParams(max_tokens=1))
     for _ in range(3):
         e.step()
-    assert waiting.state is State.WAITING
+    assert waiting.state is SequenceState.WAITING
     cache.release()
     finish(e)
-    [result] = engine(cache).generate([PROMPT], Params(max_tokens=5))
+    [result] = engine(cache).generate([PROMPT], SamplingParams(max_tokens=5))
     assert result.reused == {"host": 20}
     assert result.token_ids == answer(PROMPT, 5)
 
@@ -260,11 +262,11 @@ def test_a_page_that_is_being_stored_is_not_written_again_before() -> None:
 def test_a_lookup_without_an_answer_is_given_up() -> None:
     clock, cache = Turning(), UnrulyCache(trouble=0)
     e = engine(cache, clock=clock, patience_s=5.0)
-    sequence = e.add(PROMPT, Params(max_tokens=3))
+    sequence = e.add(PROMPT, SamplingParams(max_tokens=3))
     assert sequence.request is not None
     sequence.request.pending = 10**9  # type: ignore[attr-defined]
     e.step()
-    assert sequence.state is State.WAITING
+    assert sequence.state is SequenceState.WAITING
     clock.turn(6.0)
     finish(e)
     assert sequence.answer == answer(PROMPT, 3)
@@ -273,25 +275,29 @@ def test_a_lookup_without_an_answer_is_given_up() -> None:
 def test_reused_tokens_are_counted_by_the_tier_they_came_from() -> None:
     cache = UnrulyCache(trouble=0)
     cache.tiers = ["host"] * 3 + ["nvme"] * 2
-    engine(cache).generate([PROMPT], Params(max_tokens=1))
-    [result] = engine(cache).generate([PROMPT], Params(max_tokens=1))
+    engine(cache).generate([PROMPT], SamplingParams(max_tokens=1))
+    [result] = engine(cache).generate([PROMPT], SamplingParams(max_tokens=1))
     assert result.reused == {"host": 12, "nvme": 8}
     e = engine(cache)
-    e.generate([PROMPT[:9]], Params(max_tokens=1))
-    [result] = e.generate([PROMPT], Params(max_tokens=1))
+    e.generate([PROMPT[:9]], SamplingParams(max_tokens=1))
+    [result] = e.generate([PROMPT], SamplingParams(max_tokens=1))
     assert result.reused == {"hbm": 8, "host": 4, "nvme": 8}
 
 
 def test_aborted_while_it_waits_loads_or_runs() -> None:
     cache = UnrulyCache(trouble=0)
-    engine(cache).generate([PROMPT], Params(max_tokens=1))
+    engine(cache).generate([PROMPT], SamplingParams(max_tokens=1))
     cache.hang = "load"
     e = engine(cache, max_sequences=2, pages=24)
     loading = e.add(PROMPT)
     running = e.add([7] * 9)
     waiting = e.add([8] * 9)
     e.step()
-    assert [s.state for s in (loading, running, waiting)] == [State.LOADING, State.RUNNING, State.WAITING]
+    assert [s.state for s in (loading, running, waiting)] == [
+        SequenceState.LOADING,
+        SequenceState.RUNNING,
+        SequenceState.WAITING,
+    ]
     load = loading.transfer
     for sequence in (loading, running, waiting):
         e.abort(sequence)
@@ -311,7 +317,7 @@ def test_close_gives_everything_back() -> None:
     cache = UnrulyCache(trouble=0)
     e = engine(cache)
     for i in range(4):
-        e.add([i] * 9, Params(max_tokens=30))
+        e.add([i] * 9, SamplingParams(max_tokens=30))
     e.step()
     e.close()
     assert (e.unfinished, e.pool.held, len(cache.open_requests)) == (0, 0, 0)
@@ -326,7 +332,7 @@ def test_a_model_that_fails_leaves_a_sound_engine() -> None:
     assert (e.unfinished, e.pool.held) == (0, 0)
     assert e.check() == []
     e.model.forward = forward  # type: ignore[method-assign]
-    [result] = e.generate([PROMPT], Params(max_tokens=5))
+    [result] = e.generate([PROMPT], SamplingParams(max_tokens=5))
     assert result.token_ids == answer(PROMPT, 5)
 
 
@@ -335,20 +341,20 @@ def _fail(*_: Any) -> Any:
 
 
 def test_a_seed_gives_the_same_answer_in_any_company() -> None:
-    wish = Params(max_tokens=12, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
+    wish = SamplingParams(max_tokens=12, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
     [alone] = engine().generate([PROMPT], wish)
     e = engine(NaiveCache(), max_batch_tokens=5, pages=20)
-    company = Params(max_tokens=20, temperature=2.0, seed=1)
+    company = SamplingParams(max_tokens=20, temperature=2.0, seed=1)
     results = e.generate([[1] * 9, PROMPT, [2] * 9], [company, wish, company])
     assert results[1].token_ids == alone.token_ids
-    [other] = engine().generate([PROMPT], Params(max_tokens=12, temperature=1.0, seed=8, ignore_eos=True))
+    [other] = engine().generate([PROMPT], SamplingParams(max_tokens=12, temperature=1.0, seed=8, ignore_eos=True))
     assert other.token_ids != alone.token_ids
 
 
 def test_times_are_from_add_to_the_first_token_and_to_the_last() -> None:
     clock = Turning()
     e = engine(clock=clock)
-    sequence = e.add(PROMPT, Params(max_tokens=2, ignore_eos=True))
+    sequence = e.add(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True))
     clock.turn(1.0)
     forward = e.model.forward
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvcache.engine.engine import Engine
 from kvcache.engine.loop import EngineLoop
-from kvcache.engine.sampling import Params
+from kvcache.engine.sampling import SamplingParams
 from kvcache.errors import ClosedError, TokenError
 from kvcache.testing.naive_cache import NaiveCache
 from tests.engine.fake import FakeModel, answer
@@ -54,7 +54,7 @@ def test_answers_from_several_threads(loop: EngineLoop, model: Gate) -> None:
     answers: dict[int, list[int]] = {}
 
     def ask(i: int) -> None:
-        answers[i] = loop.submit([i] * 6, Params(max_tokens=5)).result(WAIT_S).token_ids
+        answers[i] = loop.submit([i] * 6, SamplingParams(max_tokens=5)).result(WAIT_S).token_ids
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
     for thread in threads:
@@ -66,27 +66,27 @@ def test_answers_from_several_threads(loop: EngineLoop, model: Gate) -> None:
 
 def test_a_refused_prompt_is_the_futures_error(loop: EngineLoop, model: Gate) -> None:
     model.open.set()
-    assert isinstance(loop.submit([], Params()).exception(WAIT_S), TokenError)
-    assert loop.submit([1], Params(max_tokens=1)).result(WAIT_S).token_ids == answer([1], 1)
+    assert isinstance(loop.submit([], SamplingParams()).exception(WAIT_S), TokenError)
+    assert loop.submit([1], SamplingParams(max_tokens=1)).result(WAIT_S).token_ids == answer([1], 1)
 
 
 def test_a_cancelled_request_is_aborted(loop: EngineLoop, model: Gate) -> None:
-    future = loop.submit([1] * 9, Params(max_tokens=40, ignore_eos=True))
+    future = loop.submit([1] * 9, SamplingParams(max_tokens=40, ignore_eos=True))
     assert model.reached.wait(WAIT_S)
     assert future.cancel()
     model.open.set()
-    loop.submit([2], Params(max_tokens=1)).result(WAIT_S)
-    loop.submit([3], Params(max_tokens=1)).result(WAIT_S)
+    loop.submit([2], SamplingParams(max_tokens=1)).result(WAIT_S)
+    loop.submit([3], SamplingParams(max_tokens=1)).result(WAIT_S)
     assert model.rows <= 9 + 2 + 2, "it was computed further"
 
 
 def test_no_more_than_the_backlog(loop: EngineLoop, model: Gate) -> None:
-    futures = [loop.submit([i], Params(max_tokens=1)) for i in range(4)]
+    futures = [loop.submit([i], SamplingParams(max_tokens=1)) for i in range(4)]
     with pytest.raises(Full, match="try again"):
-        loop.submit([5], Params())
+        loop.submit([5], SamplingParams())
     model.open.set()
     assert futures[0].result(WAIT_S).token_ids == answer([0], 1)
-    assert loop.submit([5], Params(max_tokens=1)).result(WAIT_S).token_ids == answer([5], 1)
+    assert loop.submit([5], SamplingParams(max_tokens=1)).result(WAIT_S).token_ids == answer([5], 1)
 
 
 def test_who_has_an_answer_may_ask_the_next_at_once(
@@ -101,7 +101,7 @@ def test_who_has_an_answer_may_ask_the_next_at_once(
         answered(future, result)
 
     monkeypatch.setattr(Future, "set_result", watched)
-    futures = [loop.submit([i], Params(max_tokens=1)) for i in range(4)]
+    futures = [loop.submit([i], SamplingParams(max_tokens=1)) for i in range(4)]
     model.open.set()
     assert [future.result(WAIT_S).token_ids for future in futures] == [answer([i], 1) for i in range(4)]
     assert room == [True] * 4
@@ -110,13 +110,13 @@ def test_who_has_an_answer_may_ask_the_next_at_once(
 def test_a_step_that_fails_ends_its_requests_and_no_others(loop: EngineLoop, model: Gate) -> None:
     model.fail = True
     model.open.set()
-    assert isinstance(loop.submit([1] * 9, Params()).exception(WAIT_S), RuntimeError)
+    assert isinstance(loop.submit([1] * 9, SamplingParams()).exception(WAIT_S), RuntimeError)
     model.fail = False
-    assert loop.submit([1] * 9, Params(max_tokens=3)).result(WAIT_S).token_ids == answer([1] * 9, 3)
+    assert loop.submit([1] * 9, SamplingParams(max_tokens=3)).result(WAIT_S).token_ids == answer([1] * 9, 3)
 
 
 def test_close_ends_what_is_unfinished(loop: EngineLoop, model: Gate) -> None:
-    futures = [loop.submit([i] * 9, Params(max_tokens=40, ignore_eos=True)) for i in range(3)]
+    futures = [loop.submit([i] * 9, SamplingParams(max_tokens=40, ignore_eos=True)) for i in range(3)]
     assert model.reached.wait(WAIT_S)
     closing = threading.Thread(target=loop.close)
     closing.start()
@@ -126,5 +126,5 @@ def test_close_ends_what_is_unfinished(loop: EngineLoop, model: Gate) -> None:
     closing.join(WAIT_S)
     assert all(isinstance(future.exception(0), ClosedError) for future in futures)
     with pytest.raises(ClosedError, match="stopped"):
-        loop.submit([1], Params())
+        loop.submit([1], SamplingParams())
     loop.close()

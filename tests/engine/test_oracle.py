@@ -21,13 +21,13 @@ import kvcache
 from kvcache.cache.api import KVCache
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import Model, load_model
-from kvcache.engine.sampling import Params
-from kvcache.engine.sequence import Result
+from kvcache.engine.sampling import SamplingParams
+from kvcache.engine.sequence import RequestOutput
 from kvcache.engine.tokenizer import Tokenizer
 from tests.engine import tiny
 
 BLOCK = 4
-ANSWER = Params(max_tokens=6, ignore_eos=True)
+ANSWER = SamplingParams(max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,7 +54,7 @@ def without(family: str, prompt: tuple[int, ...]) -> list[int]:
 def tiers(path: Path, *, host_blocks: int, nvme_blocks: int) -> KVCache:
     """Room for about so many of the tiny model's blocks, each 8 KiB with its header."""
     return kvcache.open(
-        host={"capacity_bytes": host_blocks * 8192, "extent_bytes": 4 * 8192},
+        host={"capacity_bytes": host_blocks * 8192, "slab_bytes": 4 * 8192},
         nvme={
             "path": str(path),
             "capacity_bytes": nvme_blocks * 8192 + (1 << 20),
@@ -98,7 +98,7 @@ rounds = st.builds(
 )
 
 
-def play(engine: Engine, family: str, asked: Sequence[tuple[int, ...]]) -> list[Result]:
+def play(engine: Engine, family: str, asked: Sequence[tuple[int, ...]]) -> list[RequestOutput]:
     results = engine.generate(asked, ANSWER)
     for prompt, result in zip(asked, results, strict=True):
         assert result.token_ids == without(family, prompt)
@@ -193,7 +193,7 @@ def test_smollm2_answers_the_same_from_every_tier(smollm2: Model, tmp_path: Path
     tokenizer = Tokenizer(smollm2.directory)
     shared = tokenizer.encode(TEXT.read_text(encoding="utf-8"))[:160]
     asked = [shared + tokenizer.encode(question) for question in QUESTIONS]
-    wish = Params(max_tokens=8)
+    wish = SamplingParams(max_tokens=8)
     plain = Engine(smollm2, None, pages=64)
     expected = [plain.generate([prompt], wish)[0].token_ids for prompt in asked]
     known = len(shared) // 16 * 16

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from kvcache.engine.pool import Pool
+from kvcache.engine.pool import PagePool
 from kvcache.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def chain(name: int, blocks: int) -> list[bytes]:
     return [f"{name}/{i}".encode() for i in range(blocks)]
 
 
-def filled(pool: Pool, signatures: list[bytes]) -> list[int]:
+def filled(pool: PagePool, signatures: list[bytes]) -> list[int]:
     pages = pool.allocate(len(signatures))
     assert pages is not None
     return [pool.publish(page, signature) for page, signature in zip(pages, signatures, strict=True)]
@@ -31,11 +31,11 @@ def filled(pool: Pool, signatures: list[bytes]) -> list[int]:
 
 def test_needs_a_page() -> None:
     with pytest.raises(ConfigError, match="pages = 0"):
-        Pool(0)
+        PagePool(0)
 
 
 def test_gives_all_or_nothing() -> None:
-    pool = Pool(4)
+    pool = PagePool(4)
     assert pool.allocate(5) is None
     pages = pool.allocate(4)
     assert pages is not None
@@ -48,7 +48,7 @@ def test_gives_all_or_nothing() -> None:
 
 
 def test_a_released_block_is_found_until_its_page_is_needed_tail_first() -> None:
-    pool = Pool(6)
+    pool = PagePool(6)
     a, b = chain(1, 3), chain(2, 3)
     pool.release(filled(pool, a))
     pool.release(filled(pool, b))
@@ -60,7 +60,7 @@ def test_a_released_block_is_found_until_its_page_is_needed_tail_first() -> None
 
 
 def test_use_makes_a_chain_the_last_to_leave() -> None:
-    pool = Pool(4)
+    pool = PagePool(4)
     a, b = chain(1, 2), chain(2, 2)
     pool.release(filled(pool, a))
     pool.release(filled(pool, b))
@@ -71,7 +71,7 @@ def test_use_makes_a_chain_the_last_to_leave() -> None:
 
 
 def test_a_block_has_one_page() -> None:
-    pool = Pool(4)
+    pool = PagePool(4)
     [first] = filled(pool, chain(1, 1))
     [again] = filled(pool, chain(1, 1))
     assert again == first
@@ -85,7 +85,7 @@ def test_a_block_has_one_page() -> None:
 
 
 def test_a_page_under_a_store_is_found_but_not_given_out() -> None:
-    pool, store = Pool(2), Copying()
+    pool, store = PagePool(2), Copying()
     a = chain(1, 2)
     pages = filled(pool, a)
     pool.watch(store, pages)
@@ -103,7 +103,7 @@ def test_a_page_under_a_store_is_found_but_not_given_out() -> None:
 
 
 def test_a_page_under_an_abandoned_load_is_free_only_after_it() -> None:
-    pool, load = Pool(2), Copying()
+    pool, load = PagePool(2), Copying()
     pages = pool.allocate(2)
     assert pages is not None
     pool.watch(load, pages)
@@ -117,7 +117,7 @@ def test_a_page_under_an_abandoned_load_is_free_only_after_it() -> None:
 
 
 def test_check_sees_what_is_wrong() -> None:
-    pool = Pool(2)
+    pool = PagePool(2)
     pages = pool.allocate(1)
     assert pages is not None
     pool._free.append(pages[0])
@@ -132,7 +132,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(pages=st.integers(1, 12))
     def start(self, pages: int) -> None:
-        self.pool = Pool(pages)
+        self.pool = PagePool(pages)
         self.held: Counter[int] = Counter()
         self.copying: list[tuple[Copying, list[int]]] = []
         self.holds: dict[int, bytes] = {}  # what the bytes of each page are: written when given out, not before

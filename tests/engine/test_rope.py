@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.engine.layers import Rope, turn
+from kvcache.engine.layers import RotaryEmbedding, apply_rotary
 
 LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 SETTINGS: list[dict[str, Any]] = [
@@ -44,19 +44,19 @@ def test_frequencies_are_those_of_transformers(settings: dict[str, Any], theta: 
         rope_parameters={"factor": None, **settings} if settings["rope_type"] == "yarn" else settings,
     )
     peer = LlamaRotaryEmbedding(config)
-    rope = Rope(settings, head_dim=head_dim, max_tokens=131072)
+    rope = RotaryEmbedding(settings, head_dim=head_dim, max_tokens=131072)
     torch.testing.assert_close(rope.rate, peer.inv_freq, rtol=1e-6, atol=0)
     assert rope.scale == pytest.approx(peer.attention_scaling, rel=1e-12)
 
 
 def test_a_turn_keeps_lengths_and_depends_on_the_distance_only() -> None:
-    rope = Rope({"rope_type": "default", "rope_theta": 10000.0}, head_dim=64, max_tokens=4096)
+    rope = RotaryEmbedding({"rope_type": "default", "rope_theta": 10000.0}, head_dim=64, max_tokens=4096)
     torch.manual_seed(0)
     q, k = torch.randn(2, 1, 1, 64)
 
     def score(at: int, other: int) -> torch.Tensor:
         angles = (rope.angles(torch.tensor([position]), torch.float32) for position in (at, other))
-        first, second = (turn(x, *angle) for x, angle in zip((q, k), angles, strict=True))
+        first, second = (apply_rotary(x, *angle) for x, angle in zip((q, k), angles, strict=True))
         torch.testing.assert_close(first.norm(), q.norm())
         return (first * second).sum()
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.engine.sampling import Params, Sampler, choose
+from kvcache.engine.sampling import Sampler, SamplingParams, sample_tokens
 from kvcache.errors import ConfigError
 
 
@@ -30,16 +30,16 @@ from kvcache.errors import ConfigError
 )
 def test_wishes_that_make_no_sense_are_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Params(**wrong)
+        SamplingParams(**wrong)
 
 
 def test_greedy_takes_the_likeliest_and_of_equal_ones_the_lowest() -> None:
     rows = torch.tensor([[0.0, 3.0, 3.0], [5.0, 1.0, 2.0]])
-    assert choose(rows, [Sampler(Params()), Sampler(Params(seed=3))]) == [1, 0]
-    assert choose(torch.empty((0, 3)), []) == []
+    assert sample_tokens(rows, [Sampler(SamplingParams()), Sampler(SamplingParams(seed=3))]) == [1, 0]
+    assert sample_tokens(torch.empty((0, 3)), []) == []
 
 
-def plain(logits: list[float], params: Params, drawn: float) -> int:
+def plain(logits: list[float], params: SamplingParams, drawn: float) -> int:
     """The same choice, a token at a time."""
     top = max(logits)
     weights = [exp((x - top) / params.temperature) for x in logits]
@@ -65,7 +65,7 @@ def plain(logits: list[float], params: Params, drawn: float) -> int:
     seed=st.integers(0, 2**32),
 )
 def test_draws_what_a_plain_loop_draws(logits: list[float], temperature: float, top_p: float, seed: int) -> None:
-    params = Params(temperature=temperature, top_p=top_p, seed=seed)
+    params = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
     sampler, dice = Sampler(params), Random(seed)
     for _ in range(3):
         assert sampler.draw(torch.tensor(logits)) == plain(logits, params, dice.random())
@@ -73,16 +73,16 @@ def test_draws_what_a_plain_loop_draws(logits: list[float], temperature: float, 
 
 @pytest.mark.parametrize("temperature", [1e-308, 1e-3])
 def test_a_temperature_near_nothing_is_greedy(temperature: float) -> None:
-    assert Sampler(Params(temperature=temperature, seed=1)).draw(torch.tensor([1.0, 9.0, 2.0])) == 1
+    assert Sampler(SamplingParams(temperature=temperature, seed=1)).draw(torch.tensor([1.0, 9.0, 2.0])) == 1
 
 
 def test_a_nucleus_smaller_than_the_likeliest_token_is_that_token() -> None:
-    sampler = Sampler(Params(temperature=5.0, top_p=0.01, seed=4))
+    sampler = Sampler(SamplingParams(temperature=5.0, top_p=0.01, seed=4))
     assert {sampler.draw(torch.tensor([1.0, 1.5, 1.2])) for _ in range(50)} == {1}
 
 
 def test_frequencies_are_the_probabilities() -> None:
-    sampler = Sampler(Params(temperature=1.0, seed=5))
+    sampler = Sampler(SamplingParams(temperature=1.0, seed=5))
     logits = torch.tensor([0.7, 0.2, 0.1]).log()
     seen = Counter(sampler.draw(logits) for _ in range(3000))
     assert [round(seen[i] / 3000, 1) for i in range(3)] == [0.7, 0.2, 0.1]
@@ -90,13 +90,15 @@ def test_frequencies_are_the_probabilities() -> None:
 
 def test_without_a_seed_two_requests_differ() -> None:
     flat = torch.zeros(50000)
-    a, b = (Sampler(Params(temperature=1.0)) for _ in range(2))
+    a, b = (Sampler(SamplingParams(temperature=1.0)) for _ in range(2))
     assert [a.draw(flat) for _ in range(4)] != [b.draw(flat) for _ in range(4)]
 
 
 def test_each_row_is_drawn_by_its_own_request() -> None:
     row, other = torch.randn((2, 40), generator=torch.Generator().manual_seed(1))
-    wish = Params(temperature=1.0, seed=11)
-    alone = choose(row[None], [Sampler(wish)])
-    together = choose(torch.stack((other, row)), [Sampler(Params(temperature=1.0, seed=2)), Sampler(wish)])
+    wish = SamplingParams(temperature=1.0, seed=11)
+    alone = sample_tokens(row[None], [Sampler(wish)])
+    together = sample_tokens(
+        torch.stack((other, row)), [Sampler(SamplingParams(temperature=1.0, seed=2)), Sampler(wish)]
+    )
     assert together[1:] == alone

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcache.engine.engine import Engine
-from kvcache.engine.sampling import Params
-from kvcache.engine.sequence import Sequence, State
+from kvcache.engine.sampling import SamplingParams
+from kvcache.engine.sequence import Sequence, SequenceState
 from kvcache.testing.naive_cache import NaiveCache
 from tests.engine.fake import FakeModel, Turning, UnrulyCache, answer
 
@@ -39,7 +39,7 @@ class EngineMachine(RuleBasedStateMachine):
     def add(self, family: int, length: int, own: list[int]) -> None:
         prompt = [*((i * (family + 3)) % 11 for i in range(length)), *own][: self.engine.max_tokens - 1]
         most = 1 + (length * 7 + family) % 12
-        sequence = self.engine.add(prompt, Params(max_tokens=most))
+        sequence = self.engine.add(prompt, SamplingParams(max_tokens=most))
         self.running[sequence] = answer(prompt, most, self.engine.max_tokens)
 
     @rule(steps=st.integers(1, 8))
@@ -77,7 +77,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.open()
 
     def compare(self) -> None:
-        for sequence in [s for s in self.running if s.state is State.FINISHED]:
+        for sequence in [s for s in self.running if s.state is SequenceState.FINISHED]:
             assert sequence.answer == self.running.pop(sequence)
 
     @invariant()
@@ -121,10 +121,10 @@ def test_first_come_first_served_but_a_pending_lookup_holds_up_nobody() -> None:
     second, third, fourth = (engine.add([i] * 5) for i in range(3))
     engine.step()
     assert [s.state for s in (asked, second, third, fourth)] == [
-        State.WAITING,
-        State.RUNNING,
-        State.RUNNING,
-        State.WAITING,
+        SequenceState.WAITING,
+        SequenceState.RUNNING,
+        SequenceState.RUNNING,
+        SequenceState.WAITING,
     ]
     while engine.unfinished:
         engine.step()
@@ -134,11 +134,15 @@ def test_first_come_first_served_but_a_pending_lookup_holds_up_nobody() -> None:
 def test_a_prompt_that_finds_no_room_is_not_overtaken() -> None:
     clock = Turning()
     engine = Engine(FakeModel(), NaiveCache(), pages=10, clock=clock)
-    first = engine.add([1] * 20, Params(max_tokens=4, ignore_eos=True))
-    large = engine.add([2] * 30, Params(max_tokens=1))
-    small = engine.add([3], Params(max_tokens=1))
+    first = engine.add([1] * 20, SamplingParams(max_tokens=4, ignore_eos=True))
+    large = engine.add([2] * 30, SamplingParams(max_tokens=1))
+    small = engine.add([3], SamplingParams(max_tokens=1))
     engine.step()
-    assert [s.state for s in (first, large, small)] == [State.RUNNING, State.WAITING, State.WAITING]
+    assert [s.state for s in (first, large, small)] == [
+        SequenceState.RUNNING,
+        SequenceState.WAITING,
+        SequenceState.WAITING,
+    ]
     while engine.unfinished:
         clock.turn(1.0)
         engine.step()
@@ -150,9 +154,9 @@ def test_a_prompt_that_finds_no_room_is_not_overtaken() -> None:
 def test_pages_that_a_prompt_will_need_are_not_given_to_a_load() -> None:
     cache = NaiveCache()
     known = [2] * 32
-    Engine(FakeModel(), cache, pages=20).generate([known], Params(max_tokens=1))
+    Engine(FakeModel(), cache, pages=20).generate([known], SamplingParams(max_tokens=1))
     engine = Engine(FakeModel(), cache, pages=12, max_batch_tokens=4)
-    first, second = engine.add([1] * 32, Params(max_tokens=1)), engine.add(known, Params(max_tokens=1))
+    first, second = engine.add([1] * 32, SamplingParams(max_tokens=1)), engine.add(known, SamplingParams(max_tokens=1))
     while engine.unfinished:
         engine.step()
     assert (first.preemptions, second.preemptions) == (0, 0)
@@ -161,7 +165,7 @@ def test_pages_that_a_prompt_will_need_are_not_given_to_a_load() -> None:
 
 def test_what_a_preempted_request_finds_of_its_own_is_not_called_reused() -> None:
     engine = Engine(FakeModel(), NaiveCache(), pages=9)
-    first, second = (engine.add([i] * 8, Params(max_tokens=16, ignore_eos=True)) for i in range(2))
+    first, second = (engine.add([i] * 8, SamplingParams(max_tokens=16, ignore_eos=True)) for i in range(2))
     while engine.unfinished:
         engine.step()
     assert second.preemptions
@@ -171,10 +175,10 @@ def test_what_a_preempted_request_finds_of_its_own_is_not_called_reused() -> Non
 def test_a_prompt_that_arrived_earlier_does_not_hold_up_the_next_token_of_others() -> None:
     cache = UnrulyCache(trouble=0)
     engine = Engine(FakeModel(), cache, pages=40, max_batch_tokens=6)
-    long = engine.add([1] * 30, Params(max_tokens=1))
+    long = engine.add([1] * 30, SamplingParams(max_tokens=1))
     assert long.request is not None
     long.request.pending = 2  # type: ignore[attr-defined]
-    short = engine.add([2] * 3, Params(max_tokens=30, ignore_eos=True))
+    short = engine.add([2] * 3, SamplingParams(max_tokens=30, ignore_eos=True))
     engine.step()
     while not long.answer:
         before = len(short.answer)

@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 from kvcache.engine.engine import Engine
 from kvcache.engine.loop import EngineLoop
 from kvcache.engine.model import load_model
-from kvcache.engine.sampling import Params
-from kvcache.engine.server import BODY_BYTES, Server
+from kvcache.engine.sampling import SamplingParams
+from kvcache.engine.server import MAX_BODY_BYTES, Server
 from kvcache.engine.tokenizer import Tokenizer
 from kvcache.testing.naive_cache import NaiveCache
 from tests.engine import tiny
@@ -52,7 +52,7 @@ def ask(client: TestClient, **body: Any) -> Any:
 def expected(directory: Path, prompt: str, max_tokens: int) -> str:
     tokenizer = Tokenizer(str(directory))
     [result] = Engine(load_model(str(directory)), None, pages=64).generate(
-        [tokenizer.encode(prompt)], Params(max_tokens=max_tokens, ignore_eos=True)
+        [tokenizer.encode(prompt)], SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     )
     return tokenizer.decode(result.token_ids)
 
@@ -209,7 +209,7 @@ def test_another_model_another_path_another_method(client: TestClient) -> None:
 
 
 def test_a_body_that_is_too_large(client: TestClient) -> None:
-    response = client.post("/v1/completions", content=b" " * (BODY_BYTES + 1))
+    response = client.post("/v1/completions", content=b" " * (MAX_BODY_BYTES + 1))
     assert response.status_code == 413
 
 

@@ -16,18 +16,26 @@ from hypothesis import strategies as st
 from kvcache import native
 from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.block.layout import Shard
-from kvcache.evict.hazard import BLOCKS, CHANCE, PSEUDO, PSEUDO_OF_USES, UNTIL, Hazard, prior_of
+from kvcache.evict.hazard import (
+    CLASS_PSEUDO_COUNT,
+    DEFAULT_REUSE_CHANCE,
+    PRIOR_BLOCKS,
+    PRIOR_END_BLOCKS,
+    PSEUDO_COUNT,
+    Hazard,
+    load_prior,
+)
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, age_bin
 from kvcache.index.block_run import place_of
-from kvcache.index.index import evidence_of, table_of
-from kvcache.index.reference.eviction_order import MOST_USES
-from kvcache.index.reference.index import PlainIndex
+from kvcache.index.index import evidence_of, value_table
+from kvcache.index.reference.eviction_order import MAX_USES
+from kvcache.index.reference.index import ReferenceIndex
 
 SPACE = bytes(SIGNATURE_BYTES)
 Values = dict[tuple[int, int], float]  # by class and bin of age
 PLACE = place_of(SPACE, 0, Shard(0, 1, 0, 1))
 BOUNDS, GAPS = Hazard.bounds, Hazard.gaps
-TOLD = prior_of(Hazard())
+TOLD = load_prior(Hazard())
 ENDS = (*AGE_EDGES[1:], 2 * AGE_EDGES[-1])
 WIDE = [b for b in range(AGE_BINS) if ENDS[b] > AGE_EDGES[b]]  # bins that some age is in
 PART = {b: (ENDS[b] - AGE_EDGES[b]) / (AGE_EDGES[b] + ENDS[b]) for b in WIDE}
@@ -75,7 +83,7 @@ class Model:
         the age on that it has outlived."""
         waits = [(b.use_class, self.now - b.stamp) for b in (*self.here.values(), *self.gone.values())]
         seen, unseen = counted(self.seen), counted([*waits, *self.ended])
-        of_others = BLOCKS * max(0.0, 1 - (seen.total() + unseen.total()) / UNTIL)
+        of_others = PRIOR_BLOCKS * max(0.0, 1 - (seen.total() + unseen.total()) / PRIOR_END_BLOCKS)
         alike = {c: 0 if c == 0 else 1 + (c - 1) // (len(GAPS) + 1) for c in CLASSES}
         hazard: dict[tuple[int, int], float] = {}
         risks: dict[int, dict[int, float]] = {}  # by bin and class
@@ -84,18 +92,22 @@ class Model:
             later = {c: later[c] + seen[c, b] + unseen[c, b] for c in CLASSES}
             risks[b] = {c: later[c] - unseen[c, b] / 2 + of_others * TOLD.risk[c, b] for c in CLASSES}
         uses = {(c, b): seen[c, b] + of_others * TOLD.reused[c, b] for c in CLASSES for b in WIDE}
-        rate = CHANCE / PART[WIDE[-2]]
+        rate = DEFAULT_REUSE_CHANCE / PART[WIDE[-2]]
         for b in WIDE:
             risk = risks[b]
-            every = (sum(uses[c, b] for c in CLASSES) + PSEUDO * rate * PART[b]) / (sum(risk.values()) + PSEUDO)
+            every = (sum(uses[c, b] for c in CLASSES) + PSEUDO_COUNT * rate * PART[b]) / (
+                sum(risk.values()) + PSEUDO_COUNT
+            )
             rate = every / PART[b]
             for c in CLASSES:
                 same = [o for o in CLASSES if alike[o] == alike[c]]
-                of_uses = (sum(uses[o, b] for o in same) + PSEUDO * every) / (sum(risk[o] for o in same) + PSEUDO)
-                own = (uses[c, b] + PSEUDO_OF_USES * of_uses) / (risk[c] + PSEUDO_OF_USES)
+                of_uses = (sum(uses[o, b] for o in same) + PSEUDO_COUNT * every) / (
+                    sum(risk[o] for o in same) + PSEUDO_COUNT
+                )
+                own = (uses[c, b] + CLASS_PSEUDO_COUNT * of_uses) / (risk[c] + CLASS_PSEUDO_COUNT)
                 hazard[c, b] = min(own, 1 - 1e-6)
         values = {(c, b): self.best(hazard, c, b) for c in CLASSES for b in range(AGE_BINS)}
-        if seen.total() + unseen.total() < BLOCKS:
+        if seen.total() + unseen.total() < PRIOR_BLOCKS:
             values |= dict.fromkeys([(c, 0) for c in CLASSES], max(values.values()))
         return values
 
@@ -132,7 +144,7 @@ class Model:
     def again(self, block: Block) -> None:
         age = self.now - block.stamp
         self.seen.append((block.use_class, age))
-        block.uses, block.gap, block.stamp = min(block.uses + 1, MOST_USES), age, self.now
+        block.uses, block.gap, block.stamp = min(block.uses + 1, MAX_USES), age, self.now
 
     def take(self, count: int, values: Values) -> list[bytes]:
         """Victims, the least valuable first; never a block with a child here, nor one of this request."""
@@ -188,7 +200,7 @@ class Served:
         parent = blocks[found - 1] if found else SPACE
         self.index.insert(PLACE, packed[32 * found :], parent, 0)
         self.model.use(blocks)
-        table = table_of(Hazard(), evidence_of(self.index))
+        table = value_table(Hazard(), evidence_of(self.index))
         values = {(c, b): float(table[c, b]) for c in CLASSES for b in range(AGE_BINS)}
         lacking = max(0, self.index.resident(0) - room)
         taken = [victim[1] for victim in self.index.evict(0, table, lacking, now, False)]
@@ -199,7 +211,7 @@ class Served:
 def core(request: pytest.FixtureRequest) -> Any:
     if request.param == "native" and not native.built:
         pytest.skip("the compiled core was not built")
-    return PlainIndex if request.param == "plain" else native.core.Index
+    return ReferenceIndex if request.param == "plain" else native.core.Index
 
 
 @given(paths=requests.filter(lambda paths: len(paths) <= 15), room=st.integers(1, 12))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvcache.evict import hazard
 from kvcache.evict.hazard import Hazard
-from kvcache.evict.policy import AGE_BINS, BINS_PER_OCTAVE, LRU, Evidence, Policy, age_bin, classes
+from kvcache.evict.policy import AGE_BINS, BINS_PER_OCTAVE, LRU, Evidence, Policy, age_bin, class_count
 
 POLICIES = [LRU, Hazard]
 
@@ -18,7 +18,7 @@ POLICIES = [LRU, Hazard]
 def test_a_policy_ranks_every_class_and_age(make: type[Policy]) -> None:
     policy = make()
     values = policy.values(Evidence.none(policy))
-    assert values.shape == (classes(policy), AGE_BINS)
+    assert values.shape == (class_count(policy), AGE_BINS)
     assert np.isfinite(values).all()
     assert list(policy.bounds) == sorted(set(policy.bounds))
     assert list(policy.gaps) == sorted(set(policy.gaps))
@@ -55,8 +55,8 @@ def test_what_came_back_soon_is_worth_more_than_what_came_back_late_where_that_w
 
 def test_a_rate_is_the_best_over_all_ends() -> None:
     """The index of Gittins against its definition, on curves of any form."""
-    chance = np.random.default_rng(5).beta(0.2, 2, (4, len(hazard._WIDE)))
-    found = hazard.index(chance)
+    chance = np.random.default_rng(5).beta(0.2, 2, (4, len(hazard._REACHABLE_BINS)))
+    found = hazard.gittins_index(chance)
     for of_class, best in zip(chance, found, strict=True):
         for a in range(len(best)):
             waits, uses, held, rates = 1.0, 0.0, 0.0, []

@@ -20,7 +20,7 @@ from tests.tier.blocks import buffer, chain, holds, record
 
 SIZES = [4_000, 30_000, 120_000]
 BLOCKS = [*chain(60), *chain(60, seed=1), *chain(30, of=1)]
-SAYS = {("write", Outcome.DONE): "here", ("remove", Outcome.DONE): "gone", ("remove", Outcome.ABSENT): "gone"}
+SAYS = {("write", Outcome.DONE): "here", ("remove", Outcome.DONE): "gone", ("remove", Outcome.NOT_FOUND): "gone"}
 
 
 def size_of(i: int) -> int:
@@ -28,7 +28,7 @@ def size_of(i: int) -> int:
 
 
 def opened(path: Path) -> NvmeTier:
-    return NvmeTier(str(path), capacity_bytes=8 << 20, segment_bytes=512 << 10, free_floor_bytes=0)
+    return NvmeTier(str(path), capacity_bytes=8 << 20, segment_bytes=512 << 10, min_free_bytes=0)
 
 
 def work(path: Path, chance: random.Random, pipe: int) -> None:
@@ -108,7 +108,7 @@ def look(path: Path, known: dict[int, str]) -> None:
         if outcome is Outcome.DONE:
             if not holds(into[i], BLOCKS[i], size_of(i)):
                 raise SystemExit(f"block {i}: a wrong byte")
-        elif outcome is not Outcome.ABSENT:
+        elif outcome is not Outcome.NOT_FOUND:
             raise SystemExit(f"block {i}: {outcome}")
         if known[i] == "here" and outcome is not Outcome.DONE:
             raise SystemExit(f"block {i} said DONE and is not there")

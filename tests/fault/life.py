@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from kvcache.block.record import Address, seal
 from kvcache.errors import StoreError
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.tier.nvme import NvmeTier
-from kvcache.tier.tier import AHEAD, BACKGROUND, WAITING, Op, Outcome, Ticket
+from kvcache.tier.tier import BACKGROUND, DEMAND, PREFETCH, Op, Outcome, Ticket
 from tests.fault.disk import Crash, SimDisk
 from tests.fault.schedule import Scheduler
 from tests.tier.blocks import buffer, chain, holds, payload, record
@@ -27,7 +27,7 @@ KIB = 1 << 10
 CAPACITY = 768 * KIB
 SEGMENT = 64 * KIB
 SIZES = [1, 5_000, 12_000, 40_000]
-DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
+DONE, NOT_FOUND = Outcome.DONE, Outcome.NOT_FOUND
 BLOCKS = [*chain(14), *chain(8, seed=1), *chain(6, of=1), *chain(4, group=1)]
 TWINS = {a: replace(a, signature=a.key + bytes(16)) for a in BLOCKS[:3]}
 """Other blocks under the same key, as an attacker may make them: whoever comes first has the key."""
@@ -85,7 +85,7 @@ class Life:
     def open(self) -> None:
         self.scheduler = Scheduler(self.chance.randrange(1 << 30), pauses=self.chance.choice([0.0, 0.3, 0.8]))
         self.disk.pause = self.scheduler.pause
-        port: Port = self.scheduler.port(self.disk)
+        os_env: OsEnv = self.scheduler.os_env(self.disk)
         for last in (False, True):
             try:
                 self.tier = NvmeTier(
@@ -95,8 +95,8 @@ class Life:
                     durability=self.durability,  # type: ignore[arg-type]
                     threads=self.chance.choice([1, 2, 4]),
                     queue_bytes=self.chance.choice([60_000, 1 << 20]),
-                    free_floor_bytes=0,
-                    port=port,
+                    min_free_bytes=0,
+                    os_env=os_env,
                 )
                 return
             except StoreError as error:
@@ -154,7 +154,7 @@ class Life:
         first = chance.randrange(len(BLOCKS))
         some = BLOCKS[first : first + chance.choice([1, 1, 2, 5, 9])]
         if what == "evict":
-            self.submit("remove", self.tier.siblings(some[0]))
+            self.submit("remove", self.tier.colocated(some[0]))
         elif what == "sync":
             self.sync()
         elif what == "compact":
@@ -214,7 +214,7 @@ class Life:
             op,
             addresses,
             segments,
-            priority=self.chance.choice([WAITING, AHEAD, BACKGROUND]),
+            priority=self.chance.choice([DEMAND, PREFETCH, BACKGROUND]),
             deadline=self.scheduler.seconds + self.chance.random() * 0.2 if late else None,
         )
         self.calls[ticket] = call
@@ -256,18 +256,18 @@ class Life:
         if outcome is DONE:
             assert holds(call.segments[i], address, size_of(address)), f"{self}: a wrong byte"
             assert there is not False or not unchanged or self.scrambled, f"{self}: read what is not there"
-        elif outcome in {ABSENT, Outcome.DAMAGED}:
-            assert outcome is ABSENT or self.troubled or self.durability == "none", f"{self}: damaged"
+        elif outcome in {NOT_FOUND, Outcome.DAMAGED}:
+            assert outcome is NOT_FOUND or self.troubled or self.durability == "none", f"{self}: damaged"
             if there and unchanged:
                 self.gone(address)
         else:
-            assert outcome in {Outcome.LATE, Outcome.CANCELLED} or self.troubled, f"{self}: {outcome}"
+            assert outcome in {Outcome.TIMED_OUT, Outcome.CANCELLED} or self.troubled, f"{self}: {outcome}"
 
     def saw_contains(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
         there, turn = call.before[i]
-        if turn == self.turns[address] and there is not None and outcome is not Outcome.LATE:
-            assert there or self.scrambled or outcome is ABSENT, f"{self}: knows what is not there"
-            if there and outcome is ABSENT:
+        if turn == self.turns[address] and there is not None and outcome is not Outcome.TIMED_OUT:
+            assert there or self.scrambled or outcome is NOT_FOUND, f"{self}: knows what is not there"
+            if there and outcome is NOT_FOUND:
                 self.gone(address)
 
     def saw_write(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
@@ -279,17 +279,17 @@ class Life:
                 self.safe.add(address)
         elif there is not True:  # what was not DONE is not there; with a failing journal it may be after a restart
             self.there[address] = None if outcome is Outcome.FAILED and self.troubled else there
-        allowed = {DONE, Outcome.NO_ROOM, Outcome.DROPPED, Outcome.LATE, Outcome.CANCELLED}
+        allowed = {DONE, Outcome.NO_CAPACITY, Outcome.DROPPED, Outcome.TIMED_OUT, Outcome.CANCELLED}
         fails = self.troubled or self.fault == "full" or address in TWINS
         assert outcome in allowed or fails, f"{self}: {outcome}"
 
     def saw_remove(self, address: Address, outcome: Outcome, call: Call, i: int) -> None:
         there = call.before[i][0]
         self.turns[address] += 1
-        if outcome in {DONE, ABSENT}:
+        if outcome in {DONE, NOT_FOUND}:
             self.there[address] = False
             assert outcome is DONE or not there or self.troubled, f"{self}: removed what is there, found nothing"
-            assert outcome is ABSENT or there is not False or self.scrambled, f"{self}: removed what is not there"
+            assert outcome is NOT_FOUND or there is not False or self.scrambled, f"{self}: removed what is not there"
         else:
             self.there[address] = there
 
@@ -356,11 +356,11 @@ class Life:
                 assert holds(into, address, size_of(address)), f"{self}: a wrong byte"
                 found.add(address)
             else:
-                assert outcome is ABSENT or self.troubled, f"{self}: {outcome}"
+                assert outcome is NOT_FOUND or self.troubled, f"{self}: {outcome}"
             self.pool[size_of(address)].append(into)
-        if self.tier.troubles() and self.fault in {"flips", "lies"}:  # too many damaged records: no new ones
+        if self.tier.health_issues() and self.fault in {"flips", "lies"}:  # too many damaged records: no new ones
             self.tier.scrub()
-            assert not self.tier.troubles(), f"{self}: nothing brings it back"
+            assert not self.tier.health_issues(), f"{self}: nothing brings it back"
         return found
 
     def sound(self) -> None:
@@ -369,7 +369,7 @@ class Life:
         if self.fault == "flips":  # what it says is right; what stands in its files need not be
             self.tier._store.barrier.compact(due=False)
         assert self.tier.check() == [], f"{self}"
-        queue, space = self.tier._queue, self.tier._store.ledger.space
+        queue, space = self.tier._queue, self.tier._store.catalog.allocator
         assert (len(queue), queue.write_bytes, queue._writers, self.tier._running) == (0, 0, 0, 0), f"{self}: a leak"
         assert not [s for s in space.segments.values() if s.users], f"{self}: a segment stays in use"
         taken = sum(s.slots - len(s.free) - s.live - s.quarantined for s in space.segments.values())

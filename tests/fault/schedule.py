@@ -15,7 +15,7 @@ from typing import Any
 
 from greenlet import getcurrent, greenlet
 
-from kvcache.os_env import Disk, Port
+from kvcache.os_env import Disk, OsEnv
 
 Ready = Callable[[], bool]
 
@@ -30,8 +30,8 @@ class Scheduler:
         self._hub = getcurrent()
         self._tasks: dict[greenlet, Ready | None] = {}  # what each waits for
 
-    def port(self, disk: Disk) -> Port:
-        return Port(
+    def os_env(self, disk: Disk) -> OsEnv:
+        return OsEnv(
             disk=disk,
             clock=Clock(self),
             executor=lambda threads, name: Tasks(self, threads),

@@ -27,21 +27,30 @@ from kvcache.block.record import RecordError, header_area, read_header, verify
 from kvcache.block.revision import model_revision
 from kvcache.codec.codec import codec, codecs
 from kvcache.daemon import protocol as control
-from kvcache.daemon.protocol import HEAD_BYTES, answer, asked, body_bytes, pack, read_layout, read_shards, unpack
-from kvcache.daemon.server.slot_lease import LENT
-from kvcache.daemon.shm import Mappings
+from kvcache.daemon.protocol import (
+    HEADER_BYTES,
+    body_length,
+    pack,
+    parse_layout,
+    parse_reply,
+    parse_request,
+    parse_shards,
+    unpack,
+)
+from kvcache.daemon.server.slot_lease import LEASE_DTYPE
+from kvcache.daemon.shm import SlabMappings
 from kvcache.errors import ConfigError, KVCacheError, LayoutError, ModelError, StoreError, TokenError
 from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load
 from kvcache.settings.types import parse_bytes
-from kvcache.tier.nvme.archive import export, take_in
+from kvcache.tier.nvme.archive import export_archive, import_archive
 from kvcache.tier.nvme.journal import ENTRY_BYTES, PUT, Entry, FileHeader, HeaderError, pack_frame, read_frames
-from kvcache.tier.nvme.segment import Label
+from kvcache.tier.nvme.segment import SegmentFooter
 from kvcache.tier.nvme.tier import NvmeTier
 from kvcache.tier.redis import keys as redis_name
-from kvcache.tier.redis.wire import BrokenError, Wire
+from kvcache.tier.redis.wire import ProtocolError, RespConnection
 from kvcache.tier.tier import Outcome
-from kvcache.transfer.copier import Copiers
+from kvcache.transfer.copier import CopierRegistry
 from tests.fault.damage import damaged
 from tests.tier.blocks import chain, payload, record
 
@@ -98,20 +107,20 @@ def read_journal(data: bytes) -> None:
 
 
 def read_label(data: bytes) -> None:
-    assert Label.unpack(data) in (None, Label(64, 3, 12288))
+    assert SegmentFooter.unpack(data) in (None, SegmentFooter(64, 3, 12288))
 
 
 def read_head_in_redis(data: bytes) -> None:
     head = data[:174]
     found = redis_name.address_of(head)
-    if redis_name.plausible(head):
+    if redis_name.looks_like_record(head):
         redis_name.stored_bytes_of(head), redis_name.write_id_of(head), redis_name.header_bytes_of(head)
     if found is not None and redis_name.is_head_of(head, ADDRESS):
         assert (found.namespace, found.signature) == (ADDRESS.namespace, ADDRESS.signature)
 
 
 def messages() -> list[bytes]:
-    lent = np.array([(0, 0, 0, 1, 2, 3), (1, 0, 0, 1, 3, 3)], LENT)
+    lent = np.array([(0, 0, 0, 1, 2, 3), (1, 0, 0, 1, 3, 3)], LEASE_DTYPE)
     layout = LAYOUT.describe()
     return [
         pack({"op": "hello", "version": 1, "role": "control", "engine": "e"}),
@@ -137,19 +146,19 @@ def messages() -> list[bytes]:
 
 
 def read_message(data: bytes) -> None:
-    size = body_bytes(data[:HEAD_BYTES])
-    message = unpack(data[HEAD_BYTES : HEAD_BYTES + size])
+    size = body_length(data[:HEADER_BYTES])
+    message = unpack(data[HEADER_BYTES : HEADER_BYTES + size])
     if "op" in message:
-        op, _ = asked(message, "control" if message["op"] in ("hello", "namespace", "match") else "mover")
+        op, _ = parse_request(message, "control" if message["op"] in ("hello", "namespace", "match") else "mover")
         if op == "namespace":
-            read_layout(message["layout"])
-            read_shards(message.get("shards") or [])
+            parse_layout(message["layout"])
+            parse_shards(message.get("shards") or [])
     elif "lent" in message:
-        there = Mappings(Copiers(lambda call: None), lambda call: None)
-        there.take_in(message.get("extents", ()), (), message.get("gone", ()))
-        there.lent(message["lent"], blocks=2, groups=1)
+        there = SlabMappings(CopierRegistry(lambda call: None), lambda call: None)
+        there.map_slabs(message.get("extents", ()), (), message.get("gone", ()))
+        there.parse_leases(message["lent"], blocks=2, groups=1)
     else:
-        answer(message)
+        parse_reply(message)
 
 
 def read_control(data: bytes) -> None:
@@ -157,7 +166,7 @@ def read_control(data: bytes) -> None:
     with here, there:
         there.sendall(data)
         there.shutdown(socket.SHUT_WR)
-        assert isinstance(control.receive(here, most_bytes=1 << 16, timeout_s=30), dict)
+        assert isinstance(control.receive_message(here, max_bytes=1 << 16, timeout_s=30), dict)
 
 
 def control_frames() -> list[bytes]:
@@ -179,8 +188,8 @@ def read_reply(data: bytes) -> None:
     with here, there:
         there.sendall(data)
         there.shutdown(socket.SHUT_WR)
-        wire = Wire(None, here, SystemClock())
-        wire.allow(30.0)
+        wire = RespConnection(None, here, SystemClock())
+        wire.set_deadline(30.0)
         wire.reply()
 
 
@@ -195,7 +204,7 @@ def read_layout_json(data: bytes) -> None:
     except (ValueError, RecursionError):
         return
     if isinstance(found, dict):
-        read_layout(found)
+        parse_layout(found)
 
 
 CONFIGS = [
@@ -246,7 +255,7 @@ SETTINGS = [
 block_tokens = 32
 [host]
 capacity_bytes = "1GiB"
-extent_bytes = "64MiB"
+slab_bytes = "64MiB"
 [nvme]
 enabled = false
 [flow]
@@ -287,20 +296,20 @@ def archives(place: Path) -> list[bytes]:
     addresses = chain(3)
     tier = opened(place / "from")
     assert set(tier.write(addresses, [record(a, 3000) for a in addresses])) == {Outcome.DONE}
-    asyncio.run(export(tier, str(place / "whole"), None))
+    asyncio.run(export_archive(tier, str(place / "whole"), None))
     tier.close()
     return [(place / "whole").read_bytes()]
 
 
 def opened(path: Path) -> NvmeTier:
     return NvmeTier(
-        str(path), capacity_bytes=8 << 20, segment_bytes=1 << 18, durability="none", threads=1, free_floor_bytes=0
+        str(path), capacity_bytes=8 << 20, segment_bytes=1 << 18, durability="none", threads=1, min_free_bytes=0
     )
 
 
 def read_archive(data: bytes, place: Path) -> None:
     (place / "damaged").write_bytes(data)
-    asyncio.run(take_in(None, str(place / "damaged")))
+    asyncio.run(import_archive(None, str(place / "damaged")))
 
 
 def encoded(name: str) -> list[bytes]:
@@ -327,12 +336,12 @@ PARSERS: dict[str, Parser] = {
     "record": Parser(record_bytes_of(), read_record, RecordError, rounds=400),
     "record head": Parser([r[:700] for r in record_bytes_of()], read_header, RecordError),
     "journal": Parser(journal(), read_journal, HeaderError),
-    "segment label": Parser([Label(64, 3, 12288).pack()], read_label),
+    "segment label": Parser([SegmentFooter(64, 3, 12288).pack()], read_label),
     "shard": Parser([Shard(0, 2, 0, 4).pack()], lambda data: Shard.unpack(data.ljust(8, b"\0")[:8]), LayoutError),
     "record head in redis": Parser([r[:400] for r in record_bytes_of()], read_head_in_redis),
     "daemon message": Parser(messages(), read_message, KVCacheError, rounds=6000),
     "control message": Parser(control_frames(), read_control, control.FrameError),
-    "reply of redis": Parser(REPLIES, read_reply, BrokenError, rounds=4000),
+    "reply of redis": Parser(REPLIES, read_reply, ProtocolError, rounds=4000),
     "layout": Parser(layouts(), read_layout_json, LayoutError),
     "model config": Parser(
         [json.dumps(c).encode() for c in CONFIGS], read_model_config, (LayoutError, ModelError, ConfigError)
@@ -378,7 +387,7 @@ OF_NO_KEYS = [b"1\r\n%b", b"2\r\n%b:7\r\n", b"2\r\n%b*1\r\n:7\r\n", b"2\r\n%b$1\
 
 @pytest.mark.parametrize("reply", [*LARGE, *DEEP, *(b">" + told % b"$10\r\ninvalidate\r\n" for told in OF_NO_KEYS)])
 def test_a_server_that_announces_what_no_memory_holds_or_tells_of_no_keys(reply: bytes) -> None:
-    with pytest.raises(BrokenError):
+    with pytest.raises(ProtocolError):
         read_reply(reply + b":7\r\n")
 
 

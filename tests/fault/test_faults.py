@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 
 from kvcache.block.record import Address
-from kvcache.os_env import File, InlineExecutor, LocalDisk, Port
+from kvcache.os_env import File, InlineExecutor, LocalDisk, OsEnv
 from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.nvme import tier as nvme_tier
-from kvcache.tier.tier import BACKGROUND, WAITING, Outcome
+from kvcache.tier.tier import BACKGROUND, DEMAND, Outcome
 from tests.fault.disk import Crash, SimDisk
 from tests.fault.life import ERRORS, Life
 from tests.tier.blocks import buffer, chain, holds, record
 
-DONE, ABSENT, FAILED = Outcome.DONE, Outcome.ABSENT, Outcome.FAILED
+DONE, NOT_FOUND, FAILED = Outcome.DONE, Outcome.NOT_FOUND, Outcome.FAILED
 SIZES = [1, 5_000, 20_000, 150_000]
 BLOCKS = [*chain(8), *chain(3, seed=1)]
 
@@ -37,8 +37,8 @@ def simulated(disk: SimDisk, durability: str = "block") -> NvmeTier:
         capacity_bytes=3 << 20,
         segment_bytes=256 << 10,
         durability=durability,  # type: ignore[arg-type]
-        free_floor_bytes=0,
-        port=Port(disk=disk, clock=Clock(), executor=lambda threads, name: InlineExecutor()),
+        min_free_bytes=0,
+        os_env=OsEnv(disk=disk, clock=Clock(), executor=lambda threads, name: InlineExecutor()),
     )
 
 
@@ -145,11 +145,11 @@ def test_what_cannot_be_read_back_is_not_promised() -> None:
     assert not tier.sync()
     disk.fails = {"read": (1.0, errno.EIO)}
     assert not tier.sync()
-    segment, slot, _ = tier._store.ledger.find(BLOCKS[0]) or pytest.fail("not there")
+    segment, slot, _ = tier._store.catalog.find(BLOCKS[0]) or pytest.fail("not there")
     disk.fails = {}
     disk.data(f"store/segment-{segment.number:06d}")[slot * segment.slot_bytes + 4096] ^= 1
     assert tier.sync()
-    assert tier.contains(BLOCKS[:2]) == (ABSENT, DONE)
+    assert tier.contains(BLOCKS[:2]) == (NOT_FOUND, DONE)
     assert tier.counters["unsafe_records"] == 1
     tier.close()
 
@@ -160,7 +160,7 @@ def test_one_bad_sector_does_not_fail_its_neighbours() -> None:
     tier = simulated(disk)
     blocks = chain(4)
     tier.write(blocks, [record(a, 5_000) for a in blocks])
-    segment, slot, _ = tier._store.ledger.find(blocks[2]) or pytest.fail("not there")
+    segment, slot, _ = tier._store.catalog.find(blocks[2]) or pytest.fail("not there")
     file = segment.open(disk, "")
     bad, plain = slot * segment.slot_bytes, file.read
 
@@ -209,9 +209,9 @@ def hanging(path: Path, clock: Clock, threads: int = 4) -> Iterator[tuple[NvmeTi
     tier = NvmeTier(
         str(path / "store"),
         capacity_bytes=16 << 20,
-        free_floor_bytes=0,
+        min_free_bytes=0,
         threads=threads,
-        port=Port(disk=disk, clock=clock),
+        os_env=OsEnv(disk=disk, clock=clock),
     )
     yield tier, disk
     disk.may_write.set()
@@ -246,11 +246,11 @@ def test_what_waits_behind_a_drive_that_hangs_is_late(tmp_path: Path) -> None:
         tier.submit("write", chain(1), [record(chain(1)[0])])
         disk.stuck.acquire()
         late = clock.now() + 5.0
-        ticket = tier.submit("read", chain(2, seed=1), [buffer(), buffer()], priority=WAITING, deadline=late)
+        ticket = tier.submit("read", chain(2, seed=1), [buffer(), buffer()], priority=DEMAND, deadline=late)
         assert not ticket.done
         clock.seconds += 6.0
         assert ticket.wait(0)
-        assert ticket.outcomes == (Outcome.LATE, Outcome.LATE)
+        assert ticket.outcomes == (Outcome.TIMED_OUT, Outcome.TIMED_OUT)
 
 
 def test_closing_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,13 +268,13 @@ def test_closing_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_directory_that_vanishes_is_misses_and_refusals(tmp_path: Path) -> None:
-    tier = NvmeTier(str(tmp_path / "store"), capacity_bytes=4 << 20, free_floor_bytes=0)
+    tier = NvmeTier(str(tmp_path / "store"), capacity_bytes=4 << 20, min_free_bytes=0)
     blocks = chain(3)
     tier.write(blocks, [record(a) for a in blocks])
     tier.sync()
-    tier._store.ledger.close()
+    tier._store.catalog.close()
     shutil.rmtree(tmp_path / "store")
-    assert set(tier.read(blocks, [buffer() for _ in blocks])) <= {ABSENT, FAILED}
+    assert set(tier.read(blocks, [buffer() for _ in blocks])) <= {NOT_FOUND, FAILED}
     assert DONE not in tier.write(chain(2, seed=1), [record(a) for a in chain(2, seed=1)])
     assert tier.room(1 << 20) >= 0
     assert not tier.sync()
@@ -288,8 +288,8 @@ def test_a_mount_that_vanished_and_came_back(tmp_path: Path) -> None:
         str(tmp_path / "store"),
         capacity_bytes=16 << 20,
         segment_bytes=256 << 10,
-        free_floor_bytes=0,
-        port=Port(clock=clock, executor=lambda threads, name: InlineExecutor()),
+        min_free_bytes=0,
+        os_env=OsEnv(clock=clock, executor=lambda threads, name: InlineExecutor()),
     )
     blocks, more = chain(10), chain(12, seed=1)
     for address in blocks:
@@ -298,14 +298,14 @@ def test_a_mount_that_vanished_and_came_back(tmp_path: Path) -> None:
     outcomes = [tier.write([address], [record(address, 200_000)])[0] for address in more]  # each needs a new segment
     assert set(outcomes) == {FAILED}
     assert tier.counters["breaker_opened"] == 1
-    assert tier.troubles()
+    assert tier.health_issues()
     into = buffer(100_000)
     assert tier.read(blocks[-1:], [into]) == (DONE,), "what is open can be read"
     assert holds(into, blocks[-1], 100_000)
     (tmp_path / "elsewhere").rename(tmp_path / "store")
     clock.seconds += 200
     assert tier.write(more[:1], [record(more[0], 200_000)]) == (DONE,)
-    assert tier.troubles() == []
+    assert tier.health_issues() == []
     assert tier.write(more[1:], [record(address, 200_000) for address in more[1:]]) == (DONE,) * 11
     assert tier.check() == []
     assert tier.close()

@@ -13,16 +13,16 @@ import kvcache
 from examples.demo.breaking import small_drive
 from kvcache.block.record import Address
 from kvcache.cache.cache import Cache
-from kvcache.os_env import InlineExecutor, Port
+from kvcache.os_env import InlineExecutor, OsEnv
 from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.tier import Outcome
 from tests.tier.blocks import buffer, chain, holds, record
 from tests.tier.test_reports import load, put
 
-DONE, ABSENT, NO_ROOM = Outcome.DONE, Outcome.ABSENT, Outcome.NO_ROOM
+DONE, NOT_FOUND, NO_CAPACITY = Outcome.DONE, Outcome.NOT_FOUND, Outcome.NO_CAPACITY
 MIB = 1 << 20
-FULL = {NO_ROOM, Outcome.FAILED}
+FULL = {NO_CAPACITY, Outcome.FAILED}
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def opened(drive: Path, clock: Clock) -> NvmeTier:
         str(drive / "store"),
         capacity_bytes=1 << 30,
         segment_bytes=2 * MIB,
-        free_floor_bytes=0,
-        port=Port(clock=clock, executor=lambda threads, name: InlineExecutor()),
+        min_free_bytes=0,
+        os_env=OsEnv(clock=clock, executor=lambda threads, name: InlineExecutor()),
     )
 
 
@@ -70,7 +70,7 @@ def test_a_full_file_system_costs_only_what_found_no_room(drive: Path) -> None:
     blocks = chain(2000)
     outcomes = tier.write(blocks, [record(address) for address in blocks])
     stored = [address for address, outcome in zip(blocks, outcomes, strict=True) if outcome is DONE]
-    assert set(outcomes) == {DONE, NO_ROOM}
+    assert set(outcomes) == {DONE, NO_CAPACITY}
     assert len(stored) > 500
     assert intact(tier, stored)
     assert tier.check() == []
@@ -95,7 +95,7 @@ def test_a_journal_that_cannot_grow_stops_writes_and_they_come_back(drive: Path)
     assert set(outcomes) - {DONE} <= FULL
     assert refused, "the file system was full"
     assert tier.counters["write_errors"] >= 1
-    assert set(tier.contains(refused)) == {ABSENT}
+    assert set(tier.contains(refused)) == {NOT_FOUND}
     assert intact(tier, first), "reads go on"
     ballast.unlink()
     clock.seconds += 200  # the breaker's pause
@@ -112,7 +112,7 @@ def test_a_journal_that_cannot_grow_stops_writes_and_they_come_back(drive: Path)
 def test_a_cache_over_a_full_drive_answers_from_memory_and_goes_on(drive: Path) -> None:
     cache = kvcache.open(
         host={"capacity_bytes": 16 * MIB},
-        nvme={"path": drive / "nvme", "capacity_bytes": 64 * MIB, "segment_bytes": 2 * MIB, "free_floor_bytes": 0},
+        nvme={"path": drive / "nvme", "capacity_bytes": 64 * MIB, "segment_bytes": 2 * MIB, "min_free_bytes": 0},
         control={"enabled": False},
     )
     assert isinstance(cache, Cache)
@@ -143,9 +143,9 @@ def test_a_file_system_that_turned_read_only_is_read_on(drive: Path) -> None:
         tier.close()
         pytest.skip(f"no error can be made in an ext4 here: {error}")
     outcomes = [tier.write([address], [record(address)])[0] for address in more]
-    assert set(outcomes) <= {Outcome.FAILED, NO_ROOM}
+    assert set(outcomes) <= {Outcome.FAILED, NO_CAPACITY}
     assert tier.counters["breaker_opened"] == 1
-    assert len(tier.troubles()) == 1
+    assert len(tier.health_issues()) == 1
     assert intact(tier, blocks), "reads go on"
-    assert set(tier.contains(more)) == {ABSENT}
+    assert set(tier.contains(more)) == {NOT_FOUND}
     tier.close()

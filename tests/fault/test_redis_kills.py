@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.redis.keys import Names
+from kvcache.tier.redis.keys import KeyNames
 from kvcache.tier.tier import Outcome
 from tests.peer.fleet import until
 from tests.peer.server import MISSING, Server
@@ -23,7 +23,7 @@ from tests.tier.blocks import buffer, chain, holds, record
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 ROOT = Path(__file__).parents[2]
-DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
+DONE, NOT_FOUND = Outcome.DONE, Outcome.NOT_FOUND
 LONG = 1 << 20
 BLOCKS = 12
 
@@ -73,7 +73,7 @@ def killed(server: Server, after_s: float) -> None:
 
 
 def test_writers_are_killed(server: Server, request: pytest.FixtureRequest) -> None:
-    names, chance = Names("kvcache"), random.Random(1)
+    names, chance = KeyNames("kvcache"), random.Random(1)
     blocks = chain(BLOCKS)
     tier = RedisTier(server.unix, part_bytes=256 << 10, timeout_s=60)
     found = 0
@@ -81,7 +81,7 @@ def test_writers_are_killed(server: Server, request: pytest.FixtureRequest) -> N
         killed(server, chance.uniform(0.01, 0.2))
         into = [buffer(LONG) for _ in blocks]
         outcomes = tier.read(blocks, into)
-        assert set(outcomes) <= {DONE, ABSENT}
+        assert set(outcomes) <= {DONE, NOT_FOUND}
         assert all(holds(s, a, LONG) for s, a, o in zip(into, blocks, outcomes, strict=True) if o is DONE)
         assert tier.check() == []
         keys = server.client.keys("*")

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from kvcache.block.record import Address, Header, RecordError, read_header, verify
-from kvcache.tier.io_queue import Batch, Queue
+from kvcache.tier.io_queue import Batch, IOQueue
 from kvcache.tier.nvme import journal as frame
 from kvcache.tier.nvme import store
-from kvcache.tier.nvme.allocator import Files
-from kvcache.tier.nvme.catalog import Ledger
+from kvcache.tier.nvme.allocator import SegmentFiles
+from kvcache.tier.nvme.catalog import Catalog
 from kvcache.tier.nvme.directory import Directory
-from kvcache.tier.nvme.durability import Barrier
+from kvcache.tier.nvme.durability import DurabilityBarrier
 from kvcache.tier.nvme.index import Index
 from kvcache.tier.nvme.journal import Entry, Journal
 from kvcache.tier.nvme.segment import Segment
@@ -104,7 +104,7 @@ def no_signature_check(patch: pytest.MonkeyPatch) -> None:
         return verify(header, payload, read_header(header).address)
 
     patch.setattr(store, "verify", check)
-    patch.setattr(Index, "holds", lambda self, entry, address: True)
+    patch.setattr(Index, "matches", lambda self, entry, address: True)
 
 
 @mutant(durability="batch", fault="none")
@@ -121,7 +121,7 @@ def journal_before_payload(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(durability="batch", fault="none")
 def payload_never_synced(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Barrier, "sync_payloads", lambda self, segment, slots=(): True)
+    patch.setattr(DurabilityBarrier, "sync_payloads", lambda self, segment, slots=(): True)
 
 
 @mutant(durability="block", fault="none")
@@ -131,7 +131,7 @@ def journal_never_synced(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(durability="batch", fault="sync errors")
 def failed_sync_tried_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Barrier, "_write_again", lambda self, segment, slots: True)
+    patch.setattr(DurabilityBarrier, "_write_again", lambda self, segment, slots: True)
 
 
 @mutant(durability="block", fault="sync errors")
@@ -147,15 +147,15 @@ def failed_journal_sync_tried_again(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(fault="none")
 def removal_journaled_later(patch: pytest.MonkeyPatch) -> None:
-    def drop(original: Any, self: Ledger, leaving: dict[bytes, Entry], **how: bool) -> None:
+    def drop(original: Any, self: Catalog, leaving: dict[bytes, Entry], **how: bool) -> None:
         append = self._append
-        self._append = self.append_later  # type: ignore[method-assign]
+        self._append = self.append_deferred  # type: ignore[method-assign]
         try:
             original(self, leaving, **how)
         finally:
             self._append = append  # type: ignore[method-assign]
 
-    wrap(patch, Ledger, "drop", drop)
+    wrap(patch, Catalog, "drop", drop)
 
 
 @mutant(fault="flips")
@@ -187,24 +187,34 @@ def old_journal_removed_first(patch: pytest.MonkeyPatch) -> None:
 
 @mutant(fault="none")
 def state_taken_before_the_turn(patch: pytest.MonkeyPatch) -> None:
-    def checkpoint(self: Ledger) -> None:
+    def checkpoint(self: Catalog) -> None:
         with self.memory:
             pieces, count = self.index.state(synced=True)
-        with self.journaling:
-            header = self.journal.turn()
+        with self.journal_lock:
+            header = self.journal.rotate()
         self.journal.checkpoint(header, iter(pieces), count)
 
-    patch.setattr(Ledger, "checkpoint", checkpoint)
+    patch.setattr(Catalog, "checkpoint", checkpoint)
 
 
 @mutant(durability="batch", fault="none")
 def taken_for_safe_after_a_restart(patch: pytest.MonkeyPatch) -> None:
-    wrap(patch, Segment, "load", lambda load, self, rows, synced, again: load(self, rows, synced | True, again=again))
+    wrap(
+        patch,
+        Segment,
+        "load",
+        lambda load, self, rows, synced, rewrite_slots: load(self, rows, synced | True, rewrite_slots=rewrite_slots),
+    )
 
 
 @mutant(durability="batch", fault="sync errors")
 def failed_sync_forgotten_over_a_restart(patch: pytest.MonkeyPatch) -> None:
-    wrap(patch, Segment, "load", lambda load, self, rows, synced, again: load(self, rows, synced, again=False))
+    wrap(
+        patch,
+        Segment,
+        "load",
+        lambda load, self, rows, synced, rewrite_slots: load(self, rows, synced, rewrite_slots=False),
+    )
 
 
 @mutant(durability="batch", fault="sync errors")
@@ -214,20 +224,20 @@ def failed_journal_sync_forgotten_over_a_restart(patch: pytest.MonkeyPatch) -> N
 
 @mutant(fault="write errors")
 def slots_of_failed_writes_leak(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Ledger, "give_back", lambda self, place: None)
+    patch.setattr(Catalog, "release", lambda self, place: None)
 
 
 @mutant(fault="none")
 def late_calls_still_run(patch: pytest.MonkeyPatch) -> None:
-    def expired(self: Queue, now: float) -> Iterator[Batch]:
+    def expired(self: IOQueue, now: float) -> Iterator[Batch]:
         return (b for until, _, b in self._deadlines if until < now and b.first < b.end)
 
-    patch.setattr(Queue, "expired", expired)
+    patch.setattr(IOQueue, "expired", expired)
 
 
 @mutant(fault="none")
 def retired_file_closed_under_a_reader(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Files, "leave", lambda self, segment, users=1: segment.close())
+    patch.setattr(SegmentFiles, "close_file", lambda self, segment, users=1: segment.close())
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from kvcache.cache.cache import Cache
-from kvcache.cli.explain import ADVICE, words
+from kvcache.cli.explain import ADVICE, describe_story
 from kvcache.observe.reasons import REASONS
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.settings.sources import load
 from tests.fault.disk import SimDisk
 from tests.hierarchy.test_why import LAYOUT, misses, pages, story, turn
@@ -43,12 +43,12 @@ class Drive(SimDisk):
 
 def opened(drive: Drive, *, host: str = "1MiB", **more: Any) -> Cache:
     settings = load(
-        host={"capacity_bytes": host, "extent_bytes": "24KiB"},
-        nvme={"path": "store", "capacity_bytes": "8MiB", "segment_bytes": "96KiB", "free_floor_bytes": 0},
+        host={"capacity_bytes": host, "slab_bytes": "24KiB"},
+        nvme={"path": "store", "capacity_bytes": "8MiB", "segment_bytes": "96KiB", "min_free_bytes": 0},
         plan__enabled=False,
         **more,
     )
-    return Cache(settings, Port(disk=drive))
+    return Cache(settings, OsEnv(disk=drive))
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def ask(cache: Cache, name: str, *, deadline_s: float | None = None, before: Cal
 
 
 def told(cache: Cache, name: str) -> str:
-    return "\n".join(words(story(cache, name), None))
+    return "\n".join(describe_story(story(cache, name), None))
 
 
 def test_late_where_a_drive_hangs(stored: Drive) -> None:

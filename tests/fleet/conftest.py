@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.fleet.coordination import Board
+from kvcache.fleet.coordination import Coordination
 from kvcache.settings.tiers import Redis
 from tests.peer.server import MISSING, Server, empty
 
@@ -20,18 +20,18 @@ def server(tmp_path: Path) -> Server:
 
 
 @pytest.fixture
-def boards(server: Server) -> Iterator[Callable[[], Board]]:
-    made: list[Board] = []
+def boards(server: Server) -> Iterator[Callable[[], Coordination]]:
+    made: list[Coordination] = []
 
-    def make() -> Board:
-        made.append(Board(Redis(enabled=True, url=server.tcp)))
+    def make() -> Coordination:
+        made.append(Coordination(Redis(enabled=True, url=server.tcp)))
         return made[-1]
 
     yield make
-    for board in made:
-        board.close()
+    for coordination in made:
+        coordination.close()
 
 
 @pytest.fixture
-def board(boards: Callable[[], Board]) -> Board:
+def coordination(boards: Callable[[], Coordination]) -> Coordination:
     return boards()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
-from kvcache.fleet.coordination import Board, Lease, Turn
-from kvcache.fleet.popularity import Heat
+from kvcache.fleet.coordination import Coordination, LeaseResult, PromptLease
+from kvcache.fleet.popularity import Popularity
 from kvcache.settings.tiers import Redis
 from tests.peer.fleet import Cluster
 from tests.peer.server import MISSING, Server
@@ -27,44 +27,44 @@ def test_the_rights_that_the_page_names_are_enough(server: Server, tmp_path: Pat
     (tmp_path / "password").write_text("PASSWORD")
     for words in rights[:lines]:
         server.client.execute_command("ACL", "SETUSER", "engine", *words)
-    board = Board(
+    coordination = Coordination(
         Redis(enabled=True, url=server.tcp, username="engine", password_file=str(tmp_path / "password"), timeout_s=20)
     )
     try:
-        lease, heat = Lease(board, "d"), Heat(board, chains=1)
+        lease, heat = PromptLease(coordination, "d"), Popularity(coordination, chains=1)
         if lines == 1:
             with pytest.raises(OSError, match=r"ERR|NOPERM"):
-                lease.take()
+                lease.acquire()
             return
-        assert lease.take() is Turn.MINE
+        assert lease.acquire() is LeaseResult.ACQUIRED
         assert lease.renew()
-        assert lease.stored()
+        assert lease.mark_stored()
         for number in (1, 2, 2):  # one goes for want of room
             heat.add(b"n" * 32, bytes([number]) * 32, 1, 1_800_000_000.0)
         assert heat.hottest(b"n" * 32, 3) == [b"\2" * 32]
     finally:
-        board.close()
+        coordination.close()
         server.client.execute_command("ACL", "DELUSER", "engine")
 
 
 def test_a_slot_that_moved_is_followed_and_one_that_moves_is_an_error() -> None:
     cluster = Cluster()
-    board = Board(Redis(enabled=True, url=cluster.url, mode="cluster", timeout_s=20))
+    coordination = Coordination(Redis(enabled=True, url=cluster.url, mode="cluster", timeout_s=20))
     try:
-        first, second = Lease(board, "d"), Lease(board, "d")
-        assert first.take() is Turn.MINE
+        first, second = PromptLease(coordination, "d"), PromptLease(coordination, "d")
+        assert first.acquire() is LeaseResult.ACQUIRED
         name = b"kvcache:w1:{d}:lease"
         source = cluster.owner(name)
         target = next(node for node in cluster.nodes if node is not source)
         cluster.move(key_slot(name), source, target)
         assert first.renew()
-        assert second.take() is Turn.ANOTHERS
+        assert second.acquire() is LeaseResult.HELD_ELSEWHERE
         cluster.move(key_slot(name), target, source, leave_open=True)
         with suppress(OSError):  # some of its keys are here and some there
-            assert second.take() is Turn.ANOTHERS
+            assert second.acquire() is LeaseResult.HELD_ELSEWHERE
         cluster.move(key_slot(name), target, source)
-        assert first.stored()
-        assert second.take() is Turn.STORED
+        assert first.mark_stored()
+        assert second.acquire() is LeaseResult.STORED
     finally:
-        board.close()
+        coordination.close()
         cluster.end()

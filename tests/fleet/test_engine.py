@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvcache.errors import ConfigError, UnreachableError
-from kvcache.fleet.warm import KEY, Engine, EngineError, Prompt, Usage
+from kvcache.fleet.warm import API_KEY_VARIABLE, EngineClient, EngineError, PrefillUsage, Prompt
 
 
 class Spoken(ThreadingHTTPServer):
@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def spoken(monkeypatch: pytest.MonkeyPatch) -> Iterator[Spoken]:
-    monkeypatch.delenv(KEY, raising=False)
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
     with Spoken() as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -63,11 +63,11 @@ USED = b'{"usage": {"prompt_tokens": 40, "prompt_tokens_details": {"cached_token
 
 def test_each_kind_goes_where_it_belongs(spoken: Spoken, monkeypatch: pytest.MonkeyPatch) -> None:
     spoken.say |= {"/v1/completions": (200, USED), "/v1/chat/completions": (200, USED)}
-    monkeypatch.setenv(KEY, "secret")
-    engine = Engine(spoken.url + "/v1/")
+    monkeypatch.setenv(API_KEY_VARIABLE, "secret")
+    engine = EngineClient(spoken.url + "/v1/")
     messages = [{"role": "user", "content": "hi"}]
     for kind, content in (("text", "a"), ("token_ids", [1, 2]), ("messages", messages)):
-        assert engine.prefill(Prompt(kind, content)) == Usage(40, 32)  # type: ignore[arg-type]
+        assert engine.prefill(Prompt(kind, content)) == PrefillUsage(40, 32)  # type: ignore[arg-type]
     asked = {"model": "m", "max_tokens": 1, "temperature": 0}
     assert [(path, body) for path, _, body in spoken.heard] == [
         ("/v1/models", None),
@@ -79,44 +79,44 @@ def test_each_kind_goes_where_it_belongs(spoken: Spoken, monkeypatch: pytest.Mon
 
 
 def test_a_model_that_is_named_is_not_asked_for(spoken: Spoken) -> None:
-    assert Engine(spoken.url, "mine").model == "mine"
+    assert EngineClient(spoken.url, "mine").model == "mine"
     assert spoken.heard == []
 
 
 def test_an_engine_that_does_not_tell_what_was_cached(spoken: Spoken) -> None:
     for said in (b"{}", b'{"usage": null}', b'{"usage": {"prompt_tokens": 7, "prompt_tokens_details": null}}'):
         spoken.say["/v1/completions"] = (200, said)
-        assert Engine(spoken.url, "m").prefill(Prompt("text", "a")).cached == 0
+        assert EngineClient(spoken.url, "m").prefill(Prompt("text", "a")).cached == 0
 
 
 def test_refusals_are_told_in_the_engines_words(spoken: Spoken) -> None:
     spoken.say["/v1/completions"] = (400, b'{"error": {"message": "too long"}}')
     with pytest.raises(EngineError, match="400, too long"):
-        Engine(spoken.url, "m").prefill(Prompt("text", "a"))
+        EngineClient(spoken.url, "m").prefill(Prompt("text", "a"))
     with pytest.raises(EngineError, match="404, nothing here"):
-        Engine(spoken.url, "m").prefill(Prompt("messages", [{}]))
+        EngineClient(spoken.url, "m").prefill(Prompt("messages", [{}]))
 
 
 @pytest.mark.parametrize("said", [b"no json", b"[]", b"", b"\xff"])
 def test_what_speaks_something_else(spoken: Spoken, said: bytes) -> None:
     spoken.say["/v1/completions"] = (200, said)
     with pytest.raises(UnreachableError, match="/v1/completions"):
-        Engine(spoken.url, "m").prefill(Prompt("text", "a"))
+        EngineClient(spoken.url, "m").prefill(Prompt("text", "a"))
 
 
 @pytest.mark.parametrize("said", [b"{}", b'{"data": []}', b'{"data": [{}]}', b'{"data": 7}'])
 def test_no_model_is_named(spoken: Spoken, said: bytes) -> None:
     spoken.say["/v1/models"] = (200, said)
     with pytest.raises(UnreachableError, match="--model"):
-        _ = Engine(spoken.url).model
+        _ = EngineClient(spoken.url).model
 
 
 def test_nobody_is_there() -> None:
     with pytest.raises(UnreachableError, match="is an engine serving"):
-        _ = Engine("http://127.0.0.1:1").model
+        _ = EngineClient("http://127.0.0.1:1").model
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://a", "http://", "file:///etc/passwd", ""])
 def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(ConfigError, match="--engine"):
-        Engine(url)
+        EngineClient(url)

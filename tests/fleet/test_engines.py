@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.daemon.client.control import ask
+from kvcache.daemon.client.control import send_command
 from tests.engine import tiny
 from tests.peer.fleet import until
 from tests.peer.server import MISSING, Server
@@ -49,7 +49,7 @@ class Node:
             url = "{server.tcp}"
             timeout_s = 60
             [flow]
-            ask_deadline_s = 60
+            lookup_timeout_s = 60
             deadline_s = 60
             [plan]
             enabled = false
@@ -117,7 +117,7 @@ def nodes(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def stored(node: Node) -> int:
     """Blocks that its engine stored, as its cache tells over the control socket."""
     (path,) = (node.settings.parent / "kvcache").glob("*.sock")
-    return int(ask(path, "stats", timeout_s=60)["counters"].get("stored_blocks", 0))
+    return int(send_command(path, "stats", timeout_s=60)["counters"].get("stored_blocks", 0))
 
 
 def answers(node: Node, path: str) -> tuple[int, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, given, settings
 
-from kvcache.fleet.coordination import Board
-from kvcache.fleet.popularity import BLOCKS, Heat
+from kvcache.fleet.coordination import Coordination
+from kvcache.fleet.popularity import MAX_CHAIN_BLOCKS, Popularity
 from tests.peer.server import Server
 
 HALF_LIFE_S = 100.0
@@ -24,9 +24,9 @@ def chain(number: int, blocks: int = 3) -> bytes:
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(uses=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(0, 120)), max_size=40))
-def test_the_order_is_that_of_decayed_counts(boards: Callable[[], Board], server: Server, uses: Any) -> None:
+def test_the_order_is_that_of_decayed_counts(boards: Callable[[], Coordination], server: Server, uses: Any) -> None:
     server.client.flushall()
-    heat, now = Heat(boards(), half_life_s=HALF_LIFE_S), START_S
+    heat, now = Popularity(boards(), half_life_s=HALF_LIFE_S), START_S
     counts: dict[int, list[tuple[int, float]]] = {}
     for number, count, later_s in uses:
         now += later_s
@@ -42,8 +42,8 @@ def test_the_order_is_that_of_decayed_counts(boards: Callable[[], Board], server
         assert math.isclose(decayed, worth[member[0]], rel_tol=1e-4)
 
 
-def test_the_coldest_goes_with_its_chain(board: Board, server: Server) -> None:
-    heat = Heat(board, half_life_s=HALF_LIFE_S, chains=3)
+def test_the_coldest_goes_with_its_chain(coordination: Coordination, server: Server) -> None:
+    heat = Popularity(coordination, half_life_s=HALF_LIFE_S, chains=3)
     for number, uses in ((1, 5), (2, 1), (3, 4), (4, 9), (5, 2)):
         heat.add(b"n" * 32, chain(number), uses, START_S)
     assert [packed[0] for packed in heat.hottest(b"n" * 32, 10)] == [4, 1, 5], "a newcomer stays until the next one"
@@ -52,24 +52,24 @@ def test_the_coldest_goes_with_its_chain(board: Board, server: Server) -> None:
     assert all(server.client.ttl(key) > 0 for key in server.client.scan_iter())
 
 
-def test_what_was_hot_long_ago_is_not(board: Board) -> None:
-    heat = Heat(board, half_life_s=HALF_LIFE_S)
+def test_what_was_hot_long_ago_is_not(coordination: Coordination) -> None:
+    heat = Popularity(coordination, half_life_s=HALF_LIFE_S)
     heat.add(b"n" * 32, chain(1), 1000, START_S)
     heat.add(b"n" * 32, chain(2), 1, START_S + 20 * HALF_LIFE_S)
     assert [packed[0] for packed in heat.hottest(b"n" * 32, 2)] == [2, 1]
 
 
-def test_chains_are_bounded_and_namespaces_apart(board: Board) -> None:
-    heat = Heat(board)
+def test_chains_are_bounded_and_namespaces_apart(coordination: Coordination) -> None:
+    heat = Popularity(coordination)
     heat.add(b"n" * 32, chain(1, 9), 1, START_S)
-    heat.add(b"m" * 32, b"\7" * 32 * (BLOCKS + 5), 1, START_S)
+    heat.add(b"m" * 32, b"\7" * 32 * (MAX_CHAIN_BLOCKS + 5), 1, START_S)
     assert heat.hottest(b"n" * 32, 5) == [chain(1, 9)]
-    assert [len(packed) for packed in heat.hottest(b"m" * 32, 5)] == [BLOCKS * 32]
+    assert [len(packed) for packed in heat.hottest(b"m" * 32, 5)] == [MAX_CHAIN_BLOCKS * 32]
     assert heat.hottest(b"o" * 32, 5) == []
 
 
-def test_nonsense_in_the_server_is_left_out(board: Board, server: Server) -> None:
-    heat = Heat(board)
+def test_nonsense_in_the_server_is_left_out(coordination: Coordination, server: Server) -> None:
+    heat = Popularity(coordination)
     heat.add(b"n" * 32, chain(1), 9, START_S)
     heat.add(b"n" * 32, chain(2), 5, START_S)
     (held,) = server.client.keys("*:chains")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcache.fleet.coordination import Board, Lease, Turn
+from kvcache.fleet.coordination import Coordination, LeaseResult, PromptLease
 from kvcache.settings.tiers import Redis
 from tests.peer.fleet import Cluster, until
 from tests.peer.server import MISSING, Server
@@ -15,67 +15,67 @@ from tests.peer.server import MISSING, Server
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 
-def test_one_has_it_and_the_others_do_not(boards: Callable[[], Board]) -> None:
-    one, two = (Lease(boards(), "d") for _ in range(2))
-    assert one.take() is Turn.MINE
-    assert two.take() is Turn.ANOTHERS
+def test_one_has_it_and_the_others_do_not(boards: Callable[[], Coordination]) -> None:
+    one, two = (PromptLease(boards(), "d") for _ in range(2))
+    assert one.acquire() is LeaseResult.ACQUIRED
+    assert two.acquire() is LeaseResult.HELD_ELSEWHERE
     assert one.renew()
-    assert one.stored()
-    assert two.take() is Turn.STORED
-    assert Lease(boards(), "another").take() is Turn.MINE
+    assert one.mark_stored()
+    assert two.acquire() is LeaseResult.STORED
+    assert PromptLease(boards(), "another").acquire() is LeaseResult.ACQUIRED
 
 
-def test_given_up_it_is_the_next_ones(boards: Callable[[], Board]) -> None:
-    one, two = (Lease(boards(), "d") for _ in range(2))
-    assert one.take() is Turn.MINE
-    assert one.give_up()
-    assert two.take() is Turn.MINE
+def test_given_up_it_is_the_next_ones(boards: Callable[[], Coordination]) -> None:
+    one, two = (PromptLease(boards(), "d") for _ in range(2))
+    assert one.acquire() is LeaseResult.ACQUIRED
+    assert one.release()
+    assert two.acquire() is LeaseResult.ACQUIRED
     assert two.number > one.number
-    assert not one.give_up()
+    assert not one.release()
     assert two.renew()
 
 
 def test_a_node_that_sleeps_through_its_lease_cannot_speak_for_the_next(
-    server: Server, boards: Callable[[], Board]
+    server: Server, boards: Callable[[], Coordination]
 ) -> None:
-    one, two = Lease(boards(), "d", lease_s=0.02), Lease(boards(), "d")
-    assert one.take() is Turn.MINE
-    until(lambda: two.take() is Turn.MINE, "the lease is over")
+    one, two = PromptLease(boards(), "d", lease_s=0.02), PromptLease(boards(), "d")
+    assert one.acquire() is LeaseResult.ACQUIRED
+    until(lambda: two.acquire() is LeaseResult.ACQUIRED, "the lease is over")
     assert not one.renew()
-    assert not one.stored()
-    assert two.take() is Turn.ANOTHERS
-    assert two.stored()
+    assert not one.mark_stored()
+    assert two.acquire() is LeaseResult.HELD_ELSEWHERE
+    assert two.mark_stored()
     assert {int(server.client.pttl(key)) > 0 for key in server.client.scan_iter()} == {True}, "nothing is left for ever"
 
 
-def test_it_is_kept_while_the_work_takes_its_time(server: Server, boards: Callable[[], Board]) -> None:
-    one, two = Lease(boards(), "d", lease_s=60, renew_s=0.01), Lease(boards(), "d")
-    assert one.take() is Turn.MINE
+def test_it_is_kept_while_the_work_takes_its_time(server: Server, boards: Callable[[], Coordination]) -> None:
+    one, two = PromptLease(boards(), "d", lease_s=60, renew_s=0.01), PromptLease(boards(), "d")
+    assert one.acquire() is LeaseResult.ACQUIRED
     (held,) = server.client.keys("*:lease")
-    with one.kept():
+    with one.keep_renewed():
         for _ in range(3):
             server.client.pexpire(held, 30_000)  # as if half its time had gone
             until(lambda: server.client.pttl(held) > 30_000, "it was renewed")
-        assert two.take() is Turn.ANOTHERS
-    assert one.stored()
-    assert two.take() is Turn.STORED
+        assert two.acquire() is LeaseResult.HELD_ELSEWHERE
+    assert one.mark_stored()
+    assert two.acquire() is LeaseResult.STORED
 
 
-def test_work_that_fails_gives_it_up(boards: Callable[[], Board]) -> None:
-    one, two = (Lease(boards(), "d") for _ in range(2))
-    assert one.take() is Turn.MINE
-    with pytest.raises(ZeroDivisionError), one.kept():
+def test_work_that_fails_gives_it_up(boards: Callable[[], Coordination]) -> None:
+    one, two = (PromptLease(boards(), "d") for _ in range(2))
+    assert one.acquire() is LeaseResult.ACQUIRED
+    with pytest.raises(ZeroDivisionError), one.keep_renewed():
         _ = 1 / 0
-    assert two.take() is Turn.MINE
+    assert two.acquire() is LeaseResult.ACQUIRED
 
 
-def test_many_at_once_one_gets_it(boards: Callable[[], Board]) -> None:
-    leases = [Lease(boards(), "d") for _ in range(8)]
+def test_many_at_once_one_gets_it(boards: Callable[[], Coordination]) -> None:
+    leases = [PromptLease(boards(), "d") for _ in range(8)]
     gate, turns = threading.Barrier(8), []
 
-    def ask(lease: Lease) -> None:
+    def ask(lease: PromptLease) -> None:
         gate.wait(30)
-        turns.append(lease.take())
+        turns.append(lease.acquire())
 
     threads = [threading.Thread(target=ask, args=(lease,)) for lease in leases]
     for thread in threads:
@@ -86,22 +86,22 @@ def test_many_at_once_one_gets_it(boards: Callable[[], Board]) -> None:
 
 
 def test_no_server_is_an_error_and_not_a_lease() -> None:
-    board = Board(Redis(enabled=True, url="redis://127.0.0.1:1/0", timeout_s=20))
+    coordination = Coordination(Redis(enabled=True, url="redis://127.0.0.1:1/0", timeout_s=20))
     with pytest.raises(OSError, match="ConnectionRefusedError"):
-        Lease(board, "d").take()
-    board.close()
+        PromptLease(coordination, "d").acquire()
+    coordination.close()
 
 
 def test_in_a_cluster_all_notes_of_a_prompt_are_on_one_server() -> None:
     cluster = Cluster()
-    board = Board(Redis(enabled=True, url=cluster.url, mode="cluster"))
+    coordination = Coordination(Redis(enabled=True, url=cluster.url, mode="cluster"))
     try:
         for i in range(20):
-            lease, other = (Lease(board, f"digest-{i}") for _ in range(2))
-            assert lease.take() is Turn.MINE
-            assert other.take() is Turn.ANOTHERS
-            assert lease.stored()
-            assert other.take() is Turn.STORED
+            lease, other = (PromptLease(coordination, f"digest-{i}") for _ in range(2))
+            assert lease.acquire() is LeaseResult.ACQUIRED
+            assert other.acquire() is LeaseResult.HELD_ELSEWHERE
+            assert lease.mark_stored()
+            assert other.acquire() is LeaseResult.STORED
     finally:
-        board.close()
+        coordination.close()
         cluster.end()

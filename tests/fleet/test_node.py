@@ -26,9 +26,9 @@ def fleet(server: Server) -> Iterator[Any]:
     with ExitStack() as stack:
 
         def node(**warm: Any) -> Any:
-            settings = {"host": {"capacity_bytes": 1024 * KIB, "extent_bytes": 64 * KIB}, "nvme": {"enabled": False}}
+            settings = {"host": {"capacity_bytes": 1024 * KIB, "slab_bytes": 64 * KIB}, "nvme": {"enabled": False}}
             redis = {"enabled": True, "url": server.tcp}
-            heat = {"heat_every_s": 0.02, **warm}
+            heat = {"popularity_interval_s": 0.02, **warm}
             opened = kvcache.open(**settings, redis=redis, warm=heat, control={"enabled": False})
             return stack.enter_context(opened)
 
@@ -77,7 +77,7 @@ def test_what_one_node_uses_another_has_near(fleet: Any, server: Server, layout:
     assert [bool(blocks) for blocks in lookup] == [False, True, False, True]
     if layout is FULL:
         assert lookup == [0, 8, 0, 8]
-    told = second.answers["warm"]({})
+    told = second.control_handlers["warm"]({})
     assert (told["done"], told["chains"], told["whole"], told["fault"]) == (True, 2, 2, "")
     assert second.check() == []
 
@@ -93,7 +93,7 @@ def test_what_was_fetched_is_what_was_stored(fleet: Any, server: Server) -> None
     heated(server, 1)
     second = fleet(hot=1)
     mine = bind(second)
-    until(lambda: second.answers["warm"]({})["done"], "it has fetched")
+    until(lambda: second.control_handlers["warm"]({})["done"], "it has fetched")
     server.client.flushall()  # it must be here
     engine.poison()
     with mine.request() as r:
@@ -114,8 +114,8 @@ def test_a_limit_on_bytes_keeps_the_head(fleet: Any, server: Server) -> None:
     heated(server, 1, 1, 1, 1)
     second = fleet(hot=4, max_bytes=2 * 8 * FULL.block_bytes())
     mine = bind(second)
-    until(lambda: second.answers["warm"]({})["done"], "it has fetched")
-    told = second.answers["warm"]({})
+    until(lambda: second.control_handlers["warm"]({})["done"], "it has fetched")
+    told = second.control_handlers["warm"]({})
     assert (told["whole"], told["blocks"], told["full"]) == (2, 16, True)
     assert sorted(near(second, mine, prompt) for prompt in PROMPTS) == [0, 0, 8, 8]
 
@@ -127,15 +127,15 @@ def test_an_operator_asks_for_it(fleet: Any, server: Server) -> None:
     use(bound, PROMPTS[0])
     assert first.flush(30)
     heated(server, 1)
-    assert second.answers["warm"]({}) == {"done": True}
+    assert second.control_handlers["warm"]({}) == {"done": True}
     with pytest.raises(ConfigError, match="no engine"):
-        second.answers["warm"]({"hot": 1})
+        second.control_handlers["warm"]({"hot": 1})
     mine = bind(second)
     for wrong in ({"hot": 0}, {"hot": True}, {"hot": "many"}, {"hot": 257}, {"hot": 1, "max_bytes": -1}):
         with pytest.raises(ConfigError, match=r"hot|max_bytes"):
-            second.answers["warm"](wrong)
-    second.answers["warm"]({"hot": 1})
-    until(lambda: second.answers["warm"]({})["done"], "it has fetched")
+            second.control_handlers["warm"](wrong)
+    second.control_handlers["warm"]({"hot": 1})
+    until(lambda: second.control_handlers["warm"]({})["done"], "it has fetched")
     assert near(second, mine, PROMPTS[0]) == 8
 
 
@@ -150,8 +150,8 @@ def test_chains_that_left_the_server_are_no_fault(fleet: Any, server: Server) ->
         server.client.delete(key)
     second = fleet(hot=5)
     bind(second)
-    until(lambda: second.answers["warm"]({})["done"], "it has looked")
-    told = second.answers["warm"]({})
+    until(lambda: second.control_handlers["warm"]({})["done"], "it has looked")
+    told = second.control_handlers["warm"]({})
     assert (told["chains"], told["whole"], told["blocks"], told["fault"]) == (1, 0, 0, "")
 
 
@@ -167,7 +167,7 @@ def test_the_limit_is_of_all_namespaces_together(fleet: Any, server: Server) -> 
     both = []
     for revision in "ab":
         both.append(bind(second, revision=revision))
-        until(lambda: second.answers["warm"]({})["done"], "it has fetched")
+        until(lambda: second.control_handlers["warm"]({})["done"], "it has fetched")
     assert [near(second, bound, PROMPTS[0]) for bound in both] == [8, 0]
 
 
@@ -189,20 +189,20 @@ def test_erasing_a_namespace_erases_what_was_counted_of_it(fleet: Any, server: S
 def test_a_cache_without_a_fleet_says_so() -> None:
     with kvcache.open(host={"capacity_bytes": 256 * KIB}, nvme={"enabled": False}, control={"enabled": False}) as cache:
         with pytest.raises(ConfigError, match=r"redis\.enabled"):
-            cache.answers["warm"]({"hot": 1})  # type: ignore[attr-defined]
+            cache.control_handlers["warm"]({"hot": 1})  # type: ignore[attr-defined]
         assert cache.ready()  # type: ignore[attr-defined]
 
 
 def test_a_server_that_is_away_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
     settings = {"host": {"capacity_bytes": 256 * KIB}, "nvme": {"enabled": False}, "control": {"enabled": False}}
     away = {"enabled": True, "url": "redis://127.0.0.1:1/0", "timeout_s": 0.2}
-    warm = {"hot": 3, "before_ready": True, "heat_every_s": 0.01}
+    warm = {"hot": 3, "before_ready": True, "popularity_interval_s": 0.01}
     with kvcache.open(**settings, redis=away, warm=warm) as cache:
         bound, engine = bind(cache), Engine(FULL)
         store(bound, engine, PROMPTS[0], list(range(8)))
         use(bound, PROMPTS[0])
         until(cache.ready, "it is ready")  # type: ignore[attr-defined]
-        assert cache.answers["warm"]({})["fault"]  # type: ignore[attr-defined]
+        assert cache.control_handlers["warm"]({})["fault"]  # type: ignore[attr-defined]
 
 
 def test_readiness_waits_no_longer_than_it_may(fleet: Any, server: Server) -> None:

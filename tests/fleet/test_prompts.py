@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.errors import ConfigError
-from kvcache.fleet.warm import Prompt, read
+from kvcache.fleet.warm import Prompt, read_prompts
 
 
 def test_a_value_a_line(tmp_path: Path) -> None:
@@ -16,7 +16,7 @@ def test_a_value_a_line(tmp_path: Path) -> None:
         '# hot ones\n\n"You are"\n{"text": "Überall"}\n[1, 2, 3]\n{"token_ids": [7]}\n'
         '{"messages": [{"role": "system", "content": "Be brief."}]}\n'
     )
-    prompts = read(file)
+    prompts = read_prompts(file)
     assert [prompt.kind for prompt in prompts] == ["text", "text", "token_ids", "token_ids", "messages"]
     assert [prompt.content for prompt in prompts[:4]] == ["You are", "Überall", [1, 2, 3], [7]]
 
@@ -44,15 +44,15 @@ def test_what_is_no_prompt_is_refused_with_its_line(tmp_path: Path, line: str) -
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'"good"\n{line}\n')
     with pytest.raises(ConfigError, match="line 2"):
-        read(file)
+        read_prompts(file)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
-        read(tmp_path / "none")
+        read_prompts(tmp_path / "none")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="UTF-8"):
-        read(tmp_path / "bytes")
+        read_prompts(tmp_path / "bytes")
 
 
 def test_a_digest_depends_on_the_prompt_and_the_model_and_on_nothing_else() -> None:

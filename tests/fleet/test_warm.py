@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from kvcache.errors import UnreachableError
-from kvcache.fleet.coordination import Board, Lease, Turn
-from kvcache.fleet.warm import EngineError, Prompt, Usage, Warm
-from kvcache.os_env import Port
+from kvcache.fleet.coordination import Coordination, LeaseResult, PromptLease
+from kvcache.fleet.warm import EngineError, PrefillUsage, Prompt, WarmUp
+from kvcache.os_env import OsEnv
 from kvcache.settings.tiers import Redis
 from tests.peer.server import MISSING, Server
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 PROMPTS = [Prompt("text", f"prompt {i}") for i in range(6)]
-CLOCK = Port().clock
+CLOCK = OsEnv().clock
 
 
 class Fleet:
@@ -38,14 +38,14 @@ class Node:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet, self.own, self.asked = fleet, [], 0
 
-    def prefill(self, prompt: Prompt) -> Usage:
+    def prefill(self, prompt: Prompt) -> PrefillUsage:
         self.asked += 1
         with self.fleet.lock:
             if prompt.content in self.fleet.stored:
-                return Usage(10, 10)
+                return PrefillUsage(10, 10)
             self.fleet.computed.append(prompt.content)
         self.own.append(prompt.content)
-        return Usage(10, 0)
+        return PrefillUsage(10, 0)
 
     def settle(self) -> bool:
         with self.fleet.lock:
@@ -53,15 +53,15 @@ class Node:
         return True
 
 
-def warm(node: Any, board: Board | None, **options: Any) -> Warm:
-    return Warm(node, PROMPTS, board, CLOCK, **{"settle": node.settle, **options})
+def warm(node: Any, coordination: Coordination | None, **options: Any) -> WarmUp:
+    return WarmUp(node, PROMPTS, coordination, CLOCK, **{"settle": node.settle, **options})
 
 
-def whats(work: Warm) -> list[str]:
+def whats(work: WarmUp) -> list[str]:
     return [step.what for step in sorted(work.steps, key=lambda step: step.number)]
 
 
-def test_three_nodes_compute_each_prompt_once(boards: Callable[[], Board]) -> None:
+def test_three_nodes_compute_each_prompt_once(boards: Callable[[], Coordination]) -> None:
     fleet = Fleet()
     works = [warm(Node(fleet), boards()) for _ in range(3)]
     threads = [work.start() for work in works]
@@ -77,35 +77,35 @@ def test_three_nodes_compute_each_prompt_once(boards: Callable[[], Board]) -> No
     assert {each["waiting"] for each in counts} == {0}
 
 
-def test_a_node_that_dies_is_replaced(boards: Callable[[], Board]) -> None:
+def test_a_node_that_dies_is_replaced(boards: Callable[[], Coordination]) -> None:
     """Its lease goes by itself, since nobody renews it."""
-    dead = Lease(boards(), PROMPTS[2].digest("m"), lease_s=0.05)
-    assert dead.take() is Turn.MINE
+    dead = PromptLease(boards(), PROMPTS[2].digest("m"), lease_s=0.05)
+    assert dead.acquire() is LeaseResult.ACQUIRED
     fleet = Fleet()
     work = warm(Node(fleet), boards())
     work.run()
     assert whats(work) == ["computed"] * 6
-    assert not dead.stored()
+    assert not dead.mark_stored()
 
 
-def test_while_another_computes_one_the_rest_goes_on(boards: Callable[[], Board]) -> None:
-    other = Lease(boards(), PROMPTS[0].digest("m"))
-    assert other.take() is Turn.MINE
+def test_while_another_computes_one_the_rest_goes_on(boards: Callable[[], Coordination]) -> None:
+    other = PromptLease(boards(), PROMPTS[0].digest("m"))
+    assert other.acquire() is LeaseResult.ACQUIRED
     fleet, order = Fleet(), []
 
     def tell(step: Any) -> None:
         order.append(step.number)
         if len(order) == 5:  # only the other's is left
             fleet.stored.add(PROMPTS[0].content)
-            assert other.stored()
+            assert other.mark_stored()
 
-    work = warm(Node(fleet), boards(), tell=tell)
+    work = warm(Node(fleet), boards(), on_result=tell)
     work.run()
     assert order == [1, 2, 3, 4, 5, 0]
     assert whats(work) == ["fetched", *["computed"] * 5]
 
 
-def test_what_did_not_reach_the_fleet_is_not_said_to_be_there(boards: Callable[[], Board]) -> None:
+def test_what_did_not_reach_the_fleet_is_not_said_to_be_there(boards: Callable[[], Coordination]) -> None:
     fleet = Fleet()
     first = warm(Node(fleet), boards(), settle=lambda: False)
     first.run()
@@ -115,18 +115,18 @@ def test_what_did_not_reach_the_fleet_is_not_said_to_be_there(boards: Callable[[
     assert whats(second) == ["computed"] * 6
 
 
-def test_without_a_server_each_is_alone(boards: Callable[[], Board]) -> None:
-    away = Board(Redis(enabled=True, url="redis://127.0.0.1:1/0", timeout_s=0.2))
-    for board in (None, away):
-        work = warm(Node(Fleet()), board)
+def test_without_a_server_each_is_alone(boards: Callable[[], Coordination]) -> None:
+    away = Coordination(Redis(enabled=True, url="redis://127.0.0.1:1/0", timeout_s=0.2))
+    for coordination in (None, away):
+        work = warm(Node(Fleet()), coordination)
         work.run()
         assert whats(work) == ["alone"] * 6
     away.close()
 
 
-def test_an_engine_that_refuses_or_is_gone_fails_a_prompt_and_no_more(boards: Callable[[], Board]) -> None:
+def test_an_engine_that_refuses_or_is_gone_fails_a_prompt_and_no_more(boards: Callable[[], Coordination]) -> None:
     class Refusing(Node):
-        def prefill(self, prompt: Prompt) -> Usage:
+        def prefill(self, prompt: Prompt) -> PrefillUsage:
             if prompt.content in ("prompt 1", "prompt 4"):
                 raise EngineError("too long") if prompt.content == "prompt 1" else UnreachableError("gone")
             return super().prefill(prompt)
@@ -141,21 +141,21 @@ def test_an_engine_that_refuses_or_is_gone_fails_a_prompt_and_no_more(boards: Ca
     assert whats(another) == ["fetched", "computed", "fetched", "fetched", "computed", "fetched"]
 
 
-def test_a_defect_ends_it_and_it_is_ready(boards: Callable[[], Board]) -> None:
+def test_a_defect_ends_it_and_it_is_ready(boards: Callable[[], Coordination]) -> None:
     class Broken(Node):
-        def prefill(self, prompt: Prompt) -> Usage:
+        def prefill(self, prompt: Prompt) -> PrefillUsage:
             raise ZeroDivisionError
 
     work = warm(Broken(Fleet()), boards())
     work.run()
     assert work.ready
     assert work.counts["waiting"] == 6
-    assert Lease(boards(), PROMPTS[0].digest("m")).take() is Turn.MINE, "the lease was given up"
+    assert PromptLease(boards(), PROMPTS[0].digest("m")).acquire() is LeaseResult.ACQUIRED, "the lease was given up"
 
 
-def test_limits_on_bytes_and_on_time(boards: Callable[[], Board]) -> None:
+def test_limits_on_bytes_and_on_time(boards: Callable[[], Coordination]) -> None:
     node = Node(Fleet())
-    work = warm(node, boards(), held=lambda: 100 * node.asked, most_bytes=250)
+    work = warm(node, boards(), held=lambda: 100 * node.asked, max_bytes=250)
     work.run()
     assert whats(work) == ["computed"] * 3 + ["left"] * 3
     late = warm(Node(Fleet()), boards(), patience_s=0.0)
@@ -163,33 +163,33 @@ def test_limits_on_bytes_and_on_time(boards: Callable[[], Board]) -> None:
     assert whats(late) == ["left"] * 6
 
 
-def test_stopped_it_ends_behind_the_prompt_under_way(boards: Callable[[], Board]) -> None:
-    work: list[Warm] = []
+def test_stopped_it_ends_behind_the_prompt_under_way(boards: Callable[[], Coordination]) -> None:
+    work: list[WarmUp] = []
     node = Node(Fleet())
-    work.append(warm(node, boards(), tell=lambda step: work[0].stop()))
+    work.append(warm(node, boards(), on_result=lambda step: work[0].stop()))
     work[0].run()
     assert (node.asked, work[0].ready) == (1, True)
 
 
 def test_a_server_that_goes_in_the_middle_leaves_each_alone() -> None:
     server = Server()
-    board = Board(Redis(enabled=True, url=server.tcp, timeout_s=20))
+    coordination = Coordination(Redis(enabled=True, url=server.tcp, timeout_s=20))
     try:
-        work = warm(Node(Fleet()), board, tell=lambda step: server.stop() if step.number == 2 else None)
+        work = warm(Node(Fleet()), coordination, on_result=lambda step: server.stop() if step.number == 2 else None)
         work.run()
         assert whats(work) == ["computed"] * 3 + ["alone"] * 3
     finally:
-        board.close()
+        coordination.close()
         server.end()
 
 
 def test_a_server_that_hangs_in_the_middle_holds_nobody_up_for_long() -> None:
     server = Server()
-    board = Board(Redis(enabled=True, url=server.tcp, timeout_s=3))
+    coordination = Coordination(Redis(enabled=True, url=server.tcp, timeout_s=3))
     try:
-        work = warm(Node(Fleet()), board, tell=lambda step: server.pause() if step.number == 2 else None)
+        work = warm(Node(Fleet()), coordination, on_result=lambda step: server.pause() if step.number == 2 else None)
         work.run()
         assert whats(work) == ["computed"] * 3 + ["alone"] * 3
     finally:
-        board.close()
+        coordination.close()
         server.end()

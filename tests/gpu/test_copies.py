@@ -15,14 +15,14 @@ from kvcache.block.layout import KVLayout
 from kvcache.codec.codec import codec
 from kvcache.codec.quantised import narrow
 from kvcache.transfer.cpu import CpuCopier
-from kvcache.transfer.cuda.copier import CudaCopier, Way
-from kvcache.transfer.cuda.quantise import Format, Quantised
+from kvcache.transfer.cuda.copier import CopyPath, CudaCopier
+from kvcache.transfer.cuda.quantise import Format, QuantisedPages
 from tests.gpu.board import Board, Gate, cupy
 from tests.transfer.test_copier import FUSED, HND, NHD, WHOLE_PAGE, Engine, buffers_for, engine, engines
 
 pytestmark = pytest.mark.gpu
 
-WAYS: list[Way | None] = ["direct", "staged", "mapped", None]
+WAYS: list[CopyPath | None] = ["direct", "staged", "mapped", None]
 ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: way or "chosen")
 
 
@@ -35,7 +35,7 @@ def made() -> Iterator[CudaCopier]:
 
 
 @pytest.fixture
-def copier(made: CudaCopier, way: Way | None) -> CudaCopier:
+def copier(made: CudaCopier, way: CopyPath | None) -> CudaCopier:
     made.way = way
     return made
 
@@ -76,7 +76,7 @@ def check(copier: CudaCopier, e: Engine, ids: list[int], shift: int, *, pinned: 
 
 @ways
 @given(data=st.data(), e=engines(), shift=st.integers(0, 7))
-def test_any_pages(made: CudaCopier, way: Way | None, data: st.DataObject, e: Engine, shift: int) -> None:
+def test_any_pages(made: CudaCopier, way: CopyPath | None, data: st.DataObject, e: Engine, shift: int) -> None:
     made.way = way
     ids = data.draw(st.lists(st.integers(0, e.pages.pages - 1), min_size=1, max_size=8))
     check(made, e, ids, shift, pinned=data.draw(st.booleans()))
@@ -122,7 +122,7 @@ def test_quantised(copier: CudaCopier, form: Format, dtype: str, head_dim: int) 
     words = narrow(values.astype(np.float32), dtype).view(np.uint8)
     e.memory[: len(words)] = words
     board, ids = Board.of(e), [4, 0, 3]
-    quantised, twin = Quantised(form, board.pages), codec(form)
+    quantised, twin = QuantisedPages(form, board.pages), codec(form)
     whole, buffers = buffers_for([quantised.payload_bytes] * 3, 16)
     copier.pinned.add(memoryview(whole))
     assert copier.gather(board.pages, ids, buffers, quantised=form).wait(60)
@@ -208,7 +208,7 @@ class TestOrder:
         assert not copy.done
         seen = []
         for layer in range(8):
-            copy.hold(compute.ptr, layer)
+            copy.block_stream(compute.ptr, layer)
             with compute:
                 seen.append(board.memory.copy())
         gate.open()

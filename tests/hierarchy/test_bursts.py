@@ -32,7 +32,7 @@ def pages(layout: KVLayout, count: int = 256) -> list[GroupPages]:
 
 def open_host(records: int, **more: Any) -> Cache:
     size = records * 12 * KiB
-    made = kvcache.open(host={"capacity_bytes": size, "extent_bytes": 4 * 12 * KiB}, nvme={"enabled": False}, **more)
+    made = kvcache.open(host={"capacity_bytes": size, "slab_bytes": 4 * 12 * KiB}, nvme={"enabled": False}, **more)
     assert isinstance(made, Cache)
     return made
 
@@ -193,7 +193,7 @@ class Full(MemoryTier):
 
 def test_a_drive_that_can_write_nothing_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Full()
-    monkeypatch.setattr("kvcache.cache.cache.tiers_below", lambda settings, port, serves: [drive])
+    monkeypatch.setattr("kvcache.cache.cache.open_lower_tiers", lambda settings, os_env, serves: [drive])
     cache = open_host(16)
     kept = list(range(4 * 8))
     put(cache, kept)
@@ -220,7 +220,7 @@ def test_a_burst_over_a_drive_that_hangs_neither_blocks_nor_errs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     stuck = Stuck()
-    monkeypatch.setattr("kvcache.cache.cache.tiers_below", lambda settings, port, serves: [stuck])
+    monkeypatch.setattr("kvcache.cache.cache.open_lower_tiers", lambda settings, os_env, serves: [stuck])
     cache = open_host(16, flow={"queue_blocks": 6})
     chains = [[1000 * i + t for t in range(4 * 8)] for i in range(8)]
     transfers = [put(cache, tokens) for tokens in chains]  # each waits for its own store only, never for the drive
@@ -262,7 +262,7 @@ def test_a_flush_waits_for_what_was_stored_before_it_and_not_for_what_comes_afte
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drive = Restless(lambda number: put(cache, [1000 * number + t for t in range(4)]))
-    monkeypatch.setattr("kvcache.cache.cache.tiers_below", lambda settings, port, serves: [drive])
+    monkeypatch.setattr("kvcache.cache.cache.open_lower_tiers", lambda settings, os_env, serves: [drive])
     cache = open_host(32)
     put(cache, list(range(4)))
     assert cache.flush(60), "whatever is stored meanwhile"
@@ -281,7 +281,7 @@ def test_what_no_thread_takes_holds_nothing_and_keeps_nobody_waiting(monkeypatch
     with cache.namespace(LAYOUT, model="m", revision="r").request() as r:
         assert r.match(range(16)).blocks == 4
         with monkeypatch.context() as patch:
-            patch.setattr(cache.flow.executor, "submit", refused)
+            patch.setattr(cache.tier_manager.executor, "submit", refused)
             for move in (
                 lambda: r.load(4, pages(LAYOUT), [list(range(4))]),
                 lambda: r.store(pages(LAYOUT), [list(range(4))]),
@@ -304,28 +304,28 @@ def test_whatever_a_flush_waits_for_has_the_time_that_is_left(monkeypatch: pytes
     class Leaving(Ticket):
         wait = staticmethod(waits)  # type: ignore[assignment]
 
-    cache.at_flush += [waits, waits]
-    cache.flow.expiry.leaving([Leaving(1), Leaving(1)])
+    cache.on_flush += [waits, waits]
+    cache.tier_manager.expiry.pending_removals([Leaving(1), Leaving(1)])
     with monkeypatch.context() as patch:
-        patch.setattr(cache.flow.port.clock, "now", lambda: time[0])
+        patch.setattr(cache.tier_manager.os_env.clock, "now", lambda: time[0])
         assert cache.flush(20.0)
         assert cache.flush()
     assert given == [20.0, 13.0, 6.0, 0.0, None, None, None, None]
-    cache.at_flush.append(lambda _: False)
+    cache.on_flush.append(lambda _: False)
     assert not cache.flush(30)
     cache.close()
 
 
 def test_a_flush_waits_for_the_stores_that_were_begun_before_it() -> None:
     cache = open_host(8)
-    last, answers = cache.flow.begin_store(), list[bool]()
+    last, answers = cache.tier_manager.begin_store(), list[bool]()
     flushes = threading.Thread(target=lambda: answers.append(bool(cache.flush(120))))
     flushes.start()
     while flushes.is_alive():  # one is under way at every moment
-        last, before = cache.flow.begin_store(), last
-        cache.flow.end_store(before)
+        last, before = cache.tier_manager.begin_store(), last
+        cache.tier_manager.end_store(before)
     assert answers == [True]
     assert not cache.flush(0)
-    cache.flow.end_store(last)
+    cache.tier_manager.end_store(last)
     assert cache.flush(0)
     cache.close()

@@ -26,14 +26,14 @@ def played(changes: Any, there: dict[str, set[tuple[int, bytes]]]) -> None:
 def test_played_again_it_is_what_is_there(tmp_path: Path, layout: Any, seed: int) -> None:
     rng, engine = random.Random(seed), Engine(layout)
     with kvcache.open(
-        host={"capacity_bytes": MiB, "extent_bytes": MiB // 4},
-        nvme={"path": tmp_path, "capacity_bytes": 4 * MiB, "segment_bytes": MiB, "free_floor_bytes": 0},
+        host={"capacity_bytes": MiB, "slab_bytes": MiB // 4},
+        nvme={"path": tmp_path, "capacity_bytes": 4 * MiB, "segment_bytes": MiB, "min_free_bytes": 0},
         control={"enabled": False},
     ) as cache:
         mine, other = bind(cache, layout), bind(cache, layout, model="other")
         there: dict[str, set[tuple[int, bytes]]] = {}
         heard = []
-        number = cache.changes(None, [mine]).next
+        number = cache.kv_events(None, [mine]).next
         for _ in range(60):
             bound = rng.choice([mine, mine, other])
             start = rng.randrange(40)
@@ -48,18 +48,18 @@ def test_played_again_it_is_what_is_there(tmp_path: Path, layout: Any, seed: int
             if rng.random() < 0.03:
                 bound.clear()
             if rng.random() < 0.3:
-                told = cache.changes(number, [mine])
+                told = cache.kv_events(number, [mine])
                 assert not told.lost
-                played(told.changes, there)
-                heard += told.changes
+                played(told.kv_events, there)
+                heard += told.kv_events
                 number = told.next
         for _ in range(3):  # a promotion may end behind its request
-            cache.flow.promoter.wait_idle()
+            cache.tier_manager.promoter.wait_idle()
         assert cache.flush(30)
-        told = cache.changes(number, [mine])
-        played(told.changes, there)
+        told = cache.kv_events(number, [mine])
+        played(told.kv_events, there)
         assert {(c.kind, c.tier) for c in heard} >= {("stored", "host"), ("removed", "host"), ("stored", "nvme")}
-        for tier in (cache.host, *cache.below):
+        for tier in (cache.host, *cache.lower_tiers):
             found = {(a.group, a.signature) for a in tier.scan() if a.namespace == mine.id}
             assert there.get(tier.name, set()) == found
         assert cache.check() == []

@@ -14,7 +14,7 @@ from tests.contract.caches import FULL, HYBRID, Engine, bind, store
 def opened(place: Path) -> Any:
     return kvcache.open(
         host={"capacity_bytes": 8 << 20},
-        nvme={"path": place, "capacity_bytes": 64 << 20, "free_floor_bytes": 0},
+        nvme={"path": place, "capacity_bytes": 64 << 20, "min_free_bytes": 0},
         control={"enabled": False},
     )
 

@@ -30,7 +30,7 @@ LOSSLESS, LOSSY = ("raw", "zstd"), ("fp8", "int8")
 def open_at(path: Path, codec_name: str, *, capacity_bytes: int = 8 << 20, host_bytes: int = 8 << 20) -> Cache:
     made = kvcache.open(
         host={"capacity_bytes": host_bytes},
-        nvme={"path": path, "capacity_bytes": capacity_bytes, "free_floor_bytes": 0, "codec": codec_name},
+        nvme={"path": path, "capacity_bytes": capacity_bytes, "min_free_bytes": 0, "codec": codec_name},
     )
     assert isinstance(made, Cache)
     return made
@@ -97,7 +97,7 @@ def test_what_went_down_comes_up_after_a_restart(name: str, tmp_path: Path) -> N
 def test_a_record_says_what_it_is(name: str, tmp_path: Path) -> None:
     with open_at(tmp_path, name) as cache:
         put(cache, TOKENS, Engine(noise(2)))
-        (nvme,) = cache.below
+        (nvme,) = cache.lower_tiers
         size = record_bytes(LAYOUT.block_bytes())
         area = header_area(LAYOUT.block_bytes())
         for address in nvme.scan():
@@ -151,14 +151,14 @@ def test_a_sound_record_of_what_no_encoder_makes_is_a_miss_and_goes(name: str, t
     area = header_area(payload_bytes)
     with open_at(tmp_path, name) as cache:
         put(cache, TOKENS[:4], engine)
-        (nvme,) = cache.below
+        (nvme,) = cache.lower_tiers
         (address,) = list(nvme.scan())
         for length, decoded in ((5000, payload_bytes), (payload_bytes, payload_bytes - 4), (5000, 5000)):
             nvme.remove([address])
             record = memoryview(bytearray(b"\xff" * record_bytes(payload_bytes)))
             seal(record[:area], record[area:], address, stored_bytes=length, decoded_bytes=decoded, codec=name)
             nvme.write([address], [[record[:area], record[area:]]])
-            cache.host.withdraw(address)
+            cache.host.unpublish(address)
             cache.index.discard(address, "host")
             cache.index.insert(address, "nvme")
             assert get(cache, TOKENS[:4])[0] == 0

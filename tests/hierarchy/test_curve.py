@@ -13,12 +13,12 @@ import kvcache
 from kvcache.block.record import record_bytes
 from kvcache.cache.cache import Cache
 from kvcache.cache.factory import POLICIES
-from kvcache.index.cost_classes import Model
+from kvcache.index.cost_classes import ModelShape
 from kvcache.index.index import Index
-from kvcache.index.mrc import MOST_NAMES, MOST_WAITING, OTHERS, TIMES, Curve
-from kvcache.os_env import InlineExecutor, Port
+from kvcache.index.mrc import CAPACITY_FACTORS, MAX_LABELS, MAX_PENDING_REQUESTS, OTHER_LABEL, MissRatioCurve
+from kvcache.os_env import InlineExecutor, OsEnv
 from kvcache.settings.sources import load
-from kvcache.trace.formats import Trace, read
+from kvcache.trace.formats import Trace, read_trace
 from kvcache.trace.simulate import simulate
 from tests.trace.test_simulate import traffic
 
@@ -40,11 +40,11 @@ def live(trace: Trace, room: int, policy: str, who: Any = lambda i: {}, **evict:
     pages = [kvcache.GroupPages.from_tensors(LAYOUT, tensors, axes=("kv", "page", "token", "head", "dim"))]
     settings = load(
         environ={},
-        host={"capacity_bytes": room * SLOT_BYTES, "extent_bytes": room * SLOT_BYTES},
+        host={"capacity_bytes": room * SLOT_BYTES, "slab_bytes": room * SLOT_BYTES},
         nvme={"enabled": False},
         evict={"policy": policy, **evict},
     )
-    with Cache(settings, Port(executor=lambda threads, name: InlineExecutor())) as cache:
+    with Cache(settings, OsEnv(executor=lambda threads, name: InlineExecutor())) as cache:
         for i, chain in enumerate(trace):
             fields = who(i)
             tenant = fields.pop("tenant", "default")
@@ -53,12 +53,15 @@ def live(trace: Trace, room: int, policy: str, who: Any = lambda i: {}, **evict:
                 r.admit()
                 r.store(pages, [list(range(len(chain) - hit.blocks))], first_block=hit.blocks).wait()
         told = cache.curve()
-        assert cache.stats()["curve"]["host"]["1"] == told["tiers"]["host"]["points"][TIMES.index(1)]["hit_rate"]
+        assert (
+            cache.stats()["curve"]["host"]["1"]
+            == told["tiers"]["host"]["points"][CAPACITY_FACTORS.index(1)]["hit_rate"]
+        )
         return told
 
 
 def expected(trace: Trace, room: int, policy: str) -> list[float]:
-    return [simulate(trace, policy, max(1, int(times * room))).hit_rate for times in TIMES]
+    return [simulate(trace, policy, max(1, int(times * room))).hit_rate for times in CAPACITY_FACTORS]
 
 
 def rates(told: dict[str, Any], tier: str = "host") -> list[float]:
@@ -81,29 +84,29 @@ def of_trace(trace: Trace, room: int, policy: str, samples: int, block_bytes: in
     """As a cache would feed it, without its bytes: an index lives the trace for the tables."""
     names = names_of(trace)
     index = Index(["host"], POLICIES[policy]())
-    model = Model(("m",), trace.block_tokens, (block_bytes,))
-    curve = Curve(
+    model = ModelShape(("m",), trace.block_tokens, (block_bytes,))
+    curve = MissRatioCurve(
         {"host": room * block_bytes}, index.policy, index.values, lambda call: call(), samples=samples, refuses="host"
     )
-    from kvcache.index.block_run import Run, place_of
+    from kvcache.index.block_run import BlockRun, place_of
 
     space = bytes(32)
     place = place_of(space, 0, LAYOUT.whole[0])
     for chain in trace:
         packed = b"".join(names[block] for block in chain)
         now = index.tick()
-        masks = index.where(Run(place, packed))
+        masks = index.where(BlockRun(place, packed))
         found = len(masks) if 0 not in masks else masks.index(0)
-        index.touch(Run(place, packed).part(0, found), now)
+        index.touch(BlockRun(place, packed).part(0, found), now)
         lacking = len(masks) - found
         free = room - index.resident("host")
         if lacking > free:
             free += len(index.evict("host", lacking - free, before=now, worth=0))
         kept = min(lacking, free)
         parent = packed[32 * found - 32 : 32 * found] if found else space
-        index.insert_run(Run(place, packed).part(found, found + kept), parent, "host")
+        index.insert_run(BlockRun(place, packed).part(found, found + kept), parent, "host")
         curve.add(packed, len(chain), model, ("t", "a", "n"))
-    return curve.tell()
+    return curve.report()
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
@@ -122,7 +125,7 @@ def test_real_traffic_within_two_points(file: str, share: float) -> None:
     path = TRACES / f"{file}.jsonl.gz"
     if not path.exists():
         pytest.skip("the traces are not shipped: ../shared/data/traces is not here")
-    trace = read(path, "mooncake").part(0, 3000)
+    trace = read_trace(path, "mooncake").part(0, 3000)
     room = round(share * trace.unique)
     told = of_trace(trace, room, "hazard", samples=2048)
     assert max(abs(a - b) for a, b in zip(rates(told), expected(trace, room, "hazard"), strict=True)) <= POINTS
@@ -149,30 +152,32 @@ def test_it_is_told_by_tenant_agent_and_namespace() -> None:
 def test_names_are_bounded_and_what_waits_is_bounded() -> None:
     index = Index(["host"], POLICIES["lru"]())
     calls: list[Any] = []
-    curve = Curve({"host": 1 << 30}, index.policy, index.values, calls.append, samples=16)
-    model = Model(("m",), 16, (4096,))
-    for i in range(MOST_WAITING + 100):
+    curve = MissRatioCurve({"host": 1 << 30}, index.policy, index.values, calls.append, samples=16)
+    model = ModelShape(("m",), 16, (4096,))
+    for i in range(MAX_PENDING_REQUESTS + 100):
         curve.add(sha256(b"%d" % i).digest(), 1, model, (f"tenant {i}", "", "n"))
-    told = curve.tell()
+    told = curve.report()
     assert told["skipped_requests"] == 100
-    assert len(told["tiers"]["host"]["by"]["tenant"]) == MOST_NAMES + 1
-    assert told["tiers"]["host"]["by"]["tenant"][OTHERS]["asked_tokens"] == 16 * (MOST_WAITING - MOST_NAMES)
-    assert len(calls) == MOST_WAITING // 32
+    assert len(told["tiers"]["host"]["by"]["tenant"]) == MAX_LABELS + 1
+    assert told["tiers"]["host"]["by"]["tenant"][OTHER_LABEL]["asked_tokens"] == 16 * (
+        MAX_PENDING_REQUESTS - MAX_LABELS
+    )
+    assert len(calls) == MAX_PENDING_REQUESTS // 32
 
 
 def test_blocks_of_two_sizes_stand_for_their_bytes() -> None:
     """A tier filled by small and large blocks in turn, each asked for again after the same while: with twice that room
     all are found, with half of it none, whatever their sizes."""
     index = Index(["host"], POLICIES["lru"]())
-    small, large = Model(("a",), 16, (1 << 12,)), Model(("b",), 16, (1 << 16,))
+    small, large = ModelShape(("a",), 16, (1 << 12,)), ModelShape(("b",), 16, (1 << 16,))
     round_bytes = 2000 * ((1 << 12) + (1 << 16))
-    curve = Curve({"host": round_bytes}, index.policy, index.values, lambda call: call(), samples=500)
+    curve = MissRatioCurve({"host": round_bytes}, index.policy, index.values, lambda call: call(), samples=500)
     for _ in range(6):
         for i in range(2000):
             for model in (large, small):
                 index.tick()
                 curve.add(sha256(f"{model.name} {i}".encode()).digest(), 1, model, ("t", "", model.name[0]))
-    tier = curve.tell()["tiers"]["host"]
+    tier = curve.report()["tiers"]["host"]
     for name in ("a", "b"):
         found = tier["by"]["namespace"][name]["hit_rates"]
         assert found[0] == found[1] == 0
@@ -180,18 +185,18 @@ def test_blocks_of_two_sizes_stand_for_their_bytes() -> None:
 
 
 def test_a_cache_may_be_told_not_to() -> None:
-    told = live(traffic(1, 20), 64, "lru", curve_samples=1)
+    told = live(traffic(1, 20), 64, "lru", mrc_samples=1)
     assert told["tiers"]
-    settings = load(environ={}, host={"capacity_bytes": "1MiB"}, nvme={"enabled": False}, evict={"curve_samples": 0})
+    settings = load(environ={}, host={"capacity_bytes": "1MiB"}, nvme={"enabled": False}, evict={"mrc_samples": 0})
     with Cache(settings) as cache:
         assert cache.curve()["tiers"] == {}
         assert cache.stats()["curve"] == {}
 
 
 def test_a_tier_that_takes_all_is_played_so_and_each_tier_has_its_own(tmp_path: Path) -> None:
-    nvme = {"path": tmp_path, "capacity_bytes": "4MiB", "segment_bytes": "256KiB", "free_floor_bytes": 0}
+    nvme = {"path": tmp_path, "capacity_bytes": "4MiB", "segment_bytes": "256KiB", "min_free_bytes": 0}
     settings = load(environ={}, host={"capacity_bytes": "1MiB"}, nvme=nvme)
-    with Cache(settings, Port(executor=lambda threads, name: InlineExecutor())) as cache:
+    with Cache(settings, OsEnv(executor=lambda threads, name: InlineExecutor())) as cache:
         bound = cache.namespace(LAYOUT, model="m", revision="1")
         for i in range(80):
             with bound.request() as r:

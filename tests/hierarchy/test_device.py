@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 import kvcache
 from kvcache.block.layout import Group, KVLayout
 from kvcache.cache.cache import Cache
-from kvcache.os_env import Executor, InlineExecutor, Port
+from kvcache.os_env import Executor, InlineExecutor, OsEnv
 from kvcache.settings.sources import load
-from kvcache.transfer.copier import Copiers
+from kvcache.transfer.copier import CopierRegistry
 from kvcache.transfer.cuda.copier import CudaCopier
 from kvcache.transfer.cuda.crossover import NEVER, Crossover
 from kvcache.transfer.pages import GroupPages
@@ -77,11 +77,11 @@ def on_gpu(pages: GroupPages) -> GroupPages:
 def opened(
     device: HostDevice, place: Path | None = None, *, copies: Executor | None = None, **copier: Any
 ) -> Iterator[Cache]:
-    port = Port(executor=lambda threads, name: copies if copies and name == "copy" else InlineExecutor())
+    os_env = OsEnv(executor=lambda threads, name: copies if copies and name == "copy" else InlineExecutor())
     nvme: dict[str, Any] = {"enabled": False}
     if place is not None:
-        nvme = {"path": place, "capacity_bytes": "4MiB", "segment_bytes": "192KiB", "free_floor_bytes": 0}
-    cache = Cache(load(environ={}, host={"capacity_bytes": 256 * KiB, "extent_bytes": 64 * KiB}, nvme=nvme), port)
+        nvme = {"path": place, "capacity_bytes": "4MiB", "segment_bytes": "192KiB", "min_free_bytes": 0}
+    cache = Cache(load(environ={}, host={"capacity_bytes": 256 * KiB, "slab_bytes": 64 * KiB}, nvme=nvme), os_env)
     options = {"crossover": Crossover(NEVER, NEVER), "staging_bytes": 4096, "run_bytes": 64, **copier}
     cache.copiers._make = lambda index: CudaCopier(device, compute_stream=COMPUTE, **options)  # type: ignore[assignment]
     try:
@@ -222,7 +222,7 @@ def test_pages_of_two_devices_have_a_copier_each() -> None:
         made.append(index)
         return CudaCopier(HostDevice(), crossover=Crossover(NEVER, NEVER))
 
-    copiers = Copiers(lambda call: call(), make=make)
+    copiers = CopierRegistry(lambda call: call(), make=make)
     assert copiers.of("cuda") is copiers.of("cuda:0")
     assert copiers.of("cuda:1") is not copiers.of("cuda:0")
     assert copiers.of("cpu") is copiers.of("cpu")

@@ -45,7 +45,7 @@ def opened(tier: str, tmp_path: Path) -> Iterator[Open]:
             assert cache.check() == []
             cache.close()
 
-    def open_cache(*keys: str, accept_plain: bool = False, signing: bool = False, **nvme: Any) -> Any:
+    def open_cache(*keys: str, accept_unencrypted: bool = False, signing: bool = False, **nvme: Any) -> Any:
         end()
         (tmp_path / "keys").write_text("\n".join(KEYS[key] for key in keys))
         (tmp_path / "signing").write_text("33" * 32)
@@ -56,7 +56,7 @@ def opened(tier: str, tmp_path: Path) -> Iterator[Open]:
                     "enabled": tier == "nvme",
                     "path": tmp_path / "nvme",
                     "capacity_bytes": 64 * MiB,
-                    "free_floor_bytes": 0,
+                    "min_free_bytes": 0,
                     **nvme,
                 },
                 redis={
@@ -65,8 +65,11 @@ def opened(tier: str, tmp_path: Path) -> Iterator[Open]:
                     "signing_key_file": str(tmp_path / "signing") if signing else "",
                 },
                 object={"enabled": tier == "object", "url": f"file://{tmp_path}/objects"},
-                encryption={"key_file": str(tmp_path / "keys") if keys else "", "accept_plain": accept_plain},
-                flow={"ask_deadline_s": 30, "deadline_s": 30},
+                encryption={
+                    "key_file": str(tmp_path / "keys") if keys else "",
+                    "accept_unencrypted": accept_unencrypted,
+                },
+                flow={"lookup_timeout_s": 30, "deadline_s": 30},
                 control={"enabled": False},
             )
         )
@@ -140,7 +143,7 @@ def test_what_was_not_encrypted_is_read_where_that_is_asked_for(opened: Open, ti
     cache = opened("one")
     assert load(bind(cache), Engine(FULL))[1] == []
     assert cache.counters.get("refused_records", tier=tier, check="foreign") > 0
-    assert load(bind(opened("one", accept_plain=True)), Engine(FULL))[1] == expected  # it was left alone
+    assert load(bind(opened("one", accept_unencrypted=True)), Engine(FULL))[1] == expected  # it was left alone
 
 
 @pytest.mark.parametrize("tier", ["nvme"])
@@ -148,7 +151,7 @@ def test_a_scrub_takes_what_was_not_encrypted_from_the_drive(opened: Open, tier:
     """Its bytes too; what is encrypted stays, and so does all while it is read, or where there are no keys."""
     engine, expected = filled()
     kept(opened(), engine)
-    for more in ({}, {"accept_plain": True}):
+    for more in ({}, {"accept_unencrypted": True}):
         cache = opened(*(["one"] if more else []), **more)
         assert (cache.scrub().unwanted, load(bind(cache), Engine(FULL))[1]) == (0, expected)
     there = medium(tier, tmp_path)

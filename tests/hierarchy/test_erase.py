@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.cache.write_back import Leaving
+from kvcache.cache.write_back import VictimBuffer
 from kvcache.errors import ConfigError
 from kvcache.os_env import LocalDisk
 from kvcache.tier.host.arena import Region
-from kvcache.tier.redis.keys import part
+from kvcache.tier.redis.keys import part_key
 from tests.contract.caches import FULL, Engine, quiet, store
 from tests.hierarchy.test_object import settled
 from tests.peer.server import MISSING, Server, empty
@@ -45,10 +45,10 @@ def opened(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         caches.append(
             kvcache.open(
                 host={"capacity_bytes": 8 * MiB},
-                nvme={"path": tmp_path / "nvme", "capacity_bytes": 64 * MiB, "free_floor_bytes": 0},
+                nvme={"path": tmp_path / "nvme", "capacity_bytes": 64 * MiB, "min_free_bytes": 0},
                 redis={"enabled": True, "url": server.unix},
                 object={"enabled": True, "url": f"file://{tmp_path}/objects"},
-                flow={"ask_deadline_s": 30, "deadline_s": 30},
+                flow={"lookup_timeout_s": 30, "deadline_s": 30},
                 control={"enabled": False},
             )
         )
@@ -132,7 +132,7 @@ def test_what_was_evicted_before_is_overwritten_too(opened: Any, tmp_path: Path)
     mine = bind(cache, "mine")
     blocks = kept(mine)
     assert cache.flush(30)
-    for tier in (cache.host, cache.below[0]):
+    for tier in (cache.host, cache.lower_tiers[0]):
         gone = [address for address in tier.scan() if address.namespace == mine.id]
         for address in gone:
             cache.index.discard(address, tier.name)
@@ -177,7 +177,7 @@ def test_a_tier_that_does_not_answer_is_said(opened: Any, tmp_path: Path) -> Non
 
 
 def everything(cache: Any) -> list[Any]:
-    return [cache.host, *cache.below]
+    return [cache.host, *cache.lower_tiers]
 
 
 def test_what_may_be_anybodys_goes_only_by_its_id_alone(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_an_engine_that_goes_on_storing_is_met_for_some_rounds(
     mine = bind(cache, "mine")
     kept(mine)
     assert cache.flush(30)
-    nvme, rounds = cache.below[0], list[int]()
+    nvme, rounds = cache.lower_tiers[0], list[int]()
     purge = nvme.purge
 
     def meanwhile(namespace: bytes) -> Any:
@@ -245,10 +245,10 @@ def test_whose_a_namespace_is_is_noted_until_it_is_kept(opened: Any, monkeypatch
 
     def noted() -> list[bool]:
         quiet(cache)
-        return [mine.id in tier.owners() for tier in cache.below]
+        return [mine.id in tier.owners() for tier in cache.lower_tiers]
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache.below[-1], "note_owner", refuse)
+        patch.setattr(cache.lower_tiers[-1], "note_owner", refuse)
         mine = bind(cache, "mine")
         assert noted() == [True, True, False]
     bind(cache, "mine")
@@ -267,7 +267,7 @@ def test_a_server_that_does_not_let_its_keys_be_listed_is_said(opened: Any) -> N
         server.client.execute_command("ACL", "SETUSER", "default", "-scan")
         assert set(cache.erasure.erase(tenant="mine").left) == {"redis"}
         server.client.execute_command("ACL", "SETUSER", "default", "+scan")
-        for pool in cache.below[1]._nodes.pools():
+        for pool in cache.lower_tiers[1]._nodes.pools():
             pool.breaker.passed()  # it is shut by a refusal, for a while
         erased = cache.erasure.erase(tenant="mine")
         assert (erased.left, erased.records["redis"]) == ({}, 10)
@@ -283,11 +283,11 @@ def test_parts_of_a_record_whose_head_was_evicted_go_too(opened: Any, tmp_path: 
     kept(mine)
     kept(other)
     assert cache.flush(30)
-    client, tier = empty(tmp_path).client, cache.below[1]
+    client, tier = empty(tmp_path).client, cache.lower_tiers[1]
     parts = {}
     for whose, bound in (("mine", mine), ("other", other)):
         (address, *_) = [address for address in tier.scan() if address.namespace == bound.id]
-        parts[whose] = part(tier._names.record(address), 7, 1)
+        parts[whose] = part_key(tier._names.record(address), 7, 1)
         client.set(parts[whose], b"payload")
     assert cache.erasure.erase(tenant="mine").left == {}
     assert client.exists(parts["mine"]) == 0
@@ -307,7 +307,7 @@ def test_a_file_is_overwritten_before_it_goes(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(LocalDisk, "remove", look)
     with kvcache.open(
         host={"capacity_bytes": 8 * MiB},
-        nvme={"path": tmp_path / "nvme", "capacity_bytes": 2 * MiB, "free_floor_bytes": 0, "segment_bytes": 4096},
+        nvme={"path": tmp_path / "nvme", "capacity_bytes": 2 * MiB, "min_free_bytes": 0, "segment_bytes": 4096},
         control={"enabled": False},
     ) as cache:
         blocks = kept(bind(cache, "mine"))
@@ -319,7 +319,7 @@ def test_a_file_is_overwritten_before_it_goes(tmp_path: Path, monkeypatch: pytes
 
 
 def test_what_a_store_was_copied_to_on_its_way_is_overwritten() -> None:
-    leaving, region = Leaving(), Region(4096)
+    leaving, region = VictimBuffer(), Region(4096)
     region.view[:] = b"x" * 4096
     leaving._free.append(region)
     leaving.wipe()

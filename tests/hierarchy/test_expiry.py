@@ -12,7 +12,7 @@ import pytest
 from kvcache.cache import expiry
 from kvcache.cache.cache import Cache
 from kvcache.errors import RequestError
-from kvcache.os_env import Port, SystemClock
+from kvcache.os_env import OsEnv, SystemClock
 from kvcache.settings.sources import load as load_settings
 from kvcache.testing.naive_cache import NaiveCache
 from kvcache.testing.tier import chain
@@ -61,16 +61,16 @@ def opened(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Cache]]:
                 "enabled": "nvme" in tiers,
                 "path": tmp_path / "nvme",
                 "capacity_bytes": 64 * MiB,
-                "free_floor_bytes": 0,
+                "min_free_bytes": 0,
             },
             redis={"enabled": "redis" in tiers, "url": empty(tmp_path).unix if "redis" in tiers else "redis://h:1/0"},
             object={"enabled": "object" in tiers, "url": f"file://{tmp_path}/objects"},
-            flow={"ask_deadline_s": 30, "deadline_s": 30},
+            flow={"lookup_timeout_s": 30, "deadline_s": 30},
             encryption={"key_file": str(tmp_path / "keys") if encrypted else ""},
             control={"enabled": False},
             **more,
         )
-        caches.append(Cache(settings, Port(clock=clock)))
+        caches.append(Cache(settings, OsEnv(clock=clock)))
         return caches[-1]
 
     yield open_cache
@@ -120,7 +120,7 @@ def test_until_its_end_and_no_longer(opened: Any, clock: Clock, layout: Any) -> 
         hit = r.match(TOKENS)
         assert (hit.blocks, hit.reason) == (0, "expired")
     assert cache.flush(30)
-    assert [tier.usage().records for tier in (cache.host, *cache.below)] == [0, 0]
+    assert [tier.usage().records for tier in (cache.host, *cache.lower_tiers)] == [0, 0]
     assert cache.counters.get("expired_blocks", tier="host") == 10 * len(layout.groups)
     assert cache.counters.get("expired_blocks", tier="nvme") == 10 * len(layout.groups)
     assert found(bound) == 0
@@ -183,7 +183,7 @@ def test_what_was_not_removed_is_found_and_tried_again(
     bound = bind(cache)
     kept(bound, 1, ttl_s=60)
     assert cache.flush(30)
-    (drive,) = cache.below
+    (drive,) = cache.lower_tiers
     submit = drive.submit
 
     def full(op: Any, addresses: Any, *parts: Any, on_outcome: Any = None, **more: Any) -> Any:
@@ -217,7 +217,7 @@ def test_a_sweep_takes_some_and_nobody_is_given_the_rest(
     bound = bind(cache)
     kept(bound, 1, ttl_s=60)
     assert cache.flush(30)
-    monkeypatch.setattr(expiry, "MOST", 4)
+    monkeypatch.setattr(expiry, "MAX_SWEEP_RECORDS", 4)
     clock.ahead_s = 61
     assert found(bound) == 6  # tails left first
     assert cache.host.usage().records == 6
@@ -229,11 +229,11 @@ def test_a_sweep_takes_some_and_nobody_is_given_the_rest(
         assert transfer.wait(30)
         assert transfer.blocks == 0
     assert cache.flush(30)
-    assert [tier.usage().records for tier in (cache.host, *cache.below)] == [0, 0]
+    assert [tier.usage().records for tier in (cache.host, *cache.lower_tiers)] == [0, 0]
 
 
 def noted(cache: Cache) -> int:
-    return sum(len(run.addresses) for run in cache.flow.expiry._ends)
+    return sum(len(run.addresses) for run in cache.tier_manager.expiry._ends)
 
 
 def test_what_is_noted_is_bounded(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,14 +245,14 @@ def test_what_is_noted_is_bounded(opened: Any, monkeypatch: pytest.MonkeyPatch) 
         out_of_host(cache)
         assert load(bound, Engine(FULL))[0] == {"nvme": 10}
         assert noted(cache) == 10
-    monkeypatch.setattr(expiry, "LEAST", 15)
+    monkeypatch.setattr(expiry, "MIN_COMPACT_RECORDS", 15)
     for i in range(8):
         other = bind(cache, model=f"m{i}")
         kept(other, 1, ttl_s=60)
         assert cache.flush(30)
         other.clear()
-    assert noted(cache) == cache.flow.expiry._noted <= 2 * 20 + 10
-    assert len(cache.flow.expiry._end_of) <= noted(cache)
+    assert noted(cache) == cache.tier_manager.expiry._noted <= 2 * 20 + 10
+    assert len(cache.tier_manager.expiry._expiry_by_name) <= noted(cache)
     assert found(bound) == 10
 
 
@@ -263,7 +263,7 @@ def test_what_left_host_on_its_way_down_has_its_end_there(
     """No tier has it while its copy waits to be written, and what is noted of ends is looked through then, or the end
     comes."""
     cache = opened("nvme", host_bytes=512 << 10, nvme={"write": "write_back"})
-    bound, (lane,) = bind(cache), cache.flow.lanes
+    bound, (lane,) = bind(cache), cache.tier_manager.write_back_queues
     kept(bound, 1, ttl_s=60)
     later, lane._executor = lane._executor, Later()
     try:
@@ -271,20 +271,20 @@ def test_what_left_host_on_its_way_down_has_its_end_there(
             store(bound, Engine(FULL), [1000 + seed, *range(39)], PAGES)
         assert found(bound) == 0
         waiting = lane._executor
-        monkeypatch.setattr(expiry, "LEAST", 0)
+        monkeypatch.setattr(expiry, "MIN_COMPACT_RECORDS", 0)
         if meanwhile == "forgotten":
-            cache.flow.expiry._compact()
+            cache.tier_manager.expiry._compact()
             assert noted(cache) == 0
         else:
             clock.ahead_s = 61
-            assert not cache.flow.expiry.sweep()
+            assert not cache.tier_manager.expiry.sweep()
         waiting.run()
     finally:
         lane._executor = later
     clock.ahead_s = 61
     assert found(bound) == 0
     assert cache.flush(30)
-    there = {address.signature for address in cache.below[0].scan()}
+    there = {address.signature for address in cache.lower_tiers[0].scan()}
     with bound.request() as r:
         r.match(TOKENS)
         assert there & set(r.signatures) == set()
@@ -301,7 +301,7 @@ def test_learning_stops_at_close(opened: Any) -> None:
                 cache.close()
             yield chain(1)[0], 1
 
-    cache.flow.expiry.learn(tell)
+    cache.tier_manager.expiry.learn(tell)
     assert asked == [0, 1, 2, 3]
 
 
@@ -345,9 +345,9 @@ def test_after_a_restart_the_drive_lets_go_of_what_is_over(opened: Any, clock: C
     cache.close()
     clock.ahead_s = 61
     cache = opened("nvme")
-    (drive,) = cache.below
+    (drive,) = cache.lower_tiers
     assert drive.usage().records == 20
-    for future in cache.learned:
+    for future in cache.ttl_scans:
         future.result()
     assert cache.flush(30)
     assert drive.usage().records == 10

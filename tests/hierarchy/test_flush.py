@@ -89,7 +89,7 @@ def test_blocks_on_a_slow_drive_are_waiting(drive: Drive) -> None:
         assert nvme(cache) == TierFlush(reached=8)
 
 
-@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.NO_ROOM, Outcome.LATE])
+@pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.NO_CAPACITY, Outcome.TIMED_OUT])
 def test_a_drive_that_refuses_makes_flush_and_close_fail(drive: Drive, outcome: Outcome) -> None:
     drive.refuses = outcome
     cache = open_host(32)
@@ -137,22 +137,24 @@ def test_a_block_that_left_host_memory_is_reported_once(drive: Drive) -> None:
     with open_host(8) as cache:
         put(cache, FIRST)
         assert nvme(cache) == TierFlush(refused=8)
-        other = cache.flow.watch()
+        other = cache.tier_manager.watch()
         put(cache, SECOND)
         drive.refuses = None
         assert nvme(cache) == TierFlush(reached=8, refused=8, lost=8)
         assert nvme(cache) == TierFlush()
-        assert cache.flow.flush(30, watch=other).tiers["nvme"].lost == 8, "each caller that was there hears of it"
-        assert cache.flow.flush(30, watch=cache.flow.watch()), "a later one does not"
+        assert cache.tier_manager.flush(30, watch=other).tiers["nvme"].lost == 8, (
+            "each caller that was there hears of it"
+        )
+        assert cache.tier_manager.flush(30, watch=cache.tier_manager.watch()), "a later one does not"
 
 
 def test_a_loss_that_no_flush_reported_is_a_later_caller_s(drive: Drive) -> None:
     drive.refuses = Outcome.FAILED
     with open_host(8) as cache:
         put(cache, FIRST)
-        assert cache.flow.settle(30)
+        assert cache.tier_manager.settle(30)
         put(cache, SECOND)
-        assert cache.flow.flush(30, watch=cache.flow.watch()).tiers["nvme"].lost == 8
+        assert cache.tier_manager.flush(30, watch=cache.tier_manager.watch()).tiers["nvme"].lost == 8
 
 
 def test_an_erased_block_is_no_loss(drive: Drive) -> None:
@@ -168,7 +170,7 @@ def test_an_audit_takes_no_report_away(drive: Drive) -> None:
     drive.refuses = Outcome.FAILED
     with open_host(8) as cache:
         put(cache, FIRST)
-        assert cache.flow.settle(30)
+        assert cache.tier_manager.settle(30)
         put(cache, SECOND)
         assert cache.check() == []
         assert cache.erasure.erase(tenant="default", dry_run=True).left == {}
@@ -190,7 +192,7 @@ def test_a_flush_reports_only_the_caller_s_namespaces(drive: Drive) -> None:
         put(cache, FIRST, model="mine")
         put(cache, SECOND, model="another")
         mine = next(bound.id for bound in cache.bounds if bound.namespace.model == "mine")
-        report = cache.flow.flush(30, watch=cache.flow.watch(), scope={mine}.__contains__)
+        report = cache.tier_manager.flush(30, watch=cache.tier_manager.watch(), scope={mine}.__contains__)
         assert report.tiers == {"nvme": TierFlush(refused=8)}
 
 
@@ -198,17 +200,17 @@ def test_a_fleet_s_flush_passes_over_earlier_refusals(drive: Drive) -> None:
     drive.refuses = Outcome.FAILED
     with open_host(32) as cache:
         put(cache, FIRST)
-        assert cache.flow.settle(30)
+        assert cache.tier_manager.settle(30)
         drive.shared, drive.refuses = True, None  # as a server's
-        watch = cache.flow.watch(anew=True)
+        watch = cache.tier_manager.watch(anew=True)
         put(cache, SECOND)
-        assert cache.flow.settle(30)
+        assert cache.tier_manager.settle(30)
         drive.refuses = Outcome.FAILED
-        assert cache.flow.flush(30, watch=watch, fleet=True), "its own blocks arrived"
+        assert cache.tier_manager.flush(30, watch=watch, fleet=True), "its own blocks arrived"
         assert not cache.flush(30)
         assert nvme(cache) == TierFlush(refused=8)
         drive.shared = False
-        assert cache.flow.flush(30, watch=watch, fleet=True).tiers == {}
+        assert cache.tier_manager.flush(30, watch=watch, fleet=True).tiers == {}
 
 
 def test_a_redis_that_is_away_is_no_success() -> None:
@@ -227,7 +229,7 @@ def test_a_redis_that_is_away_is_no_success() -> None:
 
 
 def test_a_tier_that_takes_nothing_is_no_failure(tmp_path: Path) -> None:
-    settings = {"path": tmp_path, "capacity_bytes": "16MiB", "free_floor_bytes": 0, "write": "off"}
+    settings = {"path": tmp_path, "capacity_bytes": "16MiB", "min_free_bytes": 0, "write": "off"}
     with kvcache.open(host={"capacity_bytes": "1MiB"}, nvme=settings, control={"enabled": False}) as cache:
         put(cache, FIRST)
         assert cache.flush(30).tiers == {}

@@ -17,7 +17,7 @@ from kvcache import native
 from kvcache.block.layout import Shard
 from kvcache.block.record import Address
 from kvcache.evict.policy import AGE_BINS, LRU, Evidence, Policy, age_bin
-from kvcache.index.block_run import Run, place_of
+from kvcache.index.block_run import BlockRun, place_of
 from kvcache.index.index import Index
 
 SPACE = bytes(32)
@@ -46,8 +46,8 @@ class Holes(Ranks):
         return values
 
 
-def run(addresses: list[Address]) -> Run:
-    return Run(place_of(SPACE, 0, WHOLE), b"".join(address.signature for address in addresses))
+def run(addresses: list[Address]) -> BlockRun:
+    return BlockRun(place_of(SPACE, 0, WHOLE), b"".join(address.signature for address in addresses))
 
 
 def chain(seed: int, length: int) -> list[Address]:
@@ -80,7 +80,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.chains = [chain(i, 6) for i in range(4)]
         self.known: dict[bytes, Known] = {}
         self.resident: list[set[bytes]] = [set() for _ in TIERS]
-        self.held: list[Run] = []
+        self.held: list[BlockRun] = []
 
     def forget(self) -> None:
         """A record that nobody has and nobody holds is forgotten, its uses with it."""

@@ -16,15 +16,25 @@ from hypothesis import strategies as st
 
 from kvcache.cache.cache import Cache
 from kvcache.cache.factory import POLICIES
-from kvcache.cache.policy_state import FORMAT, MOST_BYTES, MOST_ROWS, MOST_USED, NAME, SAVE_S, USED, Learnt, _packed
-from kvcache.cache.usage import Uses
+from kvcache.cache.policy_state import (
+    FILE_NAME,
+    FORMAT,
+    LAST_USE,
+    MAX_JSON_BYTES,
+    MAX_NAMESPACES,
+    MAX_ROWS,
+    SAVE_INTERVAL_S,
+    PolicyState,
+    _pack_counts,
+)
+from kvcache.cache.usage import UsageLog
 from kvcache.evict.policy import Evidence
-from kvcache.evict.quotas import Shares
+from kvcache.evict.quotas import Quotas
 from kvcache.index.block_run import PLACE_BYTES
-from kvcache.index.cost_classes import Kinds
+from kvcache.index.cost_classes import CostClasses
 from kvcache.index.index import Index
 from kvcache.observe.metrics import Counters
-from kvcache.os_env import Disk, InlineExecutor, LocalDisk, Port, SystemClock
+from kvcache.os_env import Disk, InlineExecutor, LocalDisk, OsEnv, SystemClock
 from kvcache.settings.sources import load
 from tests.hierarchy.test_room import SMALL, found, put
 
@@ -41,18 +51,20 @@ class Turned(SystemClock):
 def opened(place: Path, *, policy: str = "hazard", clock: Any = None, disk: Disk | None = None, **evict: Any) -> Cache:
     settings = load(
         environ={},
-        host={"capacity_bytes": 384 * KiB, "extent_bytes": 96 * KiB},
+        host={"capacity_bytes": 384 * KiB, "slab_bytes": 96 * KiB},
         nvme={
             "path": place,
             "capacity_bytes": "2MiB",
             "segment_bytes": "192KiB",
-            "free_floor_bytes": 0,
+            "min_free_bytes": 0,
             "durability": "none",
         },
         evict={"policy": policy, **evict},
     )
-    port = Port(disk=disk or LocalDisk(), clock=clock or SystemClock(), executor=lambda threads, name: InlineExecutor())
-    return Cache(settings, port)
+    os_env = OsEnv(
+        disk=disk or LocalDisk(), clock=clock or SystemClock(), executor=lambda threads, name: InlineExecutor()
+    )
+    return Cache(settings, os_env)
 
 
 def live(cache: Cache, turns: int = 6) -> None:
@@ -92,18 +104,18 @@ def test_a_kill_loses_at_most_the_last_interval(tmp_path: Path) -> None:
     clock = Turned()
     cache = opened(tmp_path, clock=clock)
     live(cache, 2)
-    assert not (tmp_path / NAME).exists()
-    Turned.ahead = SAVE_S
+    assert not (tmp_path / FILE_NAME).exists()
+    Turned.ahead = SAVE_INTERVAL_S
     try:
         live(cache, 1)
-        kept = (tmp_path / NAME).read_bytes()
+        kept = (tmp_path / FILE_NAME).read_bytes()
         live(cache, 3)  # within the next interval
-        assert (tmp_path / NAME).read_bytes() == kept
+        assert (tmp_path / FILE_NAME).read_bytes() == kept
     finally:
         Turned.ahead = 0.0
         (tmp_path / "copy").write_bytes(kept)
         cache.close()
-    (tmp_path / NAME).write_bytes(kept)  # as a kill would have left it
+    (tmp_path / FILE_NAME).write_bytes(kept)  # as a kill would have left it
     with opened(tmp_path) as cache:
         assert states(cache) == {"read": 1}
         assert cache.index.evidence().reused.sum() > 20
@@ -113,9 +125,9 @@ def test_a_kill_loses_at_most_the_last_interval(tmp_path: Path) -> None:
 def test_a_damaged_state_is_ignored_and_counted(tmp_path: Path, at: int) -> None:
     with opened(tmp_path) as cache:
         live(cache, 2)
-    data = bytearray((tmp_path / NAME).read_bytes())
+    data = bytearray((tmp_path / FILE_NAME).read_bytes())
     data[at] ^= 0x10
-    (tmp_path / NAME).write_bytes(data)
+    (tmp_path / FILE_NAME).write_bytes(data)
     with opened(tmp_path) as cache:
         assert sum(states(cache).values()) == 1
         assert states(cache).keys() <= {"damaged", "foreign"}
@@ -129,8 +141,8 @@ def test_a_damaged_state_is_ignored_and_counted(tmp_path: Path, at: int) -> None
 def test_a_torn_state_is_ignored(tmp_path: Path, length: int) -> None:
     with opened(tmp_path) as cache:
         live(cache, 1)
-    data = (tmp_path / NAME).read_bytes()
-    (tmp_path / NAME).write_bytes(data[:length])
+    data = (tmp_path / FILE_NAME).read_bytes()
+    (tmp_path / FILE_NAME).write_bytes(data[:length])
     with opened(tmp_path) as cache:
         assert states(cache).keys() <= {"damaged", "foreign"}
         assert cache.index.evidence().reused.sum() == 0
@@ -141,7 +153,13 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
 )
-PACKED = [_packed(np.full(3, 7)), _packed(np.full(100_000, 1)), _packed(np.full((3, 96), -1)), "AAAA", "x"]
+PACKED = [
+    _pack_counts(np.full(3, 7)),
+    _pack_counts(np.full(100_000, 1)),
+    _pack_counts(np.full((3, 96), -1)),
+    "AAAA",
+    "x",
+]
 ROWS: list[Any] = [
     [["00" * PLACE_BYTES, ["t", ["m"], 16], [0, 0], [0, 0]]],
     [["00" * PLACE_BYTES, ["t", ["m"], 16], [-8, 8], [8, 8]]],
@@ -165,16 +183,18 @@ ROWS: list[Any] = [
 def test_a_state_that_is_whole_but_of_another_make_is_ignored_and_counted(change: tuple[str, Any]) -> None:
     name, value = change
     index = Index(["host", "nvme"], POLICIES["hazard"]())
-    kinds, counters = Kinds(index, ["host", "nvme"], Shares()), Counters()
+    cost_classes, counters = CostClasses(index, ["host", "nvme"], Quotas()), Counters()
     with TemporaryDirectory() as place:
-        learnt = Learnt(place, index, kinds, Uses(SystemClock()), counters, Port(), lambda save: save())
+        learnt = PolicyState(
+            place, index, cost_classes, UsageLog(SystemClock()), counters, OsEnv(), lambda save: save()
+        )
         learnt.save()
-        head, _, rows = (Path(place) / NAME).read_bytes().split(b"\n", 2)[2].partition(b"\n")
+        head, _, rows = (Path(place) / FILE_NAME).read_bytes().split(b"\n", 2)[2].partition(b"\n")
         told = json.loads(head)
         assert told["kinds"] == []
         told = told if name == "rows" else {**told, name: value} if name else value
         body = json.dumps(told).encode() + b"\n" + (value if name == "rows" else rows)
-        (Path(place) / NAME).write_bytes(FORMAT + sha256(body).hexdigest().encode() + b"\n" + body)
+        (Path(place) / FILE_NAME).write_bytes(FORMAT + sha256(body).hexdigest().encode() + b"\n" + body)
         learnt.load()
     states = counters.tree()["policy_states"]
     assert states in ({"written": 1, "foreign": 1}, {"written": 1, "read": 1})
@@ -182,18 +202,18 @@ def test_a_state_that_is_whole_but_of_another_make_is_ignored_and_counted(change
         assert name == "kinds"
         assert value in ([], {}, "")
     assert index.evidence().reused.sum() == 0
-    assert kinds.used_bytes("host") == {}
-    assert kinds.weights("host") == [1.0]
-    assert kinds.evict("host", 1, tenant="t") == []
+    assert cost_classes.used_bytes("host") == {}
+    assert cost_classes.weights("host") == [1.0]
+    assert cost_classes.evict("host", 1, tenant="t") == []
 
 
 def test_when_a_namespace_was_used_last_is_known_after_a_restart_whatever_the_policy(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
         live(cache, 1)
-        (before,) = cache.flow.uses.namespaces().items()
+        (before,) = cache.tier_manager.usage_log.namespaces().items()
     for policy in ("hazard", "lru"):
         with opened(tmp_path, policy=policy) as cache:
-            ((namespace, use),) = cache.flow.uses.namespaces().items()
+            ((namespace, use),) = cache.tier_manager.usage_log.namespaces().items()
             assert (namespace, use.last) == (before[0], before[1].last)
             assert use.requests == 0, "those are of this life"
 
@@ -206,31 +226,31 @@ def test_of_many_namespaces_those_used_last_are_told_and_none_from_the_future() 
             return self.time
 
     clock = Played()
-    uses = Uses(clock)
-    for i in range(MOST_USED + 9):
+    uses = UsageLog(clock)
+    for i in range(MAX_NAMESPACES + 9):
         clock.time += 1
         uses.touch(bytes([i % 256, i // 256]) * 16)
     uses.touch(bytes(32))
-    told = uses.told(MOST_USED)
-    assert len(told) == MOST_USED
+    told = uses.told(MAX_NAMESPACES)
+    assert len(told) == MAX_NAMESPACES
     assert told[-1][0] == bytes(32)
-    other = Uses(clock)
+    other = UsageLog(clock)
     other.recall([*told, (b"f" * 32, 1e300)])
     assert [(name, use.last) for name, use in other.namespaces().items()][:-1] == told
     assert other.namespaces()[b"f" * 32].last == clock.time
 
 
-@pytest.mark.parametrize("used", [[], 7, "AAAA", b64encode(USED.pack(b"n", float("nan"))).decode()])
+@pytest.mark.parametrize("used", [[], 7, "AAAA", b64encode(LAST_USE.pack(b"n", float("nan"))).decode()])
 def test_uses_that_make_no_sense_are_of_another_make(tmp_path: Path, used: Any) -> None:
     with opened(tmp_path) as cache:
         live(cache, 1)
-    head, _, body = (tmp_path / NAME).read_bytes().split(b"\n", 2)
+    head, _, body = (tmp_path / FILE_NAME).read_bytes().split(b"\n", 2)
     told, _, rows = body.partition(b"\n")
     body = json.dumps({**json.loads(told), "used": used}).encode() + b"\n" + rows
-    (tmp_path / NAME).write_bytes(b"\n".join([head, sha256(body).hexdigest().encode(), body]))
+    (tmp_path / FILE_NAME).write_bytes(b"\n".join([head, sha256(body).hexdigest().encode(), body]))
     with opened(tmp_path) as cache:
         assert cache.counters.tree()["policy_states"] == {"foreign": 1}
-        assert cache.flow.uses.namespaces() == {}
+        assert cache.tier_manager.usage_log.namespaces() == {}
 
 
 def test_another_policy_s_state_is_no_use(tmp_path: Path) -> None:
@@ -243,29 +263,29 @@ def test_another_policy_s_state_is_no_use(tmp_path: Path) -> None:
 def test_a_drive_that_does_not_take_it_costs_nothing_else(tmp_path: Path) -> None:
     class Refusing(LocalDisk):
         def open(self, path: str, *, create: bool = False, direct: bool = False) -> Any:
-            if Path(path).name.startswith(NAME):
+            if Path(path).name.startswith(FILE_NAME):
                 raise OSError(28, "no space left on device")
             return super().open(path, create=create, direct=direct)
 
     with opened(tmp_path, disk=Refusing()) as cache:
         live(cache, 1)
     assert states(cache) == {"failed": 1}
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / FILE_NAME).exists()
 
 
 def test_a_share_holds_after_a_restart_before_its_tenant_comes(tmp_path: Path) -> None:
     size = 8 * KiB
-    share: Any = {"tenants": {"small": {"nvme_least_bytes": 40 * size}}}
+    share: Any = {"tenants": {"small": {"nvme_guaranteed_bytes": 40 * size}}}
     with opened(tmp_path, **share) as cache:
         for i in range(6):
             put(cache, SMALL, i, 8, "small")
-        had = cache.kinds.used_bytes("nvme")["small"]
+        had = cache.cost_classes.used_bytes("nvme")["small"]
         assert had >= 40 * size
     with opened(tmp_path, **share) as cache:
-        assert cache.kinds.used_bytes("nvme") == {"small": had}
+        assert cache.cost_classes.used_bytes("nvme") == {"small": had}
         for i in range(40):
             put(cache, SMALL, 100 + i, 8, "greedy")
-            assert cache.kinds.used_bytes("nvme")["small"] >= 40 * size
+            assert cache.cost_classes.used_bytes("nvme")["small"] >= 40 * size
         assert cache.index.check() == []
 
 
@@ -274,10 +294,10 @@ def test_the_file_is_bounded(tmp_path: Path) -> None:
         for i in range(600):
             cache.namespace(SMALL, model=f"a model with a name of some length {i}", revision="r")
         live(cache, 1)
-    data = (tmp_path / NAME).read_bytes()
+    data = (tmp_path / FILE_NAME).read_bytes()
     assert data.startswith(FORMAT)
     head, _, rows = data.split(b"\n", 2)[2].partition(b"\n")
-    assert MOST_BYTES // 2 < len(head) <= MOST_BYTES
-    assert len(rows) <= 32 + 8 * MOST_ROWS
+    assert MAX_JSON_BYTES // 2 < len(head) <= MAX_JSON_BYTES
+    assert len(rows) <= 32 + 8 * MAX_ROWS
     with opened(tmp_path) as cache:
         assert states(cache) == {"read": 1}

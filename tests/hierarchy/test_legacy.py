@@ -18,7 +18,7 @@ from xxhash import xxh3_64_digest
 
 from kvcache.block.record import header_area
 from kvcache.cache.cache import Cache
-from kvcache.cache.warm_restart import ROW, Legacy, leave
+from kvcache.cache.warm_restart import RECORD_ROW, WarmRestart, export_state
 from kvcache.settings.sources import load as load_settings
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to, load, store
@@ -51,9 +51,9 @@ Open = Callable[..., Cache]
 def make(tmp_path: Path) -> Iterator[Open]:
     caches: list[Cache] = []
 
-    def open_cache(*, nvme: bool = False, extents: int = 4, **more: Any) -> Cache:
-        host = {"capacity_bytes": extents * EXTENT, "extent_bytes": EXTENT}
-        drive = {"enabled": nvme, "path": tmp_path / "nvme", "capacity_bytes": "64MiB", "free_floor_bytes": 0}
+    def open_cache(*, nvme: bool = False, slabs: int = 4, **more: Any) -> Cache:
+        host = {"capacity_bytes": slabs * EXTENT, "slab_bytes": EXTENT}
+        drive = {"enabled": nvme, "path": tmp_path / "nvme", "capacity_bytes": "64MiB", "min_free_bytes": 0}
         caches.append(Cache(load_settings(None, host=host, nvme=drive, **more), shared=True))
         return caches[-1]
 
@@ -66,17 +66,17 @@ def left(cache: Cache) -> tuple[bytes, list[int]]:
     """What it leaves at its end, as another process gets it."""
     got: list[tuple[bytes, list[int]]] = []
 
-    def at_rest() -> None:
-        table, descriptors = leave(cache, 30)
+    def on_quiesced() -> None:
+        table, descriptors = export_state(cache, 30)
         got.append((table, [os.dup(descriptor) for descriptor in descriptors]))
 
-    cache.at_rest.append(at_rest)
+    cache.on_quiesced.append(on_quiesced)
     cache.close()
     return got[0]
 
 
 def taken(cache: Cache, table: bytes, descriptors: list[int]) -> int:
-    legacy = Legacy(table, descriptors)
+    legacy = WarmRestart(table, descriptors)
     try:
         return legacy.take_in(cache)
     finally:
@@ -101,10 +101,10 @@ def changed(table: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
 
 def change_rows(table: bytes, change: Callable[[Any], object]) -> bytes:
     def both(told: dict[str, Any]) -> None:
-        for extent in told["extents"]:
-            rows = np.frombuffer(extent["rows"], ROW).copy()
+        for slab in told["extents"]:
+            rows = np.frombuffer(slab["rows"], RECORD_ROW).copy()
             change(rows)
-            extent["rows"] = rows.tobytes()
+            slab["rows"] = rows.tobytes()
 
     return changed(table, both)
 
@@ -150,11 +150,11 @@ def test_who_leaves_first_is_who_would_have(make: Open, policy: str) -> None:
     begun(one)
     begun(two)
     clock, evidence = two.index.clock, two.index.evidence().waiting
-    heir = make(evict={"policy": policy})
-    assert taken(heir, *left(two)) == 64
-    assert heir.index.clock == clock
-    assert (heir.index.evidence().waiting == evidence).all()
-    assert rest(heir) == rest(one)
+    successor = make(evict={"policy": policy})
+    assert taken(successor, *left(two)) == 64
+    assert successor.index.clock == clock
+    assert (successor.index.evidence().waiting == evidence).all()
+    assert rest(successor) == rest(one)
 
 
 def test_uses_of_another_policy_count_for_nothing(make: Open) -> None:
@@ -162,10 +162,10 @@ def test_uses_of_another_policy_count_for_nothing(make: Open) -> None:
     store(bound_to(old), prompt(1), 1)
     for _ in range(4):
         load(bound_to(old), prompt(1))
-    heir = make(evict={"policy": "lru"})
-    assert taken(heir, *left(old)) == 8
-    assert load(bound_to(heir), prompt(1)) == expected(1)
-    assert heir.check() == []
+    successor = make(evict={"policy": "lru"})
+    assert taken(successor, *left(old)) == 8
+    assert load(bound_to(successor), prompt(1)) == expected(1)
+    assert successor.check() == []
 
 
 def test_a_smaller_arena_takes_what_was_used_last(make: Open) -> None:
@@ -173,55 +173,55 @@ def test_a_smaller_arena_takes_what_was_used_last(make: Open) -> None:
     for number in range(8):
         store(bound_to(old), prompt(number), number)
     load(bound_to(old), prompt(0))
-    heir = make(extents=2)
-    assert taken(heir, *left(old)) == 32
-    assert heir.host.arena.mapped_bytes <= heir.host.arena.capacity_bytes
-    bound = bound_to(heir)
+    successor = make(slabs=2)
+    assert taken(successor, *left(old)) == 32
+    assert successor.host.arena.mapped_bytes <= successor.host.arena.capacity_bytes
+    bound = bound_to(successor)
     assert blocks(bound, prompt(0)) == blocks(bound, prompt(7)) == {"host": 8}
     for number in range(20, 28):  # and it works in what it has
         store(bound, prompt(number), number)
         assert load(bound, prompt(number)) == expected(number)
-    assert heir.check() == []
+    assert successor.check() == []
 
 
 def test_tenants_stay_apart_and_within_their_quotas(make: Open) -> None:
-    shares = {"a": {"host_quota_bytes": EXTENT}, "b": {"host_least_bytes": 2 * EXTENT}}
+    shares = {"a": {"host_quota_bytes": EXTENT}, "b": {"host_guaranteed_bytes": 2 * EXTENT}}
     old = make(evict={"tenants": shares})
     for number in range(2):
         store(bound_to(old, tenant="a"), prompt(number), number)
         store(bound_to(old, tenant="b"), prompt(number), 10 + number)
-    heir = make(evict={"tenants": shares})
-    assert taken(heir, *left(old)) == 32
-    assert {extent.tenant for extent in heir.host.arena.extents()} == {"a", "b"}
-    assert heir.kinds.used_bytes("host") == {"a": EXTENT, "b": EXTENT}, "before an engine comes"
-    store(bound_to(heir, tenant="a"), prompt(5), 5)  # makes room by what is its own
+    successor = make(evict={"tenants": shares})
+    assert taken(successor, *left(old)) == 32
+    assert {slab.tenant for slab in successor.host.arena.slabs()} == {"a", "b"}
+    assert successor.cost_classes.used_bytes("host") == {"a": EXTENT, "b": EXTENT}, "before an engine comes"
+    store(bound_to(successor, tenant="a"), prompt(5), 5)  # makes room by what is its own
     for number in range(2):
-        assert load(bound_to(heir, tenant="b"), prompt(number)) == expected(10 + number)
-    assert heir.kinds.used_bytes("host")["a"] <= EXTENT
-    assert heir.check() == []
+        assert load(bound_to(successor, tenant="b"), prompt(number)) == expected(10 + number)
+    assert successor.cost_classes.used_bytes("host")["a"] <= EXTENT
+    assert successor.check() == []
 
 
 def test_what_is_a_tenants_is_found_to_be_erased(make: Open) -> None:
     old = make()
     store(bound_to(old, tenant="a"), prompt(1), 1)
     store(bound_to(old, tenant="b"), prompt(1), 2)
-    heir = make()
-    assert taken(heir, *left(old)) == 16
-    erased = heir.erasure.erase(tenant="a")
+    successor = make()
+    assert taken(successor, *left(old)) == 16
+    erased = successor.erasure.erase(tenant="a")
     assert (erased.records, erased.left) == ({"host": 8}, {})
-    assert blocks(bound_to(heir, tenant="a"), prompt(1)) == {}
-    assert load(bound_to(heir, tenant="b"), prompt(1)) == expected(2)
+    assert blocks(bound_to(successor, tenant="a"), prompt(1)) == {}
+    assert load(bound_to(successor, tenant="b"), prompt(1)) == expected(2)
 
 
 def test_an_end_stays_an_end(make: Open) -> None:
     old = make()
     store(bound_to(old, ttl_s=3600), prompt(1), 1)
-    heir = make()
-    assert taken(heir, *left(old)) == 8
-    (extent,) = heir.host.arena.extents()
-    assert all(slot.expires_ms for slot in extent.slots.values())
+    successor = make()
+    assert taken(successor, *left(old)) == 8
+    (slab,) = successor.host.arena.slabs()
+    assert all(slot.expires_ms for slot in slab.slots.values())
     over = make()
-    table, descriptors = left(heir)
+    table, descriptors = left(successor)
     assert taken(over, change_rows(table, lambda rows: rows["expires_ms"].fill(1)), descriptors) == 8
     assert blocks(bound_to(over), prompt(1)) == {}
 
@@ -230,13 +230,13 @@ def test_a_slot_is_left_out_whose_header_is_not_what_the_table_says(make: Open) 
     old = make()
     store(bound_to(old), prompt(1), 1)
     table, descriptors = left(old)
-    heir = make()
+    successor = make()
     with open(os.dup(descriptors[0]), "r+b") as file:
         file.seek(2 * RECORD + 64)  # the signature that stands in the third slot
         file.write(bytes(8))
-    assert taken(heir, table, descriptors) == 7
-    assert heir.check() == []
-    got = load(bound_to(heir), prompt(1))
+    assert taken(successor, table, descriptors) == 7
+    assert successor.check() == []
+    got = load(bound_to(successor), prompt(1))
     assert got == expected(1)[: len(got)]
 
 
@@ -250,10 +250,10 @@ def test_a_client_that_forges_a_header_gets_into_no_other_namespace(make: Open) 
         for i in range(8):
             file.seek(i * RECORD + 24)
             file.write(victim.id)
-    heir = make()
-    assert taken(heir, table, descriptors) == 0
-    assert blocks(bound_to(heir, tenant="victim"), prompt(1)) == {}
-    assert heir.check() == []
+    successor = make()
+    assert taken(successor, table, descriptors) == 0
+    assert blocks(bound_to(successor, tenant="victim"), prompt(1)) == {}
+    assert successor.check() == []
 
 
 def test_payloads_are_checked_where_the_arena_is(make: Open) -> None:
@@ -263,8 +263,8 @@ def test_payloads_are_checked_where_the_arena_is(make: Open) -> None:
     with open(os.dup(descriptors[0]), "r+b") as file:
         file.seek(RECORD - 8)
         file.write(bytes(8))
-    heir = make(host__verify_arena=True)
-    assert taken(heir, table, descriptors) == 7
+    successor = make(host__verify_arena=True)
+    assert taken(successor, table, descriptors) == 7
 
 
 def test_an_extent_that_somebody_may_write_to_stays_behind(make: Open) -> None:
@@ -282,20 +282,20 @@ def test_generations_go_on(make: Open) -> None:
     """A reader of before sees that its slot was given out again, whatever the file said meanwhile."""
     old = make()
     store(bound_to(old), prompt(1), 1)
-    (extent,) = old.host.arena.extents()
-    words = list(extent.generations[: extent.count])
+    (slab,) = old.host.arena.slabs()
+    words = list(slab.generations[: slab.count])
     table, descriptors = left(old)
     with open(os.dup(descriptors[0]), "r+b") as file:
         file.seek(EXTENT)
-        file.write(bytes(8 * extent.count))  # which a client may
-    heir = make()
-    taken(heir, table, descriptors)
-    (extent,) = heir.host.arena.extents()
-    assert list(extent.generations[: extent.count]) == words
-    assert list(extent.region._words[: extent.count]) == words  # type: ignore[index]
-    slot = next(iter(extent.slots.values()))
-    bound_to(heir).clear()
-    assert extent.generations[slot.i] != words[slot.i]
+        file.write(bytes(8 * slab.count))  # which a client may
+    successor = make()
+    taken(successor, table, descriptors)
+    (slab,) = successor.host.arena.slabs()
+    assert list(slab.generations[: slab.count]) == words
+    assert list(slab.region._words[: slab.count]) == words  # type: ignore[index]
+    slot = next(iter(slab.slots.values()))
+    bound_to(successor).clear()
+    assert slab.generations[slot.i] != words[slot.i]
 
 
 @pytest.mark.parametrize(
@@ -318,13 +318,13 @@ def test_what_makes_no_sense_is_not_taken(make: Open, change: Callable[[dict[str
     old = make()
     store(bound_to(old), prompt(1), 1)
     table, descriptors = left(old)
-    heir = make()
-    heir.host._executor.submit(int).result()  # what it prepares is there
+    successor = make()
+    successor.host._executor.submit(int).result()  # what it prepares is there
     before = open_extents()
-    assert taken(heir, changed(table, change), descriptors) == 0
+    assert taken(successor, changed(table, change), descriptors) == 0
     assert open_extents() == before - 1
-    assert heir.check() == []
-    assert blocks(bound_to(heir), prompt(1)) == {}
+    assert successor.check() == []
+    assert blocks(bound_to(successor), prompt(1)) == {}
 
 
 def test_one_bad_extent_is_no_reason_to_leave_the_others(make: Open) -> None:
@@ -333,22 +333,22 @@ def test_one_bad_extent_is_no_reason_to_leave_the_others(make: Open) -> None:
         store(bound_to(old), prompt(number), number)
     table, descriptors = left(old)
     assert len(descriptors) == 3
-    heir = make()
-    assert taken(heir, changed(table, lambda told: told["extents"][0].update(slot_bytes=1)), descriptors) == 32
-    assert heir.check() == []
-    assert sum(blocks(bound_to(heir), prompt(number)) == {"host": 8} for number in range(6)) == 4
+    successor = make()
+    assert taken(successor, changed(table, lambda told: told["extents"][0].update(slot_bytes=1)), descriptors) == 32
+    assert successor.check() == []
+    assert sum(blocks(bound_to(successor), prompt(number)) == {"host": 8} for number in range(6)) == 4
 
 
 def test_a_damaged_table_is_not_taken(make: Open) -> None:
     old = make()
     store(bound_to(old), prompt(1), 1)
     table, descriptors = left(old)
-    heir, rng = make(), Random(1)
+    successor, rng = make(), Random(1)
     for torn in (b"", table[:7], table[:-1], table + b"\0", *(flipped(table, rng) for _ in range(50))):
-        assert taken(heir, torn, [os.dup(descriptor) for descriptor in descriptors]) == 0
-    assert heir.check() == []
-    assert taken(heir, table, descriptors) == 8
-    assert load(bound_to(heir), prompt(1)) == expected(1)
+        assert taken(successor, torn, [os.dup(descriptor) for descriptor in descriptors]) == 0
+    assert successor.check() == []
+    assert taken(successor, table, descriptors) == 8
+    assert load(bound_to(successor), prompt(1)) == expected(1)
 
 
 def flipped(data: bytes, rng: Random) -> bytes:
@@ -365,21 +365,21 @@ def test_whatever_the_table_says_there_is_no_wrong_block(make: Open, data: st.Da
     store(bound_to(old), prompt(1), 1)
     store(bound_to(old), prompt(2), 2)
     table, descriptors = left(old)
-    name = data.draw(st.sampled_from([n for n in ROW.names or () if n != "unused"]))
+    name = data.draw(st.sampled_from([n for n in RECORD_ROW.names or () if n != "unused"]))
     order = data.draw(st.permutations(range(16)))
 
     def shuffle(rows: Any) -> None:
         rows[name] = rows[name][order]
 
-    heir = make()
+    successor = make()
     try:
-        assert 0 <= taken(heir, change_rows(table, shuffle), descriptors) <= 16
-        assert heir.check() == []
+        assert 0 <= taken(successor, change_rows(table, shuffle), descriptors) <= 16
+        assert successor.check() == []
         for number in (1, 2):
-            got = load(bound_to(heir), prompt(number))
+            got = load(bound_to(successor), prompt(number))
             assert got == expected(number)[: len(got)]
     finally:
-        heir.close()
+        successor.close()
 
 
 def test_a_file_that_could_be_cut_short_is_no_extent(make: Open) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.cache.cache import Cache
-from kvcache.cache.prefetch import Near, Room
+from kvcache.cache.prefetch import ByteBudget, Prefetcher
 from kvcache.settings.sources import load
 from tests.daemon.house import bound_to, store
 from tests.hierarchy.test_pins import packed, tokens
@@ -18,8 +18,8 @@ RECORD = 12288
 
 
 def opened(place: Path) -> Cache:
-    host = {"capacity_bytes": "768KiB", "extent_bytes": "192KiB"}
-    nvme = {"path": place / "nvme", "capacity_bytes": "8MiB", "segment_bytes": "96KiB", "free_floor_bytes": 0}
+    host = {"capacity_bytes": "768KiB", "slab_bytes": "192KiB"}
+    nvme = {"path": place / "nvme", "capacity_bytes": "8MiB", "segment_bytes": "96KiB", "min_free_bytes": 0}
     return Cache(load(None, host=host, nvme=nvme))
 
 
@@ -39,10 +39,10 @@ def damage(place: Path) -> None:
         segment.write_bytes(data)
 
 
-def brought(cache: Cache, seed: int, room: Room) -> tuple[bool, Near]:
+def brought(cache: Cache, seed: int, room: ByteBudget) -> tuple[bool, Prefetcher]:
     bound = bound_to(cache)
-    near = Near(cache.flow, bound, packed(bound, tokens(seed, BLOCKS)), room, lambda: False)
-    return near.bring("test"), near
+    near = Prefetcher(cache.tier_manager, bound, packed(bound, tokens(seed, BLOCKS)), room, lambda: False)
+    return near.prefetch("test"), near
 
 
 def test_a_chain_whose_blocks_do_not_come_leaves_the_room_to_the_next(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_chain_whose_blocks_do_not_come_leaves_the_room_to_the_next(tmp_path: 
     damage(tmp_path)
     keep(tmp_path, 2)
     with closing(opened(tmp_path)) as cache:
-        room = Room(BLOCKS * PAYLOAD)
+        room = ByteBudget(BLOCKS * PAYLOAD)
         whole, near = brought(cache, 1, room)
         assert (whole, near.blocks, near.bytes, near.full) == (False, 0, 0, False)
         whole, near = brought(cache, 2, room)
@@ -62,5 +62,5 @@ def test_a_chain_whose_blocks_do_not_come_leaves_the_room_to_the_next(tmp_path: 
 def test_a_window_comes_whole_or_not(tmp_path: Path, room: int) -> None:
     keep(tmp_path, 1)
     with closing(opened(tmp_path)) as cache:
-        whole, near = brought(cache, 1, Room(room))
+        whole, near = brought(cache, 1, ByteBudget(room))
         assert (whole, near.blocks, near.bytes, near.full) == (False, 0, 0, True)

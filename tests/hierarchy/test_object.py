@@ -31,11 +31,11 @@ def opened(tmp_path: Path) -> Iterator[Open]:
                     "enabled": bool(nvme),
                     "path": tmp_path / nvme,
                     "capacity_bytes": 64 * MiB,
-                    "free_floor_bytes": 0,
+                    "min_free_bytes": 0,
                 },
                 redis={"enabled": redis is not None, "url": redis.unix if redis else "redis://127.0.0.1:9/0"},
                 object={"enabled": True, "url": f"file://{tmp_path}/objects", **given},
-                flow={"ask_deadline_s": 30, "deadline_s": 30, **(flow or {})},
+                flow={"lookup_timeout_s": 30, "deadline_s": 30, **(flow or {})},
                 control={"enabled": False},
             )
         )
@@ -141,9 +141,9 @@ def test_two_that_compute_the_same_at_once_store_one_copy(opened: Open, tmp_path
     assert all(cache.flush(30) for cache in caches)
     assert [cache.counters.get("write_failures") for cache in caches] == [0, 0, 0]
     reader = opened()
-    objects = next(tier for tier in reader.below if tier.name == "object")
+    objects = next(tier for tier in reader.lower_tiers if tier.name == "object")
     assert objects.usage().records == 10
-    assert sum(len(pack.table.rows) for pack in objects.survey.packs()) == 10
+    assert sum(len(pack.table.rows) for pack in objects.inspector.packs()) == 10
 
 
 def test_a_store_that_is_emptied_is_a_miss(opened: Open, tmp_path: Path) -> None:

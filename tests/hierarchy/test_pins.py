@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvcache.cache.cache import Cache
-from kvcache.cache.pins import LONGEST_S, SHARE
+from kvcache.cache.pins import MAX_PIN_S, PIN_DIVISOR
 from kvcache.errors import ConfigError
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.settings.sources import load
 from tests.daemon.house import LAYOUT, bound_to, store
 from tests.observe.test_uses import Clock
@@ -26,8 +26,8 @@ def clock() -> Clock:
 
 @pytest.fixture
 def cache(clock: Clock) -> Iterator[Cache]:
-    settings = load(None, host={"capacity_bytes": "768KiB", "extent_bytes": "192KiB"}, nvme__enabled=False)
-    with Cache(settings, Port(clock=clock)) as made:
+    settings = load(None, host={"capacity_bytes": "768KiB", "slab_bytes": "192KiB"}, nvme__enabled=False)
+    with Cache(settings, OsEnv(clock=clock)) as made:
         yield made
         assert made.check() == []
 
@@ -61,7 +61,7 @@ def test_what_is_pinned_stays_until_its_time(cache: Cache, clock: Clock) -> None
     bound = bound_to(cache)
     ids = tokens(1, 6)
     store(bound, ids, 1)
-    pin = cache.flow.pins.pin(bound, packed(bound, ids), 60)
+    pin = cache.tier_manager.pins.pin(bound, packed(bound, ids), 60)
     assert (pin.blocks, pin.wanted, pin.by_tier) == (6, 6, {"host": 6})
     assert pin.ends == clock.wall() + 60
     assert pinned(cache) == 6 * 12 * 1024
@@ -73,15 +73,15 @@ def test_what_is_pinned_stays_until_its_time(cache: Cache, clock: Clock) -> None
     clock.time += 1
     flood(bound, 30)
     assert there(bound, ids) == 0
-    assert (cache.flow.pins.all(), pinned(cache), cache.index.held()) == ([], 0, 0)
+    assert (cache.tier_manager.pins.all(), pinned(cache), cache.index.held()) == ([], 0, 0)
 
 
 def test_unpinned_it_leaves_like_any_other(cache: Cache) -> None:
     bound = bound_to(cache)
     store(bound, tokens(1, 4), 1)
-    pin = cache.flow.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
-    assert cache.flow.pins.unpin(pin.id)
-    assert not cache.flow.pins.unpin(pin.id)
+    pin = cache.tier_manager.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
+    assert cache.tier_manager.pins.unpin(pin.id)
+    assert not cache.tier_manager.pins.unpin(pin.id)
     flood(bound, 10)
     assert there(bound, tokens(1, 4)) == 0
 
@@ -89,47 +89,47 @@ def test_unpinned_it_leaves_like_any_other(cache: Cache) -> None:
 def test_pins_are_bounded_in_bytes(cache: Cache) -> None:
     bound = bound_to(cache)
     store(bound, tokens(1, 16), 1)
-    share = BLOCKS // SHARE
-    first = cache.flow.pins.pin(bound, packed(bound, tokens(1, 16)), 60)
+    share = BLOCKS // PIN_DIVISOR
+    first = cache.tier_manager.pins.pin(bound, packed(bound, tokens(1, 16)), 60)
     assert (first.blocks, first.wanted, first.by_tier) == (share, 16, {"host": share})
     store(bound, tokens(2, 2), 2)
     with pytest.raises(ConfigError, match="no room"):
-        cache.flow.pins.pin(bound, packed(bound, tokens(2, 2)), 60)
-    cache.flow.pins.unpin(first.id)
-    assert cache.flow.pins.pin(bound, packed(bound, tokens(2, 2)), 60).blocks == 2
+        cache.tier_manager.pins.pin(bound, packed(bound, tokens(2, 2)), 60)
+    cache.tier_manager.pins.unpin(first.id)
+    assert cache.tier_manager.pins.pin(bound, packed(bound, tokens(2, 2)), 60).blocks == 2
     assert pinned(cache) == 2 * 12 * 1024
 
 
 def test_pins_are_bounded_in_number(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvcache.cache.pins.PINS", 2)
+    monkeypatch.setattr("kvcache.cache.pins.MAX_PINS", 2)
     bound = bound_to(cache)
     store(bound, tokens(1, 1), 1)
-    made = [cache.flow.pins.pin(bound, packed(bound, tokens(1, 1)), 60) for _ in range(2)]
+    made = [cache.tier_manager.pins.pin(bound, packed(bound, tokens(1, 1)), 60) for _ in range(2)]
     with pytest.raises(ConfigError, match="no more can be"):
-        cache.flow.pins.pin(bound, packed(bound, tokens(1, 1)), 60)
-    assert cache.flow.pins.all() == made
-    assert all(cache.flow.pins.unpin(pin.id) for pin in made)
+        cache.tier_manager.pins.pin(bound, packed(bound, tokens(1, 1)), 60)
+    assert cache.tier_manager.pins.all() == made
+    assert all(cache.tier_manager.pins.unpin(pin.id) for pin in made)
     assert cache.index.held() == 0
 
 
 def test_what_makes_no_sense_is_refused(cache: Cache) -> None:
     bound = bound_to(cache)
     with pytest.raises(ConfigError, match="nothing of this prefix"):
-        cache.flow.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
+        cache.tier_manager.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
     store(bound, tokens(1, 4), 1)
-    for seconds in (0.0, -1.0, LONGEST_S + 1, float("nan")):
+    for seconds in (0.0, -1.0, MAX_PIN_S + 1, float("nan")):
         with pytest.raises(ConfigError, match="expected more than 0"):
-            cache.flow.pins.pin(bound, packed(bound, tokens(1, 4)), seconds)
+            cache.tier_manager.pins.pin(bound, packed(bound, tokens(1, 4)), seconds)
     assert cache.index.held() == 0
 
 
 def test_a_cleared_namespace_is_gone_though_it_was_pinned(cache: Cache) -> None:
     bound = bound_to(cache)
     store(bound, tokens(1, 4), 1)
-    pin = cache.flow.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
+    pin = cache.tier_manager.pins.pin(bound, packed(bound, tokens(1, 4)), 60)
     bound.clear()
     assert there(bound, tokens(1, 4)) == 0
-    assert cache.flow.pins.unpin(pin.id)
+    assert cache.tier_manager.pins.unpin(pin.id)
     assert cache.index.held() == 0
 
 
@@ -137,11 +137,11 @@ def test_a_census_counts_each_namespace_and_stands_for_a_while(cache: Cache, clo
     one, other = bound_to(cache), bound_to(cache, tenant="other")
     store(one, tokens(1, 3), 1)
     store(other, tokens(1, 2), 1)
-    counted = {space: dict(held) for space, held in cache.census.take().items()}
+    counted = {space: dict(held) for space, held in cache.namespace_usage.take().items()}
     assert counted == {one.id: {"host": (3, 3 * 12 * 1024)}, other.id: {"host": (2, 2 * 12 * 1024)}}
     store(one, tokens(2, 1), 2)
-    assert cache.census.take()[one.id]["host"].records == 3
-    assert cache.census.take(anew=True)[one.id]["host"].records == 4
+    assert cache.namespace_usage.take()[one.id]["host"].records == 3
+    assert cache.namespace_usage.take(anew=True)[one.id]["host"].records == 4
     store(one, tokens(3, 1), 3)
     clock.time += 60
-    assert cache.census.take()[one.id]["host"].records == 5
+    assert cache.namespace_usage.take()[one.id]["host"].records == 5

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvcache.cache.cache import Cache
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.settings.sources import load as load_settings
 from tests.daemon.house import bound_to, store
 from tests.hierarchy.test_legacy import changed, left, taken
@@ -29,12 +29,12 @@ def make(clock: Clock) -> Iterator[Callable[..., Cache]]:
     caches: list[Cache] = []
 
     def open_cache(extents: int = 4) -> Cache:
-        host = {"capacity_bytes": extents * EXTENT, "extent_bytes": EXTENT}
-        caches.append(Cache(load_settings(None, host=host, nvme__enabled=False), Port(clock=clock), shared=True))
+        host = {"capacity_bytes": extents * EXTENT, "slab_bytes": EXTENT}
+        caches.append(Cache(load_settings(None, host=host, nvme__enabled=False), OsEnv(clock=clock), shared=True))
         return caches[-1]
 
     yield open_cache
-    faults = [cache.check() for cache in caches if not cache.at_rest]  # one that left its memory has none to check
+    faults = [cache.check() for cache in caches if not cache.on_quiesced]  # one that left its memory has none to check
     for cache in caches:
         cache.close()
     assert faults == [[]] * len(faults)
@@ -45,33 +45,33 @@ def kept(cache: Cache, *seeds: int, seconds: float = 60) -> None:
     bound = bound_to(cache)
     for seed in seeds:
         store(bound, tokens(seed, 4), seed)
-        cache.flow.pins.pin(bound, packed(bound, tokens(seed, 4)), seconds)
+        cache.tier_manager.pins.pin(bound, packed(bound, tokens(seed, 4)), seconds)
 
 
 def told(cache: Cache) -> list[dict[str, Any]]:
-    return [pin.told() for pin in cache.flow.pins.all()]
+    return [pin.told() for pin in cache.tier_manager.pins.all()]
 
 
 def test_they_go_on_under_their_numbers_until_their_end(make: Callable[..., Cache], clock: Clock) -> None:
     old = make()
     kept(old, 1)
     kept(old, 2, seconds=600)
-    old.flow.pins.unpin(1)
+    old.tier_manager.pins.unpin(1)
     before = told(old)
     clock.time += 30
-    heir = make()
-    assert taken(heir, *left(old)) == 8
-    assert told(heir) == before
-    assert pinned(heir) == 4 * 12288
-    bound = bound_to(heir)
+    successor = make()
+    assert taken(successor, *left(old)) == 8
+    assert told(successor) == before
+    assert pinned(successor) == 4 * 12288
+    bound = bound_to(successor)
     flood(bound, 10)
     assert (there(bound, tokens(1, 4)), there(bound, tokens(2, 4))) == (0, 4)
-    kept(heir, 3)
-    assert [pin["pin"] for pin in told(heir)] == [2, 3]
+    kept(successor, 3)
+    assert [pin["pin"] for pin in told(successor)] == [2, 3]
     clock.time += 569
-    assert [pin["pin"] for pin in told(heir)] == [2]
+    assert [pin["pin"] for pin in told(successor)] == [2]
     clock.time += 1
-    assert (told(heir), heir.index.held()) == ([], 0)
+    assert (told(successor), successor.index.held()) == ([], 0)
     flood(bound, 20)
     assert there(bound, tokens(2, 4)) == 0
 
@@ -85,13 +85,13 @@ def test_one_that_ended_meanwhile_or_whose_blocks_did_not_come_is_none(
     kept(old, 2)
     table, descriptors = left(old)
     clock.time += 10
-    heir = make(extents=1)  # the extent that was used last, of which pins keep two blocks at most
-    assert taken(heir, table, descriptors) == 8
-    (pin,) = told(heir)
+    successor = make(extents=1)  # the extent that was used last, of which pins keep two blocks at most
+    assert taken(successor, table, descriptors) == 8
+    (pin,) = told(successor)
     assert (pin["pin"], pin["tokens"], pin["wanted_tokens"]) == (2, 2 * 4, 4 * 4)
-    assert heir.index.held() == 2
+    assert successor.index.held() == 2
     last = make(extents=1)
-    assert taken(last, *left(heir)) == 8
+    assert taken(last, *left(successor)) == 8
     assert told(last) == [pin]
 
 
@@ -99,13 +99,13 @@ def test_what_is_pinned_comes_first_however_long_ago_it_was_used(make: Callable[
     old = make()
     bound = bound_to(old)
     store(bound, tokens(1, 2), 1)
-    old.flow.pins.pin(bound, packed(bound, tokens(1, 2)), 60)
+    old.tier_manager.pins.pin(bound, packed(bound, tokens(1, 2)), 60)
     flood(bound, 10, times=2)
     before = told(old)
-    heir = make(extents=1)
-    taken(heir, *left(old))
-    assert told(heir) == before
-    assert there(bound_to(heir), tokens(1, 2)) == 2
+    successor = make(extents=1)
+    taken(successor, *left(old))
+    assert told(successor) == before
+    assert there(bound_to(successor), tokens(1, 2)) == 2
 
 
 @pytest.mark.parametrize(("extents", "kept_on"), [(1, 8), (4, 16)])
@@ -114,9 +114,9 @@ def test_what_of_a_pin_is_not_kept_on_is_said(
 ) -> None:
     old = make()
     kept(old, 1)
-    heir = make(extents=extents)
-    taken(heir, *left(old))
-    assert [pin["tokens"] for pin in told(heir)] == [kept_on]
+    successor = make(extents=extents)
+    taken(successor, *left(old))
+    assert [pin["tokens"] for pin in told(successor)] == [kept_on]
     assert ("pin 1: of 16 tokens that the process before kept, 8 are kept on" in caplog.text) == (kept_on < 16)
 
 
@@ -124,23 +124,23 @@ def test_one_of_which_nothing_came_is_said(make: Callable[..., Cache], caplog: p
     old = make()
     kept(old, 1)
     table, descriptors = left(old)
-    heir = make()
-    assert taken(heir, changed(table, lambda told: told["extents"][0].update(slot_bytes=1)), descriptors) == 0
-    assert told(heir) == []
+    successor = make()
+    assert taken(successor, changed(table, lambda told: told["extents"][0].update(slot_bytes=1)), descriptors) == 0
+    assert told(successor) == []
     assert "pin 1: of 16 tokens that the process before kept, 0 are kept on" in caplog.text
 
 
 def test_no_number_comes_twice(make: Callable[..., Cache]) -> None:
     old = make()
     kept(old, 1, 2)
-    old.flow.pins.unpin(2)
-    heir = make()
-    taken(heir, *left(old))
-    kept(heir, 3)
-    assert [pin["pin"] for pin in told(heir)] == [1, 3]
-    heir.flow.pins.unpin(3)
+    old.tier_manager.pins.unpin(2)
+    successor = make()
+    taken(successor, *left(old))
+    kept(successor, 3)
+    assert [pin["pin"] for pin in told(successor)] == [1, 3]
+    successor.tier_manager.pins.unpin(3)
     last = make()
-    taken(last, *left(heir))
+    taken(last, *left(successor))
     kept(last, 4)
     assert [pin["pin"] for pin in told(last)] == [1, 4]
 
@@ -152,24 +152,24 @@ def test_a_last_number_that_is_missing_or_makes_no_sense_costs_nothing_else(
     old = make()
     kept(old, 1)
     table, descriptors = left(old)
-    heir = make()
+    successor = make()
 
     def other(told: dict[str, Any]) -> None:
         del told["last_pin"]
         told.update(change)
 
-    assert taken(heir, changed(table, other), descriptors) == 4
-    kept(heir, 2)
-    assert [pin["pin"] for pin in told(heir)] == [1, 2]
+    assert taken(successor, changed(table, other), descriptors) == 4
+    kept(successor, 2)
+    assert [pin["pin"] for pin in told(successor)] == [1, 2]
 
 
 def test_a_table_without_them_is_taken(make: Callable[..., Cache]) -> None:
     old = make()
     kept(old, 1)
     table, descriptors = left(old)
-    heir = make()
-    assert taken(heir, changed(table, lambda told: told.pop("pins")), descriptors) == 4
-    assert (told(heir), heir.index.held()) == ([], 0)
+    successor = make()
+    assert taken(successor, changed(table, lambda told: told.pop("pins")), descriptors) == 4
+    assert (told(successor), successor.index.held()) == ([], 0)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +195,9 @@ def test_what_makes_no_sense_is_not_kept_and_costs_no_record(
     old = make()
     kept(old, 1, 2)
     table, descriptors = left(old)
-    heir = make()
-    assert taken(heir, changed(table, lambda told: told["pins"][1].update(change)), descriptors) == 8
-    assert [pin["pin"] for pin in told(heir)] == [1]
-    assert heir.index.held() == 4
-    kept(heir, 3)
-    assert len(told(heir)) == 2
+    successor = make()
+    assert taken(successor, changed(table, lambda told: told["pins"][1].update(change)), descriptors) == 8
+    assert [pin["pin"] for pin in told(successor)] == [1]
+    assert successor.index.held() == 4
+    kept(successor, 3)
+    assert len(told(successor)) == 2

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.cache.load_plan import A_READING, MOST_OPEN, MOST_RUNS, Choice, Pace, Plan, Reading, Span
+from kvcache.cache.load_plan import (
+    CHOICES_PER_READ,
+    MAX_OPEN_CHOICES,
+    MAX_SPANS,
+    LatencyModel,
+    LoadChoice,
+    LoadPlan,
+    TierRead,
+    TierSpan,
+)
 from kvcache.observe.metrics import Counters
 
 NAMESPACE = b"n" * 32
@@ -56,14 +65,14 @@ class World:
         return self.load(min(loaded, host), max(0, loaded - host)) + self.compute(rest)
 
 
-def serve(world: World, plan: Plan, rng: random.Random) -> tuple[float, float]:
+def serve(world: World, plan: LoadPlan, rng: random.Random) -> tuple[float, float]:
     """One request: the time that it took on average, and that the best choice would have taken."""
     found, host = rng.randrange(8, 256), 0
     if rng.random() < 0.3:
         host = rng.randrange(found)
     tokens = found * TOKENS_A_BLOCK + rng.randrange(1, 2000)
-    spans = [Span("host", host, host * BLOCK_BYTES)] if host else []
-    spans.append(Span("nvme", found - host, (found - host) * BLOCK_BYTES))
+    spans = [TierSpan("host", host, host * BLOCK_BYTES)] if host else []
+    spans.append(TierSpan("nvme", found - host, (found - host) * BLOCK_BYTES))
     choice = plan.choose(NAMESPACE, tokens, TOKENS_A_BLOCK, spans)
     noisy = rng.lognormvariate(0, world.noise), rng.lognormvariate(0, world.noise)
     begun = world.clock.time
@@ -72,7 +81,7 @@ def serve(world: World, plan: Plan, rng: random.Random) -> tuple[float, float]:
     took = world.total(loaded, host, tokens)
     if loaded:
         load_s = world.load(min(loaded, host), drive, noisy[0])
-        reading = plan.begun("nvme", drive * BLOCK_BYTES) if drive else None
+        reading = plan.read_started("nvme", drive * BLOCK_BYTES) if drive else None
         if reading is not None:
             read(world, plan, reading, drive, noisy[0])
         else:
@@ -83,7 +92,7 @@ def serve(world: World, plan: Plan, rng: random.Random) -> tuple[float, float]:
         world.clock.time = begun + load_s
         plan.settle(choice, loaded, load_s)
     else:
-        reading = plan.begun("nvme", BLOCK_BYTES) if plan.probe(choice) else None
+        reading = plan.read_started("nvme", BLOCK_BYTES) if plan.probe(choice) else None
         plan.settle(choice, 0, 0.0)  # before it is known: a request does not wait for what it does not load
         if reading is not None:
             read(world, plan, reading, 1, noisy[0])
@@ -95,15 +104,15 @@ def serve(world: World, plan: Plan, rng: random.Random) -> tuple[float, float]:
     return took, best
 
 
-def read(world: World, plan: Plan, reading: Reading, blocks: int, factor: float) -> None:
+def read(world: World, plan: LoadPlan, reading: TierRead, blocks: int, factor: float) -> None:
     """The drive's part of a load; where that takes too long, what came until then."""
     takes = world.read(blocks, factor)
     world.clock.time += min(takes, world.deadline_s)
     brought = int(min(1.0, world.deadline_s / takes) * blocks)
-    plan.ended(reading, brought * BLOCK_BYTES, late=takes > world.deadline_s)
+    plan.read_ended(reading, brought * BLOCK_BYTES, late=takes > world.deadline_s)
 
 
-def regret(world: World, plan: Plan, rng: random.Random, requests: int) -> float:
+def regret(world: World, plan: LoadPlan, rng: random.Random, requests: int) -> float:
     took = best = 0.0
     for _ in range(requests):
         one, other = serve(world, plan, rng)
@@ -111,8 +120,8 @@ def regret(world: World, plan: Plan, rng: random.Random, requests: int) -> float
     return took / best - 1
 
 
-def plan_of(world: World, counters: Counters | None = None) -> Plan:
-    return Plan(world.clock, counters or Counters())
+def plan_of(world: World, counters: Counters | None = None) -> LoadPlan:
+    return LoadPlan(world.clock, counters or Counters())
 
 
 rates = st.floats(7.0, 10.0).map(lambda exponent: 10.0**exponent)  # 10 MB/s to 10 GB/s
@@ -183,9 +192,9 @@ def test_the_rest_of_a_prefix_is_regretted_whoever_loads_its_head(own: bool) -> 
     counters, world = Counters(), World()
     plan = plan_of(world, counters)
     plan.computed(NAMESPACE, 1600, 0.2)
-    spans = [Span("host", 20, 20 << 20), Span("redis", 80, 80 << 20)]
+    spans = [TierSpan("host", 20, 20 << 20), TierSpan("redis", 80, 80 << 20)]
     for _ in range(5):
-        plan.ended(begun_before(plan, 80 << 20, 10.0), 80 << 20)
+        plan.read_ended(begun_before(plan, 80 << 20, 10.0), 80 << 20)
     choice = plan.choose(NAMESPACE, 1601, 16, spans)
     assert choice.blocks == 20
     if own:
@@ -196,14 +205,14 @@ def test_the_rest_of_a_prefix_is_regretted_whoever_loads_its_head(own: bool) -> 
         plan.settle(head, 20, 0.003)
     assert counters.get("plan_regret_seconds") == 0
     for _ in range(5):
-        plan.ended(begun_before(plan, 80 << 20, 0.01), 80 << 20)
+        plan.read_ended(begun_before(plan, 80 << 20, 0.01), 80 << 20)
     rest_s = plan._engines[NAMESPACE].seconds(1281)
     assert counters.get("plan_regret_seconds") == pytest.approx(rest_s, rel=0.4)
     assert counters.get("planned_seconds") == pytest.approx(rest_s, rel=0.2)
 
 
-def begun_before(plan: Plan, size_bytes: int, seconds: float) -> Reading:
-    reading = plan.begun("redis", size_bytes)
+def begun_before(plan: LoadPlan, size_bytes: int, seconds: float) -> TierRead:
+    reading = plan.read_started("redis", size_bytes)
     reading.begun -= seconds
     return reading
 
@@ -212,29 +221,29 @@ def test_choices_whose_regret_stays_unknown_are_counted_and_bounded() -> None:
     counters, world = Counters(), World()
     plan = plan_of(world, counters)
     plan.computed(NAMESPACE, 1000, 0.1)
-    left = plan.choose(NAMESPACE, 1000, 16, [Span("redis", 60, 1 << 40)])
+    left = plan.choose(NAMESPACE, 1000, 16, [TierSpan("redis", 60, 1 << 40)])
     assert left.blocks == 0
     for n in range(1, 1001):
         plan.settle(left, 0, 0.0)
         assert counters.get("planned_seconds") == pytest.approx(n * 0.1, rel=0.01)
-    assert len(plan._open["redis"]) == MOST_OPEN
-    for left_open in range(MOST_OPEN - A_READING, -1, -A_READING):
-        plan.ended(begun_before(plan, 60 << 10, 1e-3), 60 << 10)
+    assert len(plan._open["redis"]) == MAX_OPEN_CHOICES
+    for left_open in range(MAX_OPEN_CHOICES - CHOICES_PER_READ, -1, -CHOICES_PER_READ):
+        plan.read_ended(begun_before(plan, 60 << 10, 1e-3), 60 << 10)
         assert len(plan._open["redis"]) == left_open
-    plan.settle(Choice(0, 0), 0, 0.0)
+    plan.settle(LoadChoice(0, 0), 0, 0.0)
     assert not any(plan._open.values()), "where nothing was found nothing was chosen"
 
 
 def test_no_call_works_through_more_than_a_few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it holds what a request has to wait for: however many choices are open, and of whatever tier."""
-    world, looks, asked = World(), [0], Pace.seconds
+    world, looks, asked = World(), [0], LatencyModel.seconds
     plan = plan_of(world)
 
-    def counted(pace: Pace, size: float) -> float:
+    def counted(pace: LatencyModel, size: float) -> float:
         looks[0] += 1
         return asked(pace, size)
 
-    monkeypatch.setattr(Pace, "seconds", counted)
+    monkeypatch.setattr(LatencyModel, "seconds", counted)
 
     def looked(call: Callable[[], object]) -> int:
         looks[0] = 0
@@ -243,26 +252,29 @@ def test_no_call_works_through_more_than_a_few_choices(monkeypatch: pytest.Monke
 
     plan.computed(NAMESPACE, 1000, 0.1)
     by_first = {
-        first: [Span(first, 1, 1 << 40), *[Span(("nvme", "redis", "object")[i % 3], 1, 1 << 20) for i in range(31)]]
+        first: [
+            TierSpan(first, 1, 1 << 40),
+            *[TierSpan(("nvme", "redis", "object")[i % 3], 1, 1 << 20) for i in range(31)],
+        ]
         for first in ("host", "nvme", "redis")
     }
-    assert {len(spans) for spans in by_first.values()} == {MOST_RUNS}
+    assert {len(spans) for spans in by_first.values()} == {MAX_SPANS}
     choices = {first: plan.choose(NAMESPACE, 1000, 16, spans) for first, spans in by_first.items()}
     for first, choice in choices.items():
-        assert choice.left_in == first
-        for _ in range(MOST_OPEN + 1):
+        assert choice.skipped_tier == first
+        for _ in range(MAX_OPEN_CHOICES + 1):
             plan.settle(choice, 0, 0.0)
     most = looked(lambda: plan.choose(NAMESPACE, 1000, 16, by_first["redis"]))
-    assert most <= 4 * MOST_RUNS
+    assert most <= 4 * MAX_SPANS
     for call in (
-        lambda: plan.ended(begun_before(plan, 1 << 20, 1e-2), 1 << 20),
+        lambda: plan.read_ended(begun_before(plan, 1 << 20, 1e-2), 1 << 20),
         lambda: plan.copied(1 << 20, 1e-4),
         lambda: plan.settle(choices["nvme"], 0, 0.0),
         lambda: plan.settle_rest(choices["nvme"]),
         lambda: plan.probe(choices["nvme"]),
         lambda: plan.computed(NAMESPACE, 1000, 0.1),
     ):
-        assert looked(call) <= (A_READING + 1) * most
+        assert looked(call) <= (CHOICES_PER_READ + 1) * most
 
 
 def test_without_the_plan_the_same_traffic_loses_much() -> None:
@@ -274,29 +286,29 @@ def test_without_the_plan_the_same_traffic_loses_much() -> None:
 
 def test_until_an_engine_tells_everything_is_loaded() -> None:
     plan = plan_of(World())
-    assert plan.choose(NAMESPACE, 1000, 16, [Span("redis", 60, 1 << 40)]).blocks == 60
+    assert plan.choose(NAMESPACE, 1000, 16, [TierSpan("redis", 60, 1 << 40)]).blocks == 60
     plan.computed(NAMESPACE, 1000, 0.1)
-    choice = plan.choose(NAMESPACE, 1000, 16, [Span("redis", 60, 1 << 40)])
+    choice = plan.choose(NAMESPACE, 1000, 16, [TierSpan("redis", 60, 1 << 40)])
     assert (choice.blocks, choice.found) == (0, 60)
     assert choice.load_s > choice.compute_s > 0
-    assert plan.choose(b"o" * 32, 1000, 16, [Span("redis", 60, 1 << 40)]).blocks == 60, "another engine's"
+    assert plan.choose(b"o" * 32, 1000, 16, [TierSpan("redis", 60, 1 << 40)]).blocks == 60, "another engine's"
 
 
 def test_a_prefix_is_loaded_up_to_a_point_and_computed_behind_it() -> None:
     plan = plan_of(World())
     plan.computed(NAMESPACE, 1000, 0.1)
-    spans = [Span("host", 20, 20 << 20), Span("nvme", 20, 20 << 20), Span("redis", 20, 1 << 40)]
+    spans = [TierSpan("host", 20, 20 << 20), TierSpan("nvme", 20, 20 << 20), TierSpan("redis", 20, 1 << 40)]
     assert plan.choose(NAMESPACE, 1000, 16, spans).blocks == 40
 
 
 def test_what_a_tier_has_to_read_first_counts() -> None:
     plan = plan_of(World())
     plan.computed(NAMESPACE, 1600, 0.2)
-    spans = [Span("nvme", 100, 100 << 20)]
+    spans = [TierSpan("nvme", 100, 100 << 20)]
     assert plan.choose(NAMESPACE, 1601, 16, spans).blocks == 100
-    reading = plan.begun("nvme", 1 << 30)
+    reading = plan.read_started("nvme", 1 << 30)
     assert plan.choose(NAMESPACE, 1601, 16, spans).blocks == 0
-    plan.ended(reading, 0)
+    plan.read_ended(reading, 0)
     assert plan.choose(NAMESPACE, 1601, 16, spans).blocks == 100
 
 
@@ -307,9 +319,9 @@ def test_what_was_not_there_teaches_nothing_of_how_fast_a_tier_is(brought: int, 
     plan = plan_of(world)
     plan.computed(NAMESPACE, 1000, 0.1)
     for _ in range(5):
-        reading = plan.begun("redis", 1 << 30)
+        reading = plan.read_started("redis", 1 << 30)
         world.clock.time += 1.0 if late else 60.0
-        plan.ended(reading, brought, late=late)
+        plan.read_ended(reading, brought, late=late)
     assert plan.read_bytes_per_s("redis") is None
 
 
@@ -317,7 +329,7 @@ def test_the_metric_is_the_regret_of_what_was_loaded() -> None:
     counters, world = Counters(), World(noise=0.0)
     plan = plan_of(world, counters)
     plan.computed(NAMESPACE, 1000, 0.1)
-    choice = plan.choose(NAMESPACE, 801, 16, [Span("nvme", 50, 50 << 20)])
+    choice = plan.choose(NAMESPACE, 801, 16, [TierSpan("nvme", 50, 50 << 20)])
     assert choice.blocks == 50
     plan.settle(choice, 50, 0.05)
     assert counters.get("plan_regret_seconds") == 0
@@ -328,7 +340,7 @@ def test_the_metric_is_the_regret_of_what_was_loaded() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 40), st.floats(-6, 3)), max_size=60), st.floats(0, 40))
 def test_a_pace_is_finite_positive_and_knows_its_samples(samples: list[tuple[float, float]], size: float) -> None:
-    pace = Pace(1e-3, 1e-9)
+    pace = LatencyModel(1e-3, 1e-9)
     for exponent, seconds in samples:
         pace.learn(2.0**exponent, 10.0**seconds)
         assert 0 < pace.seconds(2.0**size) < float("inf")
@@ -340,7 +352,7 @@ def test_a_pace_is_finite_positive_and_knows_its_samples(samples: list[tuple[flo
 
 
 def test_two_odd_samples_of_five_change_nothing() -> None:
-    pace = Pace(0.0, 1e-9)
+    pace = LatencyModel(0.0, 1e-9)
     for _ in range(10):
         pace.learn(1e6, 1e-3)
     before = pace.seconds(1e6)

@@ -12,12 +12,12 @@ import pytest
 
 from kvcache.block.layout import Group, KVLayout
 from kvcache.cache.cache import Cache
-from kvcache.cache.load_plan import Span, spans
+from kvcache.cache.load_plan import TierSpan, spans
 from kvcache.cache.operation import BlockTransfer
 from kvcache.evict.policy import LRU
-from kvcache.index.block_run import Run, needs, place_of
+from kvcache.index.block_run import BlockRun, needs, place_of
 from kvcache.index.index import Index
-from kvcache.os_env import Port, SystemClock
+from kvcache.os_env import OsEnv, SystemClock
 from kvcache.tier.tier import Outcome
 from tests.hierarchy.test_why import LAYOUT, misses, opened, pages, story, turn
 
@@ -39,14 +39,14 @@ def below(place: Path, **settings: Any) -> Cache:
     with closing(opened(place)) as cache:
         turn(cache, range(40), "before")
         assert cache.flush(30)
-    return opened(place, port=Port(clock=Ticking()), **settings)
+    return opened(place, os_env=OsEnv(clock=Ticking()), **settings)
 
 
 def slow(cache: Cache) -> None:
     for _ in range(5):
-        reading = cache.flow.plan.begun("nvme", 8192)
+        reading = cache.tier_manager.plan.read_started("nvme", 8192)
         reading.begun -= SLOW_S
-        cache.flow.plan.ended(reading, 8192)
+        cache.tier_manager.plan.read_ended(reading, 8192)
 
 
 def ask(cache: Cache, name: str) -> tuple[int, str]:
@@ -97,8 +97,8 @@ def test_a_slow_tier_is_tried_again_and_what_it_brings_stays(tmp_path: Path) -> 
     with closing(below(tmp_path)) as cache:
         slow(cache)
         cache.namespace(LAYOUT, model="m", revision="r").computed(40, 0.1)
-        cache.flow.plan._tried["nvme"] = -1e9  # long ago
-        found = [ask(cache, f"r{i}")[0] for i in range(8) if cache.flow.promoter.wait_idle(30)]
+        cache.tier_manager.plan._tried["nvme"] = -1e9  # long ago
+        found = [ask(cache, f"r{i}")[0] for i in range(8) if cache.tier_manager.promoter.wait_idle(30)]
         assert found[0] == 0
         assert found[-1] == 10, "the drive is fast after all: it was tried until that was clear"
         assert cache.check() == []
@@ -110,7 +110,7 @@ def test_a_choice_to_load_nothing_is_settled_and_regretted_once_its_tier_is_know
         bound, counted = cache.namespace(LAYOUT, model="m", revision="r"), cache.counters.get
         bound.computed(40, 0.1)
         for i in range(5):
-            cache.flow.plan._tried["nvme"] = 1e9  # just now: it is not tried again
+            cache.tier_manager.plan._tried["nvme"] = 1e9  # just now: it is not tried again
             with bound.request(id=f"r{i}") as r:
                 assert r.match(range(44)).blocks == 0
                 r.admit()
@@ -119,9 +119,9 @@ def test_a_choice_to_load_nothing_is_settled_and_regretted_once_its_tier_is_know
                         assert rank.store(pages(), [[0]], first_block=0).wait(30)
             assert 0.1 * (i + 1) <= counted("planned_seconds") < 0.15 * (i + 1)
         assert counted("plan_regret_seconds") == 0, "by what is known"
-        cache.flow.plan._tried["nvme"] = -1e9
+        cache.tier_manager.plan._tried["nvme"] = -1e9
         while ask(cache, "again")[0] < 10:
-            assert cache.flow.promoter.wait_idle(30)
+            assert cache.tier_manager.promoter.wait_idle(30)
         assert 0 < counted("plan_regret_seconds") < counted("planned_seconds")
 
 
@@ -129,13 +129,13 @@ def test_a_tier_whose_reads_are_late_is_not_asked_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(below(tmp_path)) as cache:
-        (drive,) = cache.flow.below
+        (drive,) = cache.tier_manager.lower_tiers
 
         def late(op: str, addresses: Any, *_: Any, on_outcome: Any, **__: Any) -> None:
             for _ in range(10_000):
-                cache.flow.port.clock.now()  # a second goes by
+                cache.tier_manager.os_env.clock.now()  # a second goes by
             for i in range(len(addresses)):
-                on_outcome(i, Outcome.LATE)
+                on_outcome(i, Outcome.TIMED_OUT)
 
         bound = cache.namespace(LAYOUT, model="m", revision="r")
         bound.computed(40, 0.1)
@@ -165,14 +165,14 @@ def test_how_long_a_load_took_is_known_as_soon_as_it_is_done(tmp_path: Path, mon
         assert all(seconds > 0 for done, seconds in seen if done)
 
 
-@pytest.mark.parametrize("broken", ["holds.give_back", "plan.copied"])
+@pytest.mark.parametrize("broken", ["holds.release", "plan.copied"])
 def test_a_load_ends_whatever_fails_after_it(
     broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(below(tmp_path)) as cache:
         assert ask(cache, "brings all to host")[0] == 10
         part, name = broken.split(".")
-        whole = getattr(getattr(cache.flow, part), name)
+        whole = getattr(getattr(cache.tier_manager, part), name)
 
         def fails(*given: Any) -> None:
             whole(*given)
@@ -181,12 +181,12 @@ def test_a_load_ends_whatever_fails_after_it(
         with cache.namespace(LAYOUT, model="m", revision="r").request() as r:
             assert r.match(range(44)).blocks == 10
             with monkeypatch.context() as patch:
-                patch.setattr(getattr(cache.flow, part), name, fails)
+                patch.setattr(getattr(cache.tier_manager, part), name, fails)
                 loaded, failed = (r.load(n, pages(), [list(range(n))]) for n in (10, 11))  # the last is nowhere
                 assert loaded.wait(30)
                 assert failed.wait(30)
         assert loaded.blocks == 10
-        assert failed.failure == (10, Outcome.ABSENT)
+        assert failed.failure == (10, Outcome.NOT_FOUND)
         assert loaded.seconds > 0
         assert f"RuntimeError: {broken}" in caplog.text
         assert cache.index.held() == 0
@@ -204,14 +204,14 @@ def test_a_bound_that_is_told_nonsense_stands(tmp_path: Path) -> None:
 def test_spans_are_the_runs_of_the_nearest_tier() -> None:
     place, index = place_of(b"n" * 32, 0, LAYOUT.whole[0]), Index(["host", "nvme"], LRU())
     packed = b"".join(bytes([i]) * 32 for i in range(1, 9))
-    run = Run(place, packed)
+    run = BlockRun(place, packed)
     index.insert_run(run, b"n" * 32, "nvme")
     for first, end in ((0, 3), (5, 6)):
         index.insert_run(run.part(first, end), packed[(first - 1) * 32 : first * 32] if first else b"n" * 32, "host")
     lookup = index.lookup([place], needs(LAYOUT))
     lookup.match(packed)
     assert spans(index, [(place, 10)], needs(LAYOUT), packed, lookup.by_tier) == [
-        Span("host", 3, 30), Span("nvme", 2, 20), Span("host", 1, 10), Span("nvme", 2, 20),
+        TierSpan("host", 3, 30), TierSpan("nvme", 2, 20), TierSpan("host", 1, 10), TierSpan("nvme", 2, 20),
     ]  # fmt: skip
     assert spans(index, [(place, 10)], needs(LAYOUT), packed, {}) == []
 
@@ -223,7 +223,7 @@ def test_a_prefix_with_a_window_is_taken_or_left_as_a_whole() -> None:
     index = Index(["host", "nvme"], LRU())
     places = [(place_of(b"n" * 32, g, layout.whole[g]), 100) for g in range(2)]
     found = spans(index, places, needs(layout), b"", {"host": 5, "nvme": 3})
-    assert found == [Span("nvme", 8, 800 + 100 * min(8, needs(layout)[1]))]
+    assert found == [TierSpan("nvme", 8, 800 + 100 * min(8, needs(layout)[1]))]
     assert np.all([span.bytes > 0 for span in found])
 
 

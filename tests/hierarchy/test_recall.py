@@ -12,11 +12,11 @@ import pytest
 
 from kvcache import native
 from kvcache.evict.hazard import Hazard
-from kvcache.evict.policy import AGE_EDGES, LRU, Policy, age_bin, requests_between_tables
-from kvcache.index.index import evidence_of, table_of
-from kvcache.index.reference.index import A_TICK, PlainIndex, play
-from kvcache.trace.formats import Trace, read
-from kvcache.trace.simulate import PLACE, signatures, simulate
+from kvcache.evict.policy import AGE_EDGES, LRU, Policy, age_bin, table_interval_requests
+from kvcache.index.index import evidence_of, value_table
+from kvcache.index.reference.index import MAX_FORGOTTEN_PER_TICK, ReferenceIndex, play
+from kvcache.trace.formats import Trace, read_trace
+from kvcache.trace.simulate import SHARD_REF, signatures, simulate
 from tests.trace.test_simulate import traffic
 
 TRACE = Path(__file__).parents[3] / "shared" / "data" / "traces" / "mooncake-conversation.jsonl.gz"
@@ -26,7 +26,7 @@ CORES = ["plain", "native"]
 def core(kind: str, policy: Policy) -> Any:
     if kind == "native" and not native.built:
         pytest.skip("the compiled core was not built")
-    made: Any = PlainIndex if kind == "plain" else native.core.Index
+    made: Any = ReferenceIndex if kind == "plain" else native.core.Index
     return made(1, policy.bounds, AGE_EDGES, policy.ghosts, policy.gaps)
 
 
@@ -34,13 +34,13 @@ def live(index: Any, policy: Policy, trace: Trace, capacity: int, first: int, en
     """Blocks found."""
     names, hits = signatures(trace.unique), np.zeros(end - first, np.int32)
     while first < end:
-        stop = min(end, first + requests_between_tables(first))
-        part = trace.starts, trace.blocks, names, first, stop, capacity, table_of(policy, evidence_of(index))
+        stop = min(end, first + table_interval_requests(first))
+        part = trace.starts, trace.blocks, names, first, stop, capacity, value_table(policy, evidence_of(index))
         at = hits[len(hits) - (end - first) :][: stop - first]
-        if isinstance(index, PlainIndex):
-            play(index, PLACE, *part, at)
+        if isinstance(index, ReferenceIndex):
+            play(index, SHARD_REF, *part, at)
         else:
-            index.play(PLACE, *part, at)
+            index.play(SHARD_REF, *part, at)
         first = stop
     return int(hits.sum())
 
@@ -55,13 +55,13 @@ def restarted(index: Any, other: Any, trace: Trace, most: int = 1 << 20) -> None
     there = {index.names(0)[i + 42 : i + 74] for i in range(0, len(index.names(0)), 74)}
     told: set[bytes] = set()
     for chain in trace:
-        parent = PLACE[:32]
+        parent = SHARD_REF[:32]
         for block in chain.tolist():
             name = names[block].tobytes()
             if name not in there:
                 break
             if name not in told:
-                other.insert(PLACE, name, parent, 0)
+                other.insert(SHARD_REF, name, parent, 0)
                 told.add(name)
             parent = name
     assert told == there
@@ -78,9 +78,9 @@ def test_blocks_and_ghosts_go_on_as_they_were(make: type[Policy], kind: str, oth
     assert again.clock == index.clock
     assert (again.resident(0), again.ghosts()) == (index.resident(0), index.ghosts())
     names = signatures(trace.unique)
-    assert again.uses(PLACE, names.tobytes()) == index.uses(PLACE, names.tobytes())
+    assert again.uses(SHARD_REF, names.tobytes()) == index.uses(SHARD_REF, names.tobytes())
     for name in names:
-        old, new = (each.clock - each.stamp(PLACE, name.tobytes()) for each in (index, again))
+        old, new = (each.clock - each.stamp(SHARD_REF, name.tobytes()) for each in (index, again))
         assert age_bin(old) == age_bin(new)
     assert again.check() == []
     assert again.tick() == index.tick()  # from now on, what comes is used
@@ -114,17 +114,17 @@ def strangers(count: int) -> bytes:
 @pytest.mark.parametrize("make", [Hazard, LRU])
 @pytest.mark.parametrize("kind", CORES)
 def test_no_request_forgets_many_of_those_there_is_no_room_for(make: type[Policy], kind: str) -> None:
-    policy, count = make(), 20 * A_TICK + 1
+    policy, count = make(), 20 * MAX_FORGOTTEN_PER_TICK + 1
     index = core(kind, policy)
     index.remember(strangers(count))
     for ticks in range(1, 22):
         index.tick()
         if ticks == 3:  # what leaves makes no room, and is not a reason to forget them all
             name = b"a" * 32
-            index.insert(PLACE, name, PLACE[:32], 0)
-            index.discard(PLACE, name, 0, False)
-        assert index.ghosts() <= max(0, count - A_TICK * ticks) + (ticks >= 3)
-        assert index.ghosts() >= count - A_TICK * ticks
+            index.insert(SHARD_REF, name, SHARD_REF[:32], 0)
+            index.discard(SHARD_REF, name, 0, False)
+        assert index.ghosts() <= max(0, count - MAX_FORGOTTEN_PER_TICK * ticks) + (ticks >= 3)
+        assert index.ghosts() >= count - MAX_FORGOTTEN_PER_TICK * ticks
     assert index.ghosts() == 0
     assert evidence_of(index).forgotten.sum() == count + (make is Hazard)
     assert index.check() == []
@@ -133,10 +133,10 @@ def test_no_request_forgets_many_of_those_there_is_no_room_for(make: type[Policy
 @pytest.mark.parametrize("make", [Hazard, LRU])
 @pytest.mark.parametrize("kind", CORES)
 def test_some_requests_later_there_are_no_more_ghosts_than_there_is_room_for(make: type[Policy], kind: str) -> None:
-    policy, count = make(), 10 * A_TICK
+    policy, count = make(), 10 * MAX_FORGOTTEN_PER_TICK
     index = core(kind, policy)
     index.remember(strangers(count))
-    index.insert(PLACE, signatures(20).tobytes(), PLACE[:32], 0)
+    index.insert(SHARD_REF, signatures(20).tobytes(), SHARD_REF[:32], 0)
     assert index.ghosts() == count
     for _ in range(12):
         index.tick()
@@ -152,7 +152,7 @@ def test_both_cores_keep_the_same_rows() -> None:
     for index in (plain, compiled):
         index.remember(strangers(13_000))
         for chain in signatures(5000).reshape(50, -1):
-            index.insert(PLACE, chain.tobytes(), PLACE[:32], 0)
+            index.insert(SHARD_REF, chain.tobytes(), SHARD_REF[:32], 0)
         index.tick()
     assert compiled.ghosts() == 13_000
     for most in (0, 1, 4095, 4096, 4097, 5000, 5001, 9095, 9096, 9097, 18_000, 1 << 21):
@@ -186,7 +186,7 @@ def test_what_is_no_use_is_refused_and_changes_nothing(kind: str) -> None:
 @pytest.mark.skipif(not native.built, reason="without the compiled core it takes minutes")
 @pytest.mark.parametrize("percent", [1, 5, 20])
 def test_a_restart_in_the_middle_of_a_trace_costs_next_to_no_hits(percent: int) -> None:
-    trace = read(TRACE, "mooncake").part(0, 4000)
+    trace = read_trace(TRACE, "mooncake").part(0, 4000)
     policy, capacity, middle = Hazard(), trace.unique * percent // 100, 2000
     whole = simulate(trace, policy, capacity).hits[middle:].sum()
     index, again = core("native", policy), core("native", policy)

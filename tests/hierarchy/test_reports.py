@@ -43,7 +43,7 @@ def open_cache(path: Path | None = None, **host: Any) -> Cache:
             "enabled": path is not None,
             "path": path or Path("unused"),
             "capacity_bytes": 64 * MiB,
-            "free_floor_bytes": 0,
+            "min_free_bytes": 0,
         },
     )
     assert isinstance(made, Cache)
@@ -203,7 +203,7 @@ def test_memory_does_not_grow_with_what_was_ever_seen() -> None:
         found(cache, tokens=[10_000_000 + 1000 * turn + t for t in range(400)])
         sizes.append(len(cache.index))
     assert max(sizes[100:]) <= max(sizes[:100])
-    assert len(cache.flow.promoter) == 0
+    assert len(cache.tier_manager.promoter) == 0
     cache.close()
 
 
@@ -242,7 +242,7 @@ def test_a_block_that_one_rank_lost_is_no_hit_for_any() -> None:
         r.match(TOKENS)
         lost = r._chains()[0][4]
     assert cache.index.discard(lost, "host")
-    cache.host.withdraw(lost)
+    cache.host.unpublish(lost)
     hits = []
     for bound in bounds:
         with bound.request() as r:

@@ -15,7 +15,7 @@ from kvcache.block.layout import Group, KVLayout
 from kvcache.block.record import record_bytes
 from kvcache.cache import tier_manager as flow
 from kvcache.cache.cache import Cache
-from kvcache.os_env import InlineExecutor, Port
+from kvcache.os_env import InlineExecutor, OsEnv
 from kvcache.settings.sources import load
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
@@ -23,7 +23,7 @@ from tests.calls import calls
 
 KiB = 1 << 10
 EXTENT = 96 * KiB
-INLINE = Port(executor=lambda threads, name: InlineExecutor())
+INLINE = OsEnv(executor=lambda threads, name: InlineExecutor())
 
 
 def layout(head_dim: int, **more: Any) -> KVLayout:
@@ -33,19 +33,19 @@ def layout(head_dim: int, **more: Any) -> KVLayout:
 SMALL, MIDDLE, LARGE = layout(64), layout(256), layout(1024)  # records of 8, 12 and 36 KiB
 
 
-def opened(extents: int, place: Path | None = None, port: Port = INLINE) -> Cache:
+def opened(slabs: int, place: Path | None = None, os_env: OsEnv = INLINE) -> Cache:
     nvme: dict[str, Any] = {"enabled": False}
     if place is not None:
         nvme = {
             "path": place,
             "capacity_bytes": "2MiB",
             "segment_bytes": "192KiB",
-            "free_floor_bytes": 0,
+            "min_free_bytes": 0,
             "durability": "none",
         }
-    host = {"capacity_bytes": extents * EXTENT, "extent_bytes": EXTENT}
+    host = {"capacity_bytes": slabs * EXTENT, "slab_bytes": EXTENT}
     lru = {"policy": "lru"}  # whoever comes is taken in: this is about room, not about worth
-    return Cache(load(host=host, nvme=nvme, evict=lru), port)
+    return Cache(load(host=host, nvme=nvme, evict=lru), os_env)
 
 
 def pages(of: KVLayout, count: int, value: float = 0) -> list[GroupPages]:
@@ -85,14 +85,14 @@ def found(cache: Cache, of: KVLayout, number: int, blocks: int, tenant: str = "a
 
 def test_a_store_into_a_full_tier_costs_the_same_whatever_the_tier_holds() -> None:
     blocks, costs = 32, {}
-    for extents in (8, 256):
-        with closing(opened(extents)) as cache:
-            full = extents * EXTENT // record_bytes(SMALL.block_bytes())
+    for slabs in (8, 256):
+        with closing(opened(slabs)) as cache:
+            full = slabs * EXTENT // record_bytes(SMALL.block_bytes())
             for number in range(full // blocks + 2):
                 put(cache, SMALL, number, blocks)
             assert cache.host.usage().records == full
             before = cache.counters.get("evicted_blocks")
-            costs[extents] = calls(lambda cache=cache: put(cache, SMALL, 1_000, blocks))  # type: ignore[misc]
+            costs[slabs] = calls(lambda cache=cache: put(cache, SMALL, 1_000, blocks))  # type: ignore[misc]
             assert cache.counters.get("evicted_blocks") - before == blocks
     few, many = (sum(cost.values()) for cost in costs.values())
     assert abs(many - few) <= 0.02 * few, costs[256] - costs[8]
@@ -134,11 +134,11 @@ def test_an_idle_model_gives_back_all_it_had() -> None:
     with closing(opened(8)) as cache:
         for number in range(8):
             put(cache, LARGE, number, 2)
-        kinds = {extent.slot_bytes for extent in cache.host.arena.extents()}
+        kinds = {slab.slot_bytes for slab in cache.host.arena.slabs()}
         assert kinds == {record_bytes(LARGE.block_bytes())}
         for number in range(100, 300):
             assert put(cache, SMALL, number, 6) == 6
-        assert {extent.slot_bytes for extent in cache.host.arena.extents()} == {record_bytes(SMALL.block_bytes())}
+        assert {slab.slot_bytes for slab in cache.host.arena.slabs()} == {record_bytes(SMALL.block_bytes())}
         assert cache.index.resident("host") == 8 * EXTENT // record_bytes(SMALL.block_bytes())
 
 
@@ -169,12 +169,12 @@ def test_a_record_that_is_read_stays_where_it_is() -> None:
     with closing(opened(4)) as cache:
         for number in range(48):
             put(cache, SMALL, number, 1)
-        borrowed = [cache.host.borrow(address) for address in list(cache.host.scan())[::12]]  # one in each extent
-        assert len({held.slot.extent for held in borrowed if held}) == 4
+        borrowed = [cache.host.acquire(address) for address in list(cache.host.scan())[::12]]  # one in each extent
+        assert len({held.slot.slab for held in borrowed if held}) == 4
         assert put(cache, MIDDLE, 100, 8) == 0, "no extent can be emptied while each is read"
         for held in borrowed:
             assert held is not None
-            assert held.slot.extent.slots[held.slot.i] is held.slot
+            assert held.slot.slab.slots[held.slot.i] is held.slot
             cache.host.arena.release(held.slot)
         assert put(cache, MIDDLE, 101, 8) == 8, "and it comes back by itself"
         assert cache.check() == []
@@ -200,7 +200,7 @@ def test_tenants_that_left_leave_nothing_behind() -> None:
     with closing(opened(4)) as cache:
         for number in range(50):
             put(cache, SMALL, number, 4, tenant=f"t{number}")
-        assert len(cache.host.arena._extents) <= 4
+        assert len(cache.host.arena._slabs) <= 4
         assert len(cache.host.arena._open) <= 4
 
 
@@ -224,7 +224,7 @@ def test_what_a_failing_copy_had_borrowed_comes_back() -> None:
         with bound.request() as r:
             assert r.match(chain(1, 8)).blocks == 8
             assert set(r.load(8, pages(LARGE, 8), [list(range(8))]).outcomes) == {kvcache.Outcome.FAILED}
-        slots = [slot for extent in cache.host.arena.extents() for slot in extent.slots.values()]
+        slots = [slot for slab in cache.host.arena.slabs() for slot in slab.slots.values()]
         assert {slot.references for slot in slots} == {1}
         assert cache.index.held() == 0
 
@@ -234,7 +234,7 @@ OTHER = layout(512)  # of a fourth model: records of 20 KiB
 
 def left(cache: Cache, of: KVLayout) -> int:
     """How many records of a layout are in host."""
-    return sum(len(e.slots) for e in cache.host.arena.extents() if e.slot_bytes == record_bytes(of.block_bytes()))
+    return sum(len(e.slots) for e in cache.host.arena.slabs() if e.slot_bytes == record_bytes(of.block_bytes()))
 
 
 def in_vain(cache: Cache) -> None:
@@ -251,15 +251,15 @@ def in_vain(cache: Cache) -> None:
     assert [left(cache, of) for of in (SMALL, MIDDLE, LARGE)] == [12, 8, 2]
 
 
-asked = pytest.mark.parametrize("asked", [flow.ASKED, 3], ids=["all", "one of each extent"])
+asked = pytest.mark.parametrize("asked", [flow.MAX_SAMPLED_RECORDS, 3], ids=["all", "one of each extent"])
 
 
 @asked
 def test_the_extent_that_is_worth_least_goes_though_another_is_emptier(
     asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flow, "ASKED", asked)
-    monkeypatch.setattr(flow, "LEAST_ASKED", 1)
+    monkeypatch.setattr(flow, "MAX_SAMPLED_RECORDS", asked)
+    monkeypatch.setattr(flow, "MIN_SAMPLED_RECORDS", 1)
     with closing(opened(3)) as cache:
         in_vain(cache)
         assert put(cache, OTHER, 100, 1) == 1
@@ -276,8 +276,8 @@ def test_the_extent_that_is_worth_least_goes_though_another_is_emptier(
 def test_an_extent_of_which_something_is_held_stays_whole(
     number: int, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flow, "ASKED", asked)
-    monkeypatch.setattr(flow, "LEAST_ASKED", 1)
+    monkeypatch.setattr(flow, "MAX_SAMPLED_RECORDS", asked)
+    monkeypatch.setattr(flow, "MIN_SAMPLED_RECORDS", 1)
     with closing(opened(3)) as cache:
         in_vain(cache)
         with cache.namespace(MIDDLE, model="m", revision="r", tenant="a").request() as r:
@@ -290,18 +290,20 @@ def test_an_extent_of_which_something_is_held_stays_whole(
 
 
 def test_what_a_choice_of_extents_costs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "ASKED", 48)
-    monkeypatch.setattr(flow, "LEAST_ASKED", 4)
+    monkeypatch.setattr(flow, "MAX_SAMPLED_RECORDS", 48)
+    monkeypatch.setattr(flow, "MIN_SAMPLED_RECORDS", 4)
     told: list[int] = []
     with closing(opened(40)) as cache:
         for number in range(40):
             assert put(cache, SMALL, number, 12) == 12
-        worth = cache.kinds.worth
-        monkeypatch.setattr(cache.kinds, "worth", lambda tier, there: told.append(len(there)) or worth(tier, there))
+        worth = cache.cost_classes.worth
+        monkeypatch.setattr(
+            cache.cost_classes, "worth", lambda tier, there: told.append(len(there)) or worth(tier, there)
+        )
         chosen = set()
         for _ in range(40):
             cache.index.tick()
-            chosen.update(e.number for e in cache.flow._cheapest(record_bytes(LARGE.block_bytes()), "a"))
+            chosen.update(e.number for e in cache.tier_manager._cheapest_slabs(record_bytes(LARGE.block_bytes()), "a"))
             assert 0 < sum(told) <= 48
             told.clear()
     assert len(chosen) == 40, "another time others are asked"

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from kvcache.block.layout import KVLayout
 from kvcache.cache.cache import Cache
 from kvcache.cache.tier_manager import Bypass
-from kvcache.log import LONGEST
+from kvcache.log import MAX_LABEL_CHARS
 from kvcache.observe.reasons import meaning
-from kvcache.os_env import Executor, InlineExecutor, Port, ThreadExecutor
+from kvcache.os_env import Executor, InlineExecutor, OsEnv, ThreadExecutor
 from kvcache.settings.sources import load
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
@@ -28,13 +28,15 @@ LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=256, dtype="fp32", block_to
 BLOCKS = 8
 
 
-def opened(place: Path, port: Port | None = None, *, host: str = "96KiB", nvme: str = "8MiB", queue: int = 64) -> Cache:
+def opened(
+    place: Path, os_env: OsEnv | None = None, *, host: str = "96KiB", nvme: str = "8MiB", queue: int = 64
+) -> Cache:
     settings = load(
-        host={"capacity_bytes": host, "extent_bytes": "24KiB"},
-        nvme={"path": place / "nvme", "capacity_bytes": nvme, "segment_bytes": "96KiB", "free_floor_bytes": 0},
+        host={"capacity_bytes": host, "slab_bytes": "24KiB"},
+        nvme={"path": place / "nvme", "capacity_bytes": nvme, "segment_bytes": "96KiB", "min_free_bytes": 0},
         flow={"queue_blocks": queue},
     )
-    return Cache(settings, port)
+    return Cache(settings, os_env)
 
 
 def pages() -> list[GroupPages]:
@@ -75,10 +77,12 @@ def test_whose_a_request_is_labels_what_is_said_of_it_and_no_key(tmp_path: Path)
         told = [(event.kind, event.request, event.agent, event.session) for event in cache.events.last()]
         assert told == [
             ("stored", "of planner", "planner", "one"),
-            ("loaded", "of critic", "critic", "x" * LONGEST),
+            ("loaded", "of critic", "critic", "x" * MAX_LABEL_CHARS),
             ("loaded", "of None", "", ""),
         ]
-        story, other = (cache.why.story(asked) for asked in reversed(cache.why.ring.last()[1:]))
+        story, other = (
+            cache.miss_explainer.explain(asked) for asked in reversed(cache.miss_explainer.recent_requests.last()[1:])
+        )
         assert (story["reason"], story["agent"], story["session"]) == ("cold", "planner", "one")
         assert other["agent"] == "critic"
 
@@ -133,18 +137,18 @@ def test_a_damaged_record_is_refused_and_said(tmp_path: Path) -> None:
         assert all("checksum" in fault for fault in found)
 
 
-def with_copies_later() -> tuple[Port, Later]:
+def with_copies_later() -> tuple[OsEnv, Later]:
     later = Later()
 
     def executor(threads: int, name: str) -> Executor:
         return later if name == "copy" else ThreadExecutor(threads, name)
 
-    return Port(executor=executor), later
+    return OsEnv(executor=executor), later
 
 
 def test_what_was_begun_before_a_bypass_ends_with_what_it_has(tmp_path: Path) -> None:
-    port, later = with_copies_later()
-    with closing(opened(tmp_path, port)) as cache:
+    os_env, later = with_copies_later()
+    with closing(opened(tmp_path, os_env)) as cache:
         with bound(cache).request() as r:
             r.match(range(4 * BLOCKS))
             stored = r.store(pages(), ids(4))
@@ -153,13 +157,13 @@ def test_what_was_begun_before_a_bypass_ends_with_what_it_has(tmp_path: Path) ->
             r.match()
             r.admit()
             loading, storing = r.load(4, pages(), ids(4)), r.store(pages(), ids(4), first_block=4)
-        cache.flow.bypass.set("on")
+        cache.tier_manager.bypass.set("on")
         later.run()
-        assert loading.outcomes == (Outcome.CANCELLED, *[Outcome.ABSENT] * 3)
+        assert loading.outcomes == (Outcome.CANCELLED, *[Outcome.NOT_FOUND] * 3)
         assert storing.outcomes == (Outcome.DROPPED,) * 4
         assert cache.counters.get("drops", reason="bypass") == 4
-        assert cache.flow.holds.held_bytes() == {"host": 0, "nvme": 0}
-        cache.flow.bypass.set("off")
+        assert cache.tier_manager.holds.held_bytes() == {"host": 0, "nvme": 0}
+        cache.tier_manager.bypass.set("off")
         with bound(cache).request() as r:
             assert r.match(range(4 * BLOCKS)).blocks == 4
         assert cache.flush(30)
@@ -167,13 +171,13 @@ def test_what_was_begun_before_a_bypass_ends_with_what_it_has(tmp_path: Path) ->
 
 
 def test_a_bypassed_cache_needs_no_thread_that_could_hang(tmp_path: Path) -> None:
-    port, later = with_copies_later()
-    with closing(opened(tmp_path, port)) as cache:
-        cache.flow.bypass.set("on")
+    os_env, later = with_copies_later()
+    with closing(opened(tmp_path, os_env)) as cache:
+        cache.tier_manager.bypass.set("on")
         with bound(cache).request() as r:
             assert r.match(range(16)).reason == "bypass"
             r.admit()
-            assert r.load(2, pages(), ids(2)).outcomes == (Outcome.ABSENT,) * 2
+            assert r.load(2, pages(), ids(2)).outcomes == (Outcome.NOT_FOUND,) * 2
             assert r.store(pages(), ids(4)).outcomes == (Outcome.DROPPED,) * 4
         assert later.calls == []
         assert cache.flush(0)
@@ -186,9 +190,9 @@ def test_nothing_is_brought_near_for_a_request_that_was_bypassed(tmp_path: Path)
     with closing(opened(tmp_path)) as cache:
         with bound(cache).request() as r:
             assert r.match(range(4 * BLOCKS)).by_tier == {"nvme": BLOCKS}
-            cache.flow.bypass.set("loads")
+            cache.tier_manager.bypass.set("loads")
             r.admit()
-        cache.flow.promoter.wait_idle(30)
+        cache.tier_manager.promoter.wait_idle(30)
         assert cache.counters.get("promoted_blocks") == 0
 
 
@@ -216,7 +220,7 @@ class Broken:
 
 
 def test_a_fault_of_a_request_is_logged_with_its_id(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with closing(opened(tmp_path, Port(executor=lambda threads, name: InlineExecutor()))) as cache:
+    with closing(opened(tmp_path, OsEnv(executor=lambda threads, name: InlineExecutor()))) as cache:
         here = bound(cache)
         here.copiers = Broken()
         with here.request(id="r-42") as r, caplog.at_level(logging.ERROR, "kvcache"):
@@ -234,7 +238,7 @@ def test_an_audit_tells_index_and_tier_apart(tmp_path: Path) -> None:
         assert cache.flush(30)
         assert cache.check() == []
         first, second, *_ = cache.host.scan()
-        cache.host.withdraw(first)
+        cache.host.unpublish(first)
         assert cache.check() == [f"host: {first.name.hex()} is in the index and not in the tier"]
         cache.index.discard(second, "host")
         assert cache.check() == [

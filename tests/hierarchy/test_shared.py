@@ -11,12 +11,12 @@ import pytest
 
 import kvcache
 from kvcache.cache.api import TierFlush
-from kvcache.cache.shared_lookup import MOST_QUESTIONS, Ask
+from kvcache.cache.shared_lookup import MAX_PENDING_LOOKUPS, SharedLookup
 from kvcache.errors import ClosedError
-from kvcache.index.block_run import ALL
-from kvcache.os_env import InlineExecutor, Port
+from kvcache.index.block_run import ALL_BLOCKS
+from kvcache.os_env import InlineExecutor, OsEnv
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.redis.keys import Names
+from kvcache.tier.redis.keys import KeyNames
 from kvcache.tier.tier import Outcome
 from tests.contract.test_cache import FULL, HYBRID, Engine, bind, store
 from tests.peer.proxy import Proxy
@@ -47,7 +47,7 @@ def opened(server: Server) -> Iterator[Open]:
                 host={"capacity_bytes": 8 * MiB},
                 nvme={"enabled": False},
                 redis={"enabled": True, "url": url or server.unix, **redis},
-                flow={"ask_deadline_s": 20, "deadline_s": 20, **(flow or {})},
+                flow={"lookup_timeout_s": 20, "deadline_s": 20, **(flow or {})},
                 control={"enabled": False},
             )
         )
@@ -88,23 +88,23 @@ def test_an_answer_that_was_begun_before_tells_of_nothing_that_was_cleared(
     bound, go, asked, waits = bind(cache), threading.Event(), threading.Event(), threading.Event()
     store(bound, Engine(FULL), TOKENS, list(range(10)))
     assert cache.flush(30)
-    assert cache.flow.ask.wait(60)  # what was asked before it was stored
-    (tier,) = cache.below
+    assert cache.tier_manager.shared_lookup.wait(60)  # what was asked before it was stored
+    (tier,) = cache.lower_tiers
     for address in tier.scan():
         cache.index.discard(address, tier.name)  # as a process that has not seen it yet
         cache.index.discard(address, "host")
         cache.host.remove([address])
-    leading, wait = tier.leading, cache.flow.ask.wait
+    match_prefix, wait = tier.match_prefix, cache.tier_manager.shared_lookup.wait
 
     def answer(*arguments: Any, **more: Any) -> Any:
-        found = leading(*arguments, **more)
+        found = match_prefix(*arguments, **more)
         found.result(30)
         asked.set()
         assert go.wait(60)
         return found
 
-    monkeypatch.setattr(tier, "leading", answer)
-    monkeypatch.setattr(cache.flow.ask, "wait", lambda timeout_s: waits.set() or wait(60))
+    monkeypatch.setattr(tier, "match_prefix", answer)
+    monkeypatch.setattr(cache.tier_manager.shared_lookup, "wait", lambda timeout_s: waits.set() or wait(60))
     with bound.request() as r:
         assert r.match(TOKENS).pending
         assert asked.wait(60)
@@ -182,7 +182,7 @@ def test_what_left_the_server_is_a_shorter_prefix(opened: Open, server: Server, 
     bound = bind(other)
     with bound.request() as r:
         assert settled(r).blocks == 10
-        place = Names("kvcache")
+        place = KeyNames("kvcache")
         chain = r._chains()[0]
         assert server.client.delete(place.record(chain[gone])) == 1
     assert load(bound, Engine(FULL), 10) == (gone, expected[:gone])
@@ -214,7 +214,7 @@ def test_two_that_compute_the_same_at_once_store_one_copy(opened: Open, server: 
         thread.join()
     assert all(cache.flush(30) for cache in caches)
     assert [cache.counters.get("write_failures") for cache in caches] == [0, 0, 0]
-    assert sum(map(Names("kvcache").is_record, server.client.scan_iter())) == 10
+    assert sum(map(KeyNames("kvcache").is_record, server.client.scan_iter())) == 10
 
 
 # a server that is away
@@ -237,7 +237,7 @@ def test_a_server_that_is_not_there_is_a_miss(opened: Open) -> None:
 def test_a_server_that_hangs_delays_nobody_beyond_the_deadline(opened: Open, server: Server) -> None:
     proxy = Proxy(server.port)
     try:
-        cache = opened(proxy.url, flow={"ask_deadline_s": 0.5}, timeout_s=0.5, serves=False)
+        cache = opened(proxy.url, flow={"lookup_timeout_s": 0.5}, timeout_s=0.5, serves=False)
         bound, engine = bind(cache), Engine(FULL)
         proxy.hang = True
         with bound.request() as r:
@@ -275,18 +275,18 @@ def test_more_questions_than_may_be_asked_are_matched_with_what_is_known(
 ) -> None:
     cache = opened()
     gate = threading.Event()
-    lead = RedisTier.leading
+    lead = RedisTier.match_prefix
 
     def slow(tier: RedisTier, *arguments: Any, **keywords: Any) -> Any:
         gate.wait(30)
         return lead(tier, *arguments, **keywords)
 
-    monkeypatch.setattr(RedisTier, "leading", slow)
+    monkeypatch.setattr(RedisTier, "match_prefix", slow)
     bound = bind(cache)
-    requests = [bound.request() for _ in range(MOST_QUESTIONS + 3)]
+    requests = [bound.request() for _ in range(MAX_PENDING_LOOKUPS + 3)]
     try:
         pending = [r.match([i, *range(30)]).pending for i, r in enumerate(requests)]
-        assert pending == [True] * MOST_QUESTIONS + [False] * 3
+        assert pending == [True] * MAX_PENDING_LOOKUPS + [False] * 3
     finally:
         gate.set()
     for r in requests:
@@ -301,14 +301,14 @@ def test_a_tier_that_is_closed_while_it_is_asked_is_no_fault(caplog: pytest.LogC
     class Closed:
         name = "far"
 
-        def leading(self, addresses: Any, *, deadline: float | None = None) -> Any:
+        def match_prefix(self, addresses: Any, *, deadline: float | None = None) -> Any:
             raise ClosedError("far tier: it was closed")
 
-    port = Port(executor=lambda threads, name: InlineExecutor())
+    os_env = OsEnv(executor=lambda threads, name: InlineExecutor())
     tiers: Any = [Closed()]
-    ask = Ask(tiers, index=cast(Any, None), port=port, most_known=1, deadline_s=20)
+    ask = SharedLookup(tiers, index=cast(Any, None), os_env=os_env, max_known_blocks=1, deadline_s=20)
     chains: Any = [[object()]]
-    question = ask.begin(chains, [ALL], 0, port.clock.now() + 1e6)
+    question = ask.begin(chains, [ALL_BLOCKS], 0, os_env.clock.now() + 1e6)
     assert question is not None
     assert (question.pending, question.answer) == (False, "nothing")
     assert caplog.records == []

@@ -16,9 +16,9 @@ from kvcache.block.record import record_bytes
 from kvcache.cache.cache import Cache
 from kvcache.cache.factory import POLICIES
 from kvcache.errors import ConfigError
-from kvcache.evict.quotas import UNLIMITED, Limit, Shares
-from kvcache.index.block_run import Run, place_of
-from kvcache.index.cost_classes import MOST_KINDS, Kind, Kinds, Model
+from kvcache.evict.quotas import UNLIMITED, Quota, Quotas
+from kvcache.index.block_run import BlockRun, place_of
+from kvcache.index.cost_classes import MAX_CLASSES, CostClass, CostClasses, ModelShape
 from kvcache.index.index import Index
 from kvcache.settings.sources import load
 from tests.hierarchy.test_room import EXTENT, INLINE, LARGE, SMALL, found, put
@@ -29,12 +29,12 @@ policies = pytest.mark.parametrize("policy", sorted(POLICIES))
 
 
 @contextmanager
-def opened(policy: str, tenants: dict[str, Any], place: Path | None = None, extents: int = 4) -> Iterator[Cache]:
+def opened(policy: str, tenants: dict[str, Any], place: Path | None = None, slabs: int = 4) -> Iterator[Cache]:
     nvme: dict[str, Any] = {"enabled": False}
     if place is not None:
-        nvme = {"path": place, "capacity_bytes": "2MiB", "segment_bytes": "192KiB", "free_floor_bytes": 0}
+        nvme = {"path": place, "capacity_bytes": "2MiB", "segment_bytes": "192KiB", "min_free_bytes": 0}
         nvme["durability"] = "none"
-    host = {"capacity_bytes": extents * EXTENT, "extent_bytes": EXTENT}
+    host = {"capacity_bytes": slabs * EXTENT, "slab_bytes": EXTENT}
     cache = Cache(load(environ={}, host=host, nvme=nvme, evict={"policy": policy, "tenants": tenants}), INLINE)
     with cache:
         yield cache
@@ -42,12 +42,12 @@ def opened(policy: str, tenants: dict[str, Any], place: Path | None = None, exte
 
 
 def used(cache: Cache, tier: str) -> dict[str, int]:
-    return cache.kinds.used_bytes(tier)
+    return cache.cost_classes.used_bytes(tier)
 
 
 @policies
 def test_a_greedy_tenant_cannot_push_another_below_its_share_of_host(policy: str) -> None:
-    with opened(policy, {"small": {"host_least_bytes": 10 * SLOT}}) as cache:
+    with opened(policy, {"small": {"host_guaranteed_bytes": 10 * SLOT}}) as cache:
         for i in range(3):
             assert put(cache, SMALL, i, 5, "small") == 5
         for i in range(40):  # the tier has 48 slots
@@ -60,7 +60,7 @@ def test_a_greedy_tenant_cannot_push_another_below_its_share_of_host(policy: str
 
 @policies
 def test_below_its_share_a_tenant_takes_room_whatever_it_is_worth(policy: str) -> None:
-    with opened(policy, {"late": {"host_least_bytes": 20 * SLOT}}) as cache:
+    with opened(policy, {"late": {"host_guaranteed_bytes": 20 * SLOT}}) as cache:
         for turn in range(6):
             for i in range(6):
                 put(cache, SMALL, i, 8, "early")
@@ -87,7 +87,7 @@ def test_a_quota_of_host_is_never_exceeded_and_its_tenant_makes_room_for_itself(
 @policies
 def test_the_same_on_the_drive(policy: str, tmp_path: Path) -> None:
     size = record_bytes(SMALL.block_bytes())
-    tenants = {"small": {"nvme_least_bytes": 40 * size}, "bounded": {"nvme_quota_bytes": 24 * size}}
+    tenants = {"small": {"nvme_guaranteed_bytes": 40 * size}, "bounded": {"nvme_quota_bytes": 24 * size}}
     with opened(policy, tenants, tmp_path) as cache:
         for i in range(6):
             put(cache, SMALL, i, 8, "small")
@@ -104,7 +104,7 @@ def test_the_same_on_the_drive(policy: str, tmp_path: Path) -> None:
 
 def test_other_sizes_do_not_get_around_a_share(tmp_path: Path) -> None:
     """Where a whole extent or segment would go to make room for another size, a share keeps it."""
-    tenants = {"small": {"host_least_bytes": 10 * SLOT, "nvme_least_bytes": 30 * SLOT}}
+    tenants = {"small": {"host_guaranteed_bytes": 10 * SLOT, "nvme_guaranteed_bytes": 30 * SLOT}}
     with opened("lru", tenants, tmp_path) as cache:
         for i in range(6):
             put(cache, SMALL, i, 6, "small")
@@ -118,11 +118,11 @@ def test_other_sizes_do_not_get_around_a_share(tmp_path: Path) -> None:
 def test_a_share_can_be_changed_while_it_is_in_use() -> None:
     with opened("lru", {}) as cache:
         put(cache, SMALL, 0, 10, "small")
-        cache.shares.set("small", "host", Limit(least_bytes=10 * SLOT))
+        cache.quotas.set("small", "host", Quota(guaranteed_bytes=10 * SLOT))
         for i in range(12):
             put(cache, SMALL, 10 + i, 8, "greedy")
         assert used(cache, "host")["small"] == 10 * SLOT
-        cache.shares.set("small", "host", Limit())
+        cache.quotas.set("small", "host", Quota())
         for i in range(12):
             put(cache, SMALL, 30 + i, 8, "greedy")
         assert "small" not in used(cache, "host") or used(cache, "host")["small"] == 0
@@ -131,8 +131,8 @@ def test_a_share_can_be_changed_while_it_is_in_use() -> None:
 @pytest.mark.parametrize(
     ("tenants", "said"),
     [
-        ({"a": {"host_least_bytes": "1MiB"}}, r"evict.tenants = 1 MiB: more than host.capacity_bytes"),
-        ({"a": {"host_quota_bytes": 10, "host_least_bytes": 11}}, "host_quota_bytes"),
+        ({"a": {"host_guaranteed_bytes": "1MiB"}}, r"evict.tenants = 1 MiB: more than host.capacity_bytes"),
+        ({"a": {"host_quota_bytes": 10, "host_guaranteed_bytes": 11}}, "host_quota_bytes"),
         ({"a": {"host_quotum": 10}}, "evict.tenants.a.host_quotum"),
     ],
 )
@@ -145,65 +145,67 @@ def test_limits_are_read_from_a_file_and_from_a_variable(tmp_path: Path) -> None
     path = tmp_path / "kvcache.toml"
     path.write_text('[evict.tenants.acme]\nhost_quota_bytes = "8GiB"\n', encoding="utf-8")
     assert load(path, environ={}).evict.tenants["acme"].host_quota_bytes == 8 << 30
-    environ = {"KVCACHE_EVICT__TENANTS": '{"acme": {"nvme_least_bytes": "1GiB"}}'}
-    assert load(environ=environ).evict.tenants["acme"].nvme_least_bytes == 1 << 30
+    environ = {"KVCACHE_EVICT__TENANTS": '{"acme": {"nvme_guaranteed_bytes": "1GiB"}}'}
+    assert load(environ=environ).evict.tenants["acme"].nvme_guaranteed_bytes == 1 << 30
     with pytest.raises(ConfigError, match=r"KVCACHE_EVICT__TENANTS"):
         load(environ={"KVCACHE_EVICT__TENANTS": "no JSON"})
 
 
 # what a byte is worth
 
-LIGHT, DEAR, UNKNOWN = (Model((name,), 16, (16 * KiB,)) for name in ("light", "dear", "unknown"))
+LIGHT, DEAR, UNKNOWN = (ModelShape((name,), 16, (16 * KiB,)) for name in ("light", "dear", "unknown"))
 SPACES = {model: bytes([i]) * 32 for i, model in enumerate((LIGHT, DEAR, UNKNOWN))}
 
 
-def weighed(policy: str, paces: dict[Model, float], tenants: Sequence[str] = ("t", "t", "t")) -> tuple[Index, Kinds]:
+def weighed(
+    policy: str, paces: dict[ModelShape, float], tenants: Sequence[str] = ("t", "t", "t")
+) -> tuple[Index, CostClasses]:
     index = Index(["host"], POLICIES[policy]())
-    kinds = Kinds(index, ["host"], Shares())
+    cost_classes = CostClasses(index, ["host"], Quotas())
     for (model, space), tenant in zip(SPACES.items(), tenants, strict=True):
-        kinds.bind(Kind(tenant, model, model.block_bytes), place_of(space, 0, SMALL.whole[0]))
+        cost_classes.bind(CostClass(tenant, model, model.block_bytes), place_of(space, 0, SMALL.whole[0]))
     for tenant, model in zip(tenants, SPACES, strict=True):
         if model in paces:
-            kinds.computed(tenant, model, 1000, 1000 * paces[model])
-    return index, kinds
+            cost_classes.computed(tenant, model, 1000, 1000 * paces[model])
+    return index, cost_classes
 
 
-def come(index: Index, model: Model, number: int) -> None:
+def come(index: Index, model: ModelShape, number: int) -> None:
     space = SPACES[model]
     signature = Random(f"{model.name} {number}").randbytes(32)
-    index.insert_run(Run(place_of(space, 0, SMALL.whole[0]), signature), space, "host")
+    index.insert_run(BlockRun(place_of(space, 0, SMALL.whole[0]), signature), space, "host")
 
 
 @policies
 def test_of_blocks_used_alike_the_one_that_costs_less_to_compute_leaves(policy: str) -> None:
-    index, kinds = weighed(policy, {LIGHT: 1e-5, DEAR: 1e-3})
+    index, cost_classes = weighed(policy, {LIGHT: 1e-5, DEAR: 1e-3})
     for i in range(20):
         for model in SPACES:
             come(index, model, i)
     for model in (LIGHT, UNKNOWN, DEAR):
-        assert {victim.namespace for victim in kinds.evict("host", 20, tenant="t")} == {SPACES[model]}
+        assert {victim.namespace for victim in cost_classes.evict("host", 20, tenant="t")} == {SPACES[model]}
     assert index.check() == []
 
 
 def test_models_that_cost_about_the_same_are_ranked_by_use_alone() -> None:
-    index, kinds = weighed("lru", {LIGHT: 1.00e-4, DEAR: 1.05e-4})
+    index, cost_classes = weighed("lru", {LIGHT: 1.00e-4, DEAR: 1.05e-4})
     for i in range(10):
         index.tick()
         for model in (DEAR, LIGHT):
             come(index, model, i)
-    assert kinds.weights("host") == [1.0] * 4
-    oldest = kinds.evict("host", 10, tenant="t")
+    assert cost_classes.weights("host") == [1.0] * 4
+    oldest = cost_classes.evict("host", 10, tenant="t")
     assert len({v.namespace for v in oldest}) == 2
 
 
 def test_a_block_twice_as_large_is_worth_half_a_byte() -> None:
     index = Index(["host"], POLICIES["lru"]())
-    kinds = Kinds(index, ["host"], Shares())
-    small, large = Model(("a",), 16, (1000,)), Model(("b",), 16, (4000,))
+    cost_classes = CostClasses(index, ["host"], Quotas())
+    small, large = ModelShape(("a",), 16, (1000,)), ModelShape(("b",), 16, (4000,))
     for i, model in enumerate((small, large)):
-        kinds.bind(Kind("t", model, model.block_bytes), place_of(bytes([i]) * 32, 0, SMALL.whole[0]))
-        kinds.computed("t", model, 1000, 1.0)
-    _, one, other = kinds.weights("host")
+        cost_classes.bind(CostClass("t", model, model.block_bytes), place_of(bytes([i]) * 32, 0, SMALL.whole[0]))
+        cost_classes.computed("t", model, 1000, 1.0)
+    _, one, other = cost_classes.weights("host")
     assert one / other == 4
     assert one * other == 1
 
@@ -220,20 +222,20 @@ CLAIMS = st.tuples(
 @example([("a", LIGHT, 2**63, 5e-324), ("a", DEAR, 1, 1e300)])
 @example([("a", LIGHT, 1000, 1e-6), ("a", DEAR, 1, 1e3)])
 def test_no_claim_stops_anybody_or_counts_for_more_than_its_bound(
-    claims: list[tuple[str, Model, int, float]],
+    claims: list[tuple[str, ModelShape, int, float]],
 ) -> None:
-    index, kinds = weighed("lru", {LIGHT: 1e-5, DEAR: 1e-3}, ["c", "c", "a"])
-    before = kinds.weights("host")
+    index, cost_classes = weighed("lru", {LIGHT: 1e-5, DEAR: 1e-3}, ["c", "c", "a"])
+    before = cost_classes.weights("host")
     for tenant, model, tokens, seconds in claims:
-        kinds.computed(tenant, model, tokens, seconds)
-        weights = kinds.weights("host")
+        cost_classes.computed(tenant, model, tokens, seconds)
+        weights = cost_classes.weights("host")
         assert weights[:3] == before[:3], "what a tenant claims moved another's"
         assert all(2**-8 <= weight <= 2**8 for weight in weights)
-    kinds.bind(Kind("b", LIGHT, LIGHT.block_bytes), place_of(b"b" * 32, 0, SMALL.whole[0]))
-    assert len(kinds.weights("host")) == 5
+    cost_classes.bind(CostClass("b", LIGHT, LIGHT.block_bytes), place_of(b"b" * 32, 0, SMALL.whole[0]))
+    assert len(cost_classes.weights("host")) == 5
     for model in SPACES:
         come(index, model, 0)
-    assert len(kinds.evict("host", 3, tenant="b")) == 3
+    assert len(cost_classes.evict("host", 3, tenant="b")) == 3
 
 
 def test_stores_go_on_after_a_client_s_mad_claim() -> None:
@@ -257,17 +259,17 @@ def test_no_victims_ever_take_a_tenant_below_its_share(
     has: list[int], least: list[int], wants: int, count: int, own: bool
 ) -> None:
     names = ["a", "b", "c"]
-    index, kinds = weighed("hazard", {}, names)
+    index, cost_classes = weighed("hazard", {}, names)
     size = 16 * KiB
     for name, model, blocks, share in zip(names, SPACES, has, least, strict=True):
-        kinds.shares.set(name, "host", Limit(least_bytes=share * size))
+        cost_classes.quotas.set(name, "host", Quota(guaranteed_bytes=share * size))
         for i in range(blocks):
             come(index, model, i)
             index.tick()
     taken = 0
-    while taken < count and (victims := kinds.evict("host", count - taken, tenant=names[wants], own=own)):
+    while taken < count and (victims := cost_classes.evict("host", count - taken, tenant=names[wants], own=own)):
         taken += len(victims)
-    now = kinds.used_bytes("host")
+    now = cost_classes.used_bytes("host")
     may = 0
     for i, name in enumerate(names):
         floor = 0 if i == wants else has[i] if own else min(has[i], least[i])
@@ -278,24 +280,26 @@ def test_no_victims_ever_take_a_tenant_below_its_share(
 
 def test_models_without_end_do_not_get_around_a_share(caplog: pytest.LogCaptureFixture) -> None:
     index = Index(["host"], POLICIES["lru"]())
-    kinds = Kinds(index, ["host"], Shares())
-    for i in range(MOST_KINDS + 10):
+    cost_classes = CostClasses(index, ["host"], Quotas())
+    for i in range(MAX_CLASSES + 10):
         space = i.to_bytes(32, "little")
-        kinds.bind(Kind("t", Model((str(i),), 16, (100,)), (100,)), place_of(space, 0, SMALL.whole[0]))
-    for i in (0, MOST_KINDS - 1, MOST_KINDS + 9):
+        cost_classes.bind(CostClass("t", ModelShape((str(i),), 16, (100,)), (100,)), place_of(space, 0, SMALL.whole[0]))
+    for i in (0, MAX_CLASSES - 1, MAX_CLASSES + 9):
         space = i.to_bytes(32, "little")
-        index.insert_run(Run(place_of(space, 0, SMALL.whole[0]), bytes([i % 251]) * 32), space, "host")
-    assert kinds.used_bytes("host") == {"t": 300}
+        index.insert_run(BlockRun(place_of(space, 0, SMALL.whole[0]), bytes([i % 251]) * 32), space, "host")
+    assert cost_classes.used_bytes("host") == {"t": 300}
     assert sum("kinds of blocks" in record.getMessage() for record in caplog.records) == 1
-    kinds.bind(Kind("late", LIGHT, (100,)), place_of(b"l" * 32, 0, SMALL.whole[0]))  # nothing to count it by
-    assert len(kinds.evict("host", 3, tenant="late")) == 3
+    cost_classes.bind(
+        CostClass("late", LIGHT, (100,)), place_of(b"l" * 32, 0, SMALL.whole[0])
+    )  # nothing to count it by
+    assert len(cost_classes.evict("host", 3, tenant="late")) == 3
 
 
 def test_limits_that_contradict_themselves_are_refused() -> None:
     with pytest.raises(ValueError, match="quota at most"):
-        Limit(quota_bytes=1, least_bytes=2)
-    shares = Shares()
-    shares.set("a", "host", Limit(5))
-    shares.set("a", "host", Limit())
-    assert shares.all("host") == {}
-    assert shares.losable("a", "host", 7, to="b") == UNLIMITED
+        Quota(quota_bytes=1, guaranteed_bytes=2)
+    quotas = Quotas()
+    quotas.set("a", "host", Quota(5))
+    quotas.set("a", "host", Quota())
+    assert quotas.all("host") == {}
+    assert quotas.evictable("a", "host", 7, to="b") == UNLIMITED

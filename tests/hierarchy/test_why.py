@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from kvcache.block.layout import KVLayout
 from kvcache.cache.cache import Cache
-from kvcache.cache.miss_explainer import meeting
-from kvcache.observe.events import Lost
+from kvcache.cache.miss_explainer import resync_point
+from kvcache.observe.events import EvictionHistory
 from kvcache.observe.reasons import meaning
-from kvcache.observe.recent_requests import Asked, Ring, kept, shared_blocks, shared_tokens
-from kvcache.os_env import Port, SystemClock
+from kvcache.observe.recent_requests import RecentRequest, RecentRequests, kept, shared_blocks, shared_tokens
+from kvcache.os_env import OsEnv, SystemClock
 from kvcache.settings.sources import load
 from kvcache.transfer.pages import GroupPages
 
@@ -27,18 +27,18 @@ BLOCKS = 16
 
 
 def opened(
-    place: Path | None = None, *, host: str = "1MiB", memory: str = "1MiB", port: Port | None = None, **more: Any
+    place: Path | None = None, *, host: str = "1MiB", memory: str = "1MiB", os_env: OsEnv | None = None, **more: Any
 ) -> Cache:
     nvme: dict[str, Any] = {"enabled": False}
     if place is not None:
-        nvme = {"path": place / "nvme", "capacity_bytes": "8MiB", "segment_bytes": "96KiB", "free_floor_bytes": 0}
+        nvme = {"path": place / "nvme", "capacity_bytes": "8MiB", "segment_bytes": "96KiB", "min_free_bytes": 0}
     settings = load(
-        host={"capacity_bytes": host, "extent_bytes": "24KiB"},
+        host={"capacity_bytes": host, "slab_bytes": "24KiB"},
         nvme=nvme,
         explain={"memory_bytes": memory},
         **more,
     )
-    return Cache(settings, port or Port())
+    return Cache(settings, os_env or OsEnv())
 
 
 def pages() -> list[GroupPages]:
@@ -61,9 +61,9 @@ def turn(cache: Cache, tokens: Any, name: str = "", *, store: bool = True, **nam
 
 
 def story(cache: Cache, request: str) -> dict[str, Any]:
-    asked = cache.why.ring.find(request)
+    asked = cache.miss_explainer.recent_requests.find(request)
     assert asked is not None
-    return cache.why.story(asked, cache.namespaces)
+    return cache.miss_explainer.explain(asked, cache.namespaces)
 
 
 def misses(cache: Cache) -> dict[str, int]:
@@ -250,7 +250,7 @@ def test_without_memory_nothing_is_kept() -> None:
     with closing(opened(memory="0")) as cache:
         turn(cache, range(40), "one")
         assert turn(cache, [*range(20), *range(100, 120)], "two") == "cold"
-        assert len(cache.why.ring) == 0
+        assert len(cache.miss_explainer.recent_requests) == 0
 
 
 # the parts
@@ -287,18 +287,18 @@ def test_shared_is_the_common_front(one: list[int], other: list[int]) -> None:
 @given(st.lists(st.integers(0, 9), max_size=20), st.lists(st.integers(10, 19), max_size=20), st.integers(8, 60))
 def test_two_that_part_meet_again(ours: list[int], theirs: list[int], after: int) -> None:
     same = list(range(100, 100 + after))
-    met = meeting(np.array([*ours, *same], np.uint32), np.array([*theirs, *same], np.uint32))
+    met = resync_point(np.array([*ours, *same], np.uint32), np.array([*theirs, *same], np.uint32))
     assert met == (len(ours), len(theirs), after)
-    assert meeting(np.arange(50, dtype=np.uint32), np.arange(100, 150, dtype=np.uint32)) is None
+    assert resync_point(np.arange(50, dtype=np.uint32), np.arange(100, 150, dtype=np.uint32)) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 8)), max_size=60), st.integers(200, 3000))
 def test_the_ring_is_bounded_and_finds_what_it_has(prompts: list[tuple[int, int]], most: int) -> None:
-    ring, model = Ring(most, requests=10), []
+    ring, model = RecentRequests(most, requests=10), []
     for number, (chain, blocks) in enumerate(prompts):
         packed = b"".join(bytes([chain, i]).ljust(32, b"\0") for i in range(blocks))
         ids = [np.full(4 * blocks, chain, np.uint32)]
-        asked = Asked(f"r{number}", b"n" * 32, [], 4, packed, number, float(number), ids)
+        asked = RecentRequest(f"r{number}", b"n" * 32, [], 4, packed, number, float(number), ids)
         ring.add(asked)
         if asked.size_bytes <= most:
             model.append(asked)
@@ -312,7 +312,7 @@ def test_the_ring_is_bounded_and_finds_what_it_has(prompts: list[tuple[int, int]
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from(["host", "nvme"])), max_size=100))
 def test_the_last_that_was_heard_of_a_block_is_remembered(events: list[tuple[int, str]]) -> None:
-    lost, model = Lost(SystemClock(), blocks=8), {}
+    lost, model = EvictionHistory(SystemClock(), blocks=8), {}
     for clock, (block, tier) in enumerate(events):
         lost.add([bytes([block])], "evicted", tier=tier, why="lru", clock=clock)
         model.pop(block, None)
@@ -325,7 +325,7 @@ def test_the_last_that_was_heard_of_a_block_is_remembered(events: list[tuple[int
 
 
 def test_what_was_never_written_below_was_lost_by_the_write() -> None:
-    lost = Lost(SystemClock())
+    lost = EvictionHistory(SystemClock())
     lost.add([b"a"], "store_failed", tier="nvme", why="failed", clock=1)
     lost.add([b"a", b"b"], "evicted", tier="host", why="lru", clock=2)
     assert [lost.find(s).reason for s in (b"a", b"b")] == ["store_failed", "evicted"]  # type: ignore[union-attr]

@@ -22,7 +22,7 @@ SHORT = list(range(40))  # ten blocks
 
 
 def open_cache(path: Path, mode: str, tier: str = "nvme", host_bytes: int = 512 * KiB, **flow: Any) -> Any:
-    nvme = {"path": path / "nvme", "capacity_bytes": 64 << 20, "free_floor_bytes": 0, "write": mode}
+    nvme = {"path": path / "nvme", "capacity_bytes": 64 << 20, "min_free_bytes": 0, "write": mode}
     redis = {"enabled": True, "url": empty(path).unix, "write": mode} if tier == "redis" else {}
     objects = {"enabled": True, "url": f"file://{path}/objects", "write": mode} if tier == "object" else {}
     return kvcache.open(
@@ -81,7 +81,7 @@ def test_what_cannot_be_offered_keeps_no_flush_waiting(
         bound = bind(cache)
         store(bound, Engine(FULL), SHORT, list(range(10)))
         with monkeypatch.context() as patch:
-            patch.setattr(cache.flow.lanes[0], "offer", fails)
+            patch.setattr(cache.tier_manager.write_back_queues[0], "offer", fails)
             use(bound, SHORT)
             assert cache.flush(30).tiers["nvme"].reached == 10, "the flush offers them again"
         assert "RuntimeError: no offers" in caplog.text
@@ -138,7 +138,7 @@ from tests.contract.caches import FULL, Engine, bind
 from tests.hierarchy.test_object import settled
 from tests.hierarchy.test_write_modes import open_cache
 engine, said = Engine(FULL), []
-flow = {"ask_deadline_s": 60, "deadline_s": 60}
+flow = {"lookup_timeout_s": 60, "deadline_s": 60}
 with open_cache(Path(sys.argv[1]), "write_back", "object", 8 << 20, **flow) as cache:
     bound = bind(cache)
     for prompt in json.loads(sys.argv[2]):
@@ -199,7 +199,7 @@ def test_a_tail_is_not_kept_where_its_head_could_not_be_written(
 ) -> None:
     with open_cache(tmp_path, "write_through") as cache:
         bound, engine = bind(cache), Engine(FULL)
-        (nvme,) = cache.below
+        (nvme,) = cache.lower_tiers
         submit = nvme.submit
         refuse: set[bytes] = set()
 
@@ -211,7 +211,7 @@ def test_a_tail_is_not_kept_where_its_head_could_not_be_written(
             ticket.wait()
             whole = Ticket(len(addresses))
             for i in range(len(addresses)):
-                whole.settle(i, ticket.outcomes[kept.index(i)] if i in kept else Outcome.NO_ROOM)
+                whole.settle(i, ticket.outcomes[kept.index(i)] if i in kept else Outcome.NO_CAPACITY)
             return whole
 
         monkeypatch.setattr(nvme, "submit", some)

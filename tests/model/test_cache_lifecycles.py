@@ -49,13 +49,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.cache: Any = kvcache.open(
-            host={"capacity_bytes": self.host_records * 12 * KiB, "extent_bytes": 48 * KiB},
+            host={"capacity_bytes": self.host_records * 12 * KiB, "slab_bytes": 48 * KiB},
             nvme={
                 "enabled": self.nvme,
                 "path": self.directory,
                 "capacity_bytes": 768 * KiB,
                 "segment_bytes": 48 * KiB,
-                "free_floor_bytes": 0,
+                "min_free_bytes": 0,
             },
             flow={"queue_blocks": 8},
         )
@@ -151,15 +151,15 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.flush(30)
         assert self.cache.check() == []
         assert self.cache.index.held() == 0
-        assert set(self.cache.flow.holds.held_bytes().values()) == {0}
-        extents = list(self.cache.host.arena.extents())
-        assert all(slot.references == 1 for extent in extents for slot in extent.slots.values())
+        assert set(self.cache.tier_manager.holds.held_bytes().values()) == {0}
+        slabs = list(self.cache.host.arena.slabs())
+        assert all(slot.references == 1 for slab in slabs for slot in slab.slots.values())
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):
             self.settle()
             self.cache.close()
-            assert list(self.cache.host.arena.extents()) == []
+            assert list(self.cache.host.arena.slabs()) == []
             shutil.rmtree(self.directory)
 
 

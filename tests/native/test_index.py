@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvcache import native
-from kvcache.block.chain import plain_digest_chain
+from kvcache.block.chain import digest_chain_reference
 from kvcache.block.layout import Shard
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES
-from kvcache.index.block_run import ALL, place_of
+from kvcache.index.block_run import ALL_BLOCKS, place_of
 from kvcache.index.reference.eviction_order import USES_BITS
-from kvcache.index.reference.index import PlainIndex
+from kvcache.index.reference.index import ReferenceIndex
 
 pytestmark = pytest.mark.skipif(not native.built, reason="the compiled core was not built")
 
@@ -71,7 +71,7 @@ def in_any_order(told: bytes) -> tuple[list[int], list[int]]:
 
 def life(others: int) -> bytes:
     """What an index kept that had so many blocks, and half of the first branches at the first place."""
-    index, random = PlainIndex(3, BOUNDS, AGE_EDGES, 0, GAPS), Random(others)
+    index, random = ReferenceIndex(3, BOUNDS, AGE_EDGES, 0, GAPS), Random(others)
     for _ in range(50):
         index.tick()
     for chain in CHAINS[:2]:
@@ -88,7 +88,9 @@ class Twins(RuleBasedStateMachine):
     @initialize(ghosts=st.sampled_from([0.0, 0.5, 2.0]), others=st.none() | st.sampled_from([0, 30, 300]))
     def begin(self, ghosts: float, others: int | None) -> None:
         """`others`: of a life that is remembered, blocks that never come, beside some that do."""
-        self.twins: list[Any] = [core(3, BOUNDS, AGE_EDGES, ghosts, GAPS) for core in (PlainIndex, native.core.Index)]
+        self.twins: list[Any] = [
+            core(3, BOUNDS, AGE_EDGES, ghosts, GAPS) for core in (ReferenceIndex, native.core.Index)
+        ]
         self.held: list[tuple[bytes, bytes]] = []
         self.remembers = others is not None
         if others is not None:
@@ -207,7 +209,12 @@ class Twins(RuleBasedStateMachine):
     @rule(chain=chains, end=st.integers(0, 9), window=st.integers(1, 4))
     def match(self, chain: int, end: int, window: int) -> None:
         run = CHAINS[chain][: 32 * end]
-        for groups, needs in (([0], [ALL]), ([0, 1], [ALL, window]), ([1], [1]), ([2, 1, 0], [window, 1, ALL])):
+        for groups, needs in (
+            ([0], [ALL_BLOCKS]),
+            ([0, 1], [ALL_BLOCKS, window]),
+            ([1], [1]),
+            ([2, 1, 0], [window, 1, ALL_BLOCKS]),
+        ):
             self.both(lambda twin: twin.match([PLACES[g] for g in groups], needs, run))  # noqa: B023  called at once
 
     @invariant()
@@ -292,16 +299,16 @@ def signatures(seed: int, blocks: int) -> bytes:
 
 def test_ask_is_digest_and_match() -> None:
     tokens = np.arange(16 * 100, dtype=np.uint32)
-    expected = plain_digest_chain(SPACES[0], tokens, 16, None)
+    expected = digest_chain_reference(SPACES[0], tokens, 16, None)
     index = new()
     index.insert(PLACES[0], expected[: 32 * 40], SPACES[0], 0)
     index.insert(PLACES[0], expected[: 32 * 60], SPACES[0], 1)
     for form in (tokens, tokens.astype(np.int64)):
         for blocks, found in ((100, (60, (40, 20))), (50, (50, (40, 10))), (7, (7, (7, 0)))):
-            asked = index.ask(SPACES[0], form[: 16 * blocks], 16, None, [PLACES[0]], [ALL])
+            asked = index.ask(SPACES[0], form[: 16 * blocks], 16, None, [PLACES[0]], [ALL_BLOCKS])
             assert asked == (expected[: 32 * blocks], *found)
     with pytest.raises(OverflowError):
-        index.ask(SPACES[0], np.array([1, -1]), 1, None, [PLACES[0]], [ALL])
+        index.ask(SPACES[0], np.array([1, -1]), 1, None, [PLACES[0]], [ALL_BLOCKS])
 
 
 def test_threads_at_once() -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "built", False)
-    native._say.cache_clear()
+    native._warn_once.cache_clear()
 
 
 @pytest.mark.usefixtures("missing")

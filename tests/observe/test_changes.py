@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.index.kv_events import Change, Changes
+from kvcache.index.kv_events import KVEvent, KVEvents
 from kvcache.os_env import SystemClock
 
 
@@ -22,12 +22,12 @@ class TurnedClock(SystemClock):
 ONE, OTHER = b"1" * 32, b"2" * 32
 
 
-def change(i: int, namespace: bytes = ONE, blocks: int = 1) -> Change:
-    return Change("stored", "host", namespace, 0, (0, 1, 0, 1), b"", i.to_bytes(32, "big") * blocks)
+def change(i: int, namespace: bytes = ONE, blocks: int = 1) -> KVEvent:
+    return KVEvent("stored", "host", namespace, 0, (0, 1, 0, 1), b"", i.to_bytes(32, "big") * blocks)
 
 
-def ring(kept: int = 1 << 18) -> Changes:
-    return Changes(TurnedClock(), kept)
+def ring(kept: int = 1 << 18) -> KVEvents:
+    return KVEvents(TurnedClock(), kept)
 
 
 def test_nothing_is_kept_before_somebody_asks() -> None:
@@ -36,9 +36,9 @@ def test_nothing_is_kept_before_somebody_asks() -> None:
     begun = changes.since(None, [])
     assert changes.on
     assert not begun.lost
-    assert not begun.changes
+    assert not begun.kv_events
     changes.add(change(1))
-    assert changes.since(begun.next, [ONE]).changes == [change(1)]
+    assert changes.since(begun.next, [ONE]).kv_events == [change(1)]
 
 
 @given(st.lists(st.sampled_from([ONE, OTHER]), max_size=40), st.integers(1, 7))
@@ -51,8 +51,8 @@ def test_a_follower_hears_each_change_of_its_own_once_and_in_order(owners: list[
         if i % every == 0:
             told = changes.since(told.next, [ONE])
             assert not told.lost
-            heard += told.changes
-    heard += changes.since(told.next, [ONE]).changes
+            heard += told.kv_events
+    heard += changes.since(told.next, [ONE]).kv_events
     assert heard == [change(i, owner) for i, owner in enumerate(owners) if owner == ONE]
 
 
@@ -63,25 +63,25 @@ def test_what_is_not_kept_any_more_is_said() -> None:
         changes.add(change(i))
     told = changes.since(begun.next, [ONE])
     assert told.lost
-    assert told.changes == [change(i) for i in (2, 3, 4)]
+    assert told.kv_events == [change(i) for i in (2, 3, 4)]
     assert not changes.since(told.next, [ONE]).lost
 
 
 def test_another_process_is_not_taken_for_this_one() -> None:
     clock = TurnedClock()
-    old = Changes(clock)
+    old = KVEvents(clock)
     number = old.since(None, []).next
     for i in range(9):
         old.add(change(i))
     clock.time += 1
-    new = Changes(clock)
+    new = KVEvents(clock)
     new.since(None, [])
     assert new.since(number + 9, [ONE]).lost
     assert not new.since(new.since(number + 9, [ONE]).next, [ONE]).lost
 
 
 def test_an_answer_has_an_end(monkeypatch: Any) -> None:
-    monkeypatch.setattr("kvcache.index.kv_events.TOLD_BLOCKS", 4)
+    monkeypatch.setattr("kvcache.index.kv_events.MAX_BATCH_BLOCKS", 4)
     changes = ring()
     told = changes.since(None, [])
     for i in range(5):
@@ -89,9 +89,9 @@ def test_an_answer_has_an_end(monkeypatch: Any) -> None:
     counts = []
     while True:
         told = changes.since(told.next, [ONE])
-        if not told.changes:
+        if not told.kv_events:
             break
-        counts.append(len(told.changes))
+        counts.append(len(told.kv_events))
     assert counts == [2, 2, 1]
 
 
@@ -121,13 +121,13 @@ def test_a_tenant_s_numbers_are_those_of_its_own_changes(
             told, truth = both.since(told.next, [ONE], "1"), alone.since(truth.next, [ONE], "1")
             assert told.next == truth.next
             if not told.lost:
-                assert told.changes == truth.changes
+                assert told.kv_events == truth.kv_events
             everything = both.since(everything.next, [ONE, OTHER])
             missed |= everything.lost
-            heard += everything.changes
+            heard += everything.kv_events
         assert sum(each.blocks for of in both._rings.values() for _, each in of.rows) <= kept
     everything = both.since(everything.next, [ONE, OTHER])
-    heard += everything.changes
+    heard += everything.kv_events
     if not (missed or everything.lost):
         assert heard == [change(i, *each) for i, each in enumerate(given_)]
 
@@ -141,6 +141,6 @@ def test_whoever_has_most_loses_first() -> None:
     for i in range(100):
         changes.add(change(i, OTHER))
     mine = changes.since(quiet.next, [ONE], "1")
-    assert (mine.lost, len(mine.changes)) == (False, 5)
+    assert (mine.lost, len(mine.kv_events)) == (False, 5)
     theirs = changes.since(loud.next, [OTHER], "2")
-    assert (theirs.lost, len(theirs.changes)) == (True, 5)
+    assert (theirs.lost, len(theirs.kv_events)) == (True, 5)

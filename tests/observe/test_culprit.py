@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcache.observe.recent_requests import Culprit, culprit, parting
+from kvcache.observe.recent_requests import VaryingText, find_varying_text, first_difference
 
 BEFORE, AFTER = "You are a helpful assistant. ", " Answer in one line. " * 5
 
@@ -28,7 +28,7 @@ BEFORE, AFTER = "You are a helpful assistant. ", " Answer in one line. " * 5
 )
 def test_a_form_is_named(name: str, one: str, other: str) -> None:
     ours, theirs = (f"{BEFORE}{text}{AFTER}" for text in (one, other))
-    assert culprit(ours, theirs, parting(ours, theirs)) == Culprit(name, one, other)
+    assert find_varying_text(ours, theirs, first_difference(ours, theirs)) == VaryingText(name, one, other)
 
 
 @pytest.mark.parametrize(
@@ -41,4 +41,4 @@ def test_a_form_is_named(name: str, one: str, other: str) -> None:
     ],
 )
 def test_plain_words_are_not(ours: str, theirs: str) -> None:
-    assert culprit(ours, theirs, parting(ours, theirs)) is None
+    assert find_varying_text(ours, theirs, first_difference(ours, theirs)) is None

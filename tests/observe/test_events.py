@@ -9,8 +9,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.log import Work, current_work, logger, working_for
-from kvcache.observe.events import KINDS, Event, Events, Kind
+from kvcache.log import RequestContext, current_request, logger, request_context
+from kvcache.observe.events import EVENT_KINDS, Event, EventKind, EventLog
 from kvcache.os_env import SystemClock
 
 ONE, OTHER = bytes(32), b"\x01" * 32
@@ -28,7 +28,7 @@ class Clock(SystemClock):
 
 def test_blocks_with_one_fate_are_one_event() -> None:
     clock = Clock()
-    events = Events(clock)
+    events = EventLog(clock)
     for _ in range(3):
         events.add("evicted", tier="host", namespace=ONE, bytes=10, reason="kept: no")
         clock.time += 0.25
@@ -43,7 +43,7 @@ def test_blocks_with_one_fate_are_one_event() -> None:
 
 def test_a_run_ends_in_time() -> None:
     clock = Clock()
-    events = Events(clock)
+    events = EventLog(clock)
     events.add("loaded", tier="nvme", namespace=ONE)
     clock.time += 0.5
     events.add("loaded", tier="nvme", namespace=ONE)
@@ -55,19 +55,20 @@ def test_a_run_ends_in_time() -> None:
 
 
 def test_nothing_is_said_of_no_block() -> None:
-    events = Events(Clock())
+    events = EventLog(Clock())
     events.add("dropped", tier="host", namespace=ONE, blocks=0, reason="no room")
     assert events.last() == []
 
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(sorted(KINDS)), st.sampled_from(["host", "nvme"]), st.integers(1, 9)), max_size=60
+        st.tuples(st.sampled_from(sorted(EVENT_KINDS)), st.sampled_from(["host", "nvme"]), st.integers(1, 9)),
+        max_size=60,
     ),
     st.integers(1, 8),
 )
-def test_the_ring_holds_the_newest_runs(calls: list[tuple[Kind, str, int]], capacity: int) -> None:
-    events = Events(Clock(), capacity)
+def test_the_ring_holds_the_newest_runs(calls: list[tuple[EventKind, str, int]], capacity: int) -> None:
+    events = EventLog(Clock(), capacity)
     expected: list[Event] = []
     for kind, tier, blocks in calls:
         events.add(kind, tier=tier, namespace=ONE, blocks=blocks)
@@ -81,13 +82,13 @@ def test_the_ring_holds_the_newest_runs(calls: list[tuple[Kind, str, int]], capa
 
 
 def test_an_event_belongs_to_the_request_its_thread_works_for() -> None:
-    events = Events(Clock())
+    events = EventLog(Clock())
 
     def work(name: str) -> None:
-        with working_for(Work(name)):
+        with request_context(RequestContext(name)):
             events.add("stored", tier="host", namespace=ONE)
 
-    with working_for(Work("here")):
+    with request_context(RequestContext("here")):
         thread = threading.Thread(target=work, args=("there",))
         thread.start()
         thread.join()
@@ -95,7 +96,7 @@ def test_an_event_belongs_to_the_request_its_thread_works_for() -> None:
         events.add("stored", tier="host", namespace=ONE)
     events.add("stored", tier="host", namespace=ONE)
     assert [event.request for event in events.last()] == ["there", "within", "here", ""]
-    assert current_work() == Work()
+    assert current_request() == RequestContext()
 
 
 def test_every_record_of_a_log_has_the_request() -> None:
@@ -109,7 +110,7 @@ def test_every_record_of_a_log_has_the_request() -> None:
     plain.addHandler(handler)
     try:
         log = logger("kvcache.test")
-        with working_for(Work("42")):
+        with request_context(RequestContext("42")):
             log.warning("late by %d ms", 3, extra={"tier": "nvme"})
         log.warning("on its own")
     finally:

@@ -16,7 +16,7 @@ from kvcache.observe.exporter import PREFIX, Collector, exposition
 from kvcache.observe.metrics import METRICS
 from kvcache.observe.reasons import REASONS
 from kvcache.transfer.pages import GroupPages
-from scripts.generate.metrics_page import page
+from scripts.generate.metrics_page import metrics_page
 
 ROOT = Path(__file__).parents[2]
 LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=8, dtype="fp32", block_tokens=4)
@@ -26,7 +26,7 @@ def used(tmp_path: Path) -> Any:
     """A cache with something in every gauge and in most counters."""
     cache: Any = kvcache.open(
         host={"capacity_bytes": "1MiB"},
-        nvme={"path": tmp_path / "nvme", "capacity_bytes": "64MiB", "free_floor_bytes": 0},
+        nvme={"path": tmp_path / "nvme", "capacity_bytes": "64MiB", "min_free_bytes": 0},
         control__enabled=False,
     )
     pages = [GroupPages.from_tensors(LAYOUT, np.zeros((1, 2, 8, 4, 1, 8), np.float32), axes=AXES)]
@@ -107,7 +107,7 @@ def test_a_daemon_that_did_not_answer_has_no_counter_at_nought() -> None:
 
 def test_the_page_is_what_the_tables_say() -> None:
     written = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    assert written == page(), "write it anew: python -m scripts.generate.metrics_page > docs/metrics.md"
+    assert written == metrics_page(), "write it anew: python -m scripts.generate.metrics_page > docs/metrics.md"
     for metric in METRICS.values():
         assert f"`{PREFIX}{metric.name}{'_total' if metric.kind == 'counter' else ''}`" in written
     for values in REASONS.values():

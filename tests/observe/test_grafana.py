@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.observe.dashboards import SECTIONS, alerts, dashboard, name_of, rules
+from kvcache.observe.dashboards import SECTIONS, alerts, dashboard, prometheus_name, rules
 from kvcache.observe.exporter import exposition
 from kvcache.observe.metrics import METRICS
 
@@ -36,7 +36,7 @@ def test_what_is_committed_is_what_the_table_says() -> None:
 def test_every_metric_has_a_panel_and_every_query_a_metric() -> None:
     assert {name for names in SECTIONS.values() for name in names} <= set(METRICS)
     asked = {name for query in queries() for name in re.findall(r"kvcache_\w+", query)}
-    assert asked == {name_of(metric) for metric in METRICS}
+    assert asked == {prometheus_name(metric) for metric in METRICS}
     assert asked <= EXPOSED
 
 
@@ -95,9 +95,9 @@ def test_alerts_speak_of_metrics_that_there_are() -> None:
     for alert in alerts():
         found = set(re.findall(r"kvcache_\w+", alert.query))
         assert found
-        assert found <= {name_of(metric) for metric in METRICS}
+        assert found <= {prometheus_name(metric) for metric in METRICS}
         labels = {label for metric in METRICS.values() for label in metric.labels} | {"instance"}
-        assert set(re.findall(r"\$labels\.(\w+)", alert.means + alert.do)) <= labels
+        assert set(re.findall(r"\$labels\.(\w+)", alert.summary + alert.remedy)) <= labels
         assert alert.severity in {"critical", "warning", "info"}
 
 
@@ -141,8 +141,8 @@ def test_the_rules_call_when_they_should_and_not_before(tmp_path: Path) -> None:
                 {
                     "exp_labels": {"severity": means[name].severity, **labels},
                     "exp_annotations": {
-                        "summary": means[name].means.replace("{{ $labels.tier }}", labels.get("tier", "")),
-                        "description": means[name].do,
+                        "summary": means[name].summary.replace("{{ $labels.tier }}", labels.get("tier", "")),
+                        "description": means[name].remedy,
                     },
                 }
                 for labels in called

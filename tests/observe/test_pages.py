@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from kvcache.cli.main import application
+from kvcache.cli.main import build_app
 from kvcache.observe.reasons import REASONS
 from kvcache.settings import SECTIONS, TABLE
 
@@ -33,7 +33,7 @@ def test_every_reason_has_its_remedy(reason: str) -> None:
 @pytest.mark.parametrize("page", ["troubleshooting.md", "metrics.md", "cli.md", "configuration.md"])
 def test_commands_on_the_pages_exist(page: str) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
-    root = typer.main.get_command(application())
+    root = typer.main.get_command(build_app())
     named = re.findall(r"(?:`|^)kvcache ((?:[a-z]+ ?)+)", text, re.MULTILINE)
     assert named
     for words in named:

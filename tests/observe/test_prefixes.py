@@ -8,7 +8,7 @@ from hashlib import sha256
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.observe.recent_requests import NEARLY, Asked, named, prefixes
+from kvcache.observe.recent_requests import SUBSUMED_SHARE, RecentRequest, find_prefix, prefixes
 
 SPACE = b"n" * 32
 
@@ -21,8 +21,8 @@ def chain(blocks: tuple[int, ...], space: bytes = SPACE) -> bytes:
     return packed
 
 
-def asked(blocks: tuple[int, ...], *, time: float = 0.0, found: int = 0, space: bytes = SPACE) -> Asked:
-    return Asked(f"r{time}", space, (), 16, chain(blocks, space), 0, time, found=found)
+def asked(blocks: tuple[int, ...], *, time: float = 0.0, found: int = 0, space: bytes = SPACE) -> RecentRequest:
+    return RecentRequest(f"r{time}", space, (), 16, chain(blocks, space), 0, time, found=found)
 
 
 CHAINS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), max_size=20)
@@ -45,7 +45,7 @@ def test_every_shared_prefix_is_told_or_a_longer_one_that_nearly_all_of_it_begin
         chain(prefix)[-32:]: (len(prefix), len(who), max(who))
         for prefix, who in shared.items()
         if not any(
-            len(longer) > len(prefix) and longer[: len(prefix)] == prefix and len(of) >= NEARLY * len(who)
+            len(longer) > len(prefix) and longer[: len(prefix)] == prefix and len(of) >= SUBSUMED_SHARE * len(who)
             for longer, of in shared.items()
         )
     }
@@ -66,9 +66,9 @@ def test_the_most_valuable_first_and_namespaces_apart() -> None:
 def test_a_name_leads_back_to_its_prompt() -> None:
     prompts = [asked((1, 2, 3, 4)), asked((1, 2, 5))]
     (shared,) = prefixes(prompts, 5)
-    found = named(prompts, shared.name)
+    found = find_prefix(prompts, shared.name)
     assert found is not None
     assert (found[0], found[1]) == (prompts[0], 2)
-    assert named(prompts, "00" * 8) is None
-    assert named(prompts, "xyz") is None
-    assert named(prompts, shared.name[:8]) is None
+    assert find_prefix(prompts, "00" * 8) is None
+    assert find_prefix(prompts, "xyz") is None
+    assert find_prefix(prompts, shared.name[:8]) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.cache.usage import Uses
+from kvcache.cache.usage import UsageLog
 
 
 class Clock:
@@ -41,7 +41,7 @@ STEPS = st.lists(
 @given(STEPS)
 def test_sums_and_last_uses(steps: list[tuple[object, ...]]) -> None:
     clock = Clock()
-    uses = Uses(clock)
+    uses = UsageLog(clock)
     spaces: dict[bytes, list[object]] = {}
     agents: dict[tuple[str, str], list[object]] = {}
     for step in steps:
@@ -66,7 +66,7 @@ def test_sums_and_last_uses(steps: list[tuple[object, ...]]) -> None:
 
 def test_the_longest_unused_is_forgotten_first() -> None:
     clock = Clock()
-    uses = Uses(clock, namespaces=2, agents=2)
+    uses = UsageLog(clock, namespaces=2, agents=2)
     for space, agent in ((b"a", "1"), (b"b", "2"), (b"a", "1"), (b"c", "3")):
         clock.time += 1
         uses.add(space, "t", agent, 1, {})
@@ -75,7 +75,7 @@ def test_the_longest_unused_is_forgotten_first() -> None:
 
 
 def test_what_is_told_is_a_copy() -> None:
-    uses = Uses(Clock())
+    uses = UsageLog(Clock())
     uses.add(b"a", "t", "", 16, {"host": 16})
     uses.namespaces()[b"a"].hit_tokens["host"] = 0
     assert uses.namespaces()[b"a"].hit_tokens == {"host": 16}

@@ -23,7 +23,7 @@ import torch
 import kvcache
 from kvcache.engine.engine import Engine
 from kvcache.engine.model import Model, load_model
-from kvcache.engine.sampling import Params
+from kvcache.engine.sampling import SamplingParams
 from tests.engine import tiny
 from tests.peer.fleet import Cluster, until
 from tests.peer.server import MISSING
@@ -31,7 +31,7 @@ from tests.peer.server import MISSING
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 BLOCK = 4
-ANSWER = Params(max_tokens=6, ignore_eos=True)
+ANSWER = SamplingParams(max_tokens=6, ignore_eos=True)
 ENGINES = 3
 SYSTEM = [[(7 * s + 13 * i * i) % 256 for i in range(60)] for s in range(2)]
 AGENTS = 8
@@ -59,10 +59,10 @@ def without(prompts: list[list[int]]) -> list[list[int]]:
 class Node:
     def __init__(self, url: str) -> None:
         self.cache: Any = kvcache.open(
-            host={"capacity_bytes": 96 * 8192, "extent_bytes": 4 * 8192},
+            host={"capacity_bytes": 96 * 8192, "slab_bytes": 4 * 8192},
             nvme={"enabled": False},
             redis={"enabled": True, "url": url, "mode": "cluster", "timeout_s": 1},
-            flow={"ask_deadline_s": 1, "deadline_s": 2},
+            flow={"lookup_timeout_s": 1, "deadline_s": 2},
             plan={"enabled": False},
             control={"enabled": False},
         )

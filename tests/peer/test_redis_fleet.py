@@ -42,7 +42,7 @@ class Traffic:
             host={"capacity_bytes": 768 * KIB},
             nvme={"enabled": False},
             redis={"enabled": True, "url": url, "mode": "cluster", "timeout_s": 0.5},
-            flow={"ask_deadline_s": 0.5, "deadline_s": 1},
+            flow={"lookup_timeout_s": 0.5, "deadline_s": 1},
             control={"enabled": False},
         )
         self.bound, self.random = bind(self.cache), random.Random(seed)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.testing.tier import Clock
 from kvcache.tier.nvme import NvmeTier
 from kvcache.tier.object import ObjectTier
@@ -21,8 +21,8 @@ def store(tmp_path: Path) -> Iterator[Open]:
     opened: list[NvmeTier] = []
 
     def open_tier(**settings: Any) -> NvmeTier:
-        settings = {"capacity_bytes": 4 * MIB, "segment_bytes": MIB // 4, "free_floor_bytes": 0, **settings}
-        settings.setdefault("port", Port(executor=inline))
+        settings = {"capacity_bytes": 4 * MIB, "segment_bytes": MIB // 4, "min_free_bytes": 0, **settings}
+        settings.setdefault("os_env", OsEnv(executor=inline))
         opened.append(NvmeTier(str(tmp_path / "store"), **settings))
         return opened[-1]
 
@@ -39,7 +39,7 @@ def opened(tmp_path: Path) -> Iterator[OpenObjects]:
     tiers: list[ObjectTier] = []
 
     def open_tier(**settings: Any) -> ObjectTier:
-        given = {"url": f"file://{tmp_path}/store", "port": Port(clock=Clock()), "refresh_s": 1e9, "timeout_s": 60}
+        given = {"url": f"file://{tmp_path}/store", "os_env": OsEnv(clock=Clock()), "refresh_s": 1e9, "timeout_s": 60}
         tiers.append(ObjectTier(**{**given, **settings}))
         return tiers[-1]
 

@@ -14,7 +14,7 @@ from kvcache.tier.object import ObjectTier
 from kvcache.tier.tier import Outcome, Tier
 from tests.tier.blocks import PAYLOAD_BYTES, buffer, holds, record
 
-DONE, ABSENT, DAMAGED = Outcome.DONE, Outcome.ABSENT, Outcome.DAMAGED
+DONE, NOT_FOUND, DAMAGED = Outcome.DONE, Outcome.NOT_FOUND, Outcome.DAMAGED
 MIB = 1 << 20
 
 
@@ -54,7 +54,7 @@ def read(tier: Tier, address: Address, size: int = PAYLOAD_BYTES) -> Outcome:
 
 def place(tmp_path: Path, tier: NvmeTier, address: Address) -> tuple[Path, int]:
     """The file and offset of a record."""
-    found = tier._store.ledger.find(address)
+    found = tier._store.catalog.find(address)
     assert found is not None
     return tmp_path / "store" / f"segment-{found[0].number:06d}", found[1] * found[0].slot_bytes
 

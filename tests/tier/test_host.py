@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.os_env import InlineExecutor, Port
+from kvcache.os_env import InlineExecutor, OsEnv
 from kvcache.tier.host import tier as host
 from kvcache.tier.host.tier import HostTier
 from kvcache.tier.tier import Outcome
@@ -14,16 +14,16 @@ from tests.tier.blocks import chain, record
 
 
 def test_an_audit_passes_over_what_leaves_or_is_replaced_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = HostTier(capacity_bytes=1 << 20, extent_bytes=1 << 18, port=Port(executor=lambda *_: InlineExecutor()))
+    tier = HostTier(capacity_bytes=1 << 20, slab_bytes=1 << 18, os_env=OsEnv(executor=lambda *_: InlineExecutor()))
     blocks = chain(6)
     assert all(o is Outcome.DONE for o in tier.write(blocks[:4], [record(a) for a in blocks[:4]]))
     verify, audited = host.verify, []
 
     def meanwhile(*parts: Any) -> Any:
         if not audited:  # the second block's slot is another one's by the time it is looked at, the third one is gone
-            assert tier.withdraw(blocks[1])
+            assert tier.unpublish(blocks[1])
             assert tier.write([blocks[4]], [record(blocks[4])]) == (Outcome.DONE,)
-            assert tier.withdraw(blocks[2])
+            assert tier.unpublish(blocks[2])
         audited.append(parts[-1])
         return verify(*parts)
 
@@ -31,7 +31,7 @@ def test_an_audit_passes_over_what_leaves_or_is_replaced_meanwhile(monkeypatch: 
     assert tier.check() == []
     assert audited == [blocks[0], blocks[3]]
     monkeypatch.undo()
-    held = tier.borrow(blocks[0])
+    held = tier.acquire(blocks[0])
     assert held is not None
     held.slot.view[4096] ^= 1
     tier.arena.release(held.slot)

@@ -16,15 +16,15 @@ from kvcache.block.layout import KVLayout
 from kvcache.block.record import Address
 from kvcache.cache.cache import Cache
 from kvcache.errors import ConfigError, StoreError
-from kvcache.os_env import LocalDisk, Port
+from kvcache.os_env import LocalDisk, OsEnv
 from kvcache.settings.sources import load
 from kvcache.testing.tier import Clock
-from kvcache.tier.nvme.allocator import Space
+from kvcache.tier.nvme.allocator import Allocator
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
 from tests.fault.disk import SimDisk
 from tests.tier.blocks import RECORD_BYTES, buffer, chain, holds
-from tests.tier.stores import ABSENT, DONE, MIB, Open, inline, read, write
+from tests.tier.stores import DONE, MIB, NOT_FOUND, Open, inline, read, write
 
 # the directory
 
@@ -40,7 +40,7 @@ def test_a_second_owner_is_told_the_first_ones_process(store: Open) -> None:
 def test_a_process_that_was_killed_leaves_no_lock(store: Open, tmp_path: Path) -> None:
     code = (
         "import os, sys; from kvcache.tier.nvme import NvmeTier; from tests.tier.blocks import *;"
-        f"t = NvmeTier({str(tmp_path / 'store')!r}, capacity_bytes={4 * MIB}, free_floor_bytes=0);"
+        f"t = NvmeTier({str(tmp_path / 'store')!r}, capacity_bytes={4 * MIB}, min_free_bytes=0);"
         "b = chain(5); print(t.write(b, [record(a) for a in b])); sys.stdout.flush(); os.kill(os.getpid(), 9)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -86,13 +86,13 @@ class Refusing(LocalDisk):
 )
 def test_a_directory_that_cannot_be_used_is_one_line(store: Open, number: int, advice: str) -> None:
     with pytest.raises(StoreError, match=advice) as refused:
-        store(port=Port(disk=Refusing(number)))
+        store(os_env=OsEnv(disk=Refusing(number)))
     assert "\n" not in str(refused.value)
 
 
 def test_a_disk_without_room_is_refused(store: Open) -> None:
     with pytest.raises(StoreError, match="full"):
-        store(port=Port(disk=SimDisk(0, capacity_bytes=4), executor=inline))
+        store(os_env=OsEnv(disk=SimDisk(0, capacity_bytes=4), executor=inline))
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,14 @@ def test_a_setting_that_makes_no_sense(store: Open, setting: dict[str, Any]) -> 
 
 def test_a_full_disk_at_the_start_leaves_the_store_as_it_was(store: Open) -> None:
     disk = SimDisk(0)
-    tier = store(port=Port(disk=disk, executor=inline))
+    tier = store(os_env=OsEnv(disk=disk, executor=inline))
     write(tier, chain(3))
     tier.close()
     disk.fails = {"write": (1.0, errno.ENOSPC)}
     with pytest.raises(StoreError):
-        store(port=Port(disk=disk, executor=inline))
+        store(os_env=OsEnv(disk=disk, executor=inline))
     disk.fails = {}
-    assert [read(store(port=Port(disk=disk, executor=inline)), a) for a in chain(1)] == [DONE]
+    assert [read(store(os_env=OsEnv(disk=disk, executor=inline)), a) for a in chain(1)] == [DONE]
 
 
 # bounds
@@ -130,8 +130,8 @@ def test_the_disk_never_holds_more_than_the_capacity(store: Open, tmp_path: Path
     for turn in range(1500):
         address = chain(1, of=turn, seed=turn)[0]
         size = sizes[turn % 3]
-        while write(tier, [address], size) == (Outcome.NO_ROOM,):
-            victims = tier.siblings(held[0])
+        while write(tier, [address], size) == (Outcome.NO_CAPACITY,):
+            victims = tier.colocated(held[0])
             tier.remove(victims)
             held = [a for a in held if a not in victims]
         held.append(address)
@@ -142,7 +142,7 @@ def test_the_disk_never_holds_more_than_the_capacity(store: Open, tmp_path: Path
             tier = store(capacity_bytes=3 * MIB, durability="none")
             assert tier.usage().records == len(held)
     assert disk_usage(tmp_path / "store") <= 3 * MIB
-    assert len(tier._store.ledger.index.namespaces) < 1500
+    assert len(tier._store.catalog.index.namespaces) < 1500
 
 
 def test_compaction_keeps_the_journal_short(store: Open, tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_compaction_keeps_the_journal_short(store: Open, tmp_path: Path) -> None
         write(tier, [address])
         tier.remove([address])
     assert tier.counters["compactions"] >= 1
-    assert (tmp_path / "store" / f"journal-{tier._store.ledger.journal.number}").stat().st_size < 256 * 1024
+    assert (tmp_path / "store" / f"journal-{tier._store.catalog.journal.number}").stat().st_size < 256 * 1024
 
 
 def test_a_smaller_capacity_gives_back_at_the_start(store: Open, tmp_path: Path) -> None:
@@ -168,21 +168,21 @@ def test_a_smaller_capacity_gives_back_at_the_start(store: Open, tmp_path: Path)
 
 def test_free_space_never_goes_under_the_floor(store: Open) -> None:
     disk = SimDisk(0, capacity_bytes=3 * MIB)
-    tier = store(capacity_bytes=64 * MIB, free_floor_bytes=MIB, port=Port(disk=disk, executor=inline))
+    tier = store(capacity_bytes=64 * MIB, min_free_bytes=MIB, os_env=OsEnv(disk=disk, executor=inline))
     outcomes = write(tier, chain(400))
-    assert Outcome.NO_ROOM in outcomes
+    assert Outcome.NO_CAPACITY in outcomes
     assert disk.free_bytes("store") >= MIB - 100_000  # the journal is not a segment
     assert tier.room(RECORD_BYTES) == 0
 
 
 def test_a_full_disk_fails_cleanly_and_heals(store: Open) -> None:
     disk, clock = SimDisk(0, capacity_bytes=3 * MIB), Clock()
-    tier = store(capacity_bytes=64 * MIB, port=Port(disk=disk, clock=clock, executor=inline))
+    tier = store(capacity_bytes=64 * MIB, os_env=OsEnv(disk=disk, clock=clock, executor=inline))
     disk.free_bytes = lambda path: 1 << 40  # type: ignore[method-assign]  # a quota: the disk says nothing of it
     blocks = chain(400)
     outcomes = write(tier, blocks)
     stored = [a for a, outcome in zip(blocks, outcomes, strict=True) if outcome is DONE]
-    assert set(outcomes) == {DONE, Outcome.NO_ROOM}
+    assert set(outcomes) == {DONE, Outcome.NO_CAPACITY}
     assert tier.counters["disk_full"] >= 1
     assert all(read(tier, address) is DONE for address in stored)
     tier.remove(stored[:2])
@@ -202,7 +202,7 @@ def test_empty_segments_are_given_back(store: Open, tmp_path: Path) -> None:
 
 
 def test_a_large_store_is_few_files() -> None:
-    space = Space(10 << 40, 256 * MIB)
+    space = Allocator(10 << 40, 256 * MIB)
     files = 0
     while (segment := space.plan(364 << 10, 1 << 60)) is not None:
         space.claim(segment)
@@ -231,24 +231,24 @@ def test_a_smaller_record_may_take_a_slightly_larger_slot(store: Open, tmp_path:
 @pytest.mark.parametrize(("durability", "left"), [("none", 0), ("batch", 5), ("block", 5)])
 def test_what_a_power_cut_leaves_when_the_tier_was_idle(store: Open, durability: str, left: int) -> None:
     disk = SimDisk(3)
-    port = Port(disk=disk, clock=Clock(), executor=inline)
-    tier = store(durability=durability, port=port)
+    os_env = OsEnv(disk=disk, clock=Clock(), executor=inline)
+    tier = store(durability=durability, os_env=os_env)
     write(tier, chain(5))
     tier._closed = True  # the machine is off
     disk.chance.seed(0)
     disk.restart(power_cut=True)
-    tier = store(durability=durability, port=port)
+    tier = store(durability=durability, os_env=os_env)
     assert [read(tier, address) for address in chain(5)].count(DONE) >= left
 
 
 def test_a_record_that_cannot_be_made_durable_is_not_there(store: Open) -> None:
     disk = SimDisk(0)
-    tier = store(durability="block", port=Port(disk=disk, clock=Clock(), executor=inline))
+    tier = store(durability="block", os_env=OsEnv(disk=disk, clock=Clock(), executor=inline))
     write(tier, chain(2))
     disk.fails = {"sync": (1.0, errno.EIO)}
     (address,) = chain(1, seed=1)
     assert write(tier, [address]) == (Outcome.FAILED,)
-    assert tier.contains([address]) == (ABSENT,)
+    assert tier.contains([address]) == (NOT_FOUND,)
     disk.fails = {}
     assert write(tier, [address]) == (DONE,)
 
@@ -256,28 +256,28 @@ def test_a_record_that_cannot_be_made_durable_is_not_there(store: Open) -> None:
 @pytest.mark.parametrize("durability", ["batch", "block"])
 def test_closing_says_whether_the_last_sync_failed(store: Open, durability: str) -> None:
     disk = SimDisk(0)
-    port = Port(disk=disk, clock=Clock(), executor=inline)
-    tier = store(durability=durability, port=port)
+    os_env = OsEnv(disk=disk, clock=Clock(), executor=inline)
+    tier = store(durability=durability, os_env=os_env)
     tier._flush_after = 1e9  # nothing in the background
     write(tier, chain(3))
     disk.fails = {"sync": (1.0, errno.EIO)} if durability == "batch" else {}
     assert tier.close() == tier.close() == (durability == "block")
     disk.fails = {}
-    tier = store(durability=durability, port=port)
+    tier = store(durability=durability, os_env=os_env)
     assert [read(tier, address) for address in chain(3)] == [DONE] * 3, "no power was cut"
 
 
 def test_a_cache_says_whether_all_it_stored_is_durable(tmp_path: Path) -> None:
     settings = load(
         host={"capacity_bytes": 8 * MIB},
-        nvme={"path": tmp_path / "store", "capacity_bytes": 8 * MIB, "free_floor_bytes": 0},
+        nvme={"path": tmp_path / "store", "capacity_bytes": 8 * MIB, "min_free_bytes": 0},
     )
     layout = KVLayout.mha(layers=2, kv_heads=2, head_dim=32, dtype="fp32", block_tokens=4)
     tensors = np.zeros((2, 2, 8, 4, 2, 32), np.float32)
     pages = [GroupPages.from_tensors(layout, list(tensors), axes=("kv", "page", "token", "head", "dim"))]
     for fails in (False, True):
         disk = SimDisk(1)
-        cache = Cache(settings, Port(disk=disk))
+        cache = Cache(settings, OsEnv(disk=disk))
         with cache.namespace(layout, model="m", revision="r").request() as r:
             r.match(range(32))
             assert r.store(pages, [list(range(8))]).wait(30)

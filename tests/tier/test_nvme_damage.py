@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache.block.record import Address, header_area, record_bytes, seal
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.testing.tier import Clock
-from kvcache.tier.breaker import Breaker
+from kvcache.tier.breaker import CircuitBreaker
 from kvcache.tier.nvme import NvmeTier
-from kvcache.tier.nvme.store import SUSPECT_AFTER
+from kvcache.tier.nvme.store import SUSPECT_AFTER_RECORDS
 from kvcache.tier.tier import Outcome
 from tests.fault.disk import SimDisk
 from tests.tier.blocks import PAYLOAD_BYTES, RECORD_BYTES, buffer, chain, record
-from tests.tier.stores import ABSENT, DAMAGED, DONE, MIB, Open, change, inline, place, read, write
+from tests.tier.stores import DAMAGED, DONE, MIB, NOT_FOUND, Open, change, inline, place, read, write
 
 
 @given(data=st.data())
@@ -32,8 +32,8 @@ def test_a_changed_byte_is_a_miss(tmp_path_factory: pytest.TempPathFactory, data
         capacity_bytes=4 * MIB,
         segment_bytes=MIB // 4,
         durability="none",
-        free_floor_bytes=0,
-        port=Port(executor=inline),
+        min_free_bytes=0,
+        os_env=OsEnv(executor=inline),
     )
     blocks = chain(3)
     write(tier, blocks)
@@ -42,10 +42,10 @@ def test_a_changed_byte_is_a_miss(tmp_path_factory: pytest.TempPathFactory, data
     at = data.draw(st.integers(0, header - 1) | st.integers(0, PAYLOAD_BYTES - 1).map(lambda i: 4096 + i))
     change(file, offset + at, lambda old: old ^ data.draw(st.integers(1, 255)))
     outcome = read(tier, blocks[1])
-    assert outcome in {DAMAGED, Outcome.FOREIGN}
+    assert outcome in {DAMAGED, Outcome.INCOMPATIBLE}
     if outcome is DAMAGED:
         assert tier.counters["damaged"] == 1
-        assert tier.contains([blocks[1]]) == (ABSENT,)
+        assert tier.contains([blocks[1]]) == (NOT_FOUND,)
         assert write(tier, [blocks[1]]) == (DONE,)
         assert place(path, tier, blocks[1]) != (file, offset)
     else:
@@ -84,7 +84,7 @@ def test_another_records_bytes_are_a_miss_and_the_slot_is_well(store: Open, tmp_
         segment.write(b"".join(record(other)))
     room = tier.room(RECORD_BYTES)
     assert read(tier, one) is DAMAGED
-    assert read(tier, other) is ABSENT
+    assert read(tier, other) is NOT_FOUND
     assert tier.room(RECORD_BYTES) == room + 1
 
 
@@ -98,7 +98,7 @@ def test_a_segment_cut_short_is_a_miss(store: Open, tmp_path: Path) -> None:
         os.truncate(file, offset + length)
         tier = store()
         assert read(tier, address) is DAMAGED
-        assert tier.contains([address]) == (ABSENT,)
+        assert tier.contains([address]) == (NOT_FOUND,)
         tier.close()
 
 
@@ -108,15 +108,15 @@ def test_a_missing_segment_takes_its_records(store: Open, tmp_path: Path, when: 
     blocks = chain(40)
     write(tier, blocks)
     file, _ = place(tmp_path, tier, blocks[0])
-    gone = tier.siblings(blocks[0])
+    gone = tier.colocated(blocks[0])
     tier.close()
     if when == "closed":
         file.unlink()
     tier = store()
     if when == "open":
         file.unlink()
-    assert read(tier, blocks[0]) is ABSENT
-    assert {a for a in blocks if tier.contains([a]) == (ABSENT,)} == set(gone)
+    assert read(tier, blocks[0]) is NOT_FOUND
+    assert {a for a in blocks if tier.contains([a]) == (NOT_FOUND,)} == set(gone)
     assert tier.usage().records == len(blocks) - len(gone)
     assert tier.counters["lost_records"] == len(gone)
     assert set(write(tier, gone)) == {DONE}
@@ -136,7 +136,7 @@ def test_a_damaged_journal_is_said_and_the_rest_goes_on(
     assert tier.counters["journal_damaged"] == 1
     assert "journal-1 is damaged" in caplog.text
     outcomes = [read(tier, address) for address in blocks]
-    assert outcomes == sorted(outcomes, key=lambda outcome: outcome is ABSENT)
+    assert outcomes == sorted(outcomes, key=lambda outcome: outcome is NOT_FOUND)
     assert 0 < outcomes.count(DONE) < 8
     assert set(write(tier, blocks)) == {DONE}
     tier.close()
@@ -148,7 +148,7 @@ def test_a_damaged_journal_is_said_and_the_rest_goes_on(
 
 def test_writes_stop_after_a_few_errors_and_come_back(store: Open) -> None:
     disk, clock = SimDisk(0), Clock()
-    tier = store(port=Port(disk=disk, clock=clock, executor=inline))
+    tier = store(os_env=OsEnv(disk=disk, clock=clock, executor=inline))
     here = chain(2)
     write(tier, here)
     disk.fails = {"write": (1.0, errno.EIO)}
@@ -165,7 +165,7 @@ def test_writes_stop_after_a_few_errors_and_come_back(store: Open) -> None:
 
 def test_a_read_that_fails_is_a_miss_and_the_record_stays(store: Open) -> None:
     disk = SimDisk(0)
-    tier = store(port=Port(disk=disk, executor=inline))
+    tier = store(os_env=OsEnv(disk=disk, executor=inline))
     (address,) = chain(1)
     write(tier, [address])
     disk.fails = {"read": (1.0, errno.EIO)}
@@ -177,27 +177,27 @@ def test_a_read_that_fails_is_a_miss_and_the_record_stays(store: Open) -> None:
 
 def test_the_breaker_doubles_its_pause_and_forgets_it() -> None:
     clock = Clock()
-    breaker = Breaker(clock, errors=2, pause_s=1.0, most_s=4.0)
-    assert not breaker.failed()
-    assert breaker.failed()
+    breaker = CircuitBreaker(clock, errors=2, pause_s=1.0, max_pause_s=4.0)
+    assert not breaker.record_failure()
+    assert breaker.record_failure()
     for pause_s in (1.0, 2.0, 4.0, 4.0):
         clock.seconds += pause_s * 0.9
         assert not breaker.allows()
         clock.seconds += pause_s * 0.2
         assert breaker.allows()
         assert not breaker.allows()  # one probe at a time
-        assert not breaker.failed()
+        assert not breaker.record_failure()
     clock.seconds += 5.0
     assert breaker.allows()
-    breaker.passed()
+    breaker.record_success()
     assert breaker.allows()
-    assert not breaker.failed()
+    assert not breaker.record_failure()
 
 
 def test_a_race_for_a_slot_is_a_miss_not_a_wrong_byte(store: Open) -> None:
     """A read that is overtaken by removal and reuse of its slot."""
     disk = SimDisk(0)
-    tier = store(port=Port(disk=disk, executor=inline))
+    tier = store(os_env=OsEnv(disk=disk, executor=inline))
     one, other = chain(2)
     write(tier, [one])
     room = tier.room(RECORD_BYTES)
@@ -211,7 +211,7 @@ def test_a_race_for_a_slot_is_a_miss_not_a_wrong_byte(store: Open) -> None:
         ask(kind, grows)
 
     disk.ask = overtake  # type: ignore[method-assign]
-    assert read(tier, one) is ABSENT
+    assert read(tier, one) is NOT_FOUND
     disk.ask = ask  # type: ignore[method-assign]
     assert read(tier, other) is DONE
     assert tier.room(RECORD_BYTES) == room
@@ -238,7 +238,7 @@ def test_only_what_a_sync_covered_speaks_against_a_drive(
 ) -> None:
     """A power cut takes much of what was never synced, from the best of drives."""
     tier = store(durability=durability)
-    blocks = chain(SUSPECT_AFTER)
+    blocks = chain(SUSPECT_AFTER_RECORDS)
     write(tier, blocks)
     tier.close()
     tier = store(durability=durability)
@@ -246,7 +246,7 @@ def test_only_what_a_sync_covered_speaks_against_a_drive(
         path, offset = place(tmp_path, tier, address)
         change(path, offset + 5000, lambda byte: byte ^ 1)
         assert read(tier, address) is DAMAGED
-    assert bool(tier.troubles()) == suspect
+    assert bool(tier.health_issues()) == suspect
     (new,) = chain(1, seed=3)
     assert write(tier, [new]) == ((Outcome.FAILED,) if suspect else (DONE,))
 
@@ -258,7 +258,7 @@ def test_what_is_lost_while_it_is_made_safe_is_told(store: Open, tmp_path: Path)
     blocks = chain(5)
     write(tier, blocks)
     tier._closed = True  # ends without a sync
-    tier._store.ledger.close()
+    tier._store.catalog.close()
     tier._store.directory.release()
     tier = store(durability="batch")
     lost: list[Address] = []
@@ -267,9 +267,9 @@ def test_what_is_lost_while_it_is_made_safe_is_told(store: Open, tmp_path: Path)
     change(path, offset + 5000, lambda byte: byte ^ 1)
     assert tier.sync()
     assert lost == [blocks[2]]
-    assert tier.contains(blocks) == (DONE, DONE, ABSENT, DONE, DONE)
+    assert tier.contains(blocks) == (DONE, DONE, NOT_FOUND, DONE, DONE)
     for segment in (tmp_path / "store").glob("segment-*"):
         segment.unlink()
-    tier._store.ledger.space.segments[1].close()
-    assert read(tier, blocks[0]) is ABSENT
+    tier._store.catalog.allocator.segments[1].close()
+    assert read(tier, blocks[0]) is NOT_FOUND
     assert set(lost) == set(blocks)

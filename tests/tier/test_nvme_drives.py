@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from kvcache.errors import ConfigError, StoreError
-from kvcache.os_env import Disk, File, LocalDisk, Port
+from kvcache.os_env import Disk, File, LocalDisk, OsEnv
 from kvcache.tier.nvme import NvmeTier, open_drives
-from kvcache.tier.nvme.drives import Drives
-from kvcache.tier.nvme.store import SUSPECT_AFTER
+from kvcache.tier.nvme.drives import MultiDriveTier
+from kvcache.tier.nvme.store import SUSPECT_AFTER_RECORDS
 from kvcache.tier.tier import Outcome
 from tests.tier.blocks import RECORD_BYTES, buffer, chain, holds, record
-from tests.tier.stores import ABSENT, DAMAGED, DONE, MIB, inline
+from tests.tier.stores import DAMAGED, DONE, MIB, NOT_FOUND, inline
 
 NAMES = ("one", "two", "three")
 BLOCKS = chain(90)
@@ -43,7 +43,7 @@ class Failing(LocalDisk):
             raise OSError(errno.EIO, os.strerror(errno.EIO), path)
 
 
-Open = Callable[..., Drives]
+Open = Callable[..., MultiDriveTier]
 
 
 @pytest.fixture
@@ -51,15 +51,15 @@ def drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """Paths from here on: a block's drive is drawn by its key and the drive's path, which must not be another one in
     each run."""
     monkeypatch.chdir(tmp_path)
-    opened: list[Drives] = []
+    opened: list[MultiDriveTier] = []
 
-    def open_them(*names: str, disk: Disk | None = None, **settings: Any) -> Drives:
+    def open_them(*names: str, disk: Disk | None = None, **settings: Any) -> MultiDriveTier:
         tier = open_drives(
             [f"./{name}" for name in names or NAMES],
-            **{"capacity_bytes": 12 * MIB, "segment_bytes": MIB // 4, "free_floor_bytes": 0, **settings},
-            port=Port(disk=disk or LocalDisk(), executor=inline),
+            **{"capacity_bytes": 12 * MIB, "segment_bytes": MIB // 4, "min_free_bytes": 0, **settings},
+            os_env=OsEnv(disk=disk or LocalDisk(), executor=inline),
         )
-        assert isinstance(tier, Drives)
+        assert isinstance(tier, MultiDriveTier)
         opened.append(tier)
         return tier
 
@@ -70,11 +70,11 @@ def drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
             assert tier.close()
 
 
-def write(tier: Drives) -> tuple[Outcome, ...]:
+def write(tier: MultiDriveTier) -> tuple[Outcome, ...]:
     return tier.write(BLOCKS, [record(address) for address in BLOCKS])
 
 
-def found(tier: Drives) -> set[int]:
+def found(tier: MultiDriveTier) -> set[int]:
     """Which blocks are there; each of them is what was written."""
     into = [buffer() for _ in BLOCKS]
     outcomes = tier.read(BLOCKS, into)
@@ -123,12 +123,12 @@ def test_a_drive_that_is_not_there_costs_its_own_blocks_and_no_more(drives: Open
     disk = Failing()
     tier = drives(disk=disk)
     write(tier)
-    own = {i for i in range(len(BLOCKS)) if not tier.tiers[1].knows([BLOCKS[i]])[0]}
+    own = {i for i in range(len(BLOCKS)) if not tier.tiers[1].has_names([BLOCKS[i]])[0]}
     tier.close()
     disk.broken = "two"
     tier = drives(disk=disk)
     assert found(tier) == own
-    (trouble,) = tier.troubles()
+    (trouble,) = tier.health_issues()
     assert "/two" in trouble
     assert set(write(tier)) == {DONE}, "the others take its blocks meanwhile"
     assert len(found(tier)) == len(BLOCKS)
@@ -141,7 +141,7 @@ def test_a_drive_that_is_not_there_costs_its_own_blocks_and_no_more(drives: Open
 def test_a_drive_that_fails_while_it_runs_costs_its_own_blocks_and_no_more(drives: Open, tmp_path: Path) -> None:
     tier = drives()
     write(tier)
-    own = {i for i in range(len(BLOCKS)) if not tier.tiers[0].knows([BLOCKS[i]])[0]}
+    own = {i for i in range(len(BLOCKS)) if not tier.tiers[0].has_names([BLOCKS[i]])[0]}
     tier.close()
     tier = drives()
     for path in (tmp_path / "one").glob("segment-*"):
@@ -155,25 +155,25 @@ def test_a_suspect_drive_gets_no_new_records_and_is_trusted_after_a_scrub(drives
     tier = drives()
     write(tier)
     one = tier.tiers[0]
-    mine = [address for address in BLOCKS if one.knows([address])[0]]
-    bad, good = mine[:SUSPECT_AFTER], mine[SUSPECT_AFTER:]
+    mine = [address for address in BLOCKS if one.has_names([address])[0]]
+    bad, good = mine[:SUSPECT_AFTER_RECORDS], mine[SUSPECT_AFTER_RECORDS:]
     assert good, "the drive has more than are damaged"
     for address in bad:
-        segment, slot, _ = one._store.ledger.find(address) or pytest.fail("it was written")
+        segment, slot, _ = one._store.catalog.find(address) or pytest.fail("it was written")
         with (tmp_path / "one" / f"segment-{segment.number:06d}").open("r+b") as file:
             file.seek(slot * segment.slot_bytes + RECORD_BYTES - 5000)
             file.write(b"damage")
     assert set(one.read(bad, [buffer() for _ in bad])) == {DAMAGED}
-    (trouble,) = tier.troubles()
+    (trouble,) = tier.health_issues()
     assert "16 records were damaged" in trouble
     assert set(one.read(good, [buffer() for _ in good])) == {DONE}, "reads go on"
     (alone,) = chain(1, seed=5)
     assert one.write([alone], [record(alone)]) == (Outcome.FAILED,)
     assert set(tier.write(bad, [record(address) for address in bad])) == {DONE}, "other drives take them"
-    assert not any(one.knows(bad))
+    assert not any(one.has_names(bad))
     scrubbed = one.scrub()
     assert (scrubbed.records, scrubbed.damaged) == (len(good), 0)
-    assert tier.troubles() == []
+    assert tier.health_issues() == []
     assert one.write([alone], [record(alone)]) == (DONE,)
 
 
@@ -208,7 +208,7 @@ def test_a_directory_of_another_process_is_refused_not_left_out(tmp_path: Path, 
 
 
 def test_one_directory_is_a_tier_by_itself(tmp_path: Path) -> None:
-    tier = open_drives([str(tmp_path / "one")], capacity_bytes=4 * MIB, free_floor_bytes=0)
+    tier = open_drives([str(tmp_path / "one")], capacity_bytes=4 * MIB, min_free_bytes=0)
     assert isinstance(tier, NvmeTier)
     tier.close()
-    assert ABSENT is Outcome.ABSENT
+    assert NOT_FOUND is Outcome.NOT_FOUND

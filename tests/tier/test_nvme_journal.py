@@ -13,7 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvcache.errors import StoreError
 from kvcache.os_env import LocalDisk
-from kvcache.tier.nvme.allocator import Space
+from kvcache.tier.nvme.allocator import Allocator
 from kvcache.tier.nvme.directory import Directory
 from kvcache.tier.nvme.index import Index
 from kvcache.tier.nvme.journal import (
@@ -131,9 +131,9 @@ def test_a_torn_tail_is_cut_to_whole_frames(lengths: list[int], data: st.DataObj
     noise = data.draw(st.binary(max_size=40))
     kept = [end for end in ends if end <= cut]
     found = read_frames(bytearray(whole[:cut] + noise), 0, 1)
-    assert found.end_bytes == max(kept, default=HEADER_BYTES)
+    assert found.valid_bytes == max(kept, default=HEADER_BYTES)
     assert found.sequence == sum(lengths[: len(kept)])
-    assert found.end == ("whole" if found.end_bytes == cut + len(noise) else "torn")
+    assert found.end == ("whole" if found.valid_bytes == cut + len(noise) else "torn")
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.data())
@@ -144,7 +144,7 @@ def test_nothing_behind_a_changed_byte_is_trusted(lengths: list[int], data: st.D
     changed[at] ^= data.draw(st.integers(1, 255))
     found = read_frames(changed, 0, 1)
     sound = [end for end in ends if end <= at]
-    assert found.end_bytes == max(sound, default=HEADER_BYTES)
+    assert found.valid_bytes == max(sound, default=HEADER_BYTES)
     assert found.end == ("torn" if len(sound) == len(ends) - 1 else "damaged")
     assert b"".join(found.entries) == b"".join(entry(PUT, slot=i) for i in range(sum(lengths[: len(sound)])))
 
@@ -188,7 +188,7 @@ def test_entries_are_there_again(directory: Directory) -> None:
     journal.close()
     journal = Journal(directory)
     assert slots(journal) == [0, 1, 2, 3, 4]
-    assert journal.behind == 5
+    assert journal.entries_behind == 5
     journal.append(entry(PUT, slot=5))
     assert slots(journal) == [0, 1, 2, 3, 4, 5]
     journal.close()
@@ -197,13 +197,13 @@ def test_entries_are_there_again(directory: Directory) -> None:
 def test_a_checkpoint_replaces_what_is_before_it(directory: Directory) -> None:
     journal = Journal(directory)
     journal.append(entry(PUT, slot=1))
-    header = journal.turn()
+    header = journal.rotate()
     journal.append(entry(PUT, slot=3))
     assert slots(journal) == [1, 3]  # before the checkpoint is there both journals are read
     journal.checkpoint(header, iter([entry(PUT, slot=2)]), 1)
     assert slots(journal) == [2, 3]
-    assert journal.behind == 1
-    assert directory.numbered("journal") == directory.numbered("checkpoint") == [2]
+    assert journal.entries_behind == 1
+    assert directory.file_numbers("journal") == directory.file_numbers("checkpoint") == [2]
     journal.close()
 
 
@@ -215,8 +215,8 @@ def test_a_torn_tail_is_written_over(directory: Directory, tmp_path: Path) -> No
     file = tmp_path / "journal-1"
     file.write_bytes(file.read_bytes()[:-10])
     journal = Journal(directory)
-    assert journal.found.torn == 24 + ENTRY_BYTES - 10
-    assert not journal.found.damaged
+    assert journal.contents.torn == 24 + ENTRY_BYTES - 10
+    assert not journal.contents.damaged
     journal.append(entry(PUT, slot=3))
     assert slots(journal) == [1, 3]
     journal.close()
@@ -232,11 +232,11 @@ def test_damage_is_said_and_nothing_is_appended_behind_it(directory: Directory, 
     data[HEADER_BYTES + 24 + ENTRY_BYTES + 30] ^= 1
     file.write_bytes(data)
     journal = Journal(directory)
-    assert journal.found.damaged == "journal-1"
+    assert journal.contents.damaged == "journal-1"
     assert slots(journal) == [0]
     with pytest.raises(OSError, match="checkpoint"):
         journal.sync()
-    journal.checkpoint(journal.turn(), iter([entry(PUT, slot=0)]), 1)
+    journal.checkpoint(journal.rotate(), iter([entry(PUT, slot=0)]), 1)
     journal.append(entry(PUT, slot=9))
     journal.sync()
     assert slots(journal) == [0, 9]
@@ -248,7 +248,7 @@ def test_a_bad_header_is_refused_and_kept(directory: Directory, tmp_path: Path, 
     journal = Journal(directory)
     journal.append(entry(PUT, slot=1))
     if name != "journal-1":
-        journal.checkpoint(journal.turn(), iter([entry(PUT, slot=1)]), 1)
+        journal.checkpoint(journal.rotate(), iter([entry(PUT, slot=1)]), 1)
     journal.close()
     file = tmp_path / name
     file.write_bytes(b"x" * 10 + file.read_bytes()[10:])
@@ -262,7 +262,7 @@ def test_a_bad_header_is_refused_and_kept(directory: Directory, tmp_path: Path, 
 def test_a_missing_checkpoint_is_refused(directory: Directory, tmp_path: Path) -> None:
     journal = Journal(directory)
     journal.append(entry(PUT, slot=1))
-    journal.checkpoint(journal.turn(), iter([entry(PUT, slot=1)]), 1)
+    journal.checkpoint(journal.rotate(), iter([entry(PUT, slot=1)]), 1)
     journal.close()
     (tmp_path / "checkpoint-2").unlink()
     with pytest.raises(StoreError, match="journal-2 needs checkpoint-2"):
@@ -273,7 +273,7 @@ def test_without_its_journal_a_checkpoint_is_still_good(directory: Directory, tm
     """What the message about a bad journal advises must work."""
     journal = Journal(directory)
     journal.append(entry(PUT, slot=1))
-    journal.checkpoint(journal.turn(), iter([entry(PUT, slot=4)]), 1)
+    journal.checkpoint(journal.rotate(), iter([entry(PUT, slot=4)]), 1)
     journal.close()
     (tmp_path / "journal-2").unlink()
     journal = Journal(directory)
@@ -296,7 +296,7 @@ def test_the_last_word_on_each_slot_holds() -> None:
     def put(slot: int, signature: int) -> bytes:
         return entry(PUT, **{**RECORD, "slot": slot, "signature": bytes([signature]) * 32})
 
-    index = Index(Space(1 << 30, 1 << 20))
+    index = Index(Allocator(1 << 30, 1 << 20))
     index.load(
         b"".join(
             [
@@ -320,10 +320,10 @@ def test_the_last_word_on_each_slot_holds() -> None:
     )
     assert sorted(index.places.values()) == [1 << 32 | 0, 1 << 32 | 2]
     assert {name[:1] for name in index.places} == {b"\x03", b"\x04"}
-    (segment,) = index.space.segments.values()
+    (segment,) = index.allocator.segments.values()
     assert (segment.live, segment.quarantined, segment.free) == (2, 1, [3])
-    assert index.space.check(index.places.values()) == []
-    assert index.space.next_number == 3
+    assert index.allocator.check(index.places.values()) == []
+    assert index.allocator.next_number == 3
 
 
 def test_a_mark_tells_what_is_safe(directory: Directory) -> None:
@@ -336,7 +336,7 @@ def test_a_mark_tells_what_is_safe(directory: Directory) -> None:
     journal.append(put(0))
     assert journal.read().safe == 0
     state = entry(SEGMENT, segment=1, slot=8, record_bytes=16384) + entry(NAMESPACE, signature=b"\x11" * 32)
-    header = journal.turn()
+    header = journal.rotate()
     journal.append(put(2))
     journal.checkpoint(header, iter([state + put(0) + entry(SYNCED, write_id=3) + put(1)]), 5)
     assert journal.read().safe == 3
@@ -345,10 +345,10 @@ def test_a_mark_tells_what_is_safe(directory: Directory) -> None:
     journal.append(put(4))
     found = journal.read()
     assert found.safe == 6
-    index = Index(Space(1 << 30, 1 << 20))
+    index = Index(Allocator(1 << 30, 1 << 20))
     index.load(found.entries, found.safe)
-    (segment,) = index.space.segments.values()
-    assert (segment.live, segment.again, segment.never_synced) == (5, {3, 4}, False)
+    (segment,) = index.allocator.segments.values()
+    assert (segment.live, segment.rewrite_slots, segment.never_synced_slots) == (5, {3, 4}, False)
     pieces, count = index.state(synced=True)
     data = bytearray(b"".join(pieces))
     kinds = [Entry.unpack(data, i).kind for i in range(count)]
@@ -358,16 +358,16 @@ def test_a_mark_tells_what_is_safe(directory: Directory) -> None:
 
 
 def test_two_slots_under_one_name_leave_one() -> None:
-    index = Index(Space(1 << 30, 1 << 20))
+    index = Index(Allocator(1 << 30, 1 << 20))
     index.load(STATE + entry(PUT, **{**RECORD, "slot": 1}))
     assert len(index.places) == 1
-    (segment,) = index.space.segments.values()
+    (segment,) = index.allocator.segments.values()
     assert (segment.live, len(segment.free)) == (1, 3)
-    assert index.space.check(index.places.values()) == []
+    assert index.allocator.check(index.places.values()) == []
 
 
 def test_a_state_is_what_it_was_made_of() -> None:
-    index = Index(Space(1 << 30, 1 << 20))
+    index = Index(Allocator(1 << 30, 1 << 20))
     index.load(STATE + entry(NAMESPACE, namespace=4, signature=b"\x44" * 32))
     pieces, count = index.state(synced=False)
     assert b"".join(pieces) == STATE  # the namespace without a record is forgotten

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.testing.tier import Clock
-from kvcache.tier.tier import AHEAD, BACKGROUND, WAITING, Outcome
+from kvcache.tier.tier import BACKGROUND, DEMAND, PREFETCH, Outcome
 from tests.tier.blocks import RECORD_BYTES, buffer, chain, record
-from tests.tier.stores import ABSENT, DONE, Held, Open, read, write
+from tests.tier.stores import DONE, NOT_FOUND, Held, Open, read, write
 
 
 def test_the_most_urgent_goes_first(store: Open) -> None:
     executor = Held()
-    tier = store(port=Port(executor=lambda threads, name: executor))
+    tier = store(os_env=OsEnv(executor=lambda threads, name: executor))
     order: list[str] = []
     here, new = chain(3), chain(3, seed=1)
     seeding = tier.submit("write", here, [record(a) for a in here])
@@ -23,7 +23,7 @@ def test_the_most_urgent_goes_first(store: Open) -> None:
     def say(name: str) -> Callable[[int, Outcome], None]:
         return lambda i, outcome: order.append(name)
 
-    for i, (priority, name) in enumerate(((BACKGROUND, "background"), (AHEAD, "ahead"), (WAITING, "waiting"))):
+    for i, (priority, name) in enumerate(((BACKGROUND, "background"), (PREFETCH, "ahead"), (DEMAND, "waiting"))):
         tier.submit("write", [new[i]], [record(new[i])], priority=priority, on_outcome=say(f"write {name}"))
         tier.submit("read", [here[i]], [buffer()], priority=priority, on_outcome=say(f"read {name}"))
     executor.release()
@@ -32,7 +32,7 @@ def test_the_most_urgent_goes_first(store: Open) -> None:
 
 def test_a_full_queue_drops_writes_and_takes_reads(store: Open) -> None:
     executor = Held()
-    tier = store(queue_bytes=3 * RECORD_BYTES, port=Port(executor=lambda threads, name: executor))
+    tier = store(queue_bytes=3 * RECORD_BYTES, os_env=OsEnv(executor=lambda threads, name: executor))
     blocks = chain(5)
     ticket = tier.submit("write", blocks, [record(a) for a in blocks])
     assert ticket.outcomes == (Outcome.PENDING,) * 3 + (Outcome.DROPPED,) * 2
@@ -54,19 +54,19 @@ def test_a_write_larger_than_the_queue_is_taken_alone(store: Open) -> None:
 def test_what_waits_past_its_deadline_is_late(store: Open) -> None:
     """Even where no thread comes to it: the next call finds it."""
     executor, clock = Held(), Clock()
-    tier = store(port=Port(clock=clock, executor=lambda threads, name: executor))
+    tier = store(os_env=OsEnv(clock=clock, executor=lambda threads, name: executor))
     blocks = chain(3)
     ticket = tier.submit("write", blocks[:2], [record(a) for a in blocks[:2]], deadline=clock.now() + 5.0)
     clock.seconds += 6.0
     tier.submit("write", blocks[2:], [record(blocks[2])], deadline=clock.now() + 4.0)
-    assert ticket.outcomes == (Outcome.LATE, Outcome.LATE)
+    assert ticket.outcomes == (Outcome.TIMED_OUT, Outcome.TIMED_OUT)
     executor.release()
-    assert tier.contains(blocks) == (ABSENT, ABSENT, DONE)
+    assert tier.contains(blocks) == (NOT_FOUND, NOT_FOUND, DONE)
 
 
 def test_what_was_cancelled_before_it_began_does_not_begin(store: Open) -> None:
     executor = Held()
-    tier = store(port=Port(executor=lambda threads, name: executor))
+    tier = store(os_env=OsEnv(executor=lambda threads, name: executor))
     ticket = tier.submit("write", chain(2), [record(a) for a in chain(2)])
     ticket.cancel()
     executor.release()
@@ -75,7 +75,7 @@ def test_what_was_cancelled_before_it_began_does_not_begin(store: Open) -> None:
 
 
 def test_closing_runs_what_was_submitted(store: Open) -> None:
-    tier = store(port=Port())
+    tier = store(os_env=OsEnv())
     ticket = tier.submit("write", chain(3), [record(a) for a in chain(3)], priority=BACKGROUND)
     tier.close()
     assert ticket.outcomes == (DONE,) * 3

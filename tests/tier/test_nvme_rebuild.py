@@ -9,9 +9,9 @@ import pytest
 
 from kvcache.errors import StoreError
 from kvcache.tier.nvme.rebuild import rebuild
-from kvcache.tier.nvme.segment import LABEL_BYTES, Label
+from kvcache.tier.nvme.segment import FOOTER_BYTES, SegmentFooter
 from tests.tier.blocks import chain
-from tests.tier.stores import ABSENT, DONE, Open, read, write
+from tests.tier.stores import DONE, NOT_FOUND, Open, read, write
 from tests.tier.test_nvme_journal import vector
 
 BLOCKS, LARGE = chain(12), chain(6, seed=1)
@@ -49,9 +49,9 @@ def test_every_sound_record_comes_back(store: Open, tmp_path: Path, lose: Callab
     tier.close()
     lose(tmp_path / "store")
     told: list[int] = []
-    found = rebuild(str(tmp_path / "store"), told=told.append)
+    found = rebuild(str(tmp_path / "store"), on_progress=told.append)
     assert (found.records, found.unsound, found.doubles, found.unlabelled) == (18, 0, 0, 0)
-    assert sum(told) + found.segments * LABEL_BYTES == sum(
+    assert sum(told) + found.segments * FOOTER_BYTES == sum(
         path.stat().st_size for path in (tmp_path / "store").glob("segment-*")
     )
     tier = store()
@@ -87,7 +87,7 @@ def test_a_torn_record_does_not_come_back(store: Open, tmp_path: Path) -> None:
     assert (found.records, found.unsound) == (11, 1)
     tier = store()
     assert [read(tier, address) for address in BLOCKS].count(DONE) == 11
-    assert read(tier, BLOCKS[4]) is ABSENT
+    assert read(tier, BLOCKS[4]) is NOT_FOUND
 
 
 def test_a_segment_without_a_label_is_told(store: Open, tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_segment_without_a_label_is_told(store: Open, tmp_path: Path) -> None:
     tier.close()
     path = min((tmp_path / "store").glob("segment-*"))
     with path.open("r+b") as file:
-        file.seek(-LABEL_BYTES, 2)
+        file.seek(-FOOTER_BYTES, 2)
         file.write(b"\0" * 64)
     _remove(tmp_path / "store")
     found = rebuild(str(tmp_path / "store"))
@@ -115,11 +115,11 @@ def test_a_store_whose_journal_is_well_is_left_alone(store: Open, tmp_path: Path
 
 
 def test_a_label_of_any_other_bytes_is_none() -> None:
-    page = Label(4, 1, 16384).pack()
-    assert Label.unpack(page) == (4, 1, 16384)
-    assert page == vector("label").ljust(LABEL_BYTES, b"\0")
+    page = SegmentFooter(4, 1, 16384).pack()
+    assert SegmentFooter.unpack(page) == (4, 1, 16384)
+    assert page == vector("label").ljust(FOOTER_BYTES, b"\0")
     for at in range(40):
         bad = bytearray(page)
         bad[at] ^= 1
-        assert Label.unpack(bad) is None
-    assert Label.unpack(page[:4095]) is None
+        assert SegmentFooter.unpack(bad) is None
+    assert SegmentFooter.unpack(page[:4095]) is None

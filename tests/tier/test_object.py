@@ -16,17 +16,17 @@ from xxhash import xxh3_64_digest
 
 from kvcache.block.record import Address, RecordError, expiry_field, read_header, seal
 from kvcache.errors import ConfigError
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.testing.tier import PAYLOAD_BYTES, Clock, chain, intact, record, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.object import manifest as module
-from kvcache.tier.object.bucket import opened as opened_store
-from kvcache.tier.object.keys import Names, Place
-from kvcache.tier.object.pack import Cut, made, read_table
+from kvcache.tier.object.bucket import open_store as opened_store
+from kvcache.tier.object.keys import ObjectNames, PackLocation
+from kvcache.tier.object.pack import PackRecord, build_pack, read_table
 from kvcache.tier.tier import Outcome
 from tests.tier.stores import OpenObjects, objects
 
-DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
+DONE, NOT_FOUND = Outcome.DONE, Outcome.NOT_FOUND
 
 
 def test_a_chain_lies_in_few_objects(opened: OpenObjects, tmp_path: Path) -> None:
@@ -53,28 +53,28 @@ def test_a_cold_process_finds_any_block(opened: OpenObjects) -> None:
     assert opened().contains(blocks[17:20]) == (DONE,) * 3
     assert intact(opened(), blocks[39:])
     assert list(opened().scan()) == blocks
-    assert opened().leading(blocks + chain(3, seed=1)).result(30) == 40
+    assert opened().match_prefix(blocks + chain(3, seed=1)).result(30) == 40
 
 
 def test_what_others_write_later_is_found_by_its_name(opened: OpenObjects) -> None:
     """Between two listings: a new prefix, and what goes on where a known one ends."""
     one, other, blocks = opened(), opened(), chain(12)
-    assert other.leading(blocks).result(30) == 0
+    assert other.match_prefix(blocks).result(30) == 0
     write(one, blocks[:5])
-    other._catalogue._missing.clear()  # the moment for which it is remembered is over
-    assert other.leading(blocks).result(30) == 5
+    other._manifest._missing.clear()  # the moment for which it is remembered is over
+    assert other.match_prefix(blocks).result(30) == 5
     write(one, blocks[5:])
-    other._catalogue._missing.clear()
+    other._manifest._missing.clear()
     assert other.contains(blocks) == (DONE,) * 12
     assert intact(other, blocks)
 
 
 def test_what_lies_within_a_pack_is_found_by_the_next_listing(opened: OpenObjects) -> None:
     one, blocks, clock = opened(), chain(6), Clock()
-    other = opened(port=Port(clock=clock), refresh_s=30)
-    assert other.contains(blocks[3:]) == (ABSENT,) * 3
+    other = opened(os_env=OsEnv(clock=clock), refresh_s=30)
+    assert other.contains(blocks[3:]) == (NOT_FOUND,) * 3
     write(one, blocks)
-    assert other.contains(blocks[3:]) == (ABSENT,) * 3
+    assert other.contains(blocks[3:]) == (NOT_FOUND,) * 3
     clock.seconds += 31
     assert other.contains(blocks[3:]) == (DONE,) * 3
 
@@ -83,7 +83,7 @@ def test_two_that_store_the_same_store_one_copy(opened: OpenObjects, tmp_path: P
     blocks = chain(30)
     tiers = [opened() for _ in range(4)]
     for tier in tiers:
-        assert tier.contains(blocks[:1]) == (ABSENT,)
+        assert tier.contains(blocks[:1]) == (NOT_FOUND,)
     outcomes: list[tuple[Outcome, ...]] = []
 
     def store(tier: ObjectTier, at: int) -> None:
@@ -102,10 +102,10 @@ def test_two_that_store_the_same_store_one_copy(opened: OpenObjects, tmp_path: P
 
 def test_a_store_that_cannot_write_only_where_nothing_is(opened: OpenObjects, tmp_path: Path) -> None:
     tier, blocks = opened(), chain(4)
-    tier._store._creates = False
+    tier._store._supports_create = False
     assert set(write(tier, blocks)) == {DONE}
     other = opened()
-    other._store._creates = False
+    other._store._supports_create = False
     assert set(write(other, blocks)) == {DONE}
     assert len(objects(tmp_path)) == 1
     assert intact(opened(), blocks)
@@ -117,7 +117,7 @@ def test_a_store_that_cannot_write_only_where_nothing_is(opened: OpenObjects, tm
 def test_the_catalogue_spares_the_next_process(
     opened: OpenObjects, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "WORTH_COPYING", 8)
+    monkeypatch.setattr(module, "COPY_AFTER_READS", 8)
     blocks = [chain(2, seed=seed) for seed in range(12)]
     for each in blocks:
         write(opened(), each)
@@ -136,7 +136,7 @@ def test_the_catalogue_spares_the_next_process(
 def test_a_catalogue_is_never_believed(
     opened: OpenObjects, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
 ) -> None:
-    monkeypatch.setattr(module, "WORTH_COPYING", 4)
+    monkeypatch.setattr(module, "COPY_AFTER_READS", 4)
     blocks = [chain(2, seed=seed) for seed in range(6)]
     for each in blocks:
         write(opened(), each)
@@ -148,12 +148,12 @@ def test_a_catalogue_is_never_believed(
         assert opened().contains([each[1] for each in blocks]) == (DONE,) * 6
     else:
         opened().remove(blocks[0])
-        assert opened().contains(blocks[0] + blocks[1]) == (ABSENT, ABSENT, DONE, DONE)
+        assert opened().contains(blocks[0] + blocks[1]) == (NOT_FOUND, NOT_FOUND, DONE, DONE)
     assert intact(opened(), blocks[1])
 
 
 def test_a_listing_that_fails_keeps_what_it_has_read(opened: OpenObjects, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "AT_ONCE", 2)
+    monkeypatch.setattr(module, "READ_BATCH_PACKS", 2)
     blocks = [chain(2, seed=seed) for seed in range(6)]
     for each in blocks:
         write(opened(), each)
@@ -179,9 +179,9 @@ def test_a_pack_that_a_lifecycle_rule_deletes_is_a_miss(opened: OpenObjects, tmp
     tier, blocks = opened(), chain(6)
     write(tier, blocks)
     objects(tmp_path)[0].unlink()
-    assert tier.read(blocks, [record(address) for address in blocks]) == (ABSENT,) * 6
-    assert tier.contains(blocks) == (ABSENT,) * 6
-    tier._catalogue._missing.clear()
+    assert tier.read(blocks, [record(address) for address in blocks]) == (NOT_FOUND,) * 6
+    assert tier.contains(blocks) == (NOT_FOUND,) * 6
+    tier._manifest._missing.clear()
     assert set(write(tier, blocks)) == {DONE}
     assert intact(opened(), blocks)
 
@@ -203,7 +203,7 @@ def test_an_object_that_somebody_else_changed_is_never_a_hit(opened: OpenObjects
         assert len(good) < 6 or (reader is tier and how == "flipped table")  # it has read the table before
         assert Outcome.PENDING not in outcomes
     writer = opened()
-    lost = [address for address in blocks if writer.contains([address]) == (ABSENT,)]
+    lost = [address for address in blocks if writer.contains([address]) == (NOT_FOUND,)]
     assert set(write(writer, lost)) <= {DONE}
     assert intact(opened(), blocks)
 
@@ -222,7 +222,7 @@ def test_a_flipped_bit_costs_one_record(opened: OpenObjects, tmp_path: Path) -> 
     assert reader.counters["damaged_payload_sum"] == 1
     left = blocks[:2] + blocks[3:]
     assert intact(opened(), left)
-    assert opened().contains(blocks[2:3]) == (ABSENT,)
+    assert opened().contains(blocks[2:3]) == (NOT_FOUND,)
     assert write(reader, blocks[2:3]) == (DONE,)
     assert intact(opened(), blocks)
 
@@ -233,7 +233,7 @@ def test_removed_from_a_pack_that_another_process_reads(opened: OpenObjects, tmp
     assert intact(other, blocks)
     assert one.remove(blocks[4:]) == (DONE, DONE)
     assert intact(other, blocks[:4])
-    assert other.read(blocks[4:], [record(address) for address in blocks[4:]]) == (ABSENT, ABSENT)
+    assert other.read(blocks[4:], [record(address) for address in blocks[4:]]) == (NOT_FOUND, NOT_FOUND)
     assert one.remove(blocks[:4]) == (DONE,) * 4
     assert objects(tmp_path) == []
 
@@ -255,16 +255,16 @@ def test_what_expired_in_a_pack_makes_room_and_the_rest_stays(opened: OpenObject
             return self.wall_s
 
     clock, blocks = Wall(), chain(6)
-    tier, other = (opened(port=Port(clock=clock)) for _ in range(2))
+    tier, other = (opened(os_env=OsEnv(clock=clock)) for _ in range(2))
     segments = [lasting(address, 1010 if i in stale else 0) for i, address in enumerate(blocks)]
     assert set(tier.write(blocks, segments)) == {DONE}
     assert tier.contains(blocks) == (DONE,) * 6
     clock.wall_s = 1020
-    assert tier.contains(blocks) == tuple(ABSENT if i in stale else DONE for i in range(6))
+    assert tier.contains(blocks) == tuple(NOT_FOUND if i in stale else DONE for i in range(6))
     for writer in (tier, other):  # one knows the pack, the other meets it; the last two are somebody else's
         assert write(writer, blocks[:4]) == (DONE,) * 4
         assert tier.contains(blocks) == (DONE,) * 6
-        assert intact(opened(port=Port(clock=clock)), blocks)
+        assert intact(opened(os_env=OsEnv(clock=clock)), blocks)
 
 
 # bounds and edges
@@ -276,8 +276,8 @@ def test_a_table_is_read_or_refused(sizes: list[int], data: st.DataObject) -> No
     cuts = []
     for i, (address, size) in enumerate(zip(blocks, sizes, strict=True)):
         head, body = record(address, size)
-        cuts.append(Cut(i, address, [head[: read_header(head).header_bytes], body[:size]]))
-    table, pieces = made(cuts)
+        cuts.append(PackRecord(i, address, [head[: read_header(head).header_bytes], body[:size]]))
+    table, pieces = build_pack(cuts)
     whole = b"".join(pieces)
     assert read_table(whole) == table
     assert table.size_bytes == len(whole)
@@ -314,16 +314,16 @@ def test_each_makers_store_is_told_where_it_is(url: str, endpoint: str, config: 
 
 
 def test_names() -> None:
-    names, (address,) = Names("a/b"), chain(1)
-    path = names.pack(Place.of(address), address.signature)
+    names, (address,) = ObjectNames("a/b"), chain(1)
+    path = names.pack(PackLocation.of(address), address.signature)
     assert path.startswith(f"a/b/o1r1/{address.namespace.hex()}/0-")
     assert names.namespace_of(path) == address.namespace
     assert names.is_pack(path)
-    assert names.is_pack(names.pack(Place.of(address), address.signature, other=True))
-    assert not names.is_pack(names.catalogue(address.namespace))
+    assert names.is_pack(names.pack(PackLocation.of(address), address.signature, other=True))
+    assert not names.is_pack(names.manifest(address.namespace))
     assert names.namespace_of("elsewhere/x/y") is None
     with pytest.raises(ConfigError, match=r"object\.prefix"):
-        Names("../up")
+        ObjectNames("../up")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.testing.tier import Clock, chain, intact, record, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.tier import Outcome
@@ -18,7 +18,7 @@ from tests.peer.objects import MISSING, Gate, shared
 
 pytestmark = pytest.mark.skipif(bool(MISSING["seaweedfs"]), reason=MISSING["seaweedfs"])
 
-DONE, ABSENT, FAILED, LATE = Outcome.DONE, Outcome.ABSENT, Outcome.FAILED, Outcome.LATE
+DONE, NOT_FOUND, FAILED, TIMED_OUT = Outcome.DONE, Outcome.NOT_FOUND, Outcome.FAILED, Outcome.TIMED_OUT
 _numbers = itertools.count()
 
 
@@ -44,7 +44,7 @@ def tier(gate: Gate, clock: Clock) -> Iterator[ObjectTier]:
 
 def through(gate: Gate, clock: Clock, prefix: str, **settings: Any) -> ObjectTier:
     given = {**shared("seaweedfs").settings, "endpoint": gate.endpoint, "timeout_s": 60, **settings}
-    return ObjectTier(**given, prefix=prefix, port=Port(clock=clock))
+    return ObjectTier(**given, prefix=prefix, os_env=OsEnv(clock=clock))
 
 
 def read(tier: ObjectTier, blocks: Any) -> tuple[Outcome, ...]:
@@ -73,16 +73,16 @@ def test_refused(
     asked = gate.requests
     assert set(read(tier, blocks)) == {FAILED}
     assert set(write(tier, new)) == {FAILED}
-    assert tier.leading(chain(3, seed=2)).result(30) == 0
+    assert tier.match_prefix(chain(3, seed=2)).result(30) == 0
     assert gate.requests == asked
-    assert tier.troubles() != []
+    assert tier.health_issues() != []
     assert tier.counters[f"faults_{reason}"] == 3
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
     assert "test" not in caplog.text.replace("test_", "").split("object s3")[1]
     gate.well()
     clock.seconds += 1
     assert intact(tier, blocks)
-    assert (tier.breaker, tier.troubles()) == ("closed", [])
+    assert (tier.breaker, tier.health_issues()) == ("closed", [])
     clock.seconds += 1
     assert set(write(tier, new)) == {DONE}
 
@@ -108,7 +108,7 @@ def test_a_refusal_is_no_short_range_whatever_its_text(gate: Gate, clock: Clock,
 
 def test_a_name_that_was_refused_is_asked_for_again(tier: ObjectTier, gate: Gate) -> None:
     """For a moment it is remembered that there is no pack of a name: not where the store did not say so."""
-    assert tier.contains(chain(1)) == (ABSENT,)
+    assert tier.contains(chain(1)) == (NOT_FOUND,)
     gate.status = 503
     for _ in range(2):
         assert tier.contains(chain(1, seed=1)) == (FAILED,)
@@ -166,13 +166,13 @@ def test_hung(gate: Gate) -> None:
         gate.hang = True
         into = [record(address, data=bytes(12_000)) for address in blocks]
         before = [bytes(segment) for segments in into for segment in segments]
-        tickets = [tier.submit("read", blocks, into, deadline=tier._port.clock.now() + 0.05) for _ in range(3)]
+        tickets = [tier.submit("read", blocks, into, deadline=tier._os_env.clock.now() + 0.05) for _ in range(3)]
         assert all(ticket.wait(60) for ticket in tickets)
-        assert {outcome for ticket in tickets for outcome in ticket.outcomes} == {LATE}
+        assert {outcome for ticket in tickets for outcome in ticket.outcomes} == {TIMED_OUT}
         assert tier.breaker == "open"
         gate.well()
         assert [bytes(segment) for segments in into for segment in segments] == before
-        tier._port.clock.seconds += 1  # type: ignore[attr-defined]
+        tier._os_env.clock.seconds += 1  # type: ignore[attr-defined]
         assert intact(tier, blocks)
     finally:
         gate.well()
@@ -196,11 +196,11 @@ def test_slow(gate: Gate, trickle: bool) -> None:
         for _ in range(3):
             ticket = tier.submit("read", blocks, into, deadline=clock.now() + 0.05)
             assert ticket.wait(60)
-            assert set(ticket.outcomes) == {LATE}
+            assert set(ticket.outcomes) == {TIMED_OUT}
         assert (tier.breaker, tier.counters["faults_timeout"]) == ("open", 3)
         asked = gate.requests
         assert set(read(tier, blocks)) == {FAILED}
-        assert tier.leading(chain(3, seed=2), deadline=clock.now() + 30).result(60) == 0
+        assert tier.match_prefix(chain(3, seed=2), deadline=clock.now() + 30).result(60) == 0
         assert gate.requests == asked
         clock.seconds += 1
         assert intact(tier, blocks)  # the probe has the time
@@ -235,7 +235,7 @@ def test_what_comes_cut_or_is_something_else_is_never_a_hit(
     clock.seconds += 100
     cold = through(gate, clock, tier._names.root.split("/")[0])
     try:
-        lost = [a for a, outcome in zip(blocks, cold.contains(blocks), strict=True) if outcome is ABSENT]
+        lost = [a for a, outcome in zip(blocks, cold.contains(blocks), strict=True) if outcome is NOT_FOUND]
         assert intact(cold, [a for a in blocks if a not in lost])
         assert set(write(cold, lost)) <= {DONE}
         assert intact(cold, blocks)
@@ -245,7 +245,7 @@ def test_what_comes_cut_or_is_something_else_is_never_a_hit(
 
 def test_a_store_that_is_not_there(clock: Clock) -> None:
     settings = {**shared("seaweedfs").settings, "endpoint": "http://127.0.0.1:9", "timeout_s": 60}
-    tier = ObjectTier(**settings, port=Port(clock=clock))
+    tier = ObjectTier(**settings, os_env=OsEnv(clock=clock))
     try:
         blocks = chain(2)
         for _ in range(3):
@@ -258,11 +258,11 @@ def test_a_store_that_is_not_there(clock: Clock) -> None:
 
 def test_a_bucket_that_is_not_there(clock: Clock) -> None:
     tier = ObjectTier(
-        **{**shared("seaweedfs").settings, "url": "s3://nowhere", "timeout_s": 60}, port=Port(clock=clock)
+        **{**shared("seaweedfs").settings, "url": "s3://nowhere", "timeout_s": 60}, os_env=OsEnv(clock=clock)
     )
     try:
-        assert set(read(tier, chain(2))) <= {ABSENT, FAILED}
+        assert set(read(tier, chain(2))) <= {NOT_FOUND, FAILED}
         assert set(write(tier, chain(2))) == {FAILED}
-        assert tier.leading(chain(2)).result(60) == 0
+        assert tier.match_prefix(chain(2)).result(60) == 0
     finally:
         tier.close()

@@ -13,20 +13,19 @@ import pytest
 
 from kvcache.block.record import Address
 from kvcache.testing.tier import chain, intact, record, write
-from kvcache.tier.object import bucket, pack, store
-from kvcache.tier.object import manifest as catalogue
-from kvcache.tier.object.keys import Place
+from kvcache.tier.object import bucket, manifest, pack, store
+from kvcache.tier.object.keys import PackLocation
 from kvcache.tier.tier import Outcome
 from tests.peer.objects import MISSING, shared
 from tests.tier.stores import OpenObjects
 
-DONE, ABSENT, LATE = Outcome.DONE, Outcome.ABSENT, Outcome.LATE
+DONE, NOT_FOUND, TIMED_OUT = Outcome.DONE, Outcome.NOT_FOUND, Outcome.TIMED_OUT
 
 
 @pytest.fixture
 def chains(opened: OpenObjects, monkeypatch: pytest.MonkeyPatch) -> list[list[Address]]:
     """Six packs of two records, which a listing names two at a time."""
-    monkeypatch.setattr(bucket, "PAGE", 2)
+    monkeypatch.setattr(bucket, "PAGE_OBJECTS", 2)
     made = [chain(2, seed=seed) for seed in range(6)]
     writer = opened()
     assert {outcome for each in made for outcome in write(writer, each)} == {DONE}
@@ -57,8 +56,8 @@ def test_pages_that_came_stay_where_a_later_one_does_not(
 
     monkeypatch.setattr(tier._bucket, "pages", some)
     monkeypatch.setattr(tier._bucket, "heads", counted)
-    assert tier.contains(tails(chains)) == (Outcome.LATE,) * 6  # nobody says absent of what it was not told
-    assert len(tier._catalogue.packs(chains[0][0].namespace)) == 4
+    assert tier.contains(tails(chains)) == (Outcome.TIMED_OUT,) * 6  # nobody says absent of what it was not told
+    assert len(tier._manifest.packs(chains[0][0].namespace)) == 4
     come[0] = 99
     assert tier.contains(tails(chains)) == (DONE,) * 6
     assert read == [2, 2, 2]
@@ -68,7 +67,7 @@ def test_a_long_listing_holds_nobody_up(
     opened: OpenObjects, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it goes on, what came of it is known, and the rest is found by its name."""
-    monkeypatch.setattr(catalogue, "_PATIENCE", 0.001)
+    monkeypatch.setattr(manifest, "_DEADLINE_SHARE", 0.001)
     tier = opened()
     pages, go_on, came = tier._bucket.pages, threading.Event(), threading.Event()
 
@@ -82,8 +81,8 @@ def test_a_long_listing_holds_nobody_up(
     try:
         tier.contains(tails(chains))
         assert came.wait(60)
-        assert sorted(tier.contains(tails(chains)), key=str) == sorted((LATE,) * 4 + (DONE,) * 2, key=str)
-        assert [tier.leading(each).result(60) for each in chains] == [2] * 6
+        assert sorted(tier.contains(tails(chains)), key=str) == sorted((TIMED_OUT,) * 4 + (DONE,) * 2, key=str)
+        assert [tier.match_prefix(each).result(60) for each in chains] == [2] * 6
         assert all(intact(tier, each) for each in chains)
         assert write(tier, chain(2, seed=9)) == (DONE, DONE)
     finally:
@@ -94,10 +93,10 @@ def test_a_late_listing_makes_no_block_absent(
     opened: OpenObjects, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one and a later one: for a lookup, a read and a removal."""
-    monkeypatch.setattr(catalogue, "_PATIENCE", 0.001)
+    monkeypatch.setattr(manifest, "_DEADLINE_SHARE", 0.001)
     (block,), again = tails(chains[:1]), chain(3, seed=9)[2:]
     cold, known = opened(), opened(refresh_s=0)
-    assert known.contains(again) == (ABSENT,)
+    assert known.contains(again) == (NOT_FOUND,)
     go_on = threading.Event()
 
     def late(prefix: str) -> Iterator[Any]:
@@ -107,9 +106,9 @@ def test_a_late_listing_makes_no_block_absent(
     monkeypatch.setattr(cold._bucket, "pages", late)
     monkeypatch.setattr(known._bucket, "pages", late)
     try:
-        assert cold.contains([block]) == cold.remove([block]) == (LATE,)
-        assert cold.read([block], [record(block)]) == (LATE,)
-        assert known.contains(again) == (LATE,)
+        assert cold.contains([block]) == cold.remove([block]) == (TIMED_OUT,)
+        assert cold.read([block], [record(block)]) == (TIMED_OUT,)
+        assert known.contains(again) == (TIMED_OUT,)
         assert known.contains([block]) == (DONE,)
     finally:
         go_on.set()
@@ -118,26 +117,26 @@ def test_a_late_listing_makes_no_block_absent(
 def test_a_refused_listing_makes_no_block_absent(opened: OpenObjects, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an earlier one came: what it said is too old to say that a block is not there."""
     blocks, tier = chain(3), opened(refresh_s=0)
-    assert tier.contains(blocks) == (ABSENT,) * 3
+    assert tier.contains(blocks) == (NOT_FOUND,) * 3
 
     def refused(prefix: str) -> Iterator[Any]:
         raise bucket.RefusedError("failed")
 
     monkeypatch.setattr(tier._bucket, "pages", refused)
-    assert tier.contains(blocks) == (LATE,) * 3
+    assert tier.contains(blocks) == (TIMED_OUT,) * 3
 
 
 def test_what_is_known_is_bounded_and_the_rest_is_found_by_its_name(
     opened: OpenObjects, chains: list[list[Address]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalogue, "MOST_RECORDS", 5)
+    monkeypatch.setattr(manifest, "MAX_RECORDS", 5)
     tier = opened()
-    assert sorted(tier.contains(tails(chains)), key=str) == sorted((ABSENT,) * 4 + (DONE,) * 2, key=str)
+    assert sorted(tier.contains(tails(chains)), key=str) == sorted((NOT_FOUND,) * 4 + (DONE,) * 2, key=str)
     for each in [*chains, *chains]:
-        tier._catalogue._missing.clear()
-        assert tier.leading(each).result(60) == 2
+        tier._manifest._missing.clear()
+        assert tier.match_prefix(each).result(60) == 2
         assert intact(tier, each)
-        assert sum(len(pack.table.rows) for pack in tier._catalogue.packs(each[0].namespace)) == 4
+        assert sum(len(pack.table.rows) for pack in tier._manifest.packs(each[0].namespace)) == 4
     assert write(tier, chain(9, seed=9)) == (DONE,) * 9  # more than there is room for
     assert sorted(tier.scan(), key=str) == sorted([a for each in [*chains, chain(9, seed=9)] for a in each], key=str)
     assert tier.check() == []
@@ -164,21 +163,21 @@ def test_a_pack_that_somebody_copied_elsewhere_is_none(
         "name": replace(blocks[0], signature=b"\xee" * 32, parent=b""),
     }[where]
     tier = opened()
-    names = tier._catalogue._names
-    to = folder(tmp_path, blocks[0].namespace).parents[2] / names.pack(Place.of(wrong), wrong.signature)
+    names = tier._manifest._names
+    to = folder(tmp_path, blocks[0].namespace).parents[2] / names.pack(PackLocation.of(wrong), wrong.signature)
     to.parent.mkdir(parents=True, exist_ok=True)
     to.write_bytes(next(folder(tmp_path, blocks[0].namespace).rglob(blocks[0].signature.hex())).read_bytes())
-    monkeypatch.setattr(catalogue, "MOST_RECORDS", 6)
+    monkeypatch.setattr(manifest, "MAX_RECORDS", 6)
     for times in range(1, 5):
         if listed:
             assert tier.contains([blocks[0]]) == (DONE,)
-            tier._catalogue.refresh(wrong.namespace, None, now=True)
-            assert tier._catalogue.find([wrong], None, ask=False) == [ABSENT]
+            tier._manifest.refresh(wrong.namespace, None, now=True)
+            assert tier._manifest.find([wrong], None, probe=False) == [NOT_FOUND]
         else:
-            assert not tier._catalogue.ask(wrong, None)
-            tier._catalogue._missing.clear()
+            assert not tier._manifest.probe(wrong, None)
+            tier._manifest._missing.clear()
         assert tier.counters["foreign"] >= times
-        assert tier._catalogue._records == (4 if listed else 0)
+        assert tier._manifest._records == (4 if listed else 0)
     assert intact(tier, blocks)
     other = chain(4, seed=1)
     assert write(tier, other) == (DONE,) * 4  # makes room
@@ -189,15 +188,15 @@ def test_a_pack_that_somebody_copied_elsewhere_is_none(
 
 def test_one_with_few_large_packs_pushes_out_nobody(opened: OpenObjects, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound is in records, and so is who has most of them."""
-    monkeypatch.setattr(catalogue, "MOST_RECORDS", 24)
+    monkeypatch.setattr(manifest, "MAX_RECORDS", 24)
     tier, small = opened(), [chain(1, seed=seed) for seed in range(6)]
     other = b"\xaa" * 32
     for each in small:
         assert write(tier, each) == (DONE,)
     for seed in range(10, 16):
         assert write(tier, [replace(a, namespace=other) for a in chain(8, seed=seed)]) == (DONE,) * 8
-    known = tier._catalogue
-    assert known.find([each[0] for each in small], None, ask=False) != [ABSENT] * 6
+    known = tier._manifest
+    assert known.find([each[0] for each in small], None, probe=False) != [NOT_FOUND] * 6
     assert len(known.packs(small[0][0].namespace)) == 6
     assert [len(pack.table.rows) for pack in known.packs(other)] == [8, 8]
     assert known._records == sum(space.records for space in known._known.values()) == 22
@@ -210,19 +209,19 @@ def test_one_pack_of_more_rows_than_are_remembered_pushes_out_nobody(
     """Whoever can write to the store can make one that is sound; neither its rows nor what was known go for it."""
     blocks, other, much = chain(4), chain(4, seed=1), chain(5, seed=2)
     assert write(opened(), much) == (DONE,) * 5  # by who takes so many
-    monkeypatch.setattr(pack, "ROWS", 4)
-    monkeypatch.setattr(store, "ROWS", 4)
-    monkeypatch.setattr(catalogue, "MOST_RECORDS", 8)
+    monkeypatch.setattr(pack, "MAX_ROWS", 4)
+    monkeypatch.setattr(store, "MAX_ROWS", 4)
+    monkeypatch.setattr(manifest, "MAX_RECORDS", 8)
     tier = opened()
     assert write(tier, blocks) == write(tier, other) == (DONE,) * 4
-    known = tier._catalogue
+    known = tier._manifest
     if listed:
         known.refresh(much[0].namespace, None, now=True)
-    assert known.find([much[0]], None) == [ABSENT]
+    assert known.find([much[0]], None) == [NOT_FOUND]
     assert tier.counters["foreign"] > 0
     assert len(known.packs(blocks[0].namespace)) == 2
     assert intact(tier, blocks + other)
-    monkeypatch.setattr(catalogue, "MOST_RECORDS", 32)
+    monkeypatch.setattr(manifest, "MAX_RECORDS", 32)
     longer = chain(9, seed=3)
     assert write(tier, longer) == (DONE,) * 9
     assert sorted(len(each.table.rows) for each in known.packs(longer[0].namespace)) == [1, 4, 4, 4, 4]
@@ -237,10 +236,10 @@ def test_who_asks_for_more_than_is_remembered_comes_to_an_end(
     writer = opened()
     for each in chains:
         assert write(writer, each) == (DONE,) * 4
-    monkeypatch.setattr(catalogue, "MOST_RECORDS", 8)
+    monkeypatch.setattr(manifest, "MAX_RECORDS", 8)
     tier = opened()
-    found = tier._catalogue.find([address for each in chains for address in each], None)
-    assert found.count(ABSENT) == 4
+    found = tier._manifest.find([address for each in chains for address in each], None)
+    assert found.count(NOT_FOUND) == 4
 
 
 @pytest.mark.parametrize(("stores", "rounds"), [(0, 1), (2, 3), (99, 3)])

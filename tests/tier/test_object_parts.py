@@ -12,7 +12,7 @@ from kvcache.tier.object.bucket import RefusedError
 from kvcache.tier.tier import Outcome
 from tests.tier.stores import MIB, OpenObjects, objects
 
-DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
+DONE, NOT_FOUND = Outcome.DONE, Outcome.NOT_FOUND
 
 
 @pytest.mark.parametrize("moves", [True, False])
@@ -26,14 +26,14 @@ def test_a_large_record_goes_in_parts(
         raise RefusedError("unsupported")
 
     tier, other, blocks = opened(pack_bytes=5 * MIB), opened(), chain(2)
-    assert other.leading(blocks).result(30) == 0
+    assert other.match_prefix(blocks).result(30) == 0
     if not moves:
         monkeypatch.setattr(tier._bucket, "move", refuse)
     assert write(tier, blocks, 12 * MIB) == (DONE, DONE)
     assert len(objects(tmp_path)) == 2
     assert ["." in path.name for path in objects(tmp_path)] == [not moves] * 2
-    other._catalogue._missing.clear()
-    assert other.leading(blocks).result(30) == (2 if moves else 0)
+    other._manifest._missing.clear()
+    assert other.match_prefix(blocks).result(30) == (2 if moves else 0)
     assert write(opened(), blocks, 12 * MIB) == (DONE, DONE)
     assert len(objects(tmp_path)) == 2
     assert intact(opened(), blocks, 12 * MIB)
@@ -46,7 +46,7 @@ def test_a_move_that_is_late_leaves_one_pack(
     """Wherever it stopped, and whoever was there before."""
     monkeypatch.setattr("kvcache.tier.object.store.MULTIPART_BYTES", 6 * MIB)
     tier, other, blocks = opened(pack_bytes=5 * MIB), opened(), chain(1)
-    assert other.contains(blocks) == (ABSENT,)
+    assert other.contains(blocks) == (NOT_FOUND,)
 
     def late(beside: str, path: str, deadline: float | None) -> None:
         source, target = (tmp_path / "store" / each for each in (beside, path))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.os_env import Executor, InlineExecutor, Port, ThreadExecutor
+from kvcache.os_env import Executor, InlineExecutor, OsEnv, ThreadExecutor
 from kvcache.testing.tier import Clock, chain, intact, record, write
 from kvcache.tier.object import ObjectTier
 from kvcache.tier.redis import RedisTier
@@ -59,7 +59,7 @@ def failed(tier: Tier, threads: Threads) -> None:
 
 def test_nvme(store: Open) -> None:
     disk, clock, threads = SimDisk(0), Clock(), Threads("nvme")
-    tier = store(port=Port(disk=disk, clock=clock, executor=threads))
+    tier = store(port=OsEnv(disk=disk, clock=clock, executor=threads))
     disk.fails = {"write": (1.0, errno.EIO)}
     failed(tier, threads)
     assert tier.counters["breaker_opened"] == 1
@@ -87,7 +87,7 @@ def test_redis(values: redis.Server) -> None:
     proxy, clock, threads = Proxy(values.port), Clock(), Threads("redis")
     with ExitStack() as stack:
         stack.callback(proxy.end)
-        tier = RedisTier(proxy.url, timeout_s=60, port=Port(clock=clock, executor=threads))
+        tier = RedisTier(proxy.url, timeout_s=60, port=OsEnv(clock=clock, executor=threads))
         stack.callback(tier.close)
         proxy.drop = True
         failed(tier, threads)
@@ -109,7 +109,7 @@ def test_redis(values: redis.Server) -> None:
 @needs_redis
 def test_redis_that_refused_only_writes(values: redis.Server) -> None:
     clock, threads = Clock(), Threads("redis")
-    tier = RedisTier(values.tcp, timeout_s=60, port=Port(clock=clock, executor=threads))
+    tier = RedisTier(values.tcp, timeout_s=60, port=OsEnv(clock=clock, executor=threads))
     try:
         values.client.replicaof("127.0.0.1", "1")
         failed(tier, threads)
@@ -139,33 +139,33 @@ class Door(Gate):
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
+def admission() -> Iterator[Door]:
     made = Door(shared("seaweedfs").port)
     yield made
     made.end()
 
 
-def objects(door: Door, port: Port, prefix: str, **settings: Any) -> ObjectTier:
-    given = {**shared("seaweedfs").settings, "endpoint": door.endpoint, "timeout_s": 60, **settings}
+def objects(admission: Door, port: OsEnv, prefix: str, **settings: Any) -> ObjectTier:
+    given = {**shared("seaweedfs").settings, "endpoint": admission.endpoint, "timeout_s": 60, **settings}
     return ObjectTier(**given, prefix=prefix, port=port)
 
 
 @needs_objects
-def test_object(door: Door) -> None:
+def test_object(admission: Door) -> None:
     clock, threads = Clock(), Threads("object")
-    tier = objects(door, Port(clock=clock, executor=threads), "probe", pack_bytes=40_000)
+    tier = objects(admission, OsEnv(clock=clock, executor=threads), "probe", pack_bytes=40_000)
     try:
-        assert tier.leading(chain(1)).result(60) == 0  # lists
-        door.status = 503
+        assert tier.match_prefix(chain(1)).result(60) == 0  # lists
+        admission.status = 503
         failed(tier, threads)
         assert (tier.breaker, tier.counters["writes_stopped"]) == ("open", 1)
-        door.well()
-        door.before = lambda path: threads.release()
+        admission.well()
+        admission.before = lambda path: threads.release()
         clock.seconds += 1
         assert stored(tier, threads, 12, 9) == [DONE] * 12
-        assert (tier.breaker, tier.troubles()) == ("closed", [])
+        assert (tier.breaker, tier.health_issues()) == ("closed", [])
     finally:
-        door.before = Door.before
+        admission.before = Door.before
         tier.close()
 
 
@@ -180,7 +180,7 @@ class Counted(ThreadExecutor):
 
 
 @needs_objects
-def test_a_listing_that_is_due_does_not_take_the_probe(door: Door) -> None:
+def test_a_listing_that_is_due_does_not_take_the_probe(admission: Door) -> None:
     """A store begins one in the background: it is the store that the breaker lets through."""
     clock, listing, came, go_on = Clock(), Counted(1, "listing"), threading.Event(), threading.Event()
 
@@ -192,7 +192,7 @@ def test_a_listing_that_is_due_does_not_take_the_probe(door: Door) -> None:
             came.set()
             assert go_on.wait(60)
 
-    tier = objects(door, Port(clock=clock, executor=threads), "due", refresh_s=10)
+    tier = objects(admission, OsEnv(clock=clock, executor=threads), "due", refresh_s=10)
     put = tier._bucket.put
 
     def after_the_listing(*given: Any, **named: Any) -> str:
@@ -203,12 +203,12 @@ def test_a_listing_that_is_due_does_not_take_the_probe(door: Door) -> None:
         blocks = chain(3)
         assert set(write(tier, blocks)) == {DONE}
         assert listing.begun == 1
-        door.status = 503
+        admission.status = 503
         for _ in range(3):
             assert set(tier.read(blocks, [record(address) for address in blocks])) == {FAILED}
         assert tier.breaker == "open"
-        door.well()
-        door.before, tier._bucket.put = hold, after_the_listing  # type: ignore[method-assign]
+        admission.well()
+        admission.before, tier._bucket.put = hold, after_the_listing  # type: ignore[method-assign]
         clock.seconds += 20
         assert write(tier, chain(2, seed=1)) == (DONE, DONE)
         go_on.set()

@@ -13,7 +13,7 @@ from kvcache.block.layout import Shard
 from kvcache.block.record import Address, read_header
 from kvcache.errors import ConfigError
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.redis.keys import Names, part
+from kvcache.tier.redis.keys import KeyNames, part_key
 from kvcache.tier.tier import Outcome
 from tests.peer.server import MISSING, Server, empty
 from tests.tier.blocks import buffer, chain, holds, record
@@ -22,10 +22,10 @@ from tests.vectors import make
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
-DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
+DONE, NOT_FOUND = Outcome.DONE, Outcome.NOT_FOUND
 KIB = 1 << 10
 LONG = 2000 * KIB
-NAMES = Names("kvcache")
+NAMES = KeyNames("kvcache")
 VECTORS = json.loads((make.HERE / "redis.json").read_text())
 RECORDS = {row["name"]: row for row in json.loads((make.HERE / "record.json").read_text())["sound"]}
 
@@ -80,7 +80,7 @@ def test_a_long_record_goes_in_parts_that_all_expire(tier: RedisTier, client: An
     segments = record(address, LONG)
     assert tier.write([address], [segments]) == (DONE,)
     write_id = read_header(segments[0]).write_id
-    assert set(client.keys()) == {key(address), *(part(key(address), write_id, n) for n in (1, 2, 3))}
+    assert set(client.keys()) == {key(address), *(part_key(key(address), write_id, n) for n in (1, 2, 3))}
     lives = {name: client.ttl(name) for name in client.keys("*")}
     assert all(0 < lives[key(address)] < life for name, life in lives.items() if name != key(address))
     assert read(tier, address, LONG) is DONE
@@ -127,9 +127,9 @@ def test_a_part_that_was_evicted_is_a_miss_and_frees_the_place(tier: RedisTier, 
     segments = record(address, LONG)
     for number in (1, 3):
         tier.write([address], [segments])
-        client.delete(part(key(address), read_header(segments[0]).write_id, number))
-        assert read(tier, address, LONG) is ABSENT
-        assert tier.contains([address]) == (ABSENT,)
+        client.delete(part_key(key(address), read_header(segments[0]).write_id, number))
+        assert read(tier, address, LONG) is NOT_FOUND
+        assert tier.contains([address]) == (NOT_FOUND,)
     assert tier.write([address], [segments]) == (DONE,)
     assert read(tier, address, LONG) is DONE
 
@@ -140,14 +140,14 @@ def test_a_hole_never_shifts_what_comes_behind(tier: RedisTier, client: Any) -> 
     client.delete(key(blocks[3]), key(blocks[7]))
     into = [buffer() for _ in blocks]
     outcomes = tier.read(blocks, into)
-    assert outcomes == tuple(ABSENT if i in {3, 7} else DONE for i in range(12))
+    assert outcomes == tuple(NOT_FOUND if i in {3, 7} else DONE for i in range(12))
     assert all(holds(into[i], blocks[i]) for i in range(12) if i not in {3, 7})
 
 
 def test_an_absent_key_answers_at_once_and_the_next_read_works(tier: RedisTier) -> None:
     here, other = chain(1), chain(30, seed=1)
     tier.write(here, [record(here[0])])
-    assert tier.read(other, [buffer() for _ in other]) == (ABSENT,) * 30
+    assert tier.read(other, [buffer() for _ in other]) == (NOT_FOUND,) * 30
     assert read(tier, here[0]) is DONE
 
 
@@ -178,7 +178,7 @@ def test_a_bit_that_turned(tier: RedisTier, client: Any, at: int) -> None:
     blocks = chain(2)
     tier.write(blocks, [record(address) for address in blocks])
     client.setrange(key(blocks[0]), at, bytes([client.getrange(key(blocks[0]), at, at)[0] ^ 4]))
-    assert read(tier, blocks[0]) in {ABSENT, Outcome.DAMAGED}
+    assert read(tier, blocks[0]) in {NOT_FOUND, Outcome.DAMAGED}
     assert read(tier, blocks[1]) is DONE
 
 
@@ -186,9 +186,9 @@ def test_a_bit_that_turned_in_a_part(tier: RedisTier, client: Any) -> None:
     (address,) = chain(1)
     segments = record(address, LONG)
     tier.write([address], [segments])
-    client.setrange(part(key(address), read_header(segments[0]).write_id, 2), 99, b"\0\0\0\0")
+    client.setrange(part_key(key(address), read_header(segments[0]).write_id, 2), 99, b"\0\0\0\0")
     assert read(tier, address, LONG) is Outcome.DAMAGED
-    assert tier.contains([address]) == (ABSENT,)
+    assert tier.contains([address]) == (NOT_FOUND,)
 
 
 def test_another_version_is_left_alone(tier: RedisTier, client: Any) -> None:
@@ -196,8 +196,8 @@ def test_another_version_is_left_alone(tier: RedisTier, client: Any) -> None:
     tier.write([address], [record(address)])
     client.setrange(key(address), 4, b"\2\0")
     value = client.get(key(address))
-    assert read(tier, address) is Outcome.FOREIGN
-    assert tier.contains([address]) == (ABSENT,)
+    assert read(tier, address) is Outcome.INCOMPATIBLE
+    assert tier.contains([address]) == (NOT_FOUND,)
     assert tier.write([address], [record(address)]) == (Outcome.FAILED,)
     assert client.get(key(address)) == value
 
@@ -206,8 +206,8 @@ def test_a_value_of_another_type_is_left_alone(tier: RedisTier, client: Any) -> 
     blocks = chain(3)
     tier.write(blocks[:1], [record(blocks[0])])
     client.lpush(key(blocks[1]), "a list")
-    assert [read(tier, address) for address in blocks] == [DONE, Outcome.FOREIGN, ABSENT]
-    assert tier.write([blocks[1]], [record(blocks[1])]) == (Outcome.FOREIGN,)
+    assert [read(tier, address) for address in blocks] == [DONE, Outcome.INCOMPATIBLE, NOT_FOUND]
+    assert tier.write([blocks[1]], [record(blocks[1])]) == (Outcome.INCOMPATIBLE,)
     assert client.lrange(key(blocks[1]), 0, -1) == [b"a list"]
     assert tier.counters["refused_WRONGTYPE"] > 0
     assert tier.breaker == "closed"
@@ -231,7 +231,7 @@ def test_leading_finds_the_end_of_a_chain_in_few_questions(tier: RedisTier, clie
     blocks = chain(600)
     tier.write(blocks[:held], [record(address, 1) for address in blocks[:held]])
     before = client.info("commandstats")["cmdstat_getrange"]["calls"] if held else 0
-    assert tier.leading(blocks).result(10) == held
+    assert tier.match_prefix(blocks).result(10) == held
     after = client.info("commandstats")["cmdstat_getrange"]["calls"]
     assert after - before <= 64 or not held
 
@@ -239,14 +239,14 @@ def test_leading_finds_the_end_of_a_chain_in_few_questions(tier: RedisTier, clie
 def test_leading_stops_at_a_hole_that_it_sees(tier: RedisTier) -> None:
     blocks = chain(40)
     tier.write(blocks[1:], [record(address, 1) for address in blocks[1:]])
-    assert tier.leading(blocks).result(10) == 0
-    assert tier.leading([]).result(10) == 0
+    assert tier.match_prefix(blocks).result(10) == 0
+    assert tier.match_prefix([]).result(10) == 0
 
 
 def test_thousands_of_questions(tier: RedisTier) -> None:
     blocks = chain(5000)
     tier.write(blocks[::7], [record(address, 1) for address in blocks[::7]])
-    assert tier.contains(blocks) == tuple(DONE if i % 7 == 0 else ABSENT for i in range(5000))
+    assert tier.contains(blocks) == tuple(DONE if i % 7 == 0 else NOT_FOUND for i in range(5000))
 
 
 def test_cycles_leave_nothing_behind(tier: RedisTier, client: Any) -> None:
@@ -284,7 +284,7 @@ def test_prefixes_stand_apart(server: Server, client: Any) -> None:
     (address,) = chain(1)
     one, other = RedisTier(server.unix, prefix="one"), RedisTier(server.unix, prefix="other")
     one.write([address], [record(address)])
-    assert one.contains([address]) + other.contains([address]) == (DONE, ABSENT)
+    assert one.contains([address]) + other.contains([address]) == (DONE, NOT_FOUND)
     assert list(other.scan()) == []
     one.close()
     other.close()
@@ -297,8 +297,8 @@ def test_two_releases_share_a_server(tier: RedisTier, client: Any, form: str) ->
     tier.write([address], [record(address)])
     theirs = key(address).replace(b":k1r1:", f":{form}:".encode())
     client.rename(key(address), theirs)
-    assert read(tier, address) is ABSENT
-    assert tier.leading([address]).result(10) == 0
+    assert read(tier, address) is NOT_FOUND
+    assert tier.match_prefix([address]).result(10) == 0
     assert list(tier.scan()) == []
     assert tier.write([address], [record(address)]) == (DONE,)
     assert tier.remove([address]) == (DONE,)

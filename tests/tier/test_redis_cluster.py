@@ -13,7 +13,7 @@ from redis.crc import key_slot
 
 from kvcache.block.record import read_header
 from kvcache.tier.redis import RedisTier, pool
-from kvcache.tier.redis.keys import Names, part
+from kvcache.tier.redis.keys import KeyNames, part_key
 from kvcache.tier.tier import Outcome
 from tests.peer.fleet import Cluster, Node, until
 from tests.peer.proxy import Proxy
@@ -22,9 +22,9 @@ from tests.tier.blocks import buffer, chain, holds, record
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
-DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
-MISS = {ABSENT, Outcome.FAILED, Outcome.LATE}
-NAMES = Names("kvcache", cluster=True)
+DONE, NOT_FOUND = Outcome.DONE, Outcome.NOT_FOUND
+MISS = {NOT_FOUND, Outcome.FAILED, Outcome.TIMED_OUT}
+NAMES = KeyNames("kvcache", cluster=True)
 LONG = 1 << 20
 
 
@@ -85,15 +85,15 @@ def test_blocks_are_spread_and_found(cluster: Cluster, tier: RedisTier) -> None:
     blocks = chain(90)
     assert write(tier, blocks[:60]) == (DONE,) * 60
     assert [node.client.dbsize() > 5 for node in cluster.nodes] == [True] * 3
-    assert read(tier, blocks) == (DONE,) * 60 + (ABSENT,) * 30
-    assert tier.contains(blocks) == (DONE,) * 60 + (ABSENT,) * 30
-    assert tier.leading(blocks).result(20) == 60
+    assert read(tier, blocks) == (DONE,) * 60 + (NOT_FOUND,) * 30
+    assert tier.contains(blocks) == (DONE,) * 60 + (NOT_FOUND,) * 30
+    assert tier.match_prefix(blocks).result(20) == 60
     assert list(tier.scan()) == blocks[:60]
     assert tier.check() == []
     assert tier.usage().records == 60
     assert tier.room(12_000) > 0
-    assert tier.siblings(blocks[0]) == [blocks[0]]
-    assert tier.remove(blocks) == (DONE,) * 60 + (ABSENT,) * 30
+    assert tier.colocated(blocks[0]) == [blocks[0]]
+    assert tier.remove(blocks) == (DONE,) * 60 + (NOT_FOUND,) * 30
     assert len(tier.breakers) == 3
 
 
@@ -103,7 +103,7 @@ def test_the_parts_of_a_record_lie_together(cluster: Cluster, tier: RedisTier) -
     assert tier.write(blocks, segments) == (DONE,) * 6
     for address, pieces in zip(blocks, segments, strict=True):
         name = NAMES.record(address)
-        slots = {key_slot(name), *(key_slot(part(name, read_header(pieces[0]).write_id, n)) for n in (1, 2, 3))}
+        slots = {key_slot(name), *(key_slot(part_key(name, read_header(pieces[0]).write_id, n)) for n in (1, 2, 3))}
         assert len(slots) == 1
     into = [buffer(LONG) for _ in blocks]
     assert tier.read(blocks, into) == (DONE,) * 6
@@ -161,12 +161,12 @@ def test_a_key_on_its_way_is_found_where_it_is(cluster: Cluster, tier: RedisTier
         assert read(tier, blocks) == (DONE,) * 30
         assert tier.counters["refused_ASK"] > 0
         assert tier.contains(blocks) == (DONE,) * 30
-        assert tier.leading(blocks).result(20) == 30
+        assert tier.match_prefix(blocks).result(20) == 30
         held = target.client.dbsize()
         assert write(tier, blocks) == (DONE,) * 30  # they are there: nothing is written twice
         assert target.client.dbsize() == held
         assert tier.remove(blocks[7:8]) == (DONE,)
-        assert read(tier, blocks[7:8]) == (ABSENT,)
+        assert read(tier, blocks[7:8]) == (NOT_FOUND,)
         assert write(tier, blocks[7:8]) == (DONE,)
         assert target.client.dbsize() == held
         assert tier.breaker == "closed"
@@ -186,7 +186,7 @@ def test_keys_that_have_moved_are_found_at_once(cluster: Cluster, tier: RedisTie
         for slot, home in homes.items():
             cluster.move(slot, cluster.nodes[(home + 1 - step) % 3], cluster.nodes[(home + step) % 3])
             assert read(tier, blocks) == (DONE,) * 30
-            assert tier.leading(blocks).result(20) == 30
+            assert tier.match_prefix(blocks).result(20) == 30
     assert tier.breaker == "closed"
 
 
@@ -245,13 +245,13 @@ def test_a_storm_of_redirections_ends(alone: Proxy, behind: RedisTier, code: str
     """A node that sends us to itself for ever: a miss in few round trips, no connection more, and back by itself."""
     blocks = chain(20)
     assert write(behind, blocks) == (DONE,) * 20
-    assert behind.leading(blocks).result(20) == 20
+    assert behind.match_prefix(blocks).result(20) == 20
     connections = alone.connections
     alone.answer = f"-{code} 1 127.0.0.1:{alone.port}\r\n".encode()
     for seed in range(1, 11):
         assert read(behind, blocks) == (Outcome.FAILED,) * 20
         assert write(behind, blocks) == (Outcome.FAILED,) * 20
-        assert behind.leading(chain(20, seed=seed)).result(20) == 0
+        assert behind.match_prefix(chain(20, seed=seed)).result(20) == 0
     assert behind.counters[f"refused_{code}"] <= 10 * 2 * 20 * 3
     assert alone.connections == connections
     alone.well()
@@ -265,7 +265,7 @@ def test_not_every_place_is_followed(alone: Proxy, behind: RedisTier) -> None:
     for port in range(1, 41):
         alone.answer = f"-ASK 1 127.0.0.1:{port}\r\n".encode()
         assert set(read(behind, blocks)) <= MISS
-    assert 0 < len(behind._nodes._guests) <= 16  # type: ignore[attr-defined]
+    assert 0 < len(behind._nodes._redirect_pools) <= 16  # type: ignore[attr-defined]
     for place in ("nonsense", ":6379", "h:99999", "h:-1"):
         alone.answer = f"-ASK 1 {place}\r\n".encode()
         assert set(read(behind, blocks)) <= MISS
@@ -275,7 +275,7 @@ def test_not_every_place_is_followed(alone: Proxy, behind: RedisTier) -> None:
 
 def lines(servers: int, began: float) -> int:
     """That a log has at most since then: of each of them one every few seconds."""
-    return servers * (1 + int((time.monotonic() - began) / pool._QUIET_S))
+    return servers * (1 + int((time.monotonic() - began) / pool._LOG_INTERVAL_S))
 
 
 @pytest.mark.parametrize("way", ["killed", "hung"])
@@ -296,7 +296,7 @@ def test_a_lost_node_is_a_miss_and_the_others_serve(cluster: Cluster, way: str, 
             assert {outcomes[i] for i in rest} == {DONE}
         written = write(tier, chain(60, seed=1))
         assert {DONE} < set(written) <= {DONE, *MISS}
-        assert tier.leading(blocks).result(20) <= 60
+        assert tier.match_prefix(blocks).result(20) <= 60
         until(lambda: tier.breaker == "open", "it is left alone") if way == "killed" else None
     finally:
         lost.go_on() if way == "hung" else lost.start()
@@ -317,7 +317,7 @@ def test_a_replica_takes_over() -> None:
         cluster.masters[0].stop()
         until(lambda: read(tier, blocks).count(DONE) >= 58, "what was stored is found at the replica")
         until(lambda: set(write(tier, chain(30, seed=2))) == {DONE}, "the replica takes blocks")
-        assert tier.leading(blocks).result(20) >= 1
+        assert tier.match_prefix(blocks).result(20) >= 1
     finally:
         tier.close()
         cluster.end()
@@ -328,7 +328,7 @@ def test_nobody_is_there() -> None:
     blocks = chain(3)
     for _ in range(6):
         assert set(read(tier, blocks)) <= MISS
-        assert tier.leading(blocks).result(10) == 0
+        assert tier.match_prefix(blocks).result(10) == 0
     assert tier.usage().records == 0
     assert tier.check()
     tier.close()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.redis.connect import PASSWORD
+from kvcache.tier.redis.connect import PASSWORD_VARIABLE
 from kvcache.tier.tier import Outcome
 from tests.peer.server import MISSING, Server
 from tests.tier.blocks import chain, record
@@ -20,7 +20,7 @@ from tests.tier.test_redis_faults import until_open
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
-ABSENT, DONE, FAILED = Outcome.ABSENT, Outcome.DONE, Outcome.FAILED
+NOT_FOUND, DONE, FAILED = Outcome.NOT_FOUND, Outcome.DONE, Outcome.FAILED
 SECRET = "not to be seen"
 
 
@@ -48,7 +48,7 @@ def test_a_password_is_taken_and_never_shown(
         (tmp_path / "password").write_text(f"{SECRET}\n")
         options = {"password_file": str(tmp_path / "password")}
     else:
-        monkeypatch.setenv(PASSWORD, SECRET)
+        monkeypatch.setenv(PASSWORD_VARIABLE, SECRET)
     tier = RedisTier(url, **options)  # type: ignore[arg-type]
     (address,) = chain(1)
     assert tier.write([address], [record(address)]) == (DONE,)
@@ -63,7 +63,7 @@ def test_a_password_is_taken_and_never_shown(
 def test_refused_to_come_in(guarded: Server, password: str, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     url = guarded.tcp.replace("//", f"//:{password}@") if password else guarded.tcp
-    tier = RedisTier(url, timeout_s=20, port=Port(clock=clock))
+    tier = RedisTier(url, timeout_s=20, os_env=OsEnv(clock=clock))
     assert until_open(tier, chain(1)[0]) == {FAILED}
     assert caplog.records
     assert "secret" not in caplog.text + repr(tier) + str(tier.counters)
@@ -73,8 +73,8 @@ def test_refused_to_come_in(guarded: Server, password: str, clock: Clock, caplog
 def test_a_password_file_that_is_not_there(guarded: Server, tmp_path: Path, clock: Clock) -> None:
     """A miss, until it is there: it is read for each connection, so a password can be changed."""
     where = tmp_path / "password"
-    tier = RedisTier(guarded.tcp, password_file=str(where), port=Port(clock=clock))
+    tier = RedisTier(guarded.tcp, password_file=str(where), os_env=OsEnv(clock=clock))
     assert read(tier, chain(1)[0]) is FAILED
     where.write_text(SECRET)
-    assert read(tier, chain(1)[0]) is ABSENT
+    assert read(tier, chain(1)[0]) is NOT_FOUND
     tier.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier, pool
 from kvcache.tier.redis import tier as module
@@ -20,7 +20,7 @@ from tests.tier.stores import read
 
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
-DONE, ABSENT, LATE, FAILED = Outcome.DONE, Outcome.ABSENT, Outcome.LATE, Outcome.FAILED
+DONE, NOT_FOUND, TIMED_OUT, FAILED = Outcome.DONE, Outcome.NOT_FOUND, Outcome.TIMED_OUT, Outcome.FAILED
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def clock() -> Clock:
 @pytest.fixture
 def tier(server: Server, clock: Clock) -> Iterator[RedisTier]:
     server.client.flushall()
-    tier = RedisTier(server.tcp, timeout_s=3, port=Port(clock=clock))
+    tier = RedisTier(server.tcp, timeout_s=3, os_env=OsEnv(clock=clock))
     yield tier
     tier.close()
 
@@ -53,7 +53,7 @@ def proxy(server: Server) -> Iterator[Proxy]:
 
 @pytest.fixture
 def behind(proxy: Proxy, clock: Clock) -> Iterator[RedisTier]:
-    tier = RedisTier(proxy.url, timeout_s=3, connections=1, port=Port(clock=clock))
+    tier = RedisTier(proxy.url, timeout_s=3, connections=1, os_env=OsEnv(clock=clock))
     yield tier
     tier.close()
 
@@ -76,9 +76,9 @@ def test_hung(server: Server, tier: RedisTier, clock: Clock, caplog: pytest.LogC
     try:
         ticket = tier.submit("contains", blocks, deadline=clock.now() + 0.05)
         assert ticket.wait(20)
-        assert ticket.outcomes == (LATE, LATE)
-        assert tier.leading(blocks, deadline=clock.now() + 0.05).result(20) == 0
-        assert tier.write(chain(1, seed=1), [record(chain(1, seed=1)[0])]) == (LATE,)
+        assert ticket.outcomes == (TIMED_OUT, TIMED_OUT)
+        assert tier.match_prefix(blocks, deadline=clock.now() + 0.05).result(20) == 0
+        assert tier.write(chain(1, seed=1), [record(chain(1, seed=1)[0])]) == (TIMED_OUT,)
         assert tier.breaker == "open"
         assert [read(tier, address) for address in blocks * 50] == [FAILED] * 100
         assert (tier.usage().records, tier.room(1), list(tier.scan())) == (0, 0, [])
@@ -99,7 +99,7 @@ def test_a_tiny_deadline_says_nothing_of_the_server(tier: RedisTier, clock: Cloc
     for _ in range(20):
         ticket = tier.submit("read", [address], [buffer()], deadline=clock.now() + 1e-9)
         assert ticket.wait(20)
-        assert ticket.outcomes[0] in {LATE, ABSENT}
+        assert ticket.outcomes[0] in {TIMED_OUT, NOT_FOUND}
     assert tier.breaker == "closed"
 
 
@@ -108,7 +108,7 @@ def test_closing_does_not_wait_for_a_hung_server(server: Server, monkeypatch: py
     server.client.flushall()
     tier = RedisTier(server.tcp, timeout_s=200, connections=2)
     blocks = chain(600)
-    assert set(tier.contains(blocks)) == {ABSENT}
+    assert set(tier.contains(blocks)) == {NOT_FOUND}
     server.pause()
     try:
         ticket = tier.submit("contains", blocks)
@@ -127,7 +127,7 @@ def test_restarted(server: Server, tier: RedisTier) -> None:
         assert tier.contains(blocks) == (DONE,) * 4
         server.stop()
         server.start()
-        assert [read(tier, address) for address in blocks] == [ABSENT] * 4
+        assert [read(tier, address) for address in blocks] == [NOT_FOUND] * 4
     assert tier.breaker == "closed"
 
 
@@ -142,7 +142,7 @@ def test_away_and_back(server: Server, tier: RedisTier, clock: Clock) -> None:
     finally:
         server.start()
     clock.seconds += 10
-    assert read(tier, address) is ABSENT
+    assert read(tier, address) is NOT_FOUND
     assert tier.breaker == "closed"
     assert tier.counters["faults_ConnectionRefusedError"] == 4
 
@@ -150,14 +150,14 @@ def test_away_and_back(server: Server, tier: RedisTier, clock: Clock) -> None:
 def test_full(clock: Clock) -> None:
     """Writes find no room, are counted, stop for a while; reads go on; room lets them in again."""
     server = Server("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
-    tier = RedisTier(server.tcp, connections=1, port=Port(clock=clock))
+    tier = RedisTier(server.tcp, connections=1, os_env=OsEnv(clock=clock))
     try:
         blocks = chain(40)
         outcomes = [tier.write([address], [record(address, 300_000)])[0] for address in blocks]
         written = outcomes.count(DONE)
         assert 0 < written < 40
         assert set(outcomes[:written]) == {DONE}
-        assert outcomes[written : written + 4] == [Outcome.NO_ROOM] * 3 + [FAILED]
+        assert outcomes[written : written + 4] == [Outcome.NO_CAPACITY] * 3 + [FAILED]
         assert tier.counters["refused_OOM"] == 3
         assert tier.counters["write_no_room"] == 3
         assert tier.breaker == "closed"
@@ -173,10 +173,10 @@ def test_full(clock: Clock) -> None:
 
 def test_a_long_record_that_does_not_fit_leaves_nothing(clock: Clock) -> None:
     server = Server("--maxmemory", "4mb", "--maxmemory-policy", "noeviction")
-    tier = RedisTier(server.tcp, part_bytes=256 << 10, port=Port(clock=clock))
+    tier = RedisTier(server.tcp, part_bytes=256 << 10, os_env=OsEnv(clock=clock))
     try:
         (address,) = chain(1)
-        assert tier.write([address], [record(address, 8 << 20)]) == (Outcome.NO_ROOM,)
+        assert tier.write([address], [record(address, 8 << 20)]) == (Outcome.NO_CAPACITY,)
         assert server.client.keys() == []
     finally:
         tier.close()
@@ -191,8 +191,8 @@ def test_the_server_evicts_as_it_likes() -> None:
         for address in blocks:
             assert tier.write([address], [record(address, 700_000)]) == (DONE,)
             outcomes = {read(tier, other, 700_000) for other in blocks}
-            assert outcomes <= {DONE, ABSENT}
-        assert outcomes == {DONE, ABSENT}
+            assert outcomes <= {DONE, NOT_FOUND}
+        assert outcomes == {DONE, NOT_FOUND}
         assert tier.check() == []
         assert tier.room(700_000) > 0
     finally:
@@ -301,7 +301,7 @@ def test_hung_while_replying(proxy: Proxy, behind: RedisTier) -> None:
     (address,) = chain(1)
     behind.write([address], [record(address)])
     proxy.hang = True
-    assert read(behind, address) is LATE
+    assert read(behind, address) is TIMED_OUT
     proxy.well()
     assert read(behind, address) is DONE
 
@@ -314,7 +314,7 @@ def test_slow(proxy: Proxy, behind: RedisTier, clock: Clock) -> None:
     into = buffer()
     ticket = behind.submit("read", [address], [into], deadline=clock.now() + 0.04)
     assert ticket.wait(20)
-    assert ticket.outcomes == (LATE,)
+    assert ticket.outcomes == (TIMED_OUT,)
     assert read(behind, address) is DONE
     proxy.delay_s = 0.0
     assert read(behind, address) is DONE
@@ -331,8 +331,8 @@ def test_hangs_up_at_once(proxy: Proxy, behind: RedisTier, clock: Clock) -> None
 
 
 def test_not_tls(server: Server, clock: Clock) -> None:
-    tier = RedisTier(server.tcp.replace("redis:", "rediss:"), timeout_s=0.5, port=Port(clock=clock))
-    assert until_open(tier, chain(1)[0]) <= {FAILED, LATE}
+    tier = RedisTier(server.tcp.replace("redis:", "rediss:"), timeout_s=0.5, os_env=OsEnv(clock=clock))
+    assert until_open(tier, chain(1)[0]) <= {FAILED, TIMED_OUT}
     tier.close()
 
 
@@ -349,6 +349,6 @@ def test_one_line_every_few_seconds(tier: RedisTier, server: Server, clock: Cloc
 
 
 def test_a_defect_is_an_outcome(tier: RedisTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool.Pool, "run", lambda *_: 1 / 0)
+    monkeypatch.setattr(pool.ConnectionPool, "run", lambda *_: 1 / 0)
     assert read(tier, chain(1)[0]) is FAILED
     assert tier.counters["defects"] == 1

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier, lookup
-from kvcache.tier.redis.keys import Names
+from kvcache.tier.redis.keys import KeyNames
 from tests.peer.fleet import until
 from tests.peer.server import MISSING, Server
 from tests.tier.blocks import chain, record
@@ -20,7 +20,7 @@ from tests.tier.blocks import chain, record
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 BLOCKS = chain(40)
-NAMES = [Names("kvcache").record(address) for address in BLOCKS]
+NAMES = [KeyNames("kvcache").record(address) for address in BLOCKS]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def clock() -> Clock:
 @pytest.fixture
 def tier(server: Server, clock: Clock) -> Iterator[RedisTier]:
     server.client.flushall()
-    tier = RedisTier(server.tcp, port=Port(clock=clock))
+    tier = RedisTier(server.tcp, os_env=OsEnv(clock=clock))
     yield tier
     tier.close()
 
@@ -54,20 +54,20 @@ def put(server: Server, first: int, end: int) -> None:
         server.client.set(name, bytes(head).rstrip(b"\0") + bytes(body[:1]))
 
 
-def leading(tier: RedisTier) -> int:
-    return tier.leading(BLOCKS).result(20)
+def match_prefix(tier: RedisTier) -> int:
+    return tier.match_prefix(BLOCKS).result(20)
 
 
 def told(tier: RedisTier, held: int) -> None:
     """The server answers who changed something before it tells those who look: there is a moment between."""
-    until(lambda: leading(tier) == held, f"{held} are seen")
+    until(lambda: match_prefix(tier) == held, f"{held} are seen")
 
 
 def test_what_is_remembered_is_not_asked_again(server: Server, tier: RedisTier) -> None:
     put(server, 0, 25)
-    assert leading(tier) == 25
+    assert match_prefix(tier) == 25
     before = asked(server)
-    assert [leading(tier) for _ in range(10)] == [25] * 10
+    assert [match_prefix(tier) for _ in range(10)] == [25] * 10
     assert asked(server) == before
 
 
@@ -104,12 +104,12 @@ def test_another_connection_remembers_nothing(server: Server, tier: RedisTier) -
 def test_without_tracking_it_is_remembered_for_a_moment(server: Server, clock: Clock) -> None:
     server.client.flushall()
     server.client.execute_command("ACL", "SETUSER", "plain", "on", "nopass", "~*", "+@all", "-client")
-    tier = RedisTier(server.tcp, username="plain", port=Port(clock=clock))
+    tier = RedisTier(server.tcp, username="plain", os_env=OsEnv(clock=clock))
     try:
         told(tier, 0)
         put(server, 0, 10)
         before = asked(server)
-        assert leading(tier) == 0
+        assert match_prefix(tier) == 0
         assert asked(server) == before
         clock.seconds += 1
         told(tier, 10)
@@ -119,10 +119,10 @@ def test_without_tracking_it_is_remembered_for_a_moment(server: Server, clock: C
 
 
 def test_it_is_bounded(server: Server, tier: RedisTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup.Memory.__init__, "__defaults__", (8,))
+    monkeypatch.setattr(lookup.HeadCache.__init__, "__defaults__", (8,))
     put(server, 0, 40)
-    assert [leading(tier) for _ in range(3)] == [40] * 3
-    assert [len(memory) <= 8 for memory in tier._lookup._memories.values()] == [True]
+    assert [match_prefix(tier) for _ in range(3)] == [40] * 3
+    assert [len(memory) <= 8 for memory in tier._lookup._head_caches.values()] == [True]
 
 
 @given(steps=st.lists(st.tuples(st.sampled_from(["put", "delete", "ask"]), st.integers(0, 40), st.integers(0, 40))))

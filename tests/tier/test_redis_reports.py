@@ -19,8 +19,8 @@ import kvcache
 from kvcache.block.record import read_header
 from kvcache.tier.redis import RedisTier
 from kvcache.tier.redis import tier as module
-from kvcache.tier.redis.keys import Names
-from kvcache.tier.redis.wire import Wire
+from kvcache.tier.redis.keys import KeyNames
+from kvcache.tier.redis.wire import RespConnection
 from kvcache.tier.tier import Outcome
 from tests.contract.test_cache import FULL, Engine, bind, store
 from tests.hierarchy.test_shared import settled
@@ -33,8 +33,8 @@ from tests.tier.test_redis_cluster import MISS, read, write
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 
 ROOT = Path(__file__).parents[2]
-DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
-KEY = Names("kvcache").record
+DONE, NOT_FOUND = Outcome.DONE, Outcome.NOT_FOUND
+KEY = KeyNames("kvcache").record
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_17_a_get_of_an_absent_key_answers_and_later_ones_work(tier: RedisTier) 
     blocks, absent = chain(8), chain(8, seed=1)
     write(tier, blocks)
     for _ in range(20):  # more than there are connections and threads
-        assert read(tier, absent) == (ABSENT,) * 8
+        assert read(tier, absent) == (NOT_FOUND,) * 8
     assert read(tier, blocks) == (DONE,) * 8
 
 
@@ -119,18 +119,18 @@ def test_22_one_question_for_512_keys_is_one_round_trip(tier: RedisTier, server:
     blocks = chain(512)
     write(tier, blocks)
     sent: list[int] = []
-    send = Wire.send
+    send = RespConnection.send
 
-    def counted(wire: Wire, pieces: Any) -> None:
+    def counted(wire: RespConnection, pieces: Any) -> None:
         sent.append(len(pieces))
         send(wire, pieces)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Wire, "send", counted)
+        patch.setattr(RespConnection, "send", counted)
         assert tier.contains(blocks) == (DONE,) * 512
         assert sent == [1]
         before = calls(server)
-        assert tier.leading(blocks).result(20) == 512
+        assert tier.match_prefix(blocks).result(20) == 512
         assert calls(server) - before < 60
 
 
@@ -161,9 +161,9 @@ def test_24_ten_thousand_cycles_leave_nothing(server: Server, request: pytest.Fi
         assert cache.check() == []
         arena = cache.host.arena
         held = cache.host.usage().records
-        assert sum(len(extent.slots) for extents in arena._extents.values() for extent in extents) == held
+        assert sum(len(slab.slots) for slabs in arena._slabs.values() for slab in slabs) == held
         assert cache.index.held() == 0
-        (tier,) = cache.below
+        (tier,) = cache.lower_tiers
         assert tier.counters["connects"] <= 8
     until(lambda: server.client.info("clients")["connected_clients"] <= 2, "the server has seen that they hung up")
 
@@ -196,7 +196,7 @@ def test_26_a_server_that_is_full_evicts_and_goes_on(tier: RedisTier, server: Se
     for first in range(0, 400, 50):
         assert write(tier, blocks[first : first + 50]) == (DONE,) * 50
     outcomes = read(tier, blocks)
-    assert {DONE, ABSENT} == set(outcomes)
+    assert {DONE, NOT_FOUND} == set(outcomes)
     assert server.client.info("stats")["evicted_keys"] > 0
 
 
@@ -209,7 +209,7 @@ def test_26b_one_failed_write_is_counted_and_is_a_miss(server: Server) -> None:
         failed = [address for address, outcome in zip(large, outcomes, strict=True) if outcome is not DONE]
         assert failed
         assert tier.counters["refused_OOM"] == len(failed)
-        assert set(tier.contains(failed)) == {ABSENT}
+        assert set(tier.contains(failed)) == {NOT_FOUND}
     finally:
         tier.close()
         full.end()
@@ -227,7 +227,7 @@ def test_27_gets_that_fail_here_and_there_shorten_the_prefix(server: Server, see
     with kvcache.open(redis=redis, **settings) as writer:
         store(bind(writer), engine, tokens, list(range(30)))
         assert writer.flush(30)
-    with kvcache.open(redis=redis, flow={"ask_deadline_s": 20}, **settings) as reader:
+    with kvcache.open(redis=redis, flow={"lookup_timeout_s": 20}, **settings) as reader:
         bound = bind(reader)
         with bound.request() as r:
             found = settled(r, tokens).blocks
@@ -246,4 +246,4 @@ def test_a_hole_never_shifts_later_blocks_into_earlier_places(tier: RedisTier, s
     blocks = chain(20)
     write(tier, blocks)
     server.client.delete(*[KEY(blocks[i]) for i in (0, 5, 6, 19)])
-    assert read(tier, blocks) == tuple(ABSENT if i in {0, 5, 6, 19} else DONE for i in range(20))
+    assert read(tier, blocks) == tuple(NOT_FOUND if i in {0, 5, 6, 19} else DONE for i in range(20))

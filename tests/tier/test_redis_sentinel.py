@@ -71,7 +71,7 @@ def test_writers_of_many_threads_through_a_failover(others: Sentinels) -> None:
         blocks = chain(30, seed=seed)
         try:
             while not stop.is_set():
-                assert set(tier.write(blocks, [record(a) for a in blocks])) <= {DONE, *MISS, Outcome.NO_ROOM}
+                assert set(tier.write(blocks, [record(a) for a in blocks])) <= {DONE, *MISS, Outcome.NO_CAPACITY}
                 read(tier, blocks)
         except BaseException as error:  # noqa: BLE001  shown at the end
             faults.append(error)
@@ -115,7 +115,7 @@ def failover(sentinels: Sentinels, way: str, caplog: Any) -> None:
     began, tier = time.monotonic(), open_tier(sentinels)
     blocks = chain(40)
     assert write(tier, blocks) == (DONE,) * 40
-    assert tier.leading(blocks).result(10) == 40
+    assert tier.match_prefix(blocks).result(10) == 40
     sentinels.master.client.execute_command("WAIT", 1, 2000)
     if way == "killed":
         sentinels.master.stop()
@@ -130,7 +130,7 @@ def failover(sentinels: Sentinels, way: str, caplog: Any) -> None:
         new, client = chain(20, seed=1), sentinels.replica.client
         until(lambda: set(write(tier, new)) == {DONE} and client.dbsize() == 60, "writes go to the new master")
         until(lambda: read(tier, blocks) == (DONE,) * 40, "what was stored is found again")
-        assert tier.leading(blocks).result(10) == 40
+        assert tier.match_prefix(blocks).result(10) == 40
         assert len(caplog.records) <= lines(3, began)  # of a server each, and of who looks for the master
     finally:
         sentinels.master.go_on() if way == "hung" else None

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.redis.keys import Names
+from kvcache.tier.redis.keys import KeyNames
 from kvcache.tier.tier import Outcome
 from tests.peer.fleet import until
 from tests.peer.server import MISSING, Server, servers
 from tests.tier.blocks import buffer, chain, holds, record
 from tests.tier.test_redis_cluster import read, write
 
-DONE, ABSENT = Outcome.DONE, Outcome.ABSENT
+DONE, NOT_FOUND = Outcome.DONE, Outcome.NOT_FOUND
 FOUND = servers()
 LONG = 1 << 20
 
@@ -38,20 +38,20 @@ def test_everything(server: Server, way: str) -> None:
     assert write(tier, blocks[:30]) == (DONE,) * 30
     assert write(tier, blocks[:30]) == (DONE,) * 30
     assert tier.write(large, [record(address, LONG) for address in large]) == (DONE,) * 2
-    assert read(tier, blocks) == (DONE,) * 30 + (ABSENT,) * 10
+    assert read(tier, blocks) == (DONE,) * 30 + (NOT_FOUND,) * 10
     assert tier.read(large, into) == (DONE,) * 2
     assert all(holds(segments, address, LONG) for segments, address in zip(into, large, strict=True))
-    assert tier.contains(blocks) == (DONE,) * 30 + (ABSENT,) * 10
-    assert tier.leading(blocks).result(10) == 30
+    assert tier.contains(blocks) == (DONE,) * 30 + (NOT_FOUND,) * 10
+    assert tier.match_prefix(blocks).result(10) == 30
     assert set(tier.scan()) == {*blocks[:30], *large}
     assert tier.check() == []
     assert tier.usage().records == 38
     assert tier.room(1 << 20) > 0
-    name = Names("kvcache").record(blocks[3])
+    name = KeyNames("kvcache").record(blocks[3])
     server.client.setrange(name, 200, b"damaged")
     assert read(tier, blocks[:5]) == (DONE, DONE, DONE, Outcome.DAMAGED, DONE)
     assert server.client.exists(name) == 0
-    assert tier.remove([*blocks, *large]) == (DONE,) * 3 + (ABSENT,) + (DONE,) * 26 + (ABSENT,) * 10 + (DONE,) * 2
+    assert tier.remove([*blocks, *large]) == (DONE,) * 3 + (NOT_FOUND,) + (DONE,) * 26 + (NOT_FOUND,) * 10 + (DONE,) * 2
     assert server.client.dbsize() == 0
     tier.close()
 
@@ -61,13 +61,13 @@ def test_the_server_tells_what_changed(server: Server) -> None:
     server.client.flushall()
     asking, writing = RedisTier(server.unix), RedisTier(server.tcp)
     blocks = chain(20)
-    until(lambda: asking.leading(blocks).result(10) == 0, "it was told")
+    until(lambda: asking.match_prefix(blocks).result(10) == 0, "it was told")
     write(writing, blocks[:7])
-    until(lambda: asking.leading(blocks).result(10) == 7, "it was told")
+    until(lambda: asking.match_prefix(blocks).result(10) == 7, "it was told")
     write(writing, blocks)
-    until(lambda: asking.leading(blocks).result(10) == 20, "it was told")
+    until(lambda: asking.match_prefix(blocks).result(10) == 20, "it was told")
     writing.remove(blocks[12:])
-    until(lambda: asking.leading(blocks).result(10) == 12, "it was told")
-    assert all(memory._wire is not None and memory._wire.tracked for memory in asking._lookup._memories.values())
+    until(lambda: asking.match_prefix(blocks).result(10) == 12, "it was told")
+    assert all(memory._wire is not None and memory._wire.tracked for memory in asking._lookup._head_caches.values())
     asking.close()
     writing.close()

@@ -10,7 +10,7 @@ import pytest
 
 from kvcache.block.record import KEYED_DIGEST, read_header, with_field
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.redis.keys import Names
+from kvcache.tier.redis.keys import KeyNames
 from kvcache.tier.tier import Outcome
 from tests.peer.server import MISSING, Server, empty
 from tests.tier.blocks import buffer, chain, holds, record
@@ -51,7 +51,7 @@ def test_what_is_signed_is_read(signing: Any, server: Server) -> None:
     tier, blocks = signing(ONE), chain(5)
     assert write(tier, blocks) == (DONE,) * 5
     assert read(tier, blocks) == (DONE,) * 5
-    value = server.client.get(Names("kvcache").record(blocks[0]))
+    value = server.client.get(KeyNames("kvcache").record(blocks[0]))
     assert len(read_header(value).fields[KEYED_DIGEST]) == 32
     (long,) = chain(1, seed=1)
     into = buffer(LONG)
@@ -80,7 +80,7 @@ def test_a_part_that_was_exchanged_is_refused(signing: Any, server: Server) -> N
     segments = record(address, LONG)
     tier.write([address], [segments])
     forged = record(address, LONG, data=b"\x11" * LONG)
-    name = Names("kvcache").record(address)
+    name = KeyNames("kvcache").record(address)
     value = server.client.get(name)
     digest = read_header(value).fields[KEYED_DIGEST]
     head = read_header(forged[0])

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from kvcache.errors import ConfigError
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.testing.tier import Clock
 from kvcache.tier.redis import RedisTier
-from kvcache.tier.redis.connect import PASSWORD
+from kvcache.tier.redis.connect import PASSWORD_VARIABLE
 from kvcache.tier.tier import Outcome
 from tests.peer.certificates import OPENSSL, authority, certificate
 from tests.peer.port import free_port
@@ -23,7 +23,7 @@ from tests.tier.blocks import buffer, chain, holds, record
 from tests.tier.test_redis_cluster import read, write
 from tests.tier.test_redis_faults import until_open
 
-DONE, ABSENT, FAILED = Outcome.DONE, Outcome.ABSENT, Outcome.FAILED
+DONE, NOT_FOUND, FAILED = Outcome.DONE, Outcome.NOT_FOUND, Outcome.FAILED
 SPEAKS = with_tls() if not MISSING else None
 
 pytestmark = [
@@ -58,7 +58,7 @@ def encrypted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Encrypted]:
 
 @pytest.fixture(autouse=True)
 def no_password(monkeypatch: pytest.MonkeyPatch, encrypted: Encrypted) -> None:
-    monkeypatch.delenv(PASSWORD, raising=False)
+    monkeypatch.delenv(PASSWORD_VARIABLE, raising=False)
     encrypted.server.client.flushall()
 
 
@@ -67,8 +67,8 @@ def test_blocks_go_and_come_encrypted(encrypted: Encrypted) -> None:
     blocks = chain(30)
     assert write(tier, blocks) == (DONE,) * 30
     assert read(tier, blocks) == (DONE,) * 30
-    assert tier.leading(blocks).result(10) == 30
-    assert tier.leading(blocks).result(10) == 30
+    assert tier.match_prefix(blocks).result(10) == 30
+    assert tier.match_prefix(blocks).result(10) == 30
     large = chain(2, seed=1)
     into = [buffer(6 << 20) for _ in large]
     assert tier.write(large, [record(address, 6 << 20) for address in large]) == (DONE,) * 2
@@ -101,7 +101,7 @@ def test_who_is_not_trusted_gets_nothing(encrypted: Encrypted, wrong: str, caplo
     else:
         url = url.replace("rediss:", "redis:")
     settings = {} if wrong == "plain" else {"tls_ca_file": str(ca)}
-    tier = RedisTier(url, **settings, timeout_s=20, port=Port(clock=clock))  # type: ignore[arg-type]
+    tier = RedisTier(url, **settings, timeout_s=20, os_env=OsEnv(clock=clock))  # type: ignore[arg-type]
     assert until_open(tier, chain(1)[0]) == {FAILED}
     assert caplog.records
     assert encrypted.server.client.dbsize() == 0
@@ -130,7 +130,7 @@ def test_a_user_with_the_rights_that_the_page_names(
         blocks = chain(10)
         assert write(tier, blocks) == (DONE,) * 10
         assert read(tier, blocks) == (DONE,) * 10
-        assert tier.leading(blocks).result(10) == 10
+        assert tier.match_prefix(blocks).result(10) == 10
         assert list(tier.scan()) == blocks
         assert tier.check() == []
         assert tier.usage().records == 10
@@ -144,7 +144,7 @@ def test_a_user_with_the_rights_that_the_page_names(
         elsewhere.close()
         (tmp_path / "password").write_text("other")
         guest = encrypted.open(username="guest", password_file=str(tmp_path / "password"))
-        assert read(guest, blocks) == (DONE,) * 5 + (ABSENT,) * 5
+        assert read(guest, blocks) == (DONE,) * 5 + (NOT_FOUND,) * 5
         assert set(write(guest, chain(2, seed=3))) == {FAILED}
         guest.close()
     finally:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kvcache.os_env import InlineExecutor
-from kvcache.tier.host.arena import PAGE, Arena, Region
+from kvcache.tier.host.arena import PAGE_BYTES, Arena, Region
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files in memory are Linux's")
 
@@ -23,13 +23,13 @@ def mapped(region: Region, *, writable: bool) -> mmap.mmap:
 
 
 def test_another_mapping_sees_bytes_and_generations_and_cannot_write_unless_it_may() -> None:
-    region = Region(8 * PAGE, shared=True)
+    region = Region(8 * PAGE_BYTES, shared=True)
     reader, writer = mapped(region, writable=False), mapped(region, writable=True)
-    region.view[PAGE : PAGE + 4] = b"abcd"
+    region.view[PAGE_BYTES : PAGE_BYTES + 4] = b"abcd"
     for _ in range(7):
-        region.renew([3])
-    assert reader[PAGE : PAGE + 4] == b"abcd"
-    assert int.from_bytes(reader[8 * PAGE + 24 : 8 * PAGE + 32], "little") == 7
+        region.renew_generations([3])
+    assert reader[PAGE_BYTES : PAGE_BYTES + 4] == b"abcd"
+    assert int.from_bytes(reader[8 * PAGE_BYTES + 24 : 8 * PAGE_BYTES + 32], "little") == 7
     writer[0:1] = b"x"
     assert region.view[0] == ord("x")
     descriptor = region.export(writable=False)
@@ -39,7 +39,7 @@ def test_another_mapping_sees_bytes_and_generations_and_cannot_write_unless_it_m
 
 
 def test_nobody_else_opens_it_anew_to_write() -> None:
-    region = Region(8 * PAGE, shared=True)
+    region = Region(8 * PAGE_BYTES, shared=True)
     descriptor = region.export(writable=False)
     assert os.fstat(descriptor).st_mode & 0o777 == 0o600
     os.close(descriptor)
@@ -48,31 +48,31 @@ def test_nobody_else_opens_it_anew_to_write() -> None:
 def test_what_a_client_writes_over_generations_is_no_matter() -> None:
     """Of slots that come back at once, the first one's word is the last that there is, or none."""
     for written in (b"\xff" * 8, bytes(8)):
-        arena = Arena(8 * PAGE, 8 * PAGE, InlineExecutor(), shared=True)
-        slots = arena.take(PAGE, "one", 8)
+        arena = Arena(8 * PAGE_BYTES, 8 * PAGE_BYTES, InlineExecutor(), shared=True)
+        slots = arena.allocate_many(PAGE_BYTES, "one", 8)
         told = {slot.i: slot.generation for slot in slots}
-        writer = mapped(slots[0].extent.region, writable=True)
+        writer = mapped(slots[0].slab.region, writable=True)
         for i in range(8):
-            writer[8 * PAGE + 8 * i : 8 * PAGE + 8 * i + 8] = written
+            writer[8 * PAGE_BYTES + 8 * i : 8 * PAGE_BYTES + 8 * i + 8] = written
         arena.release(*slots[1:])
-        again = arena.take(PAGE, "one", 7)
+        again = arena.allocate_many(PAGE_BYTES, "one", 7)
         for slot in again:
             assert slot.generation == told[slot.i] + 1
-            assert int.from_bytes(writer[8 * PAGE + 8 * slot.i :][:8], "little") == slot.generation
+            assert int.from_bytes(writer[8 * PAGE_BYTES + 8 * slot.i :][:8], "little") == slot.generation
         arena.release(slots[0], *again)
         assert arena.used_bytes == 0
         assert arena.check() == []
 
 
 def test_after_the_last_generation_comes_the_first() -> None:
-    region = Region(8 * PAGE, shared=True)
+    region = Region(8 * PAGE_BYTES, shared=True)
     region.generations[3] = (1 << 64) - 1
-    region.renew([3])
+    region.renew_generations([3])
     assert region.generations[3] == 1
 
 
 def test_it_can_be_neither_cut_short_nor_grown() -> None:
-    region = Region(8 * PAGE, shared=True)
+    region = Region(8 * PAGE_BYTES, shared=True)
     descriptor = region.export(writable=True)
     for size in (0, 64 << 20):  # of whole pages, huge ones too
         with pytest.raises(PermissionError):
@@ -81,11 +81,11 @@ def test_it_can_be_neither_cut_short_nor_grown() -> None:
 
 
 def test_what_is_punched_reads_zero_and_takes_no_memory() -> None:
-    region = Region(64 * PAGE, shared=True)
+    region = Region(64 * PAGE_BYTES, shared=True)
     reader = mapped(region, writable=False)
     region.view[:] = b"s" * len(region.view)
     assert region.descriptor is not None
-    region.punch()
+    region.punch_hole()
     assert os.fstat(region.descriptor).st_blocks == 0
     assert not any(reader[:])
 
@@ -93,32 +93,32 @@ def test_what_is_punched_reads_zero_and_takes_no_memory() -> None:
 def test_a_word_for_each_slot_that_there_can_be() -> None:
     for shared in (False, True):
         for pages in (1, 8, 1024, 4096):
-            assert len(Region(pages * PAGE, shared=shared).generations) >= pages
+            assert len(Region(pages * PAGE_BYTES, shared=shared).generations) >= pages
 
 
 def test_an_exported_region_serves_no_other_tenant() -> None:
-    arena = Arena(8 * PAGE, 8 * PAGE, InlineExecutor(), shared=True)
-    slot = arena.allocate(PAGE, "one")
+    arena = Arena(8 * PAGE_BYTES, 8 * PAGE_BYTES, InlineExecutor(), shared=True)
+    slot = arena.allocate(PAGE_BYTES, "one")
     assert slot is not None
-    slot.view[:] = b"1" * PAGE
-    reader = mapped(slot.extent.region, writable=False)
+    slot.view[:] = b"1" * PAGE_BYTES
+    reader = mapped(slot.slab.region, writable=False)
     arena.release(slot)
-    other = arena.allocate(PAGE, "two")
+    other = arena.allocate(PAGE_BYTES, "two")
     assert other is not None
-    assert other.extent.region is not slot.extent.region
-    other.view[:] = b"2" * PAGE
+    assert other.slab.region is not slot.slab.region
+    other.view[:] = b"2" * PAGE_BYTES
     assert not any(reader[:]), "what the first tenant maps shows the second one's bytes, or keeps memory"
     assert arena.check() == []
 
 
 def test_a_region_that_nobody_else_maps_is_cut_anew() -> None:
-    arena = Arena(8 * PAGE, 8 * PAGE, InlineExecutor(), shared=True)
-    slot = arena.allocate(PAGE, "one")
+    arena = Arena(8 * PAGE_BYTES, 8 * PAGE_BYTES, InlineExecutor(), shared=True)
+    slot = arena.allocate(PAGE_BYTES, "one")
     assert slot is not None
     generation = slot.generation
     arena.release(slot)
-    again = arena.allocate(2 * PAGE, "two")
+    again = arena.allocate(2 * PAGE_BYTES, "two")
     assert again is not None
-    assert again.extent.region is slot.extent.region
+    assert again.slab.region is slot.slab.region
     assert again.generation != generation or again.i != slot.i
-    assert again.extent.number != slot.extent.number
+    assert again.slab.number != slot.slab.number

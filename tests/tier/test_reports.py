@@ -17,14 +17,14 @@ import pytest
 import kvcache
 from kvcache.block.layout import KVLayout
 from kvcache.cache.cache import Cache
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.testing.tier import Clock
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
 from tests.calls import calls
 from tests.fault.disk import SimDisk
 from tests.tier.blocks import RECORD_BYTES, buffer, chain, holds, record
-from tests.tier.stores import ABSENT, DAMAGED, DONE, MIB, Open, change, inline, place, read, write
+from tests.tier.stores import DAMAGED, DONE, MIB, NOT_FOUND, Open, change, inline, place, read, write
 
 LAYOUT = KVLayout.mha(layers=2, kv_heads=4, head_dim=32, dtype="fp32", block_tokens=4)
 BLOCK_BYTES = LAYOUT.block_bytes(LAYOUT.groups[0].whole)
@@ -34,7 +34,7 @@ PAGES = 64
 def open_cache(path: Path, *, host_bytes: int = 8 * MIB, nvme_bytes: int = 64 * MIB) -> Cache:
     made = kvcache.open(
         host={"capacity_bytes": host_bytes},
-        nvme={"path": path, "capacity_bytes": nvme_bytes, "free_floor_bytes": 0},
+        nvme={"path": path, "capacity_bytes": nvme_bytes, "min_free_bytes": 0},
         control={"enabled": False},
     )
     assert isinstance(made, Cache)
@@ -120,7 +120,7 @@ def test_a_file_cut_to_any_length_is_a_miss(store: Open, tmp_path: Path, left: i
         file.truncate(offset + left)
     into = buffer()
     assert tier.read([address], [into]) == (DAMAGED,)
-    assert tier.contains([address]) == (ABSENT,)
+    assert tier.contains([address]) == (NOT_FOUND,)
     assert tier.counters["damaged"] == tier.counters["bad_slots"] == 1
     assert tier.usage().used_bytes == 0
 
@@ -138,8 +138,8 @@ def test_a_flipped_bit_anywhere_is_a_miss_and_its_slot_is_not_used_again(store: 
         bit = 1 << chance.randrange(8)
         change(path, offset + inside, lambda byte, bit=bit: byte ^ bit)  # type: ignore[misc]
         outcome = read(tier, address)
-        assert outcome in {DAMAGED, Outcome.FOREIGN, ABSENT}, f"bit {bit} of byte {inside}"
-        spaces = tier._store.ledger.space.segments  # a segment of bad slots alone is given back
+        assert outcome in {DAMAGED, Outcome.INCOMPATIBLE, NOT_FOUND}, f"bit {bit} of byte {inside}"
+        spaces = tier._store.catalog.allocator.segments  # a segment of bad slots alone is given back
         segment = spaces.get(int(path.name.split("-")[1]))
         if outcome is DAMAGED and segment is not None:
             assert offset // segment.slot_bytes not in segment.free
@@ -158,7 +158,7 @@ def test_a_deleted_file_is_a_miss_and_counted_no_more(store: Open, tmp_path: Pat
         path.unlink()
     tier.close()
     tier = store()
-    assert [read(tier, address) for address in blocks] == [ABSENT] * 5
+    assert [read(tier, address) for address in blocks] == [NOT_FOUND] * 5
     assert tier.usage().used_bytes == 0
     assert write(tier, blocks) == (DONE,) * 5
 
@@ -202,7 +202,7 @@ def test_returning_sessions_never_see_anothers_content(tmp_path: Path, request: 
 def test_after_enospc_what_failed_can_be_put_again(store: Open) -> None:
     """4664, 4659: the key stayed `in progress` for ever, memory leaked, part of a file stood under its final name."""
     disk, clock = SimDisk(0, capacity_bytes=2 * MIB), Clock()
-    tier = store(capacity_bytes=64 * MIB, port=Port(disk=disk, clock=clock, executor=inline))
+    tier = store(capacity_bytes=64 * MIB, os_env=OsEnv(disk=disk, clock=clock, executor=inline))
     disk.free_bytes = lambda path: 1 << 40  # type: ignore[method-assign]  # a quota: the disk says nothing of it
     blocks = chain(300)
     outcomes = write(tier, blocks)
@@ -210,7 +210,7 @@ def test_after_enospc_what_failed_can_be_put_again(store: Open) -> None:
     failed = [address for address, outcome in zip(blocks, outcomes, strict=True) if outcome is not DONE]
     assert stored
     assert failed
-    assert set(tier.contains(failed)) == {ABSENT}
+    assert set(tier.contains(failed)) == {NOT_FOUND}
     assert tier.usage().records == len(stored)
     assert tier._queue.write_bytes == 0
     assert tier.check() == []
@@ -225,8 +225,8 @@ def test_nothing_torn_stands_under_a_name(store: Open) -> None:
     `batch` what a sync covered is there, and of the rest what can be found is whole. (Kills: `tests/fault`.)"""
     for seed in range(30):
         disk = SimDisk(seed)
-        port = Port(disk=disk, clock=Clock(), executor=inline)
-        tier = store(port=port)
+        os_env = OsEnv(disk=disk, clock=Clock(), executor=inline)
+        tier = store(os_env=os_env)
         blocks = chain(12)
         write(tier, blocks[:6])
         assert tier.sync()
@@ -234,10 +234,10 @@ def test_nothing_torn_stands_under_a_name(store: Open) -> None:
         write(tier, blocks[6:])
         tier._closed = True  # the machine is off
         disk.restart(power_cut=True)
-        tier = store(port=port)
+        tier = store(os_env=os_env)
         outcomes = [read(tier, address) for address in blocks]
         assert outcomes[:6] == [DONE] * 6
-        assert set(outcomes) <= {DONE, ABSENT, DAMAGED}
+        assert set(outcomes) <= {DONE, NOT_FOUND, DAMAGED}
         assert tier.check() == []
         tier.close()
 
@@ -246,7 +246,7 @@ def test_what_was_rejected_is_accepted_once_there_is_room(store: Open) -> None:
     """4659: a rejected put stayed in progress."""
     tier = store(capacity_bytes=MIB)
     blocks = chain(tier.room(RECORD_BYTES) + 1)
-    assert write(tier, blocks)[-1] is Outcome.NO_ROOM
+    assert write(tier, blocks)[-1] is Outcome.NO_CAPACITY
     assert tier.remove(blocks[:1]) == (DONE,)
     assert write(tier, blocks[-1:]) == (DONE,)
     assert read(tier, blocks[-1]) is DONE
@@ -311,13 +311,13 @@ def test_a_put_into_a_full_tier_does_not_get_slower_with_its_entries(store: Open
     for capacity in (2 * MIB, 24 * MIB):
         tier = store(capacity_bytes=capacity, segment_bytes=MIB // 2, durability="none")
         blocks = chain(tier.room(8192) + 8)
-        assert write(tier, blocks, 4000)[-1] is Outcome.NO_ROOM
+        assert write(tier, blocks, 4000)[-1] is Outcome.NO_CAPACITY
         new = [[record(address, 4000)] for address in blocks[-8:]]
 
         def put_each(tier: Any = tier, blocks: Any = blocks, new: Any = new) -> None:
             for i in range(8):
                 assert tier.room(8192) == 0
-                tier.remove(tier.siblings(blocks[i])[:1])
+                tier.remove(tier.colocated(blocks[i])[:1])
                 assert tier.write([blocks[i - 8]], new[i]) == (DONE,)
 
         cost.append(calls(put_each).total())
@@ -335,8 +335,8 @@ def test_the_disk_never_holds_more_than_the_limit(store: Open, tmp_path: Path) -
         tier = store(capacity_bytes=2 * MIB)
         for turn in range(60):
             address = chain(1, seed=turn, of=turn % 7)[0]
-            while write(tier, [address], 3000 + 500 * turn) == (Outcome.NO_ROOM,):
-                tier.remove(tier.siblings(next(iter(tier.scan()))))
+            while write(tier, [address], 3000 + 500 * turn) == (Outcome.NO_CAPACITY,):
+                tier.remove(tier.colocated(next(iter(tier.scan()))))
             used = sum(p.stat().st_blocks * 512 for p in [tmp_path / "store", *(tmp_path / "store").iterdir()])
             assert used <= 2 * MIB
         tier.close()

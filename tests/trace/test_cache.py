@@ -34,7 +34,7 @@ def test_a_cache_finds_what_the_simulator_says(policy: str, seed: int) -> None:
     pages = [kvcache.GroupPages.from_tensors(LAYOUT, tensors, axes=("kv", "page", "token", "head", "dim"))]
     settings = Settings.model_validate(
         {
-            "host": {"capacity_bytes": ROOM * SLOT_BYTES, "extent_bytes": ROOM * SLOT_BYTES},
+            "host": {"capacity_bytes": ROOM * SLOT_BYTES, "slab_bytes": ROOM * SLOT_BYTES},
             "nvme": {"enabled": False},
             "evict": {"policy": policy},
             "flow": {"deadline_s": 60},

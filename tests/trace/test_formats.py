@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvcache.errors import ConfigError
-from kvcache.trace.formats import read
+from kvcache.trace.formats import read_trace
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
 SHARED = next(
@@ -25,13 +25,13 @@ def written(tmp_path: Path, *rows: object) -> Path:
 
 
 def chains(path: Path, format: str | None = None, **options: object) -> list[list[int]]:
-    return [chain.tolist() for chain in read(path, format, **options)]
+    return [chain.tolist() for chain in read_trace(path, format, **options)]
 
 
 def test_mooncake_in_order_of_time(tmp_path: Path) -> None:
     late = {"timestamp": 2000, "input_length": 900, "output_length": 3, "hash_ids": [7, 9]}
     early = {"timestamp": 1000, "input_length": 600, "output_length": 4, "hash_ids": [7, 8]}
-    trace = read(written(tmp_path, late, early))
+    trace = read_trace(written(tmp_path, late, early))
     assert [chain.tolist() for chain in trace] == [[0, 1], [0, 2]]
     assert (trace.times_s.tolist(), trace.input_tokens.tolist(), trace.block_tokens) == ([1.0, 2.0], [600, 900], 512)
 
@@ -73,7 +73,7 @@ def test_azure_is_arrivals_only(tmp_path: Path) -> None:
         "2023-11-16 18:15:46.6805900,1500,44",
         "2023-11-16 18:15:47.6805900,600,9",
     )
-    trace = read(path)
+    trace = read_trace(path)
     assert [len(chain) for chain in trace] == [2, 1]
     assert trace.unique == trace.accesses == 3
     assert np.allclose(trace.times_s, [0, 1])
@@ -104,11 +104,11 @@ def test_what_a_cache_recorded(tmp_path: Path) -> None:
         told = {"timestamp": time, "input_length": block_tokens * len(ids), "output_length": 0, "hash_ids": ids}
         return {**told, "block_tokens": block_tokens, "namespace": "ab", "found_tokens": 0}
 
-    trace = read(written(tmp_path, row(1500, 1 << 52, 7), row(2500, 1 << 52)))
+    trace = read_trace(written(tmp_path, row(1500, 1 << 52, 7), row(2500, 1 << 52)))
     assert ([chain.tolist() for chain in trace], trace.block_tokens) == ([[1, 0], [1]], 32)
     assert (trace.times_s.tolist(), trace.input_tokens.tolist()) == ([1.5, 2.5], [64, 32])
     with pytest.raises(ConfigError, match="one size"):
-        read(written(tmp_path, row(1, 1), row(2, 2, block_tokens=16)))
+        read_trace(written(tmp_path, row(1, 1), row(2, 2, block_tokens=16)))
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,13 @@ def test_what_a_cache_recorded(tmp_path: Path) -> None:
 )
 def test_what_is_no_trace_is_refused(tmp_path: Path, line: str) -> None:
     with pytest.raises(ConfigError, match="trace"):
-        read(written(tmp_path, line))
+        read_trace(written(tmp_path, line))
 
 
 def test_names_that_are_no_chains_are_refused(tmp_path: Path) -> None:
     rows = [{"timestamp": i, "input_length": 2, "hash_ids": ids} for i, ids in enumerate(([1, 2], [3, 2]))]
     with pytest.raises(ConfigError, match="chained"):
-        read(written(tmp_path, *rows))
+        read_trace(written(tmp_path, *rows))
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the traces are not here: they are not shipped")
@@ -138,7 +138,7 @@ def test_names_that_are_no_chains_are_refused(tmp_path: Path) -> None:
 def test_the_traces_are_what_is_known_of_them(
     file: str, format: str | None, requests: int, unique: int, ideal: float
 ) -> None:
-    trace = read(SHARED / "traces" / f"{file}.jsonl.gz", format)
+    trace = read_trace(SHARED / "traces" / f"{file}.jsonl.gz", format)
     assert (len(trace), trace.unique) == (requests, unique)
     seen, found = np.zeros(trace.unique, bool), 0
     for chain in trace:
@@ -150,8 +150,8 @@ def test_the_traces_are_what_is_known_of_them(
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the traces are not here: they are not shipped")
 def test_arrivals_and_texts_can_be_read() -> None:
-    assert len(read(SHARED / "traces" / "azure-conv.csv.gz")) == 19_366
-    assert len(read(SHARED / "text" / "agent-sessions.jsonl.gz")) == 164
+    assert len(read_trace(SHARED / "traces" / "azure-conv.csv.gz")) == 19_366
+    assert len(read_trace(SHARED / "text" / "agent-sessions.jsonl.gz")) == 164
 
 
 def test_a_compressed_file_is_read_as_it_is(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.trace.lint import STRETCH, play, repeated, report
+from kvcache.trace.lint import MIN_REPEAT_TOKENS, count_repeated_tokens, lint_prompts, measure_reuse
 
 prompts = st.lists(st.lists(st.integers(0, 2), max_size=60), max_size=12)
 
@@ -26,7 +26,7 @@ def test_hits_are_those_of_unlimited_memory(logs: list[list[int]], block: int) -
         fronts = [tuple(ids[:end]) for end in ends]
         hits += next((block * i for i, front in enumerate(fronts) if front not in known), block * len(fronts))
         known.update(fronts)
-    played = play(arrays(logs), block)
+    played = measure_reuse(arrays(logs), block)
     assert (played.tokens, played.hit_tokens) == (sum(map(len, logs)), hits)
     assert 0 <= played.rate <= 1
 
@@ -37,18 +37,18 @@ def test_repeated_is_between_what_is_remembered_and_all_there_is(logs: list[list
     sparse: set[tuple[int, ...]] = set()
     most = least = 0
     for ids in logs:
-        stretches = [tuple(ids[i : i + STRETCH]) for i in range(len(ids) - STRETCH + 1)]
+        stretches = [tuple(ids[i : i + MIN_REPEAT_TOKENS]) for i in range(len(ids) - MIN_REPEAT_TOKENS + 1)]
         for seen, every in ((known, True), (sparse, False)):
-            covered = {i + j for i, s in enumerate(stretches) if s in seen for j in range(STRETCH)}
+            covered = {i + j for i, s in enumerate(stretches) if s in seen for j in range(MIN_REPEAT_TOKENS)}
             most, least = (most + len(covered), least) if every else (most, least + len(covered))
         known.update(stretches)
-        sparse.update(stretches[::STRETCH])
-    assert repeated(arrays(logs)) == least <= most
+        sparse.update(stretches[::MIN_REPEAT_TOKENS])
+    assert count_repeated_tokens(arrays(logs)) == least <= most
 
 
 @given(prompts)
 def test_moving_never_makes_a_log_worse(logs: list[list[int]]) -> None:
-    made = report(arrays(logs), 4)
+    made = lint_prompts(arrays(logs), 4)
     assert made.moved_rate >= made.rate
     assert made.tokens == sum(map(len, logs))
 
@@ -69,15 +69,15 @@ def made(changing: list[tuple[int, int]], requests: int) -> list[np.ndarray]:
 
 def test_one_break_near_the_head_costs_everything_behind_it() -> None:
     logs = made([(20, 3)], 30)
-    found = report(logs, 16)
+    found = lint_prompts(logs, 16)
     assert found.rate < 0.05
     assert found.moved_rate > 0.9
     assert [(group.first, len(group.breaks)) for group in found.groups] == [(20, 29)]
-    assert found.groups[0].lost > 29 * 700
+    assert found.groups[0].lost_tokens > 29 * 700
 
 
 def test_a_break_behind_another_is_found_as_well() -> None:
-    found = report(made([(20, 3), (400, 5)], 30), 16)
+    found = lint_prompts(made([(20, 3), (400, 5)], 30), 16)
     assert found.moved_rate > 0.9
     assert {group.first for group in found.groups} == {20, 400}
 
@@ -85,6 +85,6 @@ def test_a_break_behind_another_is_found_as_well() -> None:
 def test_prompts_that_only_end_differently_have_none() -> None:
     rng = random.Random(2)
     logs = arrays([[*range(500), *(rng.randrange(1000, 9999) for _ in range(100))] for _ in range(20)])
-    found = report(logs, 16)
+    found = lint_prompts(logs, 16)
     assert found.groups == []
     assert found.moved_rate == found.rate > 0.7

@@ -15,11 +15,11 @@ import kvcache
 from kvcache.block.layout import KVLayout
 from kvcache.block.record import record_bytes
 from kvcache.cache.cache import Cache
-from kvcache.observe.recent_requests import Asked
+from kvcache.observe.recent_requests import RecentRequest
 from kvcache.settings import Settings
 from kvcache.trace import formats
-from kvcache.trace.recorder import BITS, Recorder, record
-from kvcache.trace.replay import read
+from kvcache.trace.recorder import HASH_ID_BITS, TraceRecorder, start_recording
+from kvcache.trace.replay import read_arrivals
 from kvcache.trace.simulate import simulate
 from tests.trace.test_simulate import traffic
 
@@ -28,9 +28,9 @@ SIXTEEN = KVLayout.mha(layers=1, kv_heads=1, head_dim=8, dtype="fp32", block_tok
 SECRET = 1_987_654_321  # longer than what a time may happen to have
 
 
-def asked(number: int, blocks: int) -> Asked:
+def asked(number: int, blocks: int) -> RecentRequest:
     packed = b"".join(bytes([number, i]).rjust(32, b"\1") for i in range(blocks))
-    return Asked("r", b"n" * 32, [], 16, packed, number, 1000.0 + number, found=1)
+    return RecentRequest("r", b"n" * 32, [], 16, packed, number, 1000.0 + number, found=1)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -51,14 +51,14 @@ def test_a_cache_writes_what_it_is_asked_and_no_content(tmp_path: Path) -> None:
     first, second = lines(path)
     assert first["timestamp"] <= second["timestamp"]
     assert (first["input_length"], second["input_length"]) == (8, 12)
-    assert second["hash_ids"] == [int.from_bytes(s[:8], "big") >> (64 - BITS) for s in signatures]
+    assert second["hash_ids"] == [int.from_bytes(s[:8], "big") >> (64 - HASH_ID_BITS) for s in signatures]
     assert second["hash_ids"][:2] == first["hash_ids"]
     assert second["namespace"] == bound.id[:4].hex()
     assert second["block_tokens"] == 4
     assert (second["agent"], second["session"]) == ("planner", "one")
     assert first.keys() == second.keys() - {"agent", "session"}
     assert str(SECRET) not in path.read_text()
-    arrivals, block_tokens = read(path)
+    arrivals, block_tokens = read_arrivals(path)
     assert (len(arrivals), block_tokens) == (2, 4)
     assert arrivals[1].names.tolist() == second["hash_ids"]
 
@@ -69,7 +69,7 @@ def test_what_was_written_is_played_as_it_was_lived(tmp_path: Path, policy: str)
     path, room = tmp_path / "trace.jsonl", 64
     slot = record_bytes(SIXTEEN.block_bytes())
     settings = {
-        "host": {"capacity_bytes": room * slot, "extent_bytes": room * slot},
+        "host": {"capacity_bytes": room * slot, "slab_bytes": room * slot},
         "nvme": {"enabled": False},
         "evict": {"policy": policy},
         "flow": {"deadline_s": 60},
@@ -79,7 +79,7 @@ def test_what_was_written_is_played_as_it_was_lived(tmp_path: Path, policy: str)
     tensors: Any = np.zeros((1, 2, 512, 16, 1, 8), np.float32)
     pages = [kvcache.GroupPages.from_tensors(SIXTEEN, tensors, axes=("kv", "page", "token", "head", "dim"))]
     with Cache(Settings.model_validate(settings)) as cache:
-        ended = record(cache)
+        ended = start_recording(cache)
         assert ended is not None
         bound = cache.namespace(SIXTEEN, model="m", revision="1")
         for chain in lived:
@@ -89,7 +89,7 @@ def test_what_was_written_is_played_as_it_was_lived(tmp_path: Path, policy: str)
                 r.store(pages, [list(range(len(chain) - hit.blocks))], first_block=hit.blocks).wait()
         ended()
         asked, found = (cache.counters.get(name) for name in ("asked_tokens", "hit_tokens"))
-    trace = formats.read(path)
+    trace = formats.read_trace(path)
     assert (trace.name, trace.block_tokens, len(trace)) == ("trace", 16, 400)
     assert [row["found_tokens"] for row in lines(path)] == [16 * n for n in simulate(trace, policy, room).hits]
     assert simulate(trace, policy, room).hit_rate == found / asked
@@ -99,35 +99,35 @@ def test_what_was_written_is_played_as_it_was_lived(tmp_path: Path, policy: str)
 def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
     with closing(kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False, control__enabled=False)) as cache:
         assert isinstance(cache, kvcache.hierarchy.cache.Cache)  # type: ignore[attr-defined]
-        assert cache.why.heard is None
+        assert cache.miss_explainer.on_request is None
 
 
 def test_files_are_bounded_and_the_last_requests_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "t"
-    with closing(Recorder(path, file_bytes=2000)) as recorder:
+    with closing(TraceRecorder(path, file_bytes=2000)) as recorder:
         for number in range(200):
-            recorder.heard(asked(number % 250, 4))
+            recorder.on_request(asked(number % 250, 4))
     kept = [row for name in (f"{path}.1", str(path)) if Path(name).exists() for row in lines(Path(name))]
     assert [row["timestamp"] for row in kept] == [1000 * (1000 + n) for n in range(200 - len(kept), 200)]
     assert 5 < len(kept) < 40
-    assert recorder.left_out == 0
+    assert recorder.dropped_rows == 0
     for name in (path, Path(f"{path}.1")):
         assert not name.exists() or name.stat().st_size < 2300
 
 
 def test_a_file_that_cannot_be_written_ends_the_trace_and_nothing_else(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "t", file_bytes=2000)
+    recorder = TraceRecorder(tmp_path / "t", file_bytes=2000)
     (tmp_path / "t").mkdir()
-    recorder.heard(asked(1, 4))
+    recorder.on_request(asked(1, 4))
     recorder.close()
-    recorder.heard(asked(2, 4))
-    assert recorder.left_out == 1
+    recorder.on_request(asked(2, 4))
+    assert recorder.dropped_rows == 1
 
 
 def test_an_old_trace_is_added_to(tmp_path: Path) -> None:
     for number in range(2):
-        with closing(Recorder(tmp_path / "t", file_bytes=1 << 20)) as recorder:
-            recorder.heard(asked(number, 2))
+        with closing(TraceRecorder(tmp_path / "t", file_bytes=1 << 20)) as recorder:
+            recorder.on_request(asked(number, 2))
     assert len(lines(tmp_path / "t")) == 2
 
 
@@ -148,4 +148,4 @@ def test_an_old_trace_is_added_to(tmp_path: Path) -> None:
 def test_what_is_no_trace_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "t").write_text(text)
     with pytest.raises(kvcache.ConfigError, match=said):
-        read(tmp_path / "t")
+        read_arrivals(tmp_path / "t")

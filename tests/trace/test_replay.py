@@ -14,7 +14,7 @@ import pytest
 
 import kvcache
 from kvcache.cli import main as frame
-from kvcache.trace.replay import Arrival, Replay, read
+from kvcache.trace.replay import Arrival, Replay, read_arrivals
 
 BLOCK = 16
 
@@ -40,9 +40,9 @@ def replay(cache: Any, clock: Turned, speed: float = 1.0) -> Replay:
     return Replay(
         cache,
         block_tokens=BLOCK,
-        most_blocks=16,
+        max_blocks=16,
         token_bytes=64,
-        tokens_a_second=1000,
+        prefill_tokens_per_s=1000,
         speed=speed,
         clock=clock,
     )
@@ -57,7 +57,7 @@ def cache() -> Any:
 
 
 def test_hits_and_first_tokens_are_those_of_the_trace(cache: Any) -> None:
-    played = replay(cache, Turned()).play(
+    played = replay(cache, Turned()).run(
         [arrival(0, 1, 2, 3), arrival(10, 1, 2, 9), arrival(20, 7), arrival(30, 1, 2, 3)]
     )
     assert played.found == {"host": (2 + 3) * BLOCK}
@@ -67,24 +67,24 @@ def test_hits_and_first_tokens_are_those_of_the_trace(cache: Any) -> None:
 
 
 def test_who_arrives_while_the_engine_is_busy_waits(cache: Any) -> None:
-    played = replay(cache, Turned()).play([arrival(0, 1), arrival(0.005, 2)])
+    played = replay(cache, Turned()).run([arrival(0, 1), arrival(0.005, 2)])
     assert played.ttft_s == pytest.approx([0.017, 0.017 - 0.005 + 0.017])
 
 
 def test_twice_as_fast_takes_half_the_time(cache: Any) -> None:
     clock = Turned()
-    played = replay(cache, clock, speed=2.0).play([arrival(0, 1), arrival(10, 2)])
+    played = replay(cache, clock, speed=2.0).run([arrival(0, 1), arrival(10, 2)])
     assert clock.time == pytest.approx(5 + 0.0085)
     assert played.ttft_s == pytest.approx([0.0085, 0.0085])
 
 
 def test_other_bytes_are_noticed(cache: Any) -> None:
     playing = replay(cache, Turned())
-    playing.play([arrival(0, 1, 2)])
+    playing.run([arrival(0, 1, 2)])
     original = playing._write
     playing._write = lambda names, first: (original(names, first), playing._kv.__setitem__((0, 0, first), 7))[0]
-    playing.play([arrival(0, 1, 2, 3)])
-    assert playing.play([arrival(0, 1, 2, 3)]).wrong_blocks == 1
+    playing.run([arrival(0, 1, 2, 3)])
+    assert playing.run([arrival(0, 1, 2, 3)]).wrong_blocks == 1
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,5 +111,5 @@ def test_a_trace_of_real_traffic_is_read() -> None:
     path = Path(__file__).parents[2] / ".." / "shared" / "data" / "traces" / "mooncake-conversation.jsonl.gz"
     if not path.exists():
         pytest.skip(f"{path.resolve()} is not on this machine")
-    arrivals, block_tokens = read(path, 100)
+    arrivals, block_tokens = read_arrivals(path, 100)
     assert (len(arrivals), block_tokens) == (100, 512)

@@ -42,7 +42,8 @@ def traffic(seed: int, requests: int, *, heads: int = 6, longest: int = 12) -> T
 def test_the_compiled_player_and_its_twin_find_the_same(policy: str, seed: int, capacity: int) -> None:
     trace = traffic(seed, 50)
     assert (
-        simulate(trace, policy, capacity).hits.tolist() == simulate(trace, policy, capacity, plain=True).hits.tolist()
+        simulate(trace, policy, capacity).hits.tolist()
+        == simulate(trace, policy, capacity, use_reference=True).hits.tolist()
     )
 
 

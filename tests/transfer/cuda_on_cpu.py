@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvcache.transfer.cuda.device import Addresses, Memory
+from kvcache.transfer.cuda.device import Addresses, DeviceMemory
 from kvcache.transfer.cuda.kernels import THREADS, Launch
 
 HERE = Path(__file__).parent
@@ -102,11 +102,11 @@ class HostDevice:
         if not pinned:
             self.record(stream).synchronize()
 
-    def memory(self, size_bytes: int, stream: int) -> Memory:
+    def memory(self, size_bytes: int, stream: int) -> DeviceMemory:
         poisoned = np.full(size_bytes + 256, 0xEE, np.uint8)
-        return Memory(-(-poisoned.ctypes.data // 256) * 256, poisoned)
+        return DeviceMemory(-(-poisoned.ctypes.data // 256) * 256, poisoned)
 
-    def host_memory(self, size_bytes: int) -> Memory:
+    def host_memory(self, size_bytes: int) -> DeviceMemory:
         return self.memory(size_bytes, 0)
 
     def register(self, address: int, size_bytes: int, *, read_only: bool = False) -> int:

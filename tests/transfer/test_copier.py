@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvcache import native
-from kvcache.block.layout import CANONICAL, DTYPE_BYTES, Group, KVLayout, Shard
+from kvcache.block.layout import CANONICAL_ORDERS, DTYPE_BYTES, Group, KVLayout, Shard
 from kvcache.errors import ConfigError, LayoutError
 from kvcache.transfer.copier import Copier
-from kvcache.transfer.cpu import CpuCopier, PlainCopier, _described
+from kvcache.transfer.cpu import CpuCopier, ReferenceCopier, _described
 from kvcache.transfer.pages import GroupPages
 
 pytestmark = pytest.mark.filterwarnings("ignore:kvcache._native is not there")
@@ -34,7 +34,7 @@ class Memcpy(CpuCopier):
         native.core.scatter(*_described(pages), ids, buffers, self.threads, plain=True)
 
 
-COPIERS = [PlainCopier(), CpuCopier(1), CpuCopier(7)] + ([Memcpy(2)] if native.built else [])
+COPIERS = [ReferenceCopier(), CpuCopier(1), CpuCopier(7)] + ([Memcpy(2)] if native.built else [])
 
 
 def each(copiers: list[Any]) -> pytest.MarkDecorator:
@@ -57,7 +57,7 @@ class Engine:
             return block.tobytes()
         if group.kind == "mla":
             block = block[:, 0, :, 0, :]
-        return block.transpose([CANONICAL[group.kind].index(axis) for axis in group.order]).tobytes()
+        return block.transpose([CANONICAL_ORDERS[group.kind].index(axis) for axis in group.order]).tobytes()
 
     def put(self, page: int, payload: bytes) -> None:
         """What a scatter must do, element by element."""
@@ -67,7 +67,7 @@ class Engine:
         else:
             shape = self.pages.layout.shape(shard, group=self.pages.group)
             block = np.frombuffer(payload, self.views[0][0].dtype).reshape(shape)
-            block = block.transpose([group.order.index(axis) for axis in CANONICAL[group.kind]])
+            block = block.transpose([group.order.index(axis) for axis in CANONICAL_ORDERS[group.kind]])
             if group.kind == "mla":
                 block = block[:, None, :, None, :]
         for views, layer in zip(self.views, block, strict=True):
@@ -180,7 +180,7 @@ def engines(draw: st.DrawFn) -> Engine:
         head_dim=draw(st.integers(1, 9)),
         dtype=draw(st.sampled_from(sorted(DTYPE_BYTES))),
         kind=kind,
-        order=tuple(draw(st.permutations(CANONICAL[kind]))),
+        order=tuple(draw(st.permutations(CANONICAL_ORDERS[kind]))),
         opaque_bytes=heads * draw(st.integers(1, 40)) if kind == "opaque" else 0,
     )
     layout = KVLayout((group,), draw(st.integers(1, 5)))
@@ -235,7 +235,7 @@ def test_large_copies(copier: Copier, dtype: str, axes: tuple[str, ...], apart: 
 
 
 @each(COPIERS)
-@pytest.mark.parametrize("order", list(permutations(CANONICAL["mha"])), ids="-".join)
+@pytest.mark.parametrize("order", list(permutations(CANONICAL_ORDERS["mha"])), ids="-".join)
 def test_every_order(copier: Copier, order: tuple[str, ...]) -> None:
     layout = KVLayout.mha(layers=3, kv_heads=2, head_dim=8, block_tokens=4, order=order)
     e = engine(layout, 0, Shard(1, 3, 1, 2), 5, axes=HND, gaps=(0, 2, 0, 0, 0))

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from kvcache.transfer.cuda import kernels
 from kvcache.transfer.cuda import quantise as quantised
-from kvcache.transfer.cuda.crossover import NEVER, Crossover, crossing, measure
-from kvcache.transfer.cuda.device import ATTRIBUTES, Batch
-from kvcache.transfer.walk import collapse
+from kvcache.transfer.cuda.crossover import NEVER, Crossover, crossover_bytes, measure
+from kvcache.transfer.cuda.device import ATTRIBUTES, BatchCopy
+from kvcache.transfer.walk import coalesce_axes
 from tests.transfer.cuda_on_cpu import CXX, HostDevice, compiled
 
 LARGEST = (1 << 31) - 1
@@ -60,7 +60,7 @@ def axes_of_blocks(draw: st.DrawFn) -> tuple[list[tuple[int, int, int]], int]:
 def test_walks(made: tuple[list[tuple[int, int, int]], int]) -> None:
     """The twin says what the header says, and both visit every element once, at the place that its indices give."""
     axes, item = made
-    ours = collapse(axes, item)
+    ours = coalesce_axes(axes, item)
     given_ = np.array(axes, np.int64)
     theirs, places = np.zeros(18, np.int64), np.zeros((ours.fragments, 2), np.int64)
     pointers = [ctypes.c_void_p(a.ctypes.data) for a in (theirs, places)]
@@ -122,7 +122,7 @@ class Driver:
 
 
 class TestBatch:
-    def copied(self, batch: Batch) -> tuple[bool, bytes]:
+    def copied(self, batch: BatchCopy) -> tuple[bool, bytes]:
         source, target = np.arange(100, dtype=np.uint8), np.zeros(100, np.uint8)
         starts, sizes = np.array([0, 50], np.uint64), np.array([50, 50], np.uint64)
         ends = [starts + np.uint64(a.ctypes.data) for a in (target[::1], source)]
@@ -130,20 +130,20 @@ class TestBatch:
 
     @pytest.mark.parametrize("name", ["cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync"])
     def test_as_each_driver_wants_it(self, name: str) -> None:
-        assert self.copied(Batch(Driver(name))) == (True, bytes(range(100)))
+        assert self.copied(BatchCopy(Driver(name))) == (True, bytes(range(100)))
 
     def test_a_driver_without_it(self) -> None:
-        assert self.copied(Batch(None)) == (False, bytes(100))
+        assert self.copied(BatchCopy(None)) == (False, bytes(100))
 
     def test_a_driver_that_refuses_is_not_asked_again(self) -> None:
         driver = Driver("cuMemcpyBatchAsync_v2", result=801)
-        batch = Batch(driver)
+        batch = BatchCopy(driver)
         assert [self.copied(batch)[0] for _ in range(3)] == [False] * 3
         assert driver.calls == 1
 
     def test_nothing_to_copy(self) -> None:
         nothing = np.zeros(0, np.uint64)
-        assert Batch(None).copy(nothing, nothing, nothing, 77)
+        assert BatchCopy(None).copy(nothing, nothing, nothing, 77)
 
     def test_the_struct_is_the_headers(self, tmp_path: Path) -> None:
         header = Path("/usr/local/cuda/include/cuda.h")
@@ -177,7 +177,7 @@ class TestCrossover:
         ],
     )
     def test_is_where_every_larger_size_keeps_up(self, dma: dict[int, float], found: int) -> None:
-        assert crossing(dma, 100) == found
+        assert crossover_bytes(dma, 100) == found
 
     def test_is_measured_with_the_copies_themselves(self) -> None:
         class Timed(HostDevice):

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.block.layout import CANONICAL, KVLayout, Shard
+from kvcache.block.layout import CANONICAL_ORDERS, KVLayout, Shard
 from kvcache.errors import LayoutError, StoreError
-from kvcache.transfer.cuda.copier import CudaCopier, Way
+from kvcache.transfer.cuda.copier import CopyPath, CudaCopier
 from kvcache.transfer.cuda.crossover import NEVER, Crossover
 from tests.transfer.cuda_on_cpu import HostDevice, LazyHostDevice, Point
 from tests.transfer.test_copier import HND, NHD, WHOLE_PAGE, Engine, buffers_for, engine, engines
 
-WAYS: list[Way] = ["direct", "staged", "mapped"]
+WAYS: list[CopyPath] = ["direct", "staged", "mapped"]
 NO_DMA = Crossover(NEVER, NEVER)
 ways = pytest.mark.parametrize("way", WAYS)
 
@@ -68,7 +68,7 @@ def check_scatter(c: CudaCopier, e: Engine, ids: list[int], shift: int) -> Any:
 @ways
 @settings(max_examples=4 * settings().max_examples)
 @given(data=st.data(), e=engines(), shift=st.integers(0, 7))
-def test_any_pages(way: Way, data: st.DataObject, e: Engine, shift: int) -> None:
+def test_any_pages(way: CopyPath, data: st.DataObject, e: Engine, shift: int) -> None:
     e = on_gpu(e)
     pages = st.integers(0, e.pages.pages - 1)
     c = copier(way=way)
@@ -79,7 +79,7 @@ def test_any_pages(way: Way, data: st.DataObject, e: Engine, shift: int) -> None
 @ways
 @pytest.mark.parametrize("axes", [HND, WHOLE_PAGE], ids=["hnd", "whole_page"])
 @pytest.mark.parametrize("apart", [(), ("layer",), ("layer", "kv")], ids=["one", "layers_apart", "all_apart"])
-def test_more_than_one_launch(way: Way, axes: tuple[str, ...], apart: tuple[str, ...]) -> None:
+def test_more_than_one_launch(way: CopyPath, axes: tuple[str, ...], apart: tuple[str, ...]) -> None:
     """More roots and more blocks than a job holds."""
     layout = KVLayout.mha(layers=70, kv_heads=2, head_dim=8, block_tokens=2)
     e = on_gpu(engine(layout, 0, layout.whole[0], 140, axes=axes, apart=apart))
@@ -88,7 +88,7 @@ def test_more_than_one_launch(way: Way, axes: tuple[str, ...], apart: tuple[str,
     check_scatter(copier(way=way, staging_bytes=1 << 16), e, ids, 0)
 
 
-@pytest.mark.parametrize("order", list(permutations(CANONICAL["mha"])), ids="-".join)
+@pytest.mark.parametrize("order", list(permutations(CANONICAL_ORDERS["mha"])), ids="-".join)
 def test_every_order(order: tuple[str, ...]) -> None:
     layout = KVLayout.mha(layers=3, kv_heads=2, head_dim=8, block_tokens=4, order=order)
     e = on_gpu(engine(layout, 0, Shard(1, 3, 1, 2), 5, axes=HND, gaps=(0, 2, 0, 0, 0)))
@@ -173,7 +173,7 @@ class TestOrder:
     """On a device that does everything as late as it may."""
 
     @pytest.fixture
-    def made(self, way: Way, seed: int) -> tuple[LazyHostDevice, CudaCopier, Engine, list[memoryview]]:
+    def made(self, way: CopyPath, seed: int) -> tuple[LazyHostDevice, CudaCopier, Engine, list[memoryview]]:
         device = LazyHostDevice(seed)
         layout = KVLayout.mha(layers=4, kv_heads=2, head_dim=8, block_tokens=4)
         e = on_gpu(engine(layout, 0, layout.whole[0], 8, axes=NHD, seed=seed))
@@ -219,7 +219,7 @@ class TestOrder:
         assert copy.ends == [1, 2, 3, 4]
         compute, seen = device.stream(), []
         for layer in range(4):
-            copy.hold(compute, layer)
+            copy.block_stream(compute, layer)
             device.put(compute, lambda layer=layer: seen.append([v.tobytes() for v in self.layer(e, layer)]))
         copy.wait_layer(2)
         layers_2_and_before = [[v.tobytes() for v in self.layer(e, layer)] for layer in range(3)]

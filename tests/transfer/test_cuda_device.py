@@ -14,7 +14,7 @@ from kvcache.block.layout import KVLayout
 from kvcache.errors import ConfigError, StoreError
 from kvcache.transfer.copier import Copier, current_stream
 from kvcache.transfer.cuda.copier import CudaCopier
-from kvcache.transfer.cuda.device import Batch, CupyDevice
+from kvcache.transfer.cuda.device import BatchCopy, CupyDevice
 from tests.transfer.fake_cupy import FakeCupy
 from tests.transfer.test_copier import HND, engine
 
@@ -23,7 +23,7 @@ from tests.transfer.test_copier import HND, engine
 def cupy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
     made = FakeCupy(**getattr(request, "param", {}))
     monkeypatch.setitem(sys.modules, "cupy", made)
-    monkeypatch.setattr(Batch, "of_driver", classmethod(lambda cls: cls(None)))  # whatever this machine has
+    monkeypatch.setattr(BatchCopy, "of_driver", classmethod(lambda cls: cls(None)))  # whatever this machine has
     return made
 
 

@@ -135,6 +135,6 @@ def test_sources_are_found_where_a_wheel_puts_them(tmp_path: Path, monkeypatch: 
     for part in ("cuda", "layout"):
         shutil.copytree(root / "csrc" / part, tmp_path / "kvcache" / "csrc" / part)
     before = {file: source(file) for file in FILES}
-    monkeypatch.setattr(kernels, "_HERE", tmp_path / "kvcache")
+    monkeypatch.setattr(kernels, "_PACKAGE_DIR", tmp_path / "kvcache")
     assert {file: source(file) for file in FILES} == before
     assert not any("#include" in text for text in before.values())

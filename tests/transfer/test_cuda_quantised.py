@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvcache.block.layout import CANONICAL, Group, KVLayout
+from kvcache.block.layout import CANONICAL_ORDERS, Group, KVLayout
 from kvcache.codec import quantised as element
 from kvcache.codec import quantised as fp8
 from kvcache.codec.codec import codec
 from kvcache.errors import LayoutError
 from kvcache.transfer.cuda.copier import CudaCopier
 from kvcache.transfer.cuda.crossover import NEVER, Crossover
-from kvcache.transfer.cuda.quantise import Format, Quantised
+from kvcache.transfer.cuda.quantise import Format, QuantisedPages
 from tests.transfer.cuda_on_cpu import HostDevice, compiled
 from tests.transfer.test_copier import Engine, buffers_for, engine
 
@@ -64,10 +64,10 @@ class TestNumbers:
 
     def test_e4m3_as_the_codec_has_it(self) -> None:
         values = some_floats(464)
-        np.testing.assert_array_equal(call("code_Fp8", values, np.uint8), fp8.quantise(values.copy()))
+        np.testing.assert_array_equal(call("code_Fp8", values, np.uint8), fp8.quantise_e4m3(values.copy()))
         ours = call("value_Fp8", np.arange(256, dtype=np.uint8), np.float32)
-        np.testing.assert_array_equal(ours, fp8.NUMBERS)
-        np.testing.assert_array_equal(np.signbit(ours[:-1]), np.signbit(fp8.NUMBERS[:-1]))
+        np.testing.assert_array_equal(ours, fp8.E4M3_VALUES)
+        np.testing.assert_array_equal(np.signbit(ours[:-1]), np.signbit(fp8.E4M3_VALUES[:-1]))
 
     def test_integers_as_the_codec_has_them(self) -> None:
         values = np.concatenate([some_floats(127.49), np.arange(-127, 127, dtype=np.float32) + np.float32(0.5)])
@@ -87,7 +87,7 @@ def numbers(draw: st.DrawFn, *, wild: bool) -> tuple[Engine, NDArray[np.uint8]]:
         head_dim=draw(st.sampled_from([1, 3, 8, 16, 24, 32])),
         dtype=dtype,
         kind=kind,
-        order=draw(st.one_of(st.just(()), st.permutations(CANONICAL[kind]).map(tuple))),
+        order=draw(st.one_of(st.just(()), st.permutations(CANONICAL_ORDERS[kind]).map(tuple))),
     )
     layout = KVLayout((group,), draw(st.sampled_from([1, 4, 16, 17, 40])))
     axes = tuple(draw(st.permutations(["layer", "kv", "page", "token", "head"])))
@@ -117,7 +117,7 @@ def test_the_bytes_are_the_codecs(form: Format, wild: bool, data: st.DataObject)
     way = data.draw(st.sampled_from(["direct", "staged", "mapped"]))
     c = CudaCopier(HostDevice(), crossover=Crossover(NEVER, NEVER), way=way)
     layout, shard = e.pages.layout, e.pages.shard
-    quantised, twin = Quantised(form, e.pages), codec(form)
+    quantised, twin = QuantisedPages(form, e.pages), codec(form)
     ids = [2, 0, 1]
     whole, buffers = buffers_for([quantised.payload_bytes] * 3, shift)
     c.pinned.add(memoryview(whole))
@@ -154,7 +154,7 @@ def test_more_than_one_launch(form: Format, dtype: str) -> None:
     ).view(np.uint8)[: len(e.memory) // 4 * 4]
     device = HostDevice()
     c = CudaCopier(device, crossover=Crossover(NEVER, NEVER))
-    _, buffers = buffers_for([Quantised(form, e.pages).payload_bytes] * 130, 0)
+    _, buffers = buffers_for([QuantisedPages(form, e.pages).payload_bytes] * 130, 0)
     c.gather(e.pages, range(130), buffers, quantised=form).wait()
     for page in (0, 64, 129):
         assert bytes(buffers[page]) == bytes(
@@ -175,7 +175,7 @@ def test_elements_go_together_where_both_sides_are_aligned(shift: int, offset: i
     e.memory[:] = 0x3F
     device = HostDevice()
     c = CudaCopier(device, crossover=Crossover(NEVER, NEVER), way="mapped")
-    whole, buffers = buffers_for([Quantised("fp8", e.pages).payload_bytes], shift)
+    whole, buffers = buffers_for([QuantisedPages("fp8", e.pages).payload_bytes], shift)
     c.pinned.add(memoryview(whole))
     c.gather(e.pages, [1], buffers, quantised="fp8")
     c.scatter(e.pages, [0], buffers, quantised="fp8")
@@ -190,7 +190,7 @@ def test_elements_go_together_where_both_sides_are_aligned(shift: int, offset: i
 def test_what_is_no_number_is_refused(form: Format, group: Group) -> None:
     e = engine(KVLayout((group,)), 0, group.whole, 2, axes=("layer", "kv", "page", "token", "head"))
     with pytest.raises(LayoutError, match="expected mha or mla of bf16, fp32, fp16"):
-        Quantised(form, e.pages)
+        QuantisedPages(form, e.pages)
 
 
 @formats
@@ -198,6 +198,6 @@ def test_elements_across_their_own_size_are_refused(form: Format) -> None:
     layout = KVLayout.mha(layers=2, kv_heads=1, head_dim=8)
     e = engine(layout, 0, layout.whole[0], 2, axes=("layer", "kv", "page", "token", "head"), offset=3)
     e = replace(e, pages=replace(e.pages, device="cuda:0"))
-    buffer = memoryview(bytearray(Quantised(form, e.pages).payload_bytes))
+    buffer = memoryview(bytearray(QuantisedPages(form, e.pages).payload_bytes))
     with pytest.raises(LayoutError, match="pages of bf16 at multiples of 1 bytes: expected 2"):
         CudaCopier(HostDevice(), crossover=Crossover(NEVER, NEVER)).gather(e.pages, [0], [buffer], quantised=form)

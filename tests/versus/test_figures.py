@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from versus import figures
 from versus.figures import (
+    Alternation,
     Sizes,
-    Turns,
     Wrong,
     asking_redis,
     beside,
@@ -86,7 +86,7 @@ def floors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measure(ours: Any, theirs: Any, directory: Path) -> Sequence[figures.Figure]:
-    turns = Turns(ours, theirs)
+    turns = Alternation(ours, theirs)
     return [
         *matching(turns, SIZES),
         *through_host(turns, SIZES),
@@ -113,7 +113,7 @@ def test_twice_as_fast_is_two_in_every_row(tmp_path: Path) -> None:
 
 def test_either_side_is_first_as_often(tmp_path: Path) -> None:
     asked: list[tuple[str, str]] = []
-    list(through_host(Turns(Fixed("ours", 1, asked), Fixed("theirs", 1, asked)), SIZES))
+    list(through_host(Alternation(Fixed("ours", 1, asked), Fixed("theirs", 1, asked)), SIZES))
     pairs = list(zip(asked[::2], asked[1::2], strict=True))
     assert all(one[1] == other[1] and one[0] != other[0] for one, other in pairs)
     firsts = [one[0] for one, _ in pairs]
@@ -125,14 +125,14 @@ def test_either_side_is_first_as_often(tmp_path: Path) -> None:
 def test_a_figure_of_a_wrong_answer_is_no_figure(who: str, instead: dict[str, int]) -> None:
     sides = [Fixed(name, 1, [], **(instead if name == who else {})) for name in ("ours", "theirs")]
     with pytest.raises(Wrong, match=who):
-        list(through_host(Turns(*sides), SIZES))
+        list(through_host(Alternation(*sides), SIZES))
 
 
 @pytest.mark.skipif(bool(MISSING), reason=MISSING)
 def test_our_side_does_it_through_a_server(tmp_path: Path) -> None:
     found = []
     for measured in (through_redis, asking_redis):
-        turns = Turns(InProcess(), Fixed("theirs", 0.001, []))
+        turns = Alternation(InProcess(), Fixed("theirs", 0.001, []))
         found += list(measured(turns, SIZES, empty(tmp_path / measured.__name__).unix))
         turns.ours.ask("close")
     assert [figure.id for figure in found] == ["redis/store", "redis/retrieve", "redis/contains"]

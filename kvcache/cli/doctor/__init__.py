@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvcache.cli.output import Format, Json, Output, print_json
+from kvcache.cli.output import JsonOption, OutputFormat, OutputOption, print_json
 from kvcache.errors import KVCacheError
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ def doctor(
     bundle: Annotated[
         Path | None, typer.Option(help="Write all of it there for a bug report (tar.gz), secrets left out.")
     ] = None,
-    output: Output = Format.table,
-    as_json: Json = False,
+    output: OutputOption = OutputFormat.table,
+    as_json: JsonOption = False,
 ) -> None:
     """Check memory, drive, software and settings, store and load through every tier; exit 1 if anything fails.
 
@@ -35,7 +35,7 @@ def doctor(
     """
     from kvcache.settings.sources import load
 
-    table = not as_json and output is Format.table
+    table = not as_json and output is OutputFormat.table
     loaded: Settings | None = None
     findings: list[Finding] = []
     try:
@@ -44,7 +44,7 @@ def doctor(
         refusal = str(error)
     else:
         refusal = ""
-    for finding in examine(loaded, refusal, model):
+    for finding in run_checks(loaded, refusal, model):
         findings.append(finding)
         if table:
             _show(finding)
@@ -60,7 +60,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def examine(settings: Settings | None, refusal: str, model: Path | None) -> Iterator[Finding]:
+def run_checks(settings: Settings | None, refusal: str, model: Path | None) -> Iterator[Finding]:
     """Every finding as it is made. `refusal`: why there are no settings."""
     from kvcache.cli.doctor.machine import fail, ok
 
@@ -80,9 +80,9 @@ def examine(settings: Settings | None, refusal: str, model: Path | None) -> Iter
         yield from _guarded("storage", "check_bucket", settings)
     try:
         for path in settings.nvme.directories if settings.nvme.enabled else ():
-            with _beside(path) as place:
+            with _scratch_directory(path) as place:
                 yield from _guarded("storage", "check_drive", settings, place, path)
-        with _beside(settings.nvme.directories[0] if settings.nvme.enabled else None) as place:
+        with _scratch_directory(settings.nvme.directories[0] if settings.nvme.enabled else None) as place:
             yield from _guarded("storage", "check_round_trip", settings, place)
     except OSError as error:
         remedy = "give this user a directory to write in: nvme.path, or the system's for temporary files"
@@ -101,7 +101,7 @@ def _guarded(module: str, name: str, *given: Any) -> Iterator[Finding]:
 
 
 @contextmanager
-def _beside(path: Path | None) -> Iterator[Path]:
+def _scratch_directory(path: Path | None) -> Iterator[Path]:
     """An empty directory on the file system of an NVMe directory: within it where that is a mount, else beside it.
     Without one, among temporary files."""
     above = Path(tempfile.gettempdir()) if path is None else path if path.is_mount() else path.parent

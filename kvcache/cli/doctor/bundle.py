@@ -19,18 +19,18 @@ from kvcache.settings import PREFIX, TABLE, Settings
 
 # Leaves secrets out of what is handed to others: by the name of a field, by the form of a text, and by value.
 
-HIDDEN = "***"
-LEAST = 6
+REDACTED = "***"
+MIN_SECRET_CHARS = 6
 """Characters of a known secret that is looked for in all texts: a shorter one would be found everywhere."""
 
-_ANYWHERE = {"password", "passwd", "pwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey"}
-_LAST = {"token", "key", "keys", "auth", "authorization", "cookie", "salt", "dsn"}
+_SECRET_WORDS = {"password", "passwd", "pwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey"}
+_SECRET_LAST_WORDS = {"token", "key", "keys", "auth", "authorization", "cookie", "salt", "dsn"}
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 
-_FORMS = (
+_SECRET_PATTERNS = (
     # a URL: who, before the @; and all that is asked, after the ?
-    (re.compile(r"(\b[a-zA-Z][\w+.-]*://)[^\s\"'<>]*@"), rf"\1{HIDDEN}@"),
-    (re.compile(r"(\b[a-zA-Z][\w+.-]*://[^\s\"'<>?]*\?)[^\s\"'<>]+"), rf"\1{HIDDEN}"),
+    (re.compile(r"(\b[a-zA-Z][\w+.-]*://)[^\s\"'<>]*@"), rf"\1{REDACTED}@"),
+    (re.compile(r"(\b[a-zA-Z][\w+.-]*://[^\s\"'<>?]*\?)[^\s\"'<>]+"), rf"\1{REDACTED}"),
     # password = "...", api_key: ..., --token ...
     (
         re.compile(
@@ -38,55 +38,55 @@ _FORMS = (
             r"|[\w.-]*_token|salt|authorization)[\"']?\s*(?:[=:]|\s(?=[\"']))\s*)"
             r"(?:\"[^\"\n]*\"|'[^'\n]*'|(?:(?:bearer|basic)\s+)?[^\s,;)\]}]+)"
         ),
-        rf"\1{HIDDEN}",
+        rf"\1{REDACTED}",
     ),
-    (re.compile(r"(?i)(--[\w-]*(?:password|secret|token|key)\s+)\S+"), rf"\1{HIDDEN}"),
-    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), rf"\1 {HIDDEN}"),
+    (re.compile(r"(?i)(--[\w-]*(?:password|secret|token|key)\s+)\S+"), rf"\1{REDACTED}"),
+    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), rf"\1 {REDACTED}"),
     # what some services' keys look like
-    (re.compile(r"\b(?:hf_|sk-|pk-|ghp_|gho_|ghs_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA)[\w-]{8,}"), HIDDEN),
-    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"), HIDDEN),
-    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), HIDDEN),
+    (re.compile(r"\b(?:hf_|sk-|pk-|ghp_|gho_|ghs_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA)[\w-]{8,}"), REDACTED),
+    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"), REDACTED),
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), REDACTED),
 )
 
 
 def is_secret(name: str) -> bool:
     """Whether a field of that name holds one: `redis.password`, `HF_TOKEN`, `api-key`; but not `block_tokens`."""
     words = [word.lower() for word in _WORD.findall(name)]
-    return bool(words) and (words[-1] in _LAST or not _ANYWHERE.isdisjoint(words))
+    return bool(words) and (words[-1] in _SECRET_LAST_WORDS or not _SECRET_WORDS.isdisjoint(words))
 
 
-def known(environ: Mapping[str, str]) -> list[str]:
+def known_secrets(environ: Mapping[str, str]) -> list[str]:
     """Values of variables with such names: never to be seen in any text either."""
-    return [value for name, value in environ.items() if is_secret(name) and len(value) >= LEAST]
+    return [value for name, value in environ.items() if is_secret(name) and len(value) >= MIN_SECRET_CHARS]
 
 
-def without_secrets(value: Any, known: Iterable[str] = ()) -> Any:
+def redact(value: Any, known_secrets: Iterable[str] = ()) -> Any:
     """A copy of a tree of maps, lists and scalars, with every secret hidden."""
-    return _hide(value, sorted(set(known), key=len, reverse=True))
+    return _redact(value, sorted(set(known_secrets), key=len, reverse=True))
 
 
-def _hide(value: Any, known: list[str]) -> Any:
+def _redact(value: Any, known_secrets: list[str]) -> Any:
     if isinstance(value, Mapping):
         return {
-            _hide(name, known) if isinstance(name, str) else name: (
-                HIDDEN if is_secret(str(name)) and inner not in (None, "") else _hide(inner, known)
+            _redact(name, known_secrets) if isinstance(name, str) else name: (
+                REDACTED if is_secret(str(name)) and inner not in (None, "") else _redact(inner, known_secrets)
             )
             for name, inner in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [_hide(inner, known) for inner in value]
-    return _text(value, known) if isinstance(value, str) else value
+        return [_redact(inner, known_secrets) for inner in value]
+    return _text(value, known_secrets) if isinstance(value, str) else value
 
 
-def _text(text: str, known: list[str]) -> str:
-    for secret in known:
-        text = text.replace(secret, HIDDEN)
-    for form, instead in _FORMS:
+def _text(text: str, known_secrets: list[str]) -> str:
+    for secret in known_secrets:
+        text = text.replace(secret, REDACTED)
+    for form, instead in _SECRET_PATTERNS:
         text = form.sub(instead, text)
     return text
 
 
-EVENTS = 200
+MAX_EVENTS = 200
 
 
 def write_bundle(
@@ -98,13 +98,13 @@ def write_bundle(
         "settings.json": {} if settings is None else _settings(settings),
         "environment.json": {name: value for name, value in environ.items() if name.startswith(PREFIX)},
         "versions.json": versions(),
-        "running.json": running(),
+        "running.json": describe_running_caches(),
     }
-    hidden = known(environ)
+    hidden = known_secrets(environ)
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as whole, tarfile.open(fileobj=whole, mode="w:gz") as archive:
         for name, part in parts.items():
-            text = json.dumps(without_secrets(part, hidden), indent=2).encode()
+            text = json.dumps(redact(part, hidden), indent=2).encode()
             entry = tarfile.TarInfo(f"kvcache-bundle/{name}")
             entry.size, entry.mode, entry.mtime = len(text), 0o600, int(time.time())
             archive.addfile(entry, io.BytesIO(text))
@@ -118,17 +118,17 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float)) or value is None else str(value)
 
 
-def running() -> list[dict[str, Any]]:
+def describe_running_caches() -> list[dict[str, Any]]:
     """What each running cache says of itself; of one that does not answer, why."""
-    from kvcache.daemon.client.control import ask, find
+    from kvcache.daemon.client.control import find_caches, send_command
 
-    told = []
-    for found in find():
+    descriptions = []
+    for found in find_caches():
         cache: dict[str, Any] = {"address": found.address, "info": dict(found.info)}
         try:
-            cache["stats"] = ask(found.path, "stats")
-            cache.update(ask(found.path, "events", count=EVENTS))
+            cache["stats"] = send_command(found.path, "stats")
+            cache.update(send_command(found.path, "events", count=MAX_EVENTS))
         except KVCacheError as error:
             cache["fault"] = str(error)
-        told.append(cache)
-    return told
+        descriptions.append(cache)
+    return descriptions

@@ -16,8 +16,8 @@ import kvcache
 from kvcache import native
 from kvcache.block.hf import layout_from_hf
 from kvcache.block.record import record_bytes
-from kvcache.daemon.client.control import find
-from kvcache.daemon.discovery import prepare
+from kvcache.daemon.client.control import find_caches
+from kvcache.daemon.discovery import make_socket_directory
 from kvcache.errors import StoreError
 from kvcache.machine import Memory, memory
 from kvcache.settings import Settings
@@ -48,23 +48,23 @@ def fail(name: str, found: str, remedy: str) -> Finding:
     return Finding(name, "fail", found, remedy)
 
 
-SHARED = "/dev/shm"  # noqa: S108  its size is asked for, nothing is written
-SHARED_BYTES = GiB  # a container's default is 64 MiB
+SHM_DIRECTORY = "/dev/shm"  # noqa: S108  its size is asked for, nothing is written
+MIN_SHM_BYTES = GiB  # a container's default is 64 MiB
 
 
 def check_memory(settings: Settings) -> Iterator[Finding]:
-    yield capacity(memory(), settings.host.capacity_bytes)
+    yield host_capacity(memory(), settings.host.capacity_bytes)
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    yield locked(None if limit == resource.RLIM_INFINITY else limit, settings.host.capacity_bytes)
+    yield locked_memory(None if limit == resource.RLIM_INFINITY else limit, settings.host.capacity_bytes)
     try:
-        shared = os.statvfs(SHARED)
+        shared = os.statvfs(SHM_DIRECTORY)
     except OSError:
         yield shared_memory(None)
     else:
         yield shared_memory(shared.f_blocks * shared.f_frsize)
 
 
-def capacity(now: Memory, wanted_bytes: int) -> Finding:
+def host_capacity(now: Memory, wanted_bytes: int) -> Finding:
     whose = "a cgroup allows" if now.bound == "cgroup" else "the machine has"
     found = (
         f"host.capacity_bytes = {show_bytes(wanted_bytes)}; {whose} {show_bytes(now.allowed_bytes)}, "
@@ -77,7 +77,7 @@ def capacity(now: Memory, wanted_bytes: int) -> Finding:
     return ok("memory", found)
 
 
-def locked(limit_bytes: int | None, wanted_bytes: int) -> Finding:
+def locked_memory(limit_bytes: int | None, wanted_bytes: int) -> Finding:
     """None: no limit."""
     if limit_bytes is None:
         return ok("locked memory", "no limit")
@@ -96,14 +96,14 @@ def shared_memory(size_bytes: int | None) -> Finding:
     """None: there is none."""
     if size_bytes is None:
         remedy = "engines of several processes exchange data there: mount a tmpfs on it"
-        return warn("shared memory", f"{SHARED} is not there", remedy)
-    found = f"{SHARED} has {show_bytes(size_bytes)}"
-    if size_bytes >= SHARED_BYTES:
+        return warn("shared memory", f"{SHM_DIRECTORY} is not there", remedy)
+    found = f"{SHM_DIRECTORY} has {show_bytes(size_bytes)}"
+    if size_bytes >= MIN_SHM_BYTES:
         return ok("shared memory", found)
     return warn(
         "shared memory",
         found,
-        f"engines of several processes exchange data there and want {show_bytes(SHARED_BYTES)} or more: "
+        f"engines of several processes exchange data there and want {show_bytes(MIN_SHM_BYTES)} or more: "
         "--shm-size or --ipc=host for a container",
     )
 
@@ -113,10 +113,10 @@ def shared_memory(size_bytes: int | None) -> Finding:
 
 def check_caches() -> Iterator[Finding]:
     try:
-        yield ok("control socket", f"in {prepare()}")
+        yield ok("control socket", f"in {make_socket_directory()}")
     except StoreError as error:
         yield warn("control socket", str(error), "caches run without; `kvcache ps` and `bypass` do not reach them")
-    running = list(find())
+    running = list(find_caches())
     yield ok("running caches", ", ".join(found.address for found in running) or "none")
     for found in running:
         if found.fault:
@@ -161,17 +161,27 @@ ENGINES = {
 }
 """What to look for, and the distributions that bring it."""
 
-NEEDED = ("numpy", "xxhash", "msgpack", "pydantic", "typer", "rich", "redis", "aiofiles", "prometheus-client")
+REQUIRED_PACKAGES = (
+    "numpy",
+    "xxhash",
+    "msgpack",
+    "pydantic",
+    "typer",
+    "rich",
+    "redis",
+    "aiofiles",
+    "prometheus-client",
+)
 
 
 def check_software(version_of: Callable[[str], str] = metadata.version) -> Iterator[Finding]:
     yield ok("kvcache", f"{kvcache.__version__}, Python {platform.python_version()} on {platform.machine()}")
-    yield core(native.built)
+    yield native_core(native.built)
     for name, distributions in ENGINES.items():
         yield ok(name, _version(distributions, version_of) or "not installed")
 
 
-def core(built: bool) -> Finding:
+def native_core(built: bool) -> Finding:
     if built:
         return ok("native core", "built")
     remedy = "all works, slower: install a C++17 compiler, then kvcache again"
@@ -181,7 +191,7 @@ def core(built: bool) -> Finding:
 def versions(version_of: Callable[[str], str] = metadata.version) -> dict[str, str]:
     """By name, of whatever is installed of what we use and of engines."""
     found = {"kvcache": kvcache.__version__, "python": sys.version, "platform": platform.platform()}
-    for name, distributions in {**ENGINES, **{name: (name,) for name in NEEDED}}.items():
+    for name, distributions in {**ENGINES, **{name: (name,) for name in REQUIRED_PACKAGES}}.items():
         version = _version(distributions, version_of)
         if version:
             found[name] = version

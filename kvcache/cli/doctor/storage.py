@@ -16,7 +16,7 @@ from kvcache.block.record import Address, header_area, record_bytes, seal
 from kvcache.cache.cache import Cache
 from kvcache.cli.doctor.machine import Finding, fail, ok, warn
 from kvcache.codec.codec import codec
-from kvcache.machine import file_system, in_memory
+from kvcache.machine import file_system, is_memory_backed
 from kvcache.os_env import Clock, Disk, LocalDisk, SystemClock
 from kvcache.settings import Settings
 from kvcache.settings.sources import load
@@ -30,21 +30,21 @@ from kvcache.transfer.pages import GroupPages
 # one thread and large pieces, over at most 256 MiB and a few seconds each: enough to tell a local drive from a
 # network's or a container's, and no benchmark.
 
-TOTAL_BYTES = 256 * MiB
-LEAST_BYTES = 16 * MiB
-PIECE_BYTES = 4 * MiB
-MOST_S = 5.0
-SLOW = 500 * MiB  # a second
+MAX_TEST_BYTES = 256 * MiB
+MIN_TEST_BYTES = 16 * MiB
+IO_BYTES = 4 * MiB
+MAX_TEST_S = 5.0
+MIN_READ_BYTES_PER_S = 500 * MiB  # a second
 _REMOTE = ("nfs", "cifs", "smb", "fuse", "9p", "ceph", "lustre", "glusterfs")
 
 
 def check_drive(settings: Settings, place: Path, path: Path) -> Iterator[Finding]:
     """`place`: an empty directory on the tier's file system, removed by the caller."""
-    yield kind(file_system(place), in_memory(place), path)
-    yield from rates(LocalDisk(), SystemClock(), place, settings.nvme.free_floor_bytes)
+    yield drive_kind(file_system(place), is_memory_backed(place), path)
+    yield from drive_rates(LocalDisk(), SystemClock(), place, settings.nvme.min_free_bytes)
 
 
-def kind(name: str, memory: bool, path: Path) -> Finding:
+def drive_kind(name: str, memory: bool, path: Path) -> Finding:
     found = f"{path} lies on {name or 'a file system that the system does not name'}"
     if memory:
         return warn("drive", f"{found}, which is memory", "set nvme.path to a directory on a drive")
@@ -57,12 +57,12 @@ def kind(name: str, memory: bool, path: Path) -> Finding:
     return ok("drive", found)
 
 
-def rates(disk: Disk, clock: Clock, place: Path, floor_bytes: int) -> Iterator[Finding]:
+def drive_rates(disk: Disk, clock: Clock, place: Path, floor_bytes: int) -> Iterator[Finding]:
     """O_DIRECT, then the rates of writing and reading one file there."""
     room = disk.free_bytes(str(place)) - floor_bytes
-    total = min(TOTAL_BYTES, room // 2) // PIECE_BYTES * PIECE_BYTES
-    if total < LEAST_BYTES:
-        found = f"{show_bytes(max(0, room))} are free beyond nvme.free_floor_bytes"
+    total = min(MAX_TEST_BYTES, room // 2) // IO_BYTES * IO_BYTES
+    if total < MIN_TEST_BYTES:
+        found = f"{show_bytes(max(0, room))} are free beyond nvme.min_free_bytes"
         yield fail("drive rate", found, "free some room, or set nvme.path to another drive")
         return
     path = str(place / "rate")
@@ -72,20 +72,20 @@ def rates(disk: Disk, clock: Clock, place: Path, floor_bytes: int) -> Iterator[F
             yield ok("O_DIRECT", "reads and writes go around the page cache")
         else:
             yield warn("O_DIRECT", "this file system has none", "works through the page cache; ext4 and xfs have it")
-        piece = memoryview(mmap.mmap(-1, PIECE_BYTES))  # on a page boundary, as O_DIRECT wants
-        piece[:] = os.urandom(PIECE_BYTES)
+        piece = memoryview(mmap.mmap(-1, IO_BYTES))  # on a page boundary, as O_DIRECT wants
+        piece[:] = os.urandom(IO_BYTES)
         began, written = clock.now(), 0
         while written < total:
             file.write(written, [piece])
-            written += PIECE_BYTES
-            if clock.now() - began > MOST_S:
+            written += IO_BYTES
+            if clock.now() - began > MAX_TEST_S:
                 break
         file.sync()
         yield ok("write rate", _rate(written, clock.now() - began))
         began, got = clock.now(), 0
         while got < written:
             got += file.read(got, [piece])
-            if clock.now() - began > MOST_S:
+            if clock.now() - began > MAX_TEST_S:
                 break
         yield _read(got, clock.now() - began, file.direct)
     finally:
@@ -97,7 +97,7 @@ def _read(got: int, seconds: float, direct: bool) -> Finding:
     found = _rate(got, seconds)
     if not direct:
         return warn("read rate", f"{found}, out of the page cache", "tells nothing about the drive itself")
-    if got < SLOW * seconds:
+    if got < MIN_READ_BYTES_PER_S * seconds:
         remedy = (
             "blocks may come back slower than a GPU recomputes them: use a faster drive, or nvme.enabled = false; "
             "`kvcache size MODEL` tells the bytes of a token"
@@ -112,7 +112,7 @@ def _rate(size: int, seconds: float) -> str:
 
 # Does the server that a fleet shares answer, is it set as a cache should be, and does a record come back from it?
 
-SIZE = 1 << 20
+PROBE_BYTES = 1 << 20
 
 
 def check_redis(settings: Settings) -> Iterator[Finding]:
@@ -132,7 +132,7 @@ def check_redis(settings: Settings) -> Iterator[Finding]:
         size = f"{show_bytes(usage.used_bytes)} of {show_bytes(usage.capacity_bytes)}"
         yield ok("redis", f"{tier.where} answers in {milliseconds:.1f} ms: {usage.records:,} keys, {size}")
         yield _policy(policies)
-        yield trip(tier, "docs/operations.md tells which commands a user needs; see the server's log")
+        yield round_trip(tier, "docs/operations.md tells which commands a user needs; see the server's log")
 
 
 def _policy(policies: set[str]) -> Finding:
@@ -145,21 +145,21 @@ def _policy(policies: set[str]) -> Finding:
     return ok("redis memory", f"maxmemory-policy is {', '.join(sorted(policies))}")
 
 
-def trip(tier: Tier, remedy: str) -> Finding:
+def round_trip(tier: Tier, remedy: str) -> Finding:
     """One record there and back, and nothing left of it."""
-    given = np.random.default_rng().bytes(SIZE)
+    given = np.random.default_rng().bytes(PROBE_BYTES)
     address = Address(given[:32], given[32:64], b"", 0, Shard(0, 1, 0, 1))
-    out, back = (memoryview(bytearray(record_bytes(SIZE))) for _ in range(2))
-    area = header_area(SIZE)
-    out[area : area + SIZE] = given
-    seal(out[:area], out[area:], address, stored_bytes=SIZE)
+    out, back = (memoryview(bytearray(record_bytes(PROBE_BYTES))) for _ in range(2))
+    area = header_area(PROBE_BYTES)
+    out[area : area + PROBE_BYTES] = given
+    seal(out[:area], out[area:], address, stored_bytes=PROBE_BYTES)
     began = perf_counter()
     (written,) = tier.write([address], [[out[:area], out[area:]]])
     (read,) = tier.read([address], [[back[:area], back[area:]]])
     seconds = perf_counter() - began
     tier.remove([address])
-    if (written, read) != (Outcome.DONE, Outcome.DONE) or back[area : area + SIZE] != given:
-        why = "".join(f", {line}" for line in tier.troubles())
+    if (written, read) != (Outcome.DONE, Outcome.DONE) or back[area : area + PROBE_BYTES] != given:
+        why = "".join(f", {line}" for line in tier.health_issues())
         return fail(f"{tier.name} trip", f"a write was {written.value}, a read {read.value}{why}", remedy)
     return ok(f"{tier.name} trip", f"1 MiB there and back in {1000 * seconds:.1f} ms, the same bytes")
 
@@ -172,15 +172,15 @@ def check_bucket(settings: Settings) -> Iterator[Finding]:
     given = settings.object.model_dump(exclude={"enabled", "write"})
     with closing(ObjectTier(**{**given, "prefix": f"{settings.object.prefix}/doctor"})) as tier:
         faults = "object.url, object.endpoint and the credentials, which must allow to list, get, put and delete"
-        yield trip(tier, f"look at {faults}; until then everything there is a miss")
+        yield round_trip(tier, f"look at {faults}; until then everything there is a miss")
 
 
 LAYOUT = KVLayout.mha(layers=4, kv_heads=2, head_dim=64, dtype="fp16")
 BLOCKS = 16
 AXES = ("kv", "page", "token", "head", "dim")
-WAIT_S = 30.0
+TRANSFER_TIMEOUT_S = 30.0
 
-Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
+BlockArray = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
 
 
 def check_round_trip(settings: Settings, place: Path) -> Iterator[Finding]:
@@ -198,13 +198,14 @@ def check_round_trip(settings: Settings, place: Path) -> Iterator[Finding]:
 
 def _flush(cache: Cache) -> Iterator[Finding]:
     """A finding where not every block is in the tiers below host memory."""
-    report = cache.flush(WAIT_S)
+    report = cache.flush(TRANSFER_TIMEOUT_S)
     if report:
         return
     refused, waiting = (sum(getattr(t, name) for t in report.tiers.values()) for name in ("refused", "waiting"))
-    faults = [report.fault, *(line for tier in cache.below for line in tier.troubles())]
+    faults = [report.fault, *(line for tier in cache.lower_tiers for line in tier.health_issues())]
     why = "".join(f"; {fault}" for fault in faults if fault)
-    found = f"of {BLOCKS} blocks {refused} were refused and {waiting} still wait after at most {WAIT_S:g} s{why}"
+    found = f"of {BLOCKS} blocks {refused} were refused and {waiting} still wait "
+    found += f"after at most {TRANSFER_TIMEOUT_S:g} s{why}"
     yield fail("flush", found, "the drive hangs, fails, is full or is very slow: see the system's log")
 
 
@@ -216,7 +217,7 @@ def _settings(settings: Settings, place: Path) -> Settings:
         "capacity_bytes": 64 * MiB,
         "codec": settings.nvme.codec if lossless else "raw",
         "durability": settings.nvme.durability,
-        "free_floor_bytes": 0,
+        "min_free_bytes": 0,
     }
     return load(environ={}, host={"capacity_bytes": 16 * MiB}, nvme=nvme, evict={"policy": settings.evict.policy})
 
@@ -226,20 +227,20 @@ def _shape() -> tuple[int, ...]:
     return (group.layers, 2, BLOCKS, LAYOUT.block_tokens, group.kv_heads, group.head_dim)
 
 
-def _pages(tensors: Bytes) -> list[GroupPages]:
+def _pages(tensors: BlockArray) -> list[GroupPages]:
     return [GroupPages.from_tensors(LAYOUT, list(tensors), axes=AXES)]
 
 
-def _store(cache: Cache, given: Bytes) -> Finding:
+def _store(cache: Cache, given: BlockArray) -> Finding:
     began = perf_counter()
     with cache.namespace(LAYOUT, model="doctor", revision="1").request() as r:
         r.match(range(BLOCKS * LAYOUT.block_tokens))
         transfer = r.store(_pages(given), [list(range(BLOCKS))])
-        transfer.wait(WAIT_S)
-    return _judged("store", cache, transfer.outcomes, perf_counter() - began)
+        transfer.wait(TRANSFER_TIMEOUT_S)
+    return _finding_of("store", cache, transfer.outcomes, perf_counter() - began)
 
 
-def _load(cache: Cache, given: Bytes, tier: str) -> Finding:
+def _load(cache: Cache, given: BlockArray, tier: str) -> Finding:
     name, got = f"load from {tier}", np.zeros_like(given)
     began = perf_counter()
     with cache.namespace(LAYOUT, model="doctor", revision="1").request() as r:
@@ -249,8 +250,8 @@ def _load(cache: Cache, given: Bytes, tier: str) -> Finding:
             return fail(name, found, _REPORT)
         r.admit()
         transfer = r.load(BLOCKS, _pages(got), [list(range(BLOCKS))])
-        transfer.wait(WAIT_S)
-    judged = _judged(name, cache, transfer.outcomes, perf_counter() - began)
+        transfer.wait(TRANSFER_TIMEOUT_S)
+    judged = _finding_of(name, cache, transfer.outcomes, perf_counter() - began)
     if judged.state == "ok" and not np.array_equal(got, given):
         return fail(name, "other bytes came back than were stored", _REPORT)
     return judged
@@ -260,7 +261,7 @@ _REFUSED = "refused_records"
 _REPORT = "this is a defect of kvcache or of the drive: report it with `kvcache doctor --bundle FILE`"
 
 
-def _judged(name: str, cache: Cache, outcomes: tuple[Outcome, ...], seconds: float) -> Finding:
+def _finding_of(name: str, cache: Cache, outcomes: tuple[Outcome, ...], seconds: float) -> Finding:
     bad = sorted({outcome.value for outcome in outcomes if outcome is not Outcome.DONE})
     if bad:
         rows = (labels for name, labels, _ in cache.counters.rows() if name == _REFUSED)

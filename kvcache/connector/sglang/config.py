@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import kvcache
-from kvcache.block.chain import IDENTITY
+from kvcache.block.chain import PAGE_CHAIN_ID
 from kvcache.block.checkpoint import checkpoint_digest
 from kvcache.block.hf import engine_facts, read_config
-from kvcache.block.revision import KINDS, adapter_revision, loader_kinds, model_revision
-from kvcache.block.shared_namespace import shared
+from kvcache.block.revision import WEIGHT_SUFFIXES, adapter_revision, loader_kinds, model_revision
+from kvcache.block.shared_namespace import shared_identity
 from kvcache.cache.api import KVCache
 from kvcache.connector.sglang.host_pools import Ranks
 from kvcache.daemon.client.autostart import find_or_start
@@ -26,12 +26,12 @@ from kvcache.settings.sources import load_identity
 
 # What may stand under "kvcache" in SGLang's extra configuration.
 
-LONGEST_S = 4.0
+MAX_DEADLINE_S = 4.0
 """A call may take twice as long, and beyond ten seconds SGLang cannot stop its threads, and fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class Options:
     """Ours; whatever else stands there is a setting of the cache, as `kvcache.open` takes them.
 
     where                   a settings file, or a daemon ("unix:..."); else a cache in this process, or a daemon of this
@@ -54,29 +54,29 @@ class Wishes:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, extra: Mapping[str, Any] | None) -> Wishes:
+    def read(cls, extra: Mapping[str, Any] | None) -> Options:
         """From the extra configuration; ConfigError for what makes no sense."""
         given = (extra or {}).get("kvcache") or {}
         if not isinstance(given, Mapping):
             raise ConfigError(f"kvcache = {given!r}: expected a map of settings in the extra configuration")
         ours = {f.name: f.type for f in fields(cls) if f.name != "settings"}
-        wishes = cls(
+        options = cls(
             **{name: value for name, value in given.items() if name in ours},
             settings={name: value for name, value in given.items() if name not in ours},
         )
         kinds: dict[str, Any] = {"share_across_engines": bool, "tenant": str, "cache_salt": str}
         for name, kind in kinds.items():
-            value = getattr(wishes, name)
+            value = getattr(options, name)
             if not isinstance(value, kind):
                 raise ConfigError(f"kvcache.{name} = {value!r}: expected a {kind.__name__}")
         for name, least in (("deadline_s", 0.01), ("lookup_wait_s", 0.0)):
-            value = getattr(wishes, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= LONGEST_S:
-                raise ConfigError(f"kvcache.{name} = {value!r}: expected seconds from {least} to {LONGEST_S}")
-        return wishes
+            value = getattr(options, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value <= MAX_DEADLINE_S:
+                raise ConfigError(f"kvcache.{name} = {value!r}: expected seconds from {least} to {MAX_DEADLINE_S}")
+        return options
 
 
-_SERVED = (
+_IDENTITY_ARGUMENTS = (
     "kv_cache_dtype",
     "quantization",
     "json_model_override_args",
@@ -87,11 +87,11 @@ _SERVED = (
 )
 _FILES = ("quantization_param_path", "decrypted_config_file", "modelopt_checkpoint_restore_path")
 _DTYPES = {"half": "float16", "float": "float32"}
-_AS_THE_FILES_SAY = frozenset({"", "auto", "{}"})
+_UNSET_VALUES = frozenset({"", "auto", "{}"})
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ModelIdentity:
     model: str
     revision: str
     facts: Mapping[str, Any]
@@ -105,23 +105,23 @@ class Identity:
         return dict(self.facts) if self.shared else {**self.facts, "pool": pool, "pool_format": tag}
 
 
-def identify(served: Any, name: str | None, wishes: Wishes) -> Identity:
+def identify_model(served: Any, name: str | None, options: Options) -> ModelIdentity:
     """From the server's arguments, where there are any. ModelError where nothing identifies the weights.
 
     A path is named by its last part, since the revision identifies the weights; a name of the hub is kept.
     """
     path = str(getattr(served, "model_path", None) or name or "")
-    place = _place(path, getattr(served, "revision", None), getattr(served, "download_dir", None))
-    if wishes.revision is None and place is None:
+    place = _model_directory(path, getattr(served, "revision", None), getattr(served, "download_dir", None))
+    if options.revision is None and place is None:
         raise ModelError(
             f"model {path!r}: no file or directory and not in the hub's cache, so nothing identifies its weights; "
             'give "revision" under "kvcache" in the extra configuration'
         )
-    model = wishes.model or (Path(path).name if path and Path(path).exists() else path) or "model"
-    kinds = KINDS if wishes.revision else loader_kinds(_text(served, "load_format") or "auto")
-    whole = load_identity(wishes.where, wishes.settings).read_every_byte
-    given = _given(served, whole)
-    if wishes.share_across_engines:
+    model = options.model or (Path(path).name if path and Path(path).exists() else path) or "model"
+    kinds = WEIGHT_SUFFIXES if options.revision else loader_kinds(_text(served, "load_format") or "auto")
+    whole = load_identity(options.where, options.settings).read_every_byte
+    given = _overrides(served, whole)
+    if options.share_across_engines:
         if place is None or not place.is_dir():
             raise ModelError(f"model {path!r}: share_across_engines compares configurations; give its directory")
         given.pop("kv_cache_dtype", None)  # the layout has it
@@ -130,31 +130,31 @@ def identify(served: Any, name: str | None, wishes: Wishes) -> Identity:
         if "quantization_config" in engine_facts(place):
             given.pop("quantization", None)  # SGLang found it there
         dtype = given.pop("dtype", None)
-        same = shared(
+        same = shared_identity(
             place,
-            model=wishes.model,
-            revision=wishes.revision,
+            model=options.model,
+            revision=options.revision,
             changed=given,
             dtype=_DTYPES.get(str(dtype), dtype),
             kinds=kinds,
             read_every_byte=whole,
         )
-        return Identity(same.model, same.revision, same.facts, shared=True)
-    revision = wishes.revision or model_revision(place or path, kinds=kinds, read_every_byte=whole)
+        return ModelIdentity(same.model, same.revision, same.facts, shared=True)
+    revision = options.revision or model_revision(place or path, kinds=kinds, read_every_byte=whole)
     directory = place if place is not None and place.is_dir() else None
     facts: dict[str, Any] = {
-        "identity": IDENTITY,
+        "identity": PAGE_CHAIN_ID,
         "engine": "sglang",
         "config": _config_facts(directory) if directory else None,
         "checkpoint": checkpoint_digest(directory) if directory else None,
         **given,
     }
-    return Identity(model, revision, facts)
+    return ModelIdentity(model, revision, facts)
 
 
-def _given(served: Any, whole: bool) -> dict[str, Any]:
+def _overrides(served: Any, whole: bool) -> dict[str, Any]:
     """What the server was told to load or compute otherwise than the model's files say."""
-    given: dict[str, Any] = {name: value for name in (*_SERVED, "dtype") if (value := _text(served, name))}
+    given: dict[str, Any] = {name: value for name in (*_IDENTITY_ARGUMENTS, "dtype") if (value := _text(served, name))}
     for name in _FILES:
         if value := _text(served, name):
             file = Path(value)
@@ -172,7 +172,7 @@ def _text(served: Any, name: str) -> str:
     if isinstance(value, Mapping):
         return json.dumps(value, sort_keys=True, default=str)
     text = str(getattr(value, "value", value))
-    return "" if text in _AS_THE_FILES_SAY else text
+    return "" if text in _UNSET_VALUES else text
 
 
 def _adapters(told: Any, whole: bool) -> dict[str, str]:
@@ -204,7 +204,7 @@ def _config_facts(snapshot: Path) -> dict[str, Any]:
     return {**engine_facts(snapshot), "rms_norm_eps": eps, "windows": None}
 
 
-def _place(path: str, revision: Any, cache: Any) -> Path | None:
+def _model_directory(path: str, revision: Any, cache: Any) -> Path | None:
     """Where the model's files lie, if they do on this machine."""
     if path and Path(path).exists():
         return Path(path)
@@ -231,17 +231,17 @@ _log = logging.getLogger("kvcache.sglang")
 _closing: list[threading.Thread] = []  # a directory that one of these still holds cannot be opened again
 
 
-def engine_name(served: Any, ranks: Ranks, wishes: Wishes) -> str | None:
+def engine_name(served: Any, ranks: Ranks, options: Options) -> str | None:
     """What the processes of one server know each other by; None where there is only one."""
     replicas = getattr(served, "dp_size", 1) or 1
     if ranks.alone and replicas == 1:
         return None
     at = f"{getattr(served, 'host', '')}:{getattr(served, 'port', '')}"
-    told = sha256(repr((at, sorted(wishes.settings.items()))).encode()).hexdigest()
+    told = sha256(repr((at, sorted(options.settings.items()))).encode()).hexdigest()
     return f"sglang-{told[:16]}"
 
 
-def open_cache(wishes: Wishes, engine: str | None = None) -> KVCache:
+def open_cache(options: Options, engine: str | None = None) -> KVCache:
     """ConfigError for settings that make no sense, StoreError where a tier cannot be opened: SGLang does not start.
 
     `engine`: the server's name where it is several processes. They share a daemon, of their own where none is given.
@@ -249,7 +249,7 @@ def open_cache(wishes: Wishes, engine: str | None = None) -> KVCache:
     for thread in _closing[:]:
         thread.join(CLOSE_S)
         _closing.remove(thread)
-    where, settings = wishes.where, dict(wishes.settings)
+    where, settings = options.where, dict(options.settings)
     if where is None and engine is not None:
         where, settings = find_or_start(engine, **settings), {}
     if where is not None and where.startswith("unix:") and engine is not None:
@@ -259,12 +259,12 @@ def open_cache(wishes: Wishes, engine: str | None = None) -> KVCache:
 
 def close_cache(cache: KVCache) -> None:
     """Returns within `CLOSE_S`; what has not reached the drive by then goes on in the background."""
-    left = apart(cache.close, "closing")
-    if left is not None:
-        _closing.append(left)
+    closer = run_detached(cache.close, "closing")
+    if closer is not None:
+        _closing.append(closer)
 
 
-def apart(work: Callable[[], object], what: str) -> threading.Thread | None:
+def run_detached(work: Callable[[], object], what: str) -> threading.Thread | None:
     """Do this and return within `CLOSE_S`, since SGLang's scheduler waits; the thread where it goes on."""
 
     def run() -> None:

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from kvcache.block.layout import Group, KVLayout, Shard
-from kvcache.connector.sglang.host_pools import DTYPES, Described, Ranks, opaque_groups
+from kvcache.connector.sglang.host_pools import DTYPES, PoolLayout, Ranks, opaque_groups
 from kvcache.errors import LayoutError
 from kvcache.transfer.pages import GroupPages
 
 KV, SWA = "kv", "swa"
-_PLAIN = ("MHATokenToKVPool", "MLATokenToKVPool")
+_PLAIN_POOL_CLASSES = ("MHATokenToKVPool", "MLATokenToKVPool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class DevicePool:
 
     name: str
     source: str
-    described: Described
+    described: PoolLayout
     layers: Mapping[int, int]
     """By layer of the model the pool's own, where its layers arrive one by one."""
     translate: Callable[[Any], Any]
@@ -50,7 +50,7 @@ def device_pools(params: Any, components: Sequence[Any], ranks: Ranks) -> Device
     pool, tokens = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
     kinds = {str(component.name) for component in components} or {"FULL"}
     drafts = [n for n in ("mtp_draft_device_pools", "sidecar_draft_device_pools") if getattr(params, n, None)]
-    if not drafts and kinds == {"FULL"} and type(pool).__name__ in _PLAIN:
+    if not drafts and kinds == {"FULL"} and type(pool).__name__ in _PLAIN_POOL_CLASSES:
         replicated = type(pool).__name__ == "MLATokenToKVPool"
         described = describe_device(pool, tokens, ranks)
         layers = described.shards[0].layers
@@ -61,15 +61,15 @@ def device_pools(params: Any, components: Sequence[Any], ranks: Ranks) -> Device
         parts = ((KV, pool.full_kv_pool, False), (SWA, windows, True))
         told = []
         for name, part, swa in parts:
-            if type(part).__name__ != _PLAIN[0]:
-                raise LayoutError(f"SWAKVPool of {type(part).__name__}: expected two of {_PLAIN[0]}")
+            if type(part).__name__ != _PLAIN_POOL_CLASSES[0]:
+                raise LayoutError(f"SWAKVPool of {type(part).__name__}: expected two of {_PLAIN_POOL_CLASSES[0]}")
             own = {layer: at for layer, (at, is_swa) in pool.layers_mapping.items() if is_swa is swa}
             told.append(DevicePool(name, name, describe_device(part, tokens, ranks), own, _same, ""))
         return DevicePools(tuple(told), pool.layer_num, False)
-    return _assembled(pool, params, components, ranks)
+    return _pools_of_linker(pool, params, components, ranks)
 
 
-def describe_device(pool: Any, page_tokens: int, ranks: Ranks) -> Described:
+def describe_device(pool: Any, page_tokens: int, ranks: Ranks) -> PoolLayout:
     """LayoutError for a pool whose layers are not alike, or that holds something else than keys and values."""
     planes = [list(getattr(pool, name, None) or ()) for name in ("k_buffer", "v_buffer")]
     mha = all(planes)
@@ -108,10 +108,10 @@ def describe_device(pool: Any, page_tokens: int, ranks: Ranks) -> Described:
         device=str(first.device),
         owner=planes,
     )
-    return Described(layout, (shard,), (there,), page_tokens, pool)
+    return PoolLayout(layout, (shard,), (there,), page_tokens, pool)
 
 
-def _assembled(pool: Any, params: Any, components: Sequence[Any], ranks: Ranks) -> DevicePools:
+def _pools_of_linker(pool: Any, params: Any, components: Sequence[Any], ranks: Ranks) -> DevicePools:
     """As SGLang assembles them for its own linkers; LayoutError with its reason where it does not."""
     from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import resolve_hybrid_device_pool_group
 
@@ -142,7 +142,7 @@ def _entry(entry: Any, block_tokens: int, ranks: Ranks) -> DevicePool:
             pages.add(int(buffer.shape[0]) // rows)
     described = opaque_groups(pieces, min(pages), block_tokens, ranks, entry, device=str(entry.components[0][0].device))
     # Pages are counted in tokens as SGLang's transfers count them: of a state each slot is one.
-    described = Described(described.layout, described.shards, described.pages, int(entry.page_size), entry)
+    described = PoolLayout(described.layout, described.shards, described.pages, int(entry.page_size), entry)
     source = str(entry.indices_from_pool)
     return DevicePool(str(entry.name), source, described, {}, entry.translate_indices, " ".join(form))
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.block.layout import CANONICAL, Group, KVLayout, Shard
+from kvcache.block.layout import CANONICAL_ORDERS, Group, KVLayout, Shard
 from kvcache.errors import LayoutError
 from kvcache.transfer.pages import GroupPages
 
@@ -60,7 +60,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class PoolLayout:
     """A pool: the layout of what all ranks hold, this rank's part of each group, and its pages."""
 
     layout: KVLayout
@@ -97,10 +97,10 @@ class Described:
 
 def is_logical(pool: Any) -> bool:
     """Whether it has no memory of its own: such a pool only counts what others hold."""
-    return getattr(pool, "kv_buffer", None) is None and _asked(pool, pool.get_page_buffer_element_size) is None
+    return getattr(pool, "kv_buffer", None) is None and _query(pool, pool.get_page_buffer_element_size) is None
 
 
-def describe(pool: Any, ranks: Ranks, *, canonical: bool = False) -> Described:
+def describe_pool(pool: Any, ranks: Ranks, *, canonical: bool = False) -> PoolLayout:
     """The pool, in its own order or in the one that engines share. LayoutError where it cannot be told."""
     kind = type(pool).__name__
     if kind == "MHATokenToKVPoolHost" and pool.layout in MHA_ORDERS and str(pool.dtype) in DTYPES:
@@ -114,7 +114,7 @@ def describe(pool: Any, ranks: Ranks, *, canonical: bool = False) -> Described:
     return _opaque(pool, ranks)
 
 
-def _attention(pool: Any, ranks: Ranks, kind: Any, order: tuple[str, ...], canonical: bool) -> Described:
+def _attention(pool: Any, ranks: Ranks, kind: Any, order: tuple[str, ...], canonical: bool) -> PoolLayout:
     mha = kind == "mha"
     heads, dim, tokens = (
         (pool.head_num, pool.head_dim, pool.page_size) if mha else (1, pool.kv_cache_dim, pool.page_size)
@@ -125,7 +125,7 @@ def _attention(pool: Any, ranks: Ranks, kind: Any, order: tuple[str, ...], canon
         head_dim=dim,
         dtype=DTYPES[str(pool.dtype)],
         kind=kind,
-        order=CANONICAL[kind] if canonical else order,
+        order=CANONICAL_ORDERS[kind] if canonical else order,
     )
     first_head = heads * ranks.tp_rank if mha else 0
     first_layer = pool.layer_num * ranks.pp_rank
@@ -155,10 +155,10 @@ def _attention(pool: Any, ranks: Ranks, kind: Any, order: tuple[str, ...], canon
         head_stride=step.get("head", 0) if mha else 0,
         owner=pool.kv_buffer,
     )
-    return Described(layout, (shard,), (there,), tokens, pool)
+    return PoolLayout(layout, (shard,), (there,), tokens, pool)
 
 
-def _opaque(pool: Any, ranks: Ranks) -> Described:
+def _opaque(pool: Any, ranks: Ranks) -> PoolLayout:
     """By the pieces of its pages: those of one size, equally far from page to page, are a group of one layer each."""
     first, second, last = (_pieces(pool, page) for page in (0, 1, pool.page_num - 1))
     steps = [there - here for (here, _), (there, _) in zip(first, second, strict=True)]
@@ -179,7 +179,7 @@ def opaque_groups(
     owner: Any,
     *,
     device: str = "cpu",
-) -> Described:
+) -> PoolLayout:
     """Of `count` pages the pieces of the first: where it is, its bytes, and how far it is to the next page's."""
     alike: dict[tuple[int, int], list[int]] = {}  # by size and step: where the pieces of page 0 are
     for here, size, step in pieces:
@@ -208,7 +208,7 @@ def opaque_groups(
         )
         for g, ((_, step), bases) in enumerate(alike.items())
     )
-    return Described(layout, shards, pages, page_tokens, owner)
+    return PoolLayout(layout, shards, pages, page_tokens, owner)
 
 
 def _pieces(pool: Any, page: int) -> list[tuple[int, int]]:
@@ -216,13 +216,13 @@ def _pieces(pool: Any, page: int) -> list[tuple[int, int]]:
     import torch
 
     tokens = torch.arange(page * pool.page_size, (page + 1) * pool.page_size, dtype=torch.int64)
-    told = _asked(pool, pool.get_page_buffer_meta, tokens)
+    told = _query(pool, pool.get_page_buffer_meta, tokens)
     if not told or not told[0]:
         raise LayoutError(f"{type(pool).__name__}: it does not say where its pages are")
     return list(zip(map(int, told[0]), map(int, told[1]), strict=True))
 
 
-def _asked(pool: Any, ask: Callable[..., Any], *arguments: Any) -> Any:
+def _query(pool: Any, ask: Callable[..., Any], *arguments: Any) -> Any:
     """What the pool says of its pages; LayoutError where it says that it has none to tell in this layout."""
     try:
         return ask(*arguments)

@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
 
-from kvcache.cache.api import Bound, Request, Transfer
-from kvcache.connector.sglang.config import Wishes, close_cache, engine_name, identify, open_cache
+from kvcache.cache.api import NamespaceHandle, Request, Transfer
+from kvcache.connector.sglang.config import Options, close_cache, engine_name, identify_model, open_cache
 from kvcache.connector.sglang.device_pools import KV, DevicePool, device_pools
 from kvcache.connector.sglang.host_pools import Ranks
-from kvcache.connector.sglang.lookup_leases import Agreement, Promises
-from kvcache.connector.sglang.pool_store import failed, give_back
+from kvcache.connector.sglang.lookup_leases import LookupLeases, RankConsensus
+from kvcache.connector.sglang.pool_store import log_once, release
 from kvcache.errors import ConfigError, LayoutError
 from kvcache.tier.tier import Outcome
 
 
-class _Part(NamedTuple):
+class _PoolPages(NamedTuple):
     """Pages of one pool."""
 
     pool: DevicePool
@@ -34,15 +34,15 @@ class _Part(NamedTuple):
     page_ids: list[int]
 
 
-class _Load(NamedTuple):
-    parts: list[_Part]
+class _QueuedLoad(NamedTuple):
+    parts: list[_PoolPages]
     requests: dict[str, Request]  # by pool
 
 
-class _Offload(NamedTuple):
-    parts: list[_Part]
+class _QueuedOffload(NamedTuple):
+    parts: list[_PoolPages]
     ready: Sequence[Any]  # events of the device
-    era: int
+    generation: int
 
 
 class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is imported without its types
@@ -55,7 +55,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         extra_config: dict[str, Any] | None = None,
         forward_stream: Any = None,
     ) -> None:
-        wishes = Wishes.read(extra_config)
+        options = Options.read(extra_config)
         for name in ("pp_size", "attn_cp_size"):
             count = getattr(params, name, 1)
             if count > 1:
@@ -63,44 +63,44 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
                     f"{name} = {count}: SGLang lets only tensor ranks agree on what a linker promises; "
                     "use the storage backend"
                 )
-        self._agreement = Agreement.of(params)
-        ranks = Ranks(self._agreement.rank, self._agreement.size)
+        self._consensus = RankConsensus.of(params)
+        ranks = Ranks(self._consensus.rank, self._consensus.size)
         try:
-            told = device_pools(params, tuple(components or ()), ranks)
+            device = device_pools(params, tuple(components or ()), ranks)
         except LayoutError as error:
             raise ConfigError(f"the linker cannot keep this model's pages: {error}") from None
-        self._pools = {pool.name: pool for pool in told.all}
-        if wishes.share_across_engines and set(self._pools) != {KV}:
+        self._pools = {pool.name: pool for pool in device.all}
+        if options.share_across_engines and set(self._pools) != {KV}:
             raise ConfigError(
                 f"pools {', '.join(self._pools)}: no other engine reads them; share_across_engines = false"
             )
-        self._stores = ranks.tp_rank == 0 or not told.replicated
+        self._stores = ranks.tp_rank == 0 or not device.replicated
         self.forward_stream = forward_stream
         self.pools = {PoolName(name): pool.described.owner for name, pool in self._pools.items()}
-        self.cache = open_cache(wishes, engine_name(server_args, ranks, wishes))
-        identity = identify(server_args, None, wishes)
-        self._bounds: dict[str, Bound] = {
+        self.cache = open_cache(options, engine_name(server_args, ranks, options))
+        identity = identify_model(server_args, None, options)
+        self._bounds: dict[str, NamespaceHandle] = {
             name: self.cache.namespace(
                 pool.described.layout,
                 model=identity.model,
                 revision=identity.revision,
-                tenant=wishes.tenant,
-                cache_salt=wishes.cache_salt,
+                tenant=options.tenant,
+                cache_salt=options.cache_salt,
                 facts=identity.facts_of(name, pool.form),
                 shards=pool.described.shards,
             )
             for name, pool in self._pools.items()
         }
-        self._deadline_s = wishes.deadline_s
-        self._promises = Promises(self._bounds, wishes.lookup_wait_s)
-        self._layers = told.layers
+        self._deadline_s = options.deadline_s
+        self._leases = LookupLeases(self._bounds, options.lookup_wait_s)
+        self._layers = device.layers
         self.layer_done_counter = LayerWiseLoadCounter(self._layers)
         if PoolName.MAMBA in self.pools:
             params.req_to_token_pool.register_layer_transfer_counter(self.layer_done_counter)
-        self._queued: dict[str, _Load] = {}
+        self._queued: dict[str, _QueuedLoad] = {}
         self._completed: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._offloads: queue.Queue[_Offload | None] = queue.Queue()
-        self._era = 0  # resets; what was to be stored before one is not told of after it
+        self._offloads: queue.Queue[_QueuedOffload | None] = queue.Queue()
+        self._generation = 0  # resets; what was to be stored before one is not told of after it
         self._loading: list[threading.Thread] = []
         self._storing = threading.Thread(target=self._store_all, name="kvcache-offload", daemon=True)
         self._storing.start()
@@ -116,26 +116,26 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
                 for name, pool in self._pools.items()
                 if by_source[pool.source].hit_policy == PoolHitPolicy.TRAILING_PAGES
             }
-            return self._promises.ends(rid, by_source[KV].keys or [], last)
+            return self._leases.loadable_lengths(rid, by_source[KV].keys or [], last)
         except Exception as error:  # noqa: BLE001  law: never in the way
-            failed("a lookup failed; it is a miss", error)
+            log_once("a lookup failed; it is a miss", error)
             return []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """False, and SGLang computes, where what was promised is gone all the same: on any rank, since each of them
         has to answer the same."""
-        parts: list[_Part] = []
+        parts: list[_PoolPages] = []
         requests: dict[str, Request] | None = None
         try:
             parts = self._parts(transfers)
-            requests = self._promises.take(rid, {part.pool.name: part.keys for part in parts})
+            requests = self._leases.claim(rid, {part.pool.name: part.keys for part in parts})
         except Exception as error:  # noqa: BLE001  law: never in the way
-            failed("a load was refused; it is computed", error)
-        if not self._agreement.all(requests is not None):
-            give_back((requests or {}).values())
+            log_once("a load was refused; it is computed", error)
+        if not self._consensus.all_agree(requests is not None):
+            release((requests or {}).values())
             return False
         assert requests is not None, "this rank is one of them"
-        self._queued[rid] = _Load(parts, requests)
+        self._queued[rid] = _QueuedLoad(parts, requests)
         return True
 
     def start_layer_wise_loading(self) -> int:
@@ -147,7 +147,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         try:
             thread.start()
         except RuntimeError as error:  # the system has no thread left
-            failed("a load keeps the scheduler", error)
+            log_once("a load keeps the scheduler", error)
             self._load_all(index, loads)
         else:
             self._loading = [*(each for each in self._loading if each.is_alive()), thread]
@@ -157,17 +157,17 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         return bool(self.layer_done_counter.finish(counter_index))
 
     def cancel_queued_load(self, rid: str) -> bool:
-        self._promises.give_up(rid)
+        self._leases.cancel(rid)
         load = self._queued.pop(rid, None)
         if load is not None:
-            give_back(load.requests.values())
+            release(load.requests.values())
         return load is not None
 
-    def _load_all(self, index: int, loads: Sequence[_Load]) -> None:
+    def _load_all(self, index: int, loads: Sequence[_QueuedLoad]) -> None:
         """Tell each layer once it is there; the last one only once all of it is known to have come. Pools that do not
         come layer by layer come before the first."""
         until = time.monotonic() + self._deadline_s
-        under_way: list[tuple[_Part, Transfer]] = []
+        under_way: list[tuple[_PoolPages, Transfer]] = []
         try:
             for load in loads:
                 for part in load.parts:
@@ -186,16 +186,16 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
                         self._came(part, transfer, until)
                 self.layer_done_counter.complete(index, layer)
         except Exception as error:  # noqa: BLE001  SGLang takes it from the counter
-            failed("a load failed, which is an error to its requests", error)
+            log_once("a load failed, which is an error to its requests", error)
             until = time.monotonic() + self._deadline_s
             for _, transfer in under_way:
                 self._stop(transfer, until)  # the pages are given to others afterwards
             self.layer_done_counter.fail(index, error)
         finally:
             for load in loads:
-                give_back(load.requests.values())
+                release(load.requests.values())
 
-    def _came(self, part: _Part, transfer: Transfer, until: float) -> None:
+    def _came(self, part: _PoolPages, transfer: Transfer, until: float) -> None:
         if not transfer.wait(max(0.0, until - time.monotonic())):
             raise TimeoutError(f"a load took longer than {self._deadline_s} s")
         if transfer.blocks < len(part.keys):
@@ -207,16 +207,16 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
             transfer.cancel()
             transfer.wait(max(0.0, until - time.monotonic()))
         except Exception as error:  # noqa: BLE001  whoever waits for a layer has to be told all the same
-            failed("a load could not be stopped", error)
+            log_once("a load could not be stopped", error)
 
     # --- to the cache --------------------------------------------------------------------------------------------
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         try:
             parts = self._parts(transfers) if self._stores else []
-            self._offloads.put(_Offload(parts, self.record_offload_ready(), self._era))
+            self._offloads.put(_QueuedOffload(parts, self.record_offload_ready(), self._generation))
         except Exception as error:  # noqa: BLE001  law: never in the way
-            failed("a store was refused; its pages are not kept", error)
+            log_once("a store was refused; its pages are not kept", error)
             return False
         return True
 
@@ -231,21 +231,21 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
             try:
                 kept = self._store(work)
             except Exception as error:  # noqa: BLE001  law: never in the way
-                failed("a store failed; its pages are not kept", error)
+                log_once("a store failed; its pages are not kept", error)
                 kept = False
-            if work.era == self._era:
+            if work.generation == self._generation:
                 self._completed.put(kept)
             self._offloads.task_done()
         self._offloads.task_done()  # that there are no more
 
-    def _store(self, work: _Offload) -> bool:
+    def _store(self, work: _QueuedOffload) -> bool:
         for event in work.ready:
             event.synchronize()
         until = time.monotonic() + self._deadline_s
         kept = [self._store_part(part, until) for part in work.parts]
         return all(kept)
 
-    def _store_part(self, part: _Part, until: float) -> bool:
+    def _store_part(self, part: _PoolPages, until: float) -> bool:
         described = part.pool.described
         with self._bounds[part.pool.name].request() as request:
             request.match(digests=[bytes.fromhex(key) for key in part.keys], after=b"")
@@ -254,7 +254,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
                 self._stop(transfer, until + self._deadline_s)
             return all(outcome is Outcome.DONE for outcome in transfer.outcomes)
 
-    def _parts(self, transfers: Sequence[PoolTransfer]) -> list[_Part]:
+    def _parts(self, transfers: Sequence[PoolTransfer]) -> list[_PoolPages]:
         """By pool the pages of these transfers; those that SGLang names nothing of are not among them."""
         by_source = {str(transfer.name): transfer for transfer in transfers}
         parts = []
@@ -264,7 +264,9 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
                 continue
             assert transfer.device_indices is not None, "a load and a store name their places"
             tokens, places = pool.described.page_tokens, pool.translate(transfer.device_indices)
-            parts.append(_Part(pool, list(transfer.keys), [place // tokens for place in places[::tokens].tolist()]))
+            parts.append(
+                _PoolPages(pool, list(transfer.keys), [place // tokens for place in places[::tokens].tolist()])
+            )
         return parts
 
     # --- the rest ------------------------------------------------------------------------------------------------
@@ -273,14 +275,14 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         """Afterwards nothing reads or writes device pages. What has not been stored within the deadline is not."""
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
-        self._promises.clear()
+        self._leases.clear()
         until = time.monotonic() + self._deadline_s
         for thread in self._loading:
             thread.join(max(0.0, until + self._deadline_s - time.monotonic()))
         if not self._idle(until):
             self._forget_offloads()
             self._idle(time.monotonic() + 2 * self._deadline_s)  # what is under way ends within that
-        self._era += 1
+        self._generation += 1
         while self._completed.qsize():
             self._completed.get_nowait()
         self.layer_done_counter.reset()

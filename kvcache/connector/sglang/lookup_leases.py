@@ -16,16 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcache.cache.api import Bound, Request
-from kvcache.connector.sglang.pool_store import give_back
+from kvcache.cache.api import NamespaceHandle, Request
+from kvcache.connector.sglang.pool_store import release
 
 HOST = "host"
-MOST = 256
-LONGEST_S = 60.0
-AGAIN_S, POLL_S = 0.25, 0.001
-ENDS = 4
+MAX_LEASES = 256
+MAX_LEASE_S = 60.0
+RENEW_S, POLL_S = 0.25, 0.001
+MAX_ENDS = 4
 """Ends of a prefix that are held for a pool of which only the last pages are needed: the ranks have to agree on one."""
-LOOKS = 256
+MAX_END_PROBES = 256
 """Places that are looked at for them, from the end on."""
 
 
@@ -37,7 +37,7 @@ class _Tail:
 
 
 @dataclass(slots=True)
-class _Promise:
+class _Lease:
     keys: tuple[str, ...]
     last: Mapping[str, int]
     since: float
@@ -46,129 +46,131 @@ class _Promise:
     reach: int = 0  # how far the tails were looked for
 
     def close(self) -> None:
-        give_back(self.whole.values())
-        give_back(tail.request for tails in self.tails.values() for tail in tails)
+        release(self.whole.values())
+        release(tail.request for tails in self.tails.values() for tail in tails)
 
 
-class Promises:
+class LookupLeases:
     """Not for use by several threads at once: SGLang's scheduler asks, and waits `wait_s` at the first lookup of a
     request, where something is on its way, so that one on an idle server need not be computed.
 
     `pools`: by name the namespace of each; every page of a prefix is needed of those that a lookup says nothing of.
     """
 
-    def __init__(self, pools: Mapping[str, Bound], wait_s: float, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, pools: Mapping[str, NamespaceHandle], wait_s: float, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._pools, self._wait_s, self._now = pools, wait_s, now
-        self._open: OrderedDict[str, _Promise] = OrderedDict()
+        self._open: OrderedDict[str, _Lease] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def ends(self, rid: str, keys: Sequence[str], last: Mapping[str, int] | None = None) -> list[int]:
+    def loadable_lengths(self, rid: str, keys: Sequence[str], last: Mapping[str, int] | None = None) -> list[int]:
         """How many of these pages, from the first on, can be loaded for certain: every number that will do.
 
         `last`: of which pools only so many pages before the end are needed.
         """
         self._expire()
-        promise, wanted, last = self._open.get(rid), tuple(keys), dict(last or {})
+        lease, wanted, last = self._open.get(rid), tuple(keys), dict(last or {})
         until = self._now()
-        if promise is None or promise.keys != wanted or promise.last != last:
+        if lease is None or lease.keys != wanted or lease.last != last:
             until += self._wait_s
-            promise = self._begin(rid, wanted, last)
-        elif until - promise.since > AGAIN_S:
-            promise = self._begin(rid, wanted, last)  # a request brings as much as a load has under way: the next part
+            lease = self._begin(rid, wanted, last)
+        elif until - lease.since > RENEW_S:
+            lease = self._begin(rid, wanted, last)  # a request brings as much as a load has under way: the next part
         while True:
-            ends, moving = self._look(promise)
+            ends, moving = self._look(lease)
             if not moving or self._now() >= until:
                 return ends
             time.sleep(POLL_S)
 
-    def take(self, rid: str, wanted: Mapping[str, Sequence[str]]) -> dict[str, Request] | None:
+    def claim(self, rid: str, wanted: Mapping[str, Sequence[str]]) -> dict[str, Request] | None:
         """By pool the request of these pages, now the caller's; None where one of them is not in host memory any
         more."""
-        promise = self._open.pop(rid, None)
-        if promise is None:
+        lease = self._open.pop(rid, None)
+        if lease is None:
             return None
         try:
-            taken = {name: self._held(promise, name, tuple(keys)) for name, keys in wanted.items()}
+            taken = {name: self._held(lease, name, tuple(keys)) for name, keys in wanted.items()}
         except BaseException:
-            promise.close()
+            lease.close()
             raise
         kept = {name: request for name, request in taken.items() if request is not None}
         if len(kept) < len(taken):
-            promise.close()
+            lease.close()
             return None
         for name, request in kept.items():
-            if promise.whole.get(name) is request:
-                del promise.whole[name]
-            promise.tails[name] = [tail for tail in promise.tails.get(name, ()) if tail.request is not request]
-        promise.close()
+            if lease.whole.get(name) is request:
+                del lease.whole[name]
+            lease.tails[name] = [tail for tail in lease.tails.get(name, ()) if tail.request is not request]
+        lease.close()
         return kept
 
-    def give_up(self, rid: str) -> None:
-        promise = self._open.pop(rid, None)
-        if promise is not None:
-            promise.close()
+    def cancel(self, rid: str) -> None:
+        lease = self._open.pop(rid, None)
+        if lease is not None:
+            lease.close()
 
     def clear(self) -> None:
         for rid in list(self._open):
-            self.give_up(rid)
+            self.cancel(rid)
 
-    def _begin(self, rid: str, keys: tuple[str, ...], last: Mapping[str, int]) -> _Promise:
-        promise = _Promise(keys, last, self._now())
+    def _begin(self, rid: str, keys: tuple[str, ...], last: Mapping[str, int]) -> _Lease:
+        lease = _Lease(keys, last, self._now())
         try:
             for name, bound in self._pools.items():
                 if name not in last:
-                    promise.whole[name] = self._ask(bound, keys)
+                    lease.whole[name] = self._ask(bound, keys)
         except BaseException:
-            promise.close()
+            lease.close()
             raise
-        self.give_up(rid)  # after the new one holds what it held
-        self._open[rid] = promise
-        return promise
+        self.cancel(rid)  # after the new one holds what it held
+        self._open[rid] = lease
+        return lease
 
     @staticmethod
-    def _ask(bound: Bound, keys: Sequence[str]) -> Request:
+    def _ask(bound: NamespaceHandle, keys: Sequence[str]) -> Request:
         request = bound.request()
         try:
             request.match(digests=_digests(keys), after=b"")
         except BaseException:
-            give_back([request])
+            release([request])
             raise
         return request
 
-    def _look(self, promise: _Promise) -> tuple[list[int], bool]:
+    def _look(self, lease: _Lease) -> tuple[list[int], bool]:
         """The ends that can be promised now, and whether more are on their way."""
-        known, near, moving = len(promise.keys), len(promise.keys), False
-        for name, request in promise.whole.items():
+        known, host_blocks, moving = len(lease.keys), len(lease.keys), False
+        for name, request in lease.whole.items():
             hit = request.match()
             if not hit.pending:
                 request.admit()
             in_host = hit.by_tier.get(HOST, 0)
             moving = moving or hit.pending or in_host < hit.blocks
             known = min(known, hit.blocks)
-            near = min(near, self._near(name, promise.keys, hit.blocks, in_host))
-        ends = set(range(1, near + 1))
-        for name, count in promise.last.items():
-            if name not in promise.tails or promise.reach < known:
-                give_back(old.request for old in promise.tails.pop(name, ()))
-                promise.tails[name] = self._tails(name, promise.keys[:known], count)
-            here = set()
-            for tail in promise.tails[name]:
+            host_blocks = min(host_blocks, self._host_prefix_blocks(name, lease.keys, hit.blocks, in_host))
+        ends = set(range(1, host_blocks + 1))
+        for name, count in lease.last.items():
+            if name not in lease.tails or lease.reach < known:
+                release(old.request for old in lease.tails.pop(name, ()))
+                lease.tails[name] = self._tails(name, lease.keys[:known], count)
+            in_host_ends = set()
+            for tail in lease.tails[name]:
                 if tail.request.match().by_tier.get(HOST, 0) == len(tail.keys):
-                    here.add(tail.end)
+                    in_host_ends.add(tail.end)
                 else:
                     moving = True
-            ends &= here
-        promise.reach = max(promise.reach, known)
+            ends &= in_host_ends
+        lease.reach = max(lease.reach, known)
         return sorted(ends), moving
 
     def _tails(self, name: str, keys: tuple[str, ...], count: int) -> list[_Tail]:
         """The last ends before which so many pages are there, in whatever tier; those begin to move up."""
         found: list[_Tail] = []
         end = len(keys)
-        for _ in range(LOOKS):
-            if end <= 0 or len(found) == ENDS:
+        for _ in range(MAX_END_PROBES):
+            if end <= 0 or len(found) == MAX_ENDS:
                 break
             first = max(0, end - max(1, count))
             wanted = keys[first:end]
@@ -179,24 +181,24 @@ class Promises:
                 found.append(_Tail(end, wanted, request))
                 end -= 1
             else:
-                give_back([request])
+                release([request])
                 end = first + run  # what is missing there is missing to each end that needs it
         return found
 
-    def _held(self, promise: _Promise, name: str, keys: tuple[str, ...]) -> Request | None:
-        request = promise.whole.get(name)
+    def _held(self, lease: _Lease, name: str, keys: tuple[str, ...]) -> Request | None:
+        request = lease.whole.get(name)
         if request is not None:
-            if promise.keys[: len(keys)] != keys:
+            if lease.keys[: len(keys)] != keys:
                 return None
             hit = request.match()
-            near = self._near(name, promise.keys, hit.blocks, hit.by_tier.get(HOST, 0))
-            return request if near >= len(keys) else None
-        for tail in promise.tails.get(name, ()):
+            host_blocks = self._host_prefix_blocks(name, lease.keys, hit.blocks, hit.by_tier.get(HOST, 0))
+            return request if host_blocks >= len(keys) else None
+        for tail in lease.tails.get(name, ()):
             if tail.keys == keys and tail.request.match().by_tier.get(HOST, 0) == len(keys):
                 return tail.request
         return None
 
-    def _near(self, name: str, keys: Sequence[str], blocks: int, in_host: int) -> int:
+    def _host_prefix_blocks(self, name: str, keys: Sequence[str], blocks: int, in_host: int) -> int:
         """Leading blocks in host memory, given how many of the leading ones are there and how many lie in host."""
         if blocks == in_host:
             return blocks
@@ -213,9 +215,9 @@ class Promises:
         return low
 
     def _expire(self) -> None:
-        limit = self._now() - LONGEST_S
-        while self._open and (len(self._open) >= MOST or next(iter(self._open.values())).since < limit):
-            self.give_up(next(iter(self._open)))
+        limit = self._now() - MAX_LEASE_S
+        while self._open and (len(self._open) >= MAX_LEASES or next(iter(self._open.values())).since < limit):
+            self.cancel(next(iter(self._open)))
 
 
 def _digests(keys: Sequence[str]) -> list[bytes]:
@@ -226,7 +228,7 @@ def _digests(keys: Sequence[str]) -> list[bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class Agreement:
+class RankConsensus:
     """`groups`: of torch.distributed, those over which SGLang itself reduces what a lookup found."""
 
     rank: int = 0
@@ -234,7 +236,7 @@ class Agreement:
     groups: Sequence[Any] = ()
 
     @classmethod
-    def of(cls, params: Any) -> Agreement:
+    def of(cls, params: Any) -> RankConsensus:
         import torch.distributed as dist
 
         named = [getattr(params, name, None) for name in ("attn_cp_cache_group", "attn_tp_cache_group")]
@@ -247,14 +249,14 @@ class Agreement:
             groups = [tensor]
         return cls(dist.get_rank(tensor), size, tuple(groups))
 
-    def all(self, mine: bool) -> bool:
+    def all_agree(self, mine: bool) -> bool:
         """Whether every rank says yes. Each of them has to ask, in the same order."""
         if not self.groups:
             return mine
         import torch
         import torch.distributed as dist
 
-        told = torch.tensor([int(mine)], dtype=torch.int)
+        vote = torch.tensor([int(mine)], dtype=torch.int)
         for group in self.groups:
-            dist.all_reduce(told, op=dist.ReduceOp.MIN, group=group)
-        return bool(told.item())
+            dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=group)
+        return bool(vote.item())

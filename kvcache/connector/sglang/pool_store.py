@@ -10,34 +10,34 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from kvcache.cache.api import Bound, Request, Transfer
-from kvcache.connector.sglang.host_pools import Described
+from kvcache.cache.api import NamespaceHandle, Request, Transfer
+from kvcache.connector.sglang.host_pools import PoolLayout
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
 
 # Errors of ours under SGLang's calls: each is a miss, and said once a kind, so that no fault can fill the log.
 
-MOST = 64
+MAX_LOGGED_ERRORS = 64
 
 _log = logging.getLogger("kvcache.sglang")
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
-def failed(what: str, error: Exception) -> None:
+def log_once(what: str, error: Exception) -> None:
     """`what`: the call, and what becomes of it."""
     kind = f"{what}: {type(error).__name__}"
-    if kind not in _said and len(_said) < MOST:
-        _said.add(kind)
+    if kind not in _logged and len(_logged) < MAX_LOGGED_ERRORS:
+        _logged.add(kind)
         _log.error("%s: %s: %s; others that end so are not told", what, type(error).__name__, error, exc_info=error)
 
 
-def give_back(requests: Iterable[Request]) -> None:
+def release(requests: Iterable[Request]) -> None:
     """Close each of these, also where one cannot be."""
     for request in requests:
         try:
             request.close()
         except Exception as error:  # noqa: BLE001  law: never in the way
-            failed("a request was not closed; what it holds comes back when it is forgotten", error)
+            log_once("a request was not closed; what it holds comes back when it is forgotten", error)
 
 
 POLL_S = 0.0005
@@ -45,11 +45,11 @@ POLL_S = 0.0005
 T = TypeVar("T")
 
 
-class Depot:
-    def __init__(self, bound: Bound, described: Described, deadline_s: float) -> None:
+class PoolStore:
+    def __init__(self, bound: NamespaceHandle, described: PoolLayout, deadline_s: float) -> None:
         self.bound, self.described, self.deadline_s = bound, described, deadline_s
 
-    def leading(self, keys: Sequence[str], before: Sequence[str] | None = None, until: float | None = None) -> int:
+    def match_prefix(self, keys: Sequence[str], before: Sequence[str] | None = None, until: float | None = None) -> int:
         """How many of these pages are there, from the first on. What lies low begins to move up."""
 
         def ask(request: Request, until: float) -> int:
@@ -72,7 +72,7 @@ class Depot:
         self._safely(ask, None, until)
         return found + [False] * (len(keys) - len(found))
 
-    def fetch(
+    def load(
         self,
         keys: Sequence[str],
         page_ids: Sequence[int],
@@ -91,7 +91,7 @@ class Depot:
         count = self._safely(bring, 0, until)
         return [i < count for i in range(len(keys))]
 
-    def keep(
+    def store(
         self,
         keys: Sequence[str],
         page_ids: Sequence[int],
@@ -129,17 +129,17 @@ class Depot:
     def _ids(self, page_ids: Sequence[int]) -> list[Sequence[int]]:
         return [page_ids] * len(self.described.pages)
 
-    def _safely(self, work: Callable[[Request, float], T], otherwise: T, until: float | None) -> T:
+    def _safely(self, work: Callable[[Request, float], T], default: T, until: float | None) -> T:
         now = time.monotonic()
         until = now + self.deadline_s if until is None else min(until, now + self.deadline_s)
         if until <= now:
-            return otherwise
+            return default
         try:
             with self.bound.request(deadline_s=until - now) as request:
                 return work(request, until)
         except Exception as error:  # noqa: BLE001  law: never in the way
-            failed("a call to the cache failed; its pages are a miss", error)
-            return otherwise
+            log_once("a call to the cache failed; its pages are a miss", error)
+            return default
 
 
 def _after(before: Sequence[str] | None) -> bytes | None:
@@ -153,17 +153,17 @@ def _after(before: Sequence[str] | None) -> bytes | None:
 # each rank holds its own shard, and SGLang takes what all of them have in common.
 
 
-def everywhere(here: Sequence[bool]) -> set[int]:
+def lengths_with_all_pages(present: Sequence[bool]) -> set[int]:
     """For a pool that needs every page."""
-    end = next((i for i, there in enumerate(here) if not there), len(here))
+    end = next((i for i, is_present in enumerate(present) if not is_present), len(present))
     return set(range(1, end + 1))
 
 
-def trailing(here: Sequence[bool], last: int) -> set[int]:
+def lengths_with_last_pages(present: Sequence[bool], last: int) -> set[int]:
     """For a pool that needs the last pages of a prefix only: a window, or one state."""
     lengths, run = set(), 0
-    for i, there in enumerate(here):
-        run = run + 1 if there else 0
+    for i, is_present in enumerate(present):
+        run = run + 1 if is_present else 0
         if run >= min(last, i + 1):
             lengths.add(i + 1)
     return lengths

@@ -27,9 +27,9 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
-from kvcache.connector.sglang.config import Wishes, apart, close_cache, engine_name, identify, open_cache
-from kvcache.connector.sglang.host_pools import Ranks, describe, is_logical
-from kvcache.connector.sglang.pool_store import Depot, everywhere, trailing
+from kvcache.connector.sglang.config import Options, close_cache, engine_name, identify_model, open_cache, run_detached
+from kvcache.connector.sglang.host_pools import Ranks, describe_pool, is_logical
+from kvcache.connector.sglang.pool_store import PoolStore, lengths_with_all_pages, lengths_with_last_pages
 from kvcache.errors import LayoutError
 
 _log = logging.getLogger("kvcache.sglang")
@@ -38,12 +38,12 @@ _log = logging.getLogger("kvcache.sglang")
 class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is imported without its types
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         self._config = config = storage_config
-        self._wishes = Wishes.read(config.extra_config)
+        self._wishes = Options.read(config.extra_config)
         self._ranks = Ranks(config.tp_rank, config.tp_size, config.pp_rank, config.pp_size)
-        served = _Served()
-        self._identity = identify(served, config.model_name, self._wishes)
-        self._depots: dict[str, Depot | None] = {}
-        self._moved: dict[str, list[tuple[int, float]]] = {"in": [], "out": []}
+        served = _ServerArguments()
+        self._identity = identify_model(served, config.model_name, self._wishes)
+        self._pool_stores: dict[str, PoolStore | None] = {}
+        self._transferred: dict[str, list[tuple[int, float]]] = {"in": [], "out": []}
         self._lock = threading.Lock()
         self.registered_pools: dict[Any, Any] = {}
         self.cache = open_cache(self._wishes, engine_name(served, self._ranks, self._wishes))
@@ -59,13 +59,13 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
     def _register(self, name: Any, pool: Any) -> None:
         """LayoutError where its pages cannot be told: SGLang then refuses to attach, and says why."""
         if is_logical(pool):
-            self._depots[str(name)] = None
+            self._pool_stores[str(name)] = None
             return
-        config, wishes = self._config, self._wishes
+        config, options = self._config, self._wishes
         ranks = self._ranks
         if config.is_mla_model and str(name) != PoolName.MAMBA.value:  # the same on each rank, written by the first
             ranks = Ranks(0, 1, ranks.pp_rank, ranks.pp_size)
-        described = describe(pool, ranks, canonical=wishes.share_across_engines)
+        described = describe_pool(pool, ranks, canonical=options.share_across_engines)
         flat = not (config.extra_config or {}).get("interface_v1")
         if flat and str(name) == PoolName.KV.value and described.layout.groups[0].kind == "opaque":
             raise LayoutError(
@@ -79,12 +79,12 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
             described.layout,
             model=self._identity.model,
             revision=self._identity.revision,
-            tenant=wishes.tenant,
-            cache_salt=wishes.cache_salt,
+            tenant=options.tenant,
+            cache_salt=options.cache_salt,
             facts=facts,
             shards=described.shards,
         )
-        self._depots[str(name)] = Depot(bound, described, wishes.deadline_s)
+        self._pool_stores[str(name)] = PoolStore(bound, described, options.deadline_s)
 
     # --- whether it is there -------------------------------------------------------------------------------------
 
@@ -92,13 +92,13 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        return self._leading(keys, extra_info, self._until())
+        return self._leading(keys, extra_info, self._call_deadline())
 
     def _leading(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None, until: float) -> int:
-        depot = self._depots[PoolName.KV.value]
-        return len(keys) if depot is None else depot.leading(keys, _before(extra_info), until)
+        pool_store = self._pool_stores[PoolName.KV.value]
+        return len(keys) if pool_store is None else pool_store.match_prefix(keys, _prefix_keys(extra_info), until)
 
-    def _until(self) -> float:
+    def _call_deadline(self) -> float:
         """When a call that begins now is over, of however many pools it is."""
         return time.monotonic() + self._wishes.deadline_s
 
@@ -108,7 +108,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        until = self._until()
+        until = self._call_deadline()
         kv = self._leading(keys, extra_info, until)
         hits: dict[str, int] = {PoolName.KV: kv} if kv else {}
         restorable = set(range(1, kv + 1))
@@ -117,13 +117,13 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
                 break
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
                 continue  # never gates; without a verdict SGLang learns nothing of it
-            depot = self._depots.get(str(transfer.name))
-            counts = str(transfer.name) in self._depots  # has no memory of its own, where it has no depot
-            here = depot.present(keys[:kv], until) if depot is not None else [counts] * kv
+            pool_store = self._pool_stores.get(str(transfer.name))
+            counts = str(transfer.name) in self._pool_stores  # has no memory of its own, where it has no depot
+            here = pool_store.present(keys[:kv], until) if pool_store is not None else [counts] * kv
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-                lengths = trailing(here, max(1, len(transfer.keys or ())))
+                lengths = lengths_with_last_pages(here, max(1, len(transfer.keys or ())))
             else:
-                lengths = everywhere(here)
+                lengths = lengths_with_all_pages(here)
             if lengths:
                 hits[transfer.name] = max(lengths)
             restorable &= lengths
@@ -134,29 +134,29 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._move(PoolName.KV, keys, host_indices, extra_info, self._until(), inward=True)
+        return self._move(PoolName.KV, keys, host_indices, extra_info, self._call_deadline(), is_load=True)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._move(PoolName.KV, keys, host_indices, extra_info, self._until(), inward=False)
+        return self._move(PoolName.KV, keys, host_indices, extra_info, self._call_deadline(), is_load=False)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return self._move_all(transfers, extra_info, inward=True)
+        return self._move_all(transfers, extra_info, is_load=True)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        return self._move_all(transfers, extra_info, inward=False)
+        return self._move_all(transfers, extra_info, is_load=False)
 
     def _move_all(
-        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None, *, inward: bool
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None, *, is_load: bool
     ) -> dict[str, list[bool]]:
-        until = self._until()
+        until = self._call_deadline()
         return {
-            t.name: self._move(t.name, t.keys or [], t.host_indices, extra_info, until, inward=inward)
+            t.name: self._move(t.name, t.keys or [], t.host_indices, extra_info, until, is_load=is_load)
             for t in transfers
         }
 
@@ -168,23 +168,23 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         extra_info: HiCacheStorageExtraInfo | None,
         until: float,
         *,
-        inward: bool,
+        is_load: bool,
     ) -> list[bool]:
-        if str(name) not in self._depots:
+        if str(name) not in self._pool_stores:
             return [False] * len(keys)
-        depot = self._depots[str(name)]
-        if depot is None or not keys:
+        pool_store = self._pool_stores[str(name)]
+        if pool_store is None or not keys:
             return [True] * len(keys)
-        tokens = depot.described.page_tokens
+        tokens = pool_store.described.page_tokens
         if host_indices is None or host_indices.numel() != len(keys) * tokens:
             found = 0 if host_indices is None else host_indices.numel()
             _log.error("%s: %d host indices for %d pages of %d tokens; not moved", name, found, len(keys), tokens)
             return [False] * len(keys)
         page_ids = [index // tokens for index in host_indices[::tokens].tolist()]
         # Only the first pool's pages are one chain: of the others any page may have been kept without the one before.
-        before = _before(extra_info) if str(name) == PoolName.KV.value else None
-        work = depot.fetch if inward else depot.keep
-        return self._timed("in" if inward else "out", depot, lambda: work(keys, page_ids, before, until=until))
+        before = _prefix_keys(extra_info) if str(name) == PoolName.KV.value else None
+        work = pool_store.load if is_load else pool_store.store
+        return self._timed("in" if is_load else "out", pool_store, lambda: work(keys, page_ids, before, until=until))
 
     # --- v0: flat tensors ----------------------------------------------------------------------------------------
 
@@ -195,12 +195,12 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
         """The targets, filled; where none are given new tensors of the pool's type."""
-        depot = self._depots[PoolName.KV.value]
-        if depot is None or not keys:
+        pool_store = self._pool_stores[PoolName.KV.value]
+        if pool_store is None or not keys:
             return [None] * len(keys)
-        flat = torch.empty((len(keys), depot.described.page_bytes), dtype=torch.uint8)
-        pages = depot.described.flat(flat, len(keys))
-        came = self._timed("in", depot, lambda: depot.fetch(keys, range(len(keys)), None, pages))
+        flat = torch.empty((len(keys), pool_store.described.page_bytes), dtype=torch.uint8)
+        pages = pool_store.described.flat(flat, len(keys))
+        came = self._timed("in", pool_store, lambda: pool_store.load(keys, range(len(keys)), None, pages))
         made: list[torch.Tensor | None] = []
         for i, there in enumerate(came):
             if not there:
@@ -218,22 +218,24 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        depot = self._depots[PoolName.KV.value]
-        if depot is None or not keys:
+        pool_store = self._pool_stores[PoolName.KV.value]
+        if pool_store is None or not keys:
             return True
         flat = torch.stack([value.contiguous().view(torch.uint8).view(-1) for value in values])
-        pages = depot.described.flat(flat, len(keys))
-        return all(self._timed("out", depot, lambda: depot.keep(keys, range(len(keys)), None, pages)))
+        pages = pool_store.described.flat(flat, len(keys))
+        return all(self._timed("out", pool_store, lambda: pool_store.store(keys, range(len(keys)), None, pages)))
 
     # --- the rest ------------------------------------------------------------------------------------------------
 
-    def _timed(self, way: str, depot: Depot, work: Callable[[], list[bool]]) -> list[bool]:
+    def _timed(self, way: str, pool_store: PoolStore, work: Callable[[], list[bool]]) -> list[bool]:
         start = time.monotonic()
         moved = work()
         if self._config.enable_storage_metrics:
             seconds = max(1e-9, time.monotonic() - start)
             with self._lock:
-                self._moved[way].append((sum(moved), sum(moved) * depot.described.page_bytes / seconds / 1e9))
+                self._transferred[way].append(
+                    (sum(moved), sum(moved) * pool_store.described.page_bytes / seconds / 1e9)
+                )
         return moved
 
     def get_stats(self) -> Any:
@@ -243,7 +245,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         with self._lock:
-            moved, self._moved = self._moved, {"in": [], "out": []}
+            moved, self._transferred = self._transferred, {"in": [], "out": []}
         return StorageMetrics(
             prefetch_pgs=[pages for pages, _ in moved["in"]],
             prefetch_bandwidth=[rate for _, rate in moved["in"]],
@@ -253,23 +255,23 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
 
     def clear(self) -> None:
         """Forget what this server's pools have stored, and what other servers of the same model have."""
-        apart(self._clear, "clearing")
+        run_detached(self._clear, "clearing")
 
     def _clear(self) -> None:
-        for depot in self._depots.values():
-            if depot is not None:
-                _log.info("cleared %d records", depot.bound.clear())
+        for pool_store in self._pool_stores.values():
+            if pool_store is not None:
+                _log.info("cleared %d records", pool_store.bound.clear())
 
     def close(self) -> None:
         close_cache(self.cache)
 
 
-def _before(extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:
+def _prefix_keys(extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:
     """The pages before a call's first; None where SGLang does not tell them (hicache_storage_pass_prefix_keys)."""
     return extra_info.prefix_keys if extra_info is not None else None
 
 
-class _Served:
+class _ServerArguments:
     """The server's arguments as SGLang resolved them, where there is a server."""
 
     def __getattr__(self, name: str) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, GenerationMixin
 
-CACHES = ("cache", "past_key_values", "cache_params")
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
 """Names of a cache among the arguments of `generate`, in every transformers since 4.56."""
 
 _SIGNATURE = signature(GenerationMixin.generate)
@@ -47,7 +47,7 @@ class Prompt:
     starts: list[int]
 
 
-def read(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompt | str:
+def parse_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompt | str:
     """The prompt of `model.generate(*args, **kwargs)`, or the reason why the call has to run without the cache."""
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps the model
     if getattr(bare.generate, "__func__", None) is not GenerationMixin.generate:
@@ -62,7 +62,7 @@ def read(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompt |
         return f"{type(error).__name__}: {error}"
     more = {name: value for name, value in named.items() if name not in _NAMED}
     more |= {name: value for name, value in unused.items() if name not in _FREE}
-    return _unserved(bare, config, mode, free) or _beside(more) or _prompt(named, free, config)
+    return _uncached_reason(bare, config, mode, free) or _unsupported_argument(more) or _prompt(named, free, config)
 
 
 def starts(ids: Any, mask: Any, config: GenerationConfig) -> list[int] | str:
@@ -87,7 +87,7 @@ def starts(ids: Any, mask: Any, config: GenerationConfig) -> list[int] | str:
     return [int(count) for count in (~shown).sum(1)]
 
 
-def _unserved(model: Any, config: GenerationConfig, mode: str, free: Mapping[str, Any]) -> str:
+def _uncached_reason(model: Any, config: GenerationConfig, mode: str, free: Mapping[str, Any]) -> str:
     """Why a call of this configuration is declined; empty where it is served."""
     if mode not in _MODES:
         return f"generation mode {getattr(mode, 'value', mode)}: expected {' or '.join(_MODES)}"
@@ -103,7 +103,7 @@ def _unserved(model: Any, config: GenerationConfig, mode: str, free: Mapping[str
     return ""
 
 
-def _beside(more: Mapping[str, Any]) -> str:
+def _unsupported_argument(more: Mapping[str, Any]) -> str:
     """The reason of the first argument that is neither of the prompt nor of the configuration."""
     for name, value in more.items():
         if value is not None:

@@ -17,16 +17,16 @@ from kvcache.errors import LayoutError
 from kvcache.transfer.pages import GroupPages
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
-_KINDS = frozenset({"full_attention", "sliding_attention"})
-_MOVING_ROPES = frozenset({"dynamic", "longrope", "su"})
+_LAYER_CLASSES = ("DynamicLayer", "DynamicSlidingWindowLayer")
+_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention"})
+_LENGTH_DEPENDENT_ROPES = frozenset({"dynamic", "longrope", "su"})
 
 Tensors = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values by layer, each (rows, heads, tokens, dim)."""
 
 
 @dataclass(frozen=True, slots=True)
-class Caching:
+class CacheLayout:
     """What a model caches: the layout, and by group which of the model's layers it holds."""
 
     layout: KVLayout
@@ -79,27 +79,29 @@ class Caching:
         return [made[i] for i in range(self.count)]
 
 
-def caching(model: Any, block_tokens: int) -> Caching:
+def cache_layout(model: Any, block_tokens: int) -> CacheLayout:
     """What the model caches, as it does so for one token; LayoutError, with the reason, for what is no prefix."""
     config = model.config.get_text_config(decoder=True)
-    other = set(getattr(config, "layer_types", None) or ()) - _KINDS
+    other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES
     if model.config.is_encoder_decoder or getattr(model, "_is_stateful", False) or other:
         held = f"layers of {sorted(other)}" if other else "an encoder or a recurrent state"
         raise LayoutError(f"{type(model).__name__} has {held}: expected full or sliding attention in every layer")
     shards = getattr(model, "tp_size", None) or 1
     if shards > 1:
         raise LayoutError(f"{type(model).__name__} is one of {shards} tensor-parallel shards: expected all heads here")
-    moving = rope_types(engine_facts(model.config)) & _MOVING_ROPES
+    moving = rope_types(engine_facts(model.config)) & _LENGTH_DEPENDENT_ROPES
     if moving:
         raise LayoutError(f"rope of type {', '.join(sorted(moving))}: keys depend on how long their prompt was")
     expected = DynamicCache(config=model.config).layers
     for i, layer in enumerate(expected):
-        if type(layer).__name__ not in _LAYERS:
-            raise LayoutError(f"layer {i} is cached as {type(layer).__name__}: expected one of {', '.join(_LAYERS)}")
+        if type(layer).__name__ not in _LAYER_CLASSES:
+            raise LayoutError(
+                f"layer {i} is cached as {type(layer).__name__}: expected one of {', '.join(_LAYER_CLASSES)}"
+            )
     probe = DynamicCache()
     with torch.no_grad():
         token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
-        model(input_ids=token, use_cache=True, **{word(model): probe})
+        model(input_ids=token, use_cache=True, **{cache_argument(model): probe})
     groups: dict[Group, list[int]] = {}
     for i, layer in enumerate(probe.layers):
         groups.setdefault(_group(i, layer, expected[i] if i < len(expected) else None, block_tokens), []).append(i)
@@ -108,10 +110,10 @@ def caching(model: Any, block_tokens: int) -> Caching:
             f"{type(model).__name__} cached nothing for a token: expected keys and values; is it in training?"
         )
     laid = tuple(replace(group, layers=len(layers)) for group, layers in groups.items())
-    return Caching(KVLayout(laid, block_tokens), tuple(map(tuple, groups.values())))
+    return CacheLayout(KVLayout(laid, block_tokens), tuple(map(tuple, groups.values())))
 
 
-def word(model: Any) -> str:
+def cache_argument(model: Any) -> str:
     """What the model calls its cache: another name since transformers 5.24."""
     return "cache" if "cache" in signature(type(model).forward).parameters else "past_key_values"
 

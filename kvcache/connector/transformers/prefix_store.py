@@ -26,7 +26,7 @@ from kvcache.block.checkpoint import config_digest
 from kvcache.block.hf import engine_facts
 from kvcache.cache.api import KVCache, Request
 from kvcache.connector.transformers import generate_call as transformers_call
-from kvcache.connector.transformers.kv_layout import Tensors, caching, word
+from kvcache.connector.transformers.kv_layout import Tensors, cache_argument, cache_layout
 from kvcache.connector.transformers.revision import tensors_revision
 from kvcache.errors import ModelError
 from kvcache.settings.sources import Settings, load_identity
@@ -68,7 +68,7 @@ class PrefixCache(DynamicCache):  # type: ignore[misc]  # transformers is import
         """The cache that `generate` itself would return: its sliding layers hold their window alone."""
         made = DynamicCache(config=self._store.model.config.get_text_config(decoder=True))
         if len(made.layers) != len(self.layers):
-            return _plain(self.layers)
+            return _plain_cache(self.layers)
         for i, layer in enumerate(self.layers):
             if type(made.layers[i]) is type(layer):
                 made.layers[i] = layer
@@ -78,10 +78,10 @@ class PrefixCache(DynamicCache):  # type: ignore[misc]  # transformers is import
 
     def __reduce__(self) -> Any:
         """A copy holds the keys and values, and not the store with its model."""
-        return _plain, (self.layers,)
+        return _plain_cache, (self.layers,)
 
 
-def _plain(layers: list[Any]) -> DynamicCache:
+def _plain_cache(layers: list[Any]) -> DynamicCache:
     made = DynamicCache()
     made.layers = layers
     return made
@@ -111,8 +111,8 @@ class PrefixStore:
         if adapter is None and getattr(model, "peft_config", None):
             raise ModelError("the model has adapters: give adapter=, the name and revision of what is active")
         self.model = model
-        self._word, self._dtype = word(model), model.dtype
-        self.caching = caching(model, block_tokens)
+        self._cache_argument, self._dtype = cache_argument(model), model.dtype
+        self.caching = cache_layout(model, block_tokens)
         self.reused = 0
         """Tokens of each row that the last call did not compute."""
         self.declined = ""
@@ -120,7 +120,7 @@ class PrefixStore:
         self._patience_s = patience_s
         self._bound = cache.namespace(
             self.caching.layout,
-            model=_named(config),
+            model=_model_name(config),
             revision=revision or _revision(model, cache),
             adapter=adapter,
             tenant=tenant,
@@ -134,18 +134,18 @@ class PrefixStore:
         A call in another mode than greedy search and sampling, or of more than token ids, is handed to
         `model.generate` unchanged; `declined` has the reason.
         """
-        prompt = transformers_call.read(self.model, args, kwargs)
+        prompt = transformers_call.parse_call(self.model, args, kwargs)
         self.reused, self.declined = 0, prompt if isinstance(prompt, str) else self._unlike()
         if isinstance(prompt, str) or self.declined:
             return self.model.generate(*args, **kwargs)
         past = self._begin(prompt.ids, prompt.starts)
-        given = {name: value for name, value in kwargs.items() if name not in transformers_call.CACHES}
-        made = self.model.generate(*args, **given, **{self._word: past})
+        given = {name: value for name, value in kwargs.items() if name not in transformers_call.CACHE_ARGUMENTS}
+        made = self.model.generate(*args, **given, **{self._cache_argument: past})
         if isinstance(made, torch.Tensor):
             past.keep(made)
             return made
         past.keep(made.sequences)
-        for name in transformers_call.CACHES:
+        for name in transformers_call.CACHE_ARGUMENTS:
             if made.get(name) is past:
                 made[name] = past.returned()
         return made
@@ -200,7 +200,7 @@ class PrefixStore:
         with ExitStack() as stack:
             requests = [stack.enter_context(self._bound.request(deadline_s=self._patience_s)) for _ in starts]
             ends = [
-                start + size * _found(request, row[start:], until)
+                start + size * _match_blocks(request, row[start:], until)
                 for request, row, start in zip(requests, ids, starts, strict=True)
             ]
             reach = min(ids.shape[1] - 1, *ends)
@@ -255,7 +255,7 @@ class PrefixStore:
             return None
 
 
-def _named(config: Any) -> str:
+def _model_name(config: Any) -> str:
     """A path's last part, since the revision identifies the weights; a name of the hub as it is."""
     name = str(config.name_or_path or config.model_type)
     return Path(name).name if Path(name).exists() else name
@@ -273,7 +273,7 @@ def _revision(model: Any, cache: KVCache) -> str:
     return f"{commit}+{digest}" if commit else digest
 
 
-def _found(request: Request, ids: np.ndarray, until: float) -> int:
+def _match_blocks(request: Request, ids: np.ndarray, until: float) -> int:
     """Blocks of the prefix, once all tiers have answered or the time is over."""
     hit = request.match(ids)
     while hit.pending and time.monotonic() < until:

@@ -18,8 +18,8 @@ from kvcache.errors import ModelError
 
 PREFIX = b"kvcache tensors 1\n"
 PREFIX_WHOLE = b"kvcache tensors 1 whole\n"
-PIECES = 16
-PIECE_BYTES = 4 << 10
+SAMPLES = 16
+SAMPLE_BYTES = 4 << 10
 READ_BYTES = 64 << 20  # of a tensor on a device, at once
 
 
@@ -57,9 +57,9 @@ def _add(digest: Any, name: str, tensor: torch.Tensor, read_every_byte: bool) ->
     content = tensor.reshape(-1).view(torch.uint8)
     size = content.numel()
     digest.update(pack("<Q", size))
-    if read_every_byte or size <= PIECES * PIECE_BYTES:
+    if read_every_byte or size <= SAMPLES * SAMPLE_BYTES:
         for at in range(0, size, READ_BYTES):
             digest.update(content[at : at + READ_BYTES].cpu().numpy())
         return
-    places = [i * (size - PIECE_BYTES) // (PIECES - 1) for i in range(PIECES)]
-    digest.update(torch.cat([content[at : at + PIECE_BYTES] for at in places]).cpu().numpy())
+    places = [i * (size - SAMPLE_BYTES) // (SAMPLES - 1) for i in range(SAMPLES)]
+    digest.update(torch.cat([content[at : at + SAMPLE_BYTES] for at in places]).cpu().numpy())

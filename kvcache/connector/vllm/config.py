@@ -60,10 +60,10 @@ class TierOptions(BaseModel):
     )
 
 
-Read = TypeVar("Read", bound=BaseModel)
+OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
 
-def read(extra: dict[str, Any], made: type[Read], *, where: str = "kv_connector_extra_config") -> Read:
+def parse_options(extra: dict[str, Any], made: type[OptionsT], *, where: str = "kv_connector_extra_config") -> OptionsT:
     """ConfigError names the setting, what was given and what would do."""
     try:
         return made(**extra)
@@ -82,7 +82,7 @@ _NO_DRAFT = {"ngram", "ngram_gpu", "suffix"}
 """Ways of speculation without keys and values of their own."""
 
 
-def refuse(config: Any) -> None:
+def reject_unsupported(config: Any) -> None:
     """ConfigError for what cannot be served by blocks of whole prefixes, however one tried."""
     parallel = config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
@@ -94,7 +94,7 @@ def refuse(config: Any) -> None:
             )
 
 
-def declines(config: Any) -> str:
+def uncached_reason(config: Any) -> str:
     """Why this engine runs without its cache; "" where it runs with it."""
     speculative = getattr(config, "speculative_config", None)
     method = getattr(speculative, "method", None)

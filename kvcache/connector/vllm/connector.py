@@ -23,15 +23,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 import kvcache
 from kvcache.cache.api import KVCache
-from kvcache.connector.vllm.config import Options, TierOptions, declines, read, refuse
-from kvcache.connector.vllm.guard import quiet, quietly
-from kvcache.connector.vllm.kv_layout import describe
-from kvcache.connector.vllm.metadata import Described, Heard, Message
-from kvcache.connector.vllm.observe_mode import Trial
-from kvcache.connector.vllm.scheduler import Scheduling
-from kvcache.connector.vllm.stats import Prometheus, Sampler, Stats
+from kvcache.connector.vllm.config import Options, TierOptions, parse_options, reject_unsupported, uncached_reason
+from kvcache.connector.vllm.guard import call_guarded, guarded
+from kvcache.connector.vllm.kv_layout import describe_layers
+from kvcache.connector.vllm.metadata import ConnectorMetadata, HandshakeMetadata, WorkerMetadata
+from kvcache.connector.vllm.observe_mode import ObserveMode
+from kvcache.connector.vllm.scheduler import ConnectorScheduler
+from kvcache.connector.vllm.stats import ConnectorStats, PrometheusMetrics, StatsSampler
 from kvcache.connector.vllm.version import KVConnectorTransferResults, hit_source
-from kvcache.connector.vllm.worker import Working
+from kvcache.connector.vllm.worker import ConnectorWorker
 from kvcache.daemon.client.autostart import find_or_start
 from kvcache.errors import LayoutError
 
@@ -41,13 +41,13 @@ HOST_BYTES = "1GiB"
 """Our own host memory under vLLM's, where nobody sets it: what passes through, since what is near stands in vLLM's."""
 
 _lock = threading.Lock()
-_open: dict[str, tuple[KVCache | Trial, int]] = {}  # by engine: its cache, and how many roles use it
+_open_caches: dict[str, tuple[KVCache | ObserveMode, int]] = {}  # by engine: its cache, and how many roles use it
 
 
-class Share:
+class SharedCache:
     """One role's claim on the cache of its engine, which is closed when the last role lets go."""
 
-    def __init__(self, engine_id: str, cache: KVCache | Trial) -> None:
+    def __init__(self, engine_id: str, cache: KVCache | ObserveMode) -> None:
         self.cache, self._engine_id, self._held = cache, engine_id, True
 
     def close(self) -> None:
@@ -55,32 +55,32 @@ class Share:
             if not self._held:
                 return
             self._held = False
-            cache, users = _open.pop(self._engine_id)
+            cache, users = _open_caches.pop(self._engine_id)
             if users > 1:
-                _open[self._engine_id] = (cache, users - 1)
+                _open_caches[self._engine_id] = (cache, users - 1)
                 return
         cache.close()
 
 
-def share(config: Any, options: Options) -> Share:
+def share_cache(config: Any, options: Options) -> SharedCache:
     """The cache of this engine, opened by whichever role comes first."""
     engine_id = str(config.kv_transfer_config.engine_id)
     with _lock:
-        cache, users = _open.get(engine_id, (None, 0))
+        cache, users = _open_caches.get(engine_id, (None, 0))
         if cache is None:
-            cache = _find(config, options)
-        _open[engine_id] = (cache, users + 1)
-    return Share(engine_id, cache)
+            cache = _open_cache(config, options)
+        _open_caches[engine_id] = (cache, users + 1)
+    return SharedCache(engine_id, cache)
 
 
-def below(options: TierOptions) -> KVCache:
+def open_tier_cache(options: TierOptions) -> KVCache:
     """The cache under vLLM's own offloading: this process alone reaches it, unless it is a daemon's."""
     if options.address is not None:
         return kvcache.open(options.address)
     return kvcache.open(options.config, **{"host": {"capacity_bytes": HOST_BYTES}, **options.settings})
 
 
-def one_process(config: Any) -> bool:
+def is_single_process(config: Any) -> bool:
     """Whether the scheduler and the only worker live together, and no replica beside them."""
     parallel = config.parallel_config
     replicas = getattr(parallel, "data_parallel_size", 1)
@@ -92,10 +92,10 @@ def engine_name(config: Any) -> str:
     return re.sub(r"_dp\d+$", "", str(config.kv_transfer_config.engine_id))
 
 
-def _find(config: Any, options: Options) -> KVCache | Trial:
+def _open_cache(config: Any, options: Options) -> KVCache | ObserveMode:
     if options.mode == "observe":
-        return Trial.of(options)
-    if options.address is None and one_process(config):
+        return ObserveMode.of(options)
+    if options.address is None and is_single_process(config):
         return kvcache.open(options.config, **options.settings)
     where = options.address or find_or_start(engine_name(config), options.config, **options.settings)
     return kvcache.open(where, engine=str(config.kv_transfer_config.engine_id))
@@ -107,22 +107,24 @@ _log = logging.getLogger("kvcache.connector.vllm")
 class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        refuse(vllm_config)
-        self._options = read(vllm_config.kv_transfer_config.kv_connector_extra_config, Options)
+        reject_unsupported(vllm_config)
+        self._options = parse_options(vllm_config.kv_transfer_config.kv_connector_extra_config, Options)
         self._kv_config = kv_cache_config
-        self._share = share(vllm_config, self._options)
-        self._described: Described | None = None
-        self._spoken = False
-        off = declines(vllm_config)
+        self._share = share_cache(vllm_config, self._options)
+        self._handshake: HandshakeMetadata | None = None
+        self._handshake_sent = False
+        disabled_reason = uncached_reason(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             self._recompute(vllm_config.kv_transfer_config)
-            self._scheduling = Scheduling(vllm_config, kv_cache_config, self._options, self._share.cache, off=off)
-            self._sampler = Sampler(self._share.cache, self._scheduling.declined.counters)
-            if off:
-                _log.warning("nothing is cached: %s", off)
+            self._scheduler = ConnectorScheduler(
+                vllm_config, kv_cache_config, self._options, self._share.cache, disabled_reason=disabled_reason
+            )
+            self._sampler = StatsSampler(self._share.cache, self._scheduler.uncached.counters)
+            if disabled_reason:
+                _log.warning("nothing is cached: %s", disabled_reason)
         else:
-            self._off = off
-            self._working = Working(
+            self._disabled_reason = disabled_reason
+            self._worker = ConnectorWorker(
                 self._options,
                 self._share.cache,
                 _rank(vllm_config),
@@ -146,110 +148,114 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         try:
             packing = _packing(self._vllm_config)
-            shapes = describe(kv_caches, self._kv_config.kv_cache_groups, self._kv_config.num_blocks, packing=packing)
+            shapes = describe_layers(
+                kv_caches, self._kv_config.kv_cache_groups, self._kv_config.num_blocks, packing=packing
+            )
         except Exception as error:  # noqa: BLE001  law: never in the way
             why = str(error) if isinstance(error, LayoutError) else f"{type(error).__name__}: {error}"
             _log.error("this rank's pages are not cached: %s", why)
-            self._described = Described(refusal=why)
+            self._handshake = HandshakeMetadata(refusal=why)
             return
         replicas = getattr(self._kv_config, "kv_tp_replicas", 1)
-        self._working.register(kv_caches, shapes)
-        self._described = Described(shapes, replicas)
+        self._worker.register(kv_caches, shapes)
+        self._handshake = HandshakeMetadata(shapes, replicas)
 
-    def get_handshake_metadata(self) -> Described | None:
-        self._spoken = self._described is not None
-        return self._described
+    def get_handshake_metadata(self) -> HandshakeMetadata | None:
+        self._handshake_sent = self._handshake is not None
+        return self._handshake
 
-    @quiet()
+    @guarded()
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if isinstance(kv_connector_metadata, Message):
-            self._working.begin(kv_connector_metadata)
+        if isinstance(kv_connector_metadata, ConnectorMetadata):
+            self._worker.begin(kv_connector_metadata)
 
-    @quiet()
+    @guarded()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         message = self._message()
         if message.loads:
-            self._working.load(message, wait=message.wait, by_layer=message.by_layer)
+            self._worker.load(message, wait=message.wait, by_layer=message.by_layer)
 
-    @quiet()
+    @guarded()
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self._working.reach(layer_name)
+        self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Blocks are stored whole, after the step."""
 
-    @quiet()
+    @guarded()
     def wait_for_save(self) -> None:
         message = self._message()
-        self._working.arrive()
-        self._working.store(message)
+        self._worker.wait_for_loads()
+        self._worker.store(message)
 
-    @quiet((None, None))
+    @guarded((None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        results = self._working.results(idle=self._message().idle)
+        results = self._worker.results(idle=self._message().idle)
         return None, results.arrived or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        results = self._working.results(idle=self._message().idle)
+        results = self._worker.results(idle=self._message().idle)
         return KVConnectorTransferResults(
             finished_sending=set(), finished_recving=results.arrived, failed_recving=results.failed
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._working.invalid()
+        return self._worker.take_invalid_pages()
 
-    def build_connector_worker_meta(self) -> Heard | None:
-        if self._spoken or self._described is None:
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        if self._handshake_sent or self._handshake is None:
             return None
-        self._spoken = True
-        return Heard({_rank(self._vllm_config): self._described})
+        self._handshake_sent = True
+        return WorkerMetadata({_rank(self._vllm_config): self._handshake})
 
-    def _message(self) -> Message:
+    def _message(self) -> ConnectorMetadata:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, Message)
+        assert isinstance(metadata, ConnectorMetadata)
         return metadata
 
     # scheduler
 
-    @quiet()
+    @guarded()
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        self._scheduling.learn({rank: told for rank, told in metadata.items() if isinstance(told, Described)})
+        self._scheduler.add_ranks(
+            {rank: handshake for rank, handshake in metadata.items() if isinstance(handshake, HandshakeMetadata)}
+        )
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        self.set_xfer_handshake_metadata_pp_aware({(0, rank): told for rank, told in metadata.items()})
+        self.set_xfer_handshake_metadata_pp_aware({(0, rank): handshake for rank, handshake in metadata.items()})
 
-    @quiet((0, False))
+    @guarded((0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self._scheduling.matched(request, num_computed_tokens)
+        return self._scheduler.match_tokens(request, num_computed_tokens)
 
-    @quiet()
+    @guarded()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduling.allocated(request, blocks, num_external_tokens)
+        self._scheduler.on_allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
         sources: dict[Any, int] = {}
-        for tier, tokens in quietly({}, self._scheduling.sources, request, num_external_tokens).items():
+        for tier, tokens in call_guarded({}, self._scheduler.sources, request, num_external_tokens).items():
             source = hit_source(tier)
             sources[source] = sources.get(source, 0) + tokens
         return sources or super().get_external_cache_hit_sources(request, num_external_tokens)
 
-    def build_connector_meta(self, scheduler_output: Any) -> Message:
-        return self._scheduling.message(scheduler_output)
+    def build_connector_meta(self, scheduler_output: Any) -> ConnectorMetadata:
+        return self._scheduler.build_metadata(scheduler_output)
 
-    @quiet()
+    @guarded()
     def update_connector_output(self, connector_output: Any) -> None:
-        heard = getattr(connector_output, "kv_connector_worker_meta", None)
-        if isinstance(heard, Heard):
-            self._scheduling.learn(heard.ranks)
-        self._scheduling.learned(
+        worker_metadata = getattr(connector_output, "kv_connector_worker_meta", None)
+        if isinstance(worker_metadata, WorkerMetadata):
+            self._scheduler.add_ranks(worker_metadata.ranks)
+        self._scheduler.on_loads_finished(
             set(connector_output.invalid_block_ids or ()),
             list(getattr(connector_output, "failed_recving", None) or ()),
             list(connector_output.finished_recving or ()),
         )
 
-    @quiet((False, None))
+    @guarded((False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self._scheduling.finished(request)
+        self._scheduler.on_request_finished(request)
         return False, None
 
     def request_finished_all_groups(
@@ -257,44 +263,44 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, [])
 
-    @quiet(())
+    @guarded(())
     def take_events(self) -> Iterable[Any]:
-        self._scheduling.steps.end()  # vLLM asks once a step, when the output is there
-        events = self._scheduling.events
-        return () if events is None else events.take()
+        self._scheduler.step_timer.end()  # vLLM asks once a step, when the output is there
+        events = self._scheduler.events
+        return () if events is None else events.drain()
 
     def has_pending_push_work(self) -> bool:
         """Events go out with a step: the engine makes some more, also when no request is left."""
-        events = self._scheduling.events if self.role == KVConnectorRole.SCHEDULER else None
+        events = self._scheduler.events if self.role == KVConnectorRole.SCHEDULER else None
         return events is not None and events.pending
 
-    @quiet(False)
+    @guarded(False)
     def reset_cache(self) -> bool | None:
-        return self._scheduling.reset()
+        return self._scheduler.reset()
 
     # both
 
-    @quiet()
-    def get_kv_connector_stats(self) -> Stats | None:
+    @guarded()
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
         return self._sampler.take() if self.role == KVConnectorRole.SCHEDULER else None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
-        return Stats(data=data or {})
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return ConnectorStats(data=data or {})
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
-    ) -> Prometheus:
-        return Prometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    ) -> PrometheusMetrics:
+        return PrometheusMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         if self.role == KVConnectorRole.SCHEDULER:
-            quietly(None, self._sampler.close)
-            quietly(None, self._scheduling.close)
+            call_guarded(None, self._sampler.close)
+            call_guarded(None, self._scheduler.close)
         else:
-            quietly(None, self._working.close)
-        quietly(None, self._share.close)
+            call_guarded(None, self._worker.close)
+        call_guarded(None, self._share.close)
 
 
 def _rank(config: Any) -> tuple[int, int]:

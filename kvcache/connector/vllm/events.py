@@ -22,25 +22,25 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.cache.api import Bound, Followed
-from kvcache.connector.vllm.guard import quietly
-from kvcache.connector.vllm.kv_layout import Model
-from kvcache.index.kv_events import Change
+from kvcache.cache.api import NamespaceHandle, SupportsKVEvents
+from kvcache.connector.vllm.guard import call_guarded
+from kvcache.connector.vllm.kv_layout import ModelIdentity
+from kvcache.index.kv_events import KVEvent
 
-EVERY_S = 0.05
-MOST_BLOCKS = 1 << 17
+POLL_INTERVAL_S = 0.05
+MAX_NAMED_BLOCKS = 1 << 17
 LINGER_S = 1.0
 """So long after a store the engine goes on making empty steps, so that what became of it is told though no request
 comes: vLLM publishes with a step."""
 
-MEDIA = {"host": ("CPU", "LOCAL"), "nvme": ("STORAGE", "LOCAL")}
-ELSEWHERE = ("STORAGE", "REMOTE")
+TIER_MEDIA = {"host": ("CPU", "LOCAL"), "nvme": ("STORAGE", "LOCAL")}
+REMOTE_MEDIUM = ("STORAGE", "REMOTE")
 
 _log = logging.getLogger("kvcache.connector.vllm")
 
 
 @dataclass(slots=True)
-class Named:
+class EventBlock:
     """A block as a router knows it."""
 
     hash: bytes
@@ -48,10 +48,10 @@ class Named:
     tokens: NDArray[np.uint32]
     lora: tuple[int, str] | None
     extra: tuple[Any, ...] | None
-    there: dict[str, int] = field(default_factory=dict)  # by tier: which of the model's parts it has
+    parts_by_tier: dict[str, int] = field(default_factory=dict)  # by tier: which of the model's parts it has
 
 
-class Words(Protocol):
+class EventFactory(Protocol):
     """What of this depends on vLLM's version: `version.py`."""
 
     def event(self, kind: str, **fields: Any) -> Any: ...
@@ -59,29 +59,31 @@ class Words(Protocol):
     def event_keys(self, request: Any, first_token: int, end_token: int) -> tuple[Any, ...] | None: ...
 
 
-class Announcer:
+class KVEventPublisher:
     """`name` and `take` are called on the scheduler's thread; the cache is asked on a thread of its own."""
 
-    def __init__(self, cache: Followed, words: Words, most_blocks: int = MOST_BLOCKS) -> None:
-        self._cache, self._words, self._most = cache, words, most_blocks
-        self._known: OrderedDict[bytes, Named] = OrderedDict()
+    def __init__(
+        self, cache: SupportsKVEvents, event_factory: EventFactory, most_blocks: int = MAX_NAMED_BLOCKS
+    ) -> None:
+        self._cache, self._event_factory, self._most = cache, event_factory, most_blocks
+        self._known: OrderedDict[bytes, EventBlock] = OrderedDict()
         self._parts: dict[tuple[int, tuple[int, int, int, int]], int] = {}  # a bit for each group and shard of ours
         self._groups: dict[int, int] = {}  # by vLLM's group, all bits of it
         self._block_tokens = 0
-        self._bounds: list[Bound] = []
+        self._bounds: list[NamespaceHandle] = []
         self._ready: deque[Any] = deque()
         self._busy_until = 0.0
         self._lock = threading.Lock()
         self._polling = threading.Lock()
         self._end = threading.Event()
         self._next: int | None = None
-        quietly(None, self.poll)  # from here on: a store that comes at once is told of
+        call_guarded(None, self.poll)  # from here on: a store that comes at once is told of
         self._thread = threading.Thread(target=self._run, name="kvcache-events", daemon=True)
         self._thread.start()
 
     # the scheduler's thread
 
-    def follow(self, model: Model, bound: Bound) -> None:
+    def subscribe(self, model: ModelIdentity, bound: NamespaceHandle) -> None:
         """Tell of this namespace as well."""
         with self._lock:
             self._block_tokens = model.layout.block_tokens
@@ -89,15 +91,17 @@ class Announcer:
                 for group, s in enumerate(held):
                     part = (group, (s.first_layer, s.end_layer, s.first_head, s.end_head))
                     bit = self._parts.setdefault(part, 1 << len(self._parts))
-                    self._groups[model.of[group]] = self._groups.get(model.of[group], 0) | bit
+                    self._groups[model.vllm_groups[group]] = self._groups.get(model.vllm_groups[group], 0) | bit
             self._bounds.append(bound)
 
-    def leave(self, bound: Bound) -> None:
+    def unsubscribe(self, bound: NamespaceHandle) -> None:
         """Tell of it no more."""
         with self._lock:
             self._bounds = [other for other in self._bounds if other is not bound]
 
-    def name(self, bound: Bound, request: Any, digests: Sequence[bytes], first: int, hashes_a_block: int) -> None:
+    def name_blocks(
+        self, bound: NamespaceHandle, request: Any, digests: Sequence[bytes], first: int, hashes_a_block: int
+    ) -> None:
         """What these blocks of a request, from `first` on, are called. Never raises: without a name they are not told
         of, and the request goes on."""
         try:
@@ -105,28 +109,30 @@ class Announcer:
         except Exception:  # noqa: BLE001  law: never in the way
             _log.exception("blocks of request %s are not told of", request.request_id)
 
-    def _name(self, bound: Bound, request: Any, digests: Sequence[bytes], first: int, hashes_a_block: int) -> None:
+    def _name(
+        self, bound: NamespaceHandle, request: Any, digests: Sequence[bytes], first: int, hashes_a_block: int
+    ) -> None:
         size, ids = self._block_tokens, request.all_token_ids
         lora = request.lora_request
         adapter = None if lora is None else (lora.adapter_id, lora.lora_name)
         with self._lock:
             for i, digest in enumerate(digests, first):
-                signature = bound.known_as(sha256(bound.id + digest).digest())
+                signature = bound.event_signature(sha256(bound.id + digest).digest())
                 if signature in self._known:
                     self._known.move_to_end(signature)
                     continue
-                self._known[signature] = Named(
+                self._known[signature] = EventBlock(
                     bytes(request.block_hashes[(i + 1) * hashes_a_block - 1]),
                     bytes(request.block_hashes[i * hashes_a_block - 1]) if i else None,
                     np.asarray(ids[i * size : (i + 1) * size], np.uint32),
                     adapter,
-                    self._words.event_keys(request, i * size, (i + 1) * size),
+                    self._event_factory.event_keys(request, i * size, (i + 1) * size),
                 )
             while len(self._known) > self._most:
-                self._gone([self._known.popitem(last=False)[1]])
+                self._on_dropped([self._known.popitem(last=False)[1]])
             self._busy_until = monotonic() + LINGER_S
 
-    def take(self) -> list[Any]:
+    def drain(self) -> list[Any]:
         with self._lock:
             events = list(self._ready)
             self._ready.clear()
@@ -140,13 +146,13 @@ class Announcer:
     def forget(self) -> None:
         """A reset: what this engine knew is nothing that it will find again."""
         with self._lock:
-            self._gone(list(self._known.values()))
+            self._on_dropped(list(self._known.values()))
             self._known.clear()
             self._bounds.clear()
 
     def close(self) -> None:
         self._end.set()
-        self._thread.join(EVERY_S * 20)
+        self._thread.join(POLL_INTERVAL_S * 20)
 
     # the other thread
 
@@ -156,80 +162,80 @@ class Announcer:
                 self.poll()
             except Exception as error:  # noqa: BLE001  law: never in the way
                 _log.debug("no events this time: %s", error)
-            if self._end.wait(EVERY_S):
+            if self._end.wait(POLL_INTERVAL_S):
                 return
 
     def poll(self) -> None:
         """Hear of all that has changed by now."""
         with self._polling:
             while True:
-                told = self._cache.changes(self._next, list(self._bounds))
-                self.hear(told.changes, lost=told.lost)
-                before, self._next = self._next, told.next
-                if not told.changes or told.next == before:
+                batch = self._cache.kv_events(self._next, list(self._bounds))
+                self.apply_changes(batch.kv_events, lost=batch.lost)
+                before, self._next = self._next, batch.next
+                if not batch.kv_events or batch.next == before:
                     return
 
-    def hear(self, changes: Iterable[Change], *, lost: bool = False) -> None:
+    def apply_changes(self, kv_events: Iterable[KVEvent], *, lost: bool = False) -> None:
         with self._lock:
             if lost:
-                self._gone(list(self._known.values()))
-            for change in changes:
+                self._on_dropped(list(self._known.values()))
+            for change in kv_events:
                 bit = self._parts.get((change.group, change.shard))
                 blocks = [self._known[s] for s in change.each if s in self._known]
                 if bit is None or not blocks:
                     continue
                 if change.kind == "stored":
-                    self._came(change.tier, blocks, bit)
+                    self._on_stored(change.tier, blocks, bit)
                 else:
-                    self._left(change.tier, blocks, bit)
+                    self._on_removed(change.tier, blocks, bit)
                     for signature in change.each:  # the first to be forgotten; it may be on its way back already
-                        if signature in self._known and not self._known[signature].there:
+                        if signature in self._known and not self._known[signature].parts_by_tier:
                             self._known.move_to_end(signature, last=False)
 
-    def _came(self, tier: str, blocks: Sequence[Named], bit: int) -> None:
-        new: dict[int, list[Named]] = {}
+    def _on_stored(self, tier: str, blocks: Sequence[EventBlock], bit: int) -> None:
+        new: dict[int, list[EventBlock]] = {}
         for block in blocks:
-            before = block.there.get(tier, 0)
-            block.there[tier] = now = before | bit
+            before = block.parts_by_tier.get(tier, 0)
+            block.parts_by_tier[tier] = now = before | bit
             for group, whole in self._groups.items():
                 if now & whole == whole != before & whole:
                     new.setdefault(group, []).append(block)
         for group, whole_blocks in new.items():
-            for run in _chained(whole_blocks):
+            for run in _chain_runs(whole_blocks):
                 self._ready.append(self._stored(tier, group, run))
 
-    def _left(self, tier: str, blocks: Sequence[Named], bit: int) -> None:
-        gone: dict[int, list[bytes]] = {}
+    def _on_removed(self, tier: str, blocks: Sequence[EventBlock], bit: int) -> None:
+        removed: dict[int, list[bytes]] = {}
         for block in blocks:
-            before = block.there.get(tier, 0)
+            before = block.parts_by_tier.get(tier, 0)
             now = before & ~bit
             if now:
-                block.there[tier] = now
+                block.parts_by_tier[tier] = now
             else:
-                block.there.pop(tier, None)
+                block.parts_by_tier.pop(tier, None)
             for group, whole in self._groups.items():
                 if before & whole == whole != now & whole:
-                    gone.setdefault(group, []).append(block.hash)
-        self._ready.extend(self._removed(tier, group, hashes) for group, hashes in gone.items())
+                    removed.setdefault(group, []).append(block.hash)
+        self._ready.extend(self._removed(tier, group, hashes) for group, hashes in removed.items())
 
-    def _gone(self, blocks: Iterable[Named]) -> None:
-        gone: dict[tuple[str, int], list[bytes]] = {}
+    def _on_dropped(self, blocks: Iterable[EventBlock]) -> None:
+        removed: dict[tuple[str, int], list[bytes]] = {}
         for block in blocks:
-            for tier, bits in block.there.items():
+            for tier, bits in block.parts_by_tier.items():
                 for group, whole in self._groups.items():
                     if bits & whole == whole:
-                        gone.setdefault((tier, group), []).append(block.hash)
-            block.there.clear()
-        self._ready.extend(self._removed(tier, group, hashes) for (tier, group), hashes in gone.items())
+                        removed.setdefault((tier, group), []).append(block.hash)
+            block.parts_by_tier.clear()
+        self._ready.extend(self._removed(tier, group, hashes) for (tier, group), hashes in removed.items())
 
-    def _stored(self, tier: str, group: int, blocks: Sequence[Named]) -> Any:
-        medium, locality = MEDIA.get(tier, ELSEWHERE)
+    def _stored(self, tier: str, group: int, blocks: Sequence[EventBlock]) -> Any:
+        medium, locality = TIER_MEDIA.get(tier, REMOTE_MEDIUM)
         first = blocks[0]
         extra = [block.extra for block in blocks]
-        return self._words.event(
+        return self._event_factory.event(
             "BlockStored",
-            block_hashes=[self._words.event_hash(block.hash) for block in blocks],
-            parent_block_hash=None if first.parent is None else self._words.event_hash(first.parent),
+            block_hashes=[self._event_factory.event_hash(block.hash) for block in blocks],
+            parent_block_hash=None if first.parent is None else self._event_factory.event_hash(first.parent),
             token_ids=[int(t) for block in blocks for t in block.tokens],
             block_size=self._block_tokens,
             lora_id=first.lora[0] if first.lora else None,
@@ -242,10 +248,10 @@ class Announcer:
         )
 
     def _removed(self, tier: str, group: int, hashes: Iterable[bytes]) -> Any:
-        medium, locality = MEDIA.get(tier, ELSEWHERE)
-        return self._words.event(
+        medium, locality = TIER_MEDIA.get(tier, REMOTE_MEDIUM)
+        return self._event_factory.event(
             "BlockRemoved",
-            block_hashes=[self._words.event_hash(h) for h in hashes],
+            block_hashes=[self._event_factory.event_hash(h) for h in hashes],
             medium=medium,
             group_idx=group,
             locality=locality,
@@ -253,9 +259,9 @@ class Announcer:
         )
 
 
-def _chained(blocks: Sequence[Named]) -> Iterator[list[Named]]:
+def _chain_runs(blocks: Sequence[EventBlock]) -> Iterator[list[EventBlock]]:
     """In runs of which each block is the parent of the next, of one adapter."""
-    run: list[Named] = []
+    run: list[EventBlock] = []
     for block in blocks:
         if run and (block.parent != run[-1].hash or block.lora != run[-1].lora):
             yield run

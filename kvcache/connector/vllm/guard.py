@@ -13,46 +13,46 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from kvcache.cache.api import Transfer
 
-MOST_SAID = 256
+MAX_LOGGED_ERRORS = 256
 """Different lines."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 _log = logging.getLogger("kvcache.connector.vllm")
-_said: set[tuple[str, str]] = set()
+_logged: set[tuple[str, str]] = set()
 
 
-def quietly(otherwise: T, call: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+def call_guarded(default: T, call: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
     """What `call` answers, and `otherwise` where it raises."""
     try:
         return call(*args, **named)
     except Exception as error:  # noqa: BLE001  law: never in the way
-        say(getattr(call, "__qualname__", repr(call)), error)
-        return otherwise
+        log_once(getattr(call, "__qualname__", repr(call)), error)
+        return default
 
 
-def quiet(otherwise: Any = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def guarded(default: Any = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """A hook that answers `otherwise` where it raises."""
 
     def of(hook: Callable[P, T]) -> Callable[P, T]:
         @wraps(hook)
         def calm(*args: P.args, **named: P.kwargs) -> T:
-            return quietly(cast("T", otherwise), hook, *args, **named)
+            return call_guarded(cast("T", default), hook, *args, **named)
 
         return calm
 
     return of
 
 
-def say(where: str, error: Exception) -> None:
+def log_once(where: str, error: Exception) -> None:
     key = (where, type(error).__name__)
-    if key not in _said and len(_said) < MOST_SAID:
-        _said.add(key)
+    if key not in _logged and len(_logged) < MAX_LOGGED_ERRORS:
+        _logged.add(key)
         _log.error("%s failed, and the engine goes on without; said once", where, exc_info=error)
 
 
-class Calm:
+class GuardedTransfer:
     """A transfer that brought nothing where it cannot be asked."""
 
     def __init__(self, transfer: Transfer) -> None:
@@ -60,17 +60,17 @@ class Calm:
 
     @property
     def done(self) -> bool:
-        return quietly(True, lambda: self._transfer.done)
+        return call_guarded(True, lambda: self._transfer.done)
 
     @property
     def blocks(self) -> int:
-        return quietly(0, lambda: self._transfer.blocks)
+        return call_guarded(0, lambda: self._transfer.blocks)
 
     def wait(self, timeout_s: float) -> bool:
-        return quietly(True, self._transfer.wait, timeout_s)
+        return call_guarded(True, self._transfer.wait, timeout_s)
 
     def wait_layer(self, layer: int, timeout_s: float) -> bool:
-        return quietly(True, self._transfer.wait_layer, layer, timeout_s)
+        return call_guarded(True, self._transfer.wait_layer, layer, timeout_s)
 
     def cancel(self) -> None:
-        quietly(None, self._transfer.cancel)
+        call_guarded(None, self._transfer.cancel)

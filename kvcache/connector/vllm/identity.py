@@ -16,22 +16,22 @@ from kvcache.connector.vllm.config import Options, TierOptions
 from kvcache.errors import ModelError
 from kvcache.settings.sources import load_identity
 
-_NAME_THEM = "give `revision` in kv_connector_extra_config, a name that changes with the weights"
+_REVISION_HINT = "give `revision` in kv_connector_extra_config, a name that changes with the weights"
 _PLAIN_FORMATS = frozenset({"auto", "hf", "safetensors"})
 """Load formats that read the same tensors of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
-class Who:
+class NamespaceKey:
     """What of a namespace may differ from request to request."""
 
     tenant: str = "default"
     adapter: str | None = None
     salt: str = ""  # where the digests do not contain it
-    since: str = ""  # set by a reset: what was stored before it is another namespace
+    epoch: str = ""  # set by a reset: what was stored before it is another namespace
 
 
-def model_of(config: Any, options: Options) -> tuple[str, str]:
+def model_name_and_revision(config: Any, options: Options) -> tuple[str, str]:
     """Name and revision of the model. ModelError where nothing identifies its weights.
 
     A path is named by its last part, since the revision identifies the weights; a name of the hub is kept.
@@ -39,11 +39,11 @@ def model_of(config: Any, options: Options) -> tuple[str, str]:
     model = config.model_config.model
     if options.revision:
         return _named(model, options), options.revision
-    place, kinds = weights_of(config), loader_kinds(load_format(config))
+    place, kinds = weights_path(config), loader_kinds(load_format(config))
     return _named(model, options), model_revision(place, kinds=kinds, read_every_byte=read_every_byte(options))
 
 
-def revision_of(model: str, options: Options | TierOptions, engine_id: str) -> tuple[str, str]:
+def resolve_revision(model: str, options: Options | TierOptions, engine_id: str) -> tuple[str, str]:
     """Name and revision for a tier, which vLLM tells nothing but the model's path or its name on the hub.
 
     ModelError where the hub's cache has several snapshots, of which the engine may have loaded any.
@@ -51,12 +51,12 @@ def revision_of(model: str, options: Options | TierOptions, engine_id: str) -> t
     if options.revision:
         return _named(model, options), options.revision
     try:
-        place = local_model(model)
+        place = local_snapshot(model)
         if not Path(model).exists() and len(list(Path(place).parent.iterdir())) > 1:
             raise ModelError(f"{model}: the hub's cache has several snapshots of it, of which vLLM tells none")
         return _named(model, options), model_revision(place, read_every_byte=read_every_byte(options))
     except ModelError as error:
-        raise ModelError(f"engine {engine_id}: {error}; {_NAME_THEM}") from None
+        raise ModelError(f"engine {engine_id}: {error}; {_REVISION_HINT}") from None
 
 
 def _named(model: str, options: Options | TierOptions) -> str:
@@ -66,7 +66,7 @@ def _named(model: str, options: Options | TierOptions) -> str:
 def checkpoint_of(model: str) -> str:
     """The digest of what stands beside the weights, for a tier; "" where no such files are on this machine."""
     try:
-        place = Path(local_model(model))
+        place = Path(local_snapshot(model))
         return checkpoint_digest(place) if place.is_dir() else ""
     except ModelError:
         return ""
@@ -78,16 +78,16 @@ def read_every_byte(options: Options | TierOptions) -> bool:
     return load_identity(where, getattr(options, "settings", None)).read_every_byte
 
 
-def weights_of(config: Any) -> str:
+def weights_path(config: Any) -> str:
     """The directory or file that vLLM loaded the weights from. ModelError where that is not on this machine."""
     model = config.model_config
     elsewhere = getattr(model, "model_weights", None)
     if elsewhere and str(elsewhere) != str(model.model):
-        raise ModelError(f"the weights are read from {elsewhere}, which is not on this machine; {_NAME_THEM}")
-    return local_model(model.model, getattr(model, "revision", None), _loading(config, "download_dir"))
+        raise ModelError(f"the weights are read from {elsewhere}, which is not on this machine; {_REVISION_HINT}")
+    return local_snapshot(model.model, getattr(model, "revision", None), _loading(config, "download_dir"))
 
 
-def local_model(model: str, commit: str | None = None, cache: str | None = None) -> str:
+def local_snapshot(model: str, commit: str | None = None, cache: str | None = None) -> str:
     """Where the weights of a path or a name of the hub are on this machine.
 
     Args:
@@ -97,10 +97,10 @@ def local_model(model: str, commit: str | None = None, cache: str | None = None)
     if Path(model).exists():
         return model
     if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in {"1", "true"}:
-        raise ModelError(f"{model}: loaded from ModelScope, whose cache is not read; {_NAME_THEM}")
+        raise ModelError(f"{model}: loaded from ModelScope, whose cache is not read; {_REVISION_HINT}")
     found = hub_file(model, ("config.json", "params.json"), commit, cache)
     if found is None:
-        raise ModelError(f"{model}: no file or directory, and not in the hub's cache; {_NAME_THEM}")
+        raise ModelError(f"{model}: no file or directory, and not in the hub's cache; {_REVISION_HINT}")
     return str(found.parent)
 
 
@@ -129,7 +129,7 @@ def _loading(config: Any, name: str) -> Any:
     return getattr(getattr(config, "load_config", None), name, None)
 
 
-def facts_of(config: Any) -> dict[str, Any]:
+def model_facts(config: Any) -> dict[str, Any]:
     """What else changes the bytes of a block: the model's configuration, and what vLLM was told otherwise."""
     model, cache = config.model_config, config.cache_config
     hf = model.hf_text_config
@@ -139,10 +139,10 @@ def facts_of(config: Any) -> dict[str, Any]:
         "dtype": str(model.dtype),
         "kv_cache_dtype": str(cache.cache_dtype),
         "quantization": str(model.quantization),
-        "rope": plain(rope),
+        "rope": encodable(rope),
         "max_tokens": int(model.max_model_len) if depends_on_length(rope) else 0,
         "checkpoint": _checkpoint(config),
-        **overrides_of(config),
+        **model_overrides(config),
     }
 
 
@@ -150,23 +150,23 @@ def _checkpoint(config: Any) -> str:
     """Of the files where there are some, else of the configuration that vLLM made."""
     model = config.model_config
     try:
-        place = Path(getattr(model, "hf_config_path", None) or weights_of(config))
+        place = Path(getattr(model, "hf_config_path", None) or weights_path(config))
     except ModelError:  # `revision` names the weights
         return config_digest(model.hf_config)
     return checkpoint_digest(place) if place.is_dir() else config_digest(model.hf_config)
 
 
-def overrides_of(config: Any) -> dict[str, Any]:
+def model_overrides(config: Any) -> dict[str, Any]:
     """What vLLM was told to load or compute otherwise than the model's files say, where it was told anything."""
     model = config.model_config
     hf = getattr(model, "hf_overrides", None)
     told = {
-        "hf_overrides": config_digest(model.hf_config) if callable(hf) else plain(hf),
+        "hf_overrides": config_digest(model.hf_config) if callable(hf) else encodable(hf),
         "load_format": None if load_format(config) in _PLAIN_FORMATS else load_format(config),
-        "model_loader_extra_config": plain(_loading(config, "model_loader_extra_config")),
+        "model_loader_extra_config": encodable(_loading(config, "model_loader_extra_config")),
         "disable_sliding_window": bool(getattr(model, "disable_sliding_window", False)),
         "code_revision": getattr(model, "code_revision", None),
-        "additional_config": plain(getattr(config, "additional_config", None)),
+        "additional_config": encodable(getattr(config, "additional_config", None)),
         "lora_dtype": str(getattr(getattr(config, "lora_config", None), "lora_dtype", "") or ""),
     }
     return {name: value for name, value in told.items() if value}
@@ -176,16 +176,16 @@ def depends_on_length(rope: Mapping[str, Any]) -> bool:
     return any(kind in str(rope).lower() for kind in ("dynamic", "longrope", "su'"))
 
 
-def plain(value: Any) -> Any:
+def encodable(value: Any) -> Any:
     """What a namespace can encode; what it cannot, by its text."""
     if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
+        return {str(k): encodable(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
+        return [encodable(v) for v in value]
     return value if value is None or type(value) in {bool, int, float, str, bytes} else str(value)
 
 
-class Adapters:
+class AdapterNames:
     """An adapter's name in a namespace: its name in the engine, and a digest of its weights and configuration.
 
     vLLM keeps an adapter that it has loaded under its number, whatever becomes of the files. So a number whose files
@@ -226,21 +226,21 @@ class Adapters:
 # bind media, salt and embeddings chain our chain of tokens, with media and salt as extras, where vLLM's hashes are
 # seeded by chance or not safe pages the page chain of SGLang, for blocks that both engines are to find
 
-ROOT = sha256(b"kvcache vllm chain 1\n").digest()
+CHAIN_ROOT = sha256(b"kvcache vllm chain 1\n").digest()
 
-Origin = Literal["vllm", "chain", "pages"]
+DigestOrigin = Literal["vllm", "chain", "pages"]
 
 
-class Digests:
+class BlockDigests:
     """Those of one request, which grow as its tokens do. Each full block is hashed once."""
 
-    def __init__(self, request: Any, origin: Origin, block_tokens: int, hash_tokens: int) -> None:
+    def __init__(self, request: Any, origin: DigestOrigin, block_tokens: int, hash_tokens: int) -> None:
         self._request, self._origin = request, origin
         self._block_tokens, self._hashes = block_tokens, block_tokens // hash_tokens
         self._known: list[bytes] = []
-        self._chain = Chain(ROOT, block_tokens)
+        self._chain = Chain(CHAIN_ROOT, block_tokens)
 
-    def first(self, blocks: int) -> Sequence[bytes]:
+    def up_to(self, blocks: int) -> Sequence[bytes]:
         """The digests of so many blocks, or of as many as are full."""
         full = min(blocks, self._request.num_tokens // self._block_tokens)
         if len(self._known) < full:
@@ -264,7 +264,7 @@ class Digests:
         self._known += page_digests(list(tokens), size, self._known[-1] if known else b"")
 
 
-def unnamed(request: Any, origin: Origin) -> str:
+def unnamed_reason(request: Any, origin: DigestOrigin) -> str:
     """Why the blocks of a request have no name, as the table of reasons calls it; "" where they have."""
     if origin != "vllm" and getattr(request, "prompt_embeds", None) is not None:
         return "embeddings"

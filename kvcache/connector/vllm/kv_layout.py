@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.block.layout import Group, Kind, KVLayout, Rule, Shard
-from kvcache.cache.api import Bound, KVCache
-from kvcache.connector.vllm.identity import Who
+from kvcache.block.layout import CachingRule, Group, GroupKind, KVLayout, Shard
+from kvcache.cache.api import KVCache, NamespaceHandle
+from kvcache.connector.vllm.identity import NamespaceKey
 from kvcache.errors import LayoutError
 from kvcache.transfer.pages import GroupPages
 
@@ -35,10 +35,10 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class LayerLayout:
     """One layer's cache on this rank; steps in bytes."""
 
-    kind: Kind
+    kind: GroupKind
     kv_heads: int
     head_dim: int = 0
     dtype: str = "bf16"
@@ -52,18 +52,20 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LayerGroup:
     """Layers of one of vLLM's groups that look alike: one group of ours, as this rank holds it."""
 
-    of: int  # which of vLLM's groups
+    vllm_group: int  # which of vLLM's groups
     layers: tuple[str, ...]
-    rule: Rule
+    rule: CachingRule
     window_tokens: int
     block_tokens: int
-    look: Look
+    layer_layout: LayerLayout
 
 
-def describe(caches: Mapping[str, Any], groups: Sequence[Any], blocks: int, *, packing: str) -> tuple[Shape, ...]:
+def describe_layers(
+    caches: Mapping[str, Any], groups: Sequence[Any], blocks: int, *, packing: str
+) -> tuple[LayerGroup, ...]:
     """The shapes of a rank; LayoutError says what cannot be cached.
 
     `groups` are vLLM's, `blocks` is how many there are, `packing` names what packs blocks on a processor.
@@ -75,9 +77,9 @@ def describe(caches: Mapping[str, Any], groups: Sequence[Any], blocks: int, *, p
         alike = []
         for name in names:
             spec = specs.get(name, group.kv_cache_spec)
-            alike.append(((*_rule(spec), spec.block_size, _look(caches[name], spec, blocks, packing)), name))
-        for (rule, window, block_tokens, look), members in groupby(alike, key=lambda pair: pair[0]):
-            shapes.append(Shape(g, tuple(name for _, name in members), rule, window, block_tokens, look))
+            alike.append(((*_rule(spec), spec.block_size, _layer_layout(caches[name], spec, blocks, packing)), name))
+        for (rule, window, block_tokens, layer_layout), members in groupby(alike, key=lambda pair: pair[0]):
+            shapes.append(LayerGroup(g, tuple(name for _, name in members), rule, window, block_tokens, layer_layout))
     if not shapes:
         raise LayoutError("no layer has keys and values to be cached")
     sizes = {shape.block_tokens for shape in shapes}
@@ -87,26 +89,26 @@ def describe(caches: Mapping[str, Any], groups: Sequence[Any], blocks: int, *, p
 
 
 def pages_of(
-    shape: Shape, caches: Mapping[str, Any], blocks: int, layout: KVLayout, group: int, shard: Shard
+    shape: LayerGroup, caches: Mapping[str, Any], blocks: int, layout: KVLayout, group: int, shard: Shard
 ) -> GroupPages:
     """Where this rank has the blocks of a shape, which is group `group` of the layout."""
     tensors = [caches[name] for name in shape.layers]
-    parts = (0, shape.look.kv_step) if shape.look.kind == "mha" else (0,)
+    parts = (0, shape.layer_layout.kv_step) if shape.layer_layout.kind == "mha" else (0,)
     return GroupPages(
         layout=layout,
         group=group,
         shard=shard,
         bases=np.array([[t.data_ptr() + part for part in parts] for t in tensors], np.uint64),
         pages=blocks,
-        page_stride=shape.look.page_step,
-        token_stride=shape.look.token_step,
-        head_stride=shape.look.head_step,
+        page_stride=shape.layer_layout.page_step,
+        token_stride=shape.layer_layout.token_step,
+        head_stride=shape.layer_layout.head_step,
         device=str(tensors[0].device),
         owner=tuple(tensors),
     )
 
 
-def _rule(spec: Any) -> tuple[Rule, int]:
+def _rule(spec: Any) -> tuple[CachingRule, int]:
     """Which blocks of a prefix a group needs; LayoutError for one that cannot be restored from blocks."""
     name = type(spec).__name__
     for part in ("Mamba", "ChunkedLocal", "CrossAttention", "HiSparse", "CircularBuffer", "RSWA", "HiddenState"):
@@ -121,7 +123,7 @@ def _rule(spec: Any) -> tuple[Rule, int]:
     return "all", 0
 
 
-def _look(tensor: Any, spec: Any, blocks: int, packing: str) -> Look:
+def _layer_layout(tensor: Any, spec: Any, blocks: int, packing: str) -> LayerLayout:
     item = tensor.element_size()
     dtype = _DTYPES.get(str(tensor.dtype), "")
     latent = "MLA" in type(spec).__name__
@@ -129,7 +131,9 @@ def _look(tensor: Any, spec: Any, blocks: int, packing: str) -> Look:
     dims, size = tensor.dim(), tuple(tensor.shape)
     of_block = size[0] == blocks and steps[-1] == item and bool(dtype)
     if latent and of_block and (dims == 3 or (dims == 4 and size[1] == 1)):
-        return Look(kind="mla", kv_heads=1, head_dim=size[-1], dtype=dtype, page_step=steps[0], token_step=steps[-2])
+        return LayerLayout(
+            kind="mla", kv_heads=1, head_dim=size[-1], dtype=dtype, page_step=steps[0], token_step=steps[-2]
+        )
     if tensor.device.type != "cpu" and not latent:
         heads, tokens, dim = spec.num_kv_heads, spec.block_size, spec.head_size
         if dims == 4 and of_block and size[1:] == (heads, tokens, 2 * dim):
@@ -142,10 +146,10 @@ def _look(tensor: Any, spec: Any, blocks: int, packing: str) -> Look:
     return _opaque(tensor, spec, blocks, packing)
 
 
-def _plain(heads: int, dim: int, dtype: str, page: int, token: int, head: int, kv: int) -> Look:
+def _plain(heads: int, dim: int, dtype: str, page: int, token: int, head: int, kv: int) -> LayerLayout:
     """The payload's axes stand as they lie in the page, so that the copy is a plain one."""
     apart = sorted((("token", token), ("head", head), ("kv", kv)), key=lambda axis: -axis[1])
-    return Look(
+    return LayerLayout(
         kind="mha",
         kv_heads=heads,
         head_dim=dim,
@@ -158,7 +162,7 @@ def _plain(heads: int, dim: int, dtype: str, page: int, token: int, head: int, k
     )
 
 
-def _opaque(tensor: Any, spec: Any, blocks: int, packing: str) -> Look:
+def _opaque(tensor: Any, spec: Any, blocks: int, packing: str) -> LayerLayout:
     """A block taken whole; LayoutError where its bytes do not lie together."""
     item, size, steps = tensor.element_size(), tuple(tensor.shape), tensor.stride()
     elements = prod(size[1:])
@@ -170,7 +174,7 @@ def _opaque(tensor: Any, spec: Any, blocks: int, packing: str) -> Look:
             "together, and nothing says which are keys; this layer cannot be cached"
         )
     split = pieces == 1 and len(size) == 4 and size[1] == getattr(spec, "num_kv_heads", 0)
-    return Look(
+    return LayerLayout(
         kind="opaque",
         kv_heads=size[1] if split and steps[1] == prod(size[2:]) else 1,
         dtype=_DTYPES.get(str(tensor.dtype), "bf16"),
@@ -187,7 +191,7 @@ Rank = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelIdentity:
     """The layout of all ranks together, what else identifies the model's blocks, and what each rank holds."""
 
     name: str
@@ -195,29 +199,29 @@ class Model:
     facts: Mapping[str, Any]
     layout: KVLayout
     shards: Mapping[Rank, tuple[Shard, ...]]
-    of: tuple[int, ...]  # by group of the layout: which of vLLM's groups
+    vllm_groups: tuple[int, ...]  # by group of the layout: which of vLLM's groups
 
     @property
     def block_bytes(self) -> int:
         return sum(self.layout.block_bytes(group=g) for g in range(len(self.layout.groups)))
 
-    def bind(self, cache: KVCache, who: Who, rank: Rank | None = None) -> Bound:
+    def bind(self, cache: KVCache, namespace_key: NamespaceKey, rank: Rank | None = None) -> NamespaceHandle:
         """`rank`: which part of the blocks this process holds; all of them where not given."""
         return cache.namespace(
             self.layout,
             model=self.name,
             revision=self.revision,
-            adapter=who.adapter,
-            tenant=who.tenant,
-            cache_salt=who.salt,
-            facts={**self.facts, "since": who.since} if who.since else self.facts,
+            adapter=namespace_key.adapter,
+            tenant=namespace_key.tenant,
+            cache_salt=namespace_key.salt,
+            facts={**self.facts, "since": namespace_key.epoch} if namespace_key.epoch else self.facts,
             shards=None if rank is None else self.shards[rank],
             ranks=[self.shards[at] for at in sorted(self.shards)],
         )
 
 
-def combine(
-    ranks: Mapping[Rank, tuple[Shape, ...]], *, replicas: int = 1
+def combine_ranks(
+    ranks: Mapping[Rank, tuple[LayerGroup, ...]], *, replicas: int = 1
 ) -> tuple[KVLayout, dict[Rank, tuple[Shard, ...]], tuple[int, ...], list[str]]:
     """Layout, shards by rank, vLLM's group of each of ours, and what packed each group's blocks.
 
@@ -228,7 +232,7 @@ def combine(
     first = ranks[stages[0], 0]
     groups, shards = [], {rank: [] for rank in ranks}  # type: ignore[var-annotated]  # told by the return
     for g, shape in enumerate(first):
-        parts = 1 if shape.look.kind == "mla" else width // replicas
+        parts = 1 if shape.layer_layout.kind == "mla" else width // replicas
         layer = 0
         for stage in stages:
             layers = len(ranks[stage, 0][g].layers) if g < len(ranks[stage, 0]) else 0
@@ -238,35 +242,51 @@ def combine(
                 if len(shapes) != len(first) or not _alike(shapes[g], shape) or len(shapes[g].layers) != layers:
                     raise LayoutError(f"rank {(at, tensor)} has other groups of layers than rank (0, 0)")
                 part = 0 if parts == 1 else tensor // replicas
-                heads = shape.look.kv_heads
+                heads = shape.layer_layout.kv_heads
                 shards[at, tensor].append(Shard(layer, layer + layers, part * heads, (part + 1) * heads))
             layer += layers
         groups.append(_group(g, shape, layer, parts))
     layout = KVLayout(tuple(groups), first[0].block_tokens)
-    packing = [shape.look.packing for shape in first]
-    return layout, {rank: tuple(held) for rank, held in shards.items()}, tuple(shape.of for shape in first), packing
+    packing = [shape.layer_layout.packing for shape in first]
+    return (
+        layout,
+        {rank: tuple(held) for rank, held in shards.items()},
+        tuple(shape.vllm_group for shape in first),
+        packing,
+    )
 
 
-def _alike(shape: Shape, other: Shape) -> bool:
-    def what(s: Shape) -> tuple[Any, ...]:
-        look = s.look
-        return (s.of, s.rule, s.window_tokens, s.block_tokens, look.kind, look.kv_heads, look.head_dim, look.dtype,
-                look.order, look.opaque_bytes, look.packing)  # fmt: skip
+def _alike(shape: LayerGroup, other: LayerGroup) -> bool:
+    def what(s: LayerGroup) -> tuple[Any, ...]:
+        layer_layout = s.layer_layout
+        return (
+            s.vllm_group,
+            s.rule,
+            s.window_tokens,
+            s.block_tokens,
+            layer_layout.kind,
+            layer_layout.kv_heads,
+            layer_layout.head_dim,
+            layer_layout.dtype,
+            layer_layout.order,
+            layer_layout.opaque_bytes,
+            layer_layout.packing,
+        )
 
     return what(shape) == what(other)
 
 
-def _group(index: int, shape: Shape, layers: int, parts: int) -> Group:
-    look = shape.look
+def _group(index: int, shape: LayerGroup, layers: int, parts: int) -> Group:
+    layer_layout = shape.layer_layout
     return Group(
         layers=layers,
-        kv_heads=look.kv_heads * parts,
-        head_dim=look.head_dim,
-        dtype=look.dtype,
-        kind=look.kind,
-        order=look.order,
+        kv_heads=layer_layout.kv_heads * parts,
+        head_dim=layer_layout.head_dim,
+        dtype=layer_layout.dtype,
+        kind=layer_layout.kind,
+        order=layer_layout.order,
         rule=shape.rule,
         window_tokens=shape.window_tokens,
-        opaque_bytes=look.opaque_bytes * parts,
+        opaque_bytes=layer_layout.opaque_bytes * parts,
         name=f"{shape.rule} {index}",
     )

@@ -10,20 +10,20 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvcache.connector.vllm.identity import Who
-from kvcache.connector.vllm.kv_layout import Model, Rank, Shape
+from kvcache.connector.vllm.identity import NamespaceKey
+from kvcache.connector.vllm.kv_layout import LayerGroup, ModelIdentity, Rank
 
-UNTOLD = -1
-"""`Move.known` of a load that has failed before a rank heard of it, which then says so."""
+LOAD_FAILED = -1
+"""`TransferSpec.known_digests` of a load that has failed before a rank heard of it, which then says so."""
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class TransferSpec:
     """Blocks `first` to `first + count` of one request, to be loaded into pages or stored from them."""
 
     request_id: str
-    who: Who
-    known: int  # digests that the ranks were told before
+    namespace_key: NamespaceKey
+    known_digests: int  # digests that the ranks were told before
     digests: tuple[bytes, ...]  # those of the blocks that follow, at least to the last one moved
     first: int
     pages: tuple[tuple[int, ...], ...]  # one tuple a group of the layout
@@ -37,14 +37,14 @@ class Move:
 
 
 @dataclass
-class Message(KVConnectorMetadata):
-    model: Model | None = None  # told until a rank could have heard it
-    loads: list[Move] = field(default_factory=list)
-    stores: list[Move] = field(default_factory=list)
-    given: set[int] = field(default_factory=set)
+class ConnectorMetadata(KVConnectorMetadata):
+    model: ModelIdentity | None = None  # told until a rank could have heard it
+    loads: list[TransferSpec] = field(default_factory=list)
+    stores: list[TransferSpec] = field(default_factory=list)
+    assigned_pages: set[int] = field(default_factory=set)
     """Pages that this step gives to somebody: what is still being read from them must be over before."""
-    ended: set[str] = field(default_factory=set)
-    healed: set[str] = field(default_factory=set)
+    finished_requests: set[str] = field(default_factory=set)
+    acknowledged_failures: set[str] = field(default_factory=set)
     """Requests whose failed load the scheduler knows of: from now on they compute what did not come."""
     idle: bool = False  # nothing is computed in this step
     wait: bool = False  # the loads are over before anything is computed
@@ -52,20 +52,20 @@ class Message(KVConnectorMetadata):
 
 
 @dataclass
-class Described(KVConnectorHandshakeMetadata):
+class HandshakeMetadata(KVConnectorHandshakeMetadata):
     """A rank's pages, before any request."""
 
-    shapes: tuple[Shape, ...] = ()
+    shapes: tuple[LayerGroup, ...] = ()
     replicas: int = 1  # tensor ranks that hold the same heads
     refusal: str = ""  # why these pages cannot be cached
 
 
 @dataclass
-class Heard(KVConnectorWorkerMetadata):
+class WorkerMetadata(KVConnectorWorkerMetadata):
     """What a rank tells within a step: its pages, where nobody asked for them at start (a child of MultiConnector)."""
 
-    ranks: dict[Rank, Described] = field(default_factory=dict)
+    ranks: dict[Rank, HandshakeMetadata] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, Heard)
-        return Heard({**self.ranks, **other.ranks})
+        assert isinstance(other, WorkerMetadata)
+        return WorkerMetadata({**self.ranks, **other.ranks})

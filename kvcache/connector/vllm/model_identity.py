@@ -7,25 +7,25 @@ from typing import Any
 
 from kvcache.connector.vllm import version
 from kvcache.connector.vllm.config import Options
-from kvcache.connector.vllm.identity import facts_of, model_of
-from kvcache.connector.vllm.kv_layout import Model, Rank, combine
-from kvcache.connector.vllm.metadata import Described
+from kvcache.connector.vllm.identity import model_facts, model_name_and_revision
+from kvcache.connector.vllm.kv_layout import ModelIdentity, Rank, combine_ranks
+from kvcache.connector.vllm.metadata import HandshakeMetadata
 from kvcache.connector.vllm.namespaces import share_model
 from kvcache.errors import LayoutError
 
 
-def whole(config: Any, options: Options, ranks: Mapping[Rank, Described]) -> Model:
+def build_model_identity(config: Any, options: Options, ranks: Mapping[Rank, HandshakeMetadata]) -> ModelIdentity:
     """From what every rank says of its pages. LayoutError and ModelError say why its blocks cannot be cached."""
     refusals = sorted({rank.refusal for rank in ranks.values() if rank.refusal})
     if refusals:
         raise LayoutError("; ".join(refusals))
-    layout, shards, of, packing = combine(
-        {rank: told.shapes for rank, told in ranks.items()}, replicas=next(iter(ranks.values())).replicas
+    layout, shards, vllm_groups, packing = combine_ranks(
+        {rank: handshake.shapes for rank, handshake in ranks.items()}, replicas=next(iter(ranks.values())).replicas
     )
     if options.share_across_engines:
-        return share_model(config, options, Model("", "", {}, layout, shards, of))
-    name, revision = model_of(config, options)
-    facts = facts_of(config) | {"packing": packing}
+        return share_model(config, options, ModelIdentity("", "", {}, layout, shards, vllm_groups))
+    name, revision = model_name_and_revision(config, options)
+    facts = model_facts(config) | {"packing": packing}
     if any(kind != "plain" for kind in packing):
         facts["version"] = version.VERSION  # nobody promises that another one packs alike
-    return Model(name, revision, facts, layout, shards, of)
+    return ModelIdentity(name, revision, facts, layout, shards, vllm_groups)

@@ -16,90 +16,99 @@ from typing import Any
 
 import numpy as np
 
-from kvcache.cache.load_plan import GUESS, PREFILL, Pace
+from kvcache.cache.load_plan import INITIAL_LATENCY, INITIAL_PREFILL, LatencyModel
 from kvcache.connector.vllm.config import Options
-from kvcache.connector.vllm.identity import Who
+from kvcache.connector.vllm.identity import NamespaceKey
 from kvcache.evict.policy import AGE_BINS, LRU, Evidence
-from kvcache.index.cost_classes import Model
-from kvcache.index.mrc import Curve
+from kvcache.index.cost_classes import ModelShape
+from kvcache.index.mrc import MissRatioCurve
 from kvcache.observe.metrics import Counters
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.settings.sources import load
 
-MOST_GONE = 1 << 18
+MAX_EVICTED = 1 << 18
 """Blocks that made room and are remembered, so that a miss has its reason."""
 
 
-class Trial:
-    def __init__(self, capacity_bytes: int, *, samples: int = 0, slowest: str = "host") -> None:
+class ObserveMode:
+    def __init__(self, capacity_bytes: int, *, samples: int = 0, slowest_tier: str = "host") -> None:
         """`samples`: blocks that stand for all, for the curve; 0 for none. `slowest`: the tier that loads are taken to
         come from."""
         self.capacity_bytes = capacity_bytes
-        self._computing, self._loading = Pace(*PREFILL), Pace(*GUESS[slowest])
-        self._gone: OrderedDict[tuple[Who, bytes], None] = OrderedDict()
-        self._player = Port().executor(1, "curve")
+        self._computing, self._loading = LatencyModel(*INITIAL_PREFILL), LatencyModel(*INITIAL_LATENCY[slowest_tier])
+        self._evicted: OrderedDict[tuple[NamespaceKey, bytes], None] = OrderedDict()
+        self._player = OsEnv().executor(1, "curve")
         policy = LRU()
         values = policy.values(Evidence(*[np.zeros((1, AGE_BINS), np.int64)] * 3))
-        self._curve = Curve({"host": capacity_bytes}, policy, lambda: values, self._player.submit, samples=samples)
+        self._curve = MissRatioCurve(
+            {"host": capacity_bytes}, policy, lambda: values, self._player.submit, samples=samples
+        )
         self.used_bytes = 0
-        self._sizes: OrderedDict[tuple[Who, bytes], int] = OrderedDict()
+        self._sizes: OrderedDict[tuple[NamespaceKey, bytes], int] = OrderedDict()
         self._counters = Counters()
 
     @classmethod
-    def of(cls, options: Options) -> Trial:
+    def of(cls, options: Options) -> ObserveMode:
         settings = load(options.config, **options.settings)
         drive = settings.nvme.capacity_bytes if settings.nvme.enabled else 0
         return cls(
             settings.host.capacity_bytes + drive,
-            samples=settings.evict.curve_samples,
-            slowest="nvme" if drive else "host",
+            samples=settings.evict.mrc_samples,
+            slowest_tier="nvme" if drive else "host",
         )
 
     def computed(self, tokens: int, seconds: float) -> None:
         """The engine computed so many tokens of prompts in one step of so long."""
         self._computing.learn(tokens, seconds)
 
-    def ask(
-        self, who: Who, digests: Sequence[bytes], block_tokens: int, block_bytes: int = 0, tokens: int | None = None
+    def lookup(
+        self,
+        namespace_key: NamespaceKey,
+        digests: Sequence[bytes],
+        block_tokens: int,
+        block_bytes: int = 0,
+        tokens: int | None = None,
     ) -> int:
         """The blocks from the front that would have been found; they count as used. The curve, and what would have
         been saved, want a block's bytes. `tokens` of the prompt, with those that fill no block."""
-        found = 0
+        hits = 0
         for digest in digests:
-            if (who, digest) not in self._sizes:
+            if (namespace_key, digest) not in self._sizes:
                 break
-            found += 1
-        for digest in reversed(digests[:found]):  # heads are used last, so that tails leave first
-            self._sizes.move_to_end((who, digest))
+            hits += 1
+        for digest in reversed(digests[:hits]):  # heads are used last, so that tails leave first
+            self._sizes.move_to_end((namespace_key, digest))
         self._counters.add("requests")
         self._counters.add("asked_tokens", len(digests) * block_tokens)
-        self._counters.add("hit_tokens", found * block_tokens, tier="host")
-        self._save(len(digests) * block_tokens if tokens is None else tokens, found * block_tokens, found * block_bytes)
-        if found < len(digests):
-            self._counters.add("misses", reason="evicted" if (who, digests[found]) in self._gone else "cold")
+        self._counters.add("hit_tokens", hits * block_tokens, tier="host")
+        self._save(len(digests) * block_tokens if tokens is None else tokens, hits * block_tokens, hits * block_bytes)
+        if hits < len(digests):
+            self._counters.add(
+                "misses", reason="evicted" if (namespace_key, digests[hits]) in self._evicted else "cold"
+            )
         if block_bytes and digests:
-            whose = repr(who).encode()
+            whose = repr(namespace_key).encode()
             signatures = b"".join(sha256(whose + digest).digest() for digest in digests)
-            model = Model((), block_tokens, (block_bytes,))
-            self._curve.add(signatures, len(digests), model, (who.tenant, "", ""))
-        return found
+            model = ModelShape((), block_tokens, (block_bytes,))
+            self._curve.add(signatures, len(digests), model, (namespace_key.tenant, "", ""))
+        return hits
 
     def _save(self, tokens: int, found_tokens: int, found_bytes: int) -> None:
         if found_bytes and self._computing.known:
             rest = self._computing.seconds(max(1, tokens - found_tokens)) + self._loading.seconds(found_bytes)
             self._counters.add("saved_seconds", max(0.0, self._computing.seconds(tokens) - rest))
 
-    def keep(self, who: Who, digests: Sequence[bytes], block_bytes: int) -> None:
+    def record_store(self, namespace_key: NamespaceKey, digests: Sequence[bytes], block_bytes: int) -> None:
         for digest in digests:
-            if (who, digest) not in self._sizes:
-                self._sizes[who, digest] = block_bytes
+            if (namespace_key, digest) not in self._sizes:
+                self._sizes[namespace_key, digest] = block_bytes
                 self.used_bytes += block_bytes
         while self.used_bytes > self.capacity_bytes:
             name, size = self._sizes.popitem(last=False)
             self.used_bytes -= size
-            self._gone[name] = None
-        while len(self._gone) > MOST_GONE:
-            self._gone.popitem(last=False)
+            self._evicted[name] = None
+        while len(self._evicted) > MAX_EVICTED:
+            self._evicted.popitem(last=False)
 
     def stats(self) -> dict[str, Any]:
         tier = {"records": len(self._sizes), "used_bytes": self.used_bytes, "capacity_bytes": self.capacity_bytes}
@@ -111,9 +120,9 @@ class Trial:
 
     def curve(self) -> dict[str, Any]:
         """As `kvcache.index.mrc` tells it."""
-        return self._curve.tell()
+        return self._curve.report()
 
     def close(self) -> None:
         self._player.close()
         self._sizes.clear()
-        self._gone.clear()
+        self._evicted.clear()

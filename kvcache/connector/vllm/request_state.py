@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcache.cache.api import MOST_TTL_S, Hit, Request
-from kvcache.connector.vllm.guard import quietly
-from kvcache.connector.vllm.identity import Digests, Who
+from kvcache.cache.api import MAX_TTL_S, Hit, Request
+from kvcache.connector.vllm.guard import call_guarded
+from kvcache.connector.vllm.identity import BlockDigests, NamespaceKey
 from kvcache.errors import AccessError, ConfigError, UnreachableError
 from kvcache.observe.metrics import Counters
 
 
 @dataclass
-class Wishes:
+class RequestOptions:
     """What a request asks of the cache, in `kv_transfer_params`; names begin with `kvcache.`."""
 
     skip_load: bool = False
@@ -27,7 +27,7 @@ class Wishes:
     session: str | None = None
 
     @classmethod
-    def of(cls, params: Mapping[str, Any] | None) -> tuple[Wishes, str]:
+    def of(cls, params: Mapping[str, Any] | None) -> tuple[RequestOptions, str]:
         """The wishes, and what was wrong with them: a wish that makes no sense is left out, never an error."""
         kinds = {"skip_load": bool, "skip_store": bool, "max_load_tokens": int, "ttl": float}
         found: dict[str, Any] = {}
@@ -39,7 +39,7 @@ class Wishes:
             given = float(value) if kinds.get(wish) is float and type(value) is int else value
             fits = wish in cls.__dataclass_fields__ and type(given) is kinds.get(wish, str)
             if wish == "ttl" and fits:
-                fits = 0 < given < MOST_TTL_S
+                fits = 0 < given < MAX_TTL_S
             if fits and not (type(given) in {int, float} and given < 0):
                 found[wish] = given
             else:
@@ -48,19 +48,19 @@ class Wishes:
 
 
 @dataclass
-class Tracked:
+class RequestState:
     request: Any  # vLLM's
-    who: Who
-    digests: Digests
-    wishes: Wishes
-    face: Request | None = None
+    namespace_key: NamespaceKey
+    digests: BlockDigests
+    request_options: RequestOptions
+    cache_request: Request | None = None
     hit: Hit | None = None
-    asked: int = 0  # blocks that were matched
+    matched_blocks: int = 0  # blocks that were matched
     local_tokens: int = 0  # of the last match: what the engine has itself
     give_up_s: float = 0.0  # until when a lookup may be pending
     blocks: list[list[int]] = field(default_factory=list)  # page ids by vLLM's group
     stored: int = 0  # blocks that are stored, on their way, or not to be stored
-    told: int = 0  # digests that the ranks know
+    sent_digests: int = 0  # digests that the ranks know
     loading: bool = False
     sources: dict[str, int] = field(default_factory=dict)  # by tier, the tokens of the last load
     failed: bool = False  # a load failed: this request computes
@@ -70,26 +70,26 @@ class Tracked:
         """Something of it was found, loaded or stored."""
         return bool(self.stored or self.sources)
 
-    def storable(self, of: Sequence[int], first: int, end: int) -> int:
+    def first_storable(self, groups: Sequence[int], first: int, end: int) -> int:
         """From where on each of these groups of vLLM's has its own page: what a window has left behind is page 0, which
         is nobody's."""
-        for g in of:
+        for g in groups:
             first = max([first, *(i + 1 for i in range(first, end) if self.blocks[g][i] == 0)])
         return first
 
-    def decline(self) -> None:
+    def disable_cache(self) -> None:
         """It goes on without a cache."""
-        self.wishes = Wishes(skip_load=True, skip_store=True)
+        self.request_options = RequestOptions(skip_load=True, skip_store=True)
         self.close()
 
     def close(self) -> None:
-        if self.face is not None:
-            quietly(None, self.face.close)
-        self.face = self.hit = None
-        self.asked = 0
+        if self.cache_request is not None:
+            call_guarded(None, self.cache_request.close)
+        self.cache_request = self.hit = None
+        self.matched_blocks = 0
 
 
-def behind(by_tier: Mapping[str, int], first: int, end: int, block_tokens: int) -> dict[str, int]:
+def tokens_by_tier(by_tier: Mapping[str, int], first: int, end: int, block_tokens: int) -> dict[str, int]:
     """Of a prefix whose blocks are so many by tier, nearest first, the tokens of blocks `first` to `end`. Tails leave a
     tier before heads, so that what is nearest is taken to be in front."""
     found, at = {}, 0
@@ -104,13 +104,13 @@ def behind(by_tier: Mapping[str, int], first: int, end: int, block_tokens: int) 
 # Requests that go on without a cache: counted once each by why, and said once a kind, so that no caller can fill the
 # log.
 
-MOST_SAID = 256
+MAX_LOGGED_REASONS = 256
 """Different lines."""
 
 _log = logging.getLogger("kvcache.connector.vllm")
 
 
-class Declined:
+class Uncached:
     def __init__(self) -> None:
         self.counters = Counters()  # the row `declined`
         self._requests: set[str] = set()  # that were counted and are not over
@@ -119,30 +119,30 @@ class Declined:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def because(self, request_id: str, reason: str, why: str = "") -> None:
+    def mark(self, request_id: str, reason: str, why: str = "") -> None:
         """`reason`: the metric's label. `why`: the log's text, said where it was not said before."""
         if request_id not in self._requests:
             self._requests.add(request_id)
             self.counters.add("declined", reason=reason)
         if why:
-            self.say(f"a request is not cached: {why}; others that end so are counted only")
+            self.log_once(f"a request is not cached: {why}; others that end so are counted only")
 
-    def failed(self, tracked: Tracked, error: Exception) -> None:
+    def mark_failed(self, state: RequestState, error: Exception) -> None:
         """Law: an error of ours is a miss, and never the engine's to bear. From here on it is not cached; it counts
         where nothing of it was before."""
         kind = type(error).__name__
-        what = "the rest of a request" if tracked.cached else "a request"
-        if not tracked.cached:
-            self.because(tracked.request.request_id, _reason(error))
-        tracked.decline()
-        self.say(f"{what} is not cached: {kind}: {error}; others that end so are not said", once=kind)
+        what = "the rest of a request" if state.cached else "a request"
+        if not state.cached:
+            self.mark(state.request.request_id, _reason(error))
+        state.disable_cache()
+        self.log_once(f"{what} is not cached: {kind}: {error}; others that end so are not said", once=kind)
 
-    def over(self, request_id: str) -> None:
+    def forget(self, request_id: str) -> None:
         self._requests.discard(request_id)
 
-    def say(self, text: str, *, once: str = "") -> None:
+    def log_once(self, text: str, *, once: str = "") -> None:
         key = once or text
-        if key not in self._said and len(self._said) < MOST_SAID:
+        if key not in self._said and len(self._said) < MAX_LOGGED_REASONS:
             self._said.add(key)
             _log.warning("%s", text)
 

@@ -10,12 +10,12 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 from kvcache.cache.api import KVCache
-from kvcache.connector.vllm.observe_mode import Trial
+from kvcache.connector.vllm.observe_mode import ObserveMode
 from kvcache.observe.exporter import PREFIX, samples
 from kvcache.observe.metrics import METRICS, Counters
 
-EVERY_S = 1.0
-_LOGGED = (
+SAMPLE_INTERVAL_S = 1.0
+_LOGGED_METRICS = (
     "asked_tokens",
     "hit_tokens",
     "loaded_blocks",
@@ -29,7 +29,7 @@ _LOGGED = (
 _log = logging.getLogger("kvcache.connector.vllm")
 
 
-class Stats(KVConnectorStats):
+class ConnectorStats(KVConnectorStats):
     """`data` is what crosses processes: by metric, by label values joined with a comma, a growth or a gauge's value."""
 
     def reset(self) -> None:
@@ -38,7 +38,7 @@ class Stats(KVConnectorStats):
     def is_empty(self) -> bool:
         return not self.data
 
-    def aggregate(self, other: KVConnectorStats) -> Stats:
+    def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
         for name, rows in other.data.items():
             mine = self.data.setdefault(name, {})
             for labels, value in rows.items():
@@ -46,13 +46,13 @@ class Stats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return {name: sum(self.data[name].values()) for name in _LOGGED if name in self.data}
+        return {name: sum(self.data[name].values()) for name in _LOGGED_METRICS if name in self.data}
 
 
-class Sampler:
+class StatsSampler:
     """Asks the cache once a second on a thread of its own, since a daemon's answer takes a while."""
 
-    def __init__(self, cache: KVCache | Trial, own: Counters) -> None:
+    def __init__(self, cache: KVCache | ObserveMode, own: Counters) -> None:
         """`own`: what the connector counts itself."""
         self._cache, self._own = cache, own
         self._answered: Mapping[str, Any] = {}  # the last statistics of the cache that came
@@ -63,26 +63,26 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name="kvcache-stats", daemon=True)
         self._thread.start()
 
-    def take(self) -> Stats | None:
+    def take(self) -> ConnectorStats | None:
         """What has changed since the last call; None for nothing."""
         with self._lock:
-            now, told = self._now, self._told
+            now, last = self._now, self._told
             self._told = now
-        if now is told:
+        if now is last:
             return None
         grown: dict[str, dict[str, float]] = {}
         for name, rows in now.items():
-            before = told.get(name, {})
+            before = last.get(name, {})
             changed = {labels: value for labels, value in rows.items() if value != before.get(labels, 0)}
             if METRICS[name].kind == "counter":  # one that went back began anew, with another daemon
                 changed = {k: v - before.get(k, 0) if v > before.get(k, 0) else v for k, v in changed.items()}
             if changed:
                 grown[name] = changed
-        return Stats(data=grown) if grown else None
+        return ConnectorStats(data=grown) if grown else None
 
     def close(self) -> None:
         self._end.set()
-        self._thread.join(EVERY_S)
+        self._thread.join(SAMPLE_INTERVAL_S)
 
     def sample(self) -> None:
         """The thread's, once a second. Where a daemon does not answer, the rows that it told last stand: counts that
@@ -91,23 +91,23 @@ class Sampler:
         if "unreachable" not in stats:
             self._answered = stats
         counters = {**self._answered.get("counters", {}), **self._own.tree()}
-        now = table({**self._answered, "counters": counters})
+        now = metric_rows({**self._answered, "counters": counters})
         with self._lock:
             self._now = now
 
     def _run(self) -> None:
-        while not self._end.wait(EVERY_S):
+        while not self._end.wait(SAMPLE_INTERVAL_S):
             try:
                 self.sample()
             except Exception as error:  # noqa: BLE001  law: never in the way
                 _log.debug("no statistics this time: %s", error)
 
 
-def table(stats: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def metric_rows(stats: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return {m.name: {",".join(labels): value for labels, value in samples(stats, m)} for m in METRICS.values()}
 
 
-class Prometheus(KVConnectorPromMetrics):
+class PrometheusMetrics(KVConnectorPromMetrics):
     """A family for each row of the table, with vLLM's labels beside its own."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Protocol
 
-from kvcache.connector.vllm.guard import quietly
+from kvcache.connector.vllm.guard import call_guarded
 
-MOST_STEPS = 64
+MAX_PENDING_STEPS = 64
 """Under way at a time; engines have a few."""
 
 
-class Told(Protocol):
+class ComputeObserver(Protocol):
     """Whoever wants to know, a `Bound` for one."""
 
     def computed(self, tokens: int, seconds: float) -> None: ...
@@ -29,19 +29,19 @@ class Step:
     begun: float = 0.0
     tokens: int = 0  # of all requests
     prompts: int = 0  # of these, of prompts
-    bounds: list[Told] = field(default_factory=list)  # whose prompts they are
+    bounds: list[ComputeObserver] = field(default_factory=list)  # whose prompts they are
 
 
-class Steps:
+class StepTimer:
     """Asked on the scheduler's thread."""
 
     def __init__(self, now: Callable[[], float] = monotonic) -> None:
         self._now = now
         self._next = Step()
-        self._under_way: deque[Step] = deque(maxlen=MOST_STEPS)
+        self._under_way: deque[Step] = deque(maxlen=MAX_PENDING_STEPS)
         self._ended = float("-inf")
 
-    def prompt(self, bound: Told | None, tokens: int) -> None:
+    def prompt(self, bound: ComputeObserver | None, tokens: int) -> None:
         """The step that is being scheduled computes so many tokens of a prompt, if any."""
         if tokens > 0 and bound is not None:
             self._next.prompts += tokens
@@ -62,4 +62,4 @@ class Steps:
         seconds, self._ended = now - max(step.begun, self._ended), now
         if step.prompts * 2 > step.tokens and seconds > 0:
             for bound in step.bounds:
-                quietly(None, bound.computed, step.tokens, seconds)
+                call_guarded(None, bound.computed, step.tokens, seconds)

@@ -24,27 +24,27 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, RequestOffloadingConte
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvcache.block.layout import Group, KVLayout
-from kvcache.cache.api import Bound, Hit, Request
+from kvcache.cache.api import Hit, NamespaceHandle, Request
 from kvcache.connector.vllm import version
-from kvcache.connector.vllm.config import TierOptions, read
-from kvcache.connector.vllm.connector import below
-from kvcache.connector.vllm.guard import Calm, quietly, say
-from kvcache.connector.vllm.identity import checkpoint_of, revision_of
+from kvcache.connector.vllm.config import TierOptions, parse_options
+from kvcache.connector.vllm.connector import open_tier_cache
+from kvcache.connector.vllm.guard import GuardedTransfer, call_guarded, log_once
+from kvcache.connector.vllm.identity import checkpoint_of, resolve_revision
 from kvcache.errors import ModelError
 from kvcache.transfer.pages import GroupPages
 
-PATIENCE_S = 60.0
+ABANDONED_LOOKUP_S = 60.0
 
 _log = logging.getLogger("kvcache.connector.vllm")
 
 
 @dataclass(slots=True)
-class Part:
+class JobPart:
     """Keys of a job of which each is the parent of the next, and their transfer."""
 
     keys: Sequence[bytes]
     request: Request
-    transfer: Calm
+    transfer: GuardedTransfer
 
 
 @dataclass(slots=True)
@@ -54,12 +54,12 @@ class Job:
     begun: float
     keys: Sequence[bytes]
     request_id: str
-    parts: list[Part] = field(default_factory=list)
+    parts: list[JobPart] = field(default_factory=list)
     failed: bool = False  # it could not begin
 
 
 @dataclass(slots=True)
-class Asked:
+class PendingLookup:
     """A key that other tiers are being asked about."""
 
     request: Request
@@ -79,13 +79,13 @@ class KVCacheTier(SecondaryTierManager):
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         extra.pop("locality", None)
-        self._options = read(extra, TierOptions, where="secondary_tiers")
+        self._options = parse_options(extra, TierOptions, where="secondary_tiers")
         self._view = np.asarray(primary_kv_view)
-        self._off = ""
+        self._disabled_reason = ""
         try:
             self._identity = _identity(offloading_spec, self._options)
         except (ModelError, OSError) as error:
-            self._off = str(error)
+            self._disabled_reason = str(error)
             _log.error("nothing is kept below host memory: %s", error)
         chunk_bytes = self.block_size_bytes
         config = offloading_spec.config
@@ -105,11 +105,11 @@ class KVCacheTier(SecondaryTierManager):
                 owner=self._view,
             )
         ]
-        self._cache = below(self._options)
-        self._bound: Bound | None = None
-        self._since = ""
+        self._cache = open_tier_cache(self._options)
+        self._bound: NamespaceHandle | None = None
+        self._epoch = ""
         self._jobs: dict[int, Job] = {}
-        self._asked: dict[bytes, Asked] = {}
+        self._pending_lookups: dict[bytes, PendingLookup] = {}
         self._failed: dict[str, set[bytes]] = {}  # by open request: what was promised and did not come
 
     # asking
@@ -120,7 +120,7 @@ class KVCacheTier(SecondaryTierManager):
         try:
             hit = self._look(bytes(key))
         except Exception as error:  # noqa: BLE001  law: never in the way; the chunk counts as missing
-            say("a lookup", error)
+            log_once("a lookup", error)
             return LookupResult.MISS
         if hit is None:
             return LookupResult.RETRY
@@ -128,19 +128,21 @@ class KVCacheTier(SecondaryTierManager):
 
     def _look(self, key: bytes) -> Hit | None:
         """None: others are still being asked."""
-        asked = self._asked.pop(key, None)
-        if asked is not None:
-            hit = asked.request.match()
+        pending = self._pending_lookups.pop(key, None)
+        if pending is not None:
+            hit = pending.request.match()
         else:
             bound = self._namespace()
             if bound is None:
                 return Hit(0, 0)
-            asked = Asked(bound.request(deadline_s=self._options.load_s), monotonic() + self._options.lookup_s)
-            hit = asked.request.match(digests=[key], after=b"")
-        if hit.pending and not hit.blocks and monotonic() < asked.give_up_s:
-            self._asked[key] = asked
+            pending = PendingLookup(
+                bound.request(deadline_s=self._options.load_s), monotonic() + self._options.lookup_s
+            )
+            hit = pending.request.match(digests=[key], after=b"")
+        if hit.pending and not hit.blocks and monotonic() < pending.give_up_s:
+            self._pending_lookups[key] = pending
             return None
-        quietly(None, asked.request.close)
+        call_guarded(None, pending.request.close)
         return hit
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -158,32 +160,34 @@ class KVCacheTier(SecondaryTierManager):
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._submit(job_metadata, load=True)
 
-    def _submit(self, told: TransferJob, *, load: bool) -> None:
-        keys, chunks = list(map(bytes, told.keys)), [int(chunk) for chunk in told.chunk_ids]
-        job = self._jobs[told.job_id] = Job(told.job_id, load, monotonic(), keys, told.req_context.req_id)
+    def _submit(self, transfer_job: TransferJob, *, load: bool) -> None:
+        keys, chunks = list(map(bytes, transfer_job.keys)), [int(chunk) for chunk in transfer_job.chunk_ids]
+        job = self._jobs[transfer_job.job_id] = Job(
+            transfer_job.job_id, load, monotonic(), keys, transfer_job.req_context.req_id
+        )
         try:
             bound = self._namespace()
             if bound is None:
                 job.failed = True
                 return
-            for first, end in self._runs(keys, told.req_context):
+            for first, end in self._runs(keys, transfer_job.req_context):
                 request = bound.request(deadline_s=self._options.load_s)
                 try:
                     transfer = self._begin(request, keys[first:end], chunks[first:end], load=load)
                 except Exception:
-                    quietly(None, request.close)
+                    call_guarded(None, request.close)
                     raise
-                job.parts.append(Part(keys[first:end], request, transfer))
+                job.parts.append(JobPart(keys[first:end], request, transfer))
         except Exception as error:  # noqa: BLE001  law: never in the way
-            say("a load of chunks" if load else "a store of chunks", error)
+            log_once("a load of chunks" if load else "a store of chunks", error)
             job.failed = True
 
-    def _begin(self, request: Request, keys: Sequence[bytes], chunks: Sequence[int], *, load: bool) -> Calm:
+    def _begin(self, request: Request, keys: Sequence[bytes], chunks: Sequence[int], *, load: bool) -> GuardedTransfer:
         request.match(digests=keys, after=b"")
         if not load:
-            return Calm(request.store(self._pages, [chunks]))
+            return GuardedTransfer(request.store(self._pages, [chunks]))
         request.admit()
-        return Calm(request.load(len(keys), self._pages, [chunks]))
+        return GuardedTransfer(request.load(len(keys), self._pages, [chunks]))
 
     def _runs(self, keys: Sequence[bytes], context: Any) -> Iterator[tuple[int, int]]:
         """Stretches of keys that follow one another in their request: (first, end). A wrong parent would be a lie that
@@ -200,12 +204,12 @@ class KVCacheTier(SecondaryTierManager):
         return pairwise([0, *cuts, len(keys)])
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        found = []
+        results = []
         for job in list(self._jobs.values()):
             if all(part.transfer.done for part in job.parts):
                 del self._jobs[job.id]
-                found.append(self._result(job))
-        return found
+                results.append(self._result(job))
+        return results
 
     def _result(self, job: Job) -> JobResult:
         came = [key for part in job.parts for key in part.keys[: part.transfer.blocks]]
@@ -213,7 +217,7 @@ class KVCacheTier(SecondaryTierManager):
         if job.load and not whole:
             self._failed.get(job.request_id, set()).update(set(job.keys).difference(came))
         for part in job.parts:
-            quietly(None, part.request.close)
+            call_guarded(None, part.request.close)
         return JobResult(
             job.id,
             whole,
@@ -225,8 +229,10 @@ class KVCacheTier(SecondaryTierManager):
     def on_schedule_end(self, context: Any) -> None:
         """Lookups whose requests went away."""
         now = monotonic()
-        for key in [key for key, asked in self._asked.items() if now > asked.give_up_s + PATIENCE_S]:
-            quietly(None, self._asked.pop(key).request.close)
+        for key in [
+            key for key, pending in self._pending_lookups.items() if now > pending.give_up_s + ABANDONED_LOOKUP_S
+        ]:
+            call_guarded(None, self._pending_lookups.pop(key).request.close)
 
     # ends
 
@@ -235,34 +241,34 @@ class KVCacheTier(SecondaryTierManager):
         for job in self._jobs.values():
             for part in job.parts:
                 part.transfer.cancel()
-                if not part.transfer.wait(PATIENCE_S):
+                if not part.transfer.wait(ABANDONED_LOOKUP_S):
                     _log.error("a copy of %d chunks has not ended", len(part.keys))
-        self._bound, self._since = None, uuid.uuid4().hex
+        self._bound, self._epoch = None, uuid.uuid4().hex
 
     def shutdown(self) -> None:
-        for asked in self._asked.values():
-            quietly(None, asked.request.close)
-        self._asked.clear()
-        quietly(None, self._cache.close)
+        for pending in self._pending_lookups.values():
+            call_guarded(None, pending.request.close)
+        self._pending_lookups.clear()
+        call_guarded(None, self._cache.close)
         self._pages.clear()  # vLLM unmaps the memory behind them
         del self._view
 
     # within
 
-    def _namespace(self) -> Bound | None:
+    def _namespace(self) -> NamespaceHandle | None:
         """None where vLLM's hashes are another process's nonsense. Bound when first needed: the root of the hashes is
         chosen late."""
-        if self._bound is None and not self._off:
+        if self._bound is None and not self._disabled_reason:
             origin = version.hash_origin("sha256") or version.hash_origin("sha256_cbor")
             if origin is None:
-                self._off = (
+                self._disabled_reason = (
                     "vLLM's block hashes differ between processes (prefix_caching_hash_algo, PYTHONHASHSEED, or a "
                     "version before 0.30): nothing is kept below host memory"
                 )
-                _log.error("%s", self._off)
+                _log.error("%s", self._disabled_reason)
                 return None
             name, revision, facts = self._identity
-            facts = {**facts, "digests": origin, **({"since": self._since} if self._since else {})}
+            facts = {**facts, "digests": origin, **({"since": self._epoch} if self._epoch else {})}
             self._bound = self._cache.namespace(
                 self._layout, model=name, revision=revision, tenant=self._options.tenant, facts=facts
             )
@@ -272,7 +278,7 @@ class KVCacheTier(SecondaryTierManager):
 def _identity(spec: Any, options: TierOptions) -> tuple[str, str, dict[str, Any]]:
     """Name, revision and facts: all that decides what the bytes of a chunk are."""
     config = spec.config
-    name, revision = revision_of(config.model.name, options, str(config.engine_id))
+    name, revision = resolve_revision(config.model.name, options, str(config.engine_id))
     parallel = config.parallel
     return (
         name,

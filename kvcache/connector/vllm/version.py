@@ -78,8 +78,8 @@ def event(kind: str, **fields: Any) -> Any:
 
 def event_hash(block_hash: bytes) -> int | bytes:
     """A block hash as this version publishes it: its last 64 bits, or all of it."""
-    told: int | bytes = kv_cache_utils.maybe_convert_block_hash(kv_cache_utils.BlockHash(block_hash))
-    return told
+    published: int | bytes = kv_cache_utils.maybe_convert_block_hash(kv_cache_utils.BlockHash(block_hash))
+    return published
 
 
 def event_keys(request: Any, first_token: int, end_token: int) -> tuple[Any, ...] | None:
@@ -91,5 +91,5 @@ def event_keys(request: Any, first_token: int, end_token: int) -> tuple[Any, ...
     untagged = getattr(kv_cache_utils, "to_event_extra_keys", None)
     if keys is None or untagged is None:
         return None if keys is None else tuple(keys)
-    told: list[tuple[Any, ...] | None] = untagged([keys])
-    return told[0]
+    published: list[tuple[Any, ...] | None] = untagged([keys])
+    return published[0]

@@ -14,40 +14,40 @@ from typing import Any
 
 from kvcache.cache.api import KVCache, Request
 from kvcache.connector.vllm.config import Options
-from kvcache.connector.vllm.guard import Calm, quietly, say
-from kvcache.connector.vllm.identity import Who
-from kvcache.connector.vllm.kv_layout import Model, Rank, Shape, pages_of
-from kvcache.connector.vllm.metadata import Message, Move
-from kvcache.connector.vllm.namespaces import Bounds
-from kvcache.connector.vllm.observe_mode import Trial
+from kvcache.connector.vllm.guard import GuardedTransfer, call_guarded, log_once
+from kvcache.connector.vllm.identity import NamespaceKey
+from kvcache.connector.vllm.kv_layout import LayerGroup, ModelIdentity, Rank, pages_of
+from kvcache.connector.vllm.metadata import ConnectorMetadata, TransferSpec
+from kvcache.connector.vllm.namespaces import Namespaces
+from kvcache.connector.vllm.observe_mode import ObserveMode
 from kvcache.transfer.pages import Pages
 
-IDLE_S = 0.002
+IDLE_STEP_WAIT_S = 0.002
 """So long a step that computes nothing waits for a load, rather than going round."""
 
-BEHIND_S = 0.05
+STORE_WAIT_S = 0.05
 """So long whoever is given a page waits for the store that reads it to end, before what has not begun is given up."""
 
-PATIENCE_S = 30.0
+COPY_TIMEOUT_S = 30.0
 """A copy between pages and host memory that takes longer than this is no longer waited for; it is logged."""
 
 _log = logging.getLogger("kvcache.connector.vllm")
 
 
 @dataclass
-class Known:
+class WorkerRequest:
     """A request as the cache knows it on this rank."""
 
-    who: Who
+    namespace_key: NamespaceKey
     request: Request
     blocks: int = 0
-    last_store: Calm | None = None
+    last_store: GuardedTransfer | None = None
 
 
 @dataclass
-class Loading:
-    move: Move
-    transfer: Calm | None  # None: it could not even begin
+class PendingLoad:
+    spec: TransferSpec
+    transfer: GuardedTransfer | None  # None: it could not even begin
     give_up_s: float
 
     @property
@@ -55,93 +55,93 @@ class Loading:
         return self.transfer is None or self.transfer.done
 
     @property
-    def brought(self) -> int:
+    def loaded_blocks(self) -> int:
         return 0 if self.transfer is None else self.transfer.blocks
 
 
 @dataclass
-class Results:
+class LoadResults:
     arrived: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
 
 
-class Working:
-    def __init__(self, options: Options, cache: KVCache | Trial, rank: Rank, *, groups: int, blocks: int) -> None:
+class ConnectorWorker:
+    def __init__(self, options: Options, cache: KVCache | ObserveMode, rank: Rank, *, groups: int, blocks: int) -> None:
         """`groups` are vLLM's, `blocks` is how many pages each layer has."""
         self.cache, self._options, self._rank = cache, options, rank
         self._groups, self._page_count = groups, blocks
         self._caches: Mapping[str, Any] = {}
-        self._shapes: tuple[Shape, ...] = ()
-        self._model: Model | None = None
+        self._shapes: tuple[LayerGroup, ...] = ()
+        self._model: ModelIdentity | None = None
         self._pages: Pages = ()
-        self._bound = Bounds()
-        self._known: dict[str, Known] = {}
-        self._loading: dict[str, Loading] = {}
-        self._waiting: list[Loading] = []  # loads that this step's layers wait for
-        self._storing: list[tuple[Calm, set[int], Move]] = []
-        self._poisoned: set[str] = set()  # requests that may compute on what did not come
+        self._bound = Namespaces()
+        self._known: dict[str, WorkerRequest] = {}
+        self._loading: dict[str, PendingLoad] = {}
+        self._waiting: list[PendingLoad] = []  # loads that this step's layers wait for
+        self._storing: list[tuple[GuardedTransfer, set[int], TransferSpec]] = []
+        self._incomplete_requests: set[str] = set()  # requests that may compute on what did not come
         self._invalid: set[int] = set()
 
-    def register(self, caches: Mapping[str, Any], shapes: tuple[Shape, ...]) -> None:
+    def register(self, caches: Mapping[str, Any], shapes: tuple[LayerGroup, ...]) -> None:
         self._caches, self._shapes = caches, shapes
 
     # a step
 
-    def begin(self, message: Message) -> None:
+    def begin(self, metadata: ConnectorMetadata) -> None:
         """Before anything writes into pages."""
-        quietly(None, self._learn, message.model)
-        self._poisoned -= message.healed | message.ended
+        call_guarded(None, self._set_model, metadata.model)
+        self._incomplete_requests -= metadata.acknowledged_failures | metadata.finished_requests
         self._settle_stores()
-        for transfer, pages, move in self._storing:
-            if not pages.isdisjoint(message.given):
-                self._finish(transfer, move)
-        for request_id in message.ended:
+        for transfer, pages, spec in self._storing:
+            if not pages.isdisjoint(metadata.assigned_pages):
+                self._wait_for_store(transfer, spec)
+        for request_id in metadata.finished_requests:
             loading = self._loading.get(request_id)
             if loading is not None and loading.transfer is not None:
                 loading.transfer.cancel()
             known = self._known.pop(request_id, None)
             if known is not None:
-                quietly(None, known.request.close)
+                call_guarded(None, known.request.close)
 
-    def load(self, message: Message, *, wait: bool, by_layer: bool) -> None:
+    def load(self, metadata: ConnectorMetadata, *, wait: bool, by_layer: bool) -> None:
         """Begin the loads of this step. `wait`: they are over when this returns; `by_layer`: when one is reached."""
-        for move in message.loads:
-            loading = Loading(move, self._begin_load(move), monotonic() + self._options.load_s)
+        for spec in metadata.loads:
+            loading = PendingLoad(spec, self._begin_load(spec), monotonic() + self._options.load_s)
             if wait or by_layer:
                 self._waiting.append(loading)
             else:
-                self._loading[move.request_id] = loading
+                self._loading[spec.request_id] = loading
         if wait:
-            self.arrive()
+            self.wait_for_loads()
 
-    def reach(self, layer: str) -> None:
+    def wait_for_layer(self, layer: str) -> None:
         """Until this layer of what this step loads is in its pages."""
         for loading in self._waiting:
             if loading.transfer is not None:
                 index = next((s.layers.index(layer) for s in self._shapes if layer in s.layers), 0)
                 loading.transfer.wait_layer(index, max(0.0, loading.give_up_s - monotonic()))
 
-    def arrive(self) -> None:
+    def wait_for_loads(self) -> None:
         """Every load that this step waits for is over, one way or the other."""
         for loading in self._waiting:
             if loading.transfer is not None and not loading.transfer.wait(max(0.0, loading.give_up_s - monotonic())):
-                self._give_up(loading.transfer, loading.move)
-            self._judge(loading)
+                self._abort_transfer(loading.transfer, loading.spec)
+            self._is_complete(loading)
         self._waiting.clear()
 
-    def store(self, message: Message) -> None:
+    def store(self, metadata: ConnectorMetadata) -> None:
         """After the step has computed."""
-        for move in message.stores:
-            if move.request_id not in self._poisoned:
-                self._begin_store(move)
+        for spec in metadata.stores:
+            if spec.request_id not in self._incomplete_requests:
+                self._begin_store(spec)
 
-    def results(self, *, idle: bool) -> Results:
+    def results(self, *, idle: bool) -> LoadResults:
         """The loads that are over since the last call."""
         if idle and self._loading:
             first = next(iter(self._loading.values()))
             if first.transfer is not None:
-                first.transfer.wait(IDLE_S)
-        results, now = Results(), monotonic()
+                first.transfer.wait(IDLE_STEP_WAIT_S)
+        results, now = LoadResults(), monotonic()
         for request_id, loading in list(self._loading.items()):
             if not loading.done:
                 if now > loading.give_up_s and loading.transfer is not None:
@@ -149,11 +149,11 @@ class Working:
                 continue
             del self._loading[request_id]
             results.arrived.add(request_id)
-            if not self._judge(loading) and self._groups > 1:
+            if not self._is_complete(loading) and self._groups > 1:
                 results.failed.add(request_id)
         return results
 
-    def invalid(self) -> set[int]:
+    def take_invalid_pages(self) -> set[int]:
         pages, self._invalid = self._invalid, set()
         return pages
 
@@ -164,11 +164,11 @@ class Working:
     def close(self) -> None:
         for loading in [*self._loading.values(), *self._waiting]:
             if loading.transfer is not None:
-                self._give_up(loading.transfer, loading.move)
-        for transfer, _, move in self._storing:
-            self._finish(transfer, move)
+                self._abort_transfer(loading.transfer, loading.spec)
+        for transfer, _, spec in self._storing:
+            self._wait_for_store(transfer, spec)
         for known in self._known.values():
-            quietly(None, known.request.close)
+            call_guarded(None, known.request.close)
         self._loading.clear()
         self._waiting.clear()
         self._storing.clear()
@@ -176,7 +176,7 @@ class Working:
 
     # within
 
-    def _learn(self, model: Model | None) -> None:
+    def _set_model(self, model: ModelIdentity | None) -> None:
         if model is None or model is self._model or (self._model is not None and model == self._model):
             return
         self._pages = [
@@ -186,72 +186,76 @@ class Working:
         self._model = model
         self._bound.clear()
 
-    def _request(self, move: Move) -> Known:
+    def _request(self, spec: TransferSpec) -> WorkerRequest:
         """The request, with the digests of all blocks up to the last one moved."""
-        known = self._known.get(move.request_id)
-        if known is None or known.who != move.who or known.blocks != move.known:
-            if move.known:
-                raise LookupError(f"request {move.request_id}: digests from {move.known} on, of which none was told")
+        known = self._known.get(spec.request_id)
+        if known is None or known.namespace_key != spec.namespace_key or known.blocks != spec.known_digests:
+            if spec.known_digests:
+                raise LookupError(
+                    f"request {spec.request_id}: digests from {spec.known_digests} on, of which none was told"
+                )
             if known is not None:
-                del self._known[move.request_id]
-                quietly(None, known.request.close)
+                del self._known[spec.request_id]
+                call_guarded(None, known.request.close)
             assert self._model is not None
-            assert not isinstance(self.cache, Trial), "a trial moves nothing"
-            bound = self._bound.bind(self._model, self.cache, move.who, self._rank)
-            named = {"agent": move.agent, "session": move.session}
-            request = bound.request(move.request_id, ttl_s=move.ttl_s, deadline_s=self._options.load_s, **named)
+            assert not isinstance(self.cache, ObserveMode), "a trial moves nothing"
+            bound = self._bound.bind(self._model, self.cache, spec.namespace_key, self._rank)
+            named = {"agent": spec.agent, "session": spec.session}
+            request = bound.request(spec.request_id, ttl_s=spec.ttl_s, deadline_s=self._options.load_s, **named)
             try:
-                request.match(digests=list(move.digests))
+                request.match(digests=list(spec.digests))
             except Exception:
-                quietly(None, request.close)
+                call_guarded(None, request.close)
                 raise
-            known = self._known[move.request_id] = Known(move.who, request, len(move.digests))
-        elif move.digests:
-            known.request.extend(digests=list(move.digests))
-            known.blocks += len(move.digests)
+            known = self._known[spec.request_id] = WorkerRequest(spec.namespace_key, request, len(spec.digests))
+        elif spec.digests:
+            known.request.extend(digests=list(spec.digests))
+            known.blocks += len(spec.digests)
         return known
 
-    def _begin_load(self, move: Move) -> Calm | None:
+    def _begin_load(self, spec: TransferSpec) -> GuardedTransfer | None:
         """None: it could not begin, and its blocks are computed."""
         try:
-            request = self._request(move).request
-            return Calm(request.load(move.first + move.count, self._pages, move.pages, first_block=move.first))
+            request = self._request(spec).request
+            return GuardedTransfer(
+                request.load(spec.first + spec.count, self._pages, spec.pages, first_block=spec.first)
+            )
         except Exception as error:  # noqa: BLE001  law: never in the way
-            say("a load", error)
+            log_once("a load", error)
             return None
 
-    def _begin_store(self, move: Move) -> None:
+    def _begin_store(self, spec: TransferSpec) -> None:
         try:
-            known = self._request(move)
+            known = self._request(spec)
             if known.last_store is not None and not known.last_store.done:
-                self._finish(known.last_store, move)  # a block is kept only behind its parent
-            transfer = Calm(known.request.store(self._pages, move.pages, first_block=move.first))
+                self._wait_for_store(known.last_store, spec)  # a block is kept only behind its parent
+            transfer = GuardedTransfer(known.request.store(self._pages, spec.pages, first_block=spec.first))
         except Exception as error:  # noqa: BLE001  law: never in the way; its blocks are not kept
-            say("a store", error)
+            log_once("a store", error)
             return
         known.last_store = transfer
-        self._storing.append((transfer, set().union(*move.pages), move))
+        self._storing.append((transfer, set().union(*spec.pages), spec))
 
-    def _judge(self, loading: Loading) -> bool:
+    def _is_complete(self, loading: PendingLoad) -> bool:
         """Whether all came. What did not is computed again, and nothing computed on it is stored."""
-        move = loading.move
-        if loading.brought == move.count:
+        spec = loading.spec
+        if loading.loaded_blocks == spec.count:
             return True
-        self._poisoned.add(move.request_id)
+        self._incomplete_requests.add(spec.request_id)
         if self._groups == 1:
-            self._invalid.update(move.pages[0][loading.brought :])
+            self._invalid.update(spec.pages[0][loading.loaded_blocks :])
         return False
 
     def _settle_stores(self) -> None:
         self._storing = [entry for entry in self._storing if not entry[0].done]
 
-    def _finish(self, transfer: Calm, move: Move) -> None:
+    def _wait_for_store(self, transfer: GuardedTransfer, spec: TransferSpec) -> None:
         """Wait until nobody reads the pages of a store any more: a copy, unless many stand before it."""
-        if not transfer.wait(BEHIND_S):
-            self._give_up(transfer, move)
+        if not transfer.wait(STORE_WAIT_S):
+            self._abort_transfer(transfer, spec)
 
-    def _give_up(self, transfer: Calm, move: Move) -> None:
+    def _abort_transfer(self, transfer: GuardedTransfer, spec: TransferSpec) -> None:
         """End a transfer, so that its pages can be used."""
         transfer.cancel()
-        if not transfer.wait(PATIENCE_S):
-            _log.error("request %s: a copy of %d blocks has not ended", move.request_id, move.count)
+        if not transfer.wait(COPY_TIMEOUT_S):
+            _log.error("request %s: a copy of %d blocks has not ended", spec.request_id, spec.count)

@@ -28,18 +28,18 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from kvcache.daemon.discovery import SCHEME, prepare
+from kvcache.daemon.discovery import UNIX_SCHEME, make_socket_directory
 from kvcache.errors import StoreError
 from kvcache.log import logger
-from kvcache.machine import running
+from kvcache.machine import is_running
 from kvcache.settings import TABLE
 from kvcache.settings.sources import load
 
 LINGER_S = 10.0
 """Between the last connection and the end; the first one has a minute to come."""
-START_S = 60.0
+START_TIMEOUT_S = 60.0
 """For a daemon to read its journal and listen, at most."""
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _DETACH = """import os, sys
 child = os.fork()
 if child:
@@ -47,14 +47,14 @@ if child:
     os._exit(0)
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"""
 """Tells the number of a process that is nobody's child."""
-_STEM = "engine-"
-_PROCESS = re.compile(r"\d+")
+_FILE_PREFIX = "engine-"
+_PID_PATTERN = re.compile(r"\d+")
 
 _log = logger("kvcache.daemon")
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def _os_errors_as_store_error() -> Iterator[None]:
     """What the system refuses is said as a StoreError."""
     try:
         yield
@@ -65,13 +65,13 @@ def _refusals() -> Iterator[None]:
         ) from error
 
 
-@_refusals()
+@_os_errors_as_store_error()
 def find_or_start(
     engine: str,
     settings_file: str | os.PathLike[str] | None = None,
     *,
     linger_s: float = LINGER_S,
-    timeout_s: float = START_S,
+    timeout_s: float = START_TIMEOUT_S,
     environ: Mapping[str, str] = os.environ,
     **settings: Any,
 ) -> str:
@@ -81,33 +81,33 @@ def find_or_start(
     that makes no sense, StoreError where it does not start, with its own words or the system's.
     """
     loaded = load(settings_file, environ, **settings)
-    given = {name: str(loaded.value(name)) for name in TABLE if _decides(name) and loaded.given(name)}
+    given = {name: str(loaded.value(name)) for name in TABLE if _affects_cache(name) and loaded.given(name)}
     directories = loaded.nvme.directories if loaded.nvme.enabled else ()
     path = socket_path(engine, environ)
-    if answers(path):
-        return f"{SCHEME}{path}"
+    if is_listening(path):
+        return f"{UNIX_SCHEME}{path}"
     with _starting(path.parent):
         end = time.monotonic() + timeout_s  # whoever had the lock may have taken as long
-        while not answers(path):
+        while not is_listening(path):
             _sweep(path.parent)
-            owner = _private_owner(path.parent, directories)
-            if owner is not None and answers(owner):
-                return f"{SCHEME}{_shared(owner, given)}"
+            owner = _private_daemon_of(path.parent, directories)
+            if owner is not None and is_listening(owner):
+                return f"{UNIX_SCHEME}{_check_shareable(owner, given)}"
             try:
-                _start(path, settings_file, linger_s, end, {**environ, **variables(settings)}, given)
+                _start(path, settings_file, linger_s, end, {**environ, **settings_environment(settings)}, given)
             except StoreError:
                 ending = _process_of(_lock_of(path)) or owner is not None  # which writes what is queued first
                 if not ending or time.monotonic() > end:
                     raise
-                time.sleep(_LOOK_S)
-    return f"{SCHEME}{path}"
+                time.sleep(_POLL_S)
+    return f"{UNIX_SCHEME}{path}"
 
 
 def socket_path(engine: str, environ: Mapping[str, str] = os.environ) -> Path:
-    return prepare(environ) / f"{_STEM}{sha256(engine.encode()).hexdigest()[:16]}.socket"
+    return make_socket_directory(environ) / f"{_FILE_PREFIX}{sha256(engine.encode()).hexdigest()[:16]}.socket"
 
 
-def answers(path: Path) -> bool:
+def is_listening(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(os.fspath(path))
@@ -116,7 +116,7 @@ def answers(path: Path) -> bool:
     return True
 
 
-def variables(settings: Mapping[str, Any]) -> dict[str, str]:
+def settings_environment(settings: Mapping[str, Any]) -> dict[str, str]:
     """Keywords of `kvcache.open` as variables of a process's environment."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
@@ -133,7 +133,7 @@ def variables(settings: Mapping[str, Any]) -> dict[str, str]:
 @contextmanager
 def _starting(directory: Path) -> Iterator[None]:
     """One process starts a daemon at a time; the system lets go of the lock when that process ends."""
-    descriptor = os.open(directory / f"{_STEM}start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(directory / f"{_FILE_PREFIX}start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -150,32 +150,32 @@ def _start(
     given: Mapping[str, str],
 ) -> None:
     """Nobody's child: an engine that ends with all of its own (vLLM does) leaves it its time to write."""
-    _tell_given(path, given)
-    words = ["-m", "kvcache.cli.main", "daemon", "--socket", str(path), "--linger-s", str(linger_s)]
+    _write_settings(path, given)
+    command = ["-m", "kvcache.cli.main", "daemon", "--socket", str(path), "--linger-s", str(linger_s)]
     if settings_file is not None:
-        words.append(os.fspath(settings_file))
-    ours = [str(Path(__file__).parents[2]), *filter(None, [environ.get("PYTHONPATH")])]  # however we were found
+        command.append(os.fspath(settings_file))
+    python_path = [str(Path(__file__).parents[2]), *filter(None, [environ.get("PYTHONPATH")])]  # however we were found
     log = path.with_suffix(".log")
-    environ = {**environ, "PYTHONPATH": os.pathsep.join(ours)}
-    alive, told = os.pipe()  # the daemon holds its end open as long as it runs
+    environ = {**environ, "PYTHONPATH": os.pathsep.join(python_path)}
+    alive, write_fd = os.pipe()  # the daemon holds its end open as long as it runs
     try:
         try:
-            with log.open("wb") as said:
+            with log.open("wb") as log_file:
                 subprocess.run(  # noqa: S603  our own command
-                    [sys.executable, "-I", "-S", "-c", _DETACH, str(told), *words],
+                    [sys.executable, "-I", "-S", "-c", _DETACH, str(write_fd), *command],
                     stdin=subprocess.DEVNULL,
-                    stdout=said,
-                    stderr=said,
+                    stdout=log_file,
+                    stderr=log_file,
                     env=environ,
-                    pass_fds=(told,),
+                    pass_fds=(write_fd,),
                     start_new_session=True,
                     check=False,
                 )
         finally:
-            os.close(told)
+            os.close(write_fd)
         number = os.read(alive, 32)
         os.set_blocking(alive, False)
-        while not answers(path):
+        while not is_listening(path):
             if not number or _ended(alive):
                 lines = log.read_text(errors="replace").strip().splitlines() or ["it left without a word"]
                 raise StoreError(f"no private daemon: {lines[-1].removeprefix('kvcache: ')}")
@@ -183,7 +183,7 @@ def _start(
                 with suppress(ProcessLookupError):
                     os.kill(int(number), signal.SIGKILL)
                 raise StoreError(f"no private daemon: it did not listen in time; see {log}")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
     finally:
         os.close(alive)
 
@@ -196,36 +196,37 @@ def _ended(alive: int) -> bool:
         return False
 
 
-def _decides(name: str) -> bool:
+def _affects_cache(name: str) -> bool:
     """Whether a setting makes one cache another than the next: not what is said, to whom and where."""
     return name.partition(".")[0] not in ("control", "daemon", "log", "trace")
 
 
-def _private_owner(runtime: Path, directories: Sequence[Path]) -> Path | None:
+def _private_daemon_of(runtime: Path, directories: Sequence[Path]) -> Path | None:
     """The socket of the private daemon that has one of these NVMe directories; None where nobody has, or another."""
     for directory in directories:
         lock = directory / "LOCK"
-        named = Path(_text(lock).rpartition(SCHEME)[2])
-        if named.parent == runtime and named.name.startswith(_STEM) and _process_of(lock):
+        named = Path(_read_text(lock).rpartition(UNIX_SCHEME)[2])
+        if named.parent == runtime and named.name.startswith(_FILE_PREFIX) and _process_of(lock):
             return named
     return None
 
 
-def _shared(owner: Path, given: Mapping[str, str]) -> Path:
+def _check_shareable(owner: Path, given: Mapping[str, str]) -> Path:
     """StoreError where its daemon was started with other settings than are given here, or nobody can tell."""
-    file = _given_file(owner)
+    file = _settings_file(owner)
     try:
-        theirs = dict(json.loads(file.read_text()))
+        running_settings = dict(json.loads(file.read_text()))
     except (OSError, ValueError, TypeError) as error:
         raise StoreError(
-            f"another engine's daemon ({SCHEME}{owner}) has the NVMe directory, and its settings cannot be read from "
+            f"another engine's daemon ({UNIX_SCHEME}{owner}) has the NVMe directory, and its settings "
+            f"cannot be read from "
             f"{file} ({error}): end that daemon, or give an nvme.path of its own"
         ) from None
-    other = sorted(name for name in {*theirs, *given} if theirs.get(name) != given.get(name))
+    other = sorted(name for name in {*running_settings, *given} if running_settings.get(name) != given.get(name))
     if other:
         raise StoreError(
-            f"another engine's daemon ({SCHEME}{owner}) has the NVMe directory, with {other[0]} = "
-            f"{theirs.get(other[0], 'the default')} and not {given.get(other[0], 'the default')}: "
+            f"another engine's daemon ({UNIX_SCHEME}{owner}) has the NVMe directory, with {other[0]} = "
+            f"{running_settings.get(other[0], 'the default')} and not {given.get(other[0], 'the default')}: "
             "give the same settings to share it, or an nvme.path of its own"
         )
     _log.info("shares %s, which has the same NVMe directory and settings", owner)
@@ -235,11 +236,11 @@ def _shared(owner: Path, given: Mapping[str, str]) -> Path:
 def _process_of(lock: Path) -> int | None:
     """Which process a lock's file names, if it runs. The lock itself is not tried: whoever opens the directory at that
     moment would be refused."""
-    number = _PROCESS.search(_text(lock))
-    return int(number[0]) if number is not None and running(int(number[0])) else None
+    number = _PID_PATTERN.search(_read_text(lock))
+    return int(number[0]) if number is not None and is_running(int(number[0])) else None
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -250,14 +251,14 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.lock")
 
 
-def _given_file(path: Path) -> Path:
+def _settings_file(path: Path) -> Path:
     """What was set otherwise than by default, as text, by name."""
     return path.with_suffix(".json")
 
 
-def _tell_given(path: Path, given: Mapping[str, str]) -> None:
+def _write_settings(path: Path, given: Mapping[str, str]) -> None:
     """Whole or not at all: others compare it with theirs."""
-    file = _given_file(path)
+    file = _settings_file(path)
     new = file.with_suffix(".new")
     new.write_text(json.dumps(given))
     new.replace(file)
@@ -265,9 +266,9 @@ def _tell_given(path: Path, given: Mapping[str, str]) -> None:
 
 def _sweep(directory: Path) -> None:
     """Remove what the daemons of ended engines left behind."""
-    for left in directory.glob(f"{_STEM}*.log"):
-        path = left.with_suffix(".socket")
-        if not answers(path) and _process_of(_lock_of(path)) is None:
-            for name in (path, left, _lock_of(path), _given_file(path), path.with_suffix(".new")):
+    for log_path in directory.glob(f"{_FILE_PREFIX}*.log"):
+        path = log_path.with_suffix(".socket")
+        if not is_listening(path) and _process_of(_lock_of(path)) is None:
+            for name in (path, log_path, _lock_of(path), _settings_file(path), path.with_suffix(".new")):
                 with suppress(OSError):
                     name.unlink()

@@ -20,27 +20,27 @@ from typing import Any
 
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
-from kvcache.cache.api import Bound, FlushReport, TierFlush, check_shards, check_ttl
-from kvcache.daemon.client.connection import Link, Route, Token, UnixRoute
+from kvcache.cache.api import FlushReport, NamespaceHandle, TierFlush, check_shards, check_ttl
+from kvcache.daemon.client.connection import Connection, Endpoint, TokenSource, UnixEndpoint
 from kvcache.daemon.client.request import RemoteBound
-from kvcache.daemon.client.transfer import Stagings
-from kvcache.daemon.discovery import socket_of
-from kvcache.daemon.protocol import FLUSH_S, ProtocolError, answer, read_report
-from kvcache.daemon.server.tcp import TcpRoute
-from kvcache.daemon.shm import Mappings
+from kvcache.daemon.client.transfer import StagingPool
+from kvcache.daemon.discovery import parse_unix_address
+from kvcache.daemon.protocol import MAX_FLUSH_S, ProtocolError, parse_reply, read_report
+from kvcache.daemon.server.tcp import TcpEndpoint
+from kvcache.daemon.shm import SlabMappings
 from kvcache.errors import ClosedError, ConfigError, KVCacheError, UnreachableError
-from kvcache.index.kv_events import Change, Told
+from kvcache.index.kv_events import EventBatch, KVEvent
 from kvcache.log import logger
-from kvcache.os_env import Port
-from kvcache.transfer.copier import Copiers
+from kvcache.os_env import OsEnv
+from kvcache.transfer.copier import CopierRegistry
 
-PATIENCE_S = 1.0
+CONTROL_TIMEOUT_S = 1.0
 """For an answer on the connection of control, which an engine's scheduler waits for."""
-GLANCE_S = 0.005
+ANNOUNCE_TIMEOUT_S = 0.005
 """For what an engine's thread says before it goes on."""
-CLOSE_S = 30.0
+CLOSE_TIMEOUT_S = 30.0
 """For what was stored to be where it is meant for, when an engine ends."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
+MIN_RECONNECT_PAUSE_S, MAX_RECONNECT_PAUSE_S = 0.01, 1.0
 """Between attempts to reach a daemon that is gone."""
 
 DEFAULT_TENANT = "default"
@@ -54,25 +54,25 @@ class RemoteCache:
 
     def __init__(
         self,
-        route: Route,
+        endpoint: Endpoint,
         *,
         engine: str = "",
         deadline_s: float = 2.0,
-        patience_s: float = PATIENCE_S,
+        patience_s: float = CONTROL_TIMEOUT_S,
         threads: int = 2,
-        port: Port | None = None,
+        os_env: OsEnv | None = None,
     ) -> None:
         """`engine` names the engine that this process is a part of: its ranks join each other's requests by their ids,
         and no other engine's. UnreachableError where no daemon listens,
         AccessError where it does not let us in."""
         if "/" in engine or len(engine) > 256:
             raise ConfigError(f"engine = {engine!r:.60}: expected a name of at most 256 characters without '/'")
-        self.route, self.engine, self.deadline_s, self.patience_s = route, engine, deadline_s, patience_s
-        self.port = port or Port()
-        self.executor = self.port.executor(threads, "copy")
-        self._background = self.port.executor(1, "map")
-        self.copiers = Copiers(self._background.submit)
-        self.stagings = Stagings(self.copiers)
+        self.endpoint, self.engine, self.deadline_s, self.patience_s = endpoint, engine, deadline_s, patience_s
+        self.os_env = os_env or OsEnv()
+        self.executor = self.os_env.executor(threads, "copy")
+        self._background = self.os_env.executor(1, "map")
+        self.copiers = CopierRegistry(self._background.submit)
+        self.staging_pool = StagingPool(self.copiers)
         self.prefix = uuid.uuid4().hex[:8]  # of the ids of requests that are given none
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -80,16 +80,16 @@ class RemoteCache:
         self._flushed = FlushReport(fault="the cache is being closed")  # by `close`
         self._pid = os.getpid()
         self._retrying = False
-        self._moving = 0
-        self._moved = threading.Condition()
+        self._transfers_running = 0
+        self._transfers_changed = threading.Condition()
         self._announced = self._flushed_stores = 0  # stores that were begun, and those that a true flush covered
-        self._life, self._doubt = "", ""  # of the daemon's memory, and why blocks in it may be lost
+        self._ttl, self._doubt = "", ""  # of the daemon's memory, and why blocks in it may be lost
         self._facts: dict[str, Any] = {}  # that the daemon adds to a namespace's own
         self._tenant = ""  # as which we came in
-        self.apart = False
+        self.isolates_tenants = False
         """Whether the daemon binds what we call blocks to the namespace, since it keeps tenants apart."""
-        self.link: Link | None = self._connect()
-        self._life = self.link.life
+        self.connection: Connection | None = self._connect()
+        self._ttl = self.connection.life
         self.numbers = iter(range(1, 1 << 62))
         _OPEN.add(self)
 
@@ -122,8 +122,8 @@ class RemoteCache:
         )
         bound = RemoteBound(self, namespace, held, ranks, check_ttl(ttl_s))
         try:
-            with self.asking() as link:
-                bound.number(link)
+            with self.connected() as connection:
+                bound.number(connection)
         except UnreachableError as error:  # it is bound when the daemon is back
             _log.debug("not bound yet: %s", error)
         return bound
@@ -132,18 +132,18 @@ class RemoteCache:
         if self._closed.is_set():
             return self._flushed
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._moved:
-            if not self._moved.wait_for(lambda: self._moving == 0, timeout_s):
-                return FlushReport(fault=f"{self._moving} transfers of this process have not ended")
+        with self._transfers_changed:
+            if not self._transfers_changed.wait_for(lambda: self._transfers_running == 0, timeout_s):
+                return FlushReport(fault=f"{self._transfers_running} transfers of this process have not ended")
         report, announced = FlushReport(), self._announced
         try:
             while True:
                 began = time.monotonic()
-                left = FLUSH_S if end is None else max(0.0, min(FLUSH_S, end - began))
-                answered = read_report(self.ask_apart("flush", left, {"timeout_s": left}))
+                remaining_s = MAX_FLUSH_S if end is None else max(0.0, min(MAX_FLUSH_S, end - began))
+                answered = read_report(self.long_call("flush", remaining_s, {"timeout_s": remaining_s}))
                 report = _after(report, answered)
                 waits = answered.fault or any(tier.waiting or not tier.synced for tier in answered.tiers.values())
-                if not waits or left < FLUSH_S or time.monotonic() - began < FLUSH_S:
+                if not waits or remaining_s < MAX_FLUSH_S or time.monotonic() - began < MAX_FLUSH_S:
                     break
         except KVCacheError as error:
             return replace(report, fault=str(error))
@@ -156,32 +156,32 @@ class RemoteCache:
     def stats(self) -> dict[str, Any]:
         """The daemon's; where it does not answer, `unreachable` says why."""
         try:
-            with self.asking() as link:
-                return link.ask("stats")
+            with self.connected() as connection:
+                return connection.call("stats")
         except KVCacheError as error:
             return {"tiers": {}, "unreachable": str(error)}
 
-    def changes(self, after: int | None, bounds: Sequence[Bound]) -> Told:
+    def kv_events(self, after: int | None, bounds: Sequence[NamespaceHandle]) -> EventBatch:
         """Where the daemon does not answer, nothing: the next answer says what was lost."""
         try:
-            with self.asking() as link:
-                numbers = [bound.number(link) for bound in bounds if isinstance(bound, RemoteBound)]
-            told = self.ask_apart("changes", self.patience_s, {"after": after, "namespaces": numbers})
+            with self.connected() as connection:
+                numbers = [bound.number(connection) for bound in bounds if isinstance(bound, RemoteBound)]
+            reply = self.long_call("changes", self.patience_s, {"after": after, "namespaces": numbers})
         except KVCacheError as error:
             _log.debug("no changes: %s", error)
-            return Told(-1 if after is None else after, lost=False, changes=())
-        changes = [
-            Change(kind, tier, namespace, group, tuple(shard), parent, signatures)
-            for kind, tier, namespace, group, shard, parent, signatures in told["changes"]
+            return EventBatch(-1 if after is None else after, lost=False, kv_events=())
+        kv_events = [
+            KVEvent(kind, tier, namespace, group, tuple(shard), parent, signatures)
+            for kind, tier, namespace, group, shard, parent, signatures in reply["changes"]
         ]
-        return Told(told["next"], told["lost"], changes)
+        return EventBatch(reply["next"], reply["lost"], kv_events)
 
     def check(self) -> list[str]:
         """The daemon's audit of all of it."""
         if self._closed.is_set():
             return []
         try:
-            return [str(fault) for fault in self.ask_apart("check", None, {})["faults"]]
+            return [str(fault) for fault in self.long_call("check", None, {})["faults"]]
         except KVCacheError as error:
             return [f"the daemon cannot be asked: {error}"]
 
@@ -190,14 +190,14 @@ class RemoteCache:
         if self._closed.is_set():
             return self._flushed
         self.executor.close()
-        self._flushed = self.flush(CLOSE_S)
+        self._flushed = self.flush(CLOSE_TIMEOUT_S)
         self._closed.set()
         self._background.close()
         self.copiers.close()
         with self._lock:
-            link, self.link = self.link, None
-        if link is not None:
-            link.close()
+            connection, self.connection = self.connection, None
+        if connection is not None:
+            connection.close()
         return self._flushed
 
     def __enter__(self) -> RemoteCache:
@@ -212,133 +212,146 @@ class RemoteCache:
 
     def wait_reachable(self, timeout_s: float | None = None) -> bool:
         """Until the daemon answers; for programs that would rather wait than compute."""
-        with suppress(UnreachableError), self.asking():
+        with suppress(UnreachableError), self.connected():
             return True
         with self._changed:
-            return self._changed.wait_for(lambda: self.link is not None, timeout_s)
+            return self._changed.wait_for(lambda: self.connection is not None, timeout_s)
 
     def check_open(self) -> None:
         if self._closed.is_set():
             raise ClosedError("this cache was closed; open another one")
 
     @contextmanager
-    def asking(self) -> Iterator[Link]:
+    def connected(self) -> Iterator[Connection]:
         """The session, for the time of a few questions. Where the daemon does not answer, UnreachableError, at once
         until it was reached again."""
         with self._lock:
-            link = self.link
-            if link is not None and link.wire.ended:  # restarted since it was last asked, perhaps: then nobody notices
-                self.lose(link, UnreachableError("the connection ended"))
+            connection = self.connection
+            if (
+                connection is not None and connection.wire.hung_up
+            ):  # restarted since it was last asked, perhaps: then nobody notices
+                self.mark_lost(connection, UnreachableError("the connection ended"))
                 with suppress(KVCacheError):
-                    self._found(self._connect())
-                link = self.link
-            if link is None:
-                self._reach_again()
-                raise UnreachableError(f"{self.route}: the daemon does not answer")
+                    self._set_connection(self._connect())
+                connection = self.connection
+            if connection is None:
+                self._start_reconnecting()
+                raise UnreachableError(f"{self.endpoint}: the daemon does not answer")
             try:
-                yield link
+                yield connection
             except (UnreachableError, ProtocolError) as error:
-                self.lose(link, error)
+                self.mark_lost(connection, error)
                 raise
 
-    def announce(self, store: int) -> bool:
+    def announce_store(self, store: int) -> bool:
         """Whether the daemon was told that a store of this number begins: only where the session is there and takes it
         at once, since an engine's thread waits for nobody and reaches for nobody."""
-        self._announced += self.link is not None
-        if not self._lock.acquire(timeout=GLANCE_S):
+        self._announced += self.connection is not None
+        if not self._lock.acquire(timeout=ANNOUNCE_TIMEOUT_S):
             return False
         try:
-            link = self.link
-            if link is None or not link.hears_stores or link.wire.ended or not link.wire.writable(GLANCE_S):
+            connection = self.connection
+            if (
+                connection is None
+                or not connection.accepts_store_notices
+                or connection.wire.hung_up
+                or not connection.wire.writable(ANNOUNCE_TIMEOUT_S)
+            ):
                 return False
             try:
-                link.tell("storing", store=store)
+                connection.post("storing", store=store)
             except (UnreachableError, ProtocolError) as error:
-                self.lose(link, error)
+                self.mark_lost(connection, error)
                 return False
             return True
         finally:
             self._lock.release()
 
-    def lose(self, link: Link, error: KVCacheError) -> None:
+    def mark_lost(self, connection: Connection, error: KVCacheError) -> None:
         """It is of no more use; try to reach the daemon again, in the background."""
         with self._lock:
-            if self.link is not link or self._closed.is_set():
+            if self.connection is not connection or self._closed.is_set():
                 return
             _log.warning(
-                "%s: the daemon is lost (%s); until it is back nothing is found and nothing kept", self.route, error
+                "%s: the daemon is lost (%s); until it is back nothing is found and nothing kept", self.endpoint, error
             )
-            self.link = None
-            link.close()
-            self._reach_again()
+            self.connection = None
+            connection.close()
+            self._start_reconnecting()
 
-    def _reach_again(self) -> None:
+    def _start_reconnecting(self) -> None:
         """In the background, until it is reached. Where the system gives no thread, whoever asks next tries anew."""
         if self._retrying or self._closed.is_set():
             return
         self._retrying = True
         try:
-            threading.Thread(target=self._retry, name="kvcache-reconnect", daemon=True).start()
+            threading.Thread(target=self._reconnect, name="kvcache-reconnect", daemon=True).start()
         except RuntimeError:
             self._retrying = False
 
-    def moves(self) -> None:
+    def transfer_started(self) -> None:
         """A transfer begins; `flush` waits until it has `moved`."""
-        with self._moved:
-            self._moving += 1
+        with self._transfers_changed:
+            self._transfers_running += 1
 
-    def moved(self) -> None:
-        with self._moved:
-            self._moving -= 1
-            self._moved.notify_all()
+    def transfer_ended(self) -> None:
+        with self._transfers_changed:
+            self._transfers_running -= 1
+            self._transfers_changed.notify_all()
 
-    def _connect(self) -> Link:
-        link = Link(self.route, self.engine, self.patience_s, Mappings(self.copiers, self._background.submit))
-        self._facts, self._tenant, self.apart = link.facts, link.tenant, link.apart
-        return link
+    def _connect(self) -> Connection:
+        connection = Connection(
+            self.endpoint, self.engine, self.patience_s, SlabMappings(self.copiers, self._background.submit)
+        )
+        self._facts, self._tenant, self.isolates_tenants = (
+            connection.facts,
+            connection.tenant,
+            connection.isolates_tenants,
+        )
+        return connection
 
-    def _retry(self) -> None:
-        pause = FIRST_PAUSE_S
+    def _reconnect(self) -> None:
+        pause = MIN_RECONNECT_PAUSE_S
         while not self._closed.wait(pause):
             try:
-                link = self._connect()
+                connection = self._connect()
             except Exception as error:  # noqa: BLE001  whatever it is, it may be over the next time
                 _log.debug("not reached: %r", error)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
+                pause = min(2 * pause, MAX_RECONNECT_PAUSE_S)
                 continue
             with self._lock:
                 self._retrying = False
-                if self.link is None and not self._closed.is_set():
-                    self._found(link)
+                if self.connection is None and not self._closed.is_set():
+                    self._set_connection(connection)
                     return
-            link.close()
+            connection.close()
             return
 
-    def _found(self, link: Link) -> None:
-        self.link = link
-        if self._announced > self._flushed_stores and not (link.life and link.life == self._life):
+    def _set_connection(self, connection: Connection) -> None:
+        self.connection = connection
+        if self._announced > self._flushed_stores and not (connection.life and connection.life == self._ttl):
             self._doubt = "the daemon ended after the last flush, and what it had not written then is lost"
-        self._life = link.life
+        self._ttl = connection.life
         self._changed.notify_all()
-        _log.warning("%s: reached again", self.route)
+        _log.warning("%s: reached again", self.endpoint)
 
-    def ask_apart(self, op: str, timeout_s: float | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def long_call(self, op: str, timeout_s: float | None, fields: Mapping[str, Any]) -> dict[str, Any]:
         """A question that may take long, on a connection of its own."""
-        link = self.link
-        if link is None:
-            raise UnreachableError(f"{self.route}: the daemon does not answer")
+        connection = self.connection
+        if connection is None:
+            raise UnreachableError(f"{self.endpoint}: the daemon does not answer")
         end = None if timeout_s is None else time.monotonic() + timeout_s + self.patience_s
-        with link.mover(self.patience_s) as wire:
+        with connection.transfer_wire(self.patience_s) as wire:
             wire.send({"op": op, **fields}, timeout_s=self.patience_s)
-            return answer(wire.receive(None if end is None else max(0.0, end - time.monotonic()))[0])
+            return parse_reply(wire.receive(None if end is None else max(0.0, end - time.monotonic()))[0])
 
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: the connections are the parent's, and so is what it was lent."""
         self._closed.set()
         self._lock = threading.RLock()
-        link, self.link = self.link, None
-        if link is not None:
-            for wire in (link.wire, *link.idle):
+        connection, self.connection = self.connection, None
+        if connection is not None:
+            for wire in (connection.wire, *connection.idle):
                 with suppress(OSError):
                     wire.connection.close()
 
@@ -356,37 +369,37 @@ def _after(before: FlushReport, report: FlushReport) -> FlushReport:
 _OPEN: weakref.WeakSet[RemoteCache] = weakref.WeakSet()
 
 
-def _forget_all() -> None:
+def _close_all_in_child() -> None:
     for cache in list(_OPEN):
-        cache.forget()
+        cache.close_in_child()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_close_all_in_child)
 
 
 # From what `kvcache.open` is given to a cache behind a socket.
 
-FILES = ("ca_file", "cert_file", "key_file", "server_name")
+TLS_OPTIONS = ("ca_file", "cert_file", "key_file", "server_name")
 """Of a route with TLS: whom to trust, what to show, and the name in the daemon's certificate where it is another."""
 
 
 def connect(where: str, *, token_file: str = "", **settings: Any) -> RemoteCache:
     """`token_file` holds the token to show; without one, that of the variable KVCACHE_TOKEN is shown."""
     secure = where.startswith("tls:")
-    files = {name: settings.pop(name) for name in FILES if secure and name in settings}
-    known = [name for name in inspect.signature(RemoteCache).parameters if name not in ("route", "port")]
+    files = {name: settings.pop(name) for name in TLS_OPTIONS if secure and name in settings}
+    known = [name for name in inspect.signature(RemoteCache).parameters if name not in ("endpoint", "os_env")]
     unknown = sorted(settings.keys() - known)
     if unknown:
-        known += ["token_file", *(FILES if secure else ())]
+        known += ["token_file", *(TLS_OPTIONS if secure else ())]
         raise ConfigError(
             f"{unknown[0]} = {settings[unknown[0]]!r:.60}: {where} has settings of its own; here are {', '.join(known)}"
         )
-    return RemoteCache(route_of(where, Token(token_file), **files), **settings)
+    return RemoteCache(parse_endpoint(where, TokenSource(token_file), **files), **settings)
 
 
-def route_of(where: str, token: Token | None = None, **files: str) -> Route:
+def parse_endpoint(where: str, token: TokenSource | None = None, **files: str) -> Endpoint:
     """To the daemon at `unix:PATH`, `tls://HOST:PORT` or, on loopback, `tcp://HOST:PORT`."""
-    token = token or Token()
+    token = token or TokenSource()
     if where.startswith("unix:"):
-        return UnixRoute(str(socket_of(where)), token)
-    return TcpRoute(where.partition(":")[2].removeprefix("//"), token, secure=where.startswith("tls:"), **files)
+        return UnixEndpoint(str(parse_unix_address(where)), token)
+    return TcpEndpoint(where.partition(":")[2].removeprefix("//"), token, secure=where.startswith("tls:"), **files)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvcache.daemon.protocol import VERSION, answer
-from kvcache.daemon.shm import Mappings
+from kvcache.daemon.protocol import PROTOCOL_VERSION, parse_reply
+from kvcache.daemon.shm import SlabMappings
 from kvcache.daemon.wire import Wire
 from kvcache.errors import AccessError, ConfigError, UnreachableError
 
@@ -22,7 +22,7 @@ TOKEN_VARIABLE = "KVCACHE_TOKEN"  # noqa: S105  the variable's name
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class TokenSource:
     """Where a token comes from: a file, else the variable. Never shown."""
 
     file: str = ""
@@ -41,21 +41,21 @@ class Token:
         return token
 
 
-class Route(Protocol):
+class Endpoint(Protocol):
     """Shown as text in what is said of it."""
 
     @property
-    def token(self) -> Token: ...
+    def token(self) -> TokenSource: ...
     def connect(self, timeout_s: float) -> Wire:
         """UnreachableError where nobody listens."""
 
 
 @dataclass(frozen=True, slots=True)
-class UnixRoute:
+class UnixEndpoint:
     """To a daemon of this host."""
 
     path: str
-    token: Token = Token()
+    token: TokenSource = TokenSource()
 
     def __str__(self) -> str:
         return self.path
@@ -64,25 +64,25 @@ class UnixRoute:
         return Wire.connect(self.path, timeout_s)
 
 
-class Link:
+class Connection:
     """One session with one daemon. Asked under the cache's lock."""
 
-    def __init__(self, route: Route, engine: str, patience_s: float, mappings: Mappings) -> None:
-        self.route, self.patience_s, self.mappings = route, patience_s, mappings
-        token = route.token.read()
-        self.wire = route.connect(patience_s)
+    def __init__(self, endpoint: Endpoint, engine: str, patience_s: float, mappings: SlabMappings) -> None:
+        self.endpoint, self.patience_s, self.mappings = endpoint, patience_s, mappings
+        token = endpoint.token.read()
+        self.wire = endpoint.connect(patience_s)
         try:
-            hello = self.ask("hello", version=VERSION, role="control", engine=engine, token=token)
+            hello = self.call("hello", version=PROTOCOL_VERSION, role="control", engine=engine, token=token)
             self.session: bytes = hello["session"]
             self.facts: dict[str, Any] = hello["facts"]
             self.tenant: str = hello.get("tenant", "")
-            self.apart: bool = hello.get("apart", False)
-            self.hears_stores: bool = hello.get("stores", False)
+            self.isolates_tenants: bool = hello.get("apart", False)
+            self.accepts_store_notices: bool = hello.get("stores", False)
             self.life: str = hello.get("life", "")
             self.pid: int = hello["pid"]
         except KeyError as error:
             self.wire.close()
-            raise UnreachableError(f"{route}: a hello without {error}; is it a kvcache daemon?") from None
+            raise UnreachableError(f"{endpoint}: a hello without {error}; is it a kvcache daemon?") from None
         except BaseException:
             self.wire.close()
             raise
@@ -92,31 +92,32 @@ class Link:
         self.closed = False
         self.lock = threading.Lock()
 
-    def tell(self, op: str, **fields: Any) -> None:
+    def post(self, op: str, **fields: Any) -> None:
         self.wire.send({"op": op, **fields}, timeout_s=self.patience_s)
 
-    def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+    def call(self, op: str, **fields: Any) -> dict[str, Any]:
         """The answer; the error that it tells of is raised."""
-        self.tell(op, **fields)
-        return answer(self.wire.receive(self.patience_s)[0])
+        self.post(op, **fields)
+        return parse_reply(self.wire.receive(self.patience_s)[0])
 
-    def let_go(self, count: int) -> None:
+    def unbind_oldest(self, count: int) -> None:
         """Of the namespaces used longest ago, as the next one is bound; whoever uses them binds them again."""
         for _ in range(min(count, len(self.bound))):
             self.ends.append(self.bound.popitem(last=False)[0])
 
     @contextmanager
-    def mover(self, timeout_s: float) -> Iterator[Wire]:
+    def transfer_wire(self, timeout_s: float) -> Iterator[Wire]:
         """A connection of the caller's own; closed where he leaves by an error, since the daemon may go on talking."""
         with self.lock:
             wire = self.idle.pop() if self.idle else None
         if wire is None:
-            wire = self.route.connect(self.patience_s)
+            wire = self.endpoint.connect(self.patience_s)
             try:
                 wire.send(
-                    {"op": "hello", "version": VERSION, "role": "mover", "session": self.session}, timeout_s=timeout_s
+                    {"op": "hello", "version": PROTOCOL_VERSION, "role": "mover", "session": self.session},
+                    timeout_s=timeout_s,
                 )
-                answer(wire.receive(timeout_s)[0])
+                parse_reply(wire.receive(timeout_s)[0])
             except BaseException:
                 wire.close()
                 raise

@@ -14,15 +14,22 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urljoin, urlsplit
 from urllib.request import Request, urlopen
 
-from kvcache.daemon.discovery import directories, sockets, stale
-from kvcache.daemon.protocol import ANSWER_BYTES, NOT_FOUND, REQUEST_BYTES, FrameError, receive, send
+from kvcache.daemon.discovery import find_sockets, is_stale, socket_directories
+from kvcache.daemon.protocol import (
+    MAX_REPLY_BYTES,
+    MAX_REQUEST_BYTES,
+    NOT_FOUND,
+    FrameError,
+    receive_message,
+    send_message,
+)
 from kvcache.errors import AccessError, ConfigError, KVCacheError, NotFoundError, UnreachableError
 
-TIMEOUT_S = 5.0
+COMMAND_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RunningCache:
     """A running cache: its socket, and what it says of itself; or, where it does not answer, why."""
 
     path: Path
@@ -34,15 +41,17 @@ class Found:
         return self.path.stem
 
 
-def ask(path: Path, op: str, *, timeout_s: float | None = TIMEOUT_S, **arguments: Any) -> dict[str, Any]:
+def send_command(
+    path: Path, op: str, *, timeout_s: float | None = COMMAND_TIMEOUT_S, **arguments: Any
+) -> dict[str, Any]:
     """The answer. UnreachableError where none comes; NotFoundError where nothing in the cache has the
     name that was given, KVCacheError with the cache's own words where it refuses otherwise."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
             connection.connect(os.fspath(path))
-            send(connection, {"op": op, **arguments}, most_bytes=REQUEST_BYTES, timeout_s=timeout_s)
-            answer = receive(connection, most_bytes=ANSWER_BYTES, timeout_s=timeout_s)
+            send_message(connection, {"op": op, **arguments}, max_bytes=MAX_REQUEST_BYTES, timeout_s=timeout_s)
+            answer = receive_message(connection, max_bytes=MAX_REPLY_BYTES, timeout_s=timeout_s)
     except (OSError, FrameError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UnreachableError(f"{path}: {reason}; `kvcache ps` lists the caches that run") from None
@@ -53,27 +62,27 @@ def ask(path: Path, op: str, *, timeout_s: float | None = TIMEOUT_S, **arguments
     return dict(answer["ok"])
 
 
-def find(environ: Mapping[str, str] = os.environ) -> Iterator[Found]:
+def find_caches(environ: Mapping[str, str] = os.environ) -> Iterator[RunningCache]:
     """This user's running caches. What ended processes left behind is removed on the way."""
-    for path in sockets(environ):
-        if stale(path):
+    for path in find_sockets(environ):
+        if is_stale(path):
             with suppress(OSError):
                 path.unlink()
             continue
         try:
-            yield Found(path, ask(path, "info"))
+            yield RunningCache(path, send_command(path, "info"))
         except KVCacheError as error:
-            yield Found(path, {}, str(error))
+            yield RunningCache(path, {}, str(error))
 
 
-def locate(address: str, environ: Mapping[str, str] = os.environ) -> Path:
+def find_socket(address: str, environ: Mapping[str, str] = os.environ) -> Path:
     """The socket of an address: as `kvcache ps` prints it, or a path. UnreachableError where there is none."""
     if "/" in address:
         return Path(address.removeprefix("unix:"))
-    for path in sockets(environ):
+    for path in find_sockets(environ):
         if path.stem == address:
             return path
-    places = ", ".join(map(str, directories(environ)))
+    places = ", ".join(map(str, socket_directories(environ)))
     raise UnreachableError(f"{address}: no such socket in {places}; `kvcache ps` lists the caches that run")
 
 
@@ -82,7 +91,7 @@ def locate(address: str, environ: Mapping[str, str] = os.environ) -> Path:
 HTTP_TIMEOUT_S = 30.0
 
 
-def visit(
+def fetch_json(
     url: str, path: str, token_file: Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
     """The answer. AccessError where the token will not do, UnreachableError where no page of ours answers."""
@@ -93,22 +102,22 @@ def visit(
     request = Request(urljoin(url if url.endswith("/") else url + "/", path), headers=headers)  # noqa: S310  checked
     try:
         with urlopen(request, timeout=HTTP_TIMEOUT_S) as answer:  # noqa: S310  the same
-            told = json.load(answer)
+            document = json.load(answer)
     except HTTPError as error:
         with error:
-            said = error.read(4096).decode("utf-8", "replace")
+            error_body = error.read(4096).decode("utf-8", "replace")
         if error.code in {401, 403}:
-            raise AccessError(f"{url}: {_why(said)}") from None
-        raise UnreachableError(f"{url}: {error.code}, {_why(said)}") from None
+            raise AccessError(f"{url}: {_error_text(error_body)}") from None
+        raise UnreachableError(f"{url}: {error.code}, {_error_text(error_body)}") from None
     except (URLError, OSError, ValueError) as error:
         raise UnreachableError(f"{url}: {getattr(error, 'reason', error)}; is it a daemon's page?") from None
-    if not isinstance(told, dict) or "time" not in told:
+    if not isinstance(document, dict) or "time" not in document:
         raise UnreachableError(f"{url}: an answer that is none of ours; is it a daemon's page?")
-    return told
+    return document
 
 
-def _why(said: str) -> str:
+def _error_text(error_body: str) -> str:
     try:
-        return str(json.loads(said)["error"])
+        return str(json.loads(error_body)["error"])
     except (ValueError, TypeError, KeyError):
         return "no reason was given"

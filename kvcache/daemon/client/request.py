@@ -14,17 +14,17 @@ from kvcache.block.layout import Shard
 from kvcache.block.namespace import Namespace
 from kvcache.cache.api import Extras, Hit, PageIds, check_origin, check_transfer, check_ttl
 from kvcache.cache.operation import BlockTransfer
-from kvcache.cache.slot_copy import PagesMover
-from kvcache.daemon.client.transfer import Taker
-from kvcache.daemon.protocol import FRAME_BYTES, NAMESPACES, describe_shards
+from kvcache.cache.slot_copy import PagesSlotCopy
+from kvcache.daemon.client.transfer import TransferTask
+from kvcache.daemon.protocol import MAX_CLIENT_NAMESPACES, MAX_FRAME_BYTES, describe_shards
 from kvcache.errors import KVCacheError
-from kvcache.log import Work, logger
+from kvcache.log import RequestContext, logger
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
 
 if TYPE_CHECKING:
     from kvcache.daemon.client.cache import RemoteCache
-    from kvcache.daemon.client.connection import Link
+    from kvcache.daemon.client.connection import Connection
 
 UNREACHABLE = "unreachable"
 """The reason of a match that nobody answered."""
@@ -45,23 +45,23 @@ class RemoteBound:
         self.id = namespace.id
         """As the daemon has it, which adds what it does to blocks: known from its first answer on."""
         self._ranks, self.ttl_s = ranks, ttl_s
-        self._number: tuple[Link, int] | None = None
+        self._number: tuple[Connection, int] | None = None
 
-    def number(self, link: Link) -> int:
+    def number(self, connection: Connection) -> int:
         """What this session calls it."""
-        if self._number is None or self._number[0] is not link or self._number[1] not in link.bound:
-            link.let_go(len(link.bound) - NAMESPACES + 1)
-            told = self._bind(link)
-            link.ends.clear()
-            self.id = told["id"]
-            self._number = link, told["namespace"]
-            link.bound[self._number[1]] = None
-        link.bound.move_to_end(self._number[1])
+        if self._number is None or self._number[0] is not connection or self._number[1] not in connection.bound:
+            connection.unbind_oldest(len(connection.bound) - MAX_CLIENT_NAMESPACES + 1)
+            reply = self._bind(connection)
+            connection.ends.clear()
+            self.id = reply["id"]
+            self._number = connection, reply["namespace"]
+            connection.bound[self._number[1]] = None
+        connection.bound.move_to_end(self._number[1])
         return self._number[1]
 
-    def _bind(self, link: Link) -> dict[str, Any]:
+    def _bind(self, connection: Connection) -> dict[str, Any]:
         n = self.namespace
-        return link.ask(
+        return connection.call(
             "namespace",
             layout=n.layout.describe(),
             model=n.model,
@@ -72,11 +72,11 @@ class RemoteBound:
             facts=dict(n.facts),
             shards=describe_shards(self.shards),
             ranks=None if self._ranks is None else [describe_shards(of_rank) for of_rank in self._ranks],
-            ends=list(link.ends),
+            ends=list(connection.ends),
         )
 
-    def known_as(self, signature: bytes) -> bytes:
-        return bind_signatures(self.id, signature) if self.cache.apart else signature
+    def event_signature(self, signature: bytes) -> bytes:
+        return bind_signatures(self.id, signature) if self.cache.isolates_tenants else signature
 
     def request(
         self,
@@ -88,45 +88,50 @@ class RemoteBound:
         deadline_s: float | None = None,
     ) -> RemoteRequest:
         made = RemoteRequest(self, id or f"{self.cache.prefix}-{next(self.cache.numbers)}", deadline_s)
-        made.work, made.ttl_s = Work.of(made.id, agent, session), check_ttl(self.ttl_s if ttl_s is None else ttl_s)
+        made.work, made.ttl_s = (
+            RequestContext.of(made.id, agent, session),
+            check_ttl(self.ttl_s if ttl_s is None else ttl_s),
+        )
         made.open()
         return made
 
     def computed(self, tokens: int, seconds: float) -> None:
         try:
-            with self.cache.asking() as link:
-                link.tell("computed", namespace=self.number(link), tokens=tokens, seconds=seconds)
+            with self.cache.connected() as connection:
+                connection.post("computed", namespace=self.number(connection), tokens=tokens, seconds=seconds)
         except KVCacheError as error:
             _log.debug("not told: %s", error)
 
     def clear(self) -> int:
         try:
-            with self.cache.asking() as link:
-                number = self.number(link)
-            return int(self.cache.ask_apart("clear", None, {"namespace": number})["records"])
+            with self.cache.connected() as connection:
+                number = self.number(connection)
+            return int(self.cache.long_call("clear", None, {"namespace": number})["records"])
         except KVCacheError as error:
             _log.warning("not cleared: %s", error)
             return 0
 
     def join(self, id: str) -> RemoteRequest:
         joined = RemoteRequest(self, id, None, joined=True)
-        with self.cache.asking() as link:
-            joined.number(link)
+        with self.cache.connected() as connection:
+            joined.number(connection)
         return joined
 
 
 class RemoteRequest:
     def __init__(self, bound: RemoteBound, id: str, deadline_s: float | None, *, joined: bool = False) -> None:
-        self.id, self.work, self.ttl_s = id, Work(id), bound.ttl_s
+        self.id, self.work, self.ttl_s = id, RequestContext(id), bound.ttl_s
         self._bound, self._cache = bound, bound.cache
         self._deadline_s = bound.cache.deadline_s if deadline_s is None else deadline_s
         self._joined = joined
-        self._ids = b""  # of a prompt not all of which was found, until the daemon is told, so that it can explain
-        self._known = 0  # blocks of a joined request, when it was last asked
+        self._unreported_ids = (
+            b""  # of a prompt not all of which was found, until the daemon is told, so that it can explain
+        )
+        self._known_blocks = 0  # blocks of a joined request, when it was last asked
         self._chain = Chain(bound.id, bound.layout.block_tokens)
         self._number = next(bound.cache.numbers)
-        self._link: weakref.ref[Link] | None = None  # the session that knows this request
-        self._moving = 0  # transfers under way
+        self._connection: weakref.ref[Connection] | None = None  # the session that knows this request
+        self._transfers_running = 0  # transfers under way
         self._closed = False
         self._lock = threading.Lock()
 
@@ -135,8 +140,8 @@ class RemoteRequest:
         if not self._joined:
             return self._chain.signatures
         try:
-            with self._cache.asking() as link:
-                packed = link.ask("signatures", request=self.number(link))["signatures"]
+            with self._cache.connected() as connection:
+                packed = connection.call("signatures", request=self.number(connection))["signatures"]
         except KVCacheError:
             packed = b""
         return Signatures(packed)
@@ -144,27 +149,27 @@ class RemoteRequest:
     def open(self) -> None:
         """Let the daemon know of it, so that others can join; where it cannot be told now, it is later."""
         try:
-            with self._cache.asking() as link:
-                self.number(link)
+            with self._cache.connected() as connection:
+                self.number(connection)
         except KVCacheError as error:
             _log.debug("request %s is not known to the daemon yet: %s", self.id, error)
 
-    def number(self, link: Link, *, tell: bool = True) -> int:
-        """What this session calls it; opened, or joined, where the session does not know it yet. `tell`: also its
+    def number(self, connection: Connection, *, resend: bool = True) -> int:
+        """What this session calls it; opened, or joined, where the session does not know it yet. `resend`: also its
         signatures, where it was open in another session before."""
-        if self._link is None or self._link() is not link:
-            fields = {"request": self._number, "namespace": self._bound.number(link), "id": self.id}
+        if self._connection is None or self._connection() is not connection:
+            fields = {"request": self._number, "namespace": self._bound.number(connection), "id": self.id}
             if self._joined:
-                self._known = link.ask("join", **fields)["blocks"]
+                self._known_blocks = connection.call("join", **fields)["blocks"]
             else:
                 named = {"agent": self.work.agent, "session": self.work.session}
-                link.tell("open", **fields, deadline_s=self._deadline_s, ttl_s=self.ttl_s, **named)
-                if tell and self._chain.packed and self._chain.namespace_id == self._bound.id:
-                    link.ask("match", request=self._number, **self._told())
-            self._link = weakref.ref(link)
+                connection.post("open", **fields, deadline_s=self._deadline_s, ttl_s=self.ttl_s, **named)
+                if resend and self._chain.packed and self._chain.namespace_id == self._bound.id:
+                    connection.call("match", request=self._number, **self._chain_fields())
+            self._connection = weakref.ref(connection)
         return self._number
 
-    def _told(self) -> dict[str, Any]:
+    def _chain_fields(self) -> dict[str, Any]:
         """The chain as a message has it."""
         chain = self._chain
         return {"signatures": chain.packed, "head": None if chain.head == chain.namespace_id else chain.head}
@@ -179,26 +184,26 @@ class RemoteRequest:
     ) -> Hit:
         check_origin(self._joined or None, token_ids, digests)
         bound, block_tokens = self._bound, self._bound.layout.block_tokens
-        anew = digests is not None or token_ids is not None
+        is_new_prompt = digests is not None or token_ids is not None
         if digests is not None:
             self._chain = Chain.from_digests(bound.id, digests, block_tokens, after=after)
         elif token_ids is not None:
             chain = Chain(bound.id, block_tokens)
             chain.extend(token_ids, extras)
             self._chain = chain
-        fields = self._told() if anew else {}
+        fields = self._chain_fields() if is_new_prompt else {}
         try:
-            with self._cache.asking() as link:
-                told = link.ask("match", request=self.number(link, tell=not anew), **fields)
-                blocks = int(told["blocks"])
-                if anew:
-                    self._ids = b"" if blocks == len(self._chain.signatures) else self._packed(token_ids)
+            with self._cache.connected() as connection:
+                reply = connection.call("match", request=self.number(connection, resend=not is_new_prompt), **fields)
+                blocks = int(reply["blocks"])
+                if is_new_prompt:
+                    self._unreported_ids = b"" if blocks == len(self._chain.signatures) else self._packed(token_ids)
                 return Hit(
                     tokens=blocks * block_tokens,
                     blocks=blocks,
-                    by_tier=told["by_tier"],
-                    reason=told["reason"],
-                    pending=told["pending"],
+                    by_tier=reply["by_tier"],
+                    reason=reply["reason"],
+                    pending=reply["pending"],
                 )
         except KVCacheError as error:
             _log.debug("no match: %s", error)
@@ -216,20 +221,20 @@ class RemoteRequest:
         if len(self._chain.packed) == before:
             return
         try:
-            with self._cache.asking() as link:
-                if self._link is None or self._link() is not link:
-                    self.number(link)  # which tells all of it
+            with self._cache.connected() as connection:
+                if self._connection is None or self._connection() is not connection:
+                    self.number(connection)  # which tells all of it
                 else:
-                    link.ask("extend", request=self._number, signatures=self._chain.packed[before:])
+                    connection.call("extend", request=self._number, signatures=self._chain.packed[before:])
         except KVCacheError as error:
-            self._link = None
+            self._connection = None
             _log.debug("not extended: %s", error)
 
     def admit(self) -> None:
         try:
-            with self._cache.asking() as link:
-                ids, self._ids = self._ids, b""
-                link.ask("admit", request=self.number(link), **({"ids": ids} if ids else {}))
+            with self._cache.connected() as connection:
+                ids, self._unreported_ids = self._unreported_ids, b""
+                connection.call("admit", request=self.number(connection), **({"ids": ids} if ids else {}))
         except KVCacheError as error:
             _log.debug("not admitted: %s", error)
 
@@ -238,7 +243,7 @@ class RemoteRequest:
         if token_ids is None:
             return b""
         ids = tokens(token_ids)[: len(self._chain.signatures) * self._bound.layout.block_tokens]
-        return ids.tobytes() if ids.nbytes <= FRAME_BYTES // 2 else b""
+        return ids.tobytes() if ids.nbytes <= MAX_FRAME_BYTES // 2 else b""
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> BlockTransfer:
         return self._move("load", pages, page_ids, first_block, blocks)
@@ -250,53 +255,55 @@ class RemoteRequest:
         self._cache.check_open()
         known = len(self._chain.signatures)
         if self._joined:
-            if end > self._known:
-                self._known = len(self.signatures)
-            known = self._known
+            if end > self._known_blocks:
+                self._known_blocks = len(self.signatures)
+            known = self._known_blocks
         check_transfer(self._bound.layout, self._bound.shards, pages, page_ids, first, end, known)
         transfer = BlockTransfer(end - first)
-        mover = PagesMover(self._cache.copiers, pages, page_ids)
+        mover = PagesSlotCopy(self._cache.copiers, pages, page_ids)
         sizes = [p.block_bytes for p in pages]
         with self._lock:
-            self._moving += 1
-        self._cache.moves()
+            self._transfers_running += 1
+        self._cache.transfer_started()
         store = self._announce() if op == "store" else 0
-        taker = Taker(self._cache, self, op, first, end, sizes, mover, transfer, self._deadline_s, store)
+        task = TransferTask(self._cache, self, op, first, end, sizes, mover, transfer, self._deadline_s, store)
         try:
-            self._cache.executor.submit(taker.run)
+            self._cache.executor.submit(task.run)
         except RuntimeError as error:  # another thread closes the cache, or the system gives no thread
             _log.debug("a %s cannot begin: %s", op, error)
-            taker.over(Outcome.FAILED)
+            task.finish(Outcome.FAILED)
         return transfer
 
     def _announce(self) -> int:
         """The daemon hears of a store before the engine goes on, so that a flush which anybody asks for then waits for
         it; its number, 0 where the daemon cannot be told at once."""
         number = next(self._cache.numbers)
-        return number if self._cache.announce(number) else 0
+        return number if self._cache.announce_store(number) else 0
 
-    def moved(self, store: int) -> None:
+    def transfer_ended(self, store: int) -> None:
         """A transfer has ended; `store` is the number by which it was announced, if it was."""
         with self._lock:
-            self._moving -= 1
-        self._say_over(store)
+            self._transfers_running -= 1
+        self._report_finished(store)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-        self._say_over(0)
+        self._report_finished(0)
 
-    def _say_over(self, store: int) -> None:
+    def _report_finished(self, store: int) -> None:
         """Of a store; and of the request, once no transfer is under way any more, which would not find it."""
         with self._lock:
-            over = self._closed and not self._moving
+            over = self._closed and not self._transfers_running
         if not store and not over:
             return
-        with suppress(KVCacheError), self._cache.asking() as link:
-            if store and link.hears_stores:
-                link.tell("stored", store=store)
-            if over and self._link is not None and self._link() is link:  # else its session is over, and so is it
-                link.tell("close", request=self._number)
+        with suppress(KVCacheError), self._cache.connected() as connection:
+            if store and connection.accepts_store_notices:
+                connection.post("stored", store=store)
+            if (
+                over and self._connection is not None and self._connection() is connection
+            ):  # else its session is over, and so is it
+                connection.post("close", request=self._number)
 
     def __enter__(self) -> RemoteRequest:
         return self

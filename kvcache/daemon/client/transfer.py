@@ -16,15 +16,15 @@ from xxhash import xxh3_64_intdigest
 
 from kvcache.block.record import header_area, record_bytes
 from kvcache.cache.operation import BlockTransfer
-from kvcache.cache.slot_copy import PagesMover, PlacedPart, wait_all
-from kvcache.daemon.protocol import SENT, SENT_BYTES, STORE_S, ProtocolError, answer
-from kvcache.daemon.server.slot_lease import OUTCOMES
-from kvcache.daemon.shm import Lent, Mappings
-from kvcache.daemon.wire import LateError, Wire
+from kvcache.cache.slot_copy import CopyViewPart, PagesSlotCopy, wait_all
+from kvcache.daemon.protocol import MAX_BATCH_BYTES, PAYLOAD_DTYPE, STORE_TIMEOUT_S, ProtocolError, parse_reply
+from kvcache.daemon.server.slot_lease import WIRE_OUTCOMES
+from kvcache.daemon.shm import LeasedBatch, SlabMappings
+from kvcache.daemon.wire import Wire, WireTimeoutError
 from kvcache.errors import KVCacheError, UnreachableError
-from kvcache.log import logger, working_for
+from kvcache.log import logger, request_context
 from kvcache.tier.tier import Outcome
-from kvcache.transfer.copier import Copiers
+from kvcache.transfer.copier import CopierRegistry
 
 if TYPE_CHECKING:
     from kvcache.daemon.client.cache import RemoteCache
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 # memory that is kept for that.
 
 
-class Staging:
+class StagingBuffer:
     """Memory for one batch, as records stand in slots. Whoever took it has it alone."""
 
-    def __init__(self, size_bytes: int, copiers: Copiers) -> None:
+    def __init__(self, size_bytes: int, copiers: CopierRegistry) -> None:
         self.memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.view = memoryview(self.memory)
-        copiers.came(self.view)
-        weakref.finalize(self, copiers.gone, self.view).atexit = False
+        copiers.add_region(self.view)
+        weakref.finalize(self, copiers.remove_region, self.view).atexit = False
 
 
-class Stagings:
+class StagingPool:
     """As many as transfers are under way at a time. Thread-safe."""
 
-    def __init__(self, copiers: Copiers) -> None:
+    def __init__(self, copiers: CopierRegistry) -> None:
         self._copiers = copiers
-        self._idle: list[Staging] = []
+        self._idle: list[StagingBuffer] = []
         self._lock = threading.Lock()
 
     @contextmanager
-    def take(self, size_bytes: int) -> Iterator[Staging]:
+    def acquire(self, size_bytes: int) -> Iterator[StagingBuffer]:
         with self._lock:
             fitting = [staging for staging in self._idle if len(staging.view) >= size_bytes]
             staging = fitting[0] if fitting else None
@@ -61,7 +61,7 @@ class Stagings:
                 self._idle.remove(staging)
             elif self._idle:  # too small: a larger one takes its place
                 self._idle.pop()
-        made = staging or Staging(max(SENT_BYTES, size_bytes), self._copiers)
+        made = staging or StagingBuffer(max(MAX_BATCH_BYTES, size_bytes), self._copiers)
         try:
             yield made
         finally:
@@ -70,17 +70,17 @@ class Stagings:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagingSlot:
     """Room for one record in a `Staging`."""
 
     view: memoryview
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class PayloadBatch:
     """What one message speaks of, laid out in memory."""
 
-    parts: Sequence[PlacedPart]
+    parts: Sequence[CopyViewPart]
     payloads: Sequence[memoryview]
     sums: NDArray[np.uint64]
 
@@ -101,168 +101,170 @@ class Batch:
         return np.array([xxh3_64_intdigest(payload) for payload in self.payloads], "<u8").tobytes()
 
 
-def room(packed: object, *, blocks: int, sizes: Sequence[int]) -> tuple[np.ndarray, int]:
+def parse_payload_rows(packed: object, *, blocks: int, sizes: Sequence[int]) -> tuple[np.ndarray, int]:
     """The rows of a message of a transfer of so many blocks, whose groups have payloads of these sizes, and the bytes
     that their records take. ProtocolError where it is no part of that: what a daemon says is checked like anything."""
-    if not isinstance(packed, bytes) or not packed or len(packed) % SENT.itemsize:
+    if not isinstance(packed, bytes) or not packed or len(packed) % PAYLOAD_DTYPE.itemsize:
         raise ProtocolError("payloads in no form that is known")
-    rows = np.frombuffer(packed, SENT)
+    rows = np.frombuffer(packed, PAYLOAD_DTYPE)
     if rows["block"].max() >= blocks or rows["group"].max() >= len(sizes):
         raise ProtocolError(f"payloads of blocks that were not asked for: {blocks} were")
     groups = rows["group"].tolist()
     if rows["bytes"].tolist() != [sizes[group] for group in groups]:
         raise ProtocolError("payloads of another size than those of these pages")
     total = sum(record_bytes(sizes[group]) for group in groups)
-    if total > SENT_BYTES and len(rows) > 1:
-        raise ProtocolError(f"{total} bytes behind one message: at most {SENT_BYTES} are taken")
+    if total > MAX_BATCH_BYTES and len(rows) > 1:
+        raise ProtocolError(f"{total} bytes behind one message: at most {MAX_BATCH_BYTES} are taken")
     return rows, total
 
 
-def laid_out(rows: np.ndarray, staging: Staging) -> Batch:
-    parts: list[PlacedPart] = []
+def lay_out(rows: np.ndarray, staging: StagingBuffer) -> PayloadBatch:
+    parts: list[CopyViewPart] = []
     payloads = []
     at = 0
     for block, group, _, size, _ in rows.tolist():
         end, area = at + record_bytes(size), header_area(size)
-        parts.append((block, group, Staged(staging.view[at:end])))
+        parts.append((block, group, StagingSlot(staging.view[at:end])))
         payloads.append(staging.view[at + area : at + area + size])
         at = end
-    return Batch(parts, payloads, rows["sum"])
+    return PayloadBatch(parts, payloads, rows["sum"])
 
 
 _log = logger("kvcache.daemon")
 
 
 @dataclass(slots=True)
-class Taker:
+class TransferTask:
     cache: RemoteCache
     request: RemoteRequest
     op: str
     first: int
     end: int
     sizes: Sequence[int]  # payload bytes by group
-    mover: PagesMover  # made on the engine's thread
+    mover: PagesSlotCopy  # made on the engine's thread
     transfer: BlockTransfer
     deadline_s: float
     store: int = 0  # by which the daemon was told that it begins, where it is one
-    spoilt: bool = False  # of what is to be sent over the socket, something could not be had
-    good: int = field(init=False)  # of what comes over it: nothing from this block on goes into pages
+    gather_failed: bool = False  # of what is to be sent over the socket, something could not be had
+    valid_blocks: int = field(init=False)  # of what comes over it: nothing from this block on goes into pages
 
     def __post_init__(self) -> None:
-        self.good = self.end - self.first
+        self.valid_blocks = self.end - self.first
 
     def run(self) -> None:
         """Never raises: an engine that waits for this must not fail for a fault of a cache."""
         outcome = Outcome.FAILED
-        with working_for(self.request.work):
+        with request_context(self.request.work):
             try:
                 self._run()
-            except LateError as error:
-                outcome = Outcome.LATE
+            except WireTimeoutError as error:
+                outcome = Outcome.TIMED_OUT
                 _log.debug("a %s was late: %s", self.op, error)
             except KVCacheError as error:
                 _log.debug("a %s failed: %s", self.op, error)
             except Exception:  # noqa: BLE001  law: never in the way
                 _log.exception("a %s failed", self.op)
             finally:
-                self.over(outcome)
+                self.finish(outcome)
 
-    def over(self, outcome: Outcome) -> None:
+    def finish(self, outcome: Outcome) -> None:
         """What has no outcome yet has this one; nobody waits for it any more."""
         self.transfer.settle_rest(0, outcome)
-        self.request.moved(self.store)
-        self.cache.moved()
+        self.request.transfer_ended(self.store)
+        self.cache.transfer_ended()
 
     def _run(self) -> None:
         if self.transfer.cancelled:
             self.transfer.settle_rest(0, Outcome.CANCELLED)
             return
-        with self.cache.asking() as link:
-            number = self.request.number(link)
-        timeout_s = STORE_S if self.op == "store" else self.deadline_s + self.cache.patience_s
+        with self.cache.connected() as connection:
+            number = self.request.number(connection)
+        timeout_s = STORE_TIMEOUT_S if self.op == "store" else self.deadline_s + self.cache.patience_s
         try:
-            with link.mover(self.cache.patience_s) as wire:
+            with connection.transfer_wire(self.cache.patience_s) as wire:
                 wire.send({"op": self.op, "request": number, "first": self.first, "end": self.end}, timeout_s=timeout_s)
-                self._take(wire, link.mappings, timeout_s)
-        except LateError:
+                self._run_exchange(wire, connection.mappings, timeout_s)
+        except WireTimeoutError:
             raise
         except (UnreachableError, ProtocolError) as error:
-            self.cache.lose(link, error)
+            self.cache.mark_lost(connection, error)
             raise
 
-    def _take(self, wire: Wire, mappings: Mappings, timeout_s: float) -> None:
+    def _run_exchange(self, wire: Wire, mappings: SlabMappings, timeout_s: float) -> None:
         while True:
             message, descriptors = wire.receive(timeout_s)
             if "sent" in message and self.op == "load":
-                self._sent(wire, message, timeout_s)
+                self._receive_payloads(wire, message, timeout_s)
                 continue
             if "wanted" in message and self.op == "store":
-                self._wanted(wire, message, timeout_s)
+                self._send_payloads(wire, message, timeout_s)
                 continue
             if "lent" not in message:
-                codes = answer(message)["outcomes"]
+                codes = parse_reply(message)["outcomes"]
                 break
-            lent = self._lent(message, descriptors, mappings)
+            lease = self._parse_lease(message, descriptors, mappings)
             taken = not self.transfer.cancelled and (
-                self._fill(lent.parts) if self.op == "store" else self._empty(lent, message["blocks"])
+                self._copy_from_pages(lease.parts)
+                if self.op == "store"
+                else self._copy_to_pages(lease, message["blocks"])
             )
             wire.send({"taken": taken}, timeout_s=timeout_s)
         if self.transfer.cancelled:
             self.transfer.settle_rest(0, Outcome.CANCELLED)
-        if len(codes) != self.end - self.first or max(codes, default=0) >= len(OUTCOMES):
+        if len(codes) != self.end - self.first or max(codes, default=0) >= len(WIRE_OUTCOMES):
             raise ProtocolError(f"{len(codes)} outcomes: expected {self.end - self.first}")
         for i, code in enumerate(codes):
-            self.transfer.settle(i, OUTCOMES[code])
+            self.transfer.settle(i, WIRE_OUTCOMES[code])
 
-    def _sent(self, wire: Wire, message: dict[str, Any], timeout_s: float) -> None:
+    def _receive_payloads(self, wire: Wire, message: dict[str, Any], timeout_s: float) -> None:
         """Take payloads off the socket and into pages; those of a bad block and behind it off the socket only."""
-        rows, size = room(message["sent"], blocks=self.end - self.first, sizes=self.sizes)
+        rows, size = parse_payload_rows(message["sent"], blocks=self.end - self.first, sizes=self.sizes)
         blocks = message.get("blocks")
         if not isinstance(blocks, int) or not 0 <= blocks <= self.end - self.first:
             raise ProtocolError(f"payloads of {blocks!r:.40} blocks: expected at most {self.end - self.first}")
-        with self.cache.stagings.take(size) as staging:
-            batch = laid_out(rows, staging)
+        with self.cache.staging_pool.acquire(size) as staging:
+            batch = lay_out(rows, staging)
             wire.receive_bytes(batch.payloads, timeout_s)
-            if self.transfer.cancelled or batch.first >= self.good:
+            if self.transfer.cancelled or batch.first >= self.valid_blocks:
                 return
             bad = batch.damaged()
             if bad is not None:
-                self._spoil(bad, Outcome.DAMAGED)
+                self._fail_from(bad, Outcome.DAMAGED)
             try:
-                copies = self.mover.scatter([part for part in batch.parts if part[0] < self.good])
-                self.transfer.begun(min(blocks, self.good), copies)
+                copies = self.mover.scatter([part for part in batch.parts if part[0] < self.valid_blocks])
+                self.transfer.begun(min(blocks, self.valid_blocks), copies)
                 wait_all(copies)
             except Exception:  # noqa: BLE001  what comes behind it must be taken off the socket all the same
                 _log.exception("pages could not be filled")
-                self._spoil(batch.first, Outcome.FAILED)
+                self._fail_from(batch.first, Outcome.FAILED)
                 return
-        self.transfer.settle_run(batch.first, min(blocks, self.good), Outcome.DONE)
+        self.transfer.settle_run(batch.first, min(blocks, self.valid_blocks), Outcome.DONE)
 
-    def _spoil(self, block: int, outcome: Outcome) -> None:
-        self.good = min(self.good, block)
-        self.transfer.settle_rest(self.good, outcome)
+    def _fail_from(self, block: int, outcome: Outcome) -> None:
+        self.valid_blocks = min(self.valid_blocks, block)
+        self.transfer.settle_rest(self.valid_blocks, outcome)
 
-    def _wanted(self, wire: Wire, message: dict[str, Any], timeout_s: float) -> None:
+    def _send_payloads(self, wire: Wire, message: dict[str, Any], timeout_s: float) -> None:
         """Send payloads out of pages, unless one could not be had before: then the daemon waits for no more."""
-        rows, size = room(message["wanted"], blocks=self.end - self.first, sizes=self.sizes)
-        if self.spoilt:
+        rows, size = parse_payload_rows(message["wanted"], blocks=self.end - self.first, sizes=self.sizes)
+        if self.gather_failed:
             return
-        with self.cache.stagings.take(size) as staging:
-            batch = laid_out(rows, staging)
-            if self.transfer.cancelled or not self._fill(batch.parts):
-                self.spoilt = True
+        with self.cache.staging_pool.acquire(size) as staging:
+            batch = lay_out(rows, staging)
+            if self.transfer.cancelled or not self._copy_from_pages(batch.parts):
+                self.gather_failed = True
                 wire.send({"taken": False}, timeout_s=timeout_s)
                 return
             wire.send({"taken": True, "sums": batch.packed_sums()}, timeout_s=timeout_s)
             wire.send_bytes(batch.payloads, timeout_s=timeout_s)
 
-    def _lent(self, message: dict[str, Any], descriptors: list[int], mappings: Mappings) -> Lent:
-        mappings.take_in(message.get("extents", ()), descriptors, message.get("gone", ()))
+    def _parse_lease(self, message: dict[str, Any], descriptors: list[int], mappings: SlabMappings) -> LeasedBatch:
+        mappings.map_slabs(message.get("extents", ()), descriptors, message.get("gone", ()))
         if not isinstance(message["lent"], bytes) or not isinstance(message.get("blocks"), int):
             raise ProtocolError("slots that are lent in no form that is known")
-        return mappings.lent(message["lent"], blocks=self.end - self.first, groups=len(self.sizes))
+        return mappings.parse_leases(message["lent"], blocks=self.end - self.first, groups=len(self.sizes))
 
-    def _fill(self, parts: Sequence[PlacedPart]) -> bool:
+    def _copy_from_pages(self, parts: Sequence[CopyViewPart]) -> bool:
         try:
             self.mover.gather(parts)
         except Exception:  # noqa: BLE001  the daemon waits for an answer, whatever happens here
@@ -270,22 +272,22 @@ class Taker:
             return False
         return True
 
-    def _empty(self, lent: Lent, blocks: int) -> bool:
+    def _copy_to_pages(self, lease: LeasedBatch, blocks: int) -> bool:
         """Copy, unless a slot was given out again before or meanwhile: then what was read is another's."""
-        same = lent.unchanged()
+        same = lease.unchanged()
         if same.all():
             try:
-                copies = self.mover.scatter(lent.parts)
+                copies = self.mover.scatter(lease.parts)
                 self.transfer.begun(blocks, copies)
                 wait_all(copies)
             except Exception:  # noqa: BLE001  the daemon waits for an answer, whatever happens here
                 _log.exception("pages could not be filled")
                 return False
-            same = lent.unchanged()
+            same = lease.unchanged()
         if not same.all():
-            bad = min(block for (block, _, _), as_it_was in zip(lent.parts, same, strict=True) if not as_it_was)
-            self.transfer.settle_rest(bad, Outcome.ABSENT)
+            bad = min(block for (block, _, _), as_it_was in zip(lease.parts, same, strict=True) if not as_it_was)
+            self.transfer.settle_rest(bad, Outcome.NOT_FOUND)
             return False
-        for i in range(lent.first, blocks):
+        for i in range(lease.first, blocks):
             self.transfer.settle(i, Outcome.DONE)
         return True

@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from kvcache.cache.cache import Cache
-from kvcache.daemon.server.admission import Meter
+from kvcache.daemon.server.admission import RateLimit
 from kvcache.daemon.server.report import Report
 from kvcache.daemon.server.tcp import is_loopback
 from kvcache.errors import ConfigError
@@ -39,18 +39,18 @@ from kvcache.observe.exporter import exposition
 
 OPERATOR = "*"
 """The owner of a token who sees all."""
-OPEN = frozenset({"/metrics", "/healthz", "/readyz"})
+OPEN_PATHS = frozenset({"/metrics", "/healthz", "/readyz"})
 
-Owner = Callable[[str], "str | None"]
+TokenOwner = Callable[[str], "str | None"]
 """Whose a token is: a tenant, `OPERATOR`, or nobody's."""
 
 _CHALLENGE = {"WWW-Authenticate": 'Basic realm="kvcache: any name, the token as password", charset="UTF-8"'}
 
 
-class Entry:
+class HttpAuth:
     """`owner`: None where the daemon knows no tokens. `local`: it listens on loopback alone."""
 
-    def __init__(self, owner: Owner | None, *, local: bool) -> None:
+    def __init__(self, owner: TokenOwner | None, *, local: bool) -> None:
         self._owner, self._local = owner, local
 
     def tenant(self, request: Request) -> str | None:
@@ -62,16 +62,17 @@ class Entry:
             if self._local:
                 return None
             raise HTTPException(
-                403, f"no tenant has a token here (daemon.tenants_file), so only {', '.join(sorted(OPEN))} are open"
+                403,
+                f"no tenant has a token here (daemon.tenants_file), so only {', '.join(sorted(OPEN_PATHS))} are open",
             )
-        token = shown(request.headers.get("authorization", ""))
+        token = token_from_header(request.headers.get("authorization", ""))
         owner = None if token is None else self._owner(token)
         if owner is None:
             raise HTTPException(401, "show a token: `Authorization: Bearer TOKEN`, or as a password", _CHALLENGE)
         return None if owner == OPERATOR else owner
 
 
-def shown(header: str) -> str | None:
+def token_from_header(header: str) -> str | None:
     """The token in an `Authorization` header: a bearer's, or the password of a browser that asked its user."""
     scheme, _, value = header.partition(" ")
     value = value.strip()
@@ -87,10 +88,10 @@ def shown(header: str) -> str | None:
 
 # The figures of the last hour, a sample every few seconds, so that a page that is opened now shows what was before.
 
-EVERY_S = 5.0
-SAMPLES = 720
+SAMPLE_INTERVAL_S = 5.0
+MAX_SAMPLES = 720
 
-_SUMMED = ("requests", "asked_tokens", "stored_bytes")
+_TOTALS = ("requests", "asked_tokens", "stored_bytes")
 _BY_LABEL = ("hit_tokens", "loaded_bytes", "misses")
 
 
@@ -99,16 +100,16 @@ def sample(stats: Mapping[str, Any], time: float) -> dict[str, Any]:
     counters = stats.get("counters", {})
     return {
         "time": time,
-        **{name: counters.get(name, 0) for name in _SUMMED},
+        **{name: counters.get(name, 0) for name in _TOTALS},
         **{name: dict(counters.get(name, {})) for name in _BY_LABEL},
-        "used_bytes": {tier: found["used_bytes"] for tier, found in stats["tiers"].items()},
+        "used_bytes": {tier: usage["used_bytes"] for tier, usage in stats["tiers"].items()},
     }
 
 
-class History:
+class StatsHistory:
     """Thread-safe; the oldest leave."""
 
-    def __init__(self, samples: int = SAMPLES) -> None:
+    def __init__(self, samples: int = MAX_SAMPLES) -> None:
         self._samples: deque[dict[str, Any]] = deque(maxlen=samples)
         self._lock = threading.Lock()
 
@@ -122,8 +123,8 @@ class History:
             return list(self._samples)
 
 
-BODY_BYTES, BODY_S = 8 << 20, 10.0
-HEADERS: Mapping[str, str] = {
+MAX_BODY_BYTES, BODY_TIMEOUT_S = 8 << 20, 10.0
+SECURITY_HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'",
@@ -133,7 +134,7 @@ HEADERS: Mapping[str, str] = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-PAGE: Mapping[str, str] = {
+PAGE_FILES: Mapping[str, str] = {
     "index.html": "text/html",
     "page.css": "text/css",
     "page.js": "text/javascript",
@@ -143,14 +144,14 @@ PAGE: Mapping[str, str] = {
     "icon.svg": "image/svg+xml",
 }
 """Files of the page, and what each is."""
-_IDS = ("ids", "before", "ours", "theirs")
+_TOKEN_FIELDS = ("ids", "before", "ours", "theirs")
 
-Told = Callable[[Report, Request], Any]
+ReportEndpoint = Callable[[Report, Request], Any]
 
 _log = logger("kvcache.daemon.http")
 
 
-class Site:
+class HttpApi:
     """`meter`: of a tenant, what it may ask for. `waits`: why the daemon cannot serve engines now, a line a reason;
     none when it can."""
 
@@ -159,17 +160,17 @@ class Site:
         cache: Cache,
         *,
         version: str = "",
-        owner: Owner | None = None,
-        meter: Callable[[str], Meter | None] = lambda _: None,
+        owner: TokenOwner | None = None,
+        rate_limit: Callable[[str], RateLimit | None] = lambda _: None,
         local: bool = True,
-        waits: Callable[[], Iterable[str]] = tuple,
+        not_ready: Callable[[], Iterable[str]] = tuple,
     ) -> None:
-        self._cache, self._version, self._waits = cache, version, waits
-        self._entry, self._meter = Entry(owner, local=local), meter
-        self.history = History()
+        self._cache, self._version, self._not_ready = cache, version, not_ready
+        self._entry, self._rate_limit_of = HttpAuth(owner, local=local), rate_limit
+        self.history = StatsHistory()
 
     def application(self) -> Starlette:
-        told: dict[str, Told] = {
+        told: dict[str, ReportEndpoint] = {
             "stats": lambda report, _: report.stats(),
             "namespaces": lambda report, _: report.namespaces(),
             "tenants": lambda report, _: report.tenants(),
@@ -191,15 +192,15 @@ class Site:
         ]
         site = Starlette(
             routes=routes,
-            exception_handlers={HTTPException: _refused, ConfigError: _senseless, Exception: _defect},
+            exception_handlers={HTTPException: _http_error, ConfigError: _bad_request, Exception: _internal_error},
             lifespan=self._lifespan,
         )
-        site.add_middleware(_Headers)
+        site.add_middleware(_SecurityHeaders)
         return site
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        await run_in_threadpool(self.take)  # so that whoever asks first finds one
+        await run_in_threadpool(self.record_sample)  # so that whoever asks first finds one
         sampling = asyncio.ensure_future(self._sample())
         yield
         sampling.cancel()
@@ -208,12 +209,12 @@ class Site:
 
     async def _sample(self) -> None:
         while True:
-            await asyncio.sleep(EVERY_S)
-            await run_in_threadpool(self.take)
+            await asyncio.sleep(SAMPLE_INTERVAL_S)
+            await run_in_threadpool(self.record_sample)
 
-    def take(self) -> None:
+    def record_sample(self) -> None:
         """A sample for the history, now."""
-        self.history.add(self._cache.stats(), self._cache.flow.port.clock.wall())
+        self.history.add(self._cache.stats(), self._cache.tier_manager.os_env.clock.wall())
 
     # what is open
 
@@ -224,23 +225,23 @@ class Site:
         return PlainTextResponse("ok\n")
 
     def _ready(self, _: Request) -> Response:
-        reasons = [reason for reason in self._waits() if reason]
+        reasons = [reason for reason in self._not_ready() if reason]
         return PlainTextResponse("\n".join(reasons or ["ok"]) + "\n", status_code=503 if reasons else 200)
 
     # what is told to some
 
-    def _api(self, name: str, call: Told) -> Callable[[Request], Response]:
+    def _api(self, name: str, call: ReportEndpoint) -> Callable[[Request], Response]:
         def answer(request: Request) -> Response:
             return self._answer(name, call(Report(self._cache, self._entry.tenant(request)), request))
 
         return answer
 
     def _answer(self, name: str, told: Any) -> Response:
-        return JSONResponse({"time": self._cache.flow.port.clock.wall(), name: told})
+        return JSONResponse({"time": self._cache.tier_manager.os_env.clock.wall(), name: told})
 
     def _info(self, request: Request) -> Response:
         tenant = self._entry.tenant(request)
-        since = self._cache.flow.uses.since
+        since = self._cache.tier_manager.usage_log.since
         return self._answer("info", {"version": self._version, "since": since, "tenant": tenant})
 
     def _history(self, request: Request) -> Response:
@@ -249,29 +250,29 @@ class Site:
 
     async def _explain(self, request: Request) -> Response:
         tenant = self._entry.tenant(request)
-        meter = None if tenant is None else self._meter(tenant)
-        if meter is not None and not meter.ask(moves=True):
+        rate_limit = None if tenant is None else self._rate_limit_of(tenant)
+        if rate_limit is not None and not rate_limit.count_operation(moves=True):
             raise HTTPException(429, "more than this tenant may ask for in a second", {"Retry-After": "1"})
-        report, (question, size) = Report(self._cache, tenant), await _question(request)
-        if meter is not None:
-            meter.move(size)
+        report, (question, size) = Report(self._cache, tenant), await _parse_question(request)
+        if rate_limit is not None:
+            rate_limit.count_bytes(size)
         stories = await run_in_threadpool(report.explain, question)
         return self._answer("stories", [_without_ids(story) for story in stories])
 
     def _page(self, request: Request) -> Response:
         self._entry.tenant(request)
         name = request.path_params.get("file", "index.html")
-        if name not in PAGE:
+        if name not in PAGE_FILES:
             raise HTTPException(404, f"no {name[:80]!r} here")
-        return Response((files(__package__) / "page" / name).read_bytes(), media_type=PAGE[name])
+        return Response((files(__package__) / "page" / name).read_bytes(), media_type=PAGE_FILES[name])
 
 
-class _Headers:
+class _SecurityHeaders:
     """Puts `HEADERS` on every answer."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
-        self._headers = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+        self._headers = [(name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()]
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         async def answered(message: Any) -> None:
@@ -289,19 +290,21 @@ def _count(request: Request, default: int) -> int:
     return int(given)
 
 
-async def _question(request: Request) -> tuple[dict[str, Any], int]:
+async def _parse_question(request: Request) -> tuple[dict[str, Any], int]:
     """`request` or `count` in the address; or, posted, a map with `ids`, a list, and perhaps `namespace`. And how many
     bytes were posted."""
     if request.method == "GET":
         named = request.query_params.get("request")
         return ({"count": _count(request, 10)} if named is None else {"request": named}), 0
     try:
-        body = await asyncio.wait_for(_body(request), BODY_S)
+        body = await asyncio.wait_for(_body(request), BODY_TIMEOUT_S)
     except asyncio.TimeoutError:
-        raise HTTPException(408, f"a body that did not come within {BODY_S:g} s") from None
+        raise HTTPException(408, f"a body that did not come within {BODY_TIMEOUT_S:g} s") from None
     try:
-        asked = json.loads(body)
-        return {"ids": array("I", asked["ids"]).tobytes(), "namespace": str(asked.get("namespace", ""))}, len(body)
+        document = json.loads(body)
+        return {"ids": array("I", document["ids"]).tobytes(), "namespace": str(document.get("namespace", ""))}, len(
+            body
+        )
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         raise ConfigError('expected {"ids": [...]}, token ids, and perhaps "namespace", first digits of one') from None
 
@@ -310,24 +313,24 @@ async def _body(request: Request) -> bytes:
     body = bytearray()
     async for piece in request.stream():
         body += piece
-        if len(body) > BODY_BYTES:
-            raise HTTPException(413, f"a body of more than {BODY_BYTES} bytes")
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"a body of more than {MAX_BODY_BYTES} bytes")
     return bytes(body)
 
 
 def _without_ids(story: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in story.items() if name not in _IDS}
+    return {name: value for name, value in story.items() if name not in _TOKEN_FIELDS}
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def _http_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     return JSONResponse({"error": error.detail}, status_code=error.status_code, headers=error.headers)
 
 
-async def _senseless(_: Request, error: Exception) -> Response:
+async def _bad_request(_: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, status_code=400)
 
 
-async def _defect(_: Request, error: Exception) -> Response:
+async def _internal_error(_: Request, error: Exception) -> Response:
     _log.error("an answer over HTTP failed", exc_info=error)
     return JSONResponse({"error": "a defect of the daemon; its log has more"}, status_code=500)

@@ -17,27 +17,27 @@ from kvcache.daemon.server.server import Daemon
 from kvcache.daemon.server.tcp import is_loopback
 from kvcache.errors import ConfigError, StoreError
 from kvcache.log import logger
-from kvcache.settings.service import CONNECTIONS, Http
+from kvcache.settings.service import MAX_HTTP_CONNECTIONS, Http
 
-AT_ONCE = 64
+MAX_CONCURRENT_REQUESTS = 64
 """Connections and questions at a time; who comes beyond them is told to come later (503), and beyond `CONNECTIONS`
 hung up on: whoever is told must be taken in first, and that takes a descriptor."""
-DRAIN_S = 2
-HEAD_S = 10.0
+DRAIN_TIMEOUT_S = 2
+HEADER_TIMEOUT_S = 10.0
 """For the head of a request to arrive."""
 
 
-def listening(settings: Http) -> socket.socket:
+def bind_listener(settings: Http) -> socket.socket:
     """A socket that is bound where the settings say. StoreError where that cannot be."""
     named = f"http.host = {settings.host!r}, http.port = {settings.port}"
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = found[0]
+        family, kind, protocol, _, page_url = found[0]
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(AT_ONCE)
+            listener.bind(page_url)
+            listener.listen(MAX_CONCURRENT_REQUESTS)
         except BaseException:
             listener.close()
             raise
@@ -46,7 +46,7 @@ def listening(settings: Http) -> socket.socket:
     return listener
 
 
-def address(settings: Http, port: int) -> str:
+def page_url(settings: Http, port: int) -> str:
     """As a browser takes it."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"{'https' if settings.tls_cert_file else 'http'}://{host}:{port}/"
@@ -67,45 +67,45 @@ def check_tls(settings: Http) -> None:
         ) from None
 
 
-class _Impatient(H11Protocol):
+class _HeaderTimeoutProtocol(H11Protocol):
     """Hangs up on whoever begins a request and does not come to the end of its head: a few of these would otherwise
     keep everybody else from asking."""
 
-    _late: asyncio.TimerHandle | None = None
+    _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        if len(self.connections) > CONNECTIONS:
+        if len(self.connections) > MAX_HTTP_CONNECTIONS:
             transport.abort()
         else:
-            self._wait()
+            self._start_header_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.cycle is None or self.cycle.response_complete:
-            self._wait()
+            self._start_header_timer()
         else:
-            self._asked()
+            self._cancel_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._asked()
+        self._cancel_header_timer()
         super().connection_lost(exc)
 
-    def _wait(self) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(HEAD_S, self.transport.close)
+    def _start_header_timer(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(HEADER_TIMEOUT_S, self.transport.close)
 
-    def _asked(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+    def _cancel_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
 
 
 def start(app: Starlette, listener: socket.socket, settings: Http) -> Callable[[], None]:
     """Answer from now on; the function that ends it. Takes the listener over."""
     config = uvicorn.Config(
         app,
-        http=_Impatient,
+        http=_HeaderTimeoutProtocol,
         ws="none",
         loop="asyncio",
         lifespan="on",
@@ -114,8 +114,8 @@ def start(app: Starlette, listener: socket.socket, settings: Http) -> Callable[[
         server_header=False,
         date_header=False,
         proxy_headers=False,
-        limit_concurrency=AT_ONCE,
-        timeout_graceful_shutdown=DRAIN_S,
+        limit_concurrency=MAX_CONCURRENT_REQUESTS,
+        timeout_graceful_shutdown=DRAIN_TIMEOUT_S,
         ssl_certfile=settings.tls_cert_file or None,
         ssl_keyfile=settings.tls_key_file or None,
     )
@@ -142,11 +142,11 @@ def start(app: Starlette, listener: socket.socket, settings: Http) -> Callable[[
 _log = logger("kvcache.daemon.http")
 
 
-def planned(settings: Http) -> str:
+def planned_url(settings: Http) -> str:
     """Where the page would be; ConfigError where certificate or key are not what they should be."""
 
     check_tls(settings)
-    return address(settings, settings.port)
+    return page_url(settings, settings.port)
 
 
 def http_listener(settings: Http, *, needed: bool = True) -> socket.socket | None:
@@ -155,7 +155,7 @@ def http_listener(settings: Http, *, needed: bool = True) -> socket.socket | Non
 
     check_tls(settings)
     try:
-        return listening(settings)
+        return bind_listener(settings)
     except StoreError as error:
         if needed:
             raise
@@ -165,20 +165,22 @@ def http_listener(settings: Http, *, needed: bool = True) -> socket.socket | Non
 
 def serve_http(daemon: Daemon, listener: socket.socket, settings: Http, version: str) -> tuple[str, Callable[[], None]]:
     """Answer from now on: where the page is, and the function that ends it."""
-    from kvcache.daemon.http.app import Site
+    from kvcache.daemon.http.app import HttpApi
 
-    door = daemon.door
+    admission = daemon.admission
 
     def owner(token: str) -> str | None:
-        found = None if door.tenants is None else door.tenants.by_token(token)
+        found = None if admission.tenants is None else admission.tenants.by_token(token)
         return None if found is None else found.name
 
-    site = Site(
+    site = HttpApi(
         daemon.cache,
         version=version,
-        owner=owner if door.apart else None,
-        meter=lambda tenant: door.meter(door.tenants.by_name[tenant]) if door.tenants is not None else None,
+        owner=owner if admission.isolates_tenants else None,
+        rate_limit=lambda tenant: (
+            admission.rate_limit(admission.tenants.by_name[tenant]) if admission.tenants is not None else None
+        ),
         local=is_loopback(settings.host),
-        waits=lambda: [daemon.why_not()],
+        not_ready=lambda: [daemon.not_ready_reason()],
     )
-    return address(settings, listener.getsockname()[1]), start(site.application(), listener, settings)
+    return page_url(settings, listener.getsockname()[1]), start(site.application(), listener, settings)

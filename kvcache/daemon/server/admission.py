@@ -10,56 +10,56 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcache.cache.cache import Cache
-from kvcache.daemon.server.auth import ANYBODY, OPERATOR, Tenant, Tenants
+from kvcache.daemon.server.auth import OPERATOR, UNRESTRICTED_TENANT, Tenant, Tenants
 from kvcache.errors import AccessError
-from kvcache.evict.quotas import UNLIMITED, Limit
+from kvcache.evict.quotas import UNLIMITED, Quota
 from kvcache.os_env import Clock
 from kvcache.settings import Settings
-from kvcache.settings.cache import Tenant as Bytes
-from kvcache.settings.types import no_larger
+from kvcache.settings.cache import Tenant as TenantQuota
+from kvcache.settings.types import check_at_most
 
 # So many of one thing for all tenants together, of which each can always have its share. Half of them are shares,
 # equal ones, and nobody else has a tenant's; the other half is for whoever comes first. So one tenant alone has more
 # than half of all, and however many it wants, the next one finds its own share free.
 
 
-class Allotment:
+class FairShare:
     """Of one thread. Without tenants apart from each other there is one, who has all."""
 
-    def __init__(self, most: int, tenants: Callable[[], int]) -> None:
+    def __init__(self, capacity: int, tenants: Callable[[], int]) -> None:
         """`tenants`: how many there are now; where that changes, so does everybody's share from then on."""
-        self.most, self._tenants = most, tenants
+        self.capacity, self._tenants = capacity, tenants
         self._used: Counter[str] = Counter()
 
     @property
     def share(self) -> int:
         """0 where there are more tenants than half as many things: then whoever comes first has them."""
-        return self.most // (2 * max(1, self._tenants()))
+        return self.capacity // (2 * max(1, self._tenants()))
 
     def used(self, tenant: str) -> int:
         return self._used[tenant]
 
-    def has_room(self, tenant: str) -> bool:
+    def has_capacity(self, tenant: str) -> bool:
         share = self.share
-        if self._used.total() >= self.most:
+        if self._used.total() >= self.capacity:
             return False
         if self._used[tenant] < share:
             return True
         beyond = sum(max(0, used - share) for used in self._used.values())
-        return beyond < self.most - share * max(1, self._tenants())
+        return beyond < self.capacity - share * max(1, self._tenants())
 
-    def take(self, tenant: str) -> bool:
+    def acquire(self, tenant: str) -> bool:
         """One; False where nothing is left for it."""
-        if not self.has_room(tenant):
+        if not self.has_capacity(tenant):
             return False
-        self.exchange(tenant)
+        self.acquire_unchecked(tenant)
         return True
 
-    def exchange(self, tenant: str) -> None:
+    def acquire_unchecked(self, tenant: str) -> None:
         """One, in the place of another that it gave back."""
         self._used[tenant] += 1
 
-    def give_back(self, tenant: str) -> None:
+    def release(self, tenant: str) -> None:
         self._used[tenant] -= 1
         if not self._used[tenant]:
             del self._used[tenant]
@@ -67,10 +67,10 @@ class Allotment:
 
 # Bytes that each tenant may take of a tier, and what others leave to it: from the tenants file to the cache.
 
-TIERS = ("host", "nvme")
+QUOTA_TIERS = ("host", "nvme")
 
 
-class Limits:
+class TenantQuotas:
     """What a daemon has set of a cache's shares. A tenant of whom the file says nothing of bytes has what
     `evict.tenants` gives it."""
 
@@ -80,44 +80,44 @@ class Limits:
 
     def set(self, tenants: Tenants | None) -> None:
         """ConfigError, before anything is changed, where the least shares together are more than there is."""
-        wanted = limits(self._cache.settings, tenants)
-        for name in self._set | wanted.keys():
-            for tier in TIERS:
-                self._cache.shares.set(name, tier, _of(wanted.get(name, Bytes()), tier))
-        self._set = set(wanted)
+        quotas = tenant_quotas(self._cache.settings, tenants)
+        for name in self._set | quotas.keys():
+            for tier in QUOTA_TIERS:
+                self._cache.quotas.set(name, tier, _limit_of(quotas.get(name, TenantQuota()), tier))
+        self._set = set(quotas)
 
 
-def limits(settings: Settings, tenants: Tenants | None) -> dict[str, Bytes]:
+def tenant_quotas(settings: Settings, tenants: Tenants | None) -> dict[str, TenantQuota]:
     """By tenant; ConfigError where the least shares together are more than there is."""
-    wanted: dict[str, Bytes] = dict(settings.evict.tenants)
+    quotas: dict[str, TenantQuota] = dict(settings.evict.tenants)
     for tenant in tenants.by_name.values() if tenants is not None else ():
-        if tenant.name != OPERATOR and tenant.model_fields_set & Bytes.model_fields.keys():
-            wanted[tenant.name] = tenant
+        if tenant.name != OPERATOR and tenant.model_fields_set & TenantQuota.model_fields.keys():
+            quotas[tenant.name] = tenant
     host, nvme = settings.host, settings.nvme
     for tier, capacity in (("host", host.capacity_bytes), ("nvme", nvme.capacity_bytes if nvme.enabled else 0)):
-        least = sum(_of(given, tier).least_bytes for given in wanted.values())
+        least = sum(_limit_of(given, tier).guaranteed_bytes for given in quotas.values())
         if capacity:
-            no_larger(f"{tier}_least_bytes of all tenants", least, f"{tier}.capacity_bytes", capacity)
-    return wanted
+            check_at_most(f"{tier}_guaranteed_bytes of all tenants", least, f"{tier}.capacity_bytes", capacity)
+    return quotas
 
 
-def _of(given: Bytes, tier: str) -> Limit:
+def _limit_of(given: TenantQuota, tier: str) -> Quota:
     quota: int | None = getattr(given, f"{tier}_quota_bytes")
-    return Limit(UNLIMITED if quota is None else quota, getattr(given, f"{tier}_least_bytes"))
+    return Quota(UNLIMITED if quota is None else quota, getattr(given, f"{tier}_guaranteed_bytes"))
 
 
 # How much a tenant may ask for in a second. What is beyond is answered as a miss: it waits for nobody. A bucket holds
 # what one second allows. What is asked for while something is in it may owe the rest, so that a transfer larger than
 # the bucket is let through once, and nothing after it until it is paid for.
 
-FLOOD_S = 10.0
+MAX_OVERDRAFT_S = 10.0
 """Of operations owed, beyond which a client is let go."""
 
-QUOTA = "quota"
+QUOTA_REASON = "quota"
 """The reason that is said of what was beyond."""
 
 
-class Bucket:
+class TokenBucket:
     """Not for use by several threads at once."""
 
     def __init__(self, rate: float | None, clock: Clock) -> None:
@@ -134,7 +134,7 @@ class Bucket:
         self._level, self._then = min(self.rate, self._level + (now - self._then) * self.rate), now
         return self._level
 
-    def take(self, amount: float) -> None:
+    def consume(self, amount: float) -> None:
         """Whatever is left."""
         self._level = self.level() - amount if self.rate is not None else 0.0
 
@@ -145,12 +145,12 @@ class Bucket:
         self._level = level + (rate or 0.0)
 
 
-class Meter:
+class RateLimit:
     """Of one tenant, all its connections together. Thread-safe."""
 
     def __init__(self, tenant: Tenant, clock: Clock) -> None:
         self._lock = threading.Lock()
-        self._operations, self._bytes = Bucket(tenant.operations, clock), Bucket(tenant.bandwidth, clock)
+        self._operations, self._bytes = TokenBucket(tenant.operations, clock), TokenBucket(tenant.bandwidth, clock)
         self.refused = 0
         """Matches, loads, stores and requests of the page that a limit turned into a miss."""
         self.moved_bytes = 0
@@ -161,7 +161,7 @@ class Meter:
                 if bucket.rate != rate:
                     bucket.change(rate)
 
-    def ask(self, *, moves: bool = False, refusable: bool = True) -> bool:
+    def count_operation(self, *, moves: bool = False, refusable: bool = True) -> bool:
         """Take one operation from the budget; return whether it is within the limits.
 
         Args:
@@ -171,24 +171,24 @@ class Meter:
         """
         with self._lock:
             allowed = self._operations.level() > 0 and not (moves and self._bytes.level() <= 0)
-            self._operations.take(1)
+            self._operations.consume(1)
             self.refused += refusable and not allowed
             return allowed
 
     @property
-    def flooded(self) -> bool:
+    def overdrawn(self) -> bool:
         with self._lock:
-            return self._operations.level() < -FLOOD_S * (self._operations.rate or 0.0)
+            return self._operations.level() < -MAX_OVERDRAFT_S * (self._operations.rate or 0.0)
 
-    def move(self, size: int) -> None:
+    def count_bytes(self, size: int) -> None:
         """So many bytes, which are on their way already."""
         with self._lock:
-            self._bytes.take(size)
+            self._bytes.consume(size)
             self.moved_bytes += size
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class Credentials:
     """What somebody showed, as it may be kept and compared again: no token is in it."""
 
     user: int | None = None
@@ -198,17 +198,17 @@ class Shown:
     """Not of this host: it can map nothing, and there is no user."""
 
 
-class Door:
+class Admission:
     """Of the loop's thread, but for what says otherwise."""
 
     def __init__(self, path: str, clock: Clock) -> None:
         """`path` of the tenants file, if there is one; ConfigError as `Tenants.read`."""
         self.path, self._clock = path, clock
-        self.tenants = self.look()
-        self._meters: dict[str, Meter] = {}
+        self.tenants = self.load_tenants()
+        self._rate_limits: dict[str, RateLimit] = {}
 
     @property
-    def apart(self) -> bool:
+    def isolates_tenants(self) -> bool:
         """Whether tenants are kept apart."""
         return self.tenants is not None
 
@@ -217,55 +217,61 @@ class Door:
         """How many tenants there are; one where they are not kept apart."""
         return 1 if self.tenants is None else len(self.tenants.by_name)
 
-    def look(self) -> Tenants | None:
+    def load_tenants(self) -> Tenants | None:
         """The file as it is now; ConfigError where it makes no sense."""
         return Tenants.read(self.path) if self.path else None
 
-    def use(self, tenants: Tenants | None) -> None:
+    def set_tenants(self, tenants: Tenants | None) -> None:
         """From now on."""
         self.tenants = tenants
-        for name, meter in self.meters.items():
-            meter.change((tenants.by_name if tenants is not None else {}).get(name, Tenant(name=name)))
+        for name, rate_limit in self.rate_limits.items():
+            rate_limit.change((tenants.by_name if tenants is not None else {}).get(name, Tenant(name=name)))
 
-    def tenant(self, shown: Shown) -> Tenant:
+    def tenant(self, credentials: Credentials) -> Tenant:
         """AccessError for whoever is in no table. A token that nobody has is no reason to look at the rest."""
         if self.tenants is None:
-            return ANYBODY
+            return UNRESTRICTED_TENANT
         found = None
-        if shown.token_hash:
-            found = self.tenants.by_hash(shown.token_hash)
-        elif shown.certificates:
-            found = self.tenants.by_certificate(shown.certificates)
-        elif shown.user is not None:
-            found = self.tenants.by_user(shown.user)
+        if credentials.token_hash:
+            found = self.tenants.by_hash(credentials.token_hash)
+        elif credentials.certificates:
+            found = self.tenants.by_certificate(credentials.certificates)
+        elif credentials.user is not None:
+            found = self.tenants.by_user(credentials.user)
         if found is None:
-            what = "token" if shown.token_hash else "certificate" if shown.certificates or shown.remote else "user"
+            what = (
+                "token"
+                if credentials.token_hash
+                else "certificate"
+                if credentials.certificates or credentials.remote
+                else "user"
+            )
             raise AccessError(
                 f"no tenant has this {what}: give token_file or KVCACHE_TOKEN, or be entered in the tenants file of "
                 f"the daemon (process {os.getpid()})"
             )
         return found
 
-    def meter(self, tenant: Tenant) -> Meter:
+    def rate_limit(self, tenant: Tenant) -> RateLimit:
         """From any thread."""
-        found = self._meters.get(tenant.name)
-        return found or self._meters.setdefault(tenant.name, Meter(tenant, self._clock))
+        found = self._rate_limits.get(tenant.name)
+        return found or self._rate_limits.setdefault(tenant.name, RateLimit(tenant, self._clock))
 
     @property
-    def meters(self) -> dict[str, Meter]:
+    def rate_limits(self) -> dict[str, RateLimit]:
         """By name, of tenants that came in."""
-        return dict(self._meters)
+        return dict(self._rate_limits)
 
     @property
     def rates(self) -> dict[str, dict[str, Any]]:
         """By tenant, what it may ask for in a second (None: no limit), and what it did. From any thread."""
-        meters, tenants = self.meters, {} if self.tenants is None else self.tenants.by_name
+        rate_limits, tenants = self.rate_limits, {} if self.tenants is None else self.tenants.by_name
         return {
             name: {
                 "bandwidth": tenant.bandwidth,
                 "operations": tenant.operations,
-                "moved_bytes": meters[name].moved_bytes if name in meters else 0,
-                "refused": meters[name].refused if name in meters else 0,
+                "moved_bytes": rate_limits[name].moved_bytes if name in rate_limits else 0,
+                "refused": rate_limits[name].refused if name in rate_limits else 0,
             }
             for name, tenant in tenants.items()
         }

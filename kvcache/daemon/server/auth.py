@@ -8,7 +8,7 @@
     bandwidth = "2GiB"                        # bytes a second, both ways together
     operations = 5000                         # a second
     host_quota_bytes = "64GiB"                # at most; nvme_quota_bytes alike
-    host_least_bytes = "8GiB"                 # what others cannot take from it; nvme_least_bytes alike
+    host_guaranteed_bytes = "8GiB"                 # what others cannot take from it; nvme_guaranteed_bytes alike
 
 A table a tenant. The tenant `*` is an operator: it names any tenant, and sees all of them. Without the file whoever
 may connect is an operator, as the socket's mode says. With it nobody is who is not in it."""
@@ -29,19 +29,19 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError
 
 from kvcache.errors import ConfigError
-from kvcache.settings.cache import Tenant as Bytes
+from kvcache.settings.cache import Tenant as TenantQuota
 from kvcache.settings.types import as_number, as_size
 
 # Bearer tokens: 256 random bits that a client says and of which only the SHA-256 is kept. A token is no password that
 # somebody thought of, so a plain hash keeps it: nobody can try 2^256 of them.
 
-BEGIN = "kvcache_"
+BEARER_PREFIX = "kvcache_"
 """Of every token, so that a scanner finds one that was committed by mistake."""
 _HASH = re.compile("sha256:[0-9a-f]{64}")
 
 
 def new_token() -> str:
-    return BEGIN + secrets.token_urlsafe(32)
+    return BEARER_PREFIX + secrets.token_urlsafe(32)
 
 
 def token_hash(token: str) -> str:
@@ -53,7 +53,7 @@ def is_hash(text: str) -> bool:
     return _HASH.fullmatch(text) is not None
 
 
-class Tokens:
+class TokenTable:
     """Whose a token is, by its `token_hash`. All that are known are compared, each whole: the time says nothing."""
 
     def __init__(self, owners: Iterable[tuple[str, str]]) -> None:
@@ -77,40 +77,40 @@ else:
     import tomli as tomllib
 
 OPERATOR = "*"
-LONGEST_NAME = 128
+MAX_TENANT_NAME_CHARS = 128
 
 
-def _a_hash(text: str) -> str:
+def _check_hash(text: str) -> str:
     if not is_hash(text):
         raise ValueError("expected sha256: and 64 hexadecimal digits, as `kvcache token` prints them; never a token")
     return text
 
 
-Hash = Annotated[str, AfterValidator(_a_hash)]
-Rate = Annotated[float, BeforeValidator(as_number), Field(gt=0, allow_inf_nan=False)]
+TokenHash = Annotated[str, AfterValidator(_check_hash)]
+OperationRate = Annotated[float, BeforeValidator(as_number), Field(gt=0, allow_inf_nan=False)]
 
 
-class Tenant(Bytes):
+class Tenant(TenantQuota):
     """One table of the file."""
 
-    name: Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
-    tokens: tuple[Hash, ...] = ()
+    name: Annotated[str, Field(min_length=1, max_length=MAX_TENANT_NAME_CHARS)]
+    tokens: tuple[TokenHash, ...] = ()
     certificates: tuple[str, ...] = ()
     users: tuple[Annotated[int, Field(ge=0)], ...] = ()
     share: Literal["map", "copy"] = "map"
     bandwidth: Annotated[int, BeforeValidator(as_size), Field(gt=0)] | None = None
-    operations: Rate | None = None
+    operations: OperationRate | None = None
 
     @property
     def operator(self) -> bool:
         return self.name == OPERATOR
 
-    def owns(self, name: str) -> bool:
+    def may_act_as(self, name: str) -> bool:
         """Whether it may name this tenant."""
         return self.operator or name == self.name
 
 
-ANYBODY = Tenant(name=OPERATOR)
+UNRESTRICTED_TENANT = Tenant(name=OPERATOR)
 """Who connects where there is no tenants file."""
 
 
@@ -120,25 +120,27 @@ class Tenants:
     def __init__(self, tenants: Iterable[Tenant]) -> None:
         self.by_name: Mapping[str, Tenant] = {tenant.name: tenant for tenant in tenants}
         each = self.by_name.values()
-        self._tokens = Tokens(_once("tokens", ((hash_, t.name) for t in each for hash_ in t.tokens)).items())
-        self._users = _once("users", ((user, t.name) for t in each for user in t.users))
-        self._certificates = _once("certificates", ((name, t.name) for t in each for name in t.certificates))
+        self._tokens = TokenTable(
+            _unique_owners("tokens", ((hash_, t.name) for t in each for hash_ in t.tokens)).items()
+        )
+        self._users = _unique_owners("users", ((user, t.name) for t in each for user in t.users))
+        self._certificates = _unique_owners("certificates", ((name, t.name) for t in each for name in t.certificates))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Tenants:
         """ConfigError, in one line, for a file that makes no sense or that others can write to. Says no hash."""
-        place = f"daemon.tenants_file = {os.fspath(path)!r}"
+        setting = f"daemon.tenants_file = {os.fspath(path)!r}"
         try:
             with Path(path).open("rb") as file:
                 mode = os.fstat(file.fileno()).st_mode
                 tables = tomllib.load(file)
         except OSError as error:
-            raise ConfigError(f"{place}: {error.strerror or error}; give the path of a TOML file") from None
+            raise ConfigError(f"{setting}: {error.strerror or error}; give the path of a TOML file") from None
         except ValueError as error:
-            raise ConfigError(f"{place}: not TOML: {error}") from None
+            raise ConfigError(f"{setting}: not TOML: {error}") from None
         if mode & stat.S_IWOTH:
-            raise ConfigError(f"{place}: everybody may write to it; chmod o-w")
-        return cls(_tenant(place, name, table) for name, table in tables.items())
+            raise ConfigError(f"{setting}: everybody may write to it; chmod o-w")
+        return cls(_tenant(setting, name, table) for name, table in tables.items())
 
     @property
     def tokens(self) -> int:
@@ -165,22 +167,22 @@ class Tenants:
         return self.by_name[owners.pop()] if len(owners) == 1 else None
 
 
-def _tenant(place: str, name: str, table: Any) -> Tenant:
+def _tenant(setting: str, name: str, table: Any) -> Tenant:
     if not isinstance(table, dict):
-        raise ConfigError(f"{place}: {name!r} is no table; expected [{name!r}] and what the tenant may show below it")
+        raise ConfigError(f"{setting}: {name!r} is no table; expected [{name!r}] and what the tenant may show below it")
     try:
         return TypeAdapter(Tenant).validate_python({**table, "name": name})
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         field = ".".join(map(str, first["loc"]))
-        raise ConfigError(f"{place}: {name!r}: {field}: {first['msg'].removeprefix('Value error, ')}") from None
+        raise ConfigError(f"{setting}: {name!r}: {field}: {first['msg'].removeprefix('Value error, ')}") from None
     except ConfigError as error:
-        raise ConfigError(f"{place}: {name!r}: {error}") from None
+        raise ConfigError(f"{setting}: {name!r}: {error}") from None
 
 
-def _once(what: str, owners: Iterable[tuple[Any, str]]) -> dict[Any, str]:
+def _unique_owners(what: str, owners: Iterable[tuple[Any, str]]) -> dict[Any, str]:
     found: dict[Any, str] = {}
-    for shown, owner in owners:
-        if found.setdefault(shown, owner) != owner:
-            raise ConfigError(f"daemon.tenants_file: {owner!r} and {found[shown]!r} have one of `{what}` in common")
+    for identity, owner in owners:
+        if found.setdefault(identity, owner) != owner:
+            raise ConfigError(f"daemon.tenants_file: {owner!r} and {found[identity]!r} have one of `{what}` in common")
     return found

@@ -18,12 +18,12 @@ import numpy as np
 from kvcache.block.chain import SIGNATURE_BYTES, bind_signatures
 from kvcache.cache.api import FlushReport
 from kvcache.cache.cache import Cache
-from kvcache.cache.request import BoundCache, CacheRequest
-from kvcache.daemon.protocol import NAMESPACES, STORE_S, ProtocolError, read_layout, read_shards
-from kvcache.daemon.server.admission import QUOTA, Door, Shown
+from kvcache.cache.request import CacheNamespace, CacheRequest
+from kvcache.daemon.protocol import MAX_CLIENT_NAMESPACES, STORE_TIMEOUT_S, ProtocolError, parse_layout, parse_shards
+from kvcache.daemon.server.admission import QUOTA_REASON, Admission, Credentials
 from kvcache.daemon.server.auth import Tenant
-from kvcache.daemon.server.connection import Peer
-from kvcache.daemon.server.namespace_registry import Bindings
+from kvcache.daemon.server.connection import Connection
+from kvcache.daemon.server.namespace_registry import NamespaceRegistry
 from kvcache.daemon.server.report import Report
 from kvcache.errors import AccessError, ConfigError, RequestError, TokenError
 from kvcache.os_env import Clock
@@ -36,28 +36,32 @@ from kvcache.os_env import Clock
 if TYPE_CHECKING:
     pass  # MERGED
 
-STORES = 8192
+MAX_PENDING_STORES = 8192
 """Of one client at a time; beyond them a flush does not wait."""
 
-COMES_S = 2 * STORE_S
+MAX_STORE_S = 2 * STORE_TIMEOUT_S
 """Since it began, beyond which nobody waits for a store: what it takes, and as much in its client's queue before."""
 
-HEAR_S = 0.5
+MIN_CATCH_UP_S = 0.5
 """For the loop to take in what was said, however little time there is to wait for what that tells of."""
 
 
-class Coming:
+class PendingStores:
     """Thread-safe; `wait` is for any thread but the loop's."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, clients: Mapping[Peer, Session], clock: Clock) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, clients: Mapping[Connection, ClientSession], clock: Clock
+    ) -> None:
         """`clients`: by the connections on which they say so; the loop's own."""
         self._loop, self._clients, self._clock = loop, clients, clock
         self._begun = 0
         self._open: defaultdict[str, OrderedDict[int, float]] = defaultdict(OrderedDict)
         """By tenant the numbers that are open and when each began, the oldest first."""
-        self._asked: set[str | None] = set()  # whose clients are heard in the next turn, which is on its way then
-        self._turns = self._heard = 0  # that have begun, and the last that is over
-        self._over = False
+        self._waiting_tenants: set[str | None] = (
+            set()
+        )  # whose clients are heard in the next turn, which is on its way then
+        self._catch_ups_begun = self._catch_ups_done = 0  # that have begun, and the last that is over
+        self._closed = False
         self._changed = threading.Condition()
 
     def begin(self, tenant: str) -> int:
@@ -80,37 +84,37 @@ class Coming:
         """Until what was begun by now has ended; whether it has. `tenant`: who waits for nobody else's."""
         until = float("inf") if timeout_s is None else self._clock.now() + timeout_s
         with self._changed:
-            if not self._over and not self._asked:
-                self._loop.call_soon_threadsafe(self._hear)
-            self._asked.add(tenant)
-            turn = self._turns + 1
-            hear_s = None if timeout_s is None else max(HEAR_S, timeout_s)
-            if not self._changed.wait_for(lambda: self._heard >= turn or self._over, hear_s):
+            if not self._closed and not self._waiting_tenants:
+                self._loop.call_soon_threadsafe(self._catch_up_clients)
+            self._waiting_tenants.add(tenant)
+            turn = self._catch_ups_begun + 1
+            hear_s = None if timeout_s is None else max(MIN_CATCH_UP_S, timeout_s)
+            if not self._changed.wait_for(lambda: self._catch_ups_done >= turn or self._closed, hear_s):
                 return False
             last = self._begun
             while (since := self._oldest(tenant, last)) is not None:
                 now = self._clock.now()
                 if now >= until:
                     return False
-                self._changed.wait(min(until, since + COMES_S) - now)
+                self._changed.wait(min(until, since + MAX_STORE_S) - now)
             return True
 
     def close(self) -> None:
         """The loop hears nobody any more: nobody waits for it."""
         with self._changed:
-            self._over = True
+            self._closed = True
             self._changed.notify_all()
 
-    def _hear(self) -> None:
+    def _catch_up_clients(self) -> None:
         """Once for all who have asked by now, on the loop's thread."""
         with self._changed:
-            asked, self._asked = self._asked, set()
-            self._turns += 1
+            asked, self._waiting_tenants = self._waiting_tenants, set()
+            self._catch_ups_begun += 1
         for peer, session in list(self._clients.items()):
             if not asked.isdisjoint((None, session.tenant.name)):
                 peer.catch_up()
         with self._changed:
-            self._heard = self._turns
+            self._catch_ups_done = self._catch_ups_begun
             self._changed.notify_all()
 
     def _oldest(self, tenant: str | None, last: int) -> float | None:
@@ -119,7 +123,7 @@ class Coming:
         for of_tenant in self._open.values() if tenant is None else [self._open[tenant]]:
             while of_tenant:
                 number, since = next(iter(of_tenant.items()))
-                if since + COMES_S > self._clock.now():
+                if since + MAX_STORE_S > self._clock.now():
                     if number <= last:
                         began.append(since)
                     break
@@ -127,46 +131,53 @@ class Coming:
         return min(began, default=None)
 
 
-REQUESTS = 8192
+MAX_OPEN_REQUESTS = 8192
 """That a session may have open at a time."""
-SIGNATURES_BYTES = 64 << 20
+MAX_SIGNATURE_BYTES = 64 << 20
 """Of all its requests together: 32 million tokens, in blocks of 16. Token ids, told so that a miss can be explained,
 count as well; what finds no room among them is not kept."""
 
-LONGEST_DEADLINE_S = 3600.0
+MAX_DEADLINE_S = 3600.0
 
 
-class Session:
+class ClientSession:
     """Asked by the loop's thread; `request` and `bound` also by those that move records."""
 
     def __init__(
-        self, cache: Cache, engine: str, pid: int, shown: Shown, door: Door, bindings: Bindings, coming: Coming
+        self,
+        cache: Cache,
+        engine: str,
+        pid: int,
+        credentials: Credentials,
+        admission: Admission,
+        namespace_registry: NamespaceRegistry,
+        pending_stores: PendingStores,
     ) -> None:
         """`pid`: of the process behind it where that is on this host, else 0. AccessError where the door says so."""
         self.secret = secrets.token_bytes(16)
-        self.engine, self.pid, self.shown = engine, pid, shown
-        self.tenant: Tenant = door.tenant(shown)
-        self.meter = door.meter(self.tenant)
-        self._apart = door.apart
-        self.copies = shown.remote or self.tenant.share == "copy"
+        self.engine, self.pid, self.credentials = engine, pid, credentials
+        self.tenant: Tenant = admission.tenant(credentials)
+        self.rate_limit = admission.rate_limit(self.tenant)
+        self._isolates_tenants = admission.isolates_tenants
+        self.streams_payloads = credentials.remote or self.tenant.share == "copy"
         """Whether bytes go over the socket, since it maps nothing."""
-        self._cache, self._bindings, self._coming = cache, bindings, coming
-        self._bound: dict[int, tuple[BoundCache, Callable[[], BoundCache]]] = {}  # and how, to be bound again
-        self._numbers: dict[BoundCache, int] = {}
+        self._cache, self._namespace_registry, self._pending_stores = cache, namespace_registry, pending_stores
+        self._bound: dict[int, tuple[CacheNamespace, Callable[[], CacheNamespace]]] = {}  # and how, to be bound again
+        self._numbers: dict[CacheNamespace, int] = {}
         self._next = 0
         self._requests: dict[int, CacheRequest] = {}
-        self._bound_of: dict[int, BoundCache] = {}  # by request
-        self._sizes: dict[int, int] = {}  # bytes of signatures, of those that were opened here and not joined
-        self._within = True  # whether what is asked now is within the tenant's operations
-        self._told: dict[int, int] = {}  # bytes of token ids, of those that told some
+        self._bound_of: dict[int, CacheNamespace] = {}  # by request
+        self._signature_bytes: dict[int, int] = {}  # bytes of signatures, of those that were opened here and not joined
+        self._within_rate_limit = True  # whether what is asked now is within the tenant's operations
+        self._token_id_bytes: dict[int, int] = {}  # bytes of token ids, of those that told some
         self._stores: dict[int, int] = {}  # that it has begun, by its number: ours
-        self._watch = cache.flow.watch()
+        self._watch = cache.tier_manager.watch()
         self.ended = False
 
-    def known_still(self, door: Door) -> bool:
+    def still_authorized(self, admission: Admission) -> bool:
         """Whether who it is may come in as before, now that tenants may be others; it has their limits then."""
         try:
-            tenant = door.tenant(self.shown)
+            tenant = admission.tenant(self.credentials)
         except AccessError:
             return False
         same = (tenant.name, tenant.share) == (self.tenant.name, self.tenant.share)
@@ -192,8 +203,8 @@ class Session:
             "stats": lambda _: self._stats(),
         }
         if op not in ("storing", "stored"):  # said of a store, which is asked for by itself
-            self._within = self.meter.ask(refusable=op == "match")
-        if self.meter.flooded:
+            self._within_rate_limit = self.rate_limit.count_operation(refusable=op == "match")
+        if self.rate_limit.overdrawn:
             raise ProtocolError(f"tenant {self.tenant.name!r} asks far more than its operations a second")
         return answers[op](message)
 
@@ -203,7 +214,7 @@ class Session:
             raise RequestError(f"request {number}: none of this number is open here")
         return found
 
-    def sizes(self, number: int) -> list[int]:
+    def payload_sizes(self, number: int) -> list[int]:
         """Payload bytes by group, of the blocks of a request."""
         bound = self._bound_of.get(number)
         return [] if bound is None else [place.payload_bytes for place in bound.places]
@@ -212,23 +223,23 @@ class Session:
         """What the client ends goes when the new one is bound: where that is refused, nothing changes."""
         ends = {number for number in message.get("ends") or () if type(number) is int and number in self._bound}
         shards, ranks = message.get("shards"), message.get("ranks")
-        if not self.tenant.owns(message["tenant"]):
+        if not self.tenant.may_act_as(message["tenant"]):
             raise AccessError(f"tenant = {message['tenant']!r:.140}: this client came in as {self.tenant.name!r}")
         bind = partial(
             self._cache.namespace,
-            read_layout(message["layout"]),
+            parse_layout(message["layout"]),
             model=message["model"],
             revision=message["revision"],
             adapter=message.get("adapter"),
             tenant=message["tenant"],
             cache_salt=message["cache_salt"],
             facts=message["facts"],
-            shards=None if shards is None else read_shards(shards),
-            ranks=None if ranks is None else [read_shards(of_rank) for of_rank in ranks],
+            shards=None if shards is None else parse_shards(shards),
+            ranks=None if ranks is None else [parse_shards(of_rank) for of_rank in ranks],
         )
-        if len(self._bound) - len(ends) >= NAMESPACES:
-            raise ConfigError(f"{NAMESPACES} namespaces a client: no more can be bound before it ends some")
-        bound = self._bindings.take(self.tenant.name, bind, self)
+        if len(self._bound) - len(ends) >= MAX_CLIENT_NAMESPACES:
+            raise ConfigError(f"{MAX_CLIENT_NAMESPACES} namespaces a client: no more can be bound before it ends some")
+        bound = self._namespace_registry.acquire(self.tenant.name, bind, self)
         number = self._numbers.get(bound)
         if number is None:
             number = self._numbers[bound] = self._next
@@ -242,125 +253,127 @@ class Session:
         bound, _ = self._bound.pop(number)
         if self._numbers.get(bound) == number:
             del self._numbers[bound]
-            self._bindings.give_back(self.tenant.name, bound, self)
+            self._namespace_registry.release(self.tenant.name, bound, self)
 
     def _open(self, message: Mapping[str, Any]) -> dict[str, Any]:
         number = message["request"]
         if number in self._requests:
             raise RequestError(f"request {number} is open already")
         agent, session = message.get("agent"), message.get("session")
-        bound = self._of(message)
+        bound = self._use_namespace(message)
         ttl_s, deadline_s = message.get("ttl_s"), _deadline(message)
-        made = bound.request(self._name(message), agent=agent, session=session, ttl_s=ttl_s, deadline_s=deadline_s)
-        self._take(number, bound, made)
-        self._sizes[number] = 0
+        made = bound.request(
+            self._request_name(message), agent=agent, session=session, ttl_s=ttl_s, deadline_s=deadline_s
+        )
+        self._add_request(number, bound, made)
+        self._signature_bytes[number] = 0
         return {}
 
     def _computed(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        self._of(message).computed(message["tokens"], message["seconds"])
+        self._use_namespace(message).computed(message["tokens"], message["seconds"])
         return {}
 
     def _match(self, message: Mapping[str, Any]) -> dict[str, Any]:
         number, signatures = message["request"], message.get("signatures")
         request = self.request(number)
         if signatures is not None:
-            self._own(number)
-            self._check_room(number, len(signatures))
-            self._sizes[number] = len(signatures)
-        bound = None if signatures is None else self._bind(request, signatures)
+            self._check_opened_here(number)
+            self._check_signature_budget(number, len(signatures))
+            self._signature_bytes[number] = len(signatures)
+        bound = None if signatures is None else self._bind_signatures(request, signatures)
         head = message.get("head")
         if head is not None and len(head) not in (0, SIGNATURE_BYTES):
             raise TokenError(f"a head of {len(head)} bytes: expected {SIGNATURE_BYTES}, or 0 where it is not known")
-        head = head and self._bind(request, head)
-        hit = request.match(signatures=bound, head=head, refused="" if self._within else QUOTA)
-        if signatures is not None and self._apart:
-            request.chain.said = signatures
+        head = head and self._bind_signatures(request, head)
+        hit = request.match(signatures=bound, head=head, refused="" if self._within_rate_limit else QUOTA_REASON)
+        if signatures is not None and self._isolates_tenants:
+            request.chain.client_signatures = signatures
         return {"blocks": hit.blocks, "by_tier": dict(hit.by_tier), "reason": hit.reason, "pending": hit.pending}
 
     def _extend(self, message: Mapping[str, Any]) -> dict[str, Any]:
         number, signatures = message["request"], message["signatures"]
         request = self.request(number)
-        self._own(number)
-        size = self._sizes[number] + len(signatures)
-        self._check_room(number, size)
-        request.chain.append(self._bind(request, signatures))
-        if self._apart:
-            request.chain.said += signatures
+        self._check_opened_here(number)
+        size = self._signature_bytes[number] + len(signatures)
+        self._check_signature_budget(number, size)
+        request.chain.append(self._bind_signatures(request, signatures))
+        if self._isolates_tenants:
+            request.chain.client_signatures += signatures
         request.miss.extended(request.chain.packed)
-        self._sizes[number] = size
+        self._signature_bytes[number] = size
         return {}
 
     def _join(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if message["request"] in self._requests:
             raise RequestError(f"request {message['request']} is open: a joined one needs a number of its own")
-        bound = self._of(message)
-        request = self._take(message["request"], bound, bound.join(self._name(message)))
+        bound = self._use_namespace(message)
+        request = self._add_request(message["request"], bound, bound.join(self._request_name(message)))
         return {"blocks": len(request.signatures)}
 
     def _signatures(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """As they were said, by whomever."""
         chain = self.request(message["request"]).chain
-        return {"signatures": chain.said if self._apart else chain.packed}
+        return {"signatures": chain.client_signatures if self._isolates_tenants else chain.packed}
 
     def _admit(self, message: Mapping[str, Any]) -> dict[str, Any]:
         number, ids = message["request"], message.get("ids", b"")
         request = self.request(number)
-        if number in self._sizes and ids and len(ids) % 4 == 0 and self._has_room(len(ids)):
-            self._told[number] = len(ids)
+        if number in self._signature_bytes and ids and len(ids) % 4 == 0 and self._fits(len(ids)):
+            self._token_id_bytes[number] = len(ids)
             request.miss.told(np.frombuffer(ids, "<u4"))
         request.admit()
         return {}
 
     def _close(self, message: Mapping[str, Any]) -> dict[str, Any]:
         request = self._requests.pop(message["request"], None)
-        self._sizes.pop(message["request"], None)
-        self._told.pop(message["request"], None)
+        self._signature_bytes.pop(message["request"], None)
+        self._token_id_bytes.pop(message["request"], None)
         bound = self._bound_of.pop(message["request"], None)
         if request is not None:
             request.close()
         if bound is not None:
-            self._bindings.leave(bound)
+            self._namespace_registry.drop_reference(bound)
         return {}
 
     def _storing(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        if len(self._stores) < STORES and message["store"] not in self._stores:
-            self._stores[message["store"]] = self._coming.begin(self.tenant.name)
+        if len(self._stores) < MAX_PENDING_STORES and message["store"] not in self._stores:
+            self._stores[message["store"]] = self._pending_stores.begin(self.tenant.name)
         return {}
 
     def _stored(self, message: Mapping[str, Any]) -> dict[str, Any]:
         number = self._stores.pop(message["store"], None)
         if number is not None:
-            self._coming.end(self.tenant.name, number)
+            self._pending_stores.end(self.tenant.name, number)
         return {}
 
     def flush(self, timeout_s: float) -> FlushReport:
         """As the cache's, from any thread; but a tenant waits for no other one's clients, and learns of its own blocks
         alone."""
-        flow, tenant = self._cache.flow, self.tenant
+        flow, tenant = self._cache.tier_manager, self.tenant
         if tenant.operator:
-            return flow.flush(timeout_s, watch=self._watch, first=self._cache.at_flush)
+            return flow.flush(timeout_s, watch=self._watch, first=self._cache.on_flush)
         owners = self._cache.erasure.owned()
         own = {space for space, owner in owners.items() if owner.fits(tenant.name, None)}
         own |= {bound.id for bound, _ in list(self._bound.values())}
-        waits = [partial(self._coming.wait, tenant=tenant.name)]
+        waits = [partial(self._pending_stores.wait, tenant=tenant.name)]
         return flow.flush(timeout_s, watch=self._watch, first=waits, scope=own.__contains__)
 
     def _stats(self) -> dict[str, Any]:
         """An operator's are the cache's; a tenant's are of what is its own, so that it learns of nobody else."""
         if self.tenant.operator:
             return self._cache.stats()
-        moved = {"moved_bytes": self.meter.moved_bytes, "refused": self.meter.refused}
+        moved = {"moved_bytes": self.rate_limit.moved_bytes, "refused": self.rate_limit.refused}
         return {"tenant": self.tenant.name, **Report(self._cache, self.tenant.name).stats(), **moved}
 
-    def _take(self, number: int, bound: BoundCache, request: CacheRequest) -> CacheRequest:
-        if len(self._requests) >= REQUESTS:
+    def _add_request(self, number: int, bound: CacheNamespace, request: CacheRequest) -> CacheRequest:
+        if len(self._requests) >= MAX_OPEN_REQUESTS:
             request.close()
-            raise RequestError(f"{REQUESTS} requests are open: no client may have more; close some")
+            raise RequestError(f"{MAX_OPEN_REQUESTS} requests are open: no client may have more; close some")
         self._requests[number], self._bound_of[number] = request, bound
-        self._bindings.use(bound)
+        self._namespace_registry.add_reference(bound)
         return request
 
-    def bound(self, message: Mapping[str, Any]) -> BoundCache:
+    def bound(self, message: Mapping[str, Any]) -> CacheNamespace:
         """What this session bound under the message's number, also where the tenant's share let go of it meanwhile;
         RequestError for another. Of any thread."""
         number: int = message["namespace"]
@@ -369,41 +382,41 @@ class Session:
             raise RequestError(f"namespace {number!r:.40}: none of this number is bound; {len(self._bound)} are")
         return found[0]
 
-    def _of(self, message: Mapping[str, Any]) -> BoundCache:
+    def _use_namespace(self, message: Mapping[str, Any]) -> CacheNamespace:
         """The same, to be used: it is taken again where it was let go of."""
         bound, number = self.bound(message), message["namespace"]
-        if self._bindings.touch(self.tenant.name, bound, self):
+        if self._namespace_registry.touch(self.tenant.name, bound, self):
             return bound
         _, bind = self._bound[number]
-        again = self._bindings.take(self.tenant.name, bind, self)
+        again = self._namespace_registry.acquire(self.tenant.name, bind, self)
         if self._numbers.get(bound) == number:
             del self._numbers[bound]
         self._numbers.setdefault(again, number)
         self._bound[number] = again, bind
         return again
 
-    def _name(self, message: Mapping[str, Any]) -> str:
+    def _request_name(self, message: Mapping[str, Any]) -> str:
         """Of a request among all engines': none of these can have another one's, whatever the ids."""
         name: str = message["id"]
         return f"{self.engine}/{name}" if self.engine or "/" in name else name
 
-    def _bind(self, request: CacheRequest, signatures: bytes) -> bytes:
-        return bind_signatures(request.chain.namespace_id, signatures) if self._apart else signatures
+    def _bind_signatures(self, request: CacheRequest, signatures: bytes) -> bytes:
+        return bind_signatures(request.chain.namespace_id, signatures) if self._isolates_tenants else signatures
 
-    def _own(self, number: int) -> None:
-        if number not in self._sizes:
+    def _check_opened_here(self, number: int) -> None:
+        if number not in self._signature_bytes:
             raise RequestError(f"request {number} was joined: its signatures are told where it was opened")
 
-    def _check_room(self, number: int, size: int) -> None:
+    def _check_signature_budget(self, number: int, size: int) -> None:
         if size % SIGNATURE_BYTES:
             raise TokenError(f"signatures of {size} bytes: expected a multiple of {SIGNATURE_BYTES}")
-        more = size - self._sizes.get(number, 0) if size else 0
-        if not self._has_room(more):
-            total = sum(self._sizes.values()) + more
-            raise RequestError(f"signatures of {total} bytes: a client may have {SIGNATURES_BYTES}; close some")
+        more = size - self._signature_bytes.get(number, 0) if size else 0
+        if not self._fits(more):
+            total = sum(self._signature_bytes.values()) + more
+            raise RequestError(f"signatures of {total} bytes: a client may have {MAX_SIGNATURE_BYTES}; close some")
 
-    def _has_room(self, more: int) -> bool:
-        return sum(self._sizes.values()) + sum(self._told.values()) + more <= SIGNATURES_BYTES
+    def _fits(self, more: int) -> bool:
+        return sum(self._signature_bytes.values()) + sum(self._token_id_bytes.values()) + more <= MAX_SIGNATURE_BYTES
 
     # the end
 
@@ -414,13 +427,13 @@ class Session:
         for request in requests.values():
             request.close()
         while self._stores:
-            self._coming.end(self.tenant.name, self._stores.popitem()[1])
+            self._pending_stores.end(self.tenant.name, self._stores.popitem()[1])
         while self._bound_of:
-            self._bindings.leave(self._bound_of.popitem()[1])
+            self._namespace_registry.drop_reference(self._bound_of.popitem()[1])
         for number in list(self._bound):
             self._end_binding(number)
 
 
 def _deadline(message: Mapping[str, Any]) -> float | None:
     given = message.get("deadline_s")
-    return None if given is None else min(max(0.0, float(given)), LONGEST_DEADLINE_S)
+    return None if given is None else min(max(0.0, float(given)), MAX_DEADLINE_S)

@@ -10,55 +10,55 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from kvcache.daemon.protocol import HEAD_BYTES, ProtocolError, body_bytes, pack, refusal, unpack
-from kvcache.daemon.server.admission import Shown
-from kvcache.daemon.wire import BUFFER_BYTES
+from kvcache.daemon.protocol import HEADER_BYTES, ProtocolError, body_length, error_reply, pack, unpack
+from kvcache.daemon.server.admission import Credentials
+from kvcache.daemon.wire import SOCKET_BUFFER_BYTES
 from kvcache.log import logger
 
-UNREAD_BYTES = 16 << 20
+MAX_UNSENT_BYTES = 16 << 20
 """Of answers that a client does not take, beyond which it is let go."""
-FIRST_BYTES = 64 << 10
+MAX_HELLO_BYTES = 64 << 10
 """Of the first message: nobody knows yet who says it."""
-AT_ONCE = 32
+MAX_MESSAGES_PER_TURN = 32
 """Messages of one client that are answered before others have their turn."""
-CATCH_UP = 64
+MAX_CATCH_UP_TURNS = 64
 """Turns of one client that are taken before somebody else's question is answered."""
-RECEIVED = memoryview(bytearray(BUFFER_BYTES))  # of the loop's thread: a long message comes in one piece
+RECEIVE_BUFFER = memoryview(bytearray(SOCKET_BUFFER_BYTES))  # of the loop's thread: a long message comes in one piece
 _CREDENTIALS = struct.Struct("3i")
 
 _log = logger("kvcache.daemon")
 
 
-class Peer:
+class Connection:
     """`on_message` is called with each message, `on_end` once when the connection is over."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         connection: socket.socket,
-        on_message: Callable[[Peer, dict[str, Any]], None],
-        on_end: Callable[[Peer], None],
+        on_message: Callable[[Connection, dict[str, Any]], None],
+        on_close: Callable[[Connection], None],
     ) -> None:
         self.pid = self.uid = 0
-        self._know(connection)
+        self._identify(connection)
         self.connection = connection
-        self.most_bytes = FIRST_BYTES  # of a message
-        self._loop, self._on_message, self._on_end = loop, on_message, on_end
+        self.max_bytes = MAX_HELLO_BYTES  # of a message
+        self._loop, self._on_message, self._on_close = loop, on_message, on_close
         self._read = bytearray()
-        self._full = False  # whole messages wait: no more is read before they have had their turn
-        self._waits = False  # for its turn, which the loop knows of
-        self._unread: deque[memoryview] = deque()
-        self._unread_bytes = 0
+        self._reading_paused = False  # whole messages wait: no more is read before they have had their turn
+        self._turn_scheduled = False  # for its turn, which the loop knows of
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_bytes = 0
         self.open = True
         connection.setblocking(False)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             with suppress(OSError):
-                connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+                connection.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
         loop.add_reader(connection, self._readable)
 
-    def _know(self, connection: socket.socket) -> None:
+    def _identify(self, connection: socket.socket) -> None:
         """Who it is, as the system tells."""
-        self.pid, self.uid, _ = credentials(connection)
+        self.pid, self.uid, _ = peer_credentials(connection)
 
     def __str__(self) -> str:
         return f"user {self.uid} (process {self.pid})"
@@ -68,9 +68,9 @@ class Peer:
         """Where it comes from, as far as that can be told before it says who it is."""
         return f"user {self.uid}"
 
-    def shown(self, token_hash: str) -> Shown:
+    def credentials(self, token_hash: str) -> Credentials:
         """Who it is, as far as can be told: what it gave, or else what the kernel knows."""
-        return Shown(user=self.uid, token_hash=token_hash)
+        return Credentials(user=self.uid, token_hash=token_hash)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Now, as far as the other side takes it, and the rest when it does."""
@@ -79,23 +79,23 @@ class Peer:
         try:
             rest = memoryview(pack(message))
         except ProtocolError as error:  # an answer too long for a frame
-            rest = memoryview(pack(refusal(error)))
-        if not self._unread:
+            rest = memoryview(pack(error_reply(error)))
+        if not self._unsent:
             rest = rest[self._put(rest) :]
             if not rest or not self.open:
                 return
             self._loop.add_writer(self.connection, self._writable)
-        self._unread.append(rest)
-        self._unread_bytes += len(rest)
-        if self._unread_bytes > UNREAD_BYTES:
+        self._unsent.append(rest)
+        self._unsent_bytes += len(rest)
+        if self._unsent_bytes > MAX_UNSENT_BYTES:
             _log.warning("%s does not take its answers: let go", self)
             self.close()
 
     def catch_up(self) -> None:
         """Take in and answer what had come by now; of a client that says more than any has reason to, a part."""
-        for _ in range(CATCH_UP):
-            if self._full:
-                self._answer_some()
+        for _ in range(MAX_CATCH_UP_TURNS):
+            if self._reading_paused:
+                self._dispatch_batch()
             elif not self.open or not self._readable():
                 return
 
@@ -115,8 +115,8 @@ class Peer:
         self._loop.remove_reader(self.connection)
         self._loop.remove_writer(self.connection)
         self.connection.close()
-        self._unread.clear()
-        self._on_end(self)
+        self._unsent.clear()
+        self._on_close(self)
 
     def _put(self, data: memoryview) -> int:
         try:
@@ -131,17 +131,17 @@ class Peer:
         return self.connection.send(data)
 
     def _receive(self) -> int:
-        return self.connection.recv_into(RECEIVED)
+        return self.connection.recv_into(RECEIVE_BUFFER)
 
     def _writable(self) -> None:
-        while self._unread and self.open:
-            done = self._put(self._unread[0])
-            self._unread_bytes -= done
-            if done < len(self._unread[0]):
+        while self._unsent and self.open:
+            done = self._put(self._unsent[0])
+            self._unsent_bytes -= done
+            if done < len(self._unsent[0]):
                 if self.open:
-                    self._unread[0] = self._unread[0][done:]
+                    self._unsent[0] = self._unsent[0][done:]
                 return
-            self._unread.popleft()
+            self._unsent.popleft()
         if self.open:
             self._loop.remove_writer(self.connection)
 
@@ -156,67 +156,67 @@ class Peer:
         if not count:
             self.close()
             return False
-        self._read += RECEIVED[:count]
-        self._answer_some()
+        self._read += RECEIVE_BUFFER[:count]
+        self._dispatch_batch()
         return True
 
-    def _answer_some(self) -> None:
+    def _dispatch_batch(self) -> None:
         """What has been read and not answered is less than a message and what one call brings, however much is sent:
         the rest stays with whoever sends it."""
-        for _ in range(AT_ONCE):
+        for _ in range(MAX_MESSAGES_PER_TURN):
             if not self.open:
                 return
             try:
                 message = self._next()
             except ProtocolError as error:
-                self.send(refusal(error))
+                self.send(error_reply(error))
                 self.close()
                 return
             if message is None:
-                self._read_on()
+                self._resume_reading()
                 return
             self._on_message(self, message)
         if not self.open:
             return
-        if not self._full:
-            self._full = True
+        if not self._reading_paused:
+            self._reading_paused = True
             self._loop.remove_reader(self.connection)
-        self._go_on_soon()
+        self._schedule_turn()
 
-    def _go_on_soon(self) -> None:
+    def _schedule_turn(self) -> None:
         """In the loop's next turn; once in it, however often that is asked for meanwhile."""
-        if not self._waits:
-            self._waits = True
-            self._loop.call_soon(self._go_on)
+        if not self._turn_scheduled:
+            self._turn_scheduled = True
+            self._loop.call_soon(self._run_turn)
 
-    def _go_on(self) -> None:
-        self._waits = False
-        if self._full:
-            self._answer_some()
+    def _run_turn(self) -> None:
+        self._turn_scheduled = False
+        if self._reading_paused:
+            self._dispatch_batch()
         elif self.open:
             self._readable()
 
-    def _read_on(self) -> None:
-        if self._full:
-            self._full = False
+    def _resume_reading(self) -> None:
+        if self._reading_paused:
+            self._reading_paused = False
             self._loop.add_reader(self.connection, self._readable)
 
     def _next(self) -> dict[str, Any] | None:
-        if len(self._read) < HEAD_BYTES:
+        if len(self._read) < HEADER_BYTES:
             return None
-        size = body_bytes(self._read[:HEAD_BYTES])
-        if size > self.most_bytes:
-            raise ProtocolError(f"a hello of {size} bytes: at most {self.most_bytes} are read")
-        end = HEAD_BYTES + size
+        size = body_length(self._read[:HEADER_BYTES])
+        if size > self.max_bytes:
+            raise ProtocolError(f"a hello of {size} bytes: at most {self.max_bytes} are read")
+        end = HEADER_BYTES + size
         if len(self._read) < end:
             return None
         with memoryview(self._read) as view:
-            message = unpack(view[HEAD_BYTES:end])
+            message = unpack(view[HEADER_BYTES:end])
         del self._read[:end]
         return message
 
 
-def credentials(connection: socket.socket) -> tuple[int, int, int]:
+def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
     """Process, user and group at the other end, as the kernel knows them."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(found)
@@ -227,34 +227,34 @@ def credentials(connection: socket.socket) -> tuple[int, int, int]:
 # only connects shuts nobody out. So many wait at a time, for so long. Where one more comes, the one that waited
 # longest leaves, of those that come from where most of them do: whoever connects without end pushes out itself.
 
-WAITING = 64
+MAX_PENDING_CONNECTIONS = 64
 """At a time, a descriptor each, beside those of `daemon.connections`."""
-HELLO_S = 5.0
+HELLO_TIMEOUT_S = 5.0
 """For a connection to say who it is."""
 
 
-class Hall:
+class PendingConnections:
     """Of the loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: dict[Peer, asyncio.TimerHandle] = {}  # the longest first
-        self._quiet_until = loop.time()  # a crowd writes no log
+        self._waiting: dict[Connection, asyncio.TimerHandle] = {}  # the longest first
+        self._next_warning_s = loop.time()  # a crowd writes no log
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def enter(self, peer: Peer) -> None:
-        self._waiting[peer] = self._loop.call_later(HELLO_S, peer.close)
-        if len(self._waiting) > WAITING:
+    def add(self, peer: Connection) -> None:
+        self._waiting[peer] = self._loop.call_later(HELLO_TIMEOUT_S, peer.close)
+        if len(self._waiting) > MAX_PENDING_CONNECTIONS:
             crowd, count = Counter(each.origin for each in self._waiting).most_common(1)[0]
             first = next(each for each in self._waiting if each.origin == crowd)
-            if self._loop.time() >= self._quiet_until:
-                self._quiet_until = self._loop.time() + HELLO_S
+            if self._loop.time() >= self._next_warning_s:
+                self._next_warning_s = self._loop.time() + HELLO_TIMEOUT_S
                 _log.warning("%d connections of %s do not say who they are: the first of them go", count, crowd)
             first.close()
 
-    def leave(self, peer: Peer) -> None:
+    def remove(self, peer: Connection) -> None:
         """It is known now, or gone. Idempotent."""
         timer = self._waiting.pop(peer, None)
         if timer is not None:

@@ -22,78 +22,88 @@ from kvcache.block.chain import SIGNATURE_BYTES
 from kvcache.cache.cache import Cache
 from kvcache.cache.erase import clear
 from kvcache.cache.flush import Watch
-from kvcache.cache.prefetch import Near
-from kvcache.daemon.discovery import listening, prepare
-from kvcache.daemon.protocol import ANSWER_BYTES, NOT_FOUND, REQUEST_BYTES, FrameError, describe_report, receive, send
-from kvcache.daemon.server.report import Report, explain, prompt
+from kvcache.cache.prefetch import Prefetcher
+from kvcache.daemon.discovery import make_socket_directory, open_control_socket
+from kvcache.daemon.protocol import (
+    MAX_REPLY_BYTES,
+    MAX_REQUEST_BYTES,
+    NOT_FOUND,
+    FrameError,
+    describe_report,
+    receive_message,
+    send_message,
+)
+from kvcache.daemon.server.report import Report, explain, lookup_prompt
 from kvcache.errors import ConfigError, KVCacheError, NotFoundError
 from kvcache.log import logger
-from kvcache.observe.recent_requests import Asked, named, prefixes
+from kvcache.observe.recent_requests import RecentRequest, find_prefix, prefixes
 
 # What an operator orders a running cache to do: keep a prefix, let it go, remove what nobody uses.
 
 KNOWN = 64
 """Prefixes that an unknown name is compared with."""
-NEAR_S = 30.0
+PREFETCH_TIMEOUT_S = 30.0
 """For a prefix to come near before it is pinned as far as it is."""
 
 
-def pin(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
+def pin(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
     """`seconds`, and which prefix: `request`, the id of one that is remembered, `prefix`, its name, or `ids`. It is
     brought into host memory, as far as pins may fill that, and kept there and wherever else it is. Without any of these
     it tells what is pinned."""
-    which, seconds = _which(cache, asked), asked.get("seconds")
+    which, seconds = _find_prompt(cache, arguments), arguments.get("seconds")
     if which is not None:
         if not isinstance(seconds, (int, float)) or isinstance(seconds, bool):
             raise ConfigError(f"seconds = {seconds!r:.40}: expected for how long")
-        whose, blocks = which
-        bound = next((bound for bound in cache.bounds if bound.id == whose.namespace), None)
+        entry, blocks = which
+        bound = next((bound for bound in cache.bounds if bound.id == entry.namespace), None)
         if bound is None:
             raise ConfigError("no engine has bound this prompt's namespace here")
-        packed, flow = whose.packed[: blocks * SIGNATURE_BYTES], cache.flow
-        flow.pins.check(float(seconds))
-        end = flow.port.clock.now() + NEAR_S
-        most = flow.pins.fitting(bound, blocks)
-        near = Near(flow, bound, packed, None, lambda: flow.port.clock.now() >= end, most_blocks=most)
-        near.bring("pin")
-        made = flow.pins.pin(bound, packed, float(seconds))
-        return {"made": made.told(), "pins": [each.told() for each in cache.flow.pins.all()]}
-    return {"made": None, "pins": [each.told() for each in cache.flow.pins.all()]}
+        packed, tier_manager = entry.packed[: blocks * SIGNATURE_BYTES], cache.tier_manager
+        tier_manager.pins.check(float(seconds))
+        end = tier_manager.os_env.clock.now() + PREFETCH_TIMEOUT_S
+        most = tier_manager.pins.pinnable_blocks(bound, blocks)
+        near = Prefetcher(
+            tier_manager, bound, packed, None, lambda: tier_manager.os_env.clock.now() >= end, most_blocks=most
+        )
+        near.prefetch("pin")
+        made = tier_manager.pins.pin(bound, packed, float(seconds))
+        return {"made": made.told(), "pins": [item.told() for item in cache.tier_manager.pins.all()]}
+    return {"made": None, "pins": [item.told() for item in cache.tier_manager.pins.all()]}
 
 
-def unpin(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
+def unpin(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
     """`pin`: the number of one, or "all"."""
-    which = asked.get("pin")
-    pins = cache.flow.pins
+    which = arguments.get("pin")
+    pins = cache.tier_manager.pins
     if which == "all":
-        ended = [each.id for each in pins.all() if pins.unpin(each.id)]
+        ended = [item.id for item in pins.all() if pins.unpin(item.id)]
     elif isinstance(which, int) and not isinstance(which, bool):
         if not pins.unpin(which):
             raise NotFoundError(f"pin {which}: there is none of this number; `kvcache pin` lists those there are")
         ended = [which]
     else:
         raise ConfigError(f"pin = {which!r:.40}: expected the number of a pin, or all")
-    return {"ended": ended, "pins": [each.told() for each in pins.all()]}
+    return {"ended": ended, "pins": [item.told() for item in pins.all()]}
 
 
-def prune(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
+def prune(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
     """Remove namespaces that nobody used for `unused_s` from the tiers of this cache alone: what others share, others
     may use. One of which no use is known counts from when this cache began. `dry_run`: only tell which."""
-    unused_s, dry_run = asked.get("unused_s"), bool(asked.get("dry_run"))
+    unused_s, dry_run = arguments.get("unused_s"), bool(arguments.get("dry_run"))
     if not isinstance(unused_s, (int, float)) or isinstance(unused_s, bool) or not unused_s > 0:
         raise ConfigError(f"unused_s = {unused_s!r:.40}: expected for how long nobody used it, in seconds")
-    tiers = [tier for tier in (cache.flow.host, *cache.below) if not tier.shared]
+    tiers = [tier for tier in (cache.tier_manager.host, *cache.lower_tiers) if not tier.shared]
     names = {tier.name for tier in tiers}
-    uses, now = cache.flow.uses, cache.flow.port.clock.wall()
-    held = cache.census.take(anew=True)
+    uses, now = cache.tier_manager.usage_log, cache.tier_manager.os_env.clock.wall()
+    held = cache.namespace_usage.take(anew=True)
     known = {namespace.id: namespace for namespace in cache.namespaces}
-    rows = []
+    pruned = []
     for space, of_tier in held.items():
         used = uses.namespaces().get(space)
         last = uses.since if used is None else used.last
         if now - last < unused_s or not names & of_tier.keys():
             continue
-        rows.append(
+        pruned.append(
             {
                 "id": space.hex(),
                 "model": known[space].model if space in known else None,
@@ -104,20 +114,20 @@ def prune(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
                 else clear(space, cache.index, tiers),
             }
         )
-    if rows and not dry_run:
-        cache.census.take(anew=True)
-    return {"pruned": rows, "dry_run": dry_run}
+    if pruned and not dry_run:
+        cache.namespace_usage.take(anew=True)
+    return {"pruned": pruned, "dry_run": dry_run}
 
 
-def erase(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
+def erase(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
     """Remove what is of a `tenant`, a `cache_salt` or a `namespace` (all that is given must fit) from every tier,
     shared ones too, and overwrite what it left. Answers when it is done, or says in which tier it is not. `dry_run`:
     only count."""
-    given = {name: asked.get(name) for name in ("tenant", "cache_salt", "namespace")}
+    given = {name: arguments.get(name) for name in ("tenant", "cache_salt", "namespace")}
     for name, value in given.items():
         if value is not None and (not isinstance(value, str) or (name == "namespace" and len(value) < 8)):
             raise ConfigError(f"{name}: expected a text, of a namespace's id 8 digits or more")
-    erased = cache.erasure.erase(**given, dry_run=bool(asked.get("dry_run")))
+    erased = cache.erasure.erase(**given, dry_run=bool(arguments.get("dry_run")))
     return {
         "namespaces": [namespace.hex() for namespace in erased.namespaces],
         "records": erased.records,
@@ -125,57 +135,57 @@ def erase(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
     }
 
 
-def _which(cache: Cache, asked: dict[Any, Any]) -> tuple[Asked, int] | None:
+def _find_prompt(cache: Cache, arguments: dict[Any, Any]) -> tuple[RecentRequest, int] | None:
     """The prompt that is meant, and up to which block."""
-    request, name, ids = asked.get("request"), asked.get("prefix"), asked.get("ids")
+    request, name, ids = arguments.get("request"), arguments.get("prefix"), arguments.get("ids")
     if isinstance(name, str):
-        found = named(cache.why.ring.last(), name)
+        found = find_prefix(cache.miss_explainer.recent_requests.last(), name)
         if found is None:
-            known = [prefix.name for prefix in prefixes(cache.why.ring.last(), KNOWN)]
+            known = [prefix.name for prefix in prefixes(cache.miss_explainer.recent_requests.last(), KNOWN)]
             raise NotFoundError.like(f"prefix {name!r:.40}: no prompt of late has a block of this name", name, known)
         return found
     if isinstance(request, str):
-        one = cache.why.ring.find(request)
+        one = cache.miss_explainer.recent_requests.find(request)
         if one is None:
-            known = [each.request for each in cache.why.ring.last()]
+            known = [item.request for item in cache.miss_explainer.recent_requests.last()]
             raise NotFoundError.like(f"request {request!r:.60}: no request of that id is remembered", request, known)
         return one, one.blocks
     if ids is not None:
-        one = prompt(cache, ids, str(asked.get("namespace") or ""))
+        one = lookup_prompt(cache, ids, str(arguments.get("namespace") or ""))
         return one, one.blocks
     return None
 
 
-PROTOCOL = 1
-DEADLINE_S = 2.0
+CONTROL_PROTOCOL_VERSION = 1
+CLIENT_TIMEOUT_S = 2.0
 """For a client to ask, and again for it to take the answer."""
-AT_ONCE = 4
+MAX_CONCURRENT_COMMANDS = 4
 """Questions that are answered at a time; who asks beyond them is turned away."""
-LONGEST_S = 60.0
+MAX_FLUSH_WAIT_S = 60.0
 """That a question may wait for the tiers."""
-FAULTS = 1000
+MAX_FAULTS = 1000
 """Lines of an audit that go into an answer."""
 WATCHES, LONGEST_NAME = 64, 64
 """Callers of `flush` that name themselves and are remembered, and characters of such a name."""
-_PAUSE_S = 0.1
+_ACCEPT_RETRY_S = 0.1
 
 _log = logger("kvcache.control")
 
 
-def listen(cache: Cache, version: str) -> Control | None:
+def open_control(cache: Cache, version: str) -> ControlServer | None:
     """Make the cache reachable until it is closed or forgotten. Where that cannot be, it runs on without, and says
     so: an operator's convenience is no reason to fail an engine."""
     try:
-        control = Control(cache, version, *listening(prepare()))
+        control = ControlServer(cache, version, *open_control_socket(make_socket_directory()))
     except (OSError, KVCacheError) as error:
         _log.warning("`kvcache ps` will not find this cache: %s", error)
         return None
-    cache.at_close.append(control.close)
+    cache.on_close.append(control.close)
     weakref.finalize(cache, control.close)
     return control
 
 
-class Control:
+class ControlServer:
     """Listens at `path`. Holds the cache weakly: one that nobody else has any more is not kept alive by this."""
 
     def __init__(self, cache: Cache, version: str, listener: socket.socket, path: Path) -> None:
@@ -186,9 +196,9 @@ class Control:
         self._pid = os.getpid()
         self._listener = listener
         self._wake, self._woken = socket.socketpair()
-        self._free = threading.BoundedSemaphore(AT_ONCE)
+        self._free = threading.BoundedSemaphore(MAX_CONCURRENT_COMMANDS)
         self._auditing, self._watching = threading.Lock(), threading.Lock()
-        self._watches: dict[str | None, Watch] = {None: cache.flow.watch()}
+        self._watches: dict[str | None, Watch] = {None: cache.tier_manager.watch()}
         """What callers of `flush` were told: those that named themselves, and all others together."""
         self._closed = threading.Event()
         _OPEN.add(self)
@@ -203,7 +213,7 @@ class Control:
             self.path.unlink()
         self._wake.close()  # wakes the thread that waits, which closes the rest
 
-    def forget(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: let go of the parent's socket, so that it ends with the parent."""
         self._closed.set()
         for end in (self._listener, self._wake, self._woken):
@@ -221,11 +231,11 @@ class Control:
                     connection, _ = self._listener.accept()
                 except OSError as error:  # it hung up already; or this process has no descriptors left
                     _log.debug("nobody to answer: %s", error)
-                    self._closed.wait(_PAUSE_S)
+                    self._closed.wait(_ACCEPT_RETRY_S)
                     continue
-                self._hand_over(connection)
+                self._dispatch(connection)
 
-    def _hand_over(self, connection: socket.socket) -> None:
+    def _dispatch(self, connection: socket.socket) -> None:
         """To a thread of its own; or hang up, where enough are at it."""
         if self._free.acquire(blocking=False):
             try:
@@ -238,14 +248,14 @@ class Control:
     def _serve(self, connection: socket.socket) -> None:
         with connection:
             try:
-                asked = receive(connection, most_bytes=REQUEST_BYTES, timeout_s=DEADLINE_S)
-                send(connection, self._answer(asked), most_bytes=ANSWER_BYTES, timeout_s=DEADLINE_S)
+                arguments = receive_message(connection, max_bytes=MAX_REQUEST_BYTES, timeout_s=CLIENT_TIMEOUT_S)
+                send_message(connection, self._answer(arguments), max_bytes=MAX_REPLY_BYTES, timeout_s=CLIENT_TIMEOUT_S)
             except FrameError as error:
                 _log.debug("no question, or nobody to take the answer: %s", error)
             finally:
                 self._free.release()
 
-    def _answer(self, asked: dict[Any, Any]) -> dict[str, Any]:
+    def _answer(self, arguments: dict[Any, Any]) -> dict[str, Any]:
         answers: dict[Any, Callable[[Cache, dict[Any, Any]], dict[str, Any]]] = {
             "info": self._info,
             "stats": lambda cache, _: cache.stats(),
@@ -259,21 +269,21 @@ class Control:
             "namespaces": lambda cache, _: {"namespaces": Report(cache).namespaces()},
             "tenants": lambda cache, _: {"tenants": Report(cache).tenants()},
             "agents": lambda cache, _: {"agents": Report(cache).agents()},
-            "prefixes": lambda cache, asked: {"prefixes": Report(cache).prefixes(asked.get("count", 10))},
+            "prefixes": lambda cache, arguments: {"prefixes": Report(cache).prefixes(arguments.get("count", 10))},
             "pin": pin,
             "unpin": unpin,
             "prune": prune,
             "erase": erase,
         }
-        cache, op = self._cache(), asked.get("op")
+        cache, op = self._cache(), arguments.get("op")
         if cache is None:
             raise FrameError("the cache is gone")
-        for name, of_others in cache.answers.items():
-            answers[name] = lambda _, asked, answer=of_others: answer(asked)  # type: ignore[misc]  # bound to this turn
+        for name, of_others in cache.control_handlers.items():
+            answers[name] = lambda _, arguments, answer=of_others: answer(arguments)  # type: ignore[misc]  # bound to this turn
         if not isinstance(op, str) or op not in answers:
             return {"error": f"op = {op!r:.40}: this version knows {', '.join(answers)}"}
         try:
-            return {"ok": answers[op](cache, asked)}
+            return {"ok": answers[op](cache, arguments)}
         except NotFoundError as error:
             return {"error": str(error), "kind": NOT_FOUND}
         except KVCacheError as error:
@@ -282,11 +292,11 @@ class Control:
             _log.exception("%s failed", op)
             return {"error": f"{op} failed: {error!r}"}
 
-    def _info(self, cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
+    def _info(self, cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
         """Who this is. Of the command line only the program's name: arguments may hold secrets."""
         nvme = cache.settings.nvme
         return {
-            "protocol": PROTOCOL,
+            "protocol": CONTROL_PROTOCOL_VERSION,
             "version": self._version,
             "pid": self._pid,
             "program": os.path.basename(sys.argv[0] if sys.argv else "") or "python",
@@ -294,19 +304,19 @@ class Control:
             "models": sorted({namespace.model for namespace in cache.namespaces}),
             "nvme_path": ", ".join(map(str, nvme.directories)) if nvme.enabled else None,
             "tiers": cache.stats()["tiers"],
-            "bypass": cache.flow.bypass.mode,
+            "bypass": cache.tier_manager.bypass.mode,
         }
 
-    def _check(self, cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
+    def _check(self, cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
         if not self._auditing.acquire(blocking=False):
             return {"busy": True, "count": 0, "faults": []}
         try:
             faults = cache.check()
         finally:
             self._auditing.release()
-        return {"busy": False, "count": len(faults), "faults": faults[:FAULTS]}
+        return {"busy": False, "count": len(faults), "faults": faults[:MAX_FAULTS]}
 
-    def _scrub(self, cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
+    def _scrub(self, cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
         if not self._auditing.acquire(blocking=False):
             return {"busy": True}
         try:
@@ -314,32 +324,32 @@ class Control:
         finally:
             self._auditing.release()
 
-    def _flush(self, cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
+    def _flush(self, cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
         """Wait until what was stored is where it should be, for so long at most."""
-        seconds, fleet = asked.get("seconds", DEADLINE_S), asked.get("fleet")
-        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 <= seconds <= LONGEST_S:
-            raise ConfigError(f"seconds = {seconds!r:.40}: expected at most {LONGEST_S:g}")
+        seconds, fleet = arguments.get("seconds", CLIENT_TIMEOUT_S), arguments.get("fleet")
+        if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 <= seconds <= MAX_FLUSH_WAIT_S:
+            raise ConfigError(f"seconds = {seconds!r:.40}: expected at most {MAX_FLUSH_WAIT_S:g}")
         if fleet is not None and (not isinstance(fleet, str) or len(fleet) > LONGEST_NAME):
             raise ConfigError(f"fleet = {fleet!r:.40}: expected a name of {LONGEST_NAME} characters at most")
         with self._watching:
-            watch = self._watches.pop(fleet, None) or cache.flow.watch(anew=fleet is not None)
+            watch = self._watches.pop(fleet, None) or cache.tier_manager.watch(anew=fleet is not None)
             self._watches[fleet] = watch  # the one used last is the last
             while len(self._watches) > WATCHES:
                 del self._watches[next(name for name in self._watches if name is not None)]
-        report = cache.flow.flush(seconds, watch=watch, first=cache.at_flush, fleet=fleet is not None)
+        report = cache.tier_manager.flush(seconds, watch=watch, first=cache.on_flush, fleet=fleet is not None)
         return {"flushed": bool(report), **describe_report(report)}
 
 
-def _events(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
-    count = asked.get("count")
+def _events(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
+    count = arguments.get("count")
     if count is not None and (not isinstance(count, int) or count < 0):
         raise ConfigError(f"count = {count!r:.40}: expected how many of the last events")
     return {"events": [asdict(event) for event in cache.events.last(count)]}
 
 
-def _bypass(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
+def _bypass(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
     """Takes no lock, so that it works however the rest of the cache hangs."""
-    bypass, mode = cache.flow.bypass, asked.get("mode")
+    bypass, mode = cache.tier_manager.bypass, arguments.get("mode")
     was = bypass.mode
     if mode is not None:
         bypass.set(mode)
@@ -348,12 +358,12 @@ def _bypass(cache: Cache, asked: dict[Any, Any]) -> dict[str, Any]:
     return {"mode": bypass.mode, "was": was}
 
 
-_OPEN: weakref.WeakSet[Control] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[ControlServer] = weakref.WeakSet()
 
 
-def _forget_all() -> None:
+def _close_all_in_child() -> None:
     for control in list(_OPEN):
-        control.forget()
+        control.close_in_child()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_close_all_in_child)

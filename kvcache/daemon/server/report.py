@@ -12,17 +12,17 @@ import numpy as np
 from kvcache.block.chain import Chain, bind_signatures
 from kvcache.block.namespace import Namespace
 from kvcache.cache.cache import Cache
-from kvcache.cache.miss_explainer import asked_of
-from kvcache.cache.usage import Counted, Use
+from kvcache.cache.miss_explainer import hypothetical_request
+from kvcache.cache.usage import UsageByNamespace, UsageRow
 from kvcache.errors import ConfigError, NotFoundError
 from kvcache.evict.quotas import UNLIMITED
-from kvcache.log import Work
-from kvcache.observe.recent_requests import Asked, Ids, prefixes
+from kvcache.log import RequestContext
+from kvcache.observe.recent_requests import Ids, RecentRequest, prefixes
 
 # Why a prompt was not found, asked over the control socket: of a request that was, of a prompt that may be, or of the
 # last that missed.
 
-LAST = 1000
+MAX_STORIES = 1000
 """Stories in an answer, at most."""
 
 _EXPECTED = "expected one of request (its id), ids (uint32, little-endian) and count (of the last misses)"
@@ -32,25 +32,27 @@ def explain(cache: Cache, question: dict[Any, Any], tenant: str | None = None) -
     """`tenant`: of his namespaces alone."""
     request, ids, count = question.get("request"), question.get("ids"), question.get("count")
     own = {namespace.id for namespace in cache.namespaces if tenant in (None, namespace.tenant)}
-    last = (asked for asked in cache.why.ring.last() if tenant is None or asked.namespace in own)
+    last = (entry for entry in cache.miss_explainer.recent_requests.last() if tenant is None or entry.namespace in own)
     if isinstance(request, str):
-        found = list(islice((asked for asked in last if asked.request == request), 1))
+        found = list(islice((entry for entry in last if entry.request == request), 1))
     elif ids is not None:
-        found = [prompt(cache, ids, str(question.get("namespace") or ""), tenant)]
+        found = [lookup_prompt(cache, ids, str(question.get("namespace") or ""), tenant)]
     elif count is None or (isinstance(count, int) and count >= 0):
-        found = list(islice((asked for asked in last if asked.reason), min(LAST, 10 if count is None else count)))
+        found = list(
+            islice((entry for entry in last if entry.reason), min(MAX_STORIES, 10 if count is None else count))
+        )
     else:
         raise ConfigError(_EXPECTED)
     namespaces, among = cache.namespaces, None if tenant is None else own
-    return {"stories": [cache.why.story(asked, namespaces, among) for asked in found]}
+    return {"stories": [cache.miss_explainer.explain(entry, namespaces, among) for entry in found]}
 
 
-def prompt(cache: Cache, packed_ids: Any, prefix: str, tenant: str | None = None) -> Asked:
+def lookup_prompt(cache: Cache, packed_ids: Any, prefix: str, tenant: str | None = None) -> RecentRequest:
     """The prompt as if it was asked for now, in the namespace that has the most of it."""
     if not isinstance(packed_ids, bytes) or not packed_ids or len(packed_ids) % 4:
         raise ConfigError(_EXPECTED)
     ids: Ids = np.frombuffer(packed_ids, "<u4")
-    best: Asked | None = None
+    best: RecentRequest | None = None
     bounds = [b for b in cache.bounds if b.id.hex().startswith(prefix) and tenant in (None, b.tenant)]
     if not bounds:
         known = [b.id.hex()[: max(8, len(prefix))] for b in cache.bounds if tenant in (None, b.tenant)]
@@ -59,23 +61,23 @@ def prompt(cache: Cache, packed_ids: Any, prefix: str, tenant: str | None = None
         tokens = bound.layout.block_tokens
         lookup, chain = cache.index.lookup(bound.names, bound.needs), Chain(bound.id, tokens)
         chain.extend(ids)
-        packed = bind_signatures(bound.id, chain.packed) if cache.binds else chain.packed
+        packed = bind_signatures(bound.id, chain.packed) if cache.binds_signatures else chain.packed
         lookup.match(packed)
-        clock, time = cache.index.clock, cache.flow.port.clock.wall()
-        asked = asked_of(
+        clock, time = cache.index.clock, cache.tier_manager.os_env.clock.wall()
+        entry = hypothetical_request(
             packed, ids, namespace=bound.id, places=bound.names, block_tokens=tokens, clock=clock, time=time
         )
-        asked.found = lookup.blocks
-        if best is None or asked.found * tokens > best.found * best.block_tokens:
-            best = asked
+        entry.found = lookup.blocks
+        if best is None or entry.found * tokens > best.found * best.block_tokens:
+            best = entry
     assert best is not None, "there is a namespace"
-    best.reason = cache.why.reason(best)
+    best.reason = cache.miss_explainer.reason(best)
     return best
 
 
-EVENTS, PREFIXES, ROWS = 1024, 64, 1024
+MAX_EVENTS, MAX_PREFIXES, MAX_ROWS = 1024, 64, 1024
 """In one answer, at most."""
-_TOLD = ("model", "revision", "adapter", "tenant", "cache_salt")
+_NAMESPACE_FIELDS = ("model", "revision", "adapter", "tenant", "cache_salt")
 
 
 class Report:
@@ -88,7 +90,7 @@ class Report:
         """As `KVCache.stats`; of a tenant what can be told apart: records, bytes, and tokens asked for and found."""
         if self._tenant is None:
             return self._cache.stats()
-        held, uses = self._own(self._cache.counted()), self._own(self._cache.flow.uses.namespaces())
+        held, uses = self._own(self._cache.counted()), self._own(self._cache.tier_manager.usage_log.namespaces())
         tiers: dict[str, dict[str, int]] = {}
         for of_tier in held.values():
             for tier, holding in of_tier.items():
@@ -99,24 +101,24 @@ class Report:
 
     def namespaces(self) -> list[dict[str, Any]]:
         """The last used first. `last` is nil where no use is known since this cache began, which was at `since`."""
-        held, uses = self._cache.census.take(), self._cache.flow.uses.namespaces()
+        held, uses = self._cache.namespace_usage.take(), self._cache.tier_manager.usage_log.namespaces()
         known = {namespace.id: namespace for namespace in self._cache.namespaces}
         rows = [
-            _namespace(space, known.get(space), held, uses.get(space), self._cache.flow.uses.since)
+            _namespace(space, known.get(space), held, uses.get(space), self._cache.tier_manager.usage_log.since)
             for space in self._own(dict.fromkeys((*known, *held, *uses)))
         ]
-        return sorted(rows, key=lambda row: (-(row["last"] or 0.0), row["id"]))[:ROWS]
+        return sorted(rows, key=lambda row: (-(row["last"] or 0.0), row["id"]))[:MAX_ROWS]
 
     def tenants(self) -> list[dict[str, Any]]:
         """What of each is where, what it may take (`quotas`), what others leave it (`least`), and what
         it asked for. Namespaces that nobody has bound here have no tenant's name."""
         rows: dict[str, dict[str, Any]] = {}
-        for tier in (self._cache.host.name, *(tier.name for tier in self._cache.below)):
-            for tenant, limit in self._cache.shares.all(tier).items():
+        for tier in (self._cache.host.name, *(tier.name for tier in self._cache.lower_tiers)):
+            for tenant, limit in self._cache.quotas.all(tier).items():
                 if self._tenant in (None, tenant):
                     row = rows.setdefault(tenant, _tenant(tenant))
                     row["quotas"] |= {tier: limit.quota_bytes} if limit.quota_bytes < UNLIMITED else {}
-                    row["least"] |= {tier: limit.least_bytes} if limit.least_bytes else {}
+                    row["least"] |= {tier: limit.guaranteed_bytes} if limit.guaranteed_bytes else {}
         for space in self.namespaces():
             row = rows.setdefault(space["tenant"] or "", _tenant(space["tenant"]))
             row["namespaces"] += 1
@@ -135,18 +137,18 @@ class Report:
 
     def agents(self) -> list[dict[str, Any]]:
         """Those that requests named, who asked for most first."""
-        uses = self._cache.flow.uses.agents()
+        uses = self._cache.tier_manager.usage_log.agents()
         rows = [
             {"agent": agent, "tenant": tenant, **asdict(use)}
             for (tenant, agent), use in uses.items()
             if self._tenant in (None, tenant)
         ]
-        return sorted(rows, key=lambda row: (-row["asked_tokens"], row["tenant"], row["agent"]))[:ROWS]
+        return sorted(rows, key=lambda row: (-row["asked_tokens"], row["tenant"], row["agent"]))[:MAX_ROWS]
 
     def prefixes(self, count: int = 10) -> list[dict[str, Any]]:
         """What the last prompts begin with alike. Nothing of what is in them is told."""
-        asked = self._cache.why.ring.last()
-        own = self._own({each.namespace: None for each in asked})
+        entry = self._cache.miss_explainer.recent_requests.last()
+        own = self._own({each.namespace: None for each in entry})
         known = {namespace.id: namespace for namespace in self._cache.namespaces}
         return [
             {
@@ -158,16 +160,16 @@ class Report:
                 "found_tokens": prefix.found_blocks * prefix.block_tokens,
                 "last": prefix.last,
             }
-            for prefix in prefixes((each for each in asked if each.namespace in own), min(_count(count), PREFIXES))
+            for prefix in prefixes((each for each in entry if each.namespace in own), min(_count(count), MAX_PREFIXES))
         ]
 
     def events(self, count: int | None = None) -> list[dict[str, Any]]:
         """The oldest first. What left or was not kept may have made room for another's request, which a tenant is not
         told of."""
-        last = min(EVENTS, EVENTS if count is None else _count(count))
+        last = min(MAX_EVENTS, MAX_EVENTS if count is None else _count(count))
         found = self._cache.events.last(last, None if self._tenant is None else self._owned)
         hidden = {"evicted", "dropped"} if self._tenant is not None else set()
-        nobody = Work()._asdict()
+        nobody = RequestContext()._asdict()
         return [asdict(event) | (nobody if event.kind in hidden else {}) for event in found]
 
     def explain(self, question: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -177,15 +179,15 @@ class Report:
 
     def curve(self) -> dict[str, Any]:
         """What more memory would find, or less, as `Cache.curve`; of a tenant what its own requests would."""
-        told = self._cache.curve()
+        curve_points = self._cache.curve()
         if self._tenant is None:
-            return told
+            return curve_points
         tiers = {}
-        for name, tier in told["tiers"].items():
+        for name, tier in curve_points["tiers"].items():
             own = tier["by"]["tenant"].get(self._tenant)
-            rates = [] if own is None else zip(told["times"], own["hit_rates"], strict=True)
+            rates = [] if own is None else zip(curve_points["times"], own["hit_rates"], strict=True)
             tiers[name] = {"points": [{"times": times, "hit_rate": rate} for times, rate in rates]}
-        return {"times": told["times"], "tiers": tiers}
+        return {"times": curve_points["times"], "tiers": tiers}
 
     @property
     def _owned(self) -> set[bytes]:
@@ -197,12 +199,12 @@ class Report:
 
 
 def _namespace(
-    space: bytes, namespace: Namespace | None, held: Counted, use: Use | None, since: float
+    space: bytes, namespace: Namespace | None, held: UsageByNamespace, use: UsageRow | None, since: float
 ) -> dict[str, Any]:
     fields = {} if namespace is None else namespace.describe()
     return {
         "id": space.hex(),
-        **{name: fields.get(name) for name in _TOLD},
+        **{name: fields.get(name) for name in _NAMESPACE_FIELDS},
         "tiers": {tier: holding._asdict() for tier, holding in held.get(space, {}).items()},
         "requests": 0 if use is None else use.requests,
         "asked_tokens": 0 if use is None else use.asked_tokens,
@@ -226,7 +228,7 @@ def _tenant(tenant: str | None) -> dict[str, Any]:
     }
 
 
-def _summed(uses: Sequence[Use]) -> dict[str, Any]:
+def _summed(uses: Sequence[UsageRow]) -> dict[str, Any]:
     hits: dict[str, int] = {}
     for use in uses:
         for tier, tokens in use.hit_tokens.items():

@@ -16,52 +16,52 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvcache.cache.cache import Cache
-from kvcache.cache.factory import check as check_parts
-from kvcache.cache.warm_restart import Legacy
-from kvcache.daemon.discovery import Claim, socket_of
-from kvcache.daemon.http.server import http_listener, planned, serve_http
-from kvcache.daemon.server.admission import Door, limits
+from kvcache.cache.factory import check_settings as check_parts
+from kvcache.cache.warm_restart import WarmRestart
+from kvcache.daemon.discovery import SocketClaim, parse_unix_address
+from kvcache.daemon.http.server import http_listener, planned_url, serve_http
+from kvcache.daemon.server.admission import Admission, tenant_quotas
 from kvcache.daemon.server.auth import Tenants
-from kvcache.daemon.server.connection import WAITING
-from kvcache.daemon.server.control import listen
-from kvcache.daemon.server.handover import END_S, give, take
+from kvcache.daemon.server.connection import MAX_PENDING_CONNECTIONS
+from kvcache.daemon.server.control import open_control
+from kvcache.daemon.server.handover import EXIT_TIMEOUT_S, hand_over, take_over
 from kvcache.daemon.server.server import Daemon
-from kvcache.daemon.server.systemd import keep, kept, notify
-from kvcache.daemon.server.tcp import Port
+from kvcache.daemon.server.systemd import notify, store_descriptors, take_descriptors
+from kvcache.daemon.server.tcp import TcpListener
 from kvcache.errors import ConfigError
-from kvcache.log import apply, logger
+from kvcache.log import configure_logging, logger
 from kvcache.machine import memory
 from kvcache.os_env import SystemClock
 from kvcache.settings import Settings
-from kvcache.settings.service import CONNECTIONS
+from kvcache.settings.service import MAX_HTTP_CONNECTIONS
 from kvcache.settings.types import show_bytes
 from kvcache.tier.host.arena import Region
 
 # What a daemon needs of the system, seen to before it begins: refusals name the number that is too small.
 
-OWN_DESCRIPTORS = 64
+BASE_DESCRIPTORS = 64
 """Files, sockets and threads' ends beside those that grow with the settings."""
-GPU = Path("/dev/nvidiactl")
+NVIDIA_DEVICE = Path("/dev/nvidiactl")
 """There where a driver of NVIDIA's runs."""
 
 _log = logger("kvcache.daemon")
 
 
-def descriptors(settings: Settings) -> int:
+def required_descriptors(settings: Settings) -> int:
     """How many this process may come to have open: an extent, a connection and the process behind it, connections that
     did not say yet whose they are, a segment, and who looks at it over HTTP."""
     host, nvme = settings.host, settings.nvme
     segments = -(-nvme.capacity_bytes // nvme.segment_bytes) if nvme.enabled else 0
-    seen = CONNECTIONS if settings.http.enabled else 0
-    extents = -(-host.capacity_bytes // host.extent_bytes)
-    return extents + 2 * settings.daemon.connections + WAITING + segments + seen + OWN_DESCRIPTORS
+    seen = MAX_HTTP_CONNECTIONS if settings.http.enabled else 0
+    slabs = -(-host.capacity_bytes // host.slab_bytes)
+    return slabs + 2 * settings.daemon.connections + MAX_PENDING_CONNECTIONS + segments + seen + BASE_DESCRIPTORS
 
 
-def locked(settings: Settings) -> str:
+def memlock_warning(settings: Settings) -> str:
     """What is wrong with the locked-memory limit, if anything. Engines with a GPU pin the arena, each for itself, and
     mostly under the limit that the daemon has too; the daemon itself locks nothing, so that it serves all the same."""
     needed, (_, hard) = settings.host.capacity_bytes, resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if not GPU.exists() or hard == resource.RLIM_INFINITY or hard >= needed:
+    if not NVIDIA_DEVICE.exists() or hard == resource.RLIM_INFINITY or hard >= needed:
         return ""
     return (
         f"{show_bytes(hard)} of memory may be locked (ulimit -Hl): an engine with a GPU pins {show_bytes(needed)} "
@@ -70,17 +70,17 @@ def locked(settings: Settings) -> str:
     )
 
 
-def check(settings: Settings, tenants: Tenants | None) -> None:
+def check_settings(settings: Settings, tenants: Tenants | None) -> None:
     """ConfigError for settings that a daemon would refuse once it opens its cache: asked before another daemon is told
     to end for it. An arena that nobody gave a size gets that of the one before, which may be all that there is."""
     if not settings.given("host.capacity_bytes"):
         host = settings.host.model_copy(update={"capacity_bytes": memory().allowed_bytes})
         settings = settings.model_copy(update={"host": host})
     check_parts(settings)
-    limits(settings, tenants)
+    tenant_quotas(settings, tenants)
 
 
-def prepare(settings: Settings) -> None:
+def raise_limits(settings: Settings) -> None:
     """Raise this process's limits as far as needed and allowed; ConfigError where that is not enough."""
     if not hasattr(os, "memfd_create"):
         raise ConfigError("a daemon shares files in memory (memfd), which only Linux has; open the cache in the engine")
@@ -90,13 +90,13 @@ def prepare(settings: Settings) -> None:
         raise ConfigError(
             f"no file in memory can be made ({error.strerror}): memfd_create, ftruncate and sealing must be allowed"
         ) from None
-    if refused := locked(settings):
+    if refused := memlock_warning(settings):
         _log.warning("%s", refused)
-    needed, (soft, hard) = descriptors(settings), resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed, (soft, hard) = required_descriptors(settings), resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise ConfigError(
             f"{hard} descriptors (ulimit -Hn): {needed} are needed, one an extent of "
-            f"{show_bytes(settings.host.extent_bytes)}, two a connection (daemon.connections), one an NVMe segment; "
+            f"{show_bytes(settings.host.slab_bytes)}, two a connection (daemon.connections), one an NVMe segment; "
             "raise the limit, or make extents and segments larger"
         )
     most = (
@@ -114,23 +114,29 @@ class Service:
         version: str,
         insecure: bool = False,
         linger_s: float | None = None,
-        beside: Sequence[Callable[[Cache], object]] = (),
-        say: Callable[[str], object] = lambda line: None,
+        components: Sequence[Callable[[Cache], object]] = (),
+        report_status: Callable[[str], object] = lambda line: None,
     ) -> None:
         """`read` reads the settings, and takes further ones by name. `insecure`: TCP on loopback needs no more.
         `linger_s` as of `Daemon`. `beside`: what else begins with a cache, before anybody comes; it ends with it.
         ConfigError where the settings make no sense, or this process may not have what they need."""
-        self._read, self._version, self._linger_s, self._beside, self._say = read, version, linger_s, beside, say
+        self._read, self._version, self._linger_s, self._components, self._report_status = (
+            read,
+            version,
+            linger_s,
+            components,
+            report_status,
+        )
         self._settings = read()
-        apply(self._settings.log)
-        prepare(self._settings)
+        configure_logging(self._settings.log)
+        raise_limits(self._settings)
         daemon = self._settings.daemon
-        self._path = socket_of(daemon.socket)
-        self._door = Door(daemon.tenants_file, SystemClock())
-        check(self._settings, self._door.tenants)
-        self._port = Port(daemon, self._door, insecure=insecure) if daemon.listen else None
+        self._path = parse_unix_address(daemon.socket)
+        self._admission = Admission(daemon.tenants_file, SystemClock())
+        check_settings(self._settings, self._admission.tenants)
+        self._tcp_listener = TcpListener(daemon, self._admission, insecure=insecure) if daemon.listen else None
         self._page = ""
-        self._ends = ExitStack()
+        self._cleanup = ExitStack()
         self.daemon: Daemon | None = None
         """Once it is started."""
 
@@ -139,85 +145,89 @@ class Service:
         host, nvme = self._settings.host, self._settings.nvme
         places = ", ".join(map(str, nvme.directories))
         drive = f", {show_bytes(nvme.capacity_bytes)} at {places}" if nvme.enabled else ""
-        also = "" if self._port is None else f", {self._port}"
+        also = "" if self._tcp_listener is None else f", {self._tcp_listener}"
         page = f"; {self._page}" if self._page else ""
         return f"unix:{self._path}, {show_bytes(host.capacity_bytes)} of host memory{drive}{also}{page}"
 
     def plan(self) -> str:
         """What would be served; it is not to be started any more."""
         if self._settings.http.enabled:
-            self._page = planned(self._settings.http)
+            self._page = planned_url(self._settings.http)
         told = str(self)
-        if self._port is not None:
-            self._port.close()
+        if self._tcp_listener is not None:
+            self._tcp_listener.close()
         return told
 
     def start(self, *, replace: bool = False) -> None:
         """`replace`: in the place of the daemon that listens there, if any. Where it raises, nothing is left open."""
         with ExitStack() as ends:
-            if self._port is not None:
-                ends.callback(self._port.close)
-            legacy = self._before(replace)
+            if self._tcp_listener is not None:
+                ends.callback(self._tcp_listener.close)
+            legacy = self._predecessor_memory(replace)
             if legacy is not None:
                 ends.callback(legacy.close)
-            claim = Claim(self._path, int(self._settings.daemon.mode, 8), wait_s=END_S if replace else 0.0)
+            claim = SocketClaim(
+                self._path, int(self._settings.daemon.mode, 8), wait_s=EXIT_TIMEOUT_S if replace else 0.0
+            )
             ends.callback(claim.release)
             if legacy is not None and legacy.capacity_bytes and not self._settings.given("host.capacity_bytes"):
                 # what is free now is less by what is taken over
                 self._settings = self._read(host__capacity_bytes=legacy.capacity_bytes)
-                prepare(self._settings)
+                raise_limits(self._settings)
             listener = None
             if self._settings.http.enabled:
                 listener = http_listener(self._settings.http, needed=self._linger_s is None)
                 if listener is not None:
                     ends.callback(listener.close)
-            cache = ends.enter_context(Cache(self._settings, shared=True, serves=f"unix:{self._path}"))
+            cache = ends.enter_context(Cache(self._settings, shared=True, served_address=f"unix:{self._path}"))
             if legacy is not None:
                 legacy.take_in(cache)
-            for begin in self._beside:
+            for begin in self._components:
                 begin(cache)
             if self._settings.control.enabled:
-                listen(cache, self._version)
+                open_control(cache, self._version)
             served = Daemon(
                 cache,
                 claim,
                 version=self._version,
                 linger_s=self._linger_s,
-                began=self._began,
-                door=self._door,
-                port=self._port,
-                again=lambda: apply(self._read().log),
+                on_started=self._on_started,
+                admission=self._admission,
+                port=self._tcp_listener,
+                on_reload=lambda: configure_logging(self._read().log),
             )
             ends.callback(served.close)
-            cache.at_rest.append(lambda: keep(cache) if served.heir is None else give(served.heir, cache))
+            cache.on_quiesced.append(
+                lambda: store_descriptors(cache) if served.successor is None else hand_over(served.successor, cache)
+            )
             if listener is not None:
                 self._page, end = serve_http(served, listener, self._settings.http, self._version)
                 ends.callback(end)
-            self.daemon, self._ends = served, ends.pop_all()
+            self.daemon, self._cleanup = served, ends.pop_all()
 
     def run(self) -> None:
         """Until SIGTERM, or an heir, or the end of whom it lingers for."""
         assert self.daemon is not None
         self.daemon.run()
         notify("STOPPING=1", "STATUS=writing what is queued")
-        self._say("ending; what is queued is written first")
+        self._report_status("ending; what is queued is written first")
 
     def stop(self) -> None:
         """Idempotent."""
-        self._ends.close()
+        self._cleanup.close()
 
-    def _before(self, replace: bool) -> Legacy | None:
+    def _predecessor_memory(self, replace: bool) -> WarmRestart | None:
         """What the process before this one left. Of one that is asked for it, else of the unit's last."""
         legacy = None
         if replace:
             if self._settings.http.enabled:
-                planned(self._settings.http)  # what can be refused is, while the one before still serves
-            legacy = take(self._path)
-        unit = kept()
+                planned_url(self._settings.http)  # what can be refused is, while the one before still serves
+            legacy = take_over(self._path)
+        unit = take_descriptors()
         if legacy is not None and unit is not None:
             unit.close()  # of a process before the one that was asked: what came from that is newer
         return unit if legacy is None else legacy
 
-    def _began(self) -> None:
-        self._say(f"serving {self}")
+    def _on_started(self) -> None:
+        self._report_status(f"serving {self}")
         notify("READY=1", f"STATUS=serving {self}")

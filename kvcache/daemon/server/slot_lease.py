@@ -22,26 +22,26 @@ from kvcache.cache.api import check_blocks
 from kvcache.cache.cache import Cache
 from kvcache.cache.operation import BlockTransfer
 from kvcache.cache.request import CacheRequest
-from kvcache.cache.slot_copy import NotMovedError, Part
+from kvcache.cache.slot_copy import CopyPart, PeerAbortedError
 from kvcache.daemon.protocol import (
-    DESCRIPTORS,
-    FLUSH_S,
-    LENT,
-    SENT,
-    SENT_BYTES,
+    LEASE_DTYPE,
+    MAX_BATCH_BYTES,
+    MAX_FLUSH_S,
+    MAX_FRAME_DESCRIPTORS,
+    PAYLOAD_DTYPE,
     ProtocolError,
-    asked,
     describe_report,
-    refusal,
+    error_reply,
+    parse_request,
 )
-from kvcache.daemon.server.admission import QUOTA
-from kvcache.daemon.server.client_session import Session
+from kvcache.daemon.server.admission import QUOTA_REASON
+from kvcache.daemon.server.client_session import ClientSession
 from kvcache.daemon.wire import Wire
 from kvcache.errors import AccessError, KVCacheError, UnreachableError
 from kvcache.log import logger
-from kvcache.tier.host.arena import Arena, Extent, Slot
+from kvcache.tier.host.arena import Arena, Slab, Slot
 from kvcache.tier.tier import Outcome
-from kvcache.transfer.copier import Copy
+from kvcache.transfer.copier import CopyHandle
 
 # Moves records over the socket, straight from and into slots, for a client that does not map the arena. It is on
 # another host, or its tenant's `share` is "copy". What is sent for a load is not waited for: the socket's own buffers
@@ -50,12 +50,12 @@ from kvcache.transfer.copier import Copy
 # Each payload has its checksum, taken before it left and compared where it arrives.
 
 
-class Streamer:
+class SocketTransport:
     """A `Mover` for the client at the other end of a connection."""
 
-    def __init__(self, wire: Wire, lease_s: float, moved: Callable[[int], None]) -> None:
+    def __init__(self, wire: Wire, lease_s: float, on_bytes_moved: Callable[[int], None]) -> None:
         """`lease_s`: for each batch of `SENT_BYTES`. `moved` is told of bytes."""
-        self._wire, self._lease_s, self._moved = wire, lease_s, moved
+        self._wire, self._lease_s, self._on_bytes_moved = wire, lease_s, on_bytes_moved
         self._sizes: Sequence[int] = ()
         self.broken = False
 
@@ -66,24 +66,24 @@ class Streamer:
     def close(self) -> None:
         """Nothing was lent."""
 
-    def scatter(self, parts: Sequence[Part]) -> Sequence[Copy]:
+    def scatter(self, parts: Sequence[CopyPart]) -> Sequence[CopyHandle]:
         blocks = max((block for block, _, _ in parts), default=-1) + 1
         try:
-            for batch in batches(parts):
+            for batch in payload_batches(parts):
                 payloads = [self._payload(part) for part in batch]
                 last = batch[-1] is parts[-1]
                 rows = self._rows(batch, payloads)
-                self._moved(sum(map(len, payloads)))
+                self._on_bytes_moved(sum(map(len, payloads)))
                 self._wire.send({"sent": rows.tobytes(), "blocks": blocks if last else 0}, timeout_s=self._lease_s)
                 self._wire.send_bytes(payloads, timeout_s=self._lease_s)
         except (UnreachableError, ProtocolError) as error:
             self.broken = True
-            raise NotMovedError(str(error)) from None
+            raise PeerAbortedError(str(error)) from None
         return ()
 
-    def gather(self, parts: Sequence[Part]) -> None:
+    def gather(self, parts: Sequence[CopyPart]) -> None:
         """Nobody else has these slots, and nobody but this writes to them: they are as free as before if this fails."""
-        wanted = list(batches(parts))
+        wanted = list(payload_batches(parts))
         try:
             for batch in wanted:
                 self._wire.send({"wanted": self._rows(batch).tobytes()}, timeout_s=self._lease_s)
@@ -91,74 +91,77 @@ class Streamer:
                 self._receive(batch)
         except (UnreachableError, ProtocolError) as error:
             self.broken = True
-            raise NotMovedError(str(error)) from None
+            raise PeerAbortedError(str(error)) from None
 
-    def _receive(self, batch: Sequence[Part]) -> None:
+    def _receive(self, batch: Sequence[CopyPart]) -> None:
         reply, _ = self._wire.receive(self._lease_s)
         if reply.get("taken") is not True:
-            raise NotMovedError("the client did not want it")
+            raise PeerAbortedError("the client did not want it")
         sums = reply.get("sums")
         if not isinstance(sums, bytes) or len(sums) != 8 * len(batch):
             raise ProtocolError(f"sums of no form that is known: expected {8 * len(batch)} bytes")
         payloads = [self._payload(part) for part in batch]
-        self._moved(sum(map(len, payloads)))
+        self._on_bytes_moved(sum(map(len, payloads)))
         self._wire.receive_bytes(payloads, self._lease_s)
         if np.frombuffer(sums, "<u8").tolist() != [xxh3_64_intdigest(payload) for payload in payloads]:
             raise ProtocolError("bytes that are not those that were sent: damaged on the way")
 
-    def _payload(self, part: Part) -> memoryview:
+    def _payload(self, part: CopyPart) -> memoryview:
         _, group, slot = part
         size = self._sizes[group]
         area = header_area(size)
         return slot.view[area : area + size]
 
-    def _rows(self, batch: Sequence[Part], payloads: Sequence[memoryview] = ()) -> np.ndarray:
+    def _rows(self, batch: Sequence[CopyPart], payloads: Sequence[memoryview] = ()) -> np.ndarray:
         sums = [xxh3_64_intdigest(payload) for payload in payloads] or [0] * len(batch)
         return np.array(
-            [(i, group, 0, self._sizes[group], sum_) for (i, group, _), sum_ in zip(batch, sums, strict=True)], SENT
+            [(i, group, 0, self._sizes[group], sum_) for (i, group, _), sum_ in zip(batch, sums, strict=True)],
+            PAYLOAD_DTYPE,
         )
 
 
-def batches(parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
+def payload_batches(parts: Sequence[CopyPart]) -> Iterator[Sequence[CopyPart]]:
     """Runs of at most `SENT_BYTES` of slots, or one slot."""
     first, size = 0, 0
     for i, (_, _, slot) in enumerate(parts):
-        size += slot.extent.slot_bytes
-        if size > SENT_BYTES and i > first:
+        size += slot.slab.slot_bytes
+        if size > MAX_BATCH_BYTES and i > first:
             yield parts[first:i]
-            first, size = i, slot.extent.slot_bytes
+            first, size = i, slot.slab.slot_bytes
     if first < len(parts):
         yield parts[first:]
 
 
-OUTCOMES: tuple[Outcome, ...] = tuple(Outcome)
+WIRE_OUTCOMES: tuple[Outcome, ...] = tuple(Outcome)
 """In a message an outcome is one byte, its place in this order."""
-_CODES = {outcome: code for code, outcome in enumerate(OUTCOMES)}
+_OUTCOME_CODES = {outcome: code for code, outcome in enumerate(WIRE_OUTCOMES)}
 
 _log = logger("kvcache.daemon")
 
 
-class Lender:
+class SlotLease:
     """A `Mover` for the client at the other end of a connection."""
 
-    def __init__(self, wire: Wire, arena: Arena, lease_s: float, moved: Callable[[int], None]) -> None:
+    def __init__(self, wire: Wire, arena: Arena, lease_s: float, on_bytes_moved: Callable[[int], None]) -> None:
         """`moved` is told of bytes that are lent."""
-        self._wire, self._arena, self._lease_s, self._moved = wire, arena, lease_s, moved
-        self._known: dict[int, tuple[Extent, bool]] = {}  # extents that this connection told of; whether writable
-        self._lent: list[Slot] = []  # to a client that did not answer in time
+        self._wire, self._arena, self._lease_s, self._on_bytes_moved = wire, arena, lease_s, on_bytes_moved
+        self._exported_slabs: dict[
+            int, tuple[Slab, bool]
+        ] = {}  # extents that this connection told of; whether writable
+        self._unreturned_slots: list[Slot] = []  # to a client that did not answer in time
         self.broken = False
 
     def begin(self, sizes: Sequence[int]) -> None:
         """A load or a store. The client knows the payloads' sizes."""
 
-    def gather(self, parts: Sequence[Part]) -> None:
+    def gather(self, parts: Sequence[CopyPart]) -> None:
         slots = [slot for _, _, slot in parts]
         self._arena.acquire(*slots)
         try:
-            self._lend(parts, writable=True)
+            self._lease_slots(parts, writable=True)
         except BaseException:
             if self.broken:
-                self._lent += slots
+                self._unreturned_slots += slots
             else:
                 self._arena.release(*slots)
             raise
@@ -166,80 +169,80 @@ class Lender:
 
     def close(self) -> None:
         """Have back what was lent."""
-        if self._lent:
-            self._wire.outlast()
-        self._arena.release(*self._lent)
-        self._lent = []
+        if self._unreturned_slots:
+            self._wire.wait_for_hangup()
+        self._arena.release(*self._unreturned_slots)
+        self._unreturned_slots = []
 
-    def scatter(self, parts: Sequence[Part]) -> Sequence[Copy]:
-        self._lend(parts, writable=False)
+    def scatter(self, parts: Sequence[CopyPart]) -> Sequence[CopyHandle]:
+        self._lease_slots(parts, writable=False)
         return ()
 
-    def _lend(self, parts: Sequence[Part], *, writable: bool) -> None:
+    def _lease_slots(self, parts: Sequence[CopyPart], *, writable: bool) -> None:
         first = 0
         while first < len(parts):
-            new: dict[int, Extent] = {}
+            new: dict[int, Slab] = {}
             end = first
             for _, _, slot in parts[first:]:
-                extent = slot.extent
-                told = self._known.get(extent.number)
-                if told is None or (writable and not told[1]):
-                    if len(new) == DESCRIPTORS and extent.number not in new:
+                slab = slot.slab
+                exported = self._exported_slabs.get(slab.number)
+                if exported is None or (writable and not exported[1]):
+                    if len(new) == MAX_FRAME_DESCRIPTORS and slab.number not in new:
                         break
-                    new[extent.number] = extent
+                    new[slab.number] = slab
                 end += 1
             blocks = max(i for i, _, _ in parts) + 1 if end == len(parts) else 0
-            self._tell(parts[first:end], list(new.values()), blocks, writable=writable)
+            self._send_lease(parts[first:end], list(new.values()), blocks, writable=writable)
             first = end
 
-    def _tell(self, parts: Sequence[Part], new: Sequence[Extent], blocks: int, *, writable: bool) -> None:
+    def _send_lease(self, parts: Sequence[CopyPart], new: Sequence[Slab], blocks: int, *, writable: bool) -> None:
         """`blocks`: with these the client has all that it needs of so many; 0 while more is to come."""
-        lent = np.array([(i, g, 0, s.extent.number, s.i, s.generation) for i, g, s in parts], LENT)
+        lease_rows = np.array([(i, g, 0, s.slab.number, s.i, s.generation) for i, g, s in parts], LEASE_DTYPE)
         descriptors: list[int] = []
-        self._moved(sum(slot.extent.slot_bytes for _, _, slot in parts))
+        self._on_bytes_moved(sum(slot.slab.slot_bytes for _, _, slot in parts))
         try:
-            descriptors.extend(extent.region.export(writable=writable) for extent in new)
+            descriptors.extend(slab.region.export(writable=writable) for slab in new)
             message = {
-                "lent": lent.tobytes(),
+                "lent": lease_rows.tobytes(),
                 "blocks": blocks,
                 "extents": [[e.number, e.slot_bytes, e.region.bytes, writable] for e in new],
-                "gone": self._gone(),
+                "gone": self._removed_slabs(),
             }
             self._wire.send(message, descriptors, timeout_s=self._lease_s)
-            self._known.update({extent.number: (extent, writable) for extent in new})
+            self._exported_slabs.update({slab.number: (slab, writable) for slab in new})
             reply, _ = self._wire.receive(self._lease_s)
         except OSError as error:
-            raise NotMovedError(f"no descriptor left for the client: {error}") from None
+            raise PeerAbortedError(f"no descriptor left for the client: {error}") from None
         except (UnreachableError, ProtocolError) as error:
             self.broken = True
-            raise NotMovedError(str(error)) from None
+            raise PeerAbortedError(str(error)) from None
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
         if reply.get("taken") is not True:
-            raise NotMovedError("the client did not want it")
+            raise PeerAbortedError("the client did not want it")
 
-    def _gone(self) -> list[int]:
+    def _removed_slabs(self) -> list[int]:
         """Extents that the connection told of and that are no more."""
-        gone = [number for number, (extent, _) in self._known.items() if extent.gone]
+        gone = [number for number, (slab, _) in self._exported_slabs.items() if slab.unmapped]
         for number in gone:
-            del self._known[number]
+            del self._exported_slabs[number]
         return gone
 
 
 @dataclass(eq=False)
-class Moving:
+class TransferConnection:
     """A connection that moves records, as the daemon sees it."""
 
     connection: socket.socket
-    session: Session
+    session: ClientSession
     busy: bool = False
     ending: bool = False  # it takes no more questions
 
     def hang_up(self) -> None:
         """Its client sees the end. Where that may still write to what it was lent, this side goes on to listen for the
         other one to hang up: until then those slots are nobody else's."""
-        lends = self.busy and not self.session.copies
+        lends = self.busy and not self.session.streams_payloads
         hang_up(self.connection, socket.SHUT_WR if lends else socket.SHUT_RDWR)
 
 
@@ -249,58 +252,58 @@ def hang_up(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
         socket.socket.shutdown(connection, how)
 
 
-def serve(moving: Moving, cache: Cache, lease_s: float) -> None:
+def serve_transfers(moving: TransferConnection, cache: Cache, lease_s: float) -> None:
     """Answer this connection until it ends, or a message makes no sense, or all of it ends."""
-    wire, session = Wire(moving.connection, takes=False), moving.session
-    lender: Lender | Streamer
-    if session.copies:
-        lender = Streamer(wire, lease_s, session.meter.move)
+    wire, session = Wire(moving.connection, accepts_descriptors=False), moving.session
+    transport: SlotLease | SocketTransport
+    if session.streams_payloads:
+        transport = SocketTransport(wire, lease_s, session.rate_limit.count_bytes)
     else:
-        lender = Lender(wire, cache.host.arena, lease_s, session.meter.move)
+        transport = SlotLease(wire, cache.host.arena, lease_s, session.rate_limit.count_bytes)
     try:
-        while not (lender.broken or session.ended or moving.ending):
+        while not (transport.broken or session.ended or moving.ending):
             message, _ = wire.receive()
-            op, _ = asked(message, "mover")
+            op, _ = parse_request(message, "mover")
             moving.busy = True
-            answer = _answered(op, message, session, cache, lender)
-            if not lender.broken:
+            answer = _reply(op, message, session, cache, transport)
+            if not transport.broken:
                 wire.send(answer, timeout_s=lease_s)
-            moving.busy = lender.broken  # then until the other side has hung up
+            moving.busy = transport.broken  # then until the other side has hung up
     except ProtocolError as error:
         with suppress(UnreachableError):
-            wire.send(refusal(error), timeout_s=lease_s)
+            wire.send(error_reply(error), timeout_s=lease_s)
     except UnreachableError as error:
         _log.debug("a connection ended: %s", error)
     finally:
-        lender.close()
+        transport.close()
         moving.busy = False
         wire.close()
 
 
-def _answered(
-    op: str, message: Mapping[str, Any], session: Session, cache: Cache, lender: Lender | Streamer
+def _reply(
+    op: str, message: Mapping[str, Any], session: ClientSession, cache: Cache, transport: SlotLease | SocketTransport
 ) -> dict[str, Any]:
     try:
-        return {"ok": _answer(op, message, session, cache, lender)}
+        return {"ok": _execute(op, message, session, cache, transport)}
     except ProtocolError:
         raise
     except KVCacheError as error:
-        return refusal(error)
+        return error_reply(error)
     except Exception as error:  # noqa: BLE001  one client's fault is nobody else's
         _log.exception("%s failed", op)
-        return refusal(KVCacheError(f"{op} failed: {error!r:.200}"))
+        return error_reply(KVCacheError(f"{op} failed: {error!r:.200}"))
 
 
-def _answer(
-    op: str, message: Mapping[str, Any], session: Session, cache: Cache, lender: Lender | Streamer
+def _execute(
+    op: str, message: Mapping[str, Any], session: ClientSession, cache: Cache, transport: SlotLease | SocketTransport
 ) -> dict[str, Any]:
     moves = op in ("load", "store")
-    within = session.meter.ask(moves=moves, refusable=moves)
-    if session.meter.flooded:
+    within = session.rate_limit.count_operation(moves=moves, refusable=moves)
+    if session.rate_limit.overdrawn:
         raise ProtocolError(f"tenant {session.tenant.name!r} asks far more than its operations a second")
     if op == "flush":
         given = message.get("timeout_s")
-        report = session.flush(FLUSH_S if given is None else min(FLUSH_S, given))
+        report = session.flush(MAX_FLUSH_S if given is None else min(MAX_FLUSH_S, given))
         return {"done": bool(report), "report": describe_report(report)}
     if op == "check":
         if not session.tenant.operator:
@@ -309,39 +312,39 @@ def _answer(
     if op == "clear":
         return {"records": session.bound(message).clear()}
     if op == "changes":
-        return _changes(message, session, cache)
+        return _kv_events(message, session, cache)
     request = session.request(message["request"])
     if not within:
-        return _refused(op, message, request, cache)
-    lender.begin(session.sizes(message["request"]))
-    move = request.bring if op == "load" else request.keep
-    transfer: BlockTransfer = move(lender, message["first"], message["end"], _here)
-    return {"outcomes": bytes(_CODES[outcome] for outcome in transfer.outcomes)}
+        return _rate_limited(op, message, request, cache)
+    transport.begin(session.payload_sizes(message["request"]))
+    move = request.load_via if op == "load" else request.store_via
+    transfer: BlockTransfer = move(transport, message["first"], message["end"], _run_inline)
+    return {"outcomes": bytes(_OUTCOME_CODES[outcome] for outcome in transfer.outcomes)}
 
 
-def _refused(op: str, message: Mapping[str, Any], request: CacheRequest, cache: Cache) -> dict[str, Any]:
+def _rate_limited(op: str, message: Mapping[str, Any], request: CacheRequest, cache: Cache) -> dict[str, Any]:
     """What is beyond the tenant's limits: blocks that are not there, or are not kept."""
     first, end = message["first"], message["end"]
     check_blocks(first, end, len(request.signatures))
     if op == "load":
-        cache.flow.counters.add("load_failures", end - first, outcome=QUOTA)
+        cache.tier_manager.counters.add("load_failures", end - first, outcome=QUOTA_REASON)
     else:
-        cache.flow.drop(end - first, QUOTA, request.chain.namespace_id, tier=cache.host.name)
-    outcome = Outcome.ABSENT if op == "load" else Outcome.DROPPED
-    return {"outcomes": bytes([_CODES[outcome]]) * (end - first)}
+        cache.tier_manager.drop(end - first, QUOTA_REASON, request.chain.namespace_id, tier=cache.host.name)
+    outcome = Outcome.NOT_FOUND if op == "load" else Outcome.DROPPED
+    return {"outcomes": bytes([_OUTCOME_CODES[outcome]]) * (end - first)}
 
 
-def _changes(message: Mapping[str, Any], session: Session, cache: Cache) -> dict[str, Any]:
+def _kv_events(message: Mapping[str, Any], session: ClientSession, cache: Cache) -> dict[str, Any]:
     """Of namespaces that this session has bound: nobody is told of another's."""
     bounds = [session.bound({"namespace": number}) for number in message["namespaces"]]
     tenant = session.tenant
-    told = cache.changes(message.get("after"), bounds, None if tenant.operator else tenant.name)
+    events = cache.kv_events(message.get("after"), bounds, None if tenant.operator else tenant.name)
     return {
-        "next": told.next,
-        "lost": told.lost,
-        "changes": [[c.kind, c.tier, c.namespace, c.group, c.shard, c.parent, c.signatures] for c in told.changes],
+        "next": events.next,
+        "lost": events.lost,
+        "changes": [[c.kind, c.tier, c.namespace, c.group, c.shard, c.parent, c.signatures] for c in events.kv_events],
     }
 
 
-def _here(call: Callable[[], None]) -> None:
+def _run_inline(call: Callable[[], None]) -> None:
     call()

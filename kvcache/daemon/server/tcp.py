@@ -13,19 +13,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from kvcache.daemon.client.connection import Token
-from kvcache.daemon.server.admission import Door, Shown
-from kvcache.daemon.server.connection import RECEIVED, Peer
-from kvcache.daemon.tls import client_context, server_context, shown_by
+from kvcache.daemon.client.connection import TokenSource
+from kvcache.daemon.server.admission import Admission, Credentials
+from kvcache.daemon.server.connection import RECEIVE_BUFFER, Connection
+from kvcache.daemon.tls import certificate_identities, client_context, server_context
 from kvcache.daemon.wire import Wire
 from kvcache.errors import AccessError, ConfigError, StoreError, UnreachableError
 from kvcache.settings.service import Daemon as Settings
 
 _BACKLOG = 512
-_ALIVE = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000))
+_KEEPALIVE_OPTIONS = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 30_000))
 
 
-def host_and_port(where: str, setting: str) -> tuple[str, int]:
+def parse_host_port(where: str, setting: str) -> tuple[str, int]:
     """Of `HOST:PORT`, an address of version 6 in brackets."""
     host, _, port = where.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -43,22 +43,22 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def keep_alive(connection: socket.socket) -> None:
+def enable_keepalive(connection: socket.socket) -> None:
     """Its end is seen within half a minute also where the other host is gone without a word."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in _ALIVE:
+    for name, value in _KEEPALIVE_OPTIONS:
         option = getattr(socket, name, None)
         if option is not None:
             with suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-class Port:
+class TcpListener:
     """A listening socket, with TLS but on loopback. ConfigError for settings by which it may not be."""
 
-    def __init__(self, settings: Settings, door: Door, *, insecure: bool) -> None:
-        self.host, self.number = host_and_port(settings.listen, "daemon.listen")
+    def __init__(self, settings: Settings, admission: Admission, *, insecure: bool) -> None:
+        self.host, self.number = parse_host_port(settings.listen, "daemon.listen")
         self.context: ssl.SSLContext | None = None
         if insecure and not is_loopback(self.host):
             raise ConfigError(
@@ -66,21 +66,21 @@ class Port:
                 "host alone, 127.0.0.1 or [::1]"
             )
         if not insecure:
-            _check_closed(settings, door)
-        self._settings, self._door = settings, door
+            _check_authenticated(settings, admission)
+        self._settings, self._admission = settings, admission
         if settings.tls_cert_file:
-            self.context = self._made()
+            self.context = self._build_context()
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         self.listener = socket.socket(family, socket.SOCK_STREAM)
 
-    def read_again(self) -> None:
+    def reload(self) -> None:
         """Certificate, key, and who signs those of clients, for whoever comes from now on. ConfigError where they
         cannot be used; then those of before are."""
         if self.context is not None:
-            self.context = self._made()
+            self.context = self._build_context()
 
-    def _made(self) -> ssl.SSLContext:
-        tenants = self._door.tenants
+    def _build_context(self) -> ssl.SSLContext:
+        tenants = self._admission.tenants
         return server_context(
             self._settings.tls_cert_file,
             self._settings.tls_key_file,
@@ -107,32 +107,32 @@ class Port:
         self.listener.close()
 
 
-def _check_closed(settings: Settings, door: Door) -> None:
+def _check_authenticated(settings: Settings, admission: Admission) -> None:
     if not settings.tls_cert_file:
         raise ConfigError(
             f"daemon.listen = {settings.listen!r} without TLS: give daemon.tls_cert_file and daemon.tls_key_file; or "
             "--insecure-loopback, on 127.0.0.1 only"
         )
-    tokens = door.tenants is not None and (door.tenants.tokens or door.tenants.certificates)
+    tokens = admission.tenants is not None and (admission.tenants.tokens or admission.tenants.certificates)
     if not tokens and not settings.tls_client_ca_file:
         raise ConfigError(
             f"daemon.listen = {settings.listen!r} would let in whoever reaches it: give daemon.tenants_file with "
             "tokens, or daemon.tls_client_ca_file; or --insecure-loopback, on 127.0.0.1 only"
         )
-    if door.tenants is not None and not door.tenants.tokens and not settings.tls_client_ca_file:
+    if admission.tenants is not None and not admission.tenants.tokens and not settings.tls_client_ca_file:
         raise ConfigError(
-            f"daemon.tenants_file = {door.path!r}: names certificates, which nobody is asked for; give "
+            f"daemon.tenants_file = {admission.path!r}: names certificates, which nobody is asked for; give "
             "daemon.tls_client_ca_file"
         )
 
 
-class TcpRoute:
+class TcpEndpoint:
     """To a daemon at `HOST:PORT`. ConfigError for files that cannot be used."""
 
     def __init__(
         self,
         where: str,
-        token: Token,
+        token: TokenSource,
         *,
         secure: bool,
         ca_file: str = "",
@@ -141,7 +141,7 @@ class TcpRoute:
         server_name: str = "",
     ) -> None:
         self.token, self._name = token, f"{'tls' if secure else 'tcp'}://{where}"
-        self._host, self._port = host_and_port(where.rstrip("/"), "where")
+        self._host, self._port = parse_host_port(where.rstrip("/"), "where")
         self._server_name = server_name or self._host
         if not secure and not is_loopback(self._host):
             raise ConfigError(f"where = {self._name!r}: without TLS only on this host; give tls://{where}")
@@ -154,7 +154,7 @@ class TcpRoute:
         connection: socket.socket | None = None
         try:
             connection = socket.create_connection((self._host, self._port), timeout_s)
-            keep_alive(connection)
+            enable_keepalive(connection)
             if self._context is not None:
                 connection = self._context.wrap_socket(connection, server_hostname=self._server_name)
         except ssl.SSLCertVerificationError as error:
@@ -165,7 +165,7 @@ class TcpRoute:
         except OSError as error:
             _close(connection)
             raise UnreachableError(f"{self}: {error.strerror or error}; is `kvcache daemon` running?") from None
-        return Wire(connection, takes=False)
+        return Wire(connection, accepts_descriptors=False)
 
 
 def _close(connection: socket.socket | None) -> None:
@@ -176,7 +176,7 @@ def _close(connection: socket.socket | None) -> None:
 # A connection from another host, or by TCP from this one, as the daemon's loop sees it.
 
 
-class Guest(Peer):
+class TcpConnection(Connection):
     """Without TLS where `context` is None."""
 
     def __init__(
@@ -184,20 +184,20 @@ class Guest(Peer):
         loop: asyncio.AbstractEventLoop,
         connection: socket.socket,
         context: ssl.SSLContext | None,
-        on_message: Callable[[Peer, dict[str, Any]], None],
-        on_end: Callable[[Peer], None],
+        on_message: Callable[[Connection, dict[str, Any]], None],
+        on_close: Callable[[Connection], None],
     ) -> None:
         """OSError where it hung up already."""
         host, port = connection.getpeername()[:2]
-        self._where, self._origin = f"{host}:{port}", network(host)
-        keep_alive(connection)
+        self._where, self._origin = f"{host}:{port}", client_network(host)
+        enable_keepalive(connection)
         connection.setblocking(False)
-        self._greeted = context is None
+        self._handshake_done = context is None
         if context is not None:
             connection = context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-        super().__init__(loop, connection, on_message, on_end)
+        super().__init__(loop, connection, on_message, on_close)
 
-    def _know(self, connection: socket.socket) -> None:
+    def _identify(self, connection: socket.socket) -> None:
         """The kernel knows nothing of it."""
         self.pid, self.uid = 0, -1
 
@@ -208,14 +208,14 @@ class Guest(Peer):
     def origin(self) -> str:
         return self._origin
 
-    def shown(self, token_hash: str) -> Shown:
-        certificates = shown_by(self.connection) if isinstance(self.connection, ssl.SSLSocket) else ()
-        return Shown(token_hash=token_hash, certificates=certificates, remote=True)
+    def credentials(self, token_hash: str) -> Credentials:
+        certificates = certificate_identities(self.connection) if isinstance(self.connection, ssl.SSLSocket) else ()
+        return Credentials(token_hash=token_hash, certificates=certificates, remote=True)
 
     def _readable(self) -> bool:
-        return (self._greeted or self._greet()) and super()._readable()
+        return (self._handshake_done or self._handshake()) and super()._readable()
 
-    def _greet(self) -> bool:
+    def _handshake(self) -> bool:
         """A step of the handshake; whether it is over."""
         assert isinstance(self.connection, ssl.SSLSocket)
         try:
@@ -223,31 +223,31 @@ class Guest(Peer):
         except ssl.SSLWantReadError:
             return False
         except ssl.SSLWantWriteError:
-            self._loop.add_writer(self.connection, self._greet_on)
+            self._loop.add_writer(self.connection, self._continue_handshake)
             return False
         except (OSError, ValueError):  # another language, another certificate, an end
             self.close()
             return False
-        self._greeted = True
+        self._handshake_done = True
         return True
 
-    def _greet_on(self) -> None:
+    def _continue_handshake(self) -> None:
         self._loop.remove_writer(self.connection)
         self._readable()
 
     def _receive(self) -> int:
         try:
-            count = self.connection.recv_into(RECEIVED)
+            count = self.connection.recv_into(RECEIVE_BUFFER)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
         if isinstance(self.connection, ssl.SSLSocket) and self.connection.pending():
-            self._go_on_soon()  # no event will tell of what is decrypted already
+            self._schedule_turn()  # no event will tell of what is decrypted already
         return count
 
-    def _read_on(self) -> None:
-        if self._full and isinstance(self.connection, ssl.SSLSocket) and self.connection.pending():
-            self._go_on_soon()
-        super()._read_on()
+    def _resume_reading(self) -> None:
+        if self._reading_paused and isinstance(self.connection, ssl.SSLSocket) and self.connection.pending():
+            self._schedule_turn()
+        super()._resume_reading()
 
     def _transmit(self, data: memoryview) -> int:
         try:
@@ -256,13 +256,13 @@ class Guest(Peer):
             raise BlockingIOError from None
 
     def close(self) -> None:
-        if self.open and isinstance(self.connection, ssl.SSLSocket) and self._greeted:
+        if self.open and isinstance(self.connection, ssl.SSLSocket) and self._handshake_done:
             with suppress(OSError, ValueError):
                 self.connection.unwrap()  # says that it ends, as far as that can be said at once
         super().close()
 
 
-def network(host: str) -> str:
+def client_network(host: str) -> str:
     """Of an address: of version 6 what one subscriber has at the least, since it has as many addresses as it likes."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return host if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))

@@ -10,7 +10,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from kvcache.index.reference.ghosts import Node, Standing
+from kvcache.index.reference.ghosts import Node, OrderPosition
 
 # How many blocks wait, by class of use and by the time they were last used: the plain twin of `csrc/host/ages`. Times
 # are kept in spans. Every tick begins one; as they age, neighbours become one where both lie within one bin of age,
@@ -18,7 +18,7 @@ from kvcache.index.reference.ghosts import Node, Standing
 # time.
 
 
-class Ages:
+class AgeHistogram:
     """`edges[b]` is the least age in bin b; the first is 0."""
 
     def __init__(self, classes: int, edges: Sequence[int]) -> None:
@@ -65,14 +65,14 @@ class Ages:
         return out
 
 
-Key = tuple[int, int, int, int]  # tier, kind, whether a tier below has it, class
+OrderKey = tuple[int, int, int, int]  # tier, kind, whether a tier below has it, class
 
 
 USES_BITS = 5
-MOST_USES = (1 << USES_BITS) - 1
+MAX_USES = (1 << USES_BITS) - 1
 
 
-class Classes:
+class UseClasses:
     """Of use. A block's uses are a byte: how many there were after the first, and in the bits above that how many of
     `gaps` are at most the age at which the last of them came. Its class goes by how many of `bounds` are at most the
     former; where any is, the latter tells further."""
@@ -84,18 +84,18 @@ class Classes:
         return 1 + len(self._bounds) * (len(self._gaps) + 1)
 
     def of(self, uses: int) -> int:
-        c = bisect_right(self._bounds, uses & MOST_USES)
+        c = bisect_right(self._bounds, uses & MAX_USES)
         return 1 + (c - 1) * (len(self._gaps) + 1) + (uses >> USES_BITS) if c else 0
 
     def again(self, uses: int, age: int) -> int:
         """After one more, at that age."""
-        return min((uses & MOST_USES) + 1, MOST_USES) | bisect_right(self._gaps, age) << USES_BITS
+        return min((uses & MAX_USES) + 1, MAX_USES) | bisect_right(self._gaps, age) << USES_BITS
 
 
-class PlainOrders:
-    def __init__(self, tiers: int, classes: Classes, ages: Ages) -> None:
+class ReferenceOrders:
+    def __init__(self, tiers: int, classes: UseClasses, ages: AgeHistogram) -> None:
         self._tiers, self._classes, self._ages = tiers, classes, ages
-        self.all: dict[Key, list[Standing]] = {}
+        self.all: dict[OrderKey, list[OrderPosition]] = {}
 
     def leave(self, node: Node) -> None:
         for t, key in enumerate(node.listed):
@@ -122,9 +122,9 @@ class PlainOrders:
         before: int | None,
         stored_below: bool,
         most: float,
-    ) -> Standing | None:
+    ) -> OrderPosition | None:
         """The one to leave next, which stays where it is."""
-        worst: tuple[float, int, Standing] | None = None
+        worst: tuple[float, int, OrderPosition] | None = None
         for (t, kind, below, c), order in self.all.items():
             weight = weights[kind] if kind < len(weights) else 1.0
             if t != tier or (stored_below and not below) or weight == inf:
@@ -142,7 +142,9 @@ class PlainOrders:
         b = self._ages.bin(max(0, now - node.stamp))
         return inf if weight == inf else float(values[self._classes.of(node.uses), b]) * weight
 
-    def _heads(self, order: list[Standing], values: NDArray[np.float64], now: int) -> Iterator[tuple[float, Standing]]:
+    def _heads(
+        self, order: list[OrderPosition], values: NDArray[np.float64], now: int
+    ) -> Iterator[tuple[float, OrderPosition]]:
         """The first of each bin of age."""
         at = 0
         while at < len(order):

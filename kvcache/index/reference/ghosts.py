@@ -16,14 +16,14 @@ from kvcache.block.chain import SIGNATURE_BYTES
 
 # What the plain index knows of one block at one place.
 
-Name = tuple[bytes, bytes]  # place, signature
-Standing = tuple[int, int, bytes, bytes]  # stamp, -depth, signature, place
+BlockName = tuple[bytes, bytes]  # place, signature
+OrderPosition = tuple[int, int, bytes, bytes]  # stamp, -depth, signature, place
 
-UNKNOWN = b""
+UNKNOWN_PARENT = b""
 """As a parent: it was not told."""
 
 
-def names_of(place: bytes, signatures: bytes | bytearray | memoryview) -> Iterator[Name]:
+def block_names(place: bytes, signatures: bytes | bytearray | memoryview) -> Iterator[BlockName]:
     """Of packed signatures."""
     return ((place, bytes(signatures[i : i + SIGNATURE_BYTES])) for i in range(0, len(signatures), SIGNATURE_BYTES))
 
@@ -31,9 +31,11 @@ def names_of(place: bytes, signatures: bytes | bytearray | memoryview) -> Iterat
 class Node:
     __slots__ = ("children", "depth", "holds", "known", "listed", "name", "parent", "stamp", "tiers", "uses")
 
-    def __init__(self, name: Name, tiers: int, stamp: int) -> None:
+    def __init__(self, name: BlockName, tiers: int, stamp: int) -> None:
         self.name = name
-        self.parent = UNKNOWN  # signature of the block before, the namespace for the first one; while some tier has it
+        self.parent = (
+            UNKNOWN_PARENT  # signature of the block before, the namespace for the first one; while some tier has it
+        )
         self.known = False  # some tier has, or had it
         self.tiers = 0
         self.children = [0] * tiers  # how many of its children each tier has
@@ -42,17 +44,21 @@ class Node:
         self.stamp = stamp
 
     @property
-    def parent_name(self) -> Name | None:
+    def parent_name(self) -> BlockName | None:
         place, _ = self.name
-        return (place, self.parent) if self.tiers and self.parent not in (UNKNOWN, place[:SIGNATURE_BYTES]) else None
+        return (
+            (place, self.parent)
+            if self.tiers and self.parent not in (UNKNOWN_PARENT, place[:SIGNATURE_BYTES])
+            else None
+        )
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> OrderPosition:
         place, signature = self.name
         return self.stamp, -self.depth, signature, place
 
 
-def descends(nodes: Mapping[Name, Node], node: Node, ancestor: Node) -> bool:
+def is_descendant(nodes: Mapping[BlockName, Node], node: Node, ancestor: Node) -> bool:
     """A chain that bites its own tail could never leave."""
     while node is not ancestor:
         if node.parent_name is None:
@@ -64,7 +70,7 @@ def descends(nodes: Mapping[Name, Node], node: Node, ancestor: Node) -> bool:
 _WORD = (1 << 64) - 1
 
 
-class Use(NamedTuple):
+class LastUse(NamedTuple):
     stamp: int
     uses: int
 
@@ -78,17 +84,17 @@ def _words(data: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // 8}Q", data)
 
 
-class PlainGhosts:
+class ReferenceGhosts:
     def __init__(self) -> None:
         self.secret = tuple(secrets.randbits(64) for _ in range(3))
-        self._left: dict[int, tuple[int, Use]] = {}  # by print
+        self._left: dict[int, tuple[int, LastUse]] = {}  # by print
         self._departures: deque[int] = deque()
         self._departed, self._spared = 0, 0
 
     def __len__(self) -> int:
         return len(self._left)
 
-    def print(self, name: Name) -> int:
+    def print(self, name: BlockName) -> int:
         """The lower 32 and above them the upper 16 bits of its hash."""
         place, signature = name
         one, two, three = self.secret
@@ -98,11 +104,11 @@ class PlainGhosts:
         hashed = _fold(first ^ one, second ^ of_place)
         return hashed & 0xFFFFFFFF | hashed >> 48 << 32
 
-    def add(self, name: Name, use: Use) -> None:
+    def add(self, name: BlockName, use: LastUse) -> None:
         """The block left; it is not here."""
         self.put(self.print(name), use)
 
-    def put(self, print_: int, use: Use) -> bool:
+    def put(self, print_: int, use: LastUse) -> bool:
         """False where it is here already."""
         if print_ in self._left:
             return False
@@ -111,14 +117,14 @@ class PlainGhosts:
         self._departed += 1
         return True
 
-    def find(self, name: Name) -> Use | None:
-        found = self._left.get(self.print(name)) if self._left else None
-        return None if found is None else found[1]
+    def find(self, name: BlockName) -> LastUse | None:
+        entry = self._left.get(self.print(name)) if self._left else None
+        return None if entry is None else entry[1]
 
-    def take(self, name: Name) -> Use | None:
+    def take(self, name: BlockName) -> LastUse | None:
         """As `find`, and then it is here no longer."""
-        found = self._left.pop(self.print(name), None) if self._left else None
-        return None if found is None else found[1]
+        entry = self._left.pop(self.print(name), None) if self._left else None
+        return None if entry is None else entry[1]
 
     def spare(self) -> None:
         """What is here may stay, however few departures `trim` is to leave, until `press` says otherwise."""
@@ -128,21 +134,21 @@ class PlainGhosts:
         """So many of the spared, of those beyond `departures`, may stay no longer."""
         self._spared = max(0, min(self._spared, len(self._departures) - departures) - count)
 
-    def newest(self, most: int) -> Iterator[tuple[int, Use]]:
+    def newest(self, most: int) -> Iterator[tuple[int, LastUse]]:
         """Of the last departures, the first of them first, those that are here: print and use."""
         skipped = len(self._departures) - min(most, len(self._departures))
         for number, print_ in enumerate(islice(self._departures, skipped, None), skipped):
-            found = self._left.get(print_)
-            if found is not None and found[0] == self._departed - len(self._departures) + number:
-                yield print_, found[1]
+            entry = self._left.get(print_)
+            if entry is not None and entry[0] == self._departed - len(self._departures) + number:
+                yield print_, entry[1]
 
-    def trim(self, departures: int) -> Iterator[Use]:
+    def trim(self, departures: int) -> Iterator[LastUse]:
         """Forget the first to leave until at most so many departures and the spared are remembered, those that came
         back among them; each that did not."""
         while len(self._departures) > departures + self._spared:
             number = self._departed - len(self._departures)
             print_ = self._departures.popleft()
-            found = self._left.get(print_)
-            if found is not None and found[0] == number:
+            entry = self._left.get(print_)
+            if entry is not None and entry[0] == number:
                 del self._left[print_]
-                yield found[1]
+                yield entry[1]

@@ -24,22 +24,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.block.chain import SIGNATURE_BYTES, digest_chain
-from kvcache.index.block_run import ALL, PLACE_BYTES, Packed, usable
-from kvcache.index.reference.eviction_order import USES_BITS, Ages, Classes, PlainOrders
-from kvcache.index.reference.ghosts import UNKNOWN, Name, Node, PlainGhosts, Use, descends, names_of
+from kvcache.index.block_run import ALL_BLOCKS, PLACE_BYTES, PackedSignatures, usable_prefix
+from kvcache.index.reference.eviction_order import USES_BITS, AgeHistogram, ReferenceOrders, UseClasses
+from kvcache.index.reference.ghosts import (
+    UNKNOWN_PARENT,
+    BlockName,
+    LastUse,
+    Node,
+    ReferenceGhosts,
+    block_names,
+    is_descendant,
+)
 
 # The plain index against what a walk over all of its nodes finds: the plain twin of `csrc/host/audit`.
 
 
-class Audited:
+class AuditedIndex:
     clock: int
     _tiers: int
-    _nodes: dict[Name, Node]
+    _nodes: dict[BlockName, Node]
     _of_kind: list[list[int]]
     _blocks: int
-    _orders: PlainOrders
-    _ages: Ages
-    _ghosts: PlainGhosts
+    _orders: ReferenceOrders
+    _ages: AgeHistogram
+    _ghosts: ReferenceGhosts
     _lock: threading.RLock
 
     def __len__(self) -> int:
@@ -67,7 +75,7 @@ class Audited:
         """Counts, orders and links against what a walk over all nodes finds."""
         faults = []
         with self._lock:
-            children: dict[Name, list[int]] = {}
+            children: dict[BlockName, list[int]] = {}
             for node in self._nodes.values():
                 if node.parent_name:
                     counts = children.setdefault(node.parent_name, [0] * self._tiers)
@@ -101,34 +109,34 @@ class Audited:
 
 Victim = tuple[bytes, bytes, bytes, bool]  # place, signature, parent, whether another tier still has it
 
-MOST_TIERS = 4
+MAX_TIERS = 4
 ROW_BYTES = PLACE_BYTES + SIGNATURE_BYTES
-A_TICK = 64
+MAX_FORGOTTEN_PER_TICK = 64
 """So many of the remembered for which there is no room does one forget."""
 
 
-class PlainIndex(Audited):
+class ReferenceIndex(AuditedIndex):
     """`bounds`, `gaps`: the classes of use, see `orders.Classes`. `edges`: the least age of each bin. `ghosts`: how
     many departures are remembered for each block that some tier has."""
 
     def __init__(
         self, tiers: int, bounds: Sequence[int], edges: Sequence[int], ghosts: float, gaps: Sequence[int] = ()
     ) -> None:
-        if not 1 <= tiers <= MOST_TIERS:
-            raise ValueError(f"{tiers} tiers: expected 1 to {MOST_TIERS}")
+        if not 1 <= tiers <= MAX_TIERS:
+            raise ValueError(f"{tiers} tiers: expected 1 to {MAX_TIERS}")
         self.clock = 0
         self._tiers, self._ghosts_a_block, self._gaps = tiers, ghosts, len(gaps)
-        self._nodes: dict[Name, Node] = {}
+        self._nodes: dict[BlockName, Node] = {}
         self._blocks = 0  # nodes that some tier has
-        classes = Classes(bounds, gaps)
+        classes = UseClasses(bounds, gaps)
         self._kinds: dict[bytes, int] = {}  # by place; 0 where it is not here
         self._of_kind = [[0] * tiers]  # residents
-        self._ages = Ages(len(classes), edges)
-        self._orders = PlainOrders(tiers, classes, self._ages)
+        self._ages = AgeHistogram(len(classes), edges)
+        self._orders = ReferenceOrders(tiers, classes, self._ages)
         self.use_class, self._again = classes.of, classes.again
         self._reused = np.zeros((len(classes), len(edges)), np.int64)
         self._forgotten = np.zeros((len(classes), len(edges)), np.int64)
-        self._ghosts = PlainGhosts()
+        self._ghosts = ReferenceGhosts()
         self._recalling = False
         self._lock = threading.RLock()
 
@@ -136,7 +144,7 @@ class PlainIndex(Audited):
         """A request begins: the new time."""
         with self._lock:
             self._recalling = False
-            self._ghosts.press(self._most_ghosts(), A_TICK)
+            self._ghosts.press(self._most_ghosts(), MAX_FORGOTTEN_PER_TICK)
             self._trim_ghosts()
             self.clock += 1
             self._ages.tick(self.clock)
@@ -157,12 +165,14 @@ class PlainIndex(Audited):
 
     # asking
 
-    def match(self, places: Sequence[bytes], needs: Sequence[int], signatures: Packed) -> tuple[int, tuple[int, ...]]:
+    def match(
+        self, places: Sequence[bytes], needs: Sequence[int], signatures: PackedSignatures
+    ) -> tuple[int, tuple[int, ...]]:
         """The longest prefix for which each place (one a group) has its last `needs` blocks; by tier, how many of its
         blocks have all of their parts there or nearer."""
         with self._lock:
             masks = [self.where(place, signatures) for place in places]
-        found = usable(needs, masks)
+        found = usable_prefix(needs, masks)
         by_tier = [0] * self._tiers
         for i in range(found):
             parts = (mask[i] for mask, need in zip(masks, needs, strict=True) if i >= found - need)
@@ -182,10 +192,10 @@ class PlainIndex(Audited):
         signatures = digest_chain(parent, tokens, block_tokens, extras)
         return signatures, *self.match(places, needs, signatures)
 
-    def where(self, place: bytes, signatures: Packed) -> bytes:
+    def where(self, place: bytes, signatures: PackedSignatures) -> bytes:
         """A mask a block."""
         with self._lock:
-            found = (self._nodes.get(name) for name in names_of(place, signatures))
+            found = (self._nodes.get(name) for name in block_names(place, signatures))
             return bytes(node.tiers if node is not None else 0 for node in found)
 
     def stamp(self, place: bytes, signature: bytes) -> int:
@@ -194,12 +204,12 @@ class PlainIndex(Audited):
             node = self._nodes.get((place, signature))
             return self.clock if node is None else node.stamp
 
-    def uses(self, place: bytes, signatures: Packed) -> bytes:
+    def uses(self, place: bytes, signatures: PackedSignatures) -> bytes:
         """Of each, as `use_class` reads them and a tier would count that takes it in now: one more if it comes back."""
         with self._lock:
-            return bytes(map(self._uses, names_of(place, signatures)))
+            return bytes(map(self._uses, block_names(place, signatures)))
 
-    def _uses(self, name: Name) -> int:
+    def _uses(self, name: BlockName) -> int:
         node, ghost = self._nodes.get(name), self._ghosts.find(name)
         if ghost is not None and (node is None or not node.known):
             return self._again(ghost.uses, self.clock - ghost.stamp)
@@ -230,9 +240,11 @@ class PlainIndex(Audited):
         """What outlives a process: the hashes' secret, the clock, then at most so many rows of 8 bytes, ghosts first,
         then what some tier has: 48 bits of a keyed hash, the uses, the bin of age."""
         with self._lock:
-            there = (node for node in self._nodes.values() if node.tiers)
-            here = [(self._ghosts.print(n.name), Use(n.stamp, n.uses)) for n in islice(there, most)]
-            rows = [*self._ghosts.newest(most - len(here)), *here]
+            resident_nodes = (node for node in self._nodes.values() if node.tiers)
+            resident_rows = [
+                (self._ghosts.print(n.name), LastUse(n.stamp, n.uses)) for n in islice(resident_nodes, most)
+            ]
+            rows = [*self._ghosts.newest(most - len(resident_rows)), *resident_rows]
             told = [p | u.uses << 48 | self._ages.bin(self.clock - u.stamp) << 56 for p, u in rows]
             return np.array([*self._ghosts.secret, self.clock, *told], "<u8").tobytes()
 
@@ -241,24 +253,24 @@ class PlainIndex(Audited):
         again, and was not used by that. ValueError for what is no use here."""
         words = np.frombuffer(told, "<u8").tolist()
         with self._lock:
-            sound = len(words) >= 4 and not (self.clock or self._nodes or len(self._ghosts)) and words[3] < 1 << 39
+            valid = len(words) >= 4 and not (self.clock or self._nodes or len(self._ghosts)) and words[3] < 1 << 39
             bins, gaps = [word >> 56 for word in words[4:]], [word >> 48 + USES_BITS & 7 for word in words[4:]]
-            if not sound or max(bins, default=0) >= len(self._ages.edges) or max(gaps, default=0) > self._gaps:
+            if not valid or max(bins, default=0) >= len(self._ages.edges) or max(gaps, default=0) > self._gaps:
                 raise ValueError("what another index told is no use to this one, or it is not new")
             self._ghosts.secret, self.clock, self._recalling = tuple(words[:3]), words[3], True
             self._ages.begin(self.clock)
             for word, b in zip(words[4:], bins, strict=True):
                 stamp, uses = max(0, self.clock - self._ages.edges[b]), word >> 48 & 0xFF
-                if self._ghosts.put(word & (1 << 48) - 1, Use(stamp, uses)):
+                if self._ghosts.put(word & (1 << 48) - 1, LastUse(stamp, uses)):
                     self._ages.add(self.use_class(uses), stamp, 1)
             self._ghosts.spare()
 
     # changing
 
-    def insert(self, place: bytes, signatures: Packed, parent: bytes, tier: int) -> None:
+    def insert(self, place: bytes, signatures: PackedSignatures, parent: bytes, tier: int) -> None:
         """The tier has these now. `parent`: the signature before the first, else the namespace; empty: unknown."""
         with self._lock:
-            for name in names_of(place, signatures):
+            for name in block_names(place, signatures):
                 node = self._get(name)
                 if not node.tiers:
                     self._attach(node, parent)
@@ -270,12 +282,12 @@ class PlainIndex(Audited):
                     self._orders.enter(node, self._kind(node.name))
                 parent = name[1]
 
-    def refuse(self, place: bytes, signatures: Packed) -> None:
+    def refuse(self, place: bytes, signatures: PackedSignatures) -> None:
         """Nobody took these: what nobody knows of them becomes a ghost at once, as if it had come and left."""
         with self._lock:
-            for name in names_of(place, signatures):
+            for name in block_names(place, signatures):
                 if self._ghosts_a_block and name not in self._nodes:
-                    self._remember(name, Use(self.clock, self._return(name, 0)))
+                    self._remember(name, LastUse(self.clock, self._return(name, 0)))
             self._trim_ghosts()
 
     def discard(self, place: bytes, signature: bytes, tier: int, unless_held: bool) -> bool:
@@ -287,11 +299,11 @@ class PlainIndex(Audited):
             self._drop(node, tier)
             return True
 
-    def touch(self, place: bytes, signatures: Packed, stamp: int) -> None:
+    def touch(self, place: bytes, signatures: PackedSignatures, stamp: int) -> None:
         """Count a use of each at this time, which is not in the future."""
         with self._lock:
             stamp = min(stamp, self.clock)
-            for name in names_of(place, signatures):
+            for name in block_names(place, signatures):
                 node = self._nodes.get(name)
                 if node is not None:
                     age = max(0, stamp - node.stamp)
@@ -299,20 +311,20 @@ class PlainIndex(Audited):
                         self._count_reuse(node.uses, age)
                     self._set(node, max(node.stamp, stamp), self._again(node.uses, age))
 
-    def recall(self, place: bytes, signatures: Packed, stamp: int, uses: int) -> None:
+    def recall(self, place: bytes, signatures: PackedSignatures, stamp: int, uses: int) -> None:
         """Of each that some tier has: last used then, and so often, as another life tells, not counted as a use."""
         with self._lock:
-            for name in names_of(place, signatures):
+            for name in block_names(place, signatures):
                 node = self._nodes.get(name)
                 if node is not None and node.tiers:
                     self._set(node, min(stamp, self.clock), uses)
 
-    def hold(self, place: bytes, signatures: Packed, room: Sequence[int]) -> tuple[int, ...]:
+    def hold(self, place: bytes, signatures: PackedSignatures, room: Sequence[int]) -> tuple[int, ...]:
         """Keep these from leaving, from the first up to one that no tier has or for which the nearest tier that has it
         has no more `room`. How many, by nearest tier. Give each back with `release`."""
         held = [0] * self._tiers
         with self._lock:
-            for name in names_of(place, signatures):
+            for name in block_names(place, signatures):
                 node = self._nodes.get(name)
                 if node is None or not node.tiers:
                     break
@@ -324,9 +336,9 @@ class PlainIndex(Audited):
                 held[nearest] += 1
         return tuple(held)
 
-    def release(self, place: bytes, signatures: Packed) -> None:
+    def release(self, place: bytes, signatures: PackedSignatures) -> None:
         with self._lock:
-            for name in names_of(place, signatures):
+            for name in block_names(place, signatures):
                 node = self._nodes.get(name)
                 if node is None or not node.holds:
                     raise ValueError("release of a block that is not held: give back what `hold` took, once")
@@ -376,14 +388,14 @@ class PlainIndex(Audited):
 
     # within
 
-    def _kind(self, name: Name) -> int:
+    def _kind(self, name: BlockName) -> int:
         return self._kinds.get(name[0], 0)
 
     def _count_residents(self, node: Node, change: int) -> None:
         for t in range(self._tiers):
             self._of_kind[self._kind(node.name)][t] += change * (node.tiers >> t & 1)
 
-    def _get(self, name: Name) -> Node:  # made where there is none
+    def _get(self, name: BlockName) -> Node:  # made where there is none
         return self._nodes.get(name) or self._nodes.setdefault(name, Node(name, self._tiers, self.clock))
 
     def _attach(self, node: Node, parent: bytes) -> None:
@@ -395,10 +407,10 @@ class PlainIndex(Audited):
         else:
             node.uses = self._return(node.name, node.uses)
         node.parent, node.known, node.depth = parent, True, 0
-        if parent not in (UNKNOWN, place[:SIGNATURE_BYTES]):
+        if parent not in (UNKNOWN_PARENT, place[:SIGNATURE_BYTES]):
             before = self._get((place, parent))
-            if descends(self._nodes, before, node):
-                node.parent = UNKNOWN
+            if is_descendant(self._nodes, before, node):
+                node.parent = UNKNOWN_PARENT
             else:
                 node.depth = before.depth + 1
         self._blocks += 1
@@ -426,7 +438,7 @@ class PlainIndex(Audited):
         self._forget(node)
         self._trim_ghosts()
 
-    def _count_child(self, parent: Name | None, tier: int, change: int) -> None:
+    def _count_child(self, parent: BlockName | None, tier: int, change: int) -> None:
         if parent is not None:
             node = self._nodes[parent]
             self._orders.leave(node)
@@ -438,13 +450,13 @@ class PlainIndex(Audited):
             return
         del self._nodes[node.name]
         if node.known and self._ghosts_a_block:
-            self._remember(node.name, Use(node.stamp, node.uses))
+            self._remember(node.name, LastUse(node.stamp, node.uses))
 
-    def _remember(self, name: Name, use: Use) -> None:
+    def _remember(self, name: BlockName, use: LastUse) -> None:
         self._ghosts.add(name, use)
         self._ages.add(self.use_class(use.uses), use.stamp, 1)
 
-    def _return(self, name: Name, uses: int) -> int:
+    def _return(self, name: BlockName, uses: int) -> int:
         """Count that it came back, if it is remembered: how often it was used then, else what was given."""
         ghost = self._ghosts.take(name)
         if ghost is None:
@@ -473,7 +485,7 @@ class PlainIndex(Audited):
 
 
 def play(
-    index: PlainIndex,
+    index: ReferenceIndex,
     place: bytes,
     starts: NDArray[np.int64],
     blocks: NDArray[np.int32],
@@ -490,7 +502,7 @@ def play(
     for r in range(first, end):
         chain = signatures[blocks[starts[r] : starts[r + 1]]].tobytes()
         now = index.tick()
-        at, _ = index.match([place], [ALL], chain)
+        at, _ = index.match([place], [ALL_BLOCKS], chain)
         hits[r - first] = at
         index.touch(place, chain[: at * SIGNATURE_BYTES], now)
         classes = [index.use_class(uses) for uses in index.uses(place, chain)]

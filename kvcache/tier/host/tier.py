@@ -20,12 +20,12 @@ from kvcache.block.record import (
     verify,
 )
 from kvcache.errors import ClosedError
-from kvcache.os_env import Port
-from kvcache.tier.host.arena import Arena, Extent, Slot
-from kvcache.tier.tier import WAITING, Op, Outcome, Segments, Ticket, Usage, Waits, check_segments, same_record
+from kvcache.os_env import OsEnv
+from kvcache.tier.host.arena import Arena, Slab, Slot
+from kvcache.tier.tier import DEMAND, Op, Outcome, Segments, Ticket, TierDefaults, Usage, check_segments, same_record
 
 
-class Held:
+class HostRecord:
     """A published record: its address, slot and payload size."""
 
     __slots__ = ("address", "payload_bytes", "slot")
@@ -34,13 +34,13 @@ class Held:
         self.address, self.slot, self.payload_bytes = address, slot, payload_bytes
 
 
-def segments(held: Held) -> tuple[memoryview, memoryview]:
+def segments(held: HostRecord) -> tuple[memoryview, memoryview]:
     """The record as a tier takes it: header area, payload. Valid while the caller has a reference."""
     view, area = held.slot.view, header_area(held.payload_bytes)
     return view[:area], view[area:]
 
 
-class HostTier(Waits):
+class HostTier(TierDefaults):
     name = "host"
     durable = shared = False
 
@@ -48,18 +48,18 @@ class HostTier(Waits):
         self,
         *,
         capacity_bytes: int,
-        extent_bytes: int = 256 << 20,
+        slab_bytes: int = 256 << 20,
         verify_arena: bool = False,
         shared: bool = False,
-        port: Port | None = None,
+        os_env: OsEnv | None = None,
     ) -> None:
-        self._port = port or Port()
-        self._executor = self._port.executor(1, "host")
-        self.arena = Arena(capacity_bytes, extent_bytes, self._executor, shared=shared)
+        self._os_env = os_env or OsEnv()
+        self._executor = self._os_env.executor(1, "host")
+        self.arena = Arena(capacity_bytes, slab_bytes, self._executor, shared=shared)
         self._executor.submit(self.arena.prepare)
         self._verify = verify_arena
         self._closed = False
-        self._records: dict[bytes, Held] = {}
+        self._records: dict[bytes, HostRecord] = {}
         self._lock = threading.Lock()
 
     # slots
@@ -82,22 +82,22 @@ class HostTier(Waits):
                 new = name not in self._records
                 if new:
                     slot.name = name
-                    self._records[name] = Held(address, slot, payload_bytes)
+                    self._records[name] = HostRecord(address, slot, payload_bytes)
                 made.append(new)
         return made
 
-    def borrow(self, address: Address) -> Held | None:
+    def acquire(self, address: Address) -> HostRecord | None:
         """The record, with a reference for the caller to release, or None where another or none is there."""
-        return self.borrow_all([address])[0]
+        return self.acquire_all([address])[0]
 
-    def borrow_all(self, addresses: Sequence[Address]) -> list[Held | None]:
+    def acquire_all(self, addresses: Sequence[Address]) -> list[HostRecord | None]:
         """As `borrow`, of each."""
         with self._lock:
-            here = self._find(addresses)
-            self.arena.acquire(*[held.slot for held in here if held is not None])
-        return here
+            present = self._find(addresses)
+            self.arena.acquire(*[held.slot for held in present if held is not None])
+        return present
 
-    def withdraw(self, address: Address) -> bool:
+    def unpublish(self, address: Address) -> bool:
         """Make a record invisible; its slot comes back when the last borrower is done. False where it is not here."""
         with self._lock:
             (held,) = self._find([address])
@@ -107,58 +107,58 @@ class HostTier(Waits):
         self.arena.release(held.slot)
         return True
 
-    def withdraw_named(self, names: Sequence[bytes], signatures: Sequence[bytes]) -> list[Held | None]:
+    def unpublish_named(self, names: Sequence[bytes], signatures: Sequence[bytes]) -> list[HostRecord | None]:
         """As `withdraw`, of each of these; what was here."""
-        gone: list[Held | None] = []
+        removed: list[HostRecord | None] = []
         with self._lock:
             for name, signature in zip(names, signatures, strict=True):
                 held = self._records.get(name)
                 if held is not None and held.address.signature == signature:
                     del self._records[name]
-                    gone.append(held)
+                    removed.append(held)
                 else:
-                    gone.append(None)
-        self.arena.release(*[held.slot for held in gone if held is not None])
-        return gone
+                    removed.append(None)
+        self.arena.release(*[held.slot for held in removed if held is not None])
+        return removed
 
-    def _find(self, addresses: Sequence[Address]) -> list[Held | None]:
+    def _find(self, addresses: Sequence[Address]) -> list[HostRecord | None]:
         found = (self._records.get(address.name) for address in addresses)
         return [
             held if held is not None and same_record(held.address, address) else None
             for held, address in zip(found, addresses, strict=True)
         ]
 
-    def make_way(self, slot_bytes: int, tenant: str) -> bool:
+    def evacuate_slab(self, slot_bytes: int, tenant: str) -> bool:
         """Empty an extent of another kind by moving its records together with others of that kind, where they fit and
         nobody reads them. True where one was emptied."""
-        extent = self.arena.movable(slot_bytes, tenant)
-        if extent is None:
+        slab = self.arena.find_evacuable(slot_bytes, tenant)
+        if slab is None:
             return False
-        extent.closing = True
+        slab.closing = True
         try:
-            for slot in list(extent.slots.values()):
-                target = self.arena.allocate(*extent.kind, moving=True)
+            for slot in list(slab.slots.values()):
+                target = self.arena.allocate(*slab.kind, moving=True)
                 if target is None or not self._move(slot, target):
-                    return not extent.slots
+                    return not slab.slots
         finally:
-            extent.closing = False
-        return not extent.slots
+            slab.closing = False
+        return not slab.slots
 
     def _move(self, slot: Slot, target: Slot) -> bool:
         """The record in a slot into another one; False, and the other one given back, where somebody reads it."""
         with self._lock:  # nobody borrows it meanwhile, so nobody writes its header
             held = self._records.get(slot.name)
             if held is None or held.slot is not slot or slot.references != 1:
-                gone, moved = target, held is None or held.slot is not slot
+                removed, moved = target, held is None or held.slot is not slot
             else:
                 target.view[:] = slot.view
                 target.name, target.sealed, target.expires_ms = slot.name, slot.sealed, slot.expires_ms
-                self._records[slot.name] = Held(held.address, target, held.payload_bytes)
-                gone, moved = slot, True
-        self.arena.release(gone)
+                self._records[slot.name] = HostRecord(held.address, target, held.payload_bytes)
+                removed, moved = slot, True
+        self.arena.release(removed)
         return moved
 
-    def seal(self, held: Held) -> None:
+    def seal(self, held: HostRecord) -> None:
         """Write the header and take the checksums, where that was not done yet. By background threads, before a
         record leaves the arena; the caller has a reference."""
         if not held.slot.sealed:
@@ -167,55 +167,55 @@ class HostTier(Waits):
             seal(header, payload, held.address, stored_bytes=held.payload_bytes, fields=fields)
             held.slot.sealed = True
 
-    def sound(self, held: Held) -> bool:
+    def is_intact(self, held: HostRecord) -> bool:
         """With `verify_arena`, whether a sealed record still passes every check; else True. A bad one is withdrawn."""
         if not (self._verify and held.slot.sealed):
             return True
         try:
             verify(*segments(held), held.address)
         except RecordError:
-            self.withdraw(held.address)
+            self.unpublish(held.address)
             return False
         return True
 
     # from one process to the next
 
-    def leave(self, within_s: float) -> dict[Extent, list[Held]]:
+    def detach_slabs(self, within_s: float) -> dict[Slab, list[HostRecord]]:
         """What another process may take over, by extent: sealed records in memory that is no longer this tier's, which
         has none from now on. For when nobody but clients of the past is at it: an extent in which one of them may still
         write stays behind, and so does what cannot be sealed in time."""
-        end = self._port.clock.now() + within_s
+        end = self._os_env.clock.now() + within_s
         with self._lock:
             records, self._records = self._records, {}
-        left: dict[Extent, list[Held]] = {}
-        for extent in self.arena.extents():
-            here = [records.get(slot.name) for slot in extent.slots.values()]
-            held = [h for h, slot in zip(here, extent.slots.values(), strict=True) if h is not None and h.slot is slot]
-            if len(held) < len(extent.slots) or not extent.region.shared:
+        detached: dict[Slab, list[HostRecord]] = {}
+        for slab in self.arena.slabs():
+            present = [records.get(slot.name) for slot in slab.slots.values()]
+            held = [h for h, slot in zip(present, slab.slots.values(), strict=True) if h is not None and h.slot is slot]
+            if len(held) < len(slab.slots) or not slab.region.shared:
                 continue
             for one in held:
-                if self._port.clock.now() < end:
+                if self._os_env.clock.now() < end:
                     self.seal(one)
-            left[extent] = [one for one in held if one.slot.sealed]
-        return left
+            detached[slab] = [one for one in held if one.slot.sealed]
+        return detached
 
-    def adopt(self, extent: Extent, rows: Sequence[tuple[int, Address, int, int]]) -> list[Address]:
+    def adopt(self, slab: Slab, rows: Sequence[tuple[int, Address, int, int]]) -> list[Address]:
         """Take over an extent that another process left, with these records in it: slot, address, payload bytes, end.
         Those that are here now: not one whose header is another's, or damaged."""
-        if any(record_bytes(payload_bytes) != extent.slot_bytes for _, _, payload_bytes, _ in rows):
+        if any(record_bytes(payload_bytes) != slab.slot_bytes for _, _, payload_bytes, _ in rows):
             return []
-        slots = self.arena.adopt(extent, [i for i, _, _, _ in rows]) or []
+        slots = self.arena.adopt(slab, [i for i, _, _, _ in rows]) or []
         admitted = []
         for slot, (_, address, payload_bytes, expires_ms) in zip(slots, rows, strict=False):
             slot.sealed, slot.expires_ms = True, expires_ms
-            held = Held(address, slot, payload_bytes)
-            if self._is_whole(held) and self.publish(address, slot, payload_bytes):
+            held = HostRecord(address, slot, payload_bytes)
+            if self._is_adoptable(held) and self.publish(address, slot, payload_bytes):
                 admitted.append(address)
             else:
                 self.arena.release(slot)
         return admitted
 
-    def _is_whole(self, held: Held) -> bool:
+    def _is_adoptable(self, held: HostRecord) -> bool:
         header, payload = segments(held)
         try:
             found = verify(header, payload, held.address) if self._verify else read_header(header)
@@ -235,7 +235,7 @@ class HostTier(Waits):
         addresses: Sequence[Address],
         segments: Sequence[Segments] = (),
         *,
-        priority: int = WAITING,
+        priority: int = DEMAND,
         deadline: float | None = None,
         on_outcome: Callable[[int, Outcome], None] | None = None,
     ) -> Ticket:
@@ -244,10 +244,10 @@ class HostTier(Waits):
         if self._closed:
             raise ClosedError("the host tier was closed; open the cache again")
         ticket = Ticket(len(addresses), on_outcome)
-        late = deadline is not None and self._port.clock.now() > deadline
+        late = deadline is not None and self._os_env.clock.now() > deadline
         for i, address in enumerate(addresses):
             if late:
-                ticket.settle(i, Outcome.LATE)
+                ticket.settle(i, Outcome.TIMED_OUT)
             elif op == "read":
                 ticket.settle(i, *self._read(address, segments[i]))
             elif op == "write":
@@ -255,22 +255,22 @@ class HostTier(Waits):
             elif op == "contains":
                 with self._lock:
                     held = self._records.get(address.name)
-                ticket.settle(i, Outcome.DONE if held and same_record(held.address, address) else Outcome.ABSENT)
+                ticket.settle(i, Outcome.DONE if held and same_record(held.address, address) else Outcome.NOT_FOUND)
             else:
-                ticket.settle(i, Outcome.DONE if self.withdraw(address) else Outcome.ABSENT)
+                ticket.settle(i, Outcome.DONE if self.unpublish(address) else Outcome.NOT_FOUND)
         return ticket
 
     def _read(self, address: Address, into: Segments) -> tuple[Outcome, str]:
-        held = self.borrow(address)
+        held = self.acquire(address)
         if held is None:
-            return Outcome.ABSENT, ""
+            return Outcome.NOT_FOUND, ""
         try:
             self.seal(held)
             header, payload = segments(held)
             try:
                 verify(header, payload, address) if self._verify else read_header(header)
             except RecordError as error:
-                self.withdraw(address)
+                self.unpublish(address)
                 return Outcome.DAMAGED, error.check
             if sum(map(len, into)) < len(held.slot.view):
                 return Outcome.FAILED, "length"
@@ -296,7 +296,7 @@ class HostTier(Waits):
             return Outcome.FAILED, "address"
         slot = self.allocate(record_bytes(header.stored_bytes))
         if slot is None:
-            return Outcome.NO_ROOM, ""
+            return Outcome.NO_CAPACITY, ""
         at, view = 0, slot.view
         for segment in record:
             part = segment[: len(view) - at]
@@ -310,26 +310,26 @@ class HostTier(Waits):
     def room(self, record_bytes: int) -> int:
         return self.arena.room(record_bytes)
 
-    def siblings(self, address: Address) -> list[Address]:
+    def colocated(self, address: Address) -> list[Address]:
         with self._lock:
             held = self._records.get(address.name)
-        return [] if held is None else self.within(held.slot.extent)
+        return [] if held is None else self.records_in_slab(held.slot.slab)
 
-    def within(self, extent: Extent) -> list[Address]:
+    def records_in_slab(self, slab: Slab) -> list[Address]:
         """The records that are in an extent."""
         with self._lock:
-            found = (self._records.get(slot.name) for slot in list(extent.slots.values()))
-            return [held.address for held in found if held is not None and held.slot.extent is extent]
+            found = (self._records.get(slot.name) for slot in list(slab.slots.values()))
+            return [held.address for held in found if held is not None and held.slot.slab is slab]
 
-    def some_within(self, extent: Extent, most: int, turn: int) -> list[Address] | None:
+    def sample_slab(self, slab: Slab, most: int, turn: int) -> list[Address] | None:
         """As `within`, at most so many, others at another turn. None where somebody reads or writes one of them."""
-        names = self.arena.names(extent, most, turn)
+        names = self.arena.sample_names(slab, most, turn)
         if names is None:
             return None
         with self._lock:
             found = [self._records.get(name) for name in names]
-        here = [held.address for held in found if held is not None and held.slot.extent is extent]
-        return here if len(here) == len(names) else None
+        present = [held.address for held in found if held is not None and held.slot.slab is slab]
+        return present if len(present) == len(names) else None
 
     def scan(self) -> Iterator[Address]:
         with self._lock:
@@ -358,7 +358,7 @@ class HostTier(Waits):
             with self._lock:  # the cache goes on meanwhile: what has left or moved by now is another's slot
                 if self._records.get(held.address.name) is not held:
                     continue
-                if held.slot.extent.slots.get(held.slot.i) is not held.slot:
+                if held.slot.slab.slots.get(held.slot.i) is not held.slot:
                     faults.append(f"host: {held.address.name.hex()} stands in a slot that was given back")
                     continue
                 self.arena.acquire(held.slot)

@@ -17,31 +17,31 @@ from kvcache.os_env import Clock, Disk, File
 from kvcache.tier.breaker import Counters
 from kvcache.tier.nvme.directory import Directory
 from kvcache.tier.nvme.journal import FREE, PUT
-from kvcache.tier.nvme.segment import LABEL_BYTES, Segment
+from kvcache.tier.nvme.segment import FOOTER_BYTES, Segment
 
-FIXED_BYTES = 128 << 10
+OVERHEAD_BYTES = 128 << 10
 """LOCK, FORMAT and the directory itself."""
 
-ENTRY_BYTES = 256
+JOURNAL_BYTES_PER_ENTRY = 256
 """What an entry may need in the journals of a store with few slots: a frame of its own, before and behind a turn."""
 
-JOURNAL_BYTES = 768
+JOURNAL_BYTES_PER_SLOT = 768
 """What the journals may need for a slot: two checkpoints that name it, and what is between them."""
 
-FEW, MANY = 1 << 10, 1 << 16
+MIN_JOURNAL_ENTRIES, MAX_IDLE_JOURNAL_ENTRIES = 1 << 10, 1 << 16
 """A journal of fewer entries is not compacted: few in a small store, many in a large one."""
 
-CHECKPOINT_SHARE = 8
+SLOTS_PER_JOURNAL_ENTRY = 8
 """The journal is compacted when it has an entry for each so many slots: what a restart reads one by one."""
 
-MOST_SEGMENTS = 512
+MAX_SEGMENTS = 512
 """Segments grow with the capacity beyond this many, since each is an open file."""
 
-SPARE_SHARE = 8
+SEGMENTS_PER_SPARE = 8
 """Of so many segments of one size one may be empty and stay; the first always may."""
 
 
-class Shelf:
+class SizeClass:
     """The segments of one slot size."""
 
     def __init__(self, slot_bytes: int) -> None:
@@ -50,7 +50,7 @@ class Shelf:
         self.free = 0
         self._current: Segment | None = None
 
-    def take(self, count: int) -> tuple[Segment, list[int]] | None:
+    def allocate(self, count: int) -> tuple[Segment, list[int]] | None:
         """Free slots of one segment, at most `count`, the lowest first. Segments are filled one after the other, the
         fullest first, so that the others can become empty."""
         segment = self._current
@@ -65,63 +65,65 @@ class Shelf:
         return segment, slots
 
 
-class Space:
+class Allocator:
     def __init__(self, capacity_bytes: int, segment_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
-        self.segment_bytes = max(segment_bytes, capacity_bytes // MOST_SEGMENTS)
-        self._few = min(max(FEW, capacity_bytes >> 16), MANY)
+        self.segment_bytes = max(segment_bytes, capacity_bytes // MAX_SEGMENTS)
+        self._few = min(max(MIN_JOURNAL_ENTRIES, capacity_bytes >> 16), MAX_IDLE_JOURNAL_ENTRIES)
         self.segments: dict[int, Segment] = {}
-        self.shelves: dict[int, Shelf] = {}
+        self.size_classes: dict[int, SizeClass] = {}
         self.files_bytes = 0  # segments that are there, retired ones too until their file is removed
         self.slots = 0
         self.next_number = 1
 
-    def left(self) -> int:
+    def unclaimed_bytes(self) -> int:
         """Bytes of the capacity that no segment and no journal has claimed."""
-        fixed_bytes = FIXED_BYTES + self._few * ENTRY_BYTES
-        return self.capacity_bytes - fixed_bytes - self.files_bytes - self.slots * JOURNAL_BYTES
+        fixed_bytes = OVERHEAD_BYTES + self._few * JOURNAL_BYTES_PER_ENTRY
+        return self.capacity_bytes - fixed_bytes - self.files_bytes - self.slots * JOURNAL_BYTES_PER_SLOT
 
-    def most_entries(self) -> int:
+    def compact_at_entries(self) -> int:
         """How long the journal may grow before it is compacted."""
-        return max(self._few, self.slots // CHECKPOINT_SHARE)
+        return max(self._few, self.slots // SLOTS_PER_JOURNAL_ENTRY)
 
-    def stuck_entries(self) -> int:
+    def max_entries(self) -> int:
         """How long the journal may grow where compaction fails."""
         return 2 * max(self._few, self.slots)
 
     # slots
 
-    def _fitting(self, record_bytes: int) -> list[Shelf]:
+    def _fitting(self, record_bytes: int) -> list[SizeClass]:
         """Those with a free slot for a record, the smallest slots first."""
-        found = [s for s in self.shelves.values() if s.free and fits(record_bytes, s.slot_bytes)]
-        return sorted(found, key=lambda shelf: shelf.slot_bytes) if len(found) > 1 else found
+        found = [s for s in self.size_classes.values() if s.free and fits_slot(record_bytes, s.slot_bytes)]
+        return sorted(found, key=lambda size_class: size_class.slot_bytes) if len(found) > 1 else found
 
-    def take(self, record_bytes: int, count: int) -> tuple[Segment, list[int]] | None:
+    def allocate(self, record_bytes: int, count: int) -> tuple[Segment, list[int]] | None:
         """Slots of one segment for records of one size, at most `count`; the caller's until filled or given back."""
-        for shelf in self._fitting(record_bytes):
-            taken = shelf.take(count)
+        for size_class in self._fitting(record_bytes):
+            taken = size_class.allocate(count)
             if taken is not None:
                 return taken
         return None
 
-    def give_back(self, segment: Segment, slot: int) -> None:
+    def release(self, segment: Segment, slot: int) -> None:
         """A taken slot that was not filled. Behind all others: whatever went wrong there need not go wrong next."""
         segment.free.append(slot)
         if not segment.retired:
-            self.shelves[segment.slot_bytes].free += 1
+            self.size_classes[segment.slot_bytes].free += 1
 
     def clear(self, segment: Segment, slot: int, *, quarantine: bool = False) -> None:
         """The record in a slot leaves."""
         segment.clear(slot, quarantine=quarantine)
         if not quarantine and not segment.retired:
-            self.shelves[segment.slot_bytes].free += 1
+            self.size_classes[segment.slot_bytes].free += 1
 
     # segments
 
     def plan(self, record_bytes: int, disk_bytes: int) -> Segment | None:
         """A segment to make for records of this size, or None where capacity or disk have no room for one slot."""
-        left, disk_bytes = self.left() - LABEL_BYTES, disk_bytes - LABEL_BYTES
-        slots = min(self._most(record_bytes), left // (record_bytes + JOURNAL_BYTES), disk_bytes // record_bytes)
+        left, disk_bytes = self.unclaimed_bytes() - FOOTER_BYTES, disk_bytes - FOOTER_BYTES
+        slots = min(
+            self._most(record_bytes), left // (record_bytes + JOURNAL_BYTES_PER_SLOT), disk_bytes // record_bytes
+        )
         if slots < 1:
             return None
         segment = Segment(self.next_number, record_bytes, slots)
@@ -136,9 +138,9 @@ class Space:
     def add(self, segment: Segment) -> None:
         """Give out its slots."""
         self.segments[segment.number] = segment
-        shelf = self.shelves.setdefault(segment.slot_bytes, Shelf(segment.slot_bytes))
-        shelf.segments[segment.number] = segment
-        shelf.free += len(segment.free)
+        size_class = self.size_classes.setdefault(segment.slot_bytes, SizeClass(segment.slot_bytes))
+        size_class.segments[segment.number] = segment
+        size_class.free += len(segment.free)
         self.next_number = max(self.next_number, segment.number + 1)
 
     def retire(self, segment: Segment) -> None:
@@ -146,11 +148,11 @@ class Space:
         segment.retired = True
         if self.segments.pop(segment.number, None) is None:
             return
-        shelf = self.shelves[segment.slot_bytes]
-        del shelf.segments[segment.number]
-        shelf.free -= len(segment.free)
-        if not shelf.segments:
-            del self.shelves[segment.slot_bytes]
+        size_class = self.size_classes[segment.slot_bytes]
+        del size_class.segments[segment.number]
+        size_class.free -= len(segment.free)
+        if not size_class.segments:
+            del self.size_classes[segment.slot_bytes]
 
     def forget(self, segment: Segment) -> None:
         """The file of a retired segment is gone: its bytes are free."""
@@ -159,28 +161,33 @@ class Space:
 
     def surplus(self, slot_bytes: int) -> list[Segment]:
         """Empty segments of a size beyond those that are kept for what comes next."""
-        shelf = self.shelves.get(slot_bytes)
-        if shelf is None:
+        size_class = self.size_classes.get(slot_bytes)
+        if size_class is None:
             return []
-        useless = [s for s in shelf.segments.values() if s.quarantined == s.slots]
-        empties = [s for s in shelf.segments.values() if s.empty and s.free]
-        most = max(1, (len(shelf.segments) - len(useless)) // SPARE_SHARE)
-        return useless + empties[: max(0, len(empties) - most)]
+        useless = [s for s in size_class.segments.values() if s.quarantined == s.slots]
+        empty_segments = [s for s in size_class.segments.values() if s.empty and s.free]
+        most = max(1, (len(size_class.segments) - len(useless)) // SEGMENTS_PER_SPARE)
+        return useless + empty_segments[: max(0, len(empty_segments) - most)]
 
-    def empties(self, record_bytes: int) -> list[Segment]:
+    def empty_segments(self, record_bytes: int) -> list[Segment]:
         """Empty segments that are of no use for records of this size."""
-        others = (shelf for shelf in self.shelves.values() if not fits(record_bytes, shelf.slot_bytes))
-        return [segment for shelf in others for segment in shelf.segments.values() if segment.empty]
+        others = (
+            size_class
+            for size_class in self.size_classes.values()
+            if not fits_slot(record_bytes, size_class.slot_bytes)
+        )
+        return [segment for size_class in others for segment in size_class.segments.values() if segment.empty]
 
     def room(self, record_bytes: int, disk_bytes: int) -> int:
         """How many more records of this size fit, where the disk has so many bytes left to take."""
-        free = sum(shelf.free for shelf in self._fitting(record_bytes))
-        empties = self.empties(record_bytes)
-        files_bytes = sum(s.file_bytes for s in empties)
-        left = self.left() + files_bytes + sum(s.slots for s in empties) * JOURNAL_BYTES
+        free = sum(size_class.free for size_class in self._fitting(record_bytes))
+        empty_segments = self.empty_segments(record_bytes)
+        files_bytes = sum(s.file_bytes for s in empty_segments)
+        left = self.unclaimed_bytes() + files_bytes + sum(s.slots for s in empty_segments) * JOURNAL_BYTES_PER_SLOT
         most = self._most(record_bytes)
         new = min(
-            _slots(left, record_bytes + JOURNAL_BYTES, most), _slots(disk_bytes + files_bytes, record_bytes, most)
+            _slots_that_fit(left, record_bytes + JOURNAL_BYTES_PER_SLOT, most),
+            _slots_that_fit(disk_bytes + files_bytes, record_bytes, most),
         )
         return free + new
 
@@ -212,36 +219,40 @@ class Space:
                 faults.append(f"nvme: segment {s.number}: counts {s.live} records, {len(filled)} are there")
         unknown = places.keys() - self.segments.keys()
         faults += [f"nvme: records in segment {number}, which is not there" for number in sorted(unknown)]
-        for shelf in self.shelves.values():
-            free = sum(len(s.free) for s in shelf.segments.values())
-            if free != shelf.free:
-                faults.append(f"nvme: {shelf.free} slots of {shelf.slot_bytes} bytes are said to be free, {free} are")
-        if self.left() < 0:
-            faults.append(f"nvme: {-self.left()} bytes more are claimed than the capacity of {self.capacity_bytes}")
+        for size_class in self.size_classes.values():
+            free = sum(len(s.free) for s in size_class.segments.values())
+            if free != size_class.free:
+                faults.append(
+                    f"nvme: {size_class.free} slots of {size_class.slot_bytes} bytes are said to be free, {free} are"
+                )
+        if self.unclaimed_bytes() < 0:
+            faults.append(
+                f"nvme: {-self.unclaimed_bytes()} bytes more are claimed than the capacity of {self.capacity_bytes}"
+            )
         return faults
 
 
-def _slots(left: int, each: int, most: int) -> int:
+def _slots_that_fit(left: int, each: int, most: int) -> int:
     """How many slots fit in so many bytes, in segments of at most `most` slots with a label each."""
-    segments, rest = divmod(max(0, left), most * each + LABEL_BYTES)
-    return segments * most + max(0, rest - LABEL_BYTES) // each
+    segments, rest = divmod(max(0, left), most * each + FOOTER_BYTES)
+    return segments * most + max(0, rest - FOOTER_BYTES) // each
 
 
-def fits(record_bytes: int, slot_bytes: int) -> bool:
+def fits_slot(record_bytes: int, slot_bytes: int) -> bool:
     return record_bytes <= slot_bytes <= record_bytes + record_bytes // 8
 
 
 # The segment files of a store: made, opened while somebody uses them, removed, and what the disk has left for more.
 
-FULL = {errno.ENOSPC, errno.EDQUOT}
-FULL_PAUSE_S = 1.0
+DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
+DISK_FULL_PAUSE_S = 1.0
 """Before the next segment is tried on a disk that said it is full."""
 
-FRESH_S = 1.0
+FREE_BYTES_MAX_AGE_S = 1.0
 """How old an answer about free room may be where it only decides whether to ask for more."""
 
 
-class Files:
+class SegmentFiles:
     """`memory` is the lock of index and space; nothing here holds it during I/O."""
 
     def __init__(
@@ -249,55 +260,55 @@ class Files:
         disk: Disk,
         clock: Clock,
         directory: Directory,
-        space: Space,
+        allocator: Allocator,
         memory: threading.Lock,
         floor_bytes: int,
         counters: Counters,
     ) -> None:
-        self._disk, self._clock, self._directory, self._space = disk, clock, directory, space
+        self._disk, self._clock, self._directory, self._allocator = disk, clock, directory, allocator
         self._memory, self._floor_bytes, self._counters = memory, floor_bytes, counters
-        self.leftovers: dict[int, Segment] = {}  # retired, with files that could not be removed yet
-        self._full_until = 0.0
+        self.orphan_files: dict[int, Segment] = {}  # retired, with files that could not be removed yet
+        self._disk_full_until = 0.0
         self._left: tuple[float, int] | None = None  # until when it holds, and the answer
 
     def path(self, number: int) -> str:
         return self._directory.join(f"segment-{number:06d}")
 
-    def there(self) -> set[int]:
-        return set(self._directory.numbered("segment"))
+    def existing_numbers(self) -> set[int]:
+        return set(self._directory.file_numbers("segment"))
 
     @contextmanager
-    def using(self, segment: Segment, users: int = 1) -> Iterator[File]:
+    def open_file(self, segment: Segment, users: int = 1) -> Iterator[File]:
         """The segment's file, open while this lasts, for callers who are counted among its users and leave then."""
         try:
             yield segment.open(self._disk, self.path(segment.number))
         finally:
-            self.leave(segment, users)
+            self.close_file(segment, users)
 
-    def leave(self, segment: Segment, users: int = 1) -> None:
+    def close_file(self, segment: Segment, users: int = 1) -> None:
         with self._memory:
             segment.users -= users
             over = segment.retired and not segment.users
         if over:
             segment.close()
 
-    def make(self, segment: Segment) -> bool:
+    def create(self, segment: Segment) -> bool:
         """Make the file of a segment that is claimed; False where the disk is full. The file may be there all the
         same, and after an OSError too."""
         self._left = None
         try:
             segment.create(self._disk, self.path(segment.number))
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL_ERRNOS:
                 raise
-            self.full()
+            self.mark_full()
             return False
         return True
 
-    def full(self) -> None:
+    def mark_full(self) -> None:
         """The disk said so."""
         self._counters.add("disk_full")
-        self._full_until = self._clock.now() + FULL_PAUSE_S
+        self._disk_full_until = self._clock.now() + DISK_FULL_PAUSE_S
 
     def clear(self, segment: Segment) -> None:
         """Remove the file of a retired segment. Who still uses it has it open, and goes on until he leaves."""
@@ -308,11 +319,11 @@ class Files:
             pass
         except OSError:
             self._counters.add("write_errors")
-            self.leftovers[segment.number] = segment  # its bytes stay counted until it can be removed
+            self.orphan_files[segment.number] = segment  # its bytes stay counted until it can be removed
             return
-        self.leftovers.pop(segment.number, None)
+        self.orphan_files.pop(segment.number, None)
         with self._memory:
-            self._space.forget(segment)
+            self._allocator.forget(segment)
             unused = not segment.users
         if unused:
             segment.close()
@@ -320,10 +331,10 @@ class Files:
     def free_bytes(self, *, fresh: bool = True) -> int:
         """What the disk has left for segments; negative for a while after it said that it is full."""
         now = self._clock.now()
-        if now < self._full_until:
+        if now < self._disk_full_until:
             return -(1 << 62)
         left = self._left
         if fresh or left is None or left[0] < now:
             found = max(0, self._disk.free_bytes(self._directory.path) - self._floor_bytes)
-            self._left = left = now + FRESH_S, found
+            self._left = left = now + FREE_BYTES_MAX_AGE_S, found
         return left[1]

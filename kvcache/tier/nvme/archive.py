@@ -21,7 +21,7 @@ import msgpack
 
 from kvcache.block.record import Address, Header, RecordError, header_area, read_header, record_bytes, verify
 from kvcache.errors import StoreError
-from kvcache.tier.nvme.inspect import look
+from kvcache.tier.nvme.inspect import inspect_record
 from kvcache.tier.nvme.tier import NvmeTier
 from kvcache.tier.tier import Outcome, Segments
 
@@ -30,13 +30,13 @@ VERSION = 1
 _ID_BYTES = 32  # of a namespace
 _BATCH = 32
 _READ_BYTES = 1 << 20
-_MOST_BYTES = 1 << 30  # of one record
+_MAX_RECORD_BYTES = 1 << 30  # of one record
 
-Told = Callable[[int], object]
+ProgressCallback = Callable[[int], object]
 
 
 @dataclass(slots=True)
-class Carried:
+class TransferReport:
     """What an export or an import came to."""
 
     records: int = 0
@@ -47,18 +47,20 @@ class Carried:
     refused: int = 0  # import: the drive or the store said no
 
 
-async def export(tier: NvmeTier, path: str, namespace: bytes | None, told: Told = lambda size_bytes: None) -> Carried:
+async def export_archive(
+    tier: NvmeTier, path: str, namespace: bytes | None, on_progress: ProgressCallback = lambda size_bytes: None
+) -> TransferReport:
     """Write the records of a namespace, or all, to a file that has its name once it is whole and on the medium."""
-    carried, temporary = Carried(), path + ".tmp"
+    report, temporary = TransferReport(), path + ".tmp"
     try:
         async with aiofiles.open(temporary, "wb") as file:
             await file.write(MAGIC + msgpack.packb({"version": VERSION, "namespace": namespace}))
             wanted = (address for address in tier.scan() if namespace in (None, address.namespace))
-            part = await asyncio.to_thread(_pack, tier, list(islice(wanted, _BATCH)), carried, told)
+            part = await asyncio.to_thread(_pack, tier, list(islice(wanted, _BATCH)), report, on_progress)
             while part is not None:
-                following = asyncio.to_thread(_pack, tier, list(islice(wanted, _BATCH)), carried, told)
+                following = asyncio.to_thread(_pack, tier, list(islice(wanted, _BATCH)), report, on_progress)
                 _, part = await asyncio.gather(file.write(part), following)
-            await file.write(msgpack.packb(carried.records))
+            await file.write(msgpack.packb(report.records))
             await file.flush()
             await asyncio.to_thread(os.fsync, file.fileno())
         os.replace(temporary, path)
@@ -66,52 +68,56 @@ async def export(tier: NvmeTier, path: str, namespace: bytes | None, told: Told 
         with suppress(OSError):
             os.unlink(temporary)
         raise
-    return carried
+    return report
 
 
-def _pack(tier: NvmeTier, addresses: list[Address], carried: Carried, told: Told) -> bytes | None:
+def _pack(
+    tier: NvmeTier, addresses: list[Address], report: TransferReport, on_progress: ProgressCallback
+) -> bytes | None:
     """Some records as the file has them; None where there are none."""
     parts = []
     for address in addresses:
-        seen = look(tier.ledger, address.name)
+        seen = inspect_record(tier.catalog, address.name)
         if seen is None or seen.header is None or seen.fault is not None:
-            carried.left_out += 1
+            report.left_out += 1
             continue
         head, area = seen.header, header_area(seen.header.decoded_bytes)
         parts.append(msgpack.packb(bytes(seen.data[: head.header_bytes])))
         parts.append(msgpack.packb(bytes(seen.data[area : area + head.stored_bytes])))
-        carried.records += 1
-        carried.size_bytes += seen.entry.record_bytes
-        told(seen.entry.record_bytes)
+        report.records += 1
+        report.size_bytes += seen.entry.record_bytes
+        on_progress(seen.entry.record_bytes)
     return b"".join(parts) if addresses else None
 
 
-async def take_in(tier: NvmeTier | None, path: str, told: Told = lambda size_bytes: None) -> Carried:
+async def import_archive(
+    tier: NvmeTier | None, path: str, on_progress: ProgressCallback = lambda size_bytes: None
+) -> TransferReport:
     """Write a file's records to a store, each once it was verified; to none (`tier`), verify only. StoreError where
     the file is no archive, or not whole: what came before the fault was taken in. `told` hears of bytes of the file."""
-    carried, records = Carried(), 0
-    async for batch in _batches(_values(path, told), path):
+    report, records = TransferReport(), 0
+    async for batch in _batches(_values(path, on_progress), path):
         records += len(batch)
-        await asyncio.to_thread(_write, tier, batch, carried)
-    return carried
+        await asyncio.to_thread(_write, tier, batch, report)
+    return report
 
 
-def _write(tier: NvmeTier | None, batch: list[tuple[Header, Segments]], carried: Carried) -> None:
+def _write(tier: NvmeTier | None, batch: list[tuple[Header, Segments]], report: TransferReport) -> None:
     addresses = [header.address for header, _ in batch]
-    new = [True] * len(batch) if tier is None else [not known for known in tier.knows(addresses)]
-    carried.there += len(batch) - sum(new)
+    new = [True] * len(batch) if tier is None else [not known for known in tier.has_names(addresses)]
+    report.there += len(batch) - sum(new)
     fresh = [pair for pair, is_new in zip(batch, new, strict=True) if is_new]
     outcomes = (Outcome.DONE,) * len(fresh)
     if tier is not None:
         outcomes = tier.write([header.address for header, _ in fresh], [segments for _, segments in fresh])
     for (_, segments), outcome in zip(fresh, outcomes, strict=True):
         if outcome is Outcome.DONE:
-            carried.records += 1
-            carried.size_bytes += sum(map(len, segments))
-        elif outcome is Outcome.NO_ROOM:
-            carried.no_room += 1
+            report.records += 1
+            report.size_bytes += sum(map(len, segments))
+        elif outcome is Outcome.NO_CAPACITY:
+            report.no_room += 1
         else:
-            carried.refused += 1
+            report.refused += 1
 
 
 async def _batches(values: AsyncIterator[Any], path: str) -> AsyncIterator[list[tuple[Header, Segments]]]:
@@ -163,14 +169,14 @@ def _record(head: Any, payload: Any, namespace: bytes | None) -> tuple[Header, S
     return header, [memory[:area], memory[area:]]
 
 
-async def _values(path: str, told: Told) -> AsyncIterator[Any]:
-    unpacker = msgpack.Unpacker(max_buffer_size=_MOST_BYTES)
+async def _values(path: str, on_progress: ProgressCallback) -> AsyncIterator[Any]:
+    unpacker = msgpack.Unpacker(max_buffer_size=_MAX_RECORD_BYTES)
     async with aiofiles.open(path, "rb") as file:
         if await file.read(len(MAGIC)) != MAGIC:
             raise StoreError(f"archive {path}: does not begin with {MAGIC!r}; it is none")
         while data := await file.read(_READ_BYTES):
             unpacker.feed(data)
-            told(len(data))
+            on_progress(len(data))
             for value in _unpacked(unpacker, path):
                 yield value
 

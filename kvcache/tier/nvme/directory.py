@@ -32,7 +32,7 @@ _ADVICE = {
 }
 
 
-def refusal(path: str, error: OSError) -> StoreError:
+def directory_error(path: str, error: OSError) -> StoreError:
     """What to tell the operator about a directory that cannot be used."""
     advice = _ADVICE.get(error.errno or 0, "see whether the drive is well, or choose another directory")
     return StoreError(f"nvme directory {path}: {error.strerror or error}; {advice}")
@@ -41,14 +41,16 @@ def refusal(path: str, error: OSError) -> StoreError:
 class Directory:
     """The directory, claimed for this process until `release`. StoreError where that cannot be."""
 
-    def __init__(self, disk: Disk, path: str, serves: str = "") -> None:
+    def __init__(self, disk: Disk, path: str, served_address: str = "") -> None:
         """`serves`: where others reach this process's cache, to be told to whoever wants the directory too."""
         self.disk, self.path = disk, path
         try:
             disk.make_directory(path)
-            claim = disk.lock(self.join("LOCK"), f"process {os.getpid()}{', which serves ' * bool(serves)}{serves}")
+            claim = disk.lock(
+                self.join("LOCK"), f"process {os.getpid()}{', which serves ' * bool(served_address)}{served_address}"
+            )
         except OSError as error:
-            raise refusal(path, error) from error
+            raise directory_error(path, error) from error
         if isinstance(claim, str):
             raise StoreError(
                 f"nvme directory {path}: in use by {claim or 'another process'}; end it or choose another directory"
@@ -73,7 +75,7 @@ class Directory:
                 self.write("FORMAT", [_FORMAT.encode()])
             found = self.read("FORMAT")
         except OSError as error:
-            raise refusal(self.path, error) from error
+            raise directory_error(self.path, error) from error
         if found != _FORMAT.encode():
             raise StoreError(
                 f"nvme directory {self.path}: FORMAT says {bytes(found[:40])!r}, this version reads "
@@ -83,7 +85,7 @@ class Directory:
     def join(self, name: str) -> str:
         return os.path.join(self.path, name)
 
-    def numbered(self, noun: str) -> list[int]:
+    def file_numbers(self, noun: str) -> list[int]:
         """The numbers of the files called `noun`-N, ascending."""
         found = (_NAME.fullmatch(name) for name in self.disk.list(self.path))
         return sorted(int(match[2]) for match in found if match and match[1] == noun and not match[3])

@@ -19,11 +19,22 @@ from xxhash import xxh3_64_intdigest
 from kvcache.block.namespace import Owner
 from kvcache.block.record import Address
 from kvcache.errors import ClosedError, ConfigError, StoreError
-from kvcache.os_env import Port
-from kvcache.tier.io_queue import TimedTicket
+from kvcache.os_env import OsEnv
+from kvcache.tier.io_queue import DeadlineTicket
 from kvcache.tier.nvme.restore_order import runs, scan
 from kvcache.tier.nvme.tier import NvmeTier
-from kvcache.tier.tier import WAITING, Op, Outcome, Scrubbed, Segments, Ticket, Unwanted, Usage, Waits, check_segments
+from kvcache.tier.tier import (
+    DEMAND,
+    Op,
+    Outcome,
+    RecordFilter,
+    ScrubReport,
+    Segments,
+    Ticket,
+    TierDefaults,
+    Usage,
+    check_segments,
+)
 
 _log = logging.getLogger("kvcache.tier.nvme")
 
@@ -33,9 +44,9 @@ def open_drives(
     *,
     capacity_bytes: int,
     queue_bytes: int = 256 << 20,
-    port: Port | None = None,
+    os_env: OsEnv | None = None,
     **settings: Any,
-) -> NvmeTier | Drives:
+) -> NvmeTier | MultiDriveTier:
     """The tier over these directories, which take capacity and queue in equal parts; the rest as `NvmeTier` has it.
 
     A drive that does not answer is left out and counted among the troubles until the next start, as long as there is
@@ -45,42 +56,42 @@ def open_drives(
         raise ConfigError(f"nvme.paths = {', '.join(paths)!r}: expected directories, each once")
     settings |= {"capacity_bytes": capacity_bytes // len(paths), "queue_bytes": max(1, queue_bytes // len(paths))}
     tiers: list[NvmeTier] = []
-    troubles: list[str] = []
+    health_issues: list[str] = []
     try:
         for path in paths:
             try:
-                tiers.append(NvmeTier(path, port=port, **settings))
+                tiers.append(NvmeTier(path, os_env=os_env, **settings))
             except StoreError as error:
                 alone = path == paths[-1] and not tiers
                 if alone or not isinstance(error.__cause__, OSError):
                     raise
                 _log.warning("%s; the other drives are used", error)
-                troubles.append(str(error))
+                health_issues.append(str(error))
     except BaseException:
         for tier in tiers:
             tier.close()
         raise
-    return tiers[0] if len(paths) == 1 else Drives(tiers, troubles, port or Port())
+    return tiers[0] if len(paths) == 1 else MultiDriveTier(tiers, health_issues, os_env or OsEnv())
 
 
-class Drives(Waits):
+class MultiDriveTier(TierDefaults):
     name = "nvme"
     durable = True
     shared = False
 
-    def __init__(self, tiers: Sequence[NvmeTier], troubles: Sequence[str], port: Port) -> None:
+    def __init__(self, tiers: Sequence[NvmeTier], health_issues: Sequence[str], os_env: OsEnv) -> None:
         """Takes the engines over. `troubles`: of drives that are not among them."""
         self.tiers = list(tiers)
-        self._troubles, self._port = list(troubles), port
+        self._troubles, self._os_env = list(health_issues), os_env
         self._seeds = [xxh3_64_intdigest(tier.path.encode()) for tier in tiers]
         self._closed = False
-        self._drop_twins()
+        self._drop_duplicates()
 
-    def _drop_twins(self) -> None:
+    def _drop_duplicates(self) -> None:
         """Blocks that two drives hold, since one was not there for a while, stay on one."""
         for i, tier in enumerate(self.tiers):
             for other in self.tiers[:i]:
-                tier.remove(tier.twins(other))
+                tier.remove(tier.duplicates_of(other))
 
     def submit(
         self,
@@ -88,16 +99,16 @@ class Drives(Waits):
         addresses: Sequence[Address],
         segments: Sequence[Segments] = (),
         *,
-        priority: int = WAITING,
+        priority: int = DEMAND,
         deadline: float | None = None,
         on_outcome: Callable[[int, Outcome], None] | None = None,
     ) -> Ticket:
         if self._closed:
             raise ClosedError("nvme tier: it was closed")
         check_segments(op, addresses, segments)
-        ticket = _Spread(len(addresses), on_outcome, deadline, self._expire, self._port)
+        ticket = _SplitTicket(len(addresses), on_outcome, deadline, self._expire, self._os_env)
         parts: dict[int, list[int]] = {}
-        for i, drive in enumerate(self._drives(op, addresses, segments)):
+        for i, drive in enumerate(self._assign_drives(op, addresses, segments)):
             parts.setdefault(drive, []).append(i)
         for drive, blocks in parts.items():
             part = self.tiers[drive].submit(
@@ -111,11 +122,11 @@ class Drives(Waits):
             ticket.parts.append((blocks, part))
         return ticket
 
-    def _drives(self, op: Op, addresses: Sequence[Address], segments: Sequence[Segments]) -> Iterator[int]:
+    def _assign_drives(self, op: Op, addresses: Sequence[Address], segments: Sequence[Segments]) -> Iterator[int]:
         """The number of each block's drive: the one that has it, else the one that should."""
-        held = [tier.knows(addresses) for tier in self.tiers]
+        held = [tier.has_names(addresses) for tier in self.tiers]
         room: dict[tuple[int, int], int] = {}
-        refusing = [bool(tier.troubles()) for tier in self.tiers] if op == "write" else []
+        refusing = [bool(tier.health_issues()) for tier in self.tiers] if op == "write" else []
         for i, address in enumerate(addresses):
             there = next((drive for drive, has in enumerate(held) if has[i]), None)
             order = self._order(address.key)
@@ -131,8 +142,8 @@ class Drives(Waits):
 
     def _has_room(self, drive: int, size: int, room: dict[tuple[int, int], int]) -> bool:
         """Take room for a record out of what a drive has left for this size."""
-        left = room[drive, size] = room.get((drive, size), self.tiers[drive].room(size)) - 1
-        return left >= 0
+        remaining = room[drive, size] = room.get((drive, size), self.tiers[drive].room(size)) - 1
+        return remaining >= 0
 
     def _expire(self) -> None:
         for tier in self.tiers:
@@ -147,14 +158,14 @@ class Drives(Waits):
         for tier in self.tiers:
             tier.on_loss(tell)
 
-    def troubles(self) -> list[str]:
-        return self._troubles + [line for tier in self.tiers for line in tier.troubles()]
+    def health_issues(self) -> list[str]:
+        return self._troubles + [line for tier in self.tiers for line in tier.health_issues()]
 
     def room(self, record_bytes: int) -> int:
-        return sum(tier.room(record_bytes) for tier in self.tiers if not tier.troubles())
+        return sum(tier.room(record_bytes) for tier in self.tiers if not tier.health_issues())
 
-    def siblings(self, address: Address) -> list[Address]:
-        return [sibling for tier in self.tiers for sibling in tier.siblings(address)]
+    def colocated(self, address: Address) -> list[Address]:
+        return [sibling for tier in self.tiers for sibling in tier.colocated(address)]
 
     def runs(self) -> Iterator[tuple[Address, bytes]]:
         """All records in few steps, as `NvmeTier.runs`: a chain is one run, wherever its blocks are."""
@@ -184,26 +195,26 @@ class Drives(Waits):
             sum(usage.capacity_bytes for usage in each),
         )
 
-    def holdings(self) -> dict[bytes, tuple[int, int]]:
-        found: dict[bytes, tuple[int, int]] = {}
+    def usage_by_namespace(self) -> dict[bytes, tuple[int, int]]:
+        total: dict[bytes, tuple[int, int]] = {}
         for tier in self.tiers:
-            for namespace, (records, size) in tier.holdings().items():
-                had = found.get(namespace, (0, 0))
-                found[namespace] = had[0] + records, had[1] + size
-        return found
+            for namespace, (records, size) in tier.usage_by_namespace().items():
+                had = total.get(namespace, (0, 0))
+                total[namespace] = had[0] + records, had[1] + size
+        return total
 
     def check(self) -> list[str]:
         return [fault for tier in self.tiers for fault in tier.check()]
 
-    def scrub(self, *, unwanted: Unwanted | None = None) -> Scrubbed:
-        found = Scrubbed()
+    def scrub(self, *, unwanted: RecordFilter | None = None) -> ScrubReport:
+        total = ScrubReport()
         for tier in self.tiers:
-            found.add(tier.scrub(unwanted=unwanted))
-        return found
+            total.add(tier.scrub(unwanted=unwanted))
+        return total
 
-    def ending(self) -> Iterator[tuple[Address, int]]:
+    def expirations(self) -> Iterator[tuple[Address, int]]:
         for tier in self.tiers:
-            yield from tier.ending()
+            yield from tier.expirations()
 
     def keep_files(self, keep: bool) -> None:
         for tier in self.tiers:
@@ -226,7 +237,7 @@ class Drives(Waits):
         return all(closed)
 
 
-class _Spread(TimedTicket):
+class _SplitTicket(DeadlineTicket):
     """A ticket whose blocks are settled by other tickets."""
 
     def __init__(
@@ -235,9 +246,9 @@ class _Spread(TimedTicket):
         on_outcome: Callable[[int, Outcome], None] | None,
         deadline: float | None,
         expire: Callable[[], None],
-        port: Port,
+        os_env: OsEnv,
     ) -> None:
-        super().__init__(count, on_outcome, deadline, expire, port)
+        super().__init__(count, on_outcome, deadline, expire, os_env)
         self.parts: list[tuple[list[int], Ticket]] = []  # which blocks each of them settles
 
     def settle_part(self, blocks: Sequence[int], i: int, outcome: Outcome) -> None:

@@ -18,7 +18,7 @@ from xxhash import xxh3_64_digest
 from kvcache.block.layout import Shard
 from kvcache.block.namespace import OWNER_BYTES, Owner
 from kvcache.block.record import Address
-from kvcache.tier.nvme.allocator import Space
+from kvcache.tier.nvme.allocator import Allocator
 from kvcache.tier.nvme.directory import Directory
 from kvcache.tier.nvme.journal import (
     COLUMNS,
@@ -34,15 +34,15 @@ from kvcache.tier.nvme.journal import (
     Entry,
     names,
 )
-from kvcache.tier.nvme.segment import Place, Segment
+from kvcache.tier.nvme.segment import Segment, SlotIO
 
-AGAIN_BYTES = 512 << 20
+RESYNC_BYTES = 512 << 20
 """More than this no process leaves without a sync, unless nobody asked for durability."""
 
 
 class Index:
-    def __init__(self, space: Space) -> None:
-        self.space = space
+    def __init__(self, allocator: Allocator) -> None:
+        self.allocator = allocator
         self.places: dict[bytes, int] = {}
         self.namespaces: dict[int, bytes] = {}  # by the number that stands for them in entries
         self._numbers: dict[bytes, int] = {}
@@ -52,11 +52,11 @@ class Index:
         place = self.places.get(name)
         if place is None:
             return None
-        segment = self.space.segments[place >> 32]
+        segment = self.allocator.segments[place >> 32]
         slot = place & 0xFFFFFFFF
         return segment, slot, segment.row(slot)
 
-    def holds(self, entry: Entry, address: Address) -> bool:
+    def matches(self, entry: Entry, address: Address) -> bool:
         """Whether this entry is that of the very record that the address means."""
         return (
             entry.signature == address.signature
@@ -69,7 +69,7 @@ class Index:
         namespace = self.namespaces[entry.namespace]
         return Address(namespace, entry.signature, parent, entry.group, Shard.unpack(entry.shard))
 
-    def entries(self, places: Sequence[Place]) -> list[Entry]:
+    def entries(self, places: Sequence[SlotIO]) -> list[Entry]:
         """What the journal is to be told of records: namespaces that are new, then a put entry each, which their places
         get too."""
         new: dict[bytes, int] = {}
@@ -91,7 +91,7 @@ class Index:
         named = [Entry(NAMESPACE, namespace=number, signature=namespace) for namespace, number in new.items()]
         return named + [place.entry for place in places]
 
-    def insert(self, places: Sequence[Place]) -> None:
+    def insert(self, places: Sequence[SlotIO]) -> None:
         """The journal has their entries: these records can be found from now on."""
         for place in places:
             if place.address.namespace not in self._numbers:
@@ -102,8 +102,8 @@ class Index:
     def delete(self, name: bytes, *, quarantine: bool = False) -> Segment:
         """The record leaves; the segment that it was in."""
         place = self.places.pop(name)
-        segment = self.space.segments[place >> 32]
-        self.space.clear(segment, place & 0xFFFFFFFF, quarantine=quarantine)
+        segment = self.allocator.segments[place >> 32]
+        self.allocator.clear(segment, place & 0xFFFFFFFF, quarantine=quarantine)
         return segment
 
     def _name(self, namespace: bytes, number: int) -> None:
@@ -131,15 +131,15 @@ class Index:
             if number not in retired and number not in segments:
                 segments[number] = Segment(number, int(row["record_bytes"]), int(row["slot"]))
         if retired:
-            self.space.next_number = max(self.space.next_number, max(retired) + 1)
+            self.allocator.next_number = max(self.allocator.next_number, max(retired) + 1)
         puts = self._load_records(entries, safe, segments)
         for segment in segments.values():
-            self.space.claim(segment)
-            self.space.add(segment)
+            self.allocator.claim(segment)
+            self.allocator.add(segment)
         place = puts["segment"].astype(np.uint64) << np.uint64(32) | puts["slot"]
         self.places = dict(zip(names(puts), place.tolist(), strict=True))
         if len(self.places) != len(puts):
-            self._drop_doubles(puts)
+            self._drop_duplicate_names(puts)
 
     def _load_records(self, entries: NDArray[np.void], safe: int, segments: dict[int, Segment]) -> NDArray[np.void]:
         """Fill the rows of the segments; the put entries that hold."""
@@ -160,36 +160,36 @@ class Index:
             mine = slice(begin, end)
             fits = last["slot"][mine] < s.slots
             parts.append(last[mine][fits])
-            s.load(parts[-1], synced[mine][fits], again=unsynced_bytes <= AGAIN_BYTES)
+            s.load(parts[-1], synced[mine][fits], rewrite_slots=unsynced_bytes <= RESYNC_BYTES)
         last = np.concatenate(parts) if parts else last[:0]
         puts: NDArray[np.void] = last[last["kind"] == PUT]
         return puts
 
-    def _drop_doubles(self, puts: NDArray[np.void]) -> None:
+    def _drop_duplicate_names(self, puts: NDArray[np.void]) -> None:
         """Two places under one name, which only damage can leave behind: one goes on, the others are free."""
         for name, row in zip(names(puts), puts, strict=True):
             place = int(row["segment"]) << 32 | int(row["slot"])
             if self.places[name] != place:
-                self.space.clear(self.space.segments[place >> 32], place & 0xFFFFFFFF)
+                self.allocator.clear(self.allocator.segments[place >> 32], place & 0xFFFFFFFF)
 
     def drop_segment(self, segment: Segment) -> int:
         """Forget a segment and all its records, after a restart; how many there were."""
         rows = segment.columns()
-        gone = names(rows[rows["kind"] == PUT])
-        for name in gone:
+        removed = names(rows[rows["kind"] == PUT])
+        for name in removed:
             del self.places[name]
-        self.space.retire(segment)
-        return len(gone)
+        self.allocator.retire(segment)
+        return len(removed)
 
     def state(self, *, synced: bool) -> tuple[list[bytes], int]:
         """Everything as entries, in pieces, and their number: what a checkpoint holds. Forgets namespaces that have no
         record any more. `synced`: it is known which records a sync has covered."""
-        rows = [s.state() for s in self.space.segments.values()]
+        rows = [s.state() for s in self.allocator.segments.values()]
         covered, others = [row[0] for row in rows], [row[1] for row in rows]
         used = {n for part in covered + others for n in np.unique(np.frombuffer(part, COLUMNS)["namespace"]).tolist()}
         self.namespaces = {number: namespace for number, namespace in self.namespaces.items() if number in used}
         self._numbers = {namespace: number for number, namespace in self.namespaces.items()}
-        pieces = [s.entry.pack() for s in self.space.segments.values()]
+        pieces = [s.entry.pack() for s in self.allocator.segments.values()]
         pieces += [
             Entry(NAMESPACE, namespace=n, signature=namespace).pack() for n, namespace in self.namespaces.items()
         ]
@@ -201,7 +201,7 @@ class Index:
 
     def puts(self) -> tuple[NDArray[np.void], dict[int, bytes]]:
         """A copy of the put entries of all records, and what their namespaces are."""
-        rows = [s.columns() for s in self.space.segments.values()]
+        rows = [s.columns() for s in self.allocator.segments.values()]
         found = [columns[columns["kind"] == PUT] for columns in rows] or [np.zeros(0, COLUMNS)]
         return np.concatenate(found), dict(self.namespaces)
 
@@ -213,7 +213,7 @@ NAME = "owners"
 _ROW = 32 + OWNER_BYTES
 
 
-class Owners:
+class OwnerFile:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._lock = threading.Lock()
@@ -240,9 +240,9 @@ class Owners:
             with suppress(OSError):
                 data = bytes(self._directory.read(NAME))
             for at in range(0, len(data), _ROW + 8):
-                row, said = data[at : at + _ROW], data[at + _ROW : at + _ROW + 8]
+                row, checksum = data[at : at + _ROW], data[at + _ROW : at + _ROW + 8]
                 owner = Owner.read(row[32:])
-                if owner is not None and xxh3_64_digest(row) == said:
+                if owner is not None and xxh3_64_digest(row) == checksum:
                     self._known[row[:32]] = owner
         return self._known
 

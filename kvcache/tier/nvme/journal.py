@@ -30,7 +30,7 @@ from kvcache.tier.nvme.directory import Directory
 # byte in `docs/spec/journal.md`.
 
 PUT, REMOVE, QUARANTINE, SEGMENT, RETIRE, NAMESPACE, SYNCED = range(1, 8)
-ENDS = 1
+FLAG_EXPIRES = 1
 """Of a put entry, among its flags: the record says when it ends."""
 FREE = 0
 """Of a row in memory, never in a file: the slot holds nothing."""
@@ -83,7 +83,7 @@ class Entry(NamedTuple):
 
 def put_entry(header: Header) -> Entry:
     """Of a record's header what is to be known of it before it has a place."""
-    return Entry(PUT, ENDS if EXPIRY in header.fields else 0, write_id=header.write_id)
+    return Entry(PUT, FLAG_EXPIRES if EXPIRY in header.fields else 0, write_id=header.write_id)
 
 
 def names(entries: NDArray[np.void]) -> list[bytes]:
@@ -112,7 +112,7 @@ _SUM = Struct("<Q")
 HEADER_BYTES = _HEADER.size + _SUM.size
 FRAME_BYTES = _FRAME.size + _SUM.size
 
-End = Literal["whole", "torn", "damaged"]
+FileEnd = Literal["whole", "torn", "damaged"]
 """How a file ends: with its last frame; in a frame that was never finished; or sound frames follow a bad one."""
 
 
@@ -139,16 +139,16 @@ class FileHeader:
         """The header at the start of a file; HeaderError for any but a sound one of this kind and number."""
         if len(data) < HEADER_BYTES:
             raise HeaderError(f"a header of {len(data)} bytes, expected {HEADER_BYTES}")
-        magic, version, found, entry_bytes, _, named, sequence, count = _HEADER.unpack_from(data)
+        magic, version, contents, entry_bytes, _, named, sequence, count = _HEADER.unpack_from(data)
         if magic != MAGIC:
             raise HeaderError(f"a header that begins with {magic!r}, expected {MAGIC!r}")
         if version != VERSION:
             raise HeaderError(f"version {version}, expected {VERSION}")
         if _SUM.unpack_from(data, _HEADER.size)[0] != xxh3_64_intdigest(memoryview(data)[: _HEADER.size]):
             raise HeaderError("a header whose checksum does not match its bytes")
-        if (found, named, entry_bytes) != (kind, number, ENTRY_BYTES):
+        if (contents, named, entry_bytes) != (kind, number, ENTRY_BYTES):
             raise HeaderError(
-                f"kind {found}, number {named}, entry size {entry_bytes}, expected {kind}, {number}, {ENTRY_BYTES}"
+                f"kind {contents}, number {named}, entry size {entry_bytes}, expected {kind}, {number}, {ENTRY_BYTES}"
             )
         return cls(kind, number, sequence, count)
 
@@ -158,9 +158,9 @@ class Frames:
     """The trusted entries of a file, where they end, and the sequence number that comes next."""
 
     entries: Sequence[memoryview]
-    end_bytes: int
+    valid_bytes: int
     sequence: int
-    end: End
+    end: FileEnd
 
 
 def pack_frame(entries: bytes, sequence: int, number: int) -> bytes:
@@ -177,7 +177,7 @@ def read_frames(data: bytearray, sequence: int, number: int) -> Frames:
     while at < len(data):
         frame = _read_frame(view, at, number)
         if frame is None or frame[0] != sequence:
-            end: End = "damaged" if _sound_after(data, at, sequence, number) else "torn"
+            end: FileEnd = "damaged" if _sound_after(data, at, sequence, number) else "torn"
             return Frames(entries, at, sequence, end)
         body = frame[1]
         entries.append(body)
@@ -223,7 +223,7 @@ _FRAME_BYTES = 8192 * ENTRY_BYTES
 
 
 @dataclass(slots=True)
-class Found:
+class JournalContents:
     """What a store's files say. `safe`: how many of the entries, from the first, a sync has covered, and all that they
     say. `journals`: those that were read, and how far each is sound. `torn`: bytes cut from the end of the last.
     `damaged`: the name of the file in which trust ends."""
@@ -244,41 +244,41 @@ class Journal:
         self.directory = directory
         for name in directory.unfinished():
             directory.disk.remove(directory.join(name))
-        if max(directory.numbered("journal"), default=0) < max(directory.numbered("checkpoint"), default=1):
+        if max(directory.file_numbers("journal"), default=0) < max(directory.file_numbers("checkpoint"), default=1):
             self._begin()
-        self.found = found = self.read()
-        self.sequence, self._base = found.sequence, found.base
-        self.number = max(directory.numbered("journal") + directory.numbered("checkpoint"))
-        self._end = found.journals.get(self.number, 0)
-        self.in_doubt = bool(found.damaged)
+        self.contents = contents = self.read()
+        self.sequence, self._base = contents.sequence, contents.base
+        self.number = max(directory.file_numbers("journal") + directory.file_numbers("checkpoint"))
+        self._end = contents.journals.get(self.number, 0)
+        self.in_doubt = bool(contents.damaged)
         """A sync failed, or trust ended before the last entry: only a checkpoint makes what is known durable again."""
-        self._inherited = dict(found.journals)
+        self._inherited = dict(contents.journals)
         """Of another process, whose last sync may have failed, so that a sync of ours alone would say nothing."""
         self._file: File | None = None
-        if not found.damaged:  # else the file stays as it is until a checkpoint replaces it
+        if not contents.damaged:  # else the file stays as it is until a checkpoint replaces it
             self._file = self._open(self.number)
             self._file.truncate(self._end)
-            self._remove_before(found.checkpoint)
+            self._remove_before(contents.checkpoint)
 
     @classmethod
-    def look(cls, directory: Directory) -> Found:
+    def inspect(cls, directory: Directory) -> JournalContents:
         """What a directory's files say, at least one journal or checkpoint among them; changes nothing."""
         journal = cls.__new__(cls)
         journal.directory = directory
         return journal.read()
 
     @property
-    def behind(self) -> int:
+    def entries_behind(self) -> int:
         """Entries since the last checkpoint."""
         return self.sequence - self._base
 
     def _begin(self) -> None:
-        checkpoints = self.directory.numbered("checkpoint")
+        checkpoints = self.directory.file_numbers("checkpoint")
         if checkpoints:  # an operator moved a bad journal away: what the checkpoint says is still there
             number = checkpoints[-1]
             header = self._header(self.directory.read(f"checkpoint-{number}"), "checkpoint", number)
             self._create(number, header.sequence)
-        elif self.directory.numbered("segment"):
+        elif self.directory.file_numbers("segment"):
             raise StoreError(
                 f"nvme directory {self.directory.path}: segments, but no journal that says what is in them; put the "
                 "journal back, run `kvcache nvme rebuild`, or delete the directory to begin with nothing"
@@ -286,49 +286,49 @@ class Journal:
         else:
             self._create(1, 0)
 
-    def read(self) -> Found:
+    def read(self) -> JournalContents:
         """What the files say now."""
-        found = Found()
-        numbers = self.directory.numbered("journal")
-        checkpoints = self.directory.numbered("checkpoint")
+        contents = JournalContents()
+        numbers = self.directory.file_numbers("journal")
+        checkpoints = self.directory.file_numbers("checkpoint")
         parts: list[memoryview] = []
         if checkpoints:
-            found.checkpoint = checkpoints[-1]
-            data = self.directory.read(f"checkpoint-{found.checkpoint}")
-            header = self._header(data, "checkpoint", found.checkpoint)
-            frames = read_frames(data, 0, found.checkpoint)
+            contents.checkpoint = checkpoints[-1]
+            data = self.directory.read(f"checkpoint-{contents.checkpoint}")
+            header = self._header(data, "checkpoint", contents.checkpoint)
+            frames = read_frames(data, 0, contents.checkpoint)
             parts += frames.entries
-            found.sequence = found.base = header.sequence
+            contents.sequence = contents.base = header.sequence
             if frames.end != "whole" or frames.sequence != header.count:
-                found.damaged = f"checkpoint-{found.checkpoint}"
+                contents.damaged = f"checkpoint-{contents.checkpoint}"
         elif self._header(self.directory.read(f"journal-{numbers[0]}"), "journal", numbers[0]).sequence:
             raise StoreError(
                 f"nvme directory {self.directory.path}: journal-{numbers[0]} needs checkpoint-{numbers[0]}, which is "
                 "not there; put it back, run `kvcache nvme rebuild`, or delete the directory to begin with nothing"
             )
         for number in numbers:
-            if number >= found.checkpoint:
-                self._follow(number, found, parts)
-        found.entries = b"".join(parts)
-        in_checkpoint = len(found.entries) // ENTRY_BYTES - (found.sequence - found.base)
-        found.safe = _safe(found.entries, in_checkpoint, found.base)
-        return found
+            if number >= contents.checkpoint:
+                self._follow(number, contents, parts)
+        contents.entries = b"".join(parts)
+        in_checkpoint = len(contents.entries) // ENTRY_BYTES - (contents.sequence - contents.base)
+        contents.safe = _safe(contents.entries, in_checkpoint, contents.base)
+        return contents
 
-    def _follow(self, number: int, found: Found, parts: list[memoryview]) -> None:
+    def _follow(self, number: int, contents: JournalContents, parts: list[memoryview]) -> None:
         """Read one more journal, unless trust has ended before it."""
         data = self.directory.read(f"journal-{number}")
         header = self._header(data, "journal", number)
-        if found.damaged.startswith("journal"):
+        if contents.damaged.startswith("journal"):
             return
-        if header.sequence != found.sequence:
-            found.damaged = f"journal-{max(found.journals, default=number)}"
+        if header.sequence != contents.sequence:
+            contents.damaged = f"journal-{max(contents.journals, default=number)}"
             return
         frames: Frames = read_frames(data, header.sequence, number)
         parts += frames.entries
-        found.journals[number], found.sequence = frames.end_bytes, frames.sequence
-        found.torn = len(data) - frames.end_bytes
+        contents.journals[number], contents.sequence = frames.valid_bytes, frames.sequence
+        contents.torn = len(data) - frames.valid_bytes
         if frames.end == "damaged":
-            found.damaged = f"journal-{number}"
+            contents.damaged = f"journal-{number}"
 
     def append(self, entries: bytes) -> None:
         """Add entries that are true together: after a crash all of them are there or none is. OSError: none was added,
@@ -364,7 +364,7 @@ class Journal:
                 file.close()
             del self._inherited[number]
 
-    def turn(self) -> FileHeader:
+    def rotate(self) -> FileHeader:
         """Begin the next journal; what is to be told to `checkpoint`, beside the state of this very moment."""
         if self._file is not None:
             try:
@@ -417,7 +417,7 @@ class Journal:
 
     def _remove_before(self, number: int) -> None:
         for noun in ("journal", "checkpoint"):
-            for old in self.directory.numbered(noun):
+            for old in self.directory.file_numbers(noun):
                 if old < number:
                     self.directory.disk.remove(self.directory.join(f"{noun}-{old}"))
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from kvcache.block.record import RecordError, header_area, read_header, record_bytes, verify
 from kvcache.errors import StoreError
-from kvcache.os_env import File, Port
+from kvcache.os_env import File, OsEnv
 from kvcache.tier.nvme import segment as bounce
-from kvcache.tier.nvme.directory import Directory, refusal
+from kvcache.tier.nvme.directory import Directory, directory_error
 from kvcache.tier.nvme.journal import (
     CHECKPOINT,
     ENTRY_BYTES,
@@ -27,11 +27,11 @@ from kvcache.tier.nvme.journal import (
     frames,
     put_entry,
 )
-from kvcache.tier.nvme.segment import LABEL_BYTES, Label
+from kvcache.tier.nvme.segment import FOOTER_BYTES, SegmentFooter
 
 
 @dataclass(slots=True)
-class Rebuilt:
+class RebuildReport:
     """What was found. `unlabelled`: segments whose slots nobody knows any more, which the next start removes."""
 
     segments: int = 0
@@ -46,57 +46,57 @@ def rebuild(
     path: str,
     *,
     dry_run: bool = False,
-    told: Callable[[int], object] = lambda size_bytes: None,
-    port: Port | None = None,
-) -> Rebuilt:
+    on_progress: Callable[[int], object] = lambda size_bytes: None,
+    os_env: OsEnv | None = None,
+) -> RebuildReport:
     """Read every slot of a store that cannot be opened for its journal, and write a checkpoint of what is sound.
     `dry_run`: find out only. `told` hears of each slot's bytes. StoreError where another process has the directory, it
     is no store, or its journal is well."""
-    port = port or Port()
-    directory = Directory(port.disk, path)
+    os_env = os_env or OsEnv()
+    directory = Directory(os_env.disk, path)
     try:
         if _readable(directory):
             raise StoreError(f"nvme directory {path}: its journal is well, and says more than the records would")
-        found = Rebuilt()
-        entries = b"".join(entry.pack() for entry in _entries(directory, found, told))
+        found = RebuildReport()
+        entries = b"".join(entry.pack() for entry in _entries(directory, found, on_progress))
         if not dry_run:
-            number = max([0, *directory.numbered("journal"), *directory.numbered("checkpoint")]) + 1
+            number = max([0, *directory.file_numbers("journal"), *directory.file_numbers("checkpoint")]) + 1
             header = FileHeader(CHECKPOINT, number, 0, len(entries) // ENTRY_BYTES)
             directory.write(f"checkpoint-{number}", [header.pack(), *frames(iter([entries]), number)])
         return found
     except OSError as error:
-        raise refusal(path, error) from error
+        raise directory_error(path, error) from error
     finally:
         directory.release()
 
 
 def _readable(directory: Directory) -> bool:
-    if not directory.numbered("segment"):
+    if not directory.file_numbers("segment"):
         return True
-    if not directory.numbered("journal") and not directory.numbered("checkpoint"):
+    if not directory.file_numbers("journal") and not directory.file_numbers("checkpoint"):
         return False
     try:
-        return not Journal.look(directory).damaged
+        return not Journal.inspect(directory).damaged
     except StoreError:
         return False
 
 
-def _entries(directory: Directory, found: Rebuilt, told: Callable[[int], object]) -> Iterator[Entry]:
+def _entries(directory: Directory, found: RebuildReport, on_progress: Callable[[int], object]) -> Iterator[Entry]:
     """Segments, namespaces and records as a checkpoint has them, each before what needs it."""
     namespaces: dict[bytes, int] = {}
     names: set[bytes] = set()
-    for number in directory.numbered("segment"):
+    for number in directory.file_numbers("segment"):
         file = directory.disk.open(directory.join(f"segment-{number:06d}"), direct=True)
         try:
-            label = _label(file)
-            if label is None or label.number != number:
+            footer = _read_footer(file)
+            if footer is None or footer.number != number:
                 found.unlabelled += 1
                 continue
             found.segments += 1
-            yield Entry(SEGMENT, segment=number, slot=label.slots, record_bytes=label.slot_bytes)
-            for slot in range(label.slots):
-                told(label.slot_bytes)
-                entry, namespace, name = _record(file, label, slot)
+            yield Entry(SEGMENT, segment=number, slot=footer.slots, record_bytes=footer.slot_bytes)
+            for slot in range(footer.slots):
+                on_progress(footer.slot_bytes)
+                entry, namespace, name = _record(file, footer, slot)
                 if entry is None:
                     found.unsound += bool(name)
                 elif name in names:
@@ -113,21 +113,21 @@ def _entries(directory: Directory, found: Rebuilt, told: Callable[[int], object]
             file.close()
 
 
-def _label(file: File) -> Label | None:
-    at = file.size() - LABEL_BYTES
-    if at < 0 or at % LABEL_BYTES:
+def _read_footer(file: File) -> SegmentFooter | None:
+    at = file.size() - FOOTER_BYTES
+    if at < 0 or at % FOOTER_BYTES:
         return None
-    page = bounce.buffer(LABEL_BYTES)
-    label = Label.unpack(page) if file.read(at, [page]) == LABEL_BYTES else None
-    return label if label is not None and label.slots * label.slot_bytes == at else None
+    page = bounce.thread_buffer(FOOTER_BYTES)
+    footer = SegmentFooter.unpack(page) if file.read(at, [page]) == FOOTER_BYTES else None
+    return footer if footer is not None and footer.slots * footer.slot_bytes == at else None
 
 
-def _record(file: File, label: Label, slot: int) -> tuple[Entry | None, bytes, bytes]:
+def _record(file: File, footer: SegmentFooter, slot: int) -> tuple[Entry | None, bytes, bytes]:
     """The put entry of the record in a slot, without its namespace's number, that namespace, and the record's name.
     No entry where no whole record is there; no name either where the slot was never written."""
-    data = bounce.buffer(label.slot_bytes)
+    data = bounce.thread_buffer(footer.slot_bytes)
     try:
-        if file.read(slot * label.slot_bytes, [data]) < label.slot_bytes:
+        if file.read(slot * footer.slot_bytes, [data]) < footer.slot_bytes:
             raise OSError(errno.EIO, "short")
         if not any(data[:8]):
             return None, b"", b""
@@ -142,7 +142,7 @@ def _record(file: File, label: Label, slot: int) -> tuple[Entry | None, bytes, b
         shard=address.shard.pack(),
         signature=address.signature,
         parent=address.parent or UNKNOWN,
-        segment=label.number,
+        segment=footer.number,
         slot=slot,
         record_bytes=area + record_bytes(header.stored_bytes) - header_area(header.stored_bytes),
     )

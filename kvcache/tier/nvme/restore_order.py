@@ -15,9 +15,9 @@ from kvcache.block.layout import Shard
 from kvcache.block.record import Address
 from kvcache.tier.nvme.journal import UNKNOWN
 
-_MOST_DOUBLINGS = 40  # a circle, which only damage can make, ends here
+_MAX_DOUBLINGS = 40  # a circle, which only damage can make, ends here
 
-Numbers = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 
 
 def runs(entries: NDArray[np.void], namespaces: Mapping[int, bytes]) -> Iterator[tuple[Address, bytes]]:
@@ -25,9 +25,9 @@ def runs(entries: NDArray[np.void], namespaces: Mapping[int, bytes]) -> Iterator
     the signatures of all, one behind the other."""
     if not len(entries):
         return
-    above = _parents(entries)
-    first, position = _runs(above)
-    order = np.lexsort((position, first, _depths(above)[first]))
+    parents = _parents(entries)
+    first, position = _runs(parents)
+    order = np.lexsort((position, first, _depths(parents)[first]))
     signatures = entries["signature"][order]
     starts = np.flatnonzero(position[order] == 0).tolist()
     heads = entries[order[starts]]
@@ -57,7 +57,7 @@ def scan(found: Iterable[tuple[Address, bytes]]) -> Iterator[Address]:
             yield Address(head.namespace, signature, parent, head.group, head.shard)
 
 
-def _parents(entries: NDArray[np.void]) -> Numbers:
+def _parents(entries: NDArray[np.void]) -> IntArray:
     """Where each record's parent stands among the entries; -1 where it is not here."""
     signature, parent = _words(entries["signature"]), _words(entries["parent"])
     places = [entries["namespace"].astype(np.uint64), entries["group"].astype(np.uint64)]
@@ -76,29 +76,29 @@ def _words(column: NDArray[np.uint8]) -> NDArray[np.uint64]:
     return np.ascontiguousarray(column).view(np.uint64)
 
 
-def _depths(above: Numbers) -> Numbers:
+def _depths(parents: IntArray) -> IntArray:
     """How many ancestors of each are here."""
-    depths = (above >= 0).astype(np.int64)
-    for _ in range(_MOST_DOUBLINGS):
-        reached = above >= 0
+    depths = (parents >= 0).astype(np.int64)
+    for _ in range(_MAX_DOUBLINGS):
+        reached = parents >= 0
         if not reached.any():
             break
-        depths = np.where(reached, depths + depths[above], depths)
-        above = np.where(reached, above[above], -1)
+        depths = np.where(reached, depths + depths[parents], depths)
+        parents = np.where(reached, parents[parents], -1)
     return depths
 
 
-def _runs(above: Numbers) -> tuple[Numbers, Numbers]:
+def _runs(parents: IntArray) -> tuple[IntArray, IntArray]:
     """The first record of each one's run, and how far behind it this one is. Of a parent's children one goes on with
     its run."""
-    here = np.arange(len(above))
-    child = np.full(len(above), -1)
-    child[above[above >= 0]] = here[above >= 0]
-    above = np.where((above >= 0) & (child[above] == here), above, -1)
-    first = np.where(above >= 0, above, here)
-    for _ in range(_MOST_DOUBLINGS):
+    positions = np.arange(len(parents))
+    child = np.full(len(parents), -1)
+    child[parents[parents >= 0]] = positions[parents >= 0]
+    parents = np.where((parents >= 0) & (child[parents] == positions), parents, -1)
+    first = np.where(parents >= 0, parents, positions)
+    for _ in range(_MAX_DOUBLINGS):
         further = first[first]
         if (further == first).all():
             break
         first = further
-    return first, _depths(above)
+    return first, _depths(parents)

@@ -12,7 +12,7 @@ import mmap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvcache.tier.nvme.catalog import Ledger
+from kvcache.tier.nvme.catalog import Catalog
 from kvcache.tier.nvme.journal import PUT, QUARANTINE
 from kvcache.tier.nvme.segment import Segment
 
@@ -20,61 +20,61 @@ STEP_BYTES = 16 << 20
 """Taken at a time: writers miss no more room than that."""
 
 
-def wipe(ledger: Ledger) -> None:
+def wipe(catalog: Catalog) -> None:
     """OSError where not all could be overwritten."""
-    with ledger.memory:
-        segments = list(ledger.space.segments.values())
+    with catalog.memory:
+        segments = list(catalog.allocator.segments.values())
     for segment in segments:
-        _wipe_free(ledger, segment)
-        _wipe_rest(ledger, segment)
-        with _used(ledger, segment), ledger.files.using(segment) as file:
+        _wipe_free(catalog, segment)
+        _wipe_rest(catalog, segment)
+        with _used(catalog, segment), catalog.files.open_file(segment) as file:
             file.sync()
 
 
-def _wipe_free(ledger: Ledger, segment: Segment) -> None:
+def _wipe_free(catalog: Catalog, segment: Segment) -> None:
     zeros = memoryview(mmap.mmap(-1, segment.slot_bytes))
     done: set[int] = set()
-    while slots := _take(ledger, segment, done, max(1, STEP_BYTES // segment.slot_bytes)):
+    while slots := _allocate_free(catalog, segment, done, max(1, STEP_BYTES // segment.slot_bytes)):
         try:
-            with ledger.files.using(segment) as file:
+            with catalog.files.open_file(segment) as file:
                 for slot in slots:
                     segment.write(file, slot, [zeros])
         finally:
-            with ledger.memory:
+            with catalog.memory:
                 for slot in slots:
-                    ledger.space.give_back(segment, slot)
+                    catalog.allocator.release(segment, slot)
         done.update(slots)
 
 
-def _take(ledger: Ledger, segment: Segment, done: set[int], most: int) -> list[int]:
+def _allocate_free(catalog: Catalog, segment: Segment, done: set[int], most: int) -> list[int]:
     """Free slots that were not done; the caller is among the segment's users where there are any."""
-    with ledger.memory:
+    with catalog.memory:
         if segment.retired:
             return []
         slots = [slot for slot in segment.free if slot not in done][:most]
         if slots:
             taken = set(slots)
             segment.free[:] = [slot for slot in segment.free if slot not in taken]
-            ledger.space.shelves[segment.slot_bytes].free -= len(slots)
+            catalog.allocator.size_classes[segment.slot_bytes].free -= len(slots)
             segment.users += 1
         return slots
 
 
-def _wipe_rest(ledger: Ledger, segment: Segment) -> None:
+def _wipe_rest(catalog: Catalog, segment: Segment) -> None:
     """Slots that went bad, and what records leave free in theirs."""
     for slot in range(segment.slots):
-        with ledger.journaling:
+        with catalog.journal_lock:
             row = segment.row(slot)
             first = {PUT: row.record_bytes, QUARANTINE: 0}.get(row.kind, segment.slot_bytes)
             if segment.retired or first >= segment.slot_bytes:
                 continue
-            with _used(ledger, segment), ledger.files.using(segment) as file:
+            with _used(catalog, segment), catalog.files.open_file(segment) as file:
                 file.write(slot * segment.slot_bytes + first, [memoryview(mmap.mmap(-1, segment.slot_bytes - first))])
 
 
 @contextmanager
-def _used(ledger: Ledger, segment: Segment) -> Iterator[None]:
+def _used(catalog: Catalog, segment: Segment) -> Iterator[None]:
     """`using` counts one user less."""
-    with ledger.memory:
+    with catalog.memory:
         segment.users += 1
     yield

@@ -27,7 +27,7 @@ from kvcache.tier.tier import Segments
 
 # Buffers as a direct file wants them: on page boundaries. Those that are not take a detour through one that is.
 
-_own = threading.local()
+_thread_local = threading.local()
 
 
 def aligned(pieces: Sequence[memoryview]) -> bool:
@@ -40,11 +40,11 @@ def _address(piece: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(piece))  # six times as quick
 
 
-def buffer(size_bytes: int) -> memoryview:
+def thread_buffer(size_bytes: int) -> memoryview:
     """This thread's own aligned buffer, good until its next call."""
-    memory: mmap.mmap | None = getattr(_own, "memory", None)
+    memory: mmap.mmap | None = getattr(_thread_local, "memory", None)
     if memory is None or len(memory) < size_bytes:
-        memory = _own.memory = mmap.mmap(-1, size_bytes)
+        memory = _thread_local.memory = mmap.mmap(-1, size_bytes)
     return memoryview(memory)[:size_bytes]
 
 
@@ -67,28 +67,28 @@ def scatter(source: memoryview, pieces: Sequence[memoryview]) -> None:
 
 MAGIC = b"KVCSGMT\n"
 VERSION = 1
-LABEL_BYTES = 4096
+FOOTER_BYTES = 4096
 
-_FORM = Struct("<8sIIQQ")
+_FOOTER = Struct("<8sIIQQ")
 _SUM = Struct("<Q")
 
 
-class Label(NamedTuple):
+class SegmentFooter(NamedTuple):
     slots: int
     number: int
     slot_bytes: int
 
     def pack(self) -> bytes:
-        fixed = _FORM.pack(MAGIC, VERSION, self.slots, self.number, self.slot_bytes)
-        return (fixed + _SUM.pack(xxh3_64_intdigest(fixed))).ljust(LABEL_BYTES, b"\0")
+        fixed = _FOOTER.pack(MAGIC, VERSION, self.slots, self.number, self.slot_bytes)
+        return (fixed + _SUM.pack(xxh3_64_intdigest(fixed))).ljust(FOOTER_BYTES, b"\0")
 
     @classmethod
-    def unpack(cls, page: bytes | bytearray | memoryview) -> Label | None:
+    def unpack(cls, page: bytes | bytearray | memoryview) -> SegmentFooter | None:
         """What a page says; None where it is no sound label of this version."""
-        if len(page) < LABEL_BYTES:
+        if len(page) < FOOTER_BYTES:
             return None
-        magic, version, slots, number, slot_bytes = _FORM.unpack_from(page)
-        sound = _SUM.unpack_from(page, _FORM.size)[0] == xxh3_64_intdigest(bytes(page[: _FORM.size]))
+        magic, version, slots, number, slot_bytes = _FOOTER.unpack_from(page)
+        sound = _SUM.unpack_from(page, _FOOTER.size)[0] == xxh3_64_intdigest(bytes(page[: _FOOTER.size]))
         return cls(slots, number, slot_bytes) if sound and (magic, version) == (MAGIC, VERSION) else None
 
 
@@ -101,9 +101,11 @@ class Segment:
         self.quarantined = 0
         self.users = 0
         self.retired = False
-        self.unsynced: set[int] = set()  # slots with records written since the last sync
-        self.again: set[int] = set()  # those to be written again before one, since an earlier one failed or may have
-        self.never_synced = False  # no sync has covered any, nor was one tried
+        self.unsynced_slots: set[int] = set()  # slots with records written since the last sync
+        self.rewrite_slots: set[int] = (
+            set()
+        )  # those to be written again before one, since an earlier one failed or may have
+        self.never_synced_slots = False  # no sync has covered any, nor was one tried
         self.failures = 0  # syncs that failed
         self._file: File | None = None
         self._opening = threading.Lock()
@@ -114,7 +116,7 @@ class Segment:
 
     @property
     def file_bytes(self) -> int:
-        return self.slots_bytes + LABEL_BYTES
+        return self.slots_bytes + FOOTER_BYTES
 
     @property
     def empty(self) -> bool:
@@ -143,14 +145,14 @@ class Segment:
         left = Entry(QUARANTINE, segment=self.number, slot=slot).pack() if quarantine else bytes(ENTRY_BYTES)
         self.rows[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES] = left
         self.live -= 1
-        self.unsynced.discard(slot)
-        self.again.discard(slot)
+        self.unsynced_slots.discard(slot)
+        self.rewrite_slots.discard(slot)
         if quarantine:
             self.quarantined += 1
         else:
             insort(self.free, slot)
 
-    def load(self, rows: NDArray[np.void], synced: NDArray[np.bool_], *, again: bool) -> None:
+    def load(self, rows: NDArray[np.void], synced: NDArray[np.bool_], *, rewrite_slots: bool) -> None:
         """After a restart: the put and quarantine entries of this segment, at most one a slot, and which of them a sync
         has covered. `again`: the others are to be written again before they are synced."""
         self.columns()[rows["slot"]] = rows
@@ -158,15 +160,15 @@ class Segment:
         self.free = np.flatnonzero(kinds == FREE).tolist()
         self.live = int(np.count_nonzero(kinds == PUT))
         self.quarantined = int(np.count_nonzero(kinds == QUARANTINE))
-        unsynced = rows["slot"][~synced & (rows["kind"] == PUT)]
-        if again:
-            self.again = set(unsynced.tolist())
+        unsynced_slots = rows["slot"][~synced & (rows["kind"] == PUT)]
+        if rewrite_slots:
+            self.rewrite_slots = set(unsynced_slots.tolist())
         else:
-            self.never_synced = bool(len(unsynced))
+            self.never_synced_slots = bool(len(unsynced_slots))
 
-    def promised(self, slot: int) -> bool:
+    def is_durable(self, slot: int) -> bool:
         """Whether a drive that is well has what was written to a slot."""
-        return not self.never_synced and slot not in self.again
+        return not self.never_synced_slots and slot not in self.rewrite_slots
 
     def state(self) -> tuple[bytes, bytes]:
         """The entries of the slots that are not free, as a checkpoint holds them: those that a sync has covered, and
@@ -174,8 +176,8 @@ class Segment:
         columns = self.columns()
         held = columns["kind"] != FREE
         later = np.zeros_like(held)
-        later[[*self.unsynced, *self.again]] = True
-        if self.never_synced:
+        later[[*self.unsynced_slots, *self.rewrite_slots]] = True
+        if self.never_synced_slots:
             later = held
         return bytes(columns[held & ~later].data), bytes(columns[held & later].data)
 
@@ -186,8 +188,8 @@ class Segment:
         the same."""
         self._file = disk.open(path, create=True, direct=True)
         self._file.allocate(self.file_bytes)
-        page = buffer(LABEL_BYTES)
-        page[:] = Label(self.slots, self.number, self.slot_bytes).pack()
+        page = thread_buffer(FOOTER_BYTES)
+        page[:] = SegmentFooter(self.slots, self.number, self.slot_bytes).pack()
         self._file.write(self.slots_bytes, [page])
 
     def open(self, disk: Disk, path: str) -> File:
@@ -211,28 +213,28 @@ class Segment:
         """Fill the pieces from a slot and those behind it; the bytes that were there, fewer where the file is short."""
         if not file.direct or aligned(pieces):
             return file.read(slot * self.slot_bytes, pieces)
-        detour = buffer(sum(map(len, pieces)))
-        got = file.read(slot * self.slot_bytes, [detour])
-        scatter(detour, pieces)
+        bounce_buffer = thread_buffer(sum(map(len, pieces)))
+        got = file.read(slot * self.slot_bytes, [bounce_buffer])
+        scatter(bounce_buffer, pieces)
         return got
 
     def write(self, file: File, slot: int, pieces: Sequence[memoryview]) -> None:
         """Write the pieces to a slot and those behind it."""
         if file.direct and not aligned(pieces):
-            detour = buffer(sum(map(len, pieces)))
-            gather(pieces, detour)
-            pieces = [detour]
+            bounce_buffer = thread_buffer(sum(map(len, pieces)))
+            gather(pieces, bounce_buffer)
+            pieces = [bounce_buffer]
         file.write(slot * self.slot_bytes, pieces)
 
 
 # Records in neighbouring slots: one call reads or writes them all.
 
-MOST_BYTES = 9 << 20
+MAX_IO_BYTES = 9 << 20
 """What one call moves: four records of 2 MiB with their headers, or more of less."""
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class SlotIO:
     """Where a block of a batch stands, or is going to: `entry` is what the journal says of it, or will."""
 
     i: int  # the block's number in its ticket
@@ -249,16 +251,16 @@ class Place:
         self.name = self.address.name
 
 
-def stretches(places: Iterable[Place]) -> Iterator[list[Place]]:
+def coalesce(places: Iterable[SlotIO]) -> Iterator[list[SlotIO]]:
     """Groups that follow each other on the drive without a gap."""
-    stretch: list[Place] = []
+    stretch: list[SlotIO] = []
     size = 0
     for place in sorted(places, key=lambda p: (p.segment.number, p.slot)):
         if stretch:
             last = stretch[-1]
             adjacent = last.segment is place.segment and last.slot + 1 == place.slot
             full = last.record_bytes == last.segment.slot_bytes
-            if not (adjacent and full and size + place.record_bytes <= MOST_BYTES):
+            if not (adjacent and full and size + place.record_bytes <= MAX_IO_BYTES):
                 yield stretch
                 stretch, size = [], 0
         stretch.append(place)
@@ -267,7 +269,7 @@ def stretches(places: Iterable[Place]) -> Iterator[list[Place]]:
         yield stretch
 
 
-def flat(segments: Segments, size_bytes: int) -> list[memoryview]:
+def flatten(segments: Segments, size_bytes: int) -> list[memoryview]:
     """The first `size_bytes` of a block's segments, as plain bytes."""
     pieces: list[memoryview] = []
     for segment in segments:

@@ -14,23 +14,23 @@ from numpy.typing import NDArray
 from kvcache.block.namespace import Owner
 from kvcache.block.record import Address
 from kvcache.errors import ConfigError
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.tier.io_queue import Batch, QueuedTier
-from kvcache.tier.nvme.allocator import Space
-from kvcache.tier.nvme.catalog import Ledger, ending, log
-from kvcache.tier.nvme.index import Owners
-from kvcache.tier.nvme.inspect import audit, holdings, scrub
+from kvcache.tier.nvme.allocator import Allocator
+from kvcache.tier.nvme.catalog import Catalog, expirations, log
+from kvcache.tier.nvme.index import OwnerFile
+from kvcache.tier.nvme.inspect import audit, scrub, usage_by_namespace
 from kvcache.tier.nvme.restore_order import runs, scan
 from kvcache.tier.nvme.secure_erase import wipe
-from kvcache.tier.nvme.segment import MOST_BYTES
+from kvcache.tier.nvme.segment import MAX_IO_BYTES
 from kvcache.tier.nvme.store import Durability, Settle, Store
-from kvcache.tier.tier import Op, Outcome, Scrubbed, Unwanted, Usage
+from kvcache.tier.tier import Op, Outcome, RecordFilter, ScrubReport, Usage
 
-_LEAST_BYTES = 768 << 10
+_MIN_CAPACITY_BYTES = 768 << 10
 _FLUSH_BYTES = 64 << 20
 _FLUSH_S = 0.5
-_FLUSH_PAUSE_S = 1.0  # after a flush that failed
-_HANG_S = 10.0  # a write under way for so long, and no new one begins
+_FLUSH_RETRY_S = 1.0  # after a flush that failed
+_WRITE_HANG_S = 10.0  # a write under way for so long, and no new one begins
 _CLOSE_S = 30.0  # how long closing waits for a drive
 
 
@@ -58,44 +58,44 @@ class NvmeTier(QueuedTier):
         durability: Durability = "batch",
         threads: int = 4,
         queue_bytes: int = 256 << 20,
-        free_floor_bytes: int = 1 << 30,
-        serves: str = "",
-        port: Port | None = None,
+        min_free_bytes: int = 1 << 30,
+        served_address: str = "",
+        os_env: OsEnv | None = None,
     ) -> None:
         """`serves`: where others reach this process's cache, for whoever wants the same directory."""
-        if capacity_bytes < _LEAST_BYTES:
-            raise ConfigError(f"nvme.capacity_bytes = {capacity_bytes}: expected at least {_LEAST_BYTES}")
+        if capacity_bytes < _MIN_CAPACITY_BYTES:
+            raise ConfigError(f"nvme.capacity_bytes = {capacity_bytes}: expected at least {_MIN_CAPACITY_BYTES}")
         if durability not in get_args(Durability):
             raise ConfigError(f"nvme.durability = {durability!r}: expected one of {', '.join(get_args(Durability))}")
         for setting, value in (("segment_bytes", segment_bytes), ("threads", threads), ("queue_bytes", queue_bytes)):
             if value < 1:
                 raise ConfigError(f"nvme.{setting} = {value}: expected at least 1")
-        super().__init__(threads=threads, queue_bytes=queue_bytes, port=port, log=log, piece_bytes=MOST_BYTES)
+        super().__init__(threads=threads, queue_bytes=queue_bytes, os_env=os_env, log=log, work_unit_bytes=MAX_IO_BYTES)
         self.path = path
         self._store = Store(
             path,
-            space=Space(capacity_bytes, segment_bytes),
+            allocator=Allocator(capacity_bytes, segment_bytes),
             durability=durability,
-            floor_bytes=free_floor_bytes,
-            serves=serves,
-            port=self._port,
+            floor_bytes=min_free_bytes,
+            served_address=served_address,
+            os_env=self._os_env,
         )
-        self._owners = Owners(self._store.directory)
-        self._tending = False
+        self._owners = OwnerFile(self._store.directory)
+        self._is_maintaining = False
         self._flush_after = 0.0
         self._safe = False  # what `close` said
 
-    def _at_once(self, batch: Batch) -> bool:
+    def _complete_inline(self, batch: Batch) -> bool:
         """`contains` is answered from memory; everything else has a thread to wait for."""
         if batch.op == "contains":
             self._store.contains(batch.addresses, self._settling(batch))
-        elif batch.op == "write" and self._hangs():
-            self._end(batch, Outcome.FAILED, "hung")
+        elif batch.op == "write" and self._write_is_stuck():
+            self._settle_rest(batch, Outcome.FAILED, "hung")
         else:
             return False
         return True
 
-    def _do(self, piece: Batch) -> None:
+    def _execute(self, piece: Batch) -> None:
         if piece.op == "read":
             self._store.read(piece, self._settling(piece))
         elif piece.op == "write":
@@ -106,7 +106,7 @@ class NvmeTier(QueuedTier):
     def _failing(self, op: Op) -> bool:
         return op == "write" and self._store.failing
 
-    def _defect(self) -> None:
+    def _count_defect(self) -> None:
         self._store.counters.add("faults")
 
     def _settling(self, batch: Batch) -> Settle:
@@ -120,91 +120,91 @@ class NvmeTier(QueuedTier):
 
         return settle
 
-    def _end(self, batch: Batch, outcome: Outcome, check: str = "") -> None:
+    def _settle_rest(self, batch: Batch, outcome: Outcome, check: str = "") -> None:
         """Settle what of a batch is not settled."""
         settle, outcomes = self._settling(batch), batch.ticket.outcomes
         for i in batch.blocks:
             if not outcomes[i].settled:
                 settle(i, outcome, check)
 
-    def _hangs(self) -> bool:
+    def _write_is_stuck(self) -> bool:
         """Whether a write has been under way for so long that no other should join it."""
         with self._lock:
             oldest = min(self._writing.values(), default=None)
-        return oldest is not None and self._port.clock.now() - oldest > _HANG_S
+        return oldest is not None and self._os_env.clock.now() - oldest > _WRITE_HANG_S
 
-    def _tend(self) -> None:
+    def _maintain(self) -> None:
         """Flush and compact where it is time, on one thread at most, which counts as a writer."""
-        while self._flush_due() or self._store.barrier.overdue:
+        while self._flush_due() or self._store.barrier.should_compact:
             with self._lock:
-                if self._tending or not self._queue.write_too():
+                if self._is_maintaining or not self._queue.try_start_write():
                     return  # who tends or writes comes here next
-                self._tending = True
-                self._writing[self] = self._port.clock.now()
+                self._is_maintaining = True
+                self._writing[self] = self._os_env.clock.now()
             try:
                 if self._flush_due() and not self._store.flush():
-                    self._flush_after = self._port.clock.now() + _FLUSH_PAUSE_S
-                if self._store.barrier.overdue:
+                    self._flush_after = self._os_env.clock.now() + _FLUSH_RETRY_S
+                if self._store.barrier.should_compact:
                     self._store.barrier.compact()
             finally:
                 with self._lock:
-                    self._tending = False
+                    self._is_maintaining = False
                     self._writing.pop(self, None)
-                    self._queue.written()
-                self._hire()  # for writes that found no thread meanwhile
+                    self._queue.finish_write()
+                self._start_workers()  # for writes that found no thread meanwhile
 
     def _flush_due(self) -> bool:
-        ledger = self._store.ledger
-        if self._store.durability != "batch" or not ledger.dirty_bytes:
+        catalog = self._store.catalog
+        if self._store.durability != "batch" or not catalog.dirty_bytes:
             return False
-        now = self._port.clock.now()
+        now = self._os_env.clock.now()
         if now < self._flush_after:
             return False
-        return not len(self._queue) or ledger.dirty_bytes >= _FLUSH_BYTES or now - ledger.dirty_since >= _FLUSH_S
+        return not len(self._queue) or catalog.dirty_bytes >= _FLUSH_BYTES or now - catalog.oldest_dirty_s >= _FLUSH_S
 
     @property
     def counters(self) -> dict[str, int]:
         """What happened since the tier was opened, by name."""
         return self._store.counters.snapshot()
 
-    def twins(self, other: NvmeTier) -> list[Address]:
+    def duplicates_of(self, other: NvmeTier) -> list[Address]:
         """The records under whose names another tier holds one too."""
-        mine, theirs = self._store.ledger.index, other._store.ledger.index
+        mine, theirs = self._store.catalog.index, other._store.catalog.index
         found = [mine.find(name) for name in mine.places.keys() & theirs.places.keys()]
         return [mine.address(record[2]) for record in found if record is not None]
 
     def on_loss(self, tell: Callable[[Address], object]) -> None:
-        self.ledger.on_loss = tell
+        self.catalog.on_loss = tell
 
-    def troubles(self) -> list[str]:
-        if self._hangs():
-            return [f"nvme directory {self.path}: a write has been under way for {_HANG_S:.0f} s"]
-        return self._store.troubles()
+    def health_issues(self) -> list[str]:
+        if self._write_is_stuck():
+            return [f"nvme directory {self.path}: a write has been under way for {_WRITE_HANG_S:.0f} s"]
+        return self._store.health_issues()
 
     def scrub(
         self,
-        told: Callable[[int], object] = lambda size_bytes: None,
+        on_progress: Callable[[int], object] = lambda size_bytes: None,
         *,
         dry_run: bool = False,
-        unwanted: Unwanted | None = None,
-    ) -> Scrubbed:
+        unwanted: RecordFilter | None = None,
+    ) -> ScrubReport:
         """Read and check every record, and let the damaged ones go, and the unwanted; then the drive is no longer
         suspect. `told` hears of each record's bytes. `dry_run`: count them only."""
-        found = scrub(self.ledger, told, dry_run=dry_run, unwanted=unwanted)
+        found = scrub(self.catalog, on_progress, dry_run=dry_run, unwanted=unwanted)
         if not dry_run:
-            self._store.trust()
+            self._store.clear_suspicion()
         return found
 
-    def ending(self) -> Iterator[tuple[Address, int]]:
-        return ending(self.ledger)
+    def expirations(self) -> Iterator[tuple[Address, int]]:
+        return expirations(self.catalog)
 
     def keep_files(self, keep: bool) -> None:
-        self.ledger.keep_files(keep)
+        self.catalog.keep_files(keep)
 
     def wipe(self) -> bool:
         """Overwrite what lies here and is no record, and drop from the journal what is no longer true."""
         try:
-            wipe(self.ledger)
+            wipe(self.catalog)
         except OSError as error:
             log.warning("nvme directory %s: not all could be overwritten: %s", self.path, error)
             return False
@@ -221,16 +221,16 @@ class NvmeTier(QueuedTier):
         return self._store.barrier.compact(due=False)
 
     @property
-    def ledger(self) -> Ledger:
+    def catalog(self) -> Catalog:
         """For the tools of this folder."""
-        return self._store.ledger
+        return self._store.catalog
 
     def room(self, record_bytes: int) -> int:
-        return self._store.ledger.room(record_bytes)
+        return self._store.catalog.room(record_bytes)
 
-    def siblings(self, address: Address) -> list[Address]:
+    def colocated(self, address: Address) -> list[Address]:
         """The records of the same segment, this one included."""
-        return self._store.addresses_beside(address)
+        return self._store.addresses_in_segment(address)
 
     def runs(self) -> Iterator[tuple[Address, bytes]]:
         """All records in few steps: the address of a run's first record, and the signatures of it and of those that
@@ -243,27 +243,27 @@ class NvmeTier(QueuedTier):
 
     def puts(self) -> tuple[NDArray[np.void], dict[int, bytes]]:
         """What the journal says of all records, and what their namespaces are."""
-        with self._store.ledger.memory:
-            return self._store.ledger.index.puts()
+        with self._store.catalog.memory:
+            return self._store.catalog.index.puts()
 
-    def knows(self, addresses: Sequence[Address]) -> list[bool]:
+    def has_names(self, addresses: Sequence[Address]) -> list[bool]:
         """Whether something stands under the name of each, from memory."""
-        return [found is not None for found in self._store.ledger.standing(addresses)]
+        return [found is not None for found in self._store.catalog.names_taken(addresses)]
 
     def sync(self) -> bool:
         return self._store.sync()
 
     def usage(self) -> Usage:
-        ledger = self._store.ledger
-        with ledger.memory:
-            return Usage(len(ledger.index.places), ledger.space.used_bytes(), ledger.space.capacity_bytes)
+        catalog = self._store.catalog
+        with catalog.memory:
+            return Usage(len(catalog.index.places), catalog.allocator.used_bytes(), catalog.allocator.capacity_bytes)
 
-    def holdings(self) -> dict[bytes, tuple[int, int]]:
-        return holdings(self.ledger)
+    def usage_by_namespace(self) -> dict[bytes, tuple[int, int]]:
+        return usage_by_namespace(self.catalog)
 
-    def check(self, told: Callable[[], object] = lambda: None) -> list[str]:
+    def check(self, on_progress: Callable[[], object] = lambda: None) -> list[str]:
         """`told` is called once a record."""
-        return audit(self.ledger, told)
+        return audit(self.catalog, on_progress)
 
     def close(self) -> bool:
         """Run what was submitted, make it durable, let go of the directory. Idempotent. Where the drive does not
@@ -273,11 +273,11 @@ class NvmeTier(QueuedTier):
             if self._closed:
                 return self._safe
             self._closed = True
-        idle = self._stop(_CLOSE_S)
+        idle = self._drain(_CLOSE_S)
         if idle:
             self._executor.close()
             self._safe = self._store.close()
             return self._safe
         log.warning("nvme directory %s: the drive does not answer; left as it is", self._store.directory.path)
-        self._give_up("hung")
+        self._fail_queued("hung")
         return False

@@ -19,18 +19,18 @@ from urllib.parse import SplitResult, urlsplit
 from kvcache.errors import ConfigError
 from kvcache.log import logger
 from kvcache.os_env import Clock
-from kvcache.tier.breaker import Breaker, Counters
+from kvcache.tier.breaker import CircuitBreaker, Counters
 
 T = TypeVar("T")
-_LONG = 6
+_LONG_CALL_FACTOR = 6
 """Reading many tables, or deleting many objects, may take so many times what other calls may."""
-NEAR_BYTES = 1 << 20
+COALESCE_GAP_BYTES = 1 << 20
 """Between two pieces of an object: reading them costs less than another request."""
-PAGE = 1000
+PAGE_OBJECTS = 1000
 """Objects that a store names at a time."""
-_FAIR_S = 0.02  # a call given less than this says nothing of the store by being late
-_QUIET_S = 5.0
-_CLOSING_S = 5.0
+_MIN_FAIR_TIMEOUT_S = 0.02  # a call given less than this says nothing of the store by being late
+_LOG_INTERVAL_S = 5.0
+_CLOSE_S = 5.0
 
 log = logger("kvcache.tier.object")
 
@@ -43,33 +43,33 @@ class RefusedError(OSError):
         self.reason = reason
 
 
-class TakenError(Exception):
+class ObjectExistsError(Exception):
     """Something of this name is there already."""
 
 
-class Listed:
+class ListedObject:
     """An object as a listing tells of it; `mark` changes with its contents."""
 
-    __slots__ = ("age_s", "mark", "path", "size")
+    __slots__ = ("age_s", "etag", "path", "size")
 
     def __init__(self, meta: Mapping[str, Any], now: float) -> None:
         self.path = str(meta["path"])
         self.size = int(meta["size"])
-        self.mark = str(meta["e_tag"] or meta["last_modified"])
+        self.etag = str(meta["e_tag"] or meta["last_modified"])
         self.age_s = now - float(meta["last_modified"].timestamp())
 
 
 class Bucket:
     def __init__(
-        self, store: Any, where: str, *, timeout_s: float, most_at_once: int, clock: Clock, counters: Counters
+        self, store: Any, where: str, *, timeout_s: float, max_concurrent_calls: int, clock: Clock, counters: Counters
     ) -> None:
         self.where, self.timeout_s, self._store = where, timeout_s, store
-        self._clock, self._counters, self._most = clock, counters, most_at_once
-        self.breaker = Breaker(clock, pause_s=0.25, most_s=10.0)
+        self._clock, self._counters, self._most = clock, counters, max_concurrent_calls
+        self.breaker = CircuitBreaker(clock, pause_s=0.25, max_pause_s=10.0)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvcache-object", daemon=True)
         self._thread.start()
-        self._said, self._unsaid = float("-inf"), 0
+        self._logged_s, self._unlogged_faults = float("-inf"), 0
         self._closed = False
 
     # calls
@@ -99,8 +99,8 @@ class Bucket:
 
     def get(self, path: str, deadline: float | None, *, end: int | None = None) -> bytes | None:
         """The first `end` bytes of an object, or all there are; None where there is none."""
-        came = self._run(lambda: self._fetch(path, 0, end), deadline)
-        return None if came is None else bytes(came)
+        received = self._run(lambda: self._fetch(path, 0, end), deadline)
+        return None if received is None else bytes(received)
 
     def heads(self, paths: Sequence[str], end: int, deadline: float | None) -> list[bytes | None]:
         """The first `end` bytes of each of these, a bounded number at a time."""
@@ -116,14 +116,14 @@ class Bucket:
             turn = asyncio.Semaphore(self._most)
             return await asyncio.gather(*(one(path, turn) for path in paths))
 
-        return self._run(call, deadline, times=_LONG) or []
+        return self._run(call, deadline, times=_LONG_CALL_FACTOR) or []
 
     def ranges(self, path: str, parts: Sequence[tuple[int, int]], deadline: float | None) -> list[memoryview] | None:
         """Pieces of an object, (first, end) each, in ascending order; near ones come together. Short where the object
         ends before; None where it is gone."""
         spans: list[tuple[int, int]] = []
         for first, end in parts:
-            if spans and first - spans[-1][1] <= NEAR_BYTES:
+            if spans and first - spans[-1][1] <= COALESCE_GAP_BYTES:
                 spans[-1] = spans[-1][0], end
             else:
                 spans.append((first, end))
@@ -131,14 +131,14 @@ class Bucket:
         async def call() -> list[memoryview]:
             return await asyncio.gather(*(self._fetch(path, first, end) for first, end in spans))
 
-        came = self._run(call, deadline)
-        if came is None:
+        received = self._run(call, deadline)
+        if received is None:
             return None
         found, at = [], 0
         for first, end in parts:
             while first >= spans[at][1]:
                 at += 1
-            found.append(came[at][first - spans[at][0] : end - spans[at][0]])
+            found.append(received[at][first - spans[at][0] : end - spans[at][0]])
         return found
 
     def put(
@@ -164,11 +164,11 @@ class Bucket:
                 done = await put_async(self._store, path, iter(pieces), mode=mode, use_multipart=False)
             return str(done["e_tag"] or "")
 
-        mark = self._run(call, deadline, takes=True)
-        if mark is None:  # the bucket is not there
+        etag = self._run(call, deadline, takes=True)
+        if etag is None:  # the bucket is not there
             self._failed("missing", "there is no such bucket")
             raise RefusedError("missing")
-        return mark
+        return etag
 
     def move(self, path: str, to: str, deadline: float | None) -> None:
         """TakenError where there is one of that name already."""
@@ -181,14 +181,14 @@ class Bucket:
         if self._run(call, deadline, takes=True) is None:
             raise RefusedError("missing")
 
-    def pages(self, prefix: str) -> Iterator[list[Listed]]:
+    def pages(self, prefix: str) -> Iterator[list[ListedObject]]:
         """What there is, some at a time; each page has the time of a call."""
         from obstore import list as listing
         from obstore.exceptions import GenericError
 
-        stream = listing(self._store, prefix, chunk_size=PAGE)
+        stream = listing(self._store, prefix, chunk_size=PAGE_OBJECTS)
 
-        async def call() -> list[Listed]:
+        async def call() -> list[ListedObject]:
             now = self._clock.wall()
             try:
                 page = await stream.__anext__()
@@ -199,7 +199,7 @@ class Bucket:
                 with suppress(FileNotFoundError, GenericError):
                     await self._size(prefix)
                 raise
-            return [Listed(cast(Mapping[str, Any], meta), now) for meta in page]
+            return [ListedObject(cast(Mapping[str, Any], meta), now) for meta in page]
 
         while page := self._run(call, None):
             yield page
@@ -217,9 +217,9 @@ class Bucket:
             turn = asyncio.Semaphore(self._most)
             await asyncio.gather(*(one(path, turn) for path in some))
 
-        for first in range(0, len(paths), PAGE):
-            some = paths[first : first + PAGE]
-            self._run(lambda some=some: call(some), deadline, times=_LONG)  # type: ignore[misc]  # bound by a default
+        for first in range(0, len(paths), PAGE_OBJECTS):
+            some = paths[first : first + PAGE_OBJECTS]
+            self._run(lambda some=some: call(some), deadline, times=_LONG_CALL_FACTOR)  # type: ignore[misc]  # bound by a default
 
     # how they end
 
@@ -233,41 +233,43 @@ class Bucket:
             raise RefusedError("breaker")
         began = self._clock.now()
         most = times * self.timeout_s
-        left = most if deadline is None else min(most, deadline - began)
+        remaining_s = most if deadline is None else min(most, deadline - began)
         if self._closed:
             raise RefusedError("closed")
-        future = asyncio.run_coroutine_threadsafe(_bounded(make, max(0.0, left)), self._loop)
+        future = asyncio.run_coroutine_threadsafe(_bounded(make, max(0.0, remaining_s)), self._loop)
         try:
-            result = future.result(max(0.0, left) + _CLOSING_S)  # else the loop ended before it began
+            result = future.result(max(0.0, remaining_s) + _CLOSE_S)  # else the loop ended before it began
         except FileNotFoundError:
-            self.breaker.passed()
+            self.breaker.record_success()
             return None
         except concurrent.futures.CancelledError:
             raise RefusedError("closed") from None
         except (TimeoutError, asyncio.TimeoutError, concurrent.futures.TimeoutError):
-            if left >= _FAIR_S:
+            if remaining_s >= _MIN_FAIR_TIMEOUT_S:
                 self._failed("timeout", "it did not answer in time")
             raise TimeoutError("timeout") from None
         except Exception as error:  # noqa: BLE001  whatever obstore makes of what the store did
             reason = _reason(error)
             if reason == "taken" and takes:
-                self.breaker.passed()
-                raise TakenError from None
+                self.breaker.record_success()
+                raise ObjectExistsError from None
             self._failed(reason, (str(error).splitlines() or [type(error).__name__])[0][:200])
             raise RefusedError(reason) from None
-        self.breaker.passed()
+        self.breaker.record_success()
         return result
 
-    def _failed(self, reason: str, said: str) -> None:
+    def _failed(self, reason: str, text: str) -> None:
         self._counters.add("faults")
         self._counters.add(f"faults_{reason}")
-        if self.breaker.failed():
+        if self.breaker.record_failure():
             self._counters.add("breaker_opened")
-        self._unsaid += 1
+        self._unlogged_faults += 1
         now = self._clock.now()
-        if now - self._said >= _QUIET_S:
-            log.warning("object %s: %s: %s; %d faults since the last line", self.where, reason, said, self._unsaid)
-            self._said, self._unsaid = now, 0
+        if now - self._logged_s >= _LOG_INTERVAL_S:
+            log.warning(
+                "object %s: %s: %s; %d faults since the last line", self.where, reason, text, self._unlogged_faults
+            )
+            self._logged_s, self._unlogged_faults = now, 0
 
     def close(self) -> None:
         """End what is under way."""
@@ -306,10 +308,10 @@ async def _bounded(make: Callable[[], Awaitable[T]], seconds: float) -> T:
 # The way from settings to a store: Amazon's, Google's, Microsoft's, a directory. Asks nothing of it.
 
 RETRIES = 3
-_EXPECTED = "expected s3://BUCKET, gs://BUCKET, az://ACCOUNT/CONTAINER or file:///DIRECTORY"
+_EXPECTED_URL = "expected s3://BUCKET, gs://BUCKET, az://ACCOUNT/CONTAINER or file:///DIRECTORY"
 
 
-def _options(file: str) -> dict[str, str]:
+def _read_credentials(file: str) -> dict[str, str]:
     """Of a file with `name = value` a line, which may hold secrets; nothing of it stands in an error."""
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
@@ -325,18 +327,18 @@ def _options(file: str) -> dict[str, str]:
     return found
 
 
-def opened(url: str, *, endpoint: str, region: str, credentials_file: str, timeout_s: float) -> Any:
+def open_store(url: str, *, endpoint: str, region: str, credentials_file: str, timeout_s: float) -> Any:
     """The store of a URL, of which nothing is asked yet. ConfigError where it is none."""
     try:
         from obstore.store import from_url
     except ModuleNotFoundError:
         raise ConfigError("object.enabled: needs obstore; pip install 'kvcache-tiers[object]'") from None
     parts = urlsplit(url)
-    config: dict[str, Any] = _options(credentials_file) if credentials_file else {}
+    config: dict[str, Any] = _read_credentials(credentials_file) if credentials_file else {}
     if "@" in parts.netloc or parts.query:
         raise ConfigError("object.url: holds credentials; give them in object.credentials_file or the environment")
     if not parts.scheme:
-        raise ConfigError(f"object.url = {url!r}: {_EXPECTED}")
+        raise ConfigError(f"object.url = {url!r}: {_EXPECTED_URL}")
     try:
         if parts.scheme == "file":
             return from_url(url, mkdir=True, automatic_cleanup=True)
@@ -362,8 +364,8 @@ def opened(url: str, *, endpoint: str, region: str, credentials_file: str, timeo
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001  whatever obstore makes of a URL or an option
-        said = type(error).__name__ if credentials_file else str(error).splitlines()[0]
-        raise ConfigError(f"object.url = {url!r}: {said}; {_EXPECTED}") from None
+        text = type(error).__name__ if credentials_file else str(error).splitlines()[0]
+        raise ConfigError(f"object.url = {url!r}: {text}; {_EXPECTED_URL}") from None
 
 
 def _container(parts: SplitResult) -> dict[str, str]:

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from kvcache.block.namespace import OWNER_BYTES, Owner
 from kvcache.block.record import Address
-from kvcache.tier.object.bucket import Bucket, Listed, RefusedError, TakenError
-from kvcache.tier.object.keys import OWNER, Names
-from kvcache.tier.object.manifest import Catalogue, Pack
-from kvcache.tier.tier import Usage, in_order
+from kvcache.tier.object.bucket import Bucket, ListedObject, ObjectExistsError, RefusedError
+from kvcache.tier.object.keys import OWNER, ObjectNames
+from kvcache.tier.object.manifest import Manifest, Pack
+from kvcache.tier.tier import Usage, parents_first
 
-_ROUNDS = 3  # of deleting, for what is stored meanwhile
+_PURGE_ROUNDS = 3  # of deleting, for what is stored meanwhile
 
 
 @dataclass(slots=True)
-class Space:
+class NamespaceUsage:
     """What lies there of one namespace."""
 
     namespace: bytes
@@ -27,11 +27,11 @@ class Space:
     newest_s: float = float("inf")
 
 
-class Survey:
-    def __init__(self, bucket: Bucket, catalogue: Catalogue, names: Names) -> None:
-        self._bucket, self._catalogue, self._names = bucket, catalogue, names
+class StoreInspector:
+    def __init__(self, bucket: Bucket, manifest: Manifest, names: ObjectNames) -> None:
+        self._bucket, self._manifest, self._names = bucket, manifest, names
 
-    def listed(self, namespace: bytes | None = None) -> Iterator[Listed]:
+    def listed(self, namespace: bytes | None = None) -> Iterator[ListedObject]:
         """Every object of ours, as the pages come."""
         under = self._names.root if namespace is None else self._names.namespace(namespace)
         for page in self._bucket.pages(under + "/"):
@@ -41,30 +41,30 @@ class Survey:
         found = (self._names.namespace_of(each.path) for each in self.listed() if self._names.is_pack(each.path))
         return list(dict.fromkeys(namespace for namespace in found if namespace is not None))
 
-    def spaces(self) -> list[Space]:
+    def spaces(self) -> list[NamespaceUsage]:
         """By namespace, from the listing alone."""
-        spaces: dict[bytes, Space] = {}
+        spaces: dict[bytes, NamespaceUsage] = {}
         for each in self.listed():
             namespace = self._names.namespace_of(each.path)
             if namespace is not None and self._names.is_pack(each.path):
-                space = spaces.setdefault(namespace, Space(namespace))
-                space.packs, space.size_bytes = space.packs + 1, space.size_bytes + each.size
-                space.oldest_s, space.newest_s = max(space.oldest_s, each.age_s), min(space.newest_s, each.age_s)
+                usage = spaces.setdefault(namespace, NamespaceUsage(namespace))
+                usage.packs, usage.size_bytes = usage.packs + 1, usage.size_bytes + each.size
+                usage.oldest_s, usage.newest_s = max(usage.oldest_s, each.age_s), min(usage.newest_s, each.age_s)
         return list(spaces.values())
 
     def packs(self) -> Iterator[Pack]:
         for namespace in self.namespaces():
-            yield from self._catalogue.walk(namespace)
+            yield from self._manifest.iterate_packs(namespace)
 
     def addresses(self, namespace: bytes | None = None) -> list[Address]:
         """Each record once, each behind its parent."""
         found: list[Address] = []
         for each in self.namespaces() if namespace is None else [namespace]:
-            there: dict[bytes, Address] = {}
-            for pack in self._catalogue.walk(each):
+            seen: dict[bytes, Address] = {}
+            for pack in self._manifest.iterate_packs(each):
                 addresses = map(pack.table.address, pack.table.rows)
-                there.update((address.name, address) for address in addresses)
-            found += in_order(list(there.values()))
+                seen.update((address.name, address) for address in addresses)
+            found += parents_first(list(seen.values()))
         return found
 
     def usage(self) -> Usage:
@@ -84,17 +84,17 @@ class Survey:
         return faults
 
     def prune(
-        self, *, older_s: float | None, most_bytes: int | None, expired: bool = False, dry_run: bool = False
-    ) -> Space:
+        self, *, older_s: float | None, max_bytes: int | None, expired: bool = False, dry_run: bool = False
+    ) -> NamespaceUsage:
         """Delete packs that are older than so much, the oldest beyond so many bytes, those of which every record has
         expired; what went. With the last pack of a namespace goes what else there is of it."""
-        over = {pack.path for pack in self.packs() if self._catalogue.expired(pack)} if expired else set()
+        over = {pack.path for pack in self.packs() if self._manifest.expired(pack)} if expired else set()
         packs = sorted((each for each in self.listed() if self._names.is_pack(each.path)), key=lambda each: each.age_s)
-        leaving: list[Listed] = []
+        leaving: list[ListedObject] = []
         kept_bytes = 0
         for each in packs:  # the youngest first
             old = older_s is not None and each.age_s > older_s
-            many = most_bytes is not None and kept_bytes + each.size > most_bytes
+            many = max_bytes is not None and kept_bytes + each.size > max_bytes
             if old or many or each.path in over:
                 leaving.append(each)
             else:
@@ -103,24 +103,24 @@ class Survey:
             self._bucket.delete([each.path for each in reversed(leaving)], None)
             self._drop_empty()
         oldest_s = max((each.age_s for each in leaving), default=0.0)
-        return Space(b"", len(leaving), sum(each.size for each in leaving), oldest_s)
+        return NamespaceUsage(b"", len(leaving), sum(each.size for each in leaving), oldest_s)
 
     def purge(self, namespace: bytes) -> int:
         """Delete every object of a namespace; how many records there were. RefusedError where others go on storing."""
         records = len(self.addresses(namespace))
-        for _ in range(_ROUNDS):
+        for _ in range(_PURGE_ROUNDS):
             paths = [each.path for each in self.listed(namespace)]
             if not paths:
                 return records
             self._bucket.delete(paths, None)
             for path in paths:
-                self._catalogue.forget(path)
+                self._manifest.forget(path)
         if any(True for _ in self.listed(namespace)):
             raise RefusedError("objects were stored meanwhile")
         return records
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:
-        with suppress(TakenError):
+        with suppress(ObjectExistsError):
             self._bucket.put(self._names.owner(namespace), [memoryview(owner.pack())], None, create=True)
 
     def owners(self) -> dict[bytes, Owner]:

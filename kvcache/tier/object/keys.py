@@ -17,12 +17,12 @@ from kvcache.block.record import VERSION, Address
 from kvcache.errors import ConfigError
 from kvcache.tier.object.pack import VERSION as PACK_VERSION
 
-FORM = f"o{PACK_VERSION}r{VERSION}"
-CATALOGUE, OWNER = "catalogue", "owner"
+KEY_FORMAT = f"o{PACK_VERSION}r{VERSION}"
+MANIFEST, OWNER = "catalogue", "owner"
 _PREFIX = re.compile(r"([A-Za-z0-9._-]{1,64}/?)*")
 
 
-class Place(NamedTuple):
+class PackLocation(NamedTuple):
     """Where a record's packs lie: its namespace, group and shard."""
 
     namespace: bytes
@@ -30,15 +30,15 @@ class Place(NamedTuple):
     shard: Shard
 
     @classmethod
-    def of(cls, address: Address) -> Place:
+    def of(cls, address: Address) -> PackLocation:
         return cls(address.namespace, address.group, address.shard)
 
 
-class Names:
+class ObjectNames:
     def __init__(self, prefix: str) -> None:
         if not _PREFIX.fullmatch(prefix) or ".." in prefix:
             raise ConfigError(f"object.prefix = {prefix!r}: expected letters, digits and ._- with / between")
-        self.root = "/".join(part for part in (*prefix.split("/"), FORM) if part)
+        self.root = "/".join(part for part in (*prefix.split("/"), KEY_FORMAT) if part)
 
     def namespace(self, namespace: bytes) -> str:
         return f"{self.root}/{namespace.hex()}"
@@ -46,17 +46,17 @@ class Names:
     def owner(self, namespace: bytes) -> str:
         return f"{self.namespace(namespace)}/{OWNER}"
 
-    def catalogue(self, namespace: bytes) -> str:
-        return f"{self.namespace(namespace)}/{CATALOGUE}"
+    def manifest(self, namespace: bytes) -> str:
+        return f"{self.namespace(namespace)}/{MANIFEST}"
 
-    def pack(self, place: Place, first: bytes, *, other: bool = False) -> str:
+    def pack(self, place: PackLocation, first: bytes, *, other: bool = False) -> str:
         """Of the pack that begins with the block of this signature; `other`: beside one of that name."""
         shard = place.shard
         part = f"{place.group}-{shard.first_layer}-{shard.end_layer}-{shard.first_head}-{shard.end_head}"
         end = f".{secrets.token_hex(8)}" if other else ""
         return f"{self.namespace(place.namespace)}/{part}/{first.hex()}{end}"
 
-    def bears(self, path: str, place: Place, first: bytes) -> bool:
+    def is_path_of(self, path: str, place: PackLocation, first: bytes) -> bool:
         """Whether a pack of this place that begins with this block lies where it belongs."""
         name = self.pack(place, first)
         return path == name or path.startswith(f"{name}.")

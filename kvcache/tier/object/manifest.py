@@ -20,8 +20,8 @@ from xxhash import xxh3_64_digest
 from kvcache.block.record import Address, RecordError
 from kvcache.os_env import Clock
 from kvcache.tier.breaker import Counters
-from kvcache.tier.object.bucket import Bucket, Listed, RefusedError, TakenError
-from kvcache.tier.object.keys import Names, Place
+from kvcache.tier.object.bucket import Bucket, ListedObject, ObjectExistsError, RefusedError
+from kvcache.tier.object.keys import ObjectNames, PackLocation
 from kvcache.tier.object.pack import Row, Table, read_table, table_bytes
 from kvcache.tier.tier import Outcome
 
@@ -29,23 +29,23 @@ from kvcache.tier.tier import Outcome
 
 HEAD_BYTES = 16 << 10
 """Read of a pack to learn its table: that of 170 records."""
-WORTH_COPYING = 64
+COPY_AFTER_READS = 64
 """Packs that had to be read singly, from which on copies are left for the next."""
-COPIES_BYTES = 64 << 20
+MAX_COPY_BYTES = 64 << 20
 """Of copies, at most."""
-AT_ONCE = 512
+READ_BATCH_PACKS = 512
 """Tables that are read in one call, which has its own time."""
 
 
 @dataclass(slots=True, eq=False)
 class Pack:
     path: str
-    mark: str
+    etag: str
     table: Table
 
 
-class Tables:
-    def __init__(self, bucket: Bucket, names: Names, counters: Counters) -> None:
+class PackTables:
+    def __init__(self, bucket: Bucket, names: ObjectNames, counters: Counters) -> None:
         self.bucket, self.names, self.counters = bucket, names, counters
 
     def of(self, path: str, deadline: float | None, head: bytes | None = None) -> Table | None:
@@ -63,106 +63,106 @@ class Tables:
         except RecordError as error:
             self.counters.add("foreign" if error.foreign else "damaged")
             return None
-        place = Place(table.namespace, table.group, table.shard)
-        if not self.names.bears(path, place, table.rows[0].signature):
+        place = PackLocation(table.namespace, table.group, table.shard)
+        if not self.names.is_path_of(path, place, table.rows[0].signature):
             self.counters.add("foreign")
             return None
         return table
 
-    def copies(self, namespace: bytes) -> Copies:
-        return Copies(self, namespace)
+    def copies(self, namespace: bytes) -> ManifestCopy:
+        return ManifestCopy(self, namespace)
 
 
-class Copies:
+class ManifestCopy:
     """The catalogue of a namespace, read once it is worth it; and how many tables it had not."""
 
-    def __init__(self, tables: Tables, namespace: bytes) -> None:
+    def __init__(self, tables: PackTables, namespace: bytes) -> None:
         self._tables = tables
-        self._path = tables.names.catalogue(namespace)
+        self._path = tables.names.manifest(namespace)
         self._copies: dict[str, tuple[str, bytes]] | None = None
         self._singly = 0
 
     @property
-    def worth_leaving(self) -> bool:
-        return self._singly >= WORTH_COPYING
+    def should_publish(self) -> bool:
+        return self._singly >= COPY_AFTER_READS
 
-    def read(self, listed: Sequence[Listed]) -> Iterator[Pack]:
+    def read(self, listed: Sequence[ListedObject]) -> Iterator[Pack]:
         """Those of these that are packs of the namespace."""
-        if len(listed) >= WORTH_COPYING and self._copies is None:
+        if len(listed) >= COPY_AFTER_READS and self._copies is None:
             self._copies = self._load()
-        singly: list[Listed] = []
+        singly: list[ListedObject] = []
         for each in listed:
             copy = (self._copies or {}).get(each.path)
-            table = self._tables.of(each.path, None, copy[1]) if copy is not None and copy[0] == each.mark else None
+            table = self._tables.of(each.path, None, copy[1]) if copy is not None and copy[0] == each.etag else None
             if table is None or table.size_bytes != each.size:
                 singly.append(each)
             else:
-                yield Pack(each.path, each.mark, table)
+                yield Pack(each.path, each.etag, table)
         self._singly += len(singly)
-        for first in range(0, len(singly), AT_ONCE):
-            some = singly[first : first + AT_ONCE]
+        for first in range(0, len(singly), READ_BATCH_PACKS):
+            some = singly[first : first + READ_BATCH_PACKS]
             heads = self._tables.bucket.heads([each.path for each in some], HEAD_BYTES, None)
             for each, begin in zip(some, heads, strict=True):
                 table = self._tables.of(each.path, None, begin) if begin is not None else None
                 if table is not None:
-                    yield Pack(each.path, each.mark, table)
+                    yield Pack(each.path, each.etag, table)
 
     def _load(self) -> dict[str, tuple[str, bytes]]:
         """By path, mark and table of a pack, as somebody saw them: never to be believed for another mark."""
-        data = self._tables.bucket.get(self._path, None, end=COPIES_BYTES + 1) or b""
-        if not 8 <= len(data) <= COPIES_BYTES or xxh3_64_digest(data[8:]) != data[:8]:
+        data = self._tables.bucket.get(self._path, None, end=MAX_COPY_BYTES + 1) or b""
+        if not 8 <= len(data) <= MAX_COPY_BYTES or xxh3_64_digest(data[8:]) != data[:8]:
             return {}
         try:
-            return {str(path): (str(mark), bytes(table)) for path, mark, table in msgpack.unpackb(data[8:])}
+            return {str(path): (str(etag), bytes(table)) for path, etag, table in msgpack.unpackb(data[8:])}
         except Exception:  # noqa: BLE001  whoever can write there may write anything
             self._tables.counters.add("damaged")
             return {}
 
-    def leave(self, packs: Sequence[Pack]) -> None:
+    def publish(self, packs: Sequence[Pack]) -> None:
         """As many as there is room for."""
         copies, size = [], 0
         for pack in packs:
-            size += len(pack.path) + len(pack.mark) + pack.table.table_bytes + 32  # at least what msgpack adds
-            if pack.mark and size <= COPIES_BYTES:
-                copies.append((pack.path, pack.mark, pack.table.pack()))
+            size += len(pack.path) + len(pack.etag) + pack.table.table_bytes + 32  # at least what msgpack adds
+            if pack.etag and size <= MAX_COPY_BYTES:
+                copies.append((pack.path, pack.etag, pack.table.pack()))
         data = msgpack.packb(copies)
         try:
             self._tables.bucket.put(self._path, [memoryview(xxh3_64_digest(data) + data)], None, create=False)
-        except (RefusedError, TakenError, TimeoutError):
+        except (RefusedError, ObjectExistsError, TimeoutError):
             self._tables.counters.add("catalogue_left_out")
 
 
-MOST_RECORDS = 1 << 20
+MAX_RECORDS = 1 << 20
 """Known at a time, at about 400 bytes of memory each: what lies in packs beyond them is found by their names alone."""
-_LISTING_SHARE = 20
+_LISTING_TIME_FACTOR = 20
 """Listings take at most so small a part of the time."""
-_PATIENCE = 0.5
+_DEADLINE_SHARE = 0.5
 """Of the time that a call has, so much is waited for a listing."""
-_MOMENT_S = 1.0  # how long it is remembered that there is no pack of a name
-_MOST_MISSING = 4096
+_MISSING_TTL_S = 1.0  # how long it is remembered that there is no pack of a name
+_MAX_MISSING = 4096
 
 
-Found = tuple[Pack, Row]
+PackEntry = tuple[Pack, Row]
 
 
 @dataclass(slots=True)
-class Known:
+class NamespaceState:
     """Of one namespace."""
 
     packs: dict[str, Pack] = field(default_factory=dict)
     records: int = 0  # in all of them
-    rows: dict[Place, dict[bytes, Found]] = field(default_factory=dict)
+    rows: dict[PackLocation, dict[bytes, PackEntry]] = field(default_factory=dict)
     listed: float | None = None  # when
     pause_s: float = 0.0  # until the next listing
     turn: threading.Lock = field(default_factory=threading.Lock)  # one lists at a time
     listing: Future[None] | None = None  # the last that was begun
 
 
-class Catalogue:
+class Manifest:
     def __init__(
         self,
         bucket: Bucket,
-        names: Names,
+        names: ObjectNames,
         clock: Clock,
         counters: Counters,
         *,
@@ -172,9 +172,9 @@ class Catalogue:
         """`background` runs a listing, where nobody's time is counted."""
         self._background = background
         self._bucket, self._names, self._clock = bucket, names, clock
-        self._tables = Tables(bucket, names, counters)
+        self._tables = PackTables(bucket, names, counters)
         self._refresh_s = refresh_s
-        self._known: dict[bytes, Known] = {}
+        self._known: dict[bytes, NamespaceState] = {}
         self._records = 0  # in all packs that are known
         self._missing: dict[str, float] = {}
         self._lock = threading.RLock()  # an executor may run a listing where it is begun
@@ -182,8 +182,8 @@ class Catalogue:
     # asking
 
     def find(
-        self, addresses: Sequence[Address], deadline: float | None, *, ask: bool = True, wait: bool = True
-    ) -> list[Found | Outcome]:
+        self, addresses: Sequence[Address], deadline: float | None, *, probe: bool = True, wait: bool = True
+    ) -> list[PackEntry | Outcome]:
         """Where these are. An outcome for each that was not found: ABSENT where the store says that it is not there, or
         it has expired; LATE where the listing that would say so did not come in time. `ask`: look for what is not known
         by name. `wait`: for a listing that is due.
@@ -193,73 +193,75 @@ class Catalogue:
         late = {namespace for namespace in namespaces if not self.refresh(namespace, deadline, wait=wait)}
         lacked = len(addresses) + 1
         while True:
-            found: list[Found | Outcome] = [
-                self._look(address) or (Outcome.LATE if address.namespace in late else Outcome.ABSENT)
+            hits: list[PackEntry | Outcome] = [
+                self._look(address) or (Outcome.TIMED_OUT if address.namespace in late else Outcome.NOT_FOUND)
                 for address in addresses
             ]
-            lacking = sum(isinstance(each, Outcome) for each in found)
+            lacking = sum(isinstance(each, Outcome) for each in hits)
             # what is learnt of one may push out another, where they take more than is remembered
-            if lacking >= lacked or not ask or not self._asked(addresses, found, deadline):
-                return found
+            if lacking >= lacked or not probe or not self._probe_missing(addresses, hits, deadline):
+                return hits
             lacked = lacking
 
-    def _asked(self, addresses: Sequence[Address], found: Sequence[Found | Outcome], deadline: float | None) -> bool:
+    def _probe_missing(
+        self, addresses: Sequence[Address], hits: Sequence[PackEntry | Outcome], deadline: float | None
+    ) -> bool:
         """Ask by name for the heads of what was not found; whether there is more now."""
-        lacking = [a for a, there in zip(addresses, found, strict=True) if isinstance(there, Outcome)]
+        lacking = [a for a, existing in zip(addresses, hits, strict=True) if isinstance(existing, Outcome)]
         tails = {address.signature for address in lacking}
         more = False
         for address in lacking:
             if address.parent not in tails:
-                more |= self.ask(address, deadline)
+                more |= self.probe(address, deadline)
         return more
 
-    def leading(self, addresses: Sequence[Address], deadline: float | None) -> int:
+    def match_prefix(self, addresses: Sequence[Address], deadline: float | None) -> int:
         """How many of a chain are there, from its head."""
-        here = 0
+        present = 0
         self.refresh(addresses[0].namespace, deadline)
-        while here < len(addresses):
-            address = addresses[here]
+        while present < len(addresses):
+            address = addresses[present]
             if self._look(address) is not None:
-                here += 1
-            elif not self.ask(address, deadline):
+                present += 1
+            elif not self.probe(address, deadline):
                 break
-        return here
+        return present
 
-    def ask(self, address: Address, deadline: float | None) -> bool:
+    def probe(self, address: Address, deadline: float | None) -> bool:
         """Look for a pack that begins with this block; whether there is one that was not known."""
-        path = self._names.pack(Place.of(address), address.signature)
+        path = self._names.pack(PackLocation.of(address), address.signature)
         now = self._clock.now()
         with self._lock:
             if path in self._space(address.namespace).packs or self._missing.get(path, now) > now:
                 return False
-        table = self.learn(path, deadline)  # raises where the store did not answer: that is nothing to remember
+        table = self.refresh_table(path, deadline)  # raises where the store did not answer: that is nothing to remember
         with self._lock:
             if path not in self._space(address.namespace).packs:
-                if len(self._missing) >= _MOST_MISSING:
+                if len(self._missing) >= _MAX_MISSING:
                     self._missing.clear()
-                self._missing[path] = now + _MOMENT_S
+                self._missing[path] = now + _MISSING_TTL_S
         return table is not None and self._look(address) is not None
 
-    def learn(self, path: str, deadline: float | None, *, mark: str = "") -> Table | None:
+    def refresh_table(self, path: str, deadline: float | None, *, etag: str = "") -> Table | None:
         """Read a pack's table anew; None where there is no pack of this name, or its table is none of
         this name."""
         table = self._tables.of(path, deadline)
         if table is None:
             self.forget(path)
         else:
-            self.add(Pack(path, mark, table))
+            self.add(Pack(path, etag, table))
         return table
 
-    def _look(self, address: Address) -> Found | None:
+    def _look(self, address: Address) -> PackEntry | None:
         with self._lock:
             known = self._known.get(address.namespace)
-            found = known.rows.get(Place.of(address), {}).get(address.signature) if known else None
-        if found is None:
+            hits = known.rows.get(PackLocation.of(address), {}).get(address.signature) if known else None
+        if hits is None:
             return None
-        row = found[1]
+        row = hits[1]
         if row.parent and address.parent and row.parent != address.parent:
             return None
-        return None if self._over(row) else found
+        return None if self._over(row) else hits
 
     def _over(self, row: Row) -> bool:
         return 0 < row.expires_ms <= self._clock.wall() * 1000
@@ -296,24 +298,24 @@ class Catalogue:
         elif waited:
             listing, began = future or known.listing, self._clock.now()
             end = began + self._bucket.timeout_s if deadline is None else deadline
-            if not self._await(listing, began + _PATIENCE * (end - began), must=first):
+            if not self._await(listing, began + _DEADLINE_SHARE * (end - began), must=first):
                 return False
             return listing is None or listing.exception() is None
         return True
 
-    def _begin(self, namespace: bytes, known: Known) -> Future[None] | None:
+    def _begin(self, namespace: bytes, known: NamespaceState) -> Future[None] | None:
         """None where a listing is under way."""
         with self._lock:  # whoever finds one under way finds its future as well
             if not known.turn.acquire(blocking=False):
                 return None
             try:
-                known.listing = self._background(lambda: self._relist(namespace, known))
+                known.listing = self._background(lambda: self._list_in_background(namespace, known))
             except BaseException:
                 known.turn.release()
                 raise
             return known.listing
 
-    def _relist(self, namespace: bytes, known: Known) -> None:
+    def _list_in_background(self, namespace: bytes, known: NamespaceState) -> None:
         try:
             self._list(namespace, known)
         finally:
@@ -331,46 +333,46 @@ class Catalogue:
     def _left(self, deadline: float | None) -> float | None:
         return None if deadline is None else max(0.0, deadline - self._clock.now())
 
-    def _due(self, known: Known) -> bool:
+    def _due(self, known: NamespaceState) -> bool:
         return known.listed is None or self._clock.now() - known.listed >= known.pause_s
 
-    def _list(self, namespace: bytes, known: Known) -> None:
+    def _list(self, namespace: bytes, known: NamespaceState) -> None:
         began = self._clock.now()
-        for _ in self.walk(namespace):
+        for _ in self.iterate_packs(namespace):
             pass
         known.listed = self._clock.now()
-        known.pause_s = max(self._refresh_s, _LISTING_SHARE * (known.listed - began))
+        known.pause_s = max(self._refresh_s, _LISTING_TIME_FACTOR * (known.listed - began))
 
-    def walk(self, namespace: bytes) -> Iterator[Pack]:
+    def iterate_packs(self, namespace: bytes) -> Iterator[Pack]:
         """Each pack that the store lists of a namespace, page by page: known from then on where there is room, also if
         a later page does not come. What is not listed is forgotten at the end. OSError where a page did not come."""
         with self._lock:
             known = self._space(namespace)
-            gone = set(known.packs)
+            unlisted = set(known.packs)
         copies = self._tables.copies(namespace)
         for page in self._bucket.pages(self._names.namespace(namespace) + "/"):
             listed = [each for each in page if self._names.is_pack(each.path)]
-            gone.difference_update(each.path for each in listed)
-            there = [self._same(known, each) for each in listed]
-            yield from (pack for pack in there if pack is not None)
-            for pack in copies.read([each for each, pack in zip(listed, there, strict=True) if pack is None]):
-                if self._records + len(pack.table.rows) <= MOST_RECORDS:
+            unlisted.difference_update(each.path for each in listed)
+            existing = [self._same(known, each) for each in listed]
+            yield from (pack for pack in existing if pack is not None)
+            for pack in copies.read([each for each, pack in zip(listed, existing, strict=True) if pack is None]):
+                if self._records + len(pack.table.rows) <= MAX_RECORDS:
                     self.add(pack)
                 yield pack
-        for path in gone:
+        for path in unlisted:
             self.forget(path)
-        if copies.worth_leaving:
-            copies.leave(self.packs(namespace))
+        if copies.should_publish:
+            copies.publish(self.packs(namespace))
 
-    def _same(self, known: Known, each: Listed) -> Pack | None:
+    def _same(self, known: NamespaceState, each: ListedObject) -> Pack | None:
         """What is known of this pack, where it has not changed since."""
         pack = known.packs.get(each.path)
-        if pack is not None and not pack.mark:
-            pack.mark = each.mark  # it was read by name, after it was made
-        return pack if pack is not None and pack.mark == each.mark else None
+        if pack is not None and not pack.etag:
+            pack.etag = each.etag  # it was read by name, after it was made
+        return pack if pack is not None and pack.etag == each.etag else None
 
-    def _space(self, namespace: bytes) -> Known:
-        return self._known.setdefault(namespace, Known())
+    def _space(self, namespace: bytes) -> NamespaceState:
+        return self._known.setdefault(namespace, NamespaceState())
 
     def add(self, pack: Pack) -> None:
         """This pack is there. Of a record that two have, the one that lasts longer counts, else the later one."""
@@ -382,21 +384,21 @@ class Catalogue:
             self._records += len(table.rows)
             self._make_room()
             known.packs[pack.path] = pack
-            rows = known.rows.setdefault(Place(table.namespace, table.group, table.shard), {})
+            rows = known.rows.setdefault(PackLocation(table.namespace, table.group, table.shard), {})
             for row in table.rows:
-                there = rows.get(row.signature)
-                if there is None or there[1].parent != row.parent or _end_ms(there[1]) <= _end_ms(row):
+                existing = rows.get(row.signature)
+                if existing is None or existing[1].parent != row.parent or _end_ms(existing[1]) <= _end_ms(row):
                     rows[row.signature] = pack, row
             self._missing.pop(pack.path, None)
 
     def _make_room(self) -> None:
         """Forget the oldest of who has most records, so that one namespace does not push out what is known of
         others."""
-        while self._records > MOST_RECORDS:
+        while self._records > MAX_RECORDS:
             fullest = max((k for k in self._known.values() if k.packs), key=lambda k: k.records, default=None)
             if fullest is None:
                 return
-            while self._records > MOST_RECORDS and fullest.packs:
+            while self._records > MAX_RECORDS and fullest.packs:
                 self._drop(fullest, next(iter(fullest.packs)))
 
     def forget(self, path: str) -> None:
@@ -407,14 +409,14 @@ class Catalogue:
             if known is not None and path in known.packs:
                 self._drop(known, path)
 
-    def _drop(self, known: Known, path: str) -> None:
+    def _drop(self, known: NamespaceState, path: str) -> None:
         pack = known.packs.pop(path)
         table = pack.table
         known.records -= len(table.rows)
         self._records -= len(table.rows)
-        rows = known.rows.get(Place(table.namespace, table.group, table.shard), {})
+        rows = known.rows.get(PackLocation(table.namespace, table.group, table.shard), {})
         for row in table.rows:
-            if (found := rows.get(row.signature)) is not None and found[0] is pack:
+            if (hits := rows.get(row.signature)) is not None and hits[0] is pack:
                 del rows[row.signature]
 
     def packs(self, namespace: bytes) -> list[Pack]:

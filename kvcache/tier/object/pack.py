@@ -23,7 +23,7 @@ _HEAD = Struct("<4sHH8sII32s")
 _SUM = Struct("<Q")
 HEAD_BYTES = _HEAD.size + _SUM.size
 _ROW = Struct("<32s32sQQQQ")
-ROWS = 1 << 16
+MAX_ROWS = 1 << 16
 """Of a table, at most: no pack takes more than a small part of what a process remembers of a store, whoever made it."""
 UNKNOWN = bytes(32)
 """A parent that the writer did not know."""
@@ -78,8 +78,8 @@ def table_bytes(head: bytes) -> int:
     _, version, _, _, count, _, _ = _HEAD.unpack_from(head)
     if version != VERSION:
         raise RecordError("version", f"version {version}: this reader knows {VERSION}", foreign=True)
-    if count > ROWS:
-        raise RecordError("field", f"a table of {count} rows: at most {ROWS} are read", foreign=True)
+    if count > MAX_ROWS:
+        raise RecordError("field", f"a table of {count} rows: at most {MAX_ROWS} are read", foreign=True)
     return HEAD_BYTES + _ROW.size * int(count)
 
 
@@ -107,7 +107,7 @@ def read_table(data: bytes) -> Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PackRecord:
     """A record in its cut form, ready to go into a pack."""
 
     i: int  # its number in the batch
@@ -119,7 +119,7 @@ class Cut:
         return sum(map(len, self.pieces))
 
 
-def made(records: Sequence[Cut]) -> tuple[Table, list[memoryview]]:
+def build_pack(records: Sequence[PackRecord]) -> tuple[Table, list[memoryview]]:
     """The pack of these records, all of one place: its table, and the bytes of the object in pieces."""
     first = records[0].address
     at, rows = HEAD_BYTES + _ROW.size * len(records), []

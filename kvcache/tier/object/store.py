@@ -9,67 +9,67 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from kvcache.block.cipher import Signer
+from kvcache.block.cipher import RecordSigner
 from kvcache.block.record import Address, RecordError, read_header, verify
-from kvcache.tier.breaker import Breaker, Counters
+from kvcache.tier.breaker import CircuitBreaker, Counters
 from kvcache.tier.io_queue import Batch
-from kvcache.tier.object.bucket import Bucket, RefusedError, TakenError
-from kvcache.tier.object.keys import Names, Place
-from kvcache.tier.object.manifest import Catalogue, Pack
-from kvcache.tier.object.pack import ROWS, Cut, Row, Table, made
-from kvcache.tier.tier import Outcome, Segments, flat, outgoing
+from kvcache.tier.object.bucket import Bucket, ObjectExistsError, RefusedError
+from kvcache.tier.object.keys import ObjectNames, PackLocation
+from kvcache.tier.object.manifest import Manifest, Pack
+from kvcache.tier.object.pack import MAX_ROWS, PackRecord, Row, Table, build_pack
+from kvcache.tier.tier import Outcome, Segments, flatten, sealed_record
 
-DONE, ABSENT, FAILED = Outcome.DONE, Outcome.ABSENT, Outcome.FAILED
+DONE, NOT_FOUND, FAILED = Outcome.DONE, Outcome.NOT_FOUND, Outcome.FAILED
 Settle = Callable[[int, Outcome, str], None]
 MULTIPART_BYTES = 32 << 20
 """A larger object goes in parts."""
-_TRIES = 3  # to write where others do, since the last time that less was left to write
+_MAX_TRIES = 3  # to write where others do, since the last time that less was left to write
 
 
 class Store:
     def __init__(
         self,
         bucket: Bucket,
-        catalogue: Catalogue,
-        names: Names,
+        manifest: Manifest,
+        names: ObjectNames,
         counters: Counters,
-        shut: Breaker,
+        write_breaker: CircuitBreaker,
         *,
         pack_bytes: int,
-        signer: Signer | None,
+        signer: RecordSigner | None,
     ) -> None:
         """`shut`: of writes, which a store may refuse while it is read. `signer`: what is written is signed, and only
         what is signed is read."""
-        self._bucket, self._catalogue, self._names, self._counters = bucket, catalogue, names, counters
-        self._shut, self._signer, self._pack_bytes = shut, signer, pack_bytes
-        self._creates = True  # the store can write only where nothing is
-        self._removing = threading.Lock()
+        self._bucket, self._manifest, self._names, self._counters = bucket, manifest, names, counters
+        self._write_breaker, self._signer, self._pack_bytes = write_breaker, signer, pack_bytes
+        self._supports_create = True  # the store can write only where nothing is
+        self._remove_lock = threading.Lock()
 
     def contains(self, batch: Batch, settle: Settle) -> None:
-        for i, found in zip(batch.blocks, self._catalogue.find(batch.wanted, batch.deadline), strict=True):
-            settle(i, found if isinstance(found, Outcome) else DONE, "")
+        for i, located in zip(batch.blocks, self._manifest.find(batch.block_addresses, batch.deadline), strict=True):
+            settle(i, located if isinstance(located, Outcome) else DONE, "")
 
     # reading
 
     def read(self, batch: Batch, settle: Settle) -> None:
-        left = list(batch.blocks)
+        remaining = list(batch.blocks)
         for again in (False, True):  # a pack that is gone may have been written anew without some of its records
-            found = self._catalogue.find([batch.addresses[i] for i in left], batch.deadline, wait=False)
+            located = self._manifest.find([batch.addresses[i] for i in remaining], batch.deadline, wait=False)
             packs: dict[Pack, list[tuple[int, Row]]] = {}
-            for i, there in zip(left, found, strict=True):
-                if isinstance(there, Outcome):
-                    settle(i, there, "")
+            for i, existing in zip(remaining, located, strict=True):
+                if isinstance(existing, Outcome):
+                    settle(i, existing, "")
                 else:
-                    packs.setdefault(there[0], []).append((i, there[1]))
-            left = []
+                    packs.setdefault(existing[0], []).append((i, existing[1]))
+            remaining = []
             for pack, wanted in packs.items():
-                left += self._read_pack(batch, pack, sorted(wanted, key=lambda each: each[1].at), settle)
-            if not left:
+                remaining += self._read_pack(batch, pack, sorted(wanted, key=lambda each: each[1].at), settle)
+            if not remaining:
                 return
             if not again:
-                self._catalogue.refresh(batch.addresses[left[0]].namespace, batch.deadline, now=True)
-        for i in left:
-            settle(i, ABSENT, "")
+                self._manifest.refresh(batch.addresses[remaining[0]].namespace, batch.deadline, now=True)
+        for i in remaining:
+            settle(i, NOT_FOUND, "")
 
     def _read_pack(self, batch: Batch, pack: Pack, wanted: Sequence[tuple[int, Row]], settle: Settle) -> list[int]:
         """Of one pack; the blocks of one that is not there any more."""
@@ -77,7 +77,7 @@ class Store:
         got = self._bucket.ranges(pack.path, parts, batch.deadline)
         if got is None:
             self._counters.add("gone_packs")
-            self._catalogue.forget(pack.path)
+            self._manifest.forget(pack.path)
             return [i for i, _ in wanted]
         bad: list[tuple[int, Row, str]] = []
         for (i, row), data in zip(wanted, got, strict=True):
@@ -88,10 +88,10 @@ class Store:
                 if error.check == "room":
                     settle(i, FAILED, "length")
                 elif error.foreign:
-                    settle(i, Outcome.FOREIGN, error.check)
+                    settle(i, Outcome.INCOMPATIBLE, error.check)
                 else:
                     bad.append((i, row, error.check))
-        if bad and self._catalogue.learn(pack.path, batch.deadline, mark=pack.mark) != pack.table:
+        if bad and self._manifest.refresh_table(pack.path, batch.deadline, etag=pack.etag) != pack.table:
             return [i for i, _, _ in bad]  # it changed since its table was read
         for i, row, check in bad:
             self._counters.add("damaged")
@@ -111,7 +111,7 @@ class Store:
         verify(data, body, address)
         if self._signer is not None and not self._signer.signed(bytes(data[: header.header_bytes]), header, [body]):
             raise RecordError("digest", "not signed by a key that is known here")
-        area, pieces = segments[0].cast("B"), flat(segments[1:], len(body))
+        area, pieces = segments[0].cast("B"), flatten(segments[1:], len(body))
         if len(area) < header.header_bytes or sum(map(len, pieces)) < len(body):
             raise RecordError("room", "the caller's segments are too small")
         area[: header.header_bytes] = data[: header.header_bytes]
@@ -124,37 +124,37 @@ class Store:
     # writing
 
     def write(self, batch: Batch, settle: Settle) -> None:
-        new: list[Cut] = []
-        known = self._catalogue.find(batch.wanted, batch.deadline, ask=False, wait=False)
-        for i, there in zip(batch.blocks, known, strict=True):
+        new: list[PackRecord] = []
+        known = self._manifest.find(batch.block_addresses, batch.deadline, probe=False, wait=False)
+        for i, existing in zip(batch.blocks, known, strict=True):
             try:
                 record = self._cut(i, batch.addresses[i], batch.segments[i])
             except RecordError as error:
                 settle(i, FAILED, error.check)
                 continue
-            if isinstance(there, Outcome):
+            if isinstance(existing, Outcome):
                 new.append(record)
             else:
                 settle(i, DONE, "")
-        if new and not self._shut.allows():
+        if new and not self._write_breaker.allows():
             for record in new:
                 settle(record.i, FAILED, "breaker")
             return
         for run in self._runs(new):
             self._write_run(run, batch.deadline, settle)
 
-    def _cut(self, i: int, address: Address, segments: Segments) -> Cut:
-        _, head, payload = outgoing(address, segments, self._signer)
-        return Cut(i, address, [memoryview(head), *payload])
+    def _cut(self, i: int, address: Address, segments: Segments) -> PackRecord:
+        _, head, payload = sealed_record(address, segments, self._signer)
+        return PackRecord(i, address, [memoryview(head), *payload])
 
-    def _runs(self, records: Sequence[Cut]) -> Iterator[list[Cut]]:
+    def _runs(self, records: Sequence[PackRecord]) -> Iterator[list[PackRecord]]:
         """Those that follow each other in a chain, as many as make a pack."""
-        run: list[Cut] = []
+        run: list[PackRecord] = []
         size = 0
         for record in records:
             behind = bool(run) and record.address.parent == run[-1].address.signature
-            together = behind and Place.of(record.address) == Place.of(run[0].address)
-            if run and (not together or len(run) == ROWS or size + record.size > self._pack_bytes):
+            together = behind and PackLocation.of(record.address) == PackLocation.of(run[0].address)
+            if run and (not together or len(run) == MAX_ROWS or size + record.size > self._pack_bytes):
                 yield run
                 run, size = [], 0
             run.append(record)
@@ -162,122 +162,128 @@ class Store:
         if run:
             yield run
 
-    def _write_run(self, run: list[Cut], deadline: float | None, settle: Settle) -> None:
+    def _write_run(self, run: list[PackRecord], deadline: float | None, settle: Settle) -> None:
         tries = 0
-        while tries < _TRIES:
+        while tries < _MAX_TRIES:
             try:
                 self._put(run, deadline)
-            except TakenError:
-                left = self._beside(run, deadline, settle)
-                if not left:
+            except ObjectExistsError:
+                remaining = self._reconcile_run(run, deadline, settle)
+                if not remaining:
                     return
-                tries, run = (0 if len(left) < len(run) else tries + 1), left
+                tries, run = (0 if len(remaining) < len(run) else tries + 1), remaining
                 continue
             except RefusedError as error:
-                if error.reason == "unsupported" and self._creates:
-                    self._creates, tries = False, tries + 1
+                if error.reason == "unsupported" and self._supports_create:
+                    self._supports_create, tries = False, tries + 1
                     continue
                 self._refused(run, error.reason, settle)
                 return
-            self._shut.passed()
+            self._write_breaker.record_success()
             for record in run:
                 settle(record.i, DONE, "")
             return
         for record in run:
             settle(record.i, FAILED, "raced")
 
-    def _refused(self, run: Sequence[Cut], reason: str, settle: Settle) -> None:
+    def _refused(self, run: Sequence[PackRecord], reason: str, settle: Settle) -> None:
         self._counters.add("refused", len(run))
-        if reason != "breaker" and self._shut.failed():  # the breaker's refusal says nothing of the store
+        if (
+            reason != "breaker" and self._write_breaker.record_failure()
+        ):  # the breaker's refusal says nothing of the store
             self._counters.add("writes_stopped")
         for record in run:
             settle(record.i, FAILED, reason)
 
-    def _put(self, run: Sequence[Cut], deadline: float | None) -> None:
+    def _put(self, run: Sequence[PackRecord], deadline: float | None) -> None:
         """Make a pack. TakenError where there is one that begins with the same block."""
-        table, pieces = made(run)
-        path = self._names.pack(Place.of(run[0].address), table.rows[0].signature)
+        table, pieces = build_pack(run)
+        path = self._names.pack(PackLocation.of(run[0].address), table.rows[0].signature)
         whole = table.size_bytes <= MULTIPART_BYTES
-        if self._creates and whole:
-            mark = self._bucket.put(path, pieces, deadline, create=True)
-        elif self._catalogue.ask(run[0].address, deadline):
-            raise TakenError
+        if self._supports_create and whole:
+            etag = self._bucket.put(path, pieces, deadline, create=True)
+        elif self._manifest.probe(run[0].address, deadline):
+            raise ObjectExistsError
         else:
-            beside = self._names.pack(Place.of(run[0].address), table.rows[0].signature, other=True)
+            side_path = self._names.pack(PackLocation.of(run[0].address), table.rows[0].signature, other=True)
             part_bytes = None if whole else self._pack_bytes
-            mark = self._bucket.put(beside, pieces, deadline, create=False, part_bytes=part_bytes)
-            path, mark = (path, "") if self._creates and self._moved(beside, path, table, deadline) else (beside, mark)
-        self._catalogue.add(Pack(path, mark, table))
+            etag = self._bucket.put(side_path, pieces, deadline, create=False, part_bytes=part_bytes)
+            path, etag = (
+                (path, "")
+                if self._supports_create and self._moved(side_path, path, table, deadline)
+                else (side_path, etag)
+            )
+        self._manifest.add(Pack(path, etag, table))
         self._counters.add("written_packs")
 
-    def _moved(self, beside: str, path: str, table: Table, deadline: float | None) -> bool:
+    def _moved(self, side_path: str, path: str, table: Table, deadline: float | None) -> bool:
         """Bring a pack to where others look for it; TakenError where there is one. Where a store cannot, it stays
         beside, and a listing finds it."""
         try:
-            self._bucket.move(beside, path, deadline)
-        except TakenError:
-            self._bucket.delete([beside], deadline)
+            self._bucket.move(side_path, path, deadline)
+        except ObjectExistsError:
+            self._bucket.delete([side_path], deadline)
             raise
         except TimeoutError:
-            return self._came(beside, path, table)
+            return self._move_arrived(side_path, path, table)
         except OSError:
             return False
         return True
 
-    def _came(self, beside: str, path: str, table: Table) -> bool:
+    def _move_arrived(self, side_path: str, path: str, table: Table) -> bool:
         """A move that was late may have been made for a part: the copy is there, and what was to go is still beside
         it. Looked for once, in the time of a call; TakenError where the one that is there is another."""
         try:
-            there = self._catalogue.learn(path, None)
-            if there is not None:
-                self._bucket.delete([beside], None)
+            existing = self._manifest.refresh_table(path, None)
+            if existing is not None:
+                self._bucket.delete([side_path], None)
         except OSError:
             return False
-        if there is not None and there != table:
-            raise TakenError
-        return there is not None
+        if existing is not None and existing != table:
+            raise ObjectExistsError
+        return existing is not None
 
-    def _beside(self, run: list[Cut], deadline: float | None, settle: Settle) -> list[Cut]:
+    def _reconcile_run(self, run: list[PackRecord], deadline: float | None, settle: Settle) -> list[PackRecord]:
         """Somebody has written a pack that begins with the same block: what of a run is left to write."""
-        path = self._names.pack(Place.of(run[0].address), run[0].address.signature)
-        table = self._catalogue.learn(path, deadline)
+        path = self._names.pack(PackLocation.of(run[0].address), run[0].address.signature)
+        table = self._manifest.refresh_table(path, deadline)
         if table is None:  # nobody can use it
             self._bucket.delete([path], deadline)
             return run
-        there = {row.signature for row in table.rows}
-        left = self._lacking(run, deadline)
-        stale = there & {record.address.signature for record in left}
+        existing = {row.signature for row in table.rows}
+        remaining = self._missing_records(run, deadline)
+        stale = existing & {record.address.signature for record in remaining}
         if stale:  # expired, or of another parent: they make room, and only they
             self.remove_rows(Pack(path, "", table), stale, deadline)
-            left = self._lacking(run, deadline)
-        missing = {record.i for record in left}
+            remaining = self._missing_records(run, deadline)
+        missing = {record.i for record in remaining}
         for record in run:
             if record.i not in missing:
                 settle(record.i, DONE, "")
-        return left
+        return remaining
 
-    def _lacking(self, run: Sequence[Cut], deadline: float | None) -> list[Cut]:
-        found = self._catalogue.find([record.address for record in run], deadline, ask=False, wait=False)
-        return [record for record, there in zip(run, found, strict=True) if isinstance(there, Outcome)]
+    def _missing_records(self, run: Sequence[PackRecord], deadline: float | None) -> list[PackRecord]:
+        located = self._manifest.find([record.address for record in run], deadline, probe=False, wait=False)
+        return [record for record, existing in zip(run, located, strict=True) if isinstance(existing, Outcome)]
 
     # removing
 
     def remove(self, batch: Batch, settle: Settle) -> None:
         packs: dict[Pack, list[tuple[int, Row]]] = {}
-        for i, there in zip(batch.blocks, self._catalogue.find(batch.wanted, batch.deadline), strict=True):
-            if isinstance(there, Outcome):
-                settle(i, there, "")
+        for i, existing in zip(batch.blocks, self._manifest.find(batch.block_addresses, batch.deadline), strict=True):
+            if isinstance(existing, Outcome):
+                settle(i, existing, "")
             else:
-                packs.setdefault(there[0], []).append((i, there[1]))
+                packs.setdefault(existing[0], []).append((i, existing[1]))
         for pack, wanted in packs.items():
-            gone = self.remove_rows(pack, {row.signature for _, row in wanted}, batch.deadline)
+            removed = self.remove_rows(pack, {row.signature for _, row in wanted}, batch.deadline)
             for i, row in wanted:
-                settle(i, DONE if row.signature in gone else ABSENT, "")
+                settle(i, DONE if row.signature in removed else NOT_FOUND, "")
 
     def remove_rows(self, pack: Pack, leaving: set[bytes], deadline: float | None) -> set[bytes]:
         """Take these out of a pack, which is written anew where others are left in it; those that were there."""
-        with self._removing:
-            table = self._catalogue.learn(pack.path, deadline, mark=pack.mark)
+        with self._remove_lock:
+            table = self._manifest.refresh_table(pack.path, deadline, etag=pack.etag)
             if table is None:
                 return set()
             kept = [row for row in table.rows if row.signature not in leaving]
@@ -285,13 +291,13 @@ class Store:
             if data is not None:
                 view = memoryview(data)
                 whole = [row for row in kept if row.at + row.size <= len(data)]
-                rest = [Cut(k, table.address(r), [view[r.at : r.at + r.size]]) for k, r in enumerate(whole)]
+                rest = [PackRecord(k, table.address(r), [view[r.at : r.at + r.size]]) for k, r in enumerate(whole)]
                 self._rewrite(rest, deadline)
             self._bucket.delete([pack.path], deadline)
-            self._catalogue.forget(pack.path)
+            self._manifest.forget(pack.path)
             return leaving & {row.signature for row in table.rows}
 
-    def _rewrite(self, rest: Sequence[Cut], deadline: float | None) -> None:
+    def _rewrite(self, rest: Sequence[PackRecord], deadline: float | None) -> None:
         sound = []
         for record in rest:
             try:
@@ -300,7 +306,7 @@ class Store:
             except RecordError:
                 self._counters.add("damaged")
         if sound:
-            table, pieces = made(sound)
-            path = self._names.pack(Place.of(sound[0].address), table.rows[0].signature, other=True)
-            mark = self._bucket.put(path, pieces, deadline, create=False)
-            self._catalogue.add(Pack(path, mark, table))
+            table, pieces = build_pack(sound)
+            path = self._names.pack(PackLocation.of(sound[0].address), table.rows[0].signature, other=True)
+            etag = self._bucket.put(path, pieces, deadline, create=False)
+            self._manifest.add(Pack(path, etag, table))

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from kvcache.block.cipher import Signer
+from kvcache.block.cipher import RecordSigner
 from kvcache.block.namespace import Owner
 from kvcache.block.record import Address
 from kvcache.errors import ConfigError
-from kvcache.os_env import Port
-from kvcache.tier.breaker import Breaker
+from kvcache.os_env import OsEnv
+from kvcache.tier.breaker import CircuitBreaker
 from kvcache.tier.io_queue import Batch
-from kvcache.tier.object.bucket import Bucket, RefusedError, log, opened
-from kvcache.tier.object.inspect import Survey
-from kvcache.tier.object.keys import Names
-from kvcache.tier.object.manifest import Catalogue
+from kvcache.tier.object.bucket import Bucket, RefusedError, log, open_store
+from kvcache.tier.object.inspect import StoreInspector
+from kvcache.tier.object.keys import ObjectNames
+from kvcache.tier.object.manifest import Manifest
 from kvcache.tier.object.store import Settle, Store
-from kvcache.tier.remote import FarTier
+from kvcache.tier.remote import RemoteTier
 from kvcache.tier.tier import Op, Outcome, Usage
 
 _CLOSE_S = 5.0  # how long closing waits for what is under way before it drops it
-_ROOM_BYTES = 1 << 60
+_UNBOUNDED_BYTES = 1 << 60
 
 
-class ObjectTier(FarTier):
+class ObjectTier(RemoteTier):
     """Records in an object store: S3 and what speaks like it, Google's, Azure's, a directory.
 
     `url`: `s3://BUCKET`, `gs://BUCKET`, `az://ACCOUNT/CONTAINER`, `file:///DIRECTORY`. `pack_bytes`: records of a chain
@@ -53,7 +53,7 @@ class ObjectTier(FarTier):
         queue_bytes: int = 256 << 20,
         signing_key_file: str = "",
         timeout_s: float = 10.0,
-        port: Port | None = None,
+        os_env: OsEnv | None = None,
     ) -> None:
         for setting, value, least in (
             ("pack_bytes", pack_bytes, 1),
@@ -64,44 +64,56 @@ class ObjectTier(FarTier):
         ):
             if value < least:
                 raise ConfigError(f"object.{setting} = {value}: expected at least {least}")
-        names = Names(prefix)
-        signer = Signer.of(signing_key_file, "object.signing_key_file") if signing_key_file else None
-        found = opened(url, endpoint=endpoint, region=region, credentials_file=credentials_file, timeout_s=timeout_s)
-        super().__init__(
-            connections=connections, queue_bytes=queue_bytes, port=port, log=log, piece_bytes=pack_bytes, spread=1
+        names = ObjectNames(prefix)
+        signer = RecordSigner.of(signing_key_file, "object.signing_key_file") if signing_key_file else None
+        backend = open_store(
+            url, endpoint=endpoint, region=region, credentials_file=credentials_file, timeout_s=timeout_s
         )
-        clock = self._port.clock
+        super().__init__(
+            connections=connections,
+            queue_bytes=queue_bytes,
+            os_env=os_env,
+            log=log,
+            work_unit_bytes=pack_bytes,
+            spread=1,
+        )
+        clock = self._os_env.clock
         self.where, self._timeout_s, self._names = url, timeout_s, names
         self._bucket = Bucket(
-            found, url, timeout_s=timeout_s, most_at_once=4 * connections, clock=clock, counters=self._counters
+            backend,
+            url,
+            timeout_s=timeout_s,
+            max_concurrent_calls=4 * connections,
+            clock=clock,
+            counters=self._counters,
         )
-        self._listing = self._port.executor(1, f"{self.name}-listing")
-        self._catalogue = Catalogue(
-            self._bucket, names, clock, self._counters, refresh_s=refresh_s, background=self._listing.submit
+        self._listing_executor = self._os_env.executor(1, f"{self.name}-listing")
+        self._manifest = Manifest(
+            self._bucket, names, clock, self._counters, refresh_s=refresh_s, background=self._listing_executor.submit
         )
-        self._shut = Breaker(clock, pause_s=0.25, most_s=10.0)
+        self._write_breaker = CircuitBreaker(clock, pause_s=0.25, max_pause_s=10.0)
         self._store = Store(
             self._bucket,
-            self._catalogue,
+            self._manifest,
             names,
             self._counters,
-            self._shut,
+            self._write_breaker,
             pack_bytes=pack_bytes,
             signer=signer,
         )
-        self.survey = Survey(self._bucket, self._catalogue, names)
+        self.inspector = StoreInspector(self._bucket, self._manifest, names)
 
     def _failing(self, op: Op) -> bool:
-        return self._bucket.breaker.is_open() or (op == "write" and self._shut.is_open())
+        return self._bucket.breaker.is_open() or (op == "write" and self._write_breaker.is_open())
 
-    def _do(self, piece: Batch) -> None:
+    def _execute(self, piece: Batch) -> None:
         settle = self._settle(piece)
         try:
             getattr(self._store, piece.op)(piece, settle)
         except TimeoutError:
-            self._end(piece, Outcome.LATE, "timeout")
+            self._settle_rest(piece, Outcome.TIMED_OUT, "timeout")
         except RefusedError as error:
-            self._end(piece, Outcome.FAILED, error.reason)
+            self._settle_rest(piece, Outcome.FAILED, error.reason)
 
     def _settle(self, batch: Batch) -> Settle:
         counters, ticket = self._counters, batch.ticket
@@ -114,14 +126,14 @@ class ObjectTier(FarTier):
 
         return settle
 
-    def _end(self, batch: Batch, outcome: Outcome, check: str = "") -> None:
+    def _settle_rest(self, batch: Batch, outcome: Outcome, check: str = "") -> None:
         settle = self._settle(batch)
         for i in batch.blocks:
             if not batch.ticket.settled(i):
                 settle(i, outcome, check)
 
-    def _reach(self, addresses: Sequence[Address], deadline: float | None) -> int:
-        return self._catalogue.leading(addresses, deadline)
+    def _match_prefix(self, addresses: Sequence[Address], deadline: float | None) -> int:
+        return self._manifest.match_prefix(addresses, deadline)
 
     @property
     def breaker(self) -> str:
@@ -129,39 +141,39 @@ class ObjectTier(FarTier):
 
     def room(self, record_bytes: int) -> int:
         """A store has no end that it tells of."""
-        return 0 if self._shut.is_open() else _ROOM_BYTES // record_bytes
+        return 0 if self._write_breaker.is_open() else _UNBOUNDED_BYTES // record_bytes
 
-    def siblings(self, address: Address) -> list[Address]:
+    def colocated(self, address: Address) -> list[Address]:
         """Only itself: a store gives room back record by record."""
         try:
-            (found,) = self._catalogue.find([address], None)
+            (backend,) = self._manifest.find([address], None)
         except OSError:
             return []
-        return [] if isinstance(found, Outcome) else [found[0].table.address(found[1])]
+        return [] if isinstance(backend, Outcome) else [backend[0].table.address(backend[1])]
 
     def scan(self) -> Iterator[Address]:
         """All records under this prefix, each behind its parent. Reads the tables of all packs."""
         try:
-            return iter(self.survey.addresses())
+            return iter(self.inspector.addresses())
         except OSError:
             return iter(())
 
     def purge(self, namespace: bytes) -> int | None:
         """Deletes all objects of the namespace, copies and leftovers too, until none is listed. OSError where the store
         did not let it."""
-        return self.survey.purge(namespace)
+        return self.inspector.purge(namespace)
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:
-        self.survey.note_owner(namespace, owner)
+        self.inspector.note_owner(namespace, owner)
 
     def owners(self) -> Mapping[bytes, Owner]:
         """OSError where the store does not answer."""
-        return self.survey.owners()
+        return self.inspector.owners()
 
     def usage(self) -> Usage:
         """Of all namespaces under this prefix, whoever wrote them; nothing while the store does not answer."""
         try:
-            return self.survey.usage()
+            return self.inspector.usage()
         except OSError:
             return Usage(0, 0, 0)
 
@@ -170,19 +182,23 @@ class ObjectTier(FarTier):
         if self._closed:
             return []
         try:
-            return self.survey.check()
+            return self.inspector.check()
         except OSError:
             return [f"object {self.where}: it does not answer"]
 
-    def troubles(self) -> list[str]:
-        shut = not self._closed and (self._bucket.breaker.is_open() or self._shut.is_open())
-        return [f"object {self.where}: it does not answer, or refuses; it is tried again by itself"] if shut else []
+    def health_issues(self) -> list[str]:
+        write_breaker = not self._closed and (self._bucket.breaker.is_open() or self._write_breaker.is_open())
+        return (
+            [f"object {self.where}: it does not answer, or refuses; it is tried again by itself"]
+            if write_breaker
+            else []
+        )
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         self._bucket.close()
 
     def close(self) -> bool:
         """Run what was submitted, for a moment; what the store leaves unanswered then fails. Idempotent."""
         closed = self._close(_CLOSE_S)
-        self._listing.close()
+        self._listing_executor.close()
         return closed

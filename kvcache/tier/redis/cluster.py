@@ -12,76 +12,84 @@ from redis.crc import key_slot
 from kvcache.errors import ConfigError
 from kvcache.os_env import Clock
 from kvcache.tier.breaker import Counters
-from kvcache.tier.redis.connect import SENTINEL_PASSWORD, Endpoint, RefusedError, Sentinels, apart
-from kvcache.tier.redis.pool import ELSEWHERE, UNFIT, Pool
-from kvcache.tier.redis.wire import Wire
+from kvcache.tier.redis.connect import SENTINEL_PASSWORD_VARIABLE, Endpoint, RefusedError, SentinelEndpoint, split_hosts
+from kvcache.tier.redis.pool import FAILURE_REPLIES, REDIRECT_REPLIES, ConnectionPool
+from kvcache.tier.redis.wire import RespConnection
 
 SLOTS = 16_384
-_MOST_GUESTS = 16
-_PAUSE_S = 0.2  # between two looks at a cluster: what moves meanwhile is a miss
+_MAX_REDIRECT_POOLS = 16
+_REFRESH_PAUSE_S = 0.2  # between two looks at a cluster: what moves meanwhile is a miss
 
-Make = Callable[[Endpoint], Pool]
+PoolFactory = Callable[[Endpoint], ConnectionPool]
 
 
-class Share(NamedTuple):
+class ServerBatch(NamedTuple):
     """What one server is asked for."""
 
-    pool: Pool
+    pool: ConnectionPool
     keys: Sequence[int]  # numbers of the keys that were divided
     asking: bool = False  # they are on their way there
 
 
-class Nodes(Protocol):
-    def divide(self, names: Sequence[bytes], deadline: float | None, places: Sequence[str] = ()) -> Sequence[Share]:
+class Topology(Protocol):
+    def partition(
+        self, names: Sequence[bytes], deadline: float | None, places: Sequence[str] = ()
+    ) -> Sequence[ServerBatch]:
         """By server, which of these keys are its own. `places`: for each key the server that it is on its way to, or
         nothing. OSError where that cannot be learnt in time."""
 
-    def doubt(self) -> None:
+    def mark_stale(self) -> None:
         """A server refused what was thought to be its own, or is gone: before the next call, look anew."""
 
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[ConnectionPool]:
         """Of all servers that are known."""
 
     def close(self) -> None: ...
 
 
-class One:
+class SingleServer:
     """A server, or whichever one sentinels name."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
 
-    def divide(self, names: Sequence[object], deadline: float | None, places: Sequence[str] = ()) -> Sequence[Share]:
-        return [Share(self._pool, range(len(names)))]
+    def partition(
+        self, names: Sequence[object], deadline: float | None, places: Sequence[str] = ()
+    ) -> Sequence[ServerBatch]:
+        return [ServerBatch(self._pool, range(len(names)))]
 
-    def doubt(self) -> None:
+    def mark_stale(self) -> None:
         """There is no other."""
 
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[ConnectionPool]:
         return [self._pool]
 
     def close(self) -> None:
         self._pool.close()
 
 
-class Cluster:
+class ClusterTopology:
     """The masters of a Redis Cluster, each with a pool and a breaker of its own."""
 
-    def __init__(self, seeds: Sequence[Endpoint], make: Make, clock: Clock) -> None:
+    def __init__(self, seeds: Sequence[Endpoint], make: PoolFactory, clock: Clock) -> None:
         self._seeds = {("seed", i): make(seed) for i, seed in enumerate(seeds)}
-        self._entrance, self._make, self._clock = seeds[0], make, clock
-        self._pools: dict[tuple[str, int], Pool] = {}
-        self._guests: dict[tuple[str, int], Pool] = {}  # that have no slots yet, but keys on their way
-        self._owners: list[Pool | None] = [None] * SLOTS
-        self._in_doubt = True
-        self._looked = float("-inf")
+        self._template_endpoint, self._make, self._clock = seeds[0], make, clock
+        self._pools: dict[tuple[str, int], ConnectionPool] = {}
+        self._redirect_pools: dict[
+            tuple[str, int], ConnectionPool
+        ] = {}  # that have no slots yet, but keys on their way
+        self._owners: list[ConnectionPool | None] = [None] * SLOTS
+        self._is_stale = True
+        self._refreshed_s = float("-inf")
         self._lock = threading.Lock()
         self._closed = False
 
-    def divide(self, names: Sequence[bytes], deadline: float | None, places: Sequence[str] = ()) -> Sequence[Share]:
-        if self._in_doubt:
+    def partition(
+        self, names: Sequence[bytes], deadline: float | None, places: Sequence[str] = ()
+    ) -> Sequence[ServerBatch]:
+        if self._is_stale:
             self._look(deadline)
-        found: dict[tuple[Pool, bool], list[int]] = {}
+        results: dict[tuple[ConnectionPool, bool], list[int]] = {}
         owners = self._owners
         for i, name in enumerate(names):
             owner = self._at(places[i]) if places and places[i] else owners[key_slot(name)]
@@ -89,25 +97,25 @@ class Cluster:
                 owner = next(iter(self._pools.values()), None)
             if owner is None:
                 raise RefusedError("cluster")
-            found.setdefault((owner, bool(places and places[i])), []).append(i)
+            results.setdefault((owner, bool(places and places[i])), []).append(i)
         # a server that fails may take all the time there is: the others are asked before it
-        shares = [Share(pool, keys, asking) for (pool, asking), keys in found.items()]
+        shares = [ServerBatch(pool, keys, asking) for (pool, asking), keys in results.items()]
         return sorted(shares, key=lambda share: share.pool.breaker.failing())
 
-    def _at(self, place: str) -> Pool | None:
+    def _at(self, place: str) -> ConnectionPool | None:
         """The server that another one names, as HOST:PORT."""
         host, _, port = place.rpartition(":")
         where = host, int(port) if port.isdigit() else 0
         with self._lock:
-            pool = self._pools.get(where) or self._guests.get(where)
-            if pool is None and host and 0 < where[1] < 1 << 16 and len(self._guests) < _MOST_GUESTS:
-                pool = self._guests[where] = self._make(self._entrance.at(*where))
+            pool = self._pools.get(where) or self._redirect_pools.get(where)
+            if pool is None and host and 0 < where[1] < 1 << 16 and len(self._redirect_pools) < _MAX_REDIRECT_POOLS:
+                pool = self._redirect_pools[where] = self._make(self._template_endpoint.with_host(*where))
         return pool
 
-    def doubt(self) -> None:
-        self._in_doubt = True
+    def mark_stale(self) -> None:
+        self._is_stale = True
 
-    def pools(self) -> list[Pool]:
+    def pools(self) -> list[ConnectionPool]:
         return list(self._pools.values())
 
     def _look(self, deadline: float | None) -> None:
@@ -115,9 +123,9 @@ class Cluster:
             if self._closed:
                 raise RefusedError("closed")
             now = self._clock.now()
-            if not self._in_doubt or (self._pools and now - self._looked < _PAUSE_S):
+            if not self._is_stale or (self._pools and now - self._refreshed_s < _REFRESH_PAUSE_S):
                 return
-            self._looked, error = now, RefusedError("cluster")
+            self._refreshed_s, error = now, RefusedError("cluster")
             known = sorted([*self._pools.values(), *self._seeds.values()], key=lambda pool: pool.breaker.failing())
             for pool in known:
                 try:
@@ -126,52 +134,52 @@ class Cluster:
                     continue
                 if isinstance(slots, list) and slots:
                     self._learn(pool, slots)
-                    self._in_doubt = False
+                    self._is_stale = False
                     return
             if not self._pools:
                 raise error
 
-    def _learn(self, told: Pool, slots: Sequence[Any]) -> None:
+    def _learn(self, source: ConnectionPool, slots: Sequence[Any]) -> None:
         """`slots` as CLUSTER SLOTS says them: first, last, the master's host and port, replicas."""
-        owners: list[Pool | None] = [None] * SLOTS
-        pools: dict[tuple[str, int], Pool] = {}
+        owners: list[ConnectionPool | None] = [None] * SLOTS
+        pools: dict[tuple[str, int], ConnectionPool] = {}
         for first, last, (host, port, *_), *_ in slots:
-            where = (host.decode() if host else told.host, int(port))  # no host: the one that was asked
+            where = (host.decode() if host else source.host, int(port))  # no host: the one that was asked
             if where not in pools:
-                known = self._pools.get(where) or self._guests.pop(where, None)
-                pools[where] = known or self._make(self._entrance.at(*where))
+                known = self._pools.get(where) or self._redirect_pools.pop(where, None)
+                pools[where] = known or self._make(self._template_endpoint.with_host(*where))
             owners[first : last + 1] = [pools[where]] * (last + 1 - first)
-        gone = [pool for where, pool in self._pools.items() if where not in pools]
+        removed = [pool for where, pool in self._pools.items() if where not in pools]
         self._owners, self._pools = owners, pools
-        for pool in gone:
+        for pool in removed:
             pool.close()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            pools = [*self._pools.values(), *self._guests.values(), *self._seeds.values()]
+            pools = [*self._pools.values(), *self._redirect_pools.values(), *self._seeds.values()]
         for pool in pools:
             pool.close()
 
 
-def ask(nodes: Nodes, work: Callable[[Wire], Any], deadline: float | None = None) -> list[Any] | None:
+def ask_all(nodes: Topology, work: Callable[[RespConnection], Any], deadline: float | None = None) -> list[Any] | None:
     """What each server says; None where one does not answer or refuses, or none is known."""
 
-    def said(wire: Wire) -> Any:
+    def said(wire: RespConnection) -> Any:
         try:
             return work(wire)
         except RefusedError as error:  # this command only: no fault of the connection
             return error
 
     try:
-        nodes.divide([b""], deadline)
-        found = [pool.run(said, deadline) for pool in nodes.pools()]
+        nodes.partition([b""], deadline)
+        results = [pool.run(said, deadline) for pool in nodes.pools()]
     except OSError:
         return None
-    return None if any(isinstance(each, RefusedError) for each in found) else found
+    return None if any(isinstance(each, RefusedError) for each in results) else results
 
 
-CLUSTER_UNFIT = UNFIT - ELSEWHERE
+CLUSTER_FAILURE_REPLIES = FAILURE_REPLIES - REDIRECT_REPLIES
 
 
 # The way from settings to servers: one, the master that sentinels name, or a cluster.
@@ -179,21 +187,21 @@ CLUSTER_UNFIT = UNFIT - ELSEWHERE
 Mode = Literal["standalone", "sentinel", "cluster"]
 
 
-class Entrance:
+class ConnectionConfig:
     def __init__(self, url: str, *, username: str, password_file: str, sentinel_password_file: str, **tls: str) -> None:
         """`tls`: as `Endpoint` has its files."""
-        self._urls, self._tls, self._sentinel_password_file = apart(url), tls, sentinel_password_file
+        self._urls, self._tls, self._sentinel_password_file = split_hosts(url), tls, sentinel_password_file
         self._endpoints = [Endpoint(each, username=username, password_file=password_file, **tls) for each in self._urls]
         self.name = ", ".join(endpoint.name for endpoint in self._endpoints)
 
-    def nodes(self, mode: Mode, master: str, clock: Clock, counters: Counters, *, timeout_s: float) -> Nodes:
-        make = partial(Pool, clock=clock, counters=counters, timeout_s=timeout_s)
+    def nodes(self, mode: Mode, master: str, clock: Clock, counters: Counters, *, timeout_s: float) -> Topology:
+        make = partial(ConnectionPool, clock=clock, counters=counters, timeout_s=timeout_s)
         if mode == "cluster":
-            return Cluster(self._endpoints, partial(make, unfit=CLUSTER_UNFIT), clock)
+            return ClusterTopology(self._endpoints, partial(make, failure_replies=CLUSTER_FAILURE_REPLIES), clock)
         if mode == "sentinel":
-            own = {"password_file": self._sentinel_password_file, "variable": SENTINEL_PASSWORD}
-            asked = [Endpoint(url, **own, **self._tls) for url in self._urls]
-            return One(make(Sentinels(asked, master, self._endpoints[0]), replaced={"READONLY"}))
+            own = {"password_file": self._sentinel_password_file, "variable": SENTINEL_PASSWORD_VARIABLE}
+            endpoints = [Endpoint(url, **own, **self._tls) for url in self._urls]
+            return SingleServer(make(SentinelEndpoint(endpoints, master, self._endpoints[0]), replaced={"READONLY"}))
         if len(self._urls) > 1:
             raise ConfigError(f"redis.url names {len(self._urls)} hosts: redis.mode = 'standalone' has one")
-        return One(make(self._endpoints[0]))
+        return SingleServer(make(self._endpoints[0]))

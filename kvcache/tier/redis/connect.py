@@ -17,8 +17,8 @@ from redis.retry import Retry
 
 from kvcache.errors import ConfigError
 
-PASSWORD = "KVCACHE_REDIS_PASSWORD"  # noqa: S105  the name of a variable, not its value
-SENTINEL_PASSWORD = "KVCACHE_REDIS_SENTINEL_PASSWORD"  # noqa: S105  the same
+PASSWORD_VARIABLE = "KVCACHE_REDIS_PASSWORD"  # noqa: S105  the name of a variable, not its value
+SENTINEL_PASSWORD_VARIABLE = "KVCACHE_REDIS_SENTINEL_PASSWORD"  # noqa: S105  the same
 
 
 class RefusedError(OSError):
@@ -43,11 +43,11 @@ class Endpoint:
         tls_ca_file: str = "",
         tls_cert_file: str = "",
         tls_key_file: str = "",
-        variable: str = PASSWORD,
+        variable: str = PASSWORD_VARIABLE,
     ) -> None:
         try:
             options: dict[str, Any] = parse_url(url)  # type: ignore[no-untyped-call]
-            self.name = _shown(url)
+            self.name = _redacted(url)
         except ValueError:
             # The URL may hold a password, and so may the text of the error.
             raise ConfigError("redis.url: expected redis://host:port/db, rediss://... or unix:///path") from None
@@ -62,7 +62,7 @@ class Endpoint:
         if self._tls and not url.startswith("rediss://"):
             raise ConfigError(f"redis.url = {self.name!r}: no TLS, but its files are given; expected rediss://")
 
-    def at(self, host: str, port: int) -> Endpoint:
+    def with_host(self, host: str, port: int) -> Endpoint:
         """Another server that is entered in the same way."""
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         url = urlsplit(self._url)._replace(netloc=address).geturl()
@@ -91,7 +91,7 @@ class Endpoint:
         except (RedisTimeout, TimeoutError):
             raise TimeoutError("connect") from None
         except (RedisError, OSError) as error:
-            raise RefusedError(_reason(error)) from None
+            raise RefusedError(_error_kind(error)) from None
         sock = made._sock  # noqa: SLF001  redis-py has no public way to a connected socket
         if sock.family != getattr(socket, "AF_UNIX", None):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -105,26 +105,26 @@ class Endpoint:
         return {name: value for name, value in given.items() if value}
 
 
-class Sentinels:
+class SentinelEndpoint:
     """The master of that name, whichever server that is now: the sentinels are asked for each connection."""
 
     def __init__(self, endpoints: Sequence[Endpoint], master: str, server: Endpoint) -> None:
         """`server` says how the master is entered."""
         self.name = f"sentinel {master}"
         self._endpoints, self._master, self._server = list(endpoints), master, server
-        self._told = ("", 0)  # host and port of the master, when somebody asked last
+        self._last_master = ("", 0)  # host and port of the master, when somebody asked last
 
     def __repr__(self) -> str:
         return f"Sentinels({self._master!r})"
 
     def connect(self, timeout_s: float, *, protocol: int = 2) -> tuple[Any, Any]:
-        self._told = self._find(timeout_s / 2)
-        return self._server.at(*self._told).connect(timeout_s / 2, protocol=protocol)
+        self._last_master = self._find(timeout_s / 2)
+        return self._server.with_host(*self._last_master).connect(timeout_s / 2, protocol=protocol)
 
-    def moved(self, timeout_s: float) -> bool:
+    def master_changed(self, timeout_s: float) -> bool:
         """Whether another server is the master now than was when somebody asked last. RefusedError as `connect`."""
-        before, self._told = self._told, self._find(timeout_s)
-        return before != self._told
+        before, self._last_master = self._last_master, self._find(timeout_s)
+        return before != self._last_master
 
     def _find(self, timeout_s: float) -> tuple[str, int]:
         endpoints = self._endpoints
@@ -147,19 +147,19 @@ class Sentinels:
             made.disconnect()
 
 
-def apart(url: str) -> list[str]:
+def split_hosts(url: str) -> list[str]:
     """The URL of each host, of one that names several: `redis://one:6379,two:6379/0`."""
     parts = urlsplit(url)
     return [parts._replace(netloc=host).geturl() for host in parts.netloc.split(",")] if parts.netloc else [url]
 
 
-def _reason(error: Exception) -> str:
+def _error_kind(error: Exception) -> str:
     """The kind of an error. Its text is left out: it may quote what was sent."""
     cause = error.__cause__ or error.__context__
     return type(cause if isinstance(cause, OSError) else error).__name__
 
 
-def _shown(url: str) -> str:
+def _redacted(url: str) -> str:
     """The URL without whatever is secret."""
     parts = urlsplit(url)
     if parts.scheme == "unix":

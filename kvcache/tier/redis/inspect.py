@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvcache.block.record import CHUNK_BYTES, Address
-from kvcache.tier.redis.keys import Names, address_of, header_bytes_of, is_head_of, scanned, stored_bytes_of
+from kvcache.tier.redis.keys import KeyNames, address_of, header_bytes_of, is_head_of, scan_keys, stored_bytes_of
 from kvcache.tier.redis.store import Store
-from kvcache.tier.redis.wire import Wire, Wrong
-from kvcache.tier.tier import Usage, in_order
+from kvcache.tier.redis.wire import ErrorReply, RespConnection
+from kvcache.tier.tier import Usage, parents_first
 
-_KEYS = 500
+_SCAN_BATCH_KEYS = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryUsage:
     records: int
     used_bytes: int
-    most_bytes: int
+    max_bytes: int
     policy: str  # what the server does when `maxmemory` is reached; nothing where it is not set
 
     @property
@@ -28,48 +28,48 @@ class Memory:
         return self.policy == "noeviction"
 
     def room(self, record_bytes: int) -> int:
-        free = self.most_bytes - (self.used_bytes if self.limited else 0)
+        free = self.max_bytes - (self.used_bytes if self.limited else 0)
         return max(0, free // record_bytes)
 
     def usage(self) -> Usage:
-        return Usage(self.records, self.used_bytes, self.most_bytes)
+        return Usage(self.records, self.used_bytes, self.max_bytes)
 
 
-class Survey:
-    def __init__(self, names: Names, store: Store) -> None:
+class ServerInspector:
+    def __init__(self, names: KeyNames, store: Store) -> None:
         self._names, self._store = names, store
 
-    def memory(self, wire: Wire) -> Memory | None:
+    def memory(self, wire: RespConnection) -> MemoryUsage | None:
         info, keys = wire.ask(b"INFO", b"memory"), wire.ask(b"DBSIZE")
         if not isinstance(info, bytes) or not isinstance(keys, int):
             return None
         facts = dict(line.split(":", 1) for line in info.decode().splitlines() if ":" in line)
         limit = int(facts.get("maxmemory", 0))
-        return Memory(
+        return MemoryUsage(
             records=keys,
             used_bytes=int(facts.get("used_memory", 0)),
-            most_bytes=limit or int(facts.get("total_system_memory", 0)),
+            max_bytes=limit or int(facts.get("total_system_memory", 0)),
             policy=facts.get("maxmemory_policy", "unknown") if limit else "",
         )
 
-    def find(self, wire: Wire, address: Address) -> list[Address]:
+    def find(self, wire: RespConnection, address: Address) -> list[Address]:
         (head,) = self._store.heads(wire, [self._names.record(address)])
-        if isinstance(head, Wrong) or not is_head_of(head, address):
+        if isinstance(head, ErrorReply) or not is_head_of(head, address):
             return []
         found = address_of(head)
         return [found] if found else []
 
-    def scan(self, wire: Wire) -> list[Address]:
-        found = (address_of(head) for _, head in self._heads(wire) if not isinstance(head, Wrong))
-        return in_order([address for address in found if address is not None])
+    def scan(self, wire: RespConnection) -> list[Address]:
+        found = (address_of(head) for _, head in self._heads(wire) if not isinstance(head, ErrorReply))
+        return parents_first([address for address in found if address is not None])
 
-    def check(self, wire: Wire) -> list[str]:
+    def check(self, wire: RespConnection) -> list[str]:
         faults = []
         for name, head in self._heads(wire):
             if not head:
                 continue  # it went meanwhile
-            address = None if isinstance(head, Wrong) else address_of(head)
-            if address is None or isinstance(head, Wrong):
+            address = None if isinstance(head, ErrorReply) else address_of(head)
+            if address is None or isinstance(head, ErrorReply):
                 faults.append(f"redis: {name.decode()} holds no record")
             elif self._names.record(address) != name:
                 faults.append(f"redis: {name.decode()} holds the record of another address")
@@ -80,23 +80,25 @@ class Survey:
                     faults.append(f"redis: {name.decode()} holds {payload} bytes of payload, {stored} were stored")
         return faults
 
-    def _heads(self, wire: Wire) -> Iterator[tuple[bytes, bytes | Wrong]]:
+    def _heads(self, wire: RespConnection) -> Iterator[tuple[bytes, bytes | ErrorReply]]:
         names = self._keys(wire)
-        while some := list(islice(names, _KEYS)):
-            wire.renew()
+        while some := list(islice(names, _SCAN_BATCH_KEYS)):
+            wire.extend_deadline()
             yield from zip(some, self._store.heads(wire, some), strict=True)
 
-    def _keys(self, wire: Wire) -> Iterator[bytes]:
+    def _keys(self, wire: RespConnection) -> Iterator[bytes]:
         """The keys of records, each once; SCAN may tell of one twice."""
         seen: set[bytes] = set()
-        for name in scanned(wire, self._names.pattern):
+        for name in scan_keys(wire, self._names.pattern):
             if self._names.is_record(name) and name not in seen:
                 seen.add(name)
                 yield name
 
-    def purge(self, wire: Wire, namespace: bytes) -> None:
+    def purge(self, wire: RespConnection, namespace: bytes) -> None:
         """Unlink the further parts of this namespace's records, also those whose head was evicted."""
-        parts = [name for name in scanned(wire, self._names.within(namespace)) if self._names.is_part(name)]
+        parts = [
+            name for name in scan_keys(wire, self._names.namespace_pattern(namespace)) if self._names.is_part(name)
+        ]
         for name in parts:
-            wire.renew()
+            wire.extend_deadline()
             wire.ask(b"UNLINK", name)

@@ -11,16 +11,16 @@ from kvcache.block.layout import Shard
 from kvcache.block.namespace import OWNER_BYTES, Owner
 from kvcache.block.record import FIXED_BYTES, KEY_BYTES, MAGIC, PARENT, VERSION, Address
 from kvcache.errors import ConfigError, LayoutError
-from kvcache.tier.redis.cluster import Nodes, ask
+from kvcache.tier.redis.cluster import Topology, ask_all
 from kvcache.tier.redis.connect import RefusedError
-from kvcache.tier.redis.wire import Wire, Wrong
+from kvcache.tier.redis.wire import ErrorReply, RespConnection
 
 
-def scanned(wire: Wire, pattern: bytes) -> Iterator[bytes]:
+def scan_keys(wire: RespConnection, pattern: bytes) -> Iterator[bytes]:
     """Those that match; SCAN may tell of one twice. RefusedError where the server refuses: what came is not all."""
     cursor = b"0"
     while True:
-        wire.renew()
+        wire.extend_deadline()
         reply = wire.ask(b"SCAN", cursor, b"MATCH", pattern, b"COUNT", b"1000")
         if not isinstance(reply, list):
             raise RefusedError(f"SCAN: {reply}")
@@ -36,7 +36,7 @@ def scanned(wire: Wire, pattern: bytes) -> Iterator[bytes]:
 # PREFIX:k1r1:NAMESPACE:owner whose the namespace is
 
 KEY_VERSION = 1
-FORM = f"k{KEY_VERSION}r{VERSION}"
+KEY_FORMAT = f"k{KEY_VERSION}r{VERSION}"
 HEAD_BYTES = FIXED_BYTES + 6 + 32
 """The fixed part of a header and its first field, which is the parent where it is known."""
 
@@ -46,14 +46,14 @@ _PARENT = pack("<HI", PARENT, 32)  # begins the field
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
-class Names:
+class KeyNames:
     """`cluster`: what names a record stands in braces, so that a Redis Cluster keeps all its parts on one server."""
 
     def __init__(self, prefix: str, *, cluster: bool = False) -> None:
         if not _PREFIX.fullmatch(prefix):
             raise ConfigError(f"redis.prefix = {prefix!r}: expected 1 to 64 letters, digits or characters of ._:-")
         self.prefix = prefix
-        self._start = f"{prefix}:{FORM}:{'{' if cluster else ''}"
+        self._start = f"{prefix}:{KEY_FORMAT}:{'{' if cluster else ''}"
         self._end = "}" if cluster else ""
         self.pattern = f"{self._start}*".encode()
 
@@ -89,18 +89,18 @@ class Names:
         start = self._start.encode()
         return name.startswith(start) and name.count(b":", len(start)) == 5
 
-    def within(self, namespace: bytes) -> bytes:
+    def namespace_pattern(self, namespace: bytes) -> bytes:
         """The pattern of all keys of a namespace."""
         return f"{self._start}{namespace[:16].hex()}:*".encode()
 
 
-def heat(prefix: str, namespace: bytes) -> list[bytes]:
+def popularity_keys(prefix: str, namespace: bytes) -> list[bytes]:
     """The keys under which a fleet counts how often a namespace's chains are used: the counts, the chains."""
     name = f"{prefix}:h1:{{{namespace[:16].hex()}}}".encode()
     return [name + b":heat", name + b":chains"]
 
 
-def part(record: bytes, write_id: int, number: int) -> bytes:
+def part_key(record: bytes, write_id: int, number: int) -> bytes:
     """The key of part `number` of a long record; part 0 lies under the record's own key."""
     return b"%b:%016x:%d" % (record, write_id, number)
 
@@ -108,7 +108,7 @@ def part(record: bytes, write_id: int, number: int) -> bytes:
 # what the first HEAD_BYTES of a value tell
 
 
-def plausible(head: bytes) -> bool:
+def looks_like_record(head: bytes) -> bool:
     """Whether a record of any version may begin so."""
     return len(head) >= FIXED_BYTES and head.startswith(MAGIC)
 
@@ -139,7 +139,7 @@ def parent_of(head: bytes) -> bytes:
 
 def address_of(head: bytes) -> Address | None:
     """Whose record begins so; None where that cannot be told."""
-    if not plausible(head):
+    if not looks_like_record(head):
         return None
     _, version, group, shard = _START.unpack_from(head)
     if version != VERSION:
@@ -166,22 +166,26 @@ def header_bytes_of(head: bytes) -> int:
 # Whose the namespaces in a server are: a key each, so that what is a tenant's can be found by whoever is told to.
 
 
-def note(nodes: Nodes, names: Names, namespace: bytes, owner: Owner) -> None:
+def record_owner(nodes: Topology, names: KeyNames, namespace: bytes, owner: Owner) -> None:
     """OSError where the server does not answer, or refuses."""
     name = names.owner(namespace)
-    for pool, *_ in nodes.divide([name], None):
-        if isinstance(told := pool.run(lambda wire: wire.ask(b"SET", name, namespace + owner.pack()), None), Wrong):
-            raise RefusedError(f"SET: {told}")
+    for pool, *_ in nodes.partition([name], None):
+        if isinstance(
+            answers := pool.run(lambda wire: wire.ask(b"SET", name, namespace + owner.pack()), None), ErrorReply
+        ):
+            raise RefusedError(f"SET: {answers}")
 
 
-def find(nodes: Nodes, names: Names) -> dict[bytes, Owner] | None:
+def read_owners(nodes: Topology, names: KeyNames) -> dict[bytes, Owner] | None:
     """None where a server does not answer, or refuses."""
 
-    def every(wire: Wire) -> list[bytes]:
-        return [wire.ask(b"GET", name) for name in list(scanned(wire, names.owners))]
+    def every(wire: RespConnection) -> list[bytes]:
+        return [wire.ask(b"GET", name) for name in list(scan_keys(wire, names.owners))]
 
-    told = ask(nodes, every)
-    if told is None:
+    answers = ask_all(nodes, every)
+    if answers is None:
         return None
-    values = [value for some in told for value in some if isinstance(value, bytes) and len(value) == 32 + OWNER_BYTES]
+    values = [
+        value for some in answers for value in some if isinstance(value, bytes) and len(value) == 32 + OWNER_BYTES
+    ]
     return {value[:32]: owner for value in values if (owner := Owner.read(value[32:])) is not None}

@@ -13,40 +13,40 @@ from functools import partial
 
 from kvcache.block.record import Address
 from kvcache.os_env import Clock
-from kvcache.tier.redis.cluster import Nodes
-from kvcache.tier.redis.keys import Names, is_head_of
-from kvcache.tier.redis.pool import ELSEWHERE, Pool
+from kvcache.tier.redis.cluster import Topology
+from kvcache.tier.redis.keys import KeyNames, is_head_of
+from kvcache.tier.redis.pool import REDIRECT_REPLIES, ConnectionPool
 from kvcache.tier.redis.store import Head, Store
-from kvcache.tier.redis.wire import Wire, Wrong
+from kvcache.tier.redis.wire import ErrorReply, RespConnection
 
-MOST_REMEMBERED = 16_384
+MAX_CACHED_HEADS = 16_384
 """Keys of one server, at about 400 bytes of memory each."""
-_MOMENT_S = 0.5
+_UNTRACKED_TTL_S = 0.5
 
 
-class Memory:
+class HeadCache:
     """How values begin, by key, as one connection was told. Not thread-safe."""
 
-    def __init__(self, store: Store, clock: Clock, most: int = MOST_REMEMBERED) -> None:
+    def __init__(self, store: Store, clock: Clock, most: int = MAX_CACHED_HEADS) -> None:
         self._store, self._clock, self._most = store, clock, most
-        self._wire: Wire | None = None
+        self._wire: RespConnection | None = None
         self._heads: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._heads)
 
-    def heads(self, wire: Wire, names: Sequence[bytes]) -> list[Head]:
+    def heads(self, wire: RespConnection, names: Sequence[bytes]) -> list[Head]:
         """As `Store.heads`, asking only for what is not remembered."""
         if wire is not self._wire:  # what another connection was promised is void
             self.forget()
             self._wire = wire
-        wire.hear()
+        wire.read_invalidations()
         self._changed(wire)
         now = self._clock.now()
         found: dict[bytes, Head] = {}
         for name in names:
             head, seen = self._heads.get(name, (b"", None))
-            if seen is not None and (wire.tracked or seen > now - _MOMENT_S):
+            if seen is not None and (wire.tracked or seen > now - _UNTRACKED_TTL_S):
                 found[name] = head
                 self._heads.move_to_end(name)
         unknown = [name for name in names if name not in found]
@@ -54,78 +54,80 @@ class Memory:
             heads = self._store.heads(wire, unknown)
             found.update(zip(unknown, heads, strict=True))
             self._heads.update(
-                (name, (head, now)) for name, head in zip(unknown, heads, strict=True) if not isinstance(head, Wrong)
+                (name, (head, now))
+                for name, head in zip(unknown, heads, strict=True)
+                if not isinstance(head, ErrorReply)
             )
             while len(self._heads) > self._most:
                 self._heads.popitem(last=False)
             self._changed(wire)  # while they were asked for
         return [found[name] for name in names]
 
-    def _changed(self, wire: Wire) -> None:
-        if wire.changed is None:
+    def _changed(self, wire: RespConnection) -> None:
+        if wire.invalidated_keys is None:
             self._heads.clear()
-        for name in wire.changed or ():
+        for name in wire.invalidated_keys or ():
             self._heads.pop(name, None)
-        wire.changed = []
+        wire.invalidated_keys = []
 
     def forget(self) -> None:
         self._heads.clear()
 
 
-class Lookup:
+class PrefixLookup:
     """Not thread-safe: one thread asks."""
 
-    def __init__(self, nodes: Nodes, names: Names, store: Store, clock: Clock) -> None:
+    def __init__(self, nodes: Topology, names: KeyNames, store: Store, clock: Clock) -> None:
         self._nodes, self._names, self._store, self._clock = nodes, names, store, clock
-        self._memories: dict[Pool, Memory] = {}
+        self._head_caches: dict[ConnectionPool, HeadCache] = {}
 
-    def leading(self, addresses: Sequence[Address], deadline: float | None) -> int:
+    def match_prefix(self, addresses: Sequence[Address], deadline: float | None) -> int:
         """How many of a chain are there, from its head. A hole between probes shows when the blocks are read. OSError
         where that cannot be told."""
-        here, missing = 0, len(addresses)  # the blocks before `here` are there; that at `missing` is not
-        while here < missing:
-            step = -(-(missing - here) // 16)
-            probes = sorted({here, *range(here + step - 1, missing, step)})
-            asked = [addresses[at] for at in probes]
-            for at, address, head in zip(probes, asked, self._heads(asked, deadline), strict=True):
-                if isinstance(head, Wrong) or not is_head_of(head, address):
+        present, missing = 0, len(addresses)  # the blocks before `here` are there; that at `missing` is not
+        while present < missing:
+            step = -(-(missing - present) // 16)
+            probes = sorted({present, *range(present + step - 1, missing, step)})
+            probed = [addresses[at] for at in probes]
+            for at, address, head in zip(probes, probed, self._heads(probed, deadline), strict=True):
+                if isinstance(head, ErrorReply) or not is_head_of(head, address):
                     missing = at
                     break
-                here = at + 1
-        return here
+                present = at + 1
+        return present
 
     def _heads(self, addresses: Sequence[Address], deadline: float | None) -> list[Head]:
         names = self._names.records(addresses)
         heads = self._ask(names, deadline)
-        elsewhere = [i for i, head in enumerate(heads) if isinstance(head, Wrong) and head in ELSEWHERE]
-        if elsewhere:
-            places = [head.place for i in elsewhere if isinstance(head := heads[i], Wrong)]
-            there = self._ask([names[i] for i in elsewhere], deadline, places)
-            for i, head in zip(elsewhere, there, strict=True):
+        moved = [i for i, head in enumerate(heads) if isinstance(head, ErrorReply) and head in REDIRECT_REPLIES]
+        if moved:
+            places = [head.place for i in moved if isinstance(head := heads[i], ErrorReply)]
+            redirected = self._ask([names[i] for i in moved], deadline, places)
+            for i, head in zip(moved, redirected, strict=True):
                 heads[i] = head
         return heads
 
     def _ask(self, names: Sequence[bytes], deadline: float | None, places: Sequence[str] = ()) -> list[Head]:
         heads: list[Head] = [b""] * len(names)
-        for pool, mine, asking in self._nodes.divide(names, deadline, places):
-            memory = self._memories.get(pool)
-            if memory is None:
+        for pool, mine, asking in self._nodes.partition(names, deadline, places):
+            head_cache = self._head_caches.get(pool)
+            if head_cache is None:
                 known = set(self._nodes.pools())
-                self._memories = {pool: kept for pool, kept in self._memories.items() if pool in known}
-                memory = self._memories[pool] = Memory(self._store, self._clock)
+                self._head_caches = {pool: kept for pool, kept in self._head_caches.items() if pool in known}
+                head_cache = self._head_caches[pool] = HeadCache(self._store, self._clock)
             try:
-                work = partial(self._store.heads if asking else memory.heads, names=[names[i] for i in mine])
+                work = partial(self._store.heads if asking else head_cache.heads, names=[names[i] for i in mine])
                 found = pool.run(work, deadline, listening=not asking, asking=asking)
             except OSError:  # what it has is a miss
-                self._nodes.doubt()
+                self._nodes.mark_stale()
                 continue
             for i, head in zip(mine, found, strict=True):
                 heads[i] = head
-                if isinstance(head, Wrong) and head != "ASK":
-                    self._nodes.doubt()
+                if isinstance(head, ErrorReply) and head != "ASK":
+                    self._nodes.mark_stale()
         return heads
 
     def forget(self) -> None:
         """All that was remembered."""
-        for memory in self._memories.values():
-            memory.forget()
+        for head_cache in self._head_caches.values():
+            head_cache.forget()

@@ -13,55 +13,60 @@ from typing import TypeVar
 
 from kvcache.log import logger
 from kvcache.os_env import Clock
-from kvcache.tier.breaker import Breaker, Counters
-from kvcache.tier.redis.connect import Endpoint, RefusedError, Sentinels
-from kvcache.tier.redis.wire import Wire
+from kvcache.tier.breaker import CircuitBreaker, Counters
+from kvcache.tier.redis.connect import Endpoint, RefusedError, SentinelEndpoint
+from kvcache.tier.redis.wire import RespConnection
 
 T = TypeVar("T")
 
-ELSEWHERE = {"ASK", "MOVED", "TRYAGAIN"}
+REDIRECT_REPLIES = {"ASK", "MOVED", "TRYAGAIN"}
 """Refusals of a server that is well, but not the one for this key."""
-UNFIT = {"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "NOAUTH", "NOPERM", "WRONGPASS", *ELSEWHERE}
+FAILURE_REPLIES = {"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "NOAUTH", "NOPERM", "WRONGPASS", *REDIRECT_REPLIES}
 """Refusals of a server that would refuse the next call as well."""
 
-_FAIR_S = 0.02  # a call given less than this says nothing of the server by being late
-_QUIET_S = 5.0
-_MASTER_S = 1.0
+_MIN_FAIR_TIMEOUT_S = 0.02  # a call given less than this says nothing of the server by being late
+_LOG_INTERVAL_S = 5.0
+_MASTER_CHECK_S = 1.0
 
 log = logger("kvcache.tier.redis")
 
 
-class Pool:
+class ConnectionPool:
     def __init__(
         self,
-        endpoint: Endpoint | Sentinels,
+        endpoint: Endpoint | SentinelEndpoint,
         clock: Clock,
         counters: Counters,
         *,
         timeout_s: float,
-        unfit: Collection[str] = UNFIT,
+        failure_replies: Collection[str] = FAILURE_REPLIES,
         replaced: Collection[str] = (),
     ) -> None:
         """`unfit`: refusals that count as a failure of the server. `replaced`: those by which a server tells that
         another one has taken its place, so that connections to it are of no use."""
         self._endpoint, self._clock, self._timeout_s = endpoint, clock, timeout_s
-        self._unfit, self._replaced = unfit, replaced
+        self._failure_replies, self._replaced_replies = failure_replies, replaced
         self.name = endpoint.name
         self.host = endpoint.host if isinstance(endpoint, Endpoint) else ""
         self._counters = counters
-        self.breaker = Breaker(clock, pause_s=0.25, most_s=10.0)
-        self._idle: list[Wire] = []
-        self._listening: list[Wire] = []  # idle, for lookups: the server tells on them what changes
-        self._master_asked = clock.now()
-        self._busy: set[Wire] = set()
-        self._old: set[Wire] = set()  # of these, those to close when they come back
+        self.breaker = CircuitBreaker(clock, pause_s=0.25, max_pause_s=10.0)
+        self._idle: list[RespConnection] = []
+        self._tracking_idle: list[RespConnection] = []  # idle, for lookups: the server tells on them what changes
+        self._master_checked_s = clock.now()
+        self._busy: set[RespConnection] = set()
+        self._old: set[RespConnection] = set()  # of these, those to close when they come back
         self._lock = threading.Lock()
         self._closed = False
-        self._said = float("-inf")
-        self._unsaid = 0
+        self._logged_s = float("-inf")
+        self._unlogged_faults = 0
 
     def run(
-        self, work: Callable[[Wire], T], deadline: float | None, *, listening: bool = False, asking: bool = False
+        self,
+        work: Callable[[RespConnection], T],
+        deadline: float | None,
+        *,
+        listening: bool = False,
+        asking: bool = False,
     ) -> T:
         """What `work` returns. OSError where there was no server to do it: TimeoutError for time, RefusedError with a
         reason, or what the system said. `listening`: over a wire on which the server tells what changes. `asking`: for
@@ -76,7 +81,7 @@ class Pool:
             try:
                 self._follow(began, limit)
                 wire = self._take(limit, listening=listening, fresh=fresh)
-                wire.allow(limit - self._clock.now())
+                wire.set_deadline(limit - self._clock.now())
                 wire.wrong, wire.asking = "", asking
                 received = wire.received
                 result = work(wire)
@@ -86,54 +91,54 @@ class Pool:
                 if untouched and not fresh and not isinstance(error, TimeoutError) and not self._closed:
                     fresh = True
                     continue
-                if not (isinstance(error, TimeoutError) and limit - began < _FAIR_S):
+                if not (isinstance(error, TimeoutError) and limit - began < _MIN_FAIR_TIMEOUT_S):
                     self._failed(reason(error))
                 raise
             except BaseException:
                 self._drop(wire)
                 raise
-            if wire.wrong in self._unfit:
+            if wire.wrong in self._failure_replies:
                 self._failed(wire.wrong)
             else:
-                self.breaker.passed()
-            if wire.wrong in self._replaced:
+                self.breaker.record_success()
+            if wire.wrong in self._replaced_replies:
                 self._counters.add("replaced")
                 self._drop(wire)
-                self._let_go()
+                self._retire_all()
             else:
-                self._give(wire, self._listening if listening else self._idle)
+                self._return(wire, self._tracking_idle if listening else self._idle)
             return result
 
     def _follow(self, now: float, limit: float) -> None:
         """Once in a while, whether the master is still the master: one that was replaced does not know it at once."""
-        if isinstance(self._endpoint, Sentinels) and now - self._master_asked > _MASTER_S:
-            self._master_asked = now
-            if self._endpoint.moved((limit - now) / 2):
+        if isinstance(self._endpoint, SentinelEndpoint) and now - self._master_checked_s > _MASTER_CHECK_S:
+            self._master_checked_s = now
+            if self._endpoint.master_changed((limit - now) / 2):
                 self._counters.add("replaced")
-                self._let_go()
+                self._retire_all()
 
-    def _take(self, limit: float, *, listening: bool, fresh: bool) -> Wire:
-        while (wire := self._pop(self._listening if listening else self._idle)) is not None:
-            if not fresh and (listening or not wire.stale()):  # the others are as old as the one that proved dead
+    def _take(self, limit: float, *, listening: bool, fresh: bool) -> RespConnection:
+        while (wire := self._pop(self._tracking_idle if listening else self._idle)) is not None:
+            if not fresh and (listening or not wire.is_stale()):  # the others are as old as the one that proved dead
                 return wire
             self._drop(wire)
-        left = limit - self._clock.now()
-        if left <= 0:
+        remaining_s = limit - self._clock.now()
+        if remaining_s <= 0:
             raise TimeoutError("connect")
-        wire = Wire(*self._endpoint.connect(left, protocol=3 if listening else 2), self._clock)
+        wire = RespConnection(*self._endpoint.connect(remaining_s, protocol=3 if listening else 2), self._clock)
         self._counters.add("connects")
         with self._lock:
             self._busy.add(wire)
         if listening:
             try:
-                wire.allow(limit - self._clock.now())
-                wire.track()
+                wire.set_deadline(limit - self._clock.now())
+                wire.enable_tracking()
             except OSError:
                 self._drop(wire)
                 raise
         return wire
 
-    def _pop(self, idle: list[Wire]) -> Wire | None:
+    def _pop(self, idle: list[RespConnection]) -> RespConnection | None:
         with self._lock:
             if self._closed:
                 raise RefusedError("closed")
@@ -142,7 +147,7 @@ class Pool:
                 self._busy.add(wire)
             return wire
 
-    def _give(self, wire: Wire, idle: list[Wire]) -> None:
+    def _return(self, wire: RespConnection, idle: list[RespConnection]) -> None:
         with self._lock:
             self._busy.discard(wire)
             keep = not self._closed and wire not in self._old
@@ -152,7 +157,7 @@ class Pool:
         if not keep:
             wire.close()
 
-    def _drop(self, wire: Wire | None) -> None:
+    def _drop(self, wire: RespConnection | None) -> None:
         if wire is not None:
             with self._lock:
                 self._busy.discard(wire)
@@ -162,18 +167,18 @@ class Pool:
     def _failed(self, why: str) -> None:
         self._counters.add("faults")
         self._counters.add(f"faults_{why}")
-        if self.breaker.failed():
+        if self.breaker.record_failure():
             self._counters.add("breaker_opened")
-        self.say(why)
+        self.log_fault(why)
 
-    def say(self, why: str) -> None:
+    def log_fault(self, why: str) -> None:
         """One line at most every few seconds, whatever happens meanwhile."""
         now = self._clock.now()
         with self._lock:
-            self._unsaid += 1
-            if now - self._said < _QUIET_S:
+            self._unlogged_faults += 1
+            if now - self._logged_s < _LOG_INTERVAL_S:
                 return
-            times, self._unsaid, self._said = self._unsaid, 0, now
+            times, self._unlogged_faults, self._logged_s = self._unlogged_faults, 0, now
         log.warning("redis %s: %s; %d faults since the last line", self._endpoint.name, why, times)
 
     def close(self) -> None:
@@ -181,17 +186,17 @@ class Pool:
         with self._lock:
             self._closed = True
             busy = list(self._busy)
-        self._let_go()
+        self._retire_all()
         for wire in busy:
             wire.abort()
 
-    def _let_go(self) -> None:
+    def _retire_all(self) -> None:
         """Close what is idle, and what is busy when it comes back."""
         with self._lock:
             self._old |= self._busy
-            idle = [*self._idle, *self._listening]
+            idle = [*self._idle, *self._tracking_idle]
             self._idle.clear()
-            self._listening.clear()
+            self._tracking_idle.clear()
         for wire in idle:
             wire.close()
 

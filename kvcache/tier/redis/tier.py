@@ -11,30 +11,30 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from kvcache.block.cipher import Signer
+from kvcache.block.cipher import RecordSigner
 from kvcache.block.namespace import Owner
 from kvcache.block.record import CHUNK_BYTES, Address
 from kvcache.errors import ConfigError
-from kvcache.os_env import Port
-from kvcache.tier.breaker import Breaker
+from kvcache.os_env import OsEnv
+from kvcache.tier.breaker import CircuitBreaker
 from kvcache.tier.io_queue import Batch
 from kvcache.tier.redis import keys as owners
-from kvcache.tier.redis.cluster import Entrance, One, Share, ask
-from kvcache.tier.redis.inspect import Survey
-from kvcache.tier.redis.keys import Names, heat
-from kvcache.tier.redis.lookup import Lookup
+from kvcache.tier.redis.cluster import ConnectionConfig, ServerBatch, SingleServer, ask_all
+from kvcache.tier.redis.inspect import ServerInspector
+from kvcache.tier.redis.keys import KeyNames, popularity_keys
+from kvcache.tier.redis.lookup import PrefixLookup
 from kvcache.tier.redis.pool import log, reason
-from kvcache.tier.redis.store import IN_FLIGHT_BYTES, Life, Settling, Store
-from kvcache.tier.remote import FarTier
-from kvcache.tier.tier import Op, Outcome, Usage, in_order
+from kvcache.tier.redis.store import MAX_IN_FLIGHT_BYTES, Completion, RecordTTL, Store
+from kvcache.tier.remote import RemoteTier
+from kvcache.tier.tier import Op, Outcome, Usage, parents_first
 
 _CLOSE_S = 2.0  # how long closing waits for what is under way before it cuts the connections
-_MOST_MOVES = 3  # how often a call follows keys that are moved between servers
+_MAX_REDIRECTS = 3  # how often a call follows keys that are moved between servers
 
 Work = Callable[..., None]
 
 
-class RedisTier(FarTier):
+class RedisTier(RemoteTier):
     """Records in a Redis or Valkey server (6.2 or newer), under keys that begin with `prefix`.
 
     `part_bytes`: a longer payload is split; a multiple of 256 KiB, 16 MiB at most. `expire_s`: after so long a record
@@ -67,9 +67,9 @@ class RedisTier(FarTier):
         queue_bytes: int = 256 << 20,
         signing_key_file: str = "",
         timeout_s: float = 5.0,
-        port: Port | None = None,
+        os_env: OsEnv | None = None,
     ) -> None:
-        if part_bytes % CHUNK_BYTES or not 0 < part_bytes <= IN_FLIGHT_BYTES:
+        if part_bytes % CHUNK_BYTES or not 0 < part_bytes <= MAX_IN_FLIGHT_BYTES:
             raise ConfigError(f"redis.part_bytes = {part_bytes}: expected a multiple of 256 KiB, 16 MiB at most")
         for setting, value, least in (
             ("connections", connections, 1),
@@ -80,8 +80,8 @@ class RedisTier(FarTier):
         ):
             if value < least:
                 raise ConfigError(f"redis.{setting} = {value}: expected at least {least}")
-        super().__init__(connections=connections, queue_bytes=queue_bytes, port=port, log=log)
-        entrance = Entrance(
+        super().__init__(connections=connections, queue_bytes=queue_bytes, os_env=os_env, log=log)
+        entrance = ConnectionConfig(
             url,
             username=username,
             password_file=password_file,
@@ -91,77 +91,81 @@ class RedisTier(FarTier):
             tls_key_file=tls_key_file,
         )
         self.where = entrance.name if mode != "sentinel" else f"sentinel {master}"
-        self._nodes = entrance.nodes(mode, master, self._port.clock, self._counters, timeout_s=timeout_s)
-        self._shut = Breaker(self._port.clock, pause_s=0.25, most_s=10.0)
-        names = self._names = Names(prefix, cluster=mode == "cluster")
+        self._nodes = entrance.nodes(mode, master, self._os_env.clock, self._counters, timeout_s=timeout_s)
+        self._write_breaker = CircuitBreaker(self._os_env.clock, pause_s=0.25, max_pause_s=10.0)
+        names = self._names = KeyNames(prefix, cluster=mode == "cluster")
         self._store = Store(
             names,
             self._counters,
-            self._shut,
+            self._write_breaker,
             part_bytes=part_bytes,
-            life=Life(int(expire_s * 1000), int(part_expire_s * 1000), self._port.clock),
-            signer=Signer.of(signing_key_file, "redis.signing_key_file") if signing_key_file else None,
+            ttl=RecordTTL(int(expire_s * 1000), int(part_expire_s * 1000), self._os_env.clock),
+            signer=RecordSigner.of(signing_key_file, "redis.signing_key_file") if signing_key_file else None,
         )
-        self._survey = Survey(names, self._store)
-        self._lookup = Lookup(self._nodes, names, self._store, self._port.clock)
+        self._inspector = ServerInspector(names, self._store)
+        self._lookup = PrefixLookup(self._nodes, names, self._store, self._os_env.clock)
         self._timeout_s = timeout_s
 
     def _failing(self, op: Op) -> bool:
         open_ = any(pool.breaker.is_open() for pool in self._nodes.pools())
-        return open_ or (op == "write" and self._shut.is_open())
+        return open_ or (op == "write" and self._write_breaker.is_open())
 
-    def _do(self, piece: Batch) -> None:
-        left: dict[int, str] | None = None  # all of it
+    def _execute(self, piece: Batch) -> None:
+        remaining: dict[int, str] | None = None  # all of it
         try:
-            for _ in range(_MOST_MOVES):
-                left = self._at_each(piece, left)
-                if not left:
+            for _ in range(_MAX_REDIRECTS):
+                remaining = self._run_on_each(piece, remaining)
+                if not remaining:
                     return
         except OSError as error:  # nobody knows where the servers are
-            self._end(piece, Outcome.LATE if isinstance(error, TimeoutError) else Outcome.FAILED, reason(error))
-        self._end(piece, Outcome.FAILED, "moved")
+            self._settle_rest(
+                piece, Outcome.TIMED_OUT if isinstance(error, TimeoutError) else Outcome.FAILED, reason(error)
+            )
+        self._settle_rest(piece, Outcome.FAILED, "moved")
 
-    def _at_each(self, piece: Batch, left: dict[int, str] | None) -> dict[int, str]:
+    def _run_on_each(self, piece: Batch, remaining: dict[int, str] | None) -> dict[int, str]:
         """Do the work at the servers that have these blocks; which of them turned out to be elsewhere, and where."""
         work: Work = getattr(self._store, piece.op)
         moved: dict[int, str] = {}
-        for share, part, settling in self._parts(piece, left):
+        for share, part, completion in self._parts(piece, remaining):
             try:
-                share.pool.run(partial(work, batch=part, settle=settling), piece.deadline, asking=share.asking)
+                share.pool.run(partial(work, batch=part, settle=completion), piece.deadline, asking=share.asking)
             except OSError as error:
-                self._nodes.doubt()
-                settling.rest(Outcome.LATE if isinstance(error, TimeoutError) else Outcome.FAILED, reason(error))
-            moved |= settling.moved
-            if settling.doubtful:
-                self._nodes.doubt()
+                self._nodes.mark_stale()
+                completion.settle_rest(
+                    Outcome.TIMED_OUT if isinstance(error, TimeoutError) else Outcome.FAILED, reason(error)
+                )
+            moved |= completion.moved
+            if completion.has_stale_topology:
+                self._nodes.mark_stale()
         return moved
 
-    def _parts(self, piece: Batch, left: dict[int, str] | None) -> Iterator[tuple[Share, Batch, Settling]]:
+    def _parts(self, piece: Batch, remaining: dict[int, str] | None) -> Iterator[tuple[ServerBatch, Batch, Completion]]:
         """What each server is asked for."""
-        if isinstance(self._nodes, One):
-            yield Share(self._nodes.pools()[0], piece.blocks), piece, Settling(piece, self._counters)
+        if isinstance(self._nodes, SingleServer):
+            yield ServerBatch(self._nodes.pools()[0], piece.blocks), piece, Completion(piece, self._counters)
             return
-        left = dict.fromkeys(piece.blocks, "") if left is None else left
-        of = list(left)
+        remaining = dict.fromkeys(piece.blocks, "") if remaining is None else remaining
+        of = list(remaining)
         names = self._names.records([piece.addresses[i] for i in of])
-        for share in self._nodes.divide(names, piece.deadline, list(left.values())):
+        for share in self._nodes.partition(names, piece.deadline, list(remaining.values())):
             blocks = [of[k] for k in share.keys]
             segments = [piece.segments[i] for i in blocks] if piece.segments else ()
             addresses = [piece.addresses[i] for i in blocks]
             part = replace(piece, addresses=addresses, segments=segments, first=0, end=len(blocks))
-            yield share, part, Settling(piece, self._counters, blocks=blocks, follow=True)
+            yield share, part, Completion(piece, self._counters, blocks=blocks, follow=True)
 
-    def _end(self, batch: Batch, outcome: Outcome, check: str = "") -> None:
+    def _settle_rest(self, batch: Batch, outcome: Outcome, check: str = "") -> None:
         """Settle what of a batch is not settled."""
-        Settling(batch, self._counters).rest(outcome, check)
+        Completion(batch, self._counters).settle_rest(outcome, check)
 
     def forget(self) -> None:
         """What lookups remember: the next one asks for everything."""
         self._asking.submit(self._lookup.forget).result()
 
-    def _reach(self, addresses: Sequence[Address], deadline: float | None) -> int:
-        limit = self._port.clock.now() + self._timeout_s
-        return self._lookup.leading(addresses, limit if deadline is None else min(limit, deadline))
+    def _match_prefix(self, addresses: Sequence[Address], deadline: float | None) -> int:
+        limit = self._os_env.clock.now() + self._timeout_s
+        return self._lookup.match_prefix(addresses, limit if deadline is None else min(limit, deadline))
 
     @property
     def breaker(self) -> str:
@@ -175,42 +179,42 @@ class RedisTier(FarTier):
 
     def room(self, record_bytes: int) -> int:
         """As the server's memory has it; where the server evicts by itself there is always room for what fits."""
-        facts = ask(self._nodes, self._survey.memory) or []
+        facts = ask_all(self._nodes, self._inspector.memory) or []
         return sum(fact.room(record_bytes) for fact in facts if fact)
 
-    def siblings(self, address: Address) -> list[Address]:
+    def colocated(self, address: Address) -> list[Address]:
         """Only itself: a server gives memory back record by record."""
-        found = ask(self._nodes, lambda wire: self._survey.find(wire, address)) or []
-        return [address for some in found for address in some]
+        answers = ask_all(self._nodes, lambda wire: self._inspector.find(wire, address)) or []
+        return [address for some in answers for address in some]
 
     def scan(self) -> Iterator[Address]:
         """All records of this prefix, each behind its parent where that is here too. Asks for the head of each."""
-        found = ask(self._nodes, self._survey.scan) or []
-        return iter(in_order([address for some in found for address in some]))
+        answers = ask_all(self._nodes, self._inspector.scan) or []
+        return iter(parents_first([address for some in answers for address in some]))
 
     def purge(self, namespace: bytes) -> int | None:
         """Records go one by one; here goes what a fleet counted of them, and parts whose record was evicted. OSError
         where a server does not answer, or refuses."""
-        if ask(self._nodes, partial(self._survey.purge, namespace=namespace)) is None:
+        if ask_all(self._nodes, partial(self._inspector.purge, namespace=namespace)) is None:
             raise OSError(f"redis {self.where}: it does not answer, or does not let its keys be listed")
-        keys = heat(self._names.prefix, namespace)
-        for pool, *_ in self._nodes.divide(keys[:1], None):
+        keys = popularity_keys(self._names.prefix, namespace)
+        for pool, *_ in self._nodes.partition(keys[:1], None):
             pool.run(lambda wire: wire.ask(b"UNLINK", *keys), None)
         return None
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:
-        owners.note(self._nodes, self._names, namespace, owner)
+        owners.record_owner(self._nodes, self._names, namespace, owner)
 
     def owners(self) -> Mapping[bytes, Owner]:
         """OSError where a server does not answer, or refuses."""
-        found = owners.find(self._nodes, self._names)
-        if found is None:
+        answers = owners.read_owners(self._nodes, self._names)
+        if answers is None:
             raise OSError(f"redis {self.where}: it does not answer, or does not let its keys be listed")
-        return found
+        return answers
 
     def usage(self) -> Usage:
         """Keys of the database, whoever wrote them; bytes of whole servers. Nothing while one does not answer."""
-        facts = [fact.usage() for fact in ask(self._nodes, self._survey.memory) or [] if fact]
+        facts = [fact.usage() for fact in ask_all(self._nodes, self._inspector.memory) or [] if fact]
         return Usage(
             sum(fact.records for fact in facts),
             sum(fact.used_bytes for fact in facts),
@@ -219,23 +223,23 @@ class RedisTier(FarTier):
 
     def policies(self) -> set[str]:
         """What the servers do when they are full; "" for one without a limit. None where one does not answer."""
-        return {fact.policy for fact in ask(self._nodes, self._survey.memory) or [] if fact}
+        return {fact.policy for fact in ask_all(self._nodes, self._inspector.memory) or [] if fact}
 
     def check(self) -> list[str]:
         """Whether each record lies under its own key, whole in length. Reads no payload."""
         if self._closed:
             return []
-        faults = ask(self._nodes, self._survey.check)
+        faults = ask_all(self._nodes, self._inspector.check)
         if faults is None:
             return [f"redis {self.where}: it does not answer"]
         return [fault for some in faults for fault in some]
 
-    def troubles(self) -> list[str]:
+    def health_issues(self) -> list[str]:
         """A line a server that is left alone."""
-        shut = [] if self._closed else [name for name, shut in self.breakers.items() if shut]
-        return [f"redis {name}: it does not answer, or refuses; it is tried again by itself" for name in shut]
+        write_breaker = [] if self._closed else [name for name, write_breaker in self.breakers.items() if write_breaker]
+        return [f"redis {name}: it does not answer, or refuses; it is tried again by itself" for name in write_breaker]
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         self._nodes.close()
 
     def close(self) -> bool:

@@ -18,34 +18,34 @@ from typing import Any
 from kvcache.os_env import Clock
 
 _BUFFER_BYTES = 64 << 10
-_PIECES = 512  # buffers in one sendmsg; the system takes 1,024 at most
-_MOST_SKIPPED = 16 << 20
-_LARGEST_BYTES = 512 << 20  # of a value: no server of this protocol keeps a larger one
-_DEEPEST = 16  # lists within lists
-MOST_TAKEN = 32 << 10
+_MAX_IOVECS = 512  # buffers in one sendmsg; the system takes 1,024 at most
+_MAX_SKIP_BYTES = 16 << 20
+_MAX_VALUE_BYTES = 512 << 20  # of a value: no server of this protocol keeps a larger one
+_MAX_REPLY_DEPTH = 16  # lists within lists
+MAX_TAKE_BYTES = 32 << 10
 """What `take` is asked for at most."""
 
 Piece = bytes | memoryview
 
 
-class BrokenError(OSError):
+class ProtocolError(OSError):
     """The peer does not speak RESP, or hung up."""
 
 
-class Wrong(str):
+class ErrorReply(str):
     """The reply that the server refuses with: the code that its text begins with, such as OOM or READONLY. `place`:
     the server that it sends us to, HOST:PORT, where it does."""
 
     __slots__ = ("place",)
     place: str
 
-    def __new__(cls, code: str, place: str = "") -> Wrong:
+    def __new__(cls, code: str, place: str = "") -> ErrorReply:
         made = super().__new__(cls, code)
         made.place = place
         return made
 
 
-class Wire:
+class RespConnection:
     def __init__(self, made: Any, sock: Any, clock: Clock) -> None:
         """Of a connected redis-py connection and its socket."""
         self._made, self._sock, self._clock = made, sock, clock
@@ -61,29 +61,29 @@ class Wire:
         self.wrong = ""  # the last refusal; whoever runs a call clears it before
         self.asking = False  # for keys on their way to this server: ASKING goes before each command
         self.tracked = False  # the server tells when a key that was asked for here changes
-        self._being_told = False
-        self.changed: list[bytes] | None = []  # of these keys it told; None: all of them may have
+        self._is_tracking = False
+        self.invalidated_keys: list[bytes] | None = []  # of these keys it told; None: all of them may have
 
-    def allow(self, seconds: float) -> None:
+    def set_deadline(self, seconds: float) -> None:
         """From now on."""
         self._allowed_s = seconds
-        self.renew()
+        self.extend_deadline()
 
-    def renew(self) -> None:
+    def extend_deadline(self) -> None:
         """As much time again, for work of many steps that nobody waits for."""
         self.deadline = self._clock.now() + self._allowed_s
 
     def _wait(self) -> None:
-        left = self.deadline - self._clock.now()
-        if left <= 0:
+        remaining = self.deadline - self._clock.now()
+        if remaining <= 0:
             raise TimeoutError("deadline")
         if self._encrypted:
-            self._sock.settimeout(left)
-        elif not 0.8 * self._limit_s <= left <= self._limit_s:  # near enough: telling it costs as much as a call
-            limit = pack("ll", *divmod(int(left * 1e6) + 1, 1_000_000))
+            self._sock.settimeout(remaining)
+        elif not 0.8 * self._limit_s <= remaining <= self._limit_s:  # near enough: telling it costs as much as a call
+            limit = pack("ll", *divmod(int(remaining * 1e6) + 1, 1_000_000))
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            self._limit_s = left
+            self._limit_s = remaining
 
     def _receive(self, into: memoryview, flags: int = 0) -> int:
         self._wait()
@@ -92,7 +92,7 @@ class Wire:
         except BlockingIOError:
             raise TimeoutError("deadline") from None
         if not got:
-            raise BrokenError("closed")
+            raise ProtocolError("closed")
         self.received += got
         return int(got)
 
@@ -102,19 +102,19 @@ class Wire:
                 self._wait()
                 self._sock.sendall(piece)
             return
-        left = list(pieces)
+        remaining = list(pieces)
         first = 0
-        while first < len(left):
+        while first < len(remaining):
             self._wait()
             try:
-                sent = self._sock.sendmsg(left[first : first + _PIECES])
+                sent = self._sock.sendmsg(remaining[first : first + _MAX_IOVECS])
             except BlockingIOError:
                 raise TimeoutError("deadline") from None
-            while first < len(left) and sent >= len(left[first]):
-                sent -= len(left[first])
+            while first < len(remaining) and sent >= len(remaining[first]):
+                sent -= len(remaining[first])
                 first += 1
             if sent:
-                left[first] = memoryview(left[first])[sent:]
+                remaining[first] = memoryview(remaining[first])[sent:]
 
     def _more(self) -> None:
         """Make the buffer hold more than it does."""
@@ -123,12 +123,12 @@ class Wire:
             self._buffer[:rest] = bytes(self._buffer[self._at : self._end])
             self._at, self._end = 0, rest
         if self._end == _BUFFER_BYTES:
-            raise BrokenError("protocol")
+            raise ProtocolError("protocol")
         self._end += self._receive(self._buffer[self._end :])
 
     def _line(self) -> bytes:
         while (line := self._raw_line())[:1] == b">":  # nobody asked for it: it stands between two replies
-            self._told(line)
+            self._on_push(line)
         return line
 
     def _raw_line(self) -> bytes:
@@ -138,11 +138,11 @@ class Wire:
         self._at = end + 2
         return line
 
-    def track(self) -> None:
+    def enable_tracking(self) -> None:
         """Have the server tell of changes, where it can. Of a connection that speaks RESP 3."""
         self.tracked = self.ask(b"CLIENT", b"TRACKING", b"ON") == b"OK"
 
-    def hear(self) -> None:
+    def read_invalidations(self) -> None:
         """Take in what the server has told meanwhile; waits for nothing."""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
@@ -150,32 +150,32 @@ class Wire:
             if self._at == self._end:
                 self._more()
             if self._bytes[self._at : self._at + 1] != b">":
-                raise BrokenError("protocol")
-            self._told(self._raw_line())
+                raise ProtocolError("protocol")
+            self._on_push(self._raw_line())
 
     def _answer(self) -> bytes:
         """The first line of the reply to a command."""
         if self.asking and self._line()[:1] not in (b"+", b"-"):
-            raise BrokenError("protocol")
+            raise ProtocolError("protocol")
         return self._line()
 
-    def _told(self, line: bytes) -> None:
+    def _on_push(self, line: bytes) -> None:
         """What the server tells unasked, of which this is the first line."""
-        if self._being_told:
-            raise BrokenError("protocol")
-        self._being_told = True
-        said = [self.reply(1) for _ in range(_number(line))]
-        self._being_told = False
-        if said[:1] != [b"invalidate"]:
+        if self._is_tracking:
+            raise ProtocolError("protocol")
+        self._is_tracking = True
+        message = [self.reply(1) for _ in range(_number(line))]
+        self._is_tracking = False
+        if message[:1] != [b"invalidate"]:
             return
-        told = said[1:]
-        names = told[0] if len(told) == 1 and isinstance(told[0], list) else []
-        if told not in ([None], [names]) or not all(isinstance(name, bytes) for name in names):
-            raise BrokenError("protocol")
-        if self.changed is not None:
-            self.changed = None if told == [None] else self.changed + names
+        arguments = message[1:]
+        names = arguments[0] if len(arguments) == 1 and isinstance(arguments[0], list) else []
+        if arguments not in ([None], [names]) or not all(isinstance(name, bytes) for name in names):
+            raise ProtocolError("protocol")
+        if self.invalidated_keys is not None:
+            self.invalidated_keys = None if arguments == [None] else self.invalidated_keys + names
 
-    def take(self, size: int) -> bytes:
+    def read_exact(self, size: int) -> bytes:
         """The next bytes, few enough for the buffer."""
         while self._end - self._at < size:
             self._more()
@@ -183,7 +183,7 @@ class Wire:
         self._at += size
         return taken
 
-    def fill(self, into: memoryview) -> None:
+    def read_into(self, into: memoryview) -> None:
         """The next bytes, into the caller's memory."""
         done = min(len(into), self._end - self._at)
         into[:done] = self._buffer[self._at : self._at + done]
@@ -193,8 +193,8 @@ class Wire:
 
     def skip(self, size: int) -> None:
         """Let bytes go by. So many that a new connection is cheaper end this one."""
-        if size > _MOST_SKIPPED:
-            raise BrokenError("length")
+        if size > _MAX_SKIP_BYTES:
+            raise ProtocolError("length")
         while size:
             if self._at == self._end:
                 self._more()
@@ -202,26 +202,26 @@ class Wire:
             self._at += step
             size -= step
 
-    def bulk(self) -> int | Wrong | None:
+    def bulk(self) -> int | ErrorReply | None:
         """The length of the value that follows, whose bytes and `end` are the caller's to take."""
         line = self._answer()
         if line[:1] == b"-":
             return self._refused(line)
         if line[:1] != b"$":
-            raise BrokenError("protocol")
+            raise ProtocolError("protocol")
         size = _number(line)
         return size if size >= 0 else None
 
     def end(self) -> None:
-        if self.take(2) != b"\r\n":
-            raise BrokenError("protocol")
+        if self.read_exact(2) != b"\r\n":
+            raise ProtocolError("protocol")
 
-    def heads(self, count: int, size: int) -> list[bytes | Wrong]:
+    def heads(self, count: int, size: int) -> list[bytes | ErrorReply]:
         """The replies to as many GETRANGEs, each of `size` bytes at most. Those of full length, nearly all, are cut
         from the buffer at once."""
         full = b"$%d\r\n" % size
         skip, step = len(full), len(full) + size + 2
-        heads: list[bytes | Wrong] = []
+        heads: list[bytes | ErrorReply] = []
         while len(heads) < count:
             data = bytes(self._buffer[self._at : self._end])  # whose slices are bytes at once
             at, most = 0, 0 if self.asking else min(len(data) // step, count - len(heads))
@@ -231,12 +231,12 @@ class Wire:
             self._at += at
             if len(heads) < count:
                 length = self.bulk()
-                if isinstance(length, Wrong):
+                if isinstance(length, ErrorReply):
                     heads.append(length)
                     continue
                 if length is None or length > size:
-                    raise BrokenError("protocol")
-                heads.append(self.take(length))
+                    raise ProtocolError("protocol")
+                heads.append(self.read_exact(length))
                 self.end()
         return heads
 
@@ -256,27 +256,27 @@ class Wire:
         if number < 0:
             return None
         if kind == b"*":
-            if depth == _DEEPEST:
-                raise BrokenError("protocol")
+            if depth == _MAX_REPLY_DEPTH:
+                raise ProtocolError("protocol")
             return [self.reply(depth + 1) for _ in range(number)]
         if kind != b"$":
-            raise BrokenError("protocol")
-        if number > _LARGEST_BYTES:  # before there is memory for it
-            raise BrokenError("length")
-        value = self.take(number) if number <= _BUFFER_BYTES - 2 else self._large(number)
+            raise ProtocolError("protocol")
+        if number > _MAX_VALUE_BYTES:  # before there is memory for it
+            raise ProtocolError("length")
+        value = self.read_exact(number) if number <= _BUFFER_BYTES - 2 else self._large(number)
         self.end()
         return value
 
     def _large(self, size: int) -> bytes:
         value = bytearray(size)
-        self.fill(memoryview(value))
+        self.read_into(memoryview(value))
         return bytes(value)
 
-    def _refused(self, line: bytes) -> Wrong:
+    def _refused(self, line: bytes) -> ErrorReply:
         """The code of a refusal; its text may quote what was sent, and goes nowhere."""
         code, *words = line[1:].decode("ascii", "replace").split(" ", 3)
         redirected = code in ("ASK", "MOVED") and len(words) == 2
-        wrong = Wrong(code[:32] if code.isalpha() else "ERR", words[1] if redirected else "")
+        wrong = ErrorReply(code[:32] if code.isalpha() else "ERR", words[1] if redirected else "")
         self.wrong = self.wrong or wrong
         return wrong
 
@@ -285,12 +285,12 @@ class Wire:
         return self.reply()
 
     @property
-    def before(self) -> bytes:
+    def command_prefix(self) -> bytes:
         """What goes before each command."""
         return _ASKING if self.asking else b""
 
     def command(self, *words: bytes) -> bytes:
-        return self.before + _command(*words)
+        return self.command_prefix + _command(*words)
 
     def store(self, name: bytes, value: Sequence[Piece], *, expire_ms: int, only_new: bool = True) -> list[Piece]:
         """SET with a value in pieces, none of them copied."""
@@ -298,9 +298,9 @@ class Wire:
         tail = ([b"NX"] if only_new else []) + ([b"PX", b"%d" % expire_ms] if expire_ms else [])
         set_ = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(tail), len(name), name, size)
         end = b"\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in tail])
-        return [self.before + set_, *value, end]
+        return [self.command_prefix + set_, *value, end]
 
-    def stale(self) -> bool:
+    def is_stale(self) -> bool:
         """Whether something has come that nobody asked for: an answer too many, or the end."""
         if self._at < self._end:
             return True
@@ -328,4 +328,4 @@ def _number(line: bytes) -> int:
     try:
         return int(line[1:])
     except ValueError:
-        raise BrokenError("protocol") from None
+        raise ProtocolError("protocol") from None

@@ -5,7 +5,7 @@
     after = copier.mark(compute_stream)                 # where the engine is now
     copy = copier.gather(pages, page_ids, payloads, after=after)
     copy = copier.scatter(pages, page_ids, payloads)    # by runs of layers
-    copy.hold(compute_stream, layer=0)                  # what comes next on that stream waits for layer 0
+    copy.block_stream(compute_stream, layer=0)                  # what comes next on that stream waits for layer 0
     copy.wait()
 
 There are three ways, taken by size:
@@ -32,21 +32,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import LayoutError
-from kvcache.transfer.cpu import Axes, check_call
+from kvcache.transfer.cpu import BlockAxes, check_call
 from kvcache.transfer.cuda.crossover import Crossover, measure
-from kvcache.transfer.cuda.device import CupyDevice, Device, Event, Memory
+from kvcache.transfer.cuda.device import CupyDevice, Device, DeviceMemory, Event
 from kvcache.transfer.cuda.kernels import Direction, Launch, launches
-from kvcache.transfer.cuda.quantise import Format, Quantised
+from kvcache.transfer.cuda.quantise import Format, QuantisedPages
 from kvcache.transfer.pages import GroupPages
 from kvcache.transfer.pinned import PinnedRegions, address_of
-from kvcache.transfer.walk import Plan, plan, plan_within
+from kvcache.transfer.walk import CopyPlan, copy_plan, page_copy_plan
 
 # What of a copy is put on a stream between two events: a run of layers, which the payload holds in one piece.
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    plan: Plan | None  # none where the payload is not the elements as they are
+class CopyPart:
+    plan: CopyPlan | None  # none where the payload is not the elements as they are
     launches: Callable[[Direction, Sequence[int], NDArray[np.int64], int], Iterator[Launch]]
     end: int  # layer, excluded
     start: int  # in bytes of the payload
@@ -54,29 +54,31 @@ class Part:
     alignment: int = 1  # that kernels want of payloads
 
 
-def parts(pages: GroupPages, form: Quantised | None, blocks: int, run_bytes: int | None) -> list[Part]:
+def copy_parts(pages: GroupPages, form: QuantisedPages | None, blocks: int, run_bytes: int | None) -> list[CopyPart]:
     """One; or runs of layers of `run_bytes` and more in all blocks together, where the layout has layers outermost."""
     layers, size = pages.shard.layers, pages.block_bytes
     if form is not None:
-        return [Part(None, form.launches, layers, 0, form.payload_bytes, 4)]
+        return [CopyPart(None, form.launches, layers, 0, form.payload_bytes, 4)]
     count = 1
-    if run_bytes is not None and Axes.of(pages).payload[0] * layers == size:
+    if run_bytes is not None and BlockAxes.of(pages).payload[0] * layers == size:
         count = min(layers, max(1, size * blocks // run_bytes))
     made = []
     for i in range(count):
         first, end = layers * i // count, layers * (i + 1) // count
-        run = plan(pages, (first, end))
+        run = copy_plan(pages, (first, end))
         start, stop = size * first // layers, size * end // layers
-        made.append(Part(run, partial(launches, run), end, start, stop - start))
+        made.append(CopyPart(run, partial(launches, run), end, start, stop - start))
     return made
 
 
-Way = Literal["direct", "staged", "mapped"]
+CopyPath = Literal["direct", "staged", "mapped"]
 
 STAGING_BYTES = 32 << 20
-RUN_BYTES = 4 << 20  # of layers between two events: some 80 microseconds of the bus, ten times what a launch costs
-BUS_BLOCKS = 32  # blocks of threads that keep the bus busy
-DEVICE_BLOCKS = 8  # a multiprocessor, to keep the device's memory busy
+LAYER_RUN_BYTES = (
+    4 << 20
+)  # of layers between two events: some 80 microseconds of the bus, ten times what a launch costs
+BUS_THREAD_BLOCKS = 32  # blocks of threads that keep the bus busy
+DEVICE_BLOCKS_PER_SM = 8  # a multiprocessor, to keep the device's memory busy
 _ALIGNMENT = 256
 _POLL_S = 20e-6
 
@@ -91,7 +93,7 @@ class CudaCopy:
     device: Device
     ends: list[int]  # of each run of layers, excluded
     events: list[Event]
-    ways: list[Way]  # how each run went
+    ways: list[CopyPath]  # how each run went
     keep: tuple[object, ...] = field(repr=False)  # alive until this is collected
 
     @property
@@ -111,13 +113,13 @@ class CudaCopy:
             return True
         deadline = time.monotonic() + timeout_s
         while not event.done:
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
                 return False
-            time.sleep(min(left, _POLL_S))
+            time.sleep(min(remaining_s, _POLL_S))
         return True
 
-    def hold(self, stream: int, layer: int | None = None) -> None:
+    def block_stream(self, stream: int, layer: int | None = None) -> None:
         """What is put on the engine's `stream` from now on begins after this layer, or all of the copy."""
         event = self._event(self.ends[-1] - 1 if layer is None and self.ends else layer or 0)
         if event is not None:
@@ -140,17 +142,21 @@ class CudaCopier:
         *,
         compute_stream: int | Callable[[], int] = 0,
         crossover: Crossover | None = None,
-        way: Way | None = None,
+        way: CopyPath | None = None,
         staging_bytes: int = STAGING_BYTES,
-        run_bytes: int = RUN_BYTES,
-        bus_blocks: int = BUS_BLOCKS,
+        run_bytes: int = LAYER_RUN_BYTES,
+        bus_blocks: int = BUS_THREAD_BLOCKS,
     ) -> None:
         self.device = CupyDevice(device) if isinstance(device, int) else device
         self.pinned = PinnedRegions(self.device)
         self.compute_stream, self.way = compute_stream, way
         self._staging_bytes, self._run_bytes, self._bus_blocks = staging_bytes, run_bytes, bus_blocks
-        self._lanes = {"gather": _Lane(self.device), "scatter": _Lane(self.device), "within": _Lane(self.device)}
-        self.crossover = crossover or measure(self.device, self._lanes["gather"].stream, bus_blocks)
+        self._streams_by_direction = {
+            "gather": _CopyStream(self.device),
+            "scatter": _CopyStream(self.device),
+            "within": _CopyStream(self.device),
+        }
+        self.crossover = crossover or measure(self.device, self._streams_by_direction["gather"].stream, bus_blocks)
 
     def mark(self, stream: int | None = None) -> Event:
         """Where the engine's stream is now: give it to the copy that must come after what was put there."""
@@ -196,18 +202,18 @@ class CudaCopier:
             raise LayoutError(
                 f"{len(sources)} pages to {len(targets)}: expected each target once, and no source as one"
             )
-        lane, payloads = self._lanes["within"], np.asarray(targets, np.int64) * pages.page_stride
-        with lane.in_order():
-            self._follow(lane, after)
-            self._launch(launches(plan_within(pages), "gather", sources, payloads, self._device_blocks), lane)
-            return CudaCopy(self.device, [pages.shard.layers], [self.device.record(lane.stream)], [], (pages,))
+        copy_stream, payloads = self._streams_by_direction["within"], np.asarray(targets, np.int64) * pages.page_stride
+        with copy_stream.in_order():
+            self._follow(copy_stream, after)
+            self._launch(launches(page_copy_plan(pages), "gather", sources, payloads, self._device_blocks), copy_stream)
+            return CudaCopy(self.device, [pages.shard.layers], [self.device.record(copy_stream.stream)], [], (pages,))
 
     def close(self) -> None:
         """Wait for what is under way, and unpin."""
-        for lane in self._lanes.values():
-            with lane.in_order():
-                lane.drain()
-                lane.staging = None
+        for copy_stream in self._streams_by_direction.values():
+            with copy_stream.in_order():
+                copy_stream.drain()
+                copy_stream.staging = None
         self.pinned.close()
 
     def _copy(
@@ -219,7 +225,7 @@ class CudaCopier:
         after: Event | None,
         quantised: Format | None,
     ) -> CudaCopy:
-        form = Quantised(quantised, pages) if quantised else None
+        form = QuantisedPages(quantised, pages) if quantised else None
         size, writable = form.payload_bytes if form else pages.block_bytes, direction == "gather"
         check_call(pages, page_ids, buffers, writable=writable, device=self.device.name, block_bytes=size)
         if form and direction == "scatter" and not all(map(form.sound, buffers)):
@@ -227,37 +233,37 @@ class CudaCopier:
         copy = CudaCopy(self.device, [], [], [], (pages, buffers))
         if not buffers:
             return copy
-        here = np.array([address_of(buffer) for buffer in buffers], np.int64)
-        mapped = self._mapped(here, size)
-        lane = self._lanes[direction]
-        with lane.in_order():
-            self._follow(lane, after)
-            for part in parts(pages, form, len(buffers), self._run_bytes if direction == "scatter" else None):
+        addresses = np.array([address_of(buffer) for buffer in buffers], np.int64)
+        mapped = self._mapped(addresses, size)
+        copy_stream = self._streams_by_direction[direction]
+        with copy_stream.in_order():
+            self._follow(copy_stream, after)
+            for part in copy_parts(pages, form, len(buffers), self._run_bytes if direction == "scatter" else None):
                 way = self._way(direction, part, mapped)
                 if way == "direct" and part.plan is not None:
-                    self._direct(direction, part.plan, page_ids, here, lane)
+                    self._direct(direction, part.plan, page_ids, addresses, copy_stream)
                 elif way == "mapped" and mapped is not None:
-                    self._launch(part.launches(direction, page_ids, mapped, self._bus_blocks), lane)
+                    self._launch(part.launches(direction, page_ids, mapped, self._bus_blocks), copy_stream)
                 else:
-                    self._staged(direction, part, page_ids, here, lane, pinned=mapped is not None)
+                    self._staged(direction, part, page_ids, addresses, copy_stream, pinned=mapped is not None)
                 copy.ways.append(way)
                 copy.ends.append(part.end)
-                copy.events.append(self.device.record(lane.stream))
+                copy.events.append(self.device.record(copy_stream.stream))
         return copy
 
     @property
     def _device_blocks(self) -> int:
-        return DEVICE_BLOCKS * self.device.multiprocessors
+        return DEVICE_BLOCKS_PER_SM * self.device.multiprocessors
 
-    def _follow(self, lane: _Lane, after: Event | None) -> None:
-        self.device.follow(lane.stream, self.mark() if after is None else after)
+    def _follow(self, copy_stream: _CopyStream, after: Event | None) -> None:
+        self.device.follow(copy_stream.stream, self.mark() if after is None else after)
 
-    def _mapped(self, here: NDArray[np.int64], size_bytes: int) -> NDArray[np.int64] | None:
+    def _mapped(self, addresses: NDArray[np.int64], size_bytes: int) -> NDArray[np.int64] | None:
         """Where kernels find the buffers; None unless all of them are pinned."""
-        found = [self.pinned.find(address, size_bytes) for address in here.tolist()]
+        found = [self.pinned.find(address, size_bytes) for address in addresses.tolist()]
         return None if None in found else np.array(found, np.int64)
 
-    def _way(self, direction: Direction, part: Part, mapped: NDArray[np.int64] | None) -> Way:
+    def _way(self, direction: Direction, part: CopyPart, mapped: NDArray[np.int64] | None) -> CopyPath:
         if mapped is None or (mapped % part.alignment).any():
             return "staged"
         wanted = self.way
@@ -269,53 +275,58 @@ class CudaCopier:
         return "staged" if wanted == "direct" and part.plan is None else wanted
 
     def _direct(
-        self, direction: Direction, the_plan: Plan, page_ids: Sequence[int], here: NDArray[np.int64], lane: _Lane
+        self,
+        direction: Direction,
+        the_plan: CopyPlan,
+        page_ids: Sequence[int],
+        addresses: NDArray[np.int64],
+        copy_stream: _CopyStream,
     ) -> None:
         fragments = (the_plan.roots[:, None] + the_plan.walk.places[None]).reshape(-1, 2)
-        starts = np.stack([np.asarray(page_ids, np.int64) * the_plan.page_step, here], axis=1)
+        starts = np.stack([np.asarray(page_ids, np.int64) * the_plan.page_step, addresses], axis=1)
         ends = (starts[:, None] + fragments[None]).reshape(-1, 2).astype(np.uint64)
         target, origin = (1, 0) if direction == "gather" else (0, 1)
         sizes = np.full(len(ends), the_plan.walk.run, np.uint64)
-        self.device.copy(ends[:, target], ends[:, origin], sizes, lane.stream, pinned=True)
+        self.device.copy(ends[:, target], ends[:, origin], sizes, copy_stream.stream, pinned=True)
 
     def _staged(
         self,
         direction: Direction,
-        part: Part,
+        part: CopyPart,
         page_ids: Sequence[int],
-        here: NDArray[np.int64],
-        lane: _Lane,
+        addresses: NDArray[np.int64],
+        copy_stream: _CopyStream,
         *,
         pinned: bool,
     ) -> None:
         slot = -(-part.size_bytes // _ALIGNMENT) * _ALIGNMENT
-        if lane.staging is None or lane.staging_bytes < slot:
-            lane.staging_bytes = max(slot, self._staging_bytes)
-            lane.staging = self.device.memory(lane.staging_bytes, lane.stream)
-        at_a_time = lane.staging_bytes // slot
-        for first in range(0, len(here), at_a_time):
-            host = (here[first : first + at_a_time] + part.start).astype(np.uint64)
-            staged = lane.staging.pointer + slot * np.arange(len(host), dtype=np.int64)
+        if copy_stream.staging is None or copy_stream.staging_bytes < slot:
+            copy_stream.staging_bytes = max(slot, self._staging_bytes)
+            copy_stream.staging = self.device.memory(copy_stream.staging_bytes, copy_stream.stream)
+        at_a_time = copy_stream.staging_bytes // slot
+        for first in range(0, len(addresses), at_a_time):
+            host = (addresses[first : first + at_a_time] + part.start).astype(np.uint64)
+            staged = copy_stream.staging.pointer + slot * np.arange(len(host), dtype=np.int64)
             there, sizes = staged.astype(np.uint64), np.full(len(host), part.size_bytes, np.uint64)
             ids = page_ids[first : first + at_a_time]
             if direction == "scatter":
-                self.device.copy(there, host, sizes, lane.stream, pinned=pinned)
-            self._launch(part.launches(direction, ids, staged - part.start, self._device_blocks), lane)
+                self.device.copy(there, host, sizes, copy_stream.stream, pinned=pinned)
+            self._launch(part.launches(direction, ids, staged - part.start, self._device_blocks), copy_stream)
             if direction == "gather":
-                self.device.copy(host, there, sizes, lane.stream, pinned=pinned)
+                self.device.copy(host, there, sizes, copy_stream.stream, pinned=pinned)
 
-    def _launch(self, these: Iterator[Launch], lane: _Lane) -> None:
+    def _launch(self, these: Iterator[Launch], copy_stream: _CopyStream) -> None:
         for launch in these:
-            self.device.launch(launch, lane.stream)
+            self.device.launch(launch, copy_stream.stream)
 
 
-class _Lane:
+class _CopyStream:
     """A stream for one kind of copy, and the device's memory by which staged ones go."""
 
     def __init__(self, device: Device) -> None:
         self._device, self._lock = device, threading.Lock()
         self.stream = device.stream()
-        self.staging: Memory | None = None
+        self.staging: DeviceMemory | None = None
         self.staging_bytes = 0
 
     @contextmanager

@@ -14,12 +14,12 @@ import numpy as np
 
 from kvcache.transfer.cuda.device import Device
 from kvcache.transfer.cuda.kernels import Direction, launches
-from kvcache.transfer.walk import Plan, Walk
+from kvcache.transfer.walk import CopyPlan, FragmentWalk
 
 SIZES = tuple(1 << power for power in range(14, 23))  # 16 KiB to 4 MiB
 NEVER = sys.maxsize
 _TOTAL_BYTES = 16 << 20
-_KEEPS_UP = 0.97
+_MIN_RATE_RATIO = 0.97
 _RUNS = 3
 
 
@@ -31,17 +31,17 @@ class Crossover:
     scatter: int  # to the device
 
 
-def crossing(dma: Mapping[int, float], kernel: float) -> int:
+def crossover_bytes(dma: Mapping[int, float], kernel: float) -> int:
     """The size from which on each measured rate of DMA keeps up with the kernel's; NEVER where none does."""
     found = NEVER
     for size in sorted(dma, reverse=True):
-        if dma[size] < _KEEPS_UP * kernel:
+        if dma[size] < _MIN_RATE_RATIO * kernel:
             break
         found = size
     return found
 
 
-class Rates:
+class TransferRates:
     """Bytes a second over the bus, of pinned memory: by DMA in copies of one size, and by the kernel."""
 
     def __init__(self, device: Device, stream: int, bus_blocks: int, total_bytes: int = _TOTAL_BYTES) -> None:
@@ -57,7 +57,7 @@ class Rates:
         return self._rate(lambda: self._device.copy(*ends, sizes, self._stream, pinned=True), len(starts) * size)
 
     def kernel(self, direction: Direction) -> float:
-        whole = Plan(np.array([[self._there.pointer, 0]], np.int64), Walk((), self._total), 0)
+        whole = CopyPlan(np.array([[self._there.pointer, 0]], np.int64), FragmentWalk((), self._total), 0)
         here = np.array([self._here.pointer], np.int64)
         (launch,) = launches(whole, direction, [0], here, self._bus_blocks)
         return self._rate(lambda: self._device.launch(launch, self._stream), self._total)
@@ -69,9 +69,9 @@ class Rates:
 
 def measure(device: Device, stream: int, bus_blocks: int, sizes: Sequence[int] = SIZES) -> Crossover:
     """Some tens of milliseconds."""
-    rates = Rates(device, stream, bus_blocks)
+    rates = TransferRates(device, stream, bus_blocks)
     gather, scatter = (
-        crossing({size: rates.dma(direction, size) for size in sizes}, rates.kernel(direction))
+        crossover_bytes({size: rates.dma(direction, size) for size in sizes}, rates.kernel(direction))
         for direction in ("gather", "scatter")
     )
     return Crossover(gather, scatter)

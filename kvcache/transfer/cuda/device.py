@@ -36,7 +36,7 @@ ATTRIBUTES = np.dtype(
 _IN_STREAM_ORDER, _BESIDE_COMPUTE = 1, 1
 
 
-class Batch:
+class BatchCopy:
     """The driver's call, or that there is none."""
 
     def __init__(self, library: Any) -> None:
@@ -50,7 +50,7 @@ class Batch:
         )
 
     @classmethod
-    def of_driver(cls) -> Batch:
+    def of_driver(cls) -> BatchCopy:
         try:
             return cls(ctypes.CDLL("libcuda.so.1"))
         except OSError:
@@ -92,7 +92,7 @@ class Event(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class DeviceMemory:
     """Given back when it is collected. `pointer` is the address for the host as well as for the device."""
 
     pointer: int
@@ -117,10 +117,10 @@ class Device(Protocol):
         """Copies between host and device, in any order among themselves. Where the host's memory is not `pinned` the
         call may wait for them."""
 
-    def memory(self, size_bytes: int, stream: int) -> Memory:
+    def memory(self, size_bytes: int, stream: int) -> DeviceMemory:
         """Of the device, for use on that stream."""
 
-    def host_memory(self, size_bytes: int) -> Memory:
+    def host_memory(self, size_bytes: int) -> DeviceMemory:
         """Of the host, pinned."""
 
     def register(self, address: int, size_bytes: int, *, read_only: bool = False) -> int:
@@ -151,7 +151,7 @@ class CupyDevice:
         self.name = f"cuda:{index}"
         self._device = cupy.cuda.Device(index)
         self.multiprocessors: int = self._device.attributes["MultiProcessorCount"]
-        self._batch = Batch.of_driver()
+        self._batch = BatchCopy.of_driver()
         self._streams: dict[int, Any] = {}
         self._modules: dict[str, Any] = {}
         self._kernels: dict[str, Any] = {}
@@ -191,15 +191,15 @@ class CupyDevice:
             for target, origin, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
                 self._runtime.memcpyAsync(target, origin, size, self._runtime.memcpyDefault, stream)
 
-    def memory(self, size_bytes: int, stream: int) -> Memory:
+    def memory(self, size_bytes: int, stream: int) -> DeviceMemory:
         with self._device, self._streams[stream]:
             made = self._cupy.cuda.alloc(size_bytes)
-        return Memory(int(made.ptr), made)
+        return DeviceMemory(int(made.ptr), made)
 
-    def host_memory(self, size_bytes: int) -> Memory:
+    def host_memory(self, size_bytes: int) -> DeviceMemory:
         with self._device:
             made = self._cupy.cuda.alloc_pinned_memory(size_bytes)
-        return Memory(int(made.ptr), made)
+        return DeviceMemory(int(made.ptr), made)
 
     def register(self, address: int, size_bytes: int, *, read_only: bool = False) -> int:
         with self._device:

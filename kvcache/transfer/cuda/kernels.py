@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import LayoutError
-from kvcache.transfer.walk import Plan
+from kvcache.transfer.walk import CopyPlan
 
 Direction = Literal["gather", "scatter"]
 Grid = tuple[int, int]
@@ -32,7 +32,7 @@ class Launch(NamedTuple):
 
 THREADS = 256
 UNROLL = 4
-ROOTS, BLOCKS, MAX_AXES = 64, 128, 5
+MAX_ROOTS, MAX_BLOCKS, MAX_AXES = 64, 128, 5
 WIDTHS = (16, 8, 4, 2, 1)
 OPTIONS = ("-std=c++17",)
 
@@ -47,14 +47,14 @@ JOB = np.dtype(
         ("vectors", "u4"),
         ("blocks", "u4"),
         ("roots", "u4"),
-        ("root", PAIR, (ROOTS,)),
-        ("block", PAIR, (BLOCKS,)),
+        ("root", PAIR, (MAX_ROOTS,)),
+        ("block", PAIR, (MAX_BLOCKS,)),
     ],
     align=True,
 )
 
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
-_HERE = Path(__file__).parents[1]
+_PACKAGE_DIR = Path(__file__).parents[1]
 
 
 def source(name: str) -> str:
@@ -62,7 +62,9 @@ def source(name: str) -> str:
 
     One text, since CuPy's cache is keyed by the text alone: a header found by a path could change unseen.
     """
-    sources = next(place for place in (_HERE / "csrc", _HERE.parent / "csrc") if (place / "cuda").is_dir())
+    sources = next(
+        place for place in (_PACKAGE_DIR / "csrc", _PACKAGE_DIR.parent / "csrc") if (place / "cuda").is_dir()
+    )
     seen: set[Path] = set()
 
     def text(path: Path) -> str:
@@ -82,18 +84,18 @@ def division(divisor: int) -> tuple[int, int, int]:
     return divisor, (((1 << shift) - divisor) << 32) // divisor + 1, shift
 
 
-def width(plan: Plan, payloads: NDArray[np.int64]) -> int:
+def access_width(plan: CopyPlan, payloads: NDArray[np.int64]) -> int:
     """Bytes of the widest access that every address of a copy allows."""
     return gcd(WIDTHS[0], plan.alignment, int(np.bitwise_or.reduce(payloads)))
 
 
 def launches(
-    plan: Plan, direction: Direction, page_ids: Sequence[int], payloads: NDArray[np.int64], most_blocks: int
+    plan: CopyPlan, direction: Direction, page_ids: Sequence[int], payloads: NDArray[np.int64], most_blocks: int
 ) -> Iterator[Launch]:
     """What copies these blocks, on about `most_blocks` blocks of threads at most."""
     if not len(page_ids):
         return
-    wide = width(plan, payloads)
+    wide = access_width(plan, payloads)
     walk = plan.walk
     vectors = walk.fragments * (walk.run // wide)
     if vectors >= 1 << 31:
@@ -106,8 +108,8 @@ def launches(
     places = block_places(page_ids, plan.page_step, payloads)
     roots = plan.roots.astype(np.uint64).view(PAIR)[:, 0]
     along = min(most_blocks, -(-vectors // (THREADS * UNROLL)))
-    for some in pieces(roots, ROOTS):
-        for these in pieces(places, BLOCKS):
+    for some in chunked(roots, MAX_ROOTS):
+        for these in chunked(places, MAX_BLOCKS):
             one = job.copy()
             one["roots"], one["blocks"] = len(some), len(these)
             one["root"][0, : len(some)] = some
@@ -122,7 +124,7 @@ def block_places(page_ids: Sequence[int], page_step: int, payloads: NDArray[np.i
     return places.astype(np.uint64).view(PAIR)[:, 0]
 
 
-def pieces(array: NDArray[Any], most: int) -> Iterator[NDArray[Any]]:
+def chunked(array: NDArray[Any], most: int) -> Iterator[NDArray[Any]]:
     """Of at most so many elements, in order."""
     for first in range(0, len(array), most):
         yield array[first : first + most]

@@ -17,26 +17,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvcache.errors import LayoutError
-from kvcache.transfer.cpu import Axes
+from kvcache.transfer.cpu import BlockAxes
 from kvcache.transfer.cuda.kernels import (
-    BLOCKS,
     DIVISION,
+    MAX_BLOCKS,
+    MAX_ROOTS,
     PAIR,
-    ROOTS,
     THREADS,
     Direction,
     Launch,
     block_places,
+    chunked,
     division,
-    pieces,
 )
 from kvcache.transfer.pages import GroupPages
 
 Format = Literal["fp8", "int8"]
 
 GROUP_TOKENS = 16
-LEAST_SCALE = {"bf16": 2.0**-126, "fp32": 2.0**-126, "fp16": 2.0**-24}
-MOST_SCALE = 2.0**100
+MIN_SCALE = {"bf16": 2.0**-126, "fp32": 2.0**-126, "fp16": 2.0**-24}
+MAX_SCALE = 2.0**100
 
 _LANES = 32
 _WIDE_BYTES = 16  # of elements that one thread takes at a time
@@ -58,15 +58,15 @@ JOB = np.dtype(
         ("head", "i8"),
         ("element", "i8"),
         ("codes", "u8"),
-        ("root", "u8", (ROOTS,)),
-        ("block", PAIR, (BLOCKS,)),
+        ("root", "u8", (MAX_ROOTS,)),
+        ("block", PAIR, (MAX_BLOCKS,)),
     ],
     align=True,
 )
 
 
 @dataclass(frozen=True)
-class Quantised:
+class QuantisedPages:
     """The blocks of some pages in a format. LayoutError for elements that are no numbers wider than eight bits."""
 
     format: Format
@@ -74,9 +74,9 @@ class Quantised:
 
     def __post_init__(self) -> None:
         group = self.pages.layout.groups[self.pages.group]
-        if group.kind == "opaque" or group.dtype not in LEAST_SCALE:
+        if group.kind == "opaque" or group.dtype not in MIN_SCALE:
             raise LayoutError(
-                f"{self.format} of {group.kind} pages of {group.dtype}: expected mha or mla of {', '.join(LEAST_SCALE)}"
+                f"{self.format} of {group.kind} pages of {group.dtype}: expected mha or mla of {', '.join(MIN_SCALE)}"
             )
 
     @property
@@ -85,23 +85,23 @@ class Quantised:
 
     @property
     def scale_bytes(self) -> int:
-        layers, kv, tokens, heads, _ = Axes.of(self.pages).extents
+        layers, kv, tokens, heads, _ = BlockAxes.of(self.pages).extents
         return 4 * layers * kv * heads * -(-tokens // GROUP_TOKENS)
 
     @property
     def payload_bytes(self) -> int:
-        return self.scale_bytes + self.pages.block_bytes // Axes.of(self.pages).item_bytes
+        return self.scale_bytes + self.pages.block_bytes // BlockAxes.of(self.pages).item_bytes
 
     def sound(self, payload: memoryview) -> bool:
         """Whether the codec would have made this; not, then its bound does not hold and the block must go as it is."""
         scales = np.frombuffer(payload[: self.scale_bytes], np.float32)
-        return bool(np.all((scales == 0) | ((scales >= LEAST_SCALE[self.dtype]) & (scales <= MOST_SCALE))))
+        return bool(np.all((scales == 0) | ((scales >= MIN_SCALE[self.dtype]) & (scales <= MAX_SCALE))))
 
     def launches(
         self, direction: Direction, page_ids: Sequence[int], payloads: NDArray[np.int64], most_blocks: int
     ) -> Iterator[Launch]:
         """What copies these blocks, on about `most_blocks` blocks of threads at most."""
-        axes, pages = Axes.of(self.pages), self.pages
+        axes, pages = BlockAxes.of(self.pages), self.pages
         _, kv, tokens, heads, dim = axes.extents
         job = np.zeros(1, JOB)
         job["heads"], job["runs"] = division(heads), division(-(-tokens // GROUP_TOKENS))
@@ -120,8 +120,8 @@ class Quantised:
         wide = not (dim % count or steps[4] != 1 or there % _WIDE_BYTES or here % count)
         verb = "quantise" if direction == "gather" else "restore"
         kernel = f"quantise.cu:{verb}_{self.format}_{self.dtype}_{'wide' if wide else 'one'}"
-        for first, some in zip(range(0, len(addresses), ROOTS), pieces(addresses, ROOTS), strict=True):
-            for these in pieces(places, BLOCKS):
+        for first, some in zip(range(0, len(addresses), MAX_ROOTS), chunked(addresses, MAX_ROOTS), strict=True):
+            for these in chunked(places, MAX_BLOCKS):
                 one = job.copy()
                 one["roots"], one["first_root"], one["blocks"] = len(some), first, len(these)
                 one["root"][0, : len(some)] = some

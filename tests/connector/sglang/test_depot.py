@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from kvcache.cache.cache import Cache
-from kvcache.connector.sglang.host_pools import Ranks, describe
-from kvcache.connector.sglang.pool_store import Depot
-from kvcache.os_env import Port
+from kvcache.connector.sglang.host_pools import Ranks, describe_pool
+from kvcache.connector.sglang.pool_store import PoolStore
+from kvcache.os_env import OsEnv
 from kvcache.settings.sources import load
 from kvcache.testing.faulty_cache import FaultyCache
 from kvcache.testing.naive_cache import NaiveCache
@@ -41,20 +41,20 @@ def pool(seed: int | None = None) -> MHATokenToKVPoolHost:
     return made
 
 
-def depot(cache: Any, host: Any, ranks: Ranks | None = None, **named: Any) -> Depot:
-    described = describe(host, ranks or Ranks())
+def pool_store(cache: Any, host: Any, ranks: Ranks | None = None, **named: Any) -> PoolStore:
+    described = describe_pool(host, ranks or Ranks())
     fields = {"model": "m", "revision": "r"} | named
     bound = cache.namespace(described.layout, shards=described.shards, **fields)
-    return Depot(bound, described, 30.0)
+    return PoolStore(bound, described, 30.0)
 
 
 def opened(place: Path, drive: Drive | None = None, host_bytes: int = 8 << 20) -> Cache:
     settings = load(
-        host={"capacity_bytes": host_bytes, "extent_bytes": min(host_bytes // 4, 1 << 20)},
-        nvme={"path": place / "nvme", "capacity_bytes": 64 << 20, "free_floor_bytes": 0, "segment_bytes": 1 << 20},
+        host={"capacity_bytes": host_bytes, "slab_bytes": min(host_bytes // 4, 1 << 20)},
+        nvme={"path": place / "nvme", "capacity_bytes": 64 << 20, "min_free_bytes": 0, "segment_bytes": 1 << 20},
         control={"enabled": False},
     )
-    return Cache(settings, Port(disk=drive or Drive()))
+    return Cache(settings, OsEnv(disk=drive or Drive()))
 
 
 @pytest.fixture(params=["naive", "tiers"])
@@ -68,10 +68,10 @@ def cache(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
 
 def test_what_is_kept_comes_back_elsewhere(cache: Any) -> None:
     first, second, keys = pool(1), pool(), chain(9)
-    assert depot(cache, first).keep(keys, range(9)) == [True] * 9
-    store = depot(cache, second)
-    assert store.leading(keys) == 9
-    assert store.fetch(keys, range(20, 29)) == [True] * 9
+    assert pool_store(cache, first).store(keys, range(9)) == [True] * 9
+    store = pool_store(cache, second)
+    assert store.match_prefix(keys) == 9
+    assert store.load(keys, range(20, 29)) == [True] * 9
     for i in range(9):
         assert torch.equal(second.page(20 + i), first.page(i))
     assert not second.kv_buffer[:, 9:20].any(), "a page that was not named was written"
@@ -80,29 +80,29 @@ def test_what_is_kept_comes_back_elsewhere(cache: Any) -> None:
 def test_answers_are_contiguous_and_heads_come_first(tmp_path: Path) -> None:
     host, keys = pool(2), chain(12)
     cache = opened(tmp_path)
-    store = depot(cache, host)
-    assert store.keep(keys[:3], range(3), []) == [True] * 3
-    assert store.keep(keys[6:8], range(6, 8), keys[:6]) == [False] * 2, "a tail without its head would never be found"
-    assert store.keep(keys[6:8], range(6, 8)) == [True] * 2, "unless nobody knows that it has none"
-    assert store.leading(keys, []) == 3
-    assert store.leading(keys[6:], keys[:6]) == 2
-    assert store.leading(keys[3:], keys[:3]) == 0
+    store = pool_store(cache, host)
+    assert store.store(keys[:3], range(3), []) == [True] * 3
+    assert store.store(keys[6:8], range(6, 8), keys[:6]) == [False] * 2, "a tail without its head would never be found"
+    assert store.store(keys[6:8], range(6, 8)) == [True] * 2, "unless nobody knows that it has none"
+    assert store.match_prefix(keys, []) == 3
+    assert store.match_prefix(keys[6:], keys[:6]) == 2
+    assert store.match_prefix(keys[3:], keys[:3]) == 0
     assert store.present(keys) == [True] * 3 + [False] * 3 + [True] * 2 + [False] * 4
-    assert store.fetch(keys, range(12), []) == [True] * 3 + [False] * 9
+    assert store.load(keys, range(12), []) == [True] * 3 + [False] * 9
     cache.close()
 
 
 def test_a_chain_may_be_told_in_parts_from_anywhere(cache: Any) -> None:
     """SGLang asks about what it lacks: each call begins where its own cache ends."""
     host, other, keys = pool(3), pool(), chain(40)
-    store = depot(cache, host)
+    store = pool_store(cache, host)
     for first in range(0, 40, 8):
         part = keys[first : first + 8]
         before = None if first % 16 else keys[:first]
-        assert store.keep(part, range(first, first + 8), before) == [True] * 8
+        assert store.store(part, range(first, first + 8), before) == [True] * 8
     for first in (0, 5, 17, 39):
-        assert store.leading(keys[first:], keys[:first] if first % 2 else None) == 40 - first
-        assert all(depot(cache, other).fetch(keys[first:], range(first, 40), None))
+        assert store.match_prefix(keys[first:], keys[:first] if first % 2 else None) == 40 - first
+        assert all(pool_store(cache, other).load(keys[first:], range(first, 40), None))
     for page in range(40):
         assert torch.equal(other.page(page), host.page(page))
 
@@ -113,15 +113,15 @@ def test_a_chain_may_be_told_in_parts_from_anywhere(cache: Any) -> None:
 def test_the_same_keys_elsewhere_are_not_there(cache: Any, named: dict[str, Any]) -> None:
     """SGLang's keys know nothing of weights, types or tenants."""
     keys = chain(4)
-    depot(cache, pool(4)).keep(keys, range(4))
-    store = depot(cache, pool(), **named)
-    assert store.leading(keys) == 0
-    assert store.fetch(keys, range(4)) == [False] * 4
+    pool_store(cache, pool(4)).store(keys, range(4))
+    store = pool_store(cache, pool(), **named)
+    assert store.match_prefix(keys) == 0
+    assert store.load(keys, range(4)) == [False] * 4
 
 
 def test_another_type_layout_or_page_is_not_there(cache: Any) -> None:
     keys = chain(4)
-    depot(cache, pool(5)).keep(keys, range(4))
+    pool_store(cache, pool(5)).store(keys, range(4))
     for host in (
         MHATokenToKVPoolHost("page_first_direct", dtype=torch.float8_e4m3fn),
         MHATokenToKVPoolHost("page_first_direct", dtype=torch.float16),
@@ -129,20 +129,20 @@ def test_another_type_layout_or_page_is_not_there(cache: Any) -> None:
         MHATokenToKVPoolHost("page_first_direct", page=8),
         MHATokenToKVPoolHost("page_first_direct", layers=2),
     ):
-        store = depot(cache, host)
-        assert store.leading(keys) == 0
-        assert store.fetch(keys, range(4)) == [False] * 4
+        store = pool_store(cache, host)
+        assert store.match_prefix(keys) == 0
+        assert store.load(keys, range(4)) == [False] * 4
 
 
 def test_each_rank_has_its_own_part(cache: Any) -> None:
     keys, hosts = chain(5), [pool(6), pool(7)]
-    stores = [depot(cache, host, Ranks(rank, 2)) for rank, host in enumerate(hosts)]
-    assert stores[0].keep(keys, range(5)) == [True] * 5
-    assert stores[1].leading(keys) == 0
-    assert stores[1].keep(keys, range(5)) == [True] * 5
+    stores = [pool_store(cache, host, Ranks(rank, 2)) for rank, host in enumerate(hosts)]
+    assert stores[0].store(keys, range(5)) == [True] * 5
+    assert stores[1].match_prefix(keys) == 0
+    assert stores[1].store(keys, range(5)) == [True] * 5
     for rank, host in enumerate(hosts):
         other = pool()
-        assert depot(cache, other, Ranks(rank, 2)).fetch(keys, range(5)) == [True] * 5
+        assert pool_store(cache, other, Ranks(rank, 2)).load(keys, range(5)) == [True] * 5
         assert torch.equal(other.kv_buffer[:, :5], host.kv_buffer[:, :5])
 
 
@@ -151,10 +151,10 @@ def test_many_threads_at_once(cache: Any) -> None:
 
     def work(seed: int) -> None:
         host, other, keys = pool(seed), pool(), chain(16, seed)
-        store, reader = depot(cache, host), depot(cache, other)
+        store, reader = pool_store(cache, host), pool_store(cache, other)
         for _ in range(5):
-            store.keep(keys, range(16))
-            came = reader.fetch(keys, range(16, 32))
+            store.store(keys, range(16))
+            came = reader.load(keys, range(16, 32))
             wrong = [i for i in range(came.count(True)) if not torch.equal(other.page(16 + i), host.page(i))]
             faults.extend(f"{seed}: page {i}" for i in wrong)
 
@@ -169,35 +169,35 @@ def test_many_threads_at_once(cache: Any) -> None:
 def test_after_a_restart_it_is_on_the_drive(tmp_path: Path) -> None:
     host, keys = pool(8), chain(20)
     with opened(tmp_path) as cache:
-        depot(cache, host).keep(keys, range(20))
+        pool_store(cache, host).store(keys, range(20))
     with opened(tmp_path) as cache:
         other = pool()
-        store = depot(cache, other)
-        assert store.leading(keys) == 20
-        assert store.fetch(keys, range(20)) == [True] * 20
+        store = pool_store(cache, other)
+        assert store.match_prefix(keys) == 20
+        assert store.load(keys, range(20)) == [True] * 20
         assert torch.equal(other.kv_buffer[:, :20], host.kv_buffer[:, :20])
 
 
 def test_a_hung_drive_ends_every_call_and_writes_nothing_later(tmp_path: Path) -> None:
     host, keys, drive = pool(9), chain(20), Drive()
     with opened(tmp_path) as cache:
-        depot(cache, host).keep(keys, range(20))
+        pool_store(cache, host).store(keys, range(20))
     cache = opened(tmp_path, drive)
     other = pool()
-    store = depot(cache, other)
+    store = pool_store(cache, other)
     store.deadline_s = 0.3
     drive.hang()
     start = time.monotonic()
-    assert store.leading(keys) == 20, "the index is in memory"
-    assert store.fetch(keys, range(20)) == [False] * 20
+    assert store.match_prefix(keys) == 20, "the index is in memory"
+    assert store.load(keys, range(20)) == [False] * 20
     store.deadline_s = 30.0
-    assert store.keep(chain(4, seed=1), range(40, 44)) == [True] * 4, "what is stored goes to memory first"
+    assert store.store(chain(4, seed=1), range(40, 44)) == [True] * 4, "what is stored goes to memory first"
     assert time.monotonic() - start < 10, "SGLang cannot stop its threads any more after ten seconds"
     kept = other.kv_buffer.clone()
     drive.go()
     assert cache.flush(30)
     assert torch.equal(other.kv_buffer, kept), "SGLang has given these pages to others by now"
-    assert store.fetch(keys, range(20)) == [True] * 20
+    assert store.load(keys, range(20)) == [True] * 20
     cache.close()
 
 
@@ -205,11 +205,11 @@ def test_a_full_drive_keeps_what_fits_in_memory(tmp_path: Path) -> None:
     host, drive = pool(10), Drive()
     cache = opened(tmp_path, drive)
     drive.error = errno.ENOSPC
-    store, keys = depot(cache, host), chain(10)
-    assert store.keep(keys, range(10)) == [True] * 10
+    store, keys = pool_store(cache, host), chain(10)
+    assert store.store(keys, range(10)) == [True] * 10
     assert not cache.flush(30), "not everything is where it was meant to be"
     other = pool()
-    assert depot(cache, other).fetch(keys, range(10)) == [True] * 10
+    assert pool_store(cache, other).load(keys, range(10)) == [True] * 10
     drive.error = None
     cache.close()
 
@@ -218,11 +218,11 @@ def test_a_memory_that_is_too_small_says_so(tmp_path: Path) -> None:
     """A page that was not kept must never be said to be: SGLang would believe it for ever."""
     with opened(tmp_path, host_bytes=64 << 10) as cache:
         host, other, keys = pool(11), pool(), chain(60)
-        kept = depot(cache, host).keep(keys, range(60))
+        kept = pool_store(cache, host).store(keys, range(60))
         assert cache.flush(30)
         count = kept.count(True)
         assert kept == [True] * count + [False] * (60 - count)
-        came = depot(cache, other).fetch(keys, range(60))
+        came = pool_store(cache, other).load(keys, range(60))
         for i in range(came.count(True)):
             assert torch.equal(other.page(i), host.page(i))
 
@@ -231,25 +231,25 @@ def test_a_memory_that_is_too_small_says_so(tmp_path: Path) -> None:
 def test_no_fault_of_a_cache_is_an_error(fault: Any) -> None:
     cache = FaultyCache()
     host, keys = pool(12), chain(8)
-    depot(cache, host).keep(keys, range(8))
+    pool_store(cache, host).store(keys, range(8))
     cache.fault = fault
     other = pool()
-    store = depot(cache, other)
+    store = pool_store(cache, other)
     store.deadline_s = 1.0 if fault == "hung" else 30.0
-    assert store.leading(keys) == (0 if fault == "asking" else 8)
-    came = store.fetch(keys, range(8))
+    assert store.match_prefix(keys) == (0 if fault == "asking" else 8)
+    came = store.load(keys, range(8))
     assert came == [True] * came.count(True) + [False] * came.count(False)
     assert came.count(True) == {"gone": 0, "damaged": 4, "hung": 0}.get(fault, 8)
     for i in range(came.count(True)):
         assert torch.equal(other.page(i), host.page(i))
-    assert store.keep(chain(3, seed=2), range(3)) == [fault != "full"] * 3
+    assert store.store(chain(3, seed=2), range(3)) == [fault != "full"] * 3
 
 
 def test_a_closed_cache_is_a_miss(tmp_path: Path) -> None:
     cache = opened(tmp_path)
-    store, keys = depot(cache, pool(13)), chain(4)
+    store, keys = pool_store(cache, pool(13)), chain(4)
     cache.close()
-    assert store.leading(keys) == 0
-    assert store.fetch(keys, range(4)) == [False] * 4
-    assert store.keep(keys, range(4)) == [False] * 4
-    assert store.leading(["no digest"]) == 0
+    assert store.match_prefix(keys) == 0
+    assert store.load(keys, range(4)) == [False] * 4
+    assert store.store(keys, range(4)) == [False] * 4
+    assert store.match_prefix(["no digest"]) == 0

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.connector.sglang.host_pools import MHA_ORDERS, MLA_ORDERS, Ranks, describe, is_logical
+from kvcache.connector.sglang.host_pools import MHA_ORDERS, MLA_ORDERS, Ranks, describe_pool, is_logical
 from kvcache.errors import LayoutError
-from kvcache.transfer.cpu import CpuCopier, PlainCopier
+from kvcache.transfer.cpu import CpuCopier, ReferenceCopier
 from tests.connector.sglang.pools import LogicalPoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost, StatePoolHost
 
-COPIERS = (CpuCopier(), PlainCopier())
+COPIERS = (CpuCopier(), ReferenceCopier())
 
 
 def gather(described: Any, page: int, copier: Any = COPIERS[0]) -> bytes:
@@ -40,7 +40,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 def test_a_page_of_an_mha_pool(layout: str, copier: Any) -> None:
     pool = MHATokenToKVPoolHost(layout)
     pool.fill(1)
-    own, shared = describe(pool, Ranks()), describe(pool, Ranks(), canonical=True)
+    own, shared = describe_pool(pool, Ranks()), describe_pool(pool, Ranks(), canonical=True)
     for page in range(pool.page_num):
         assert gather(own, page, copier) == raw(pool.flat(page)), "its own order is that of its flat pages"
         assert gather(shared, page, copier) == raw(pool.page(page))
@@ -54,7 +54,7 @@ def test_a_page_of_an_mha_pool(layout: str, copier: Any) -> None:
 def test_a_page_of_an_mla_pool(layout: str) -> None:
     pool = MLATokenToKVPoolHost(layout)
     pool.fill(2)
-    own, shared = describe(pool, Ranks(1, 2)), describe(pool, Ranks(), canonical=True)
+    own, shared = describe_pool(pool, Ranks(1, 2)), describe_pool(pool, Ranks(), canonical=True)
     assert own.shards == shared.shards, "every rank has all of a latent"
     for page in range(pool.page_num):
         assert gather(own, page) == raw(pool.flat(page))
@@ -67,18 +67,18 @@ def test_a_page_of_an_mla_pool(layout: str) -> None:
 def test_types(dtype: Any) -> None:
     pool = MHATokenToKVPoolHost("page_first", dtype=dtype)
     pool.fill(3)
-    assert gather(describe(pool, Ranks()), 4) == raw(pool.flat(4))
+    assert gather(describe_pool(pool, Ranks()), 4) == raw(pool.flat(4))
 
 
 def test_all_layouts_agree_in_the_order_that_engines_share() -> None:
-    layouts = {name: describe(MHATokenToKVPoolHost(name), Ranks(), canonical=True).layout for name in MHA_ORDERS}
+    layouts = {name: describe_pool(MHATokenToKVPoolHost(name), Ranks(), canonical=True).layout for name in MHA_ORDERS}
     assert len(set(layouts.values())) == 1
-    assert len({describe(MHATokenToKVPoolHost(name), Ranks()).layout for name in MHA_ORDERS}) == 3
+    assert len({describe_pool(MHATokenToKVPoolHost(name), Ranks()).layout for name in MHA_ORDERS}) == 3
 
 
 def test_a_rank_holds_its_heads_and_layers_of_one_layout() -> None:
     pool = MHATokenToKVPoolHost("page_first_direct")
-    told = [describe(pool, Ranks(tp, 2, pp, 2)) for tp in range(2) for pp in range(2)]
+    told = [describe_pool(pool, Ranks(tp, 2, pp, 2)) for tp in range(2) for pp in range(2)]
     assert len({each.layout for each in told}) == 1
     assert [(s.first_layer, s.end_layer, s.first_head, s.end_head) for each in told for s in each.shards] == [
         (0, 3, 0, 2),
@@ -93,15 +93,15 @@ def test_a_rank_holds_its_heads_and_layers_of_one_layout() -> None:
 def test_a_pool_of_another_kind_is_told_by_its_pieces() -> None:
     pool, other = StatePoolHost(), StatePoolHost()
     pool.fill(4)
-    described = describe(pool, Ranks(1, 2))
+    described = describe_pool(pool, Ranks(1, 2))
     assert [group.opaque_bytes for group in described.layout.groups] == [2 * 96, 2 * 64]
     for page in range(pool.page_num):
         assert gather(described, page) == raw(pool.page(page))
-        scatter(describe(other, Ranks(1, 2)), page, gather(described, page))
+        scatter(describe_pool(other, Ranks(1, 2)), page, gather(described, page))
     assert torch.equal(pool.conv, other.conv)
     assert torch.equal(pool.ssm, other.ssm)
     with pytest.raises(LayoutError, match="share_across_engines = false"):
-        describe(pool, Ranks(), canonical=True)
+        describe_pool(pool, Ranks(), canonical=True)
 
 
 def test_a_pool_that_cannot_be_told_is_refused() -> None:
@@ -116,7 +116,7 @@ def test_a_pool_that_cannot_be_told_is_refused() -> None:
 
     for pool in (Uneven(), Silent()):
         with pytest.raises(LayoutError, match=type(pool).__name__):
-            describe(pool, Ranks())
+            describe_pool(pool, Ranks())
 
 
 def test_a_pool_that_only_counts() -> None:
@@ -129,7 +129,7 @@ def test_a_pool_that_only_counts() -> None:
 def test_flat_pages_are_payloads_as_they_are(make: Any) -> None:
     pool = make("page_first")
     pool.fill(5)
-    described = describe(pool, Ranks())
+    described = describe_pool(pool, Ranks())
     flat = torch.stack([pool.flat(page).view(torch.uint8) for page in (4, 1)])
     [pages] = described.flat(flat, 2)
     for i in range(2):

@@ -11,12 +11,12 @@ import torch
 
 from kvcache.connector.sglang import lookup_leases as promises
 from kvcache.connector.sglang.device_pools import describe_device
-from kvcache.connector.sglang.host_pools import Ranks, describe
-from kvcache.connector.sglang.lookup_leases import Promises
-from kvcache.connector.sglang.pool_store import trailing
+from kvcache.connector.sglang.host_pools import Ranks, describe_pool
+from kvcache.connector.sglang.lookup_leases import LookupLeases
+from kvcache.connector.sglang.pool_store import lengths_with_last_pages
 from kvcache.errors import LayoutError
 from tests.connector.sglang.drives import Drive
-from tests.connector.sglang.test_depot import chain, depot, opened, pool
+from tests.connector.sglang.test_depot import chain, opened, pool, pool_store
 
 
 class Clock:
@@ -27,33 +27,33 @@ class Clock:
         return self.seconds
 
 
-def length(told: Promises, rid: str, keys: list[str]) -> int:
-    ends = told.ends(rid, keys)
+def length(told: LookupLeases, rid: str, keys: list[str]) -> int:
+    ends = told.loadable_lengths(rid, keys)
     assert ends == list(range(1, len(ends) + 1))
     return len(ends)
 
 
 def kept(place: Path, count: int, drive: Drive | None = None) -> Any:
     with opened(place) as cache:
-        depot(cache, pool(1)).keep(chain(count), range(count))
+        pool_store(cache, pool(1)).store(chain(count), range(count))
     return opened(place, drive)
 
 
 def test_what_lies_in_memory_is_promised_at_once(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
-        store = depot(cache, pool(1))
+        store = pool_store(cache, pool(1))
         keys = chain(9)
-        store.keep(keys[:6], range(6))
-        told = Promises({"kv": store.bound}, 0.0)
+        store.store(keys[:6], range(6))
+        told = LookupLeases({"kv": store.bound}, 0.0)
         assert length(told, "a", keys) == 6
         assert length(told, "a", keys) == 6
         assert length(told, "b", keys[2:4]) == 2
         assert length(told, "c", chain(3, seed=9)) == 0
-        request = (told.take("a", {"kv": keys[:6]}) or {}).get("kv")
+        request = (told.claim("a", {"kv": keys[:6]}) or {}).get("kv")
         assert request is not None
         request.close()
-        assert told.take("a", {"kv": keys[:6]}) is None, "a promise is kept once"
-        assert told.take("b", {"kv": keys[:2]}) is None, "of other pages nothing was promised"
+        assert told.claim("a", {"kv": keys[:6]}) is None, "a promise is kept once"
+        assert told.claim("b", {"kv": keys[:2]}) is None, "of other pages nothing was promised"
         told.clear()
         assert len(told) == 0
         assert cache.stats()["tiers"]["host"]["held_bytes"] == 0
@@ -63,13 +63,13 @@ def test_a_hung_drive_is_not_waited_for_and_never_promised(tmp_path: Path) -> No
     drive, clock = Drive(), Clock()
     cache = kept(tmp_path, 20, drive)
     drive.hang()
-    told = Promises({"kv": depot(cache, pool()).bound}, 0.05, clock)
+    told = LookupLeases({"kv": pool_store(cache, pool()).bound}, 0.05, clock)
     assert length(told, "a", chain(20)) == 0
     assert clock.seconds < 0.2
     waited = clock.seconds
     assert length(told, "a", chain(20)) == 0
     assert clock.seconds - waited < 0.05, "only the first lookup waits"
-    assert told.take("a", {"kv": chain(20)}) is None
+    assert told.claim("a", {"kv": chain(20)}) is None
     drive.go()
     told.clear()
     cache.close()
@@ -77,7 +77,7 @@ def test_a_hung_drive_is_not_waited_for_and_never_promised(tmp_path: Path) -> No
 
 def test_what_comes_up_is_promised_later(tmp_path: Path) -> None:
     with kept(tmp_path, 20) as cache:
-        told = Promises({"kv": depot(cache, pool()).bound}, 30.0)
+        told = LookupLeases({"kv": pool_store(cache, pool()).bound}, 30.0)
         assert length(told, "a", chain(20)) == 20
         assert cache.stats()["tiers"]["host"]["records"] == 20
         told.clear()
@@ -87,17 +87,17 @@ def test_what_is_promised_does_not_leave(tmp_path: Path) -> None:
     """While others are stored until the memory has been filled many times over."""
     with opened(tmp_path, host_bytes=256 << 10) as cache:
         host, keys = pool(1), chain(4)
-        store = depot(cache, host)
-        assert store.keep(keys, range(4)) == [True] * 4
-        told = Promises({"kv": store.bound}, 0.0)
+        store = pool_store(cache, host)
+        assert store.store(keys, range(4)) == [True] * 4
+        told = LookupLeases({"kv": store.bound}, 0.0)
         promised = length(told, "a", keys)
         assert promised
         for seed in range(1, 20):
-            store.keep(chain(40, seed=seed), range(40))
-        request = (told.take("a", {"kv": keys[:promised]}) or {}).get("kv")
+            store.store(chain(40, seed=seed), range(40))
+        request = (told.claim("a", {"kv": keys[:promised]}) or {}).get("kv")
         assert request is not None
         other = pool()
-        transfer = request.load(promised, depot(cache, other).described.pages, [list(range(50, 50 + promised))])
+        transfer = request.load(promised, pool_store(cache, other).described.pages, [list(range(50, 50 + promised))])
         assert transfer.wait(30)
         assert transfer.blocks == promised
         for page in range(promised):
@@ -107,14 +107,14 @@ def test_what_is_promised_does_not_leave(tmp_path: Path) -> None:
 
 def test_old_promises_are_given_back(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
-        store, clock = depot(cache, pool(1)), Clock()
-        store.keep(chain(4), range(4))
-        told = Promises({"kv": store.bound}, 0.0, clock)
+        store, clock = pool_store(cache, pool(1)), Clock()
+        store.store(chain(4), range(4))
+        told = LookupLeases({"kv": store.bound}, 0.0, clock)
         assert length(told, "a", chain(4)) == 4
-        clock.seconds += promises.LONGEST_S
+        clock.seconds += promises.MAX_LEASE_S
         assert length(told, "b", chain(4)) == 4
         assert len(told) == 1
-        assert told.take("a", {"kv": chain(4)}) is None
+        assert told.claim("a", {"kv": chain(4)}) is None
         told.clear()
 
 
@@ -145,29 +145,29 @@ def test_a_pool_of_windows_is_promised_where_all_of_a_window_is_there(tmp_path: 
     with opened(tmp_path) as cache:
         for turn in range(12):
             keys, window = chain(12, seed=100 + turn), rng.randint(1, 4)
-            whole = depot(cache, pool(1), facts={"pool": f"kv {turn}"})
-            last = depot(cache, pool(2), facts={"pool": f"swa {turn}"})
+            whole = pool_store(cache, pool(1), facts={"pool": f"kv {turn}"})
+            last = pool_store(cache, pool(2), facts={"pool": f"swa {turn}"})
             count = rng.randint(0, 12)
-            whole.keep(keys[:count], range(count))
+            whole.store(keys[:count], range(count))
             here = [rng.random() < 0.7 for _ in keys]
             for i in range(12):
                 if here[i]:
-                    last.keep(keys[i : i + 1], [i])
-            told = Promises({"kv": whole.bound, "swa": last.bound}, 0.0)
-            right = sorted(trailing(here[:count], window))
-            ends = told.ends("a", keys, {"swa": window})
-            assert ends == right[-promises.ENDS :], (here, count, window)
-            assert told.ends("a", keys, {"swa": window}) == ends
+                    last.store(keys[i : i + 1], [i])
+            told = LookupLeases({"kv": whole.bound, "swa": last.bound}, 0.0)
+            right = sorted(lengths_with_last_pages(here[:count], window))
+            ends = told.loadable_lengths("a", keys, {"swa": window})
+            assert ends == right[-promises.MAX_ENDS :], (here, count, window)
+            assert told.loadable_lengths("a", keys, {"swa": window}) == ends
             if not ends:
-                assert told.take("a", {"kv": keys[:1], "swa": keys[:1]}) is None
+                assert told.claim("a", {"kv": keys[:1], "swa": keys[:1]}) is None
                 continue
             end = rng.choice(ends)
             wanted = {"kv": keys[:end], "swa": keys[max(0, end - window) : end]}
-            requests = told.take("a", wanted)
+            requests = told.claim("a", wanted)
             assert requests is not None
             for store, name in ((whole, "kv"), (last, "swa")):
                 other, moved = pool(), wanted[name]
-                target = describe(other, Ranks()).pages
+                target = describe_pool(other, Ranks()).pages
                 transfer = requests[name].load(len(moved), target, [list(range(40, 40 + len(moved)))])
                 assert transfer.wait(30)
                 assert transfer.blocks == len(moved)
@@ -184,12 +184,12 @@ def test_a_window_on_the_drive_is_promised_once_it_is_up(tmp_path: Path) -> None
     keys = chain(20)
     with opened(tmp_path) as cache:
         for name in ("kv", "swa"):
-            depot(cache, pool(1), facts={"pool": name}).keep(keys, range(20))
+            pool_store(cache, pool(1), facts={"pool": name}).store(keys, range(20))
     drive = Drive()
     with opened(tmp_path, drive) as cache:
         drive.hang()
-        bounds = {name: depot(cache, pool(), facts={"pool": name}).bound for name in ("kv", "swa")}
-        hung = Promises(bounds, 0.0).ends("a", keys, {"swa": 4})
+        bounds = {name: pool_store(cache, pool(), facts={"pool": name}).bound for name in ("kv", "swa")}
+        hung = LookupLeases(bounds, 0.0).loadable_lengths("a", keys, {"swa": 4})
         drive.go()
         assert hung == []
-        assert Promises(bounds, 30.0).ends("a", keys, {"swa": 4}) == [17, 18, 19, 20]
+        assert LookupLeases(bounds, 30.0).loadable_lengths("a", keys, {"swa": 4}) == [17, 18, 19, 20]

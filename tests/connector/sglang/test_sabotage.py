@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kvcache.connector.sglang import pool_store as faults
-from kvcache.connector.sglang.lookup_leases import Promises
+from kvcache.connector.sglang.lookup_leases import LookupLeases
 from kvcache.testing.naive_cache import NaiveCache
 from tests.connector.sabotage import FACE, WAYS, Sabotage
-from tests.connector.sglang.test_depot import chain, depot, opened, pool
+from tests.connector.sglang.test_depot import chain, opened, pool, pool_store
 
 ENDED_S = 10.0
 """Beyond which SGLang cannot stop its threads."""
@@ -28,30 +28,30 @@ def over(methods: Sequence[str]) -> Any:
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was said by earlier tests."""
-    monkeypatch.setattr(faults, "_said", set())
+    monkeypatch.setattr(faults, "_logged", set())
 
 
 @over(FACE)
 def test_a_face_that_breaks_its_promises(method: str, way: str) -> None:
     sabotage, keys, host = Sabotage(), chain(8), pool(1)
     cache = sabotage.before(NaiveCache())
-    assert all(depot(cache, host).keep(keys, range(8)))
+    assert all(pool_store(cache, host).store(keys, range(8)))
     other = pool()
-    store = depot(cache, other)
+    store = pool_store(cache, other)
     store.deadline_s = 0.05
     sabotage.method, sabotage.way = method, way
     begun = time.monotonic()
-    assert 0 <= store.leading(keys) <= 8
+    assert 0 <= store.match_prefix(keys) <= 8
     assert len(store.present(keys)) == 8
-    came, fresh = store.fetch(keys, range(8)), chain(4, seed=2)
-    kept = store.keep(fresh, range(20, 24))
+    came, fresh = store.load(keys, range(8)), chain(4, seed=2)
+    kept = store.store(fresh, range(20, 24))
     assert time.monotonic() - begun < ENDED_S
     assert (len(came), len(kept)) == (8, 4)
     if not (method == "blocks" and way == "a hit of everything"):  # a number that says of itself how many came
         assert all(torch.equal(other.page(i), host.page(i)) for i, here in enumerate(came) if here)
     sabotage.method, store.deadline_s = "", 30.0
-    assert store.fetch(keys, range(8)) == [True] * 8, "and afterwards it goes on"
-    assert store.leading(fresh) >= kept.count(True)
+    assert store.load(keys, range(8)) == [True] * 8, "and afterwards it goes on"
+    assert store.match_prefix(fresh) >= kept.count(True)
 
 
 @over(("request", "match", "admit", "close"))
@@ -60,25 +60,25 @@ def test_promises_over_such_a_face(method: str, way: str, tmp_path: Path) -> Non
     promises are kept again."""
     sabotage, keys = Sabotage(), chain(8)
     with opened(tmp_path) as cache:
-        store = depot(sabotage.before(cache), pool(1))
-        assert all(store.keep(keys, range(8)))
-        told = Promises({"kv": store.bound, "swa": store.bound}, 0.01)
-        assert told.ends("before", keys, {"swa": 2}) == [5, 6, 7, 8]
+        store = pool_store(sabotage.before(cache), pool(1))
+        assert all(store.store(keys, range(8)))
+        told = LookupLeases({"kv": store.bound, "swa": store.bound}, 0.01)
+        assert told.loadable_lengths("before", keys, {"swa": 2}) == [5, 6, 7, 8]
         sabotage.method, sabotage.way = method, way
         begun = time.monotonic()
         for rid, last in (("a", {}), ("b", {"swa": 2}), ("before", {"swa": 2})):
             for _ in range(2):
-                ends = _or_nothing(lambda rid=rid, last=last: told.ends(rid, keys, last))
+                ends = _or_nothing(lambda rid=rid, last=last: told.loadable_lengths(rid, keys, last))
                 assert all(0 < end <= 8 for end in ends or ())
-            taken = _or_nothing(lambda rid=rid: told.take(rid, {"kv": keys[:5], "swa": keys[3:5]}))
-            faults.give_back((taken or {}).values())
+            taken = _or_nothing(lambda rid=rid: told.claim(rid, {"kv": keys[:5], "swa": keys[3:5]}))
+            faults.release((taken or {}).values())
         told.clear()
         assert time.monotonic() - begun < ENDED_S
         sabotage.method = ""
-        assert told.ends("a", keys) == list(range(1, 9))
-        requests = told.take("a", {"kv": keys, "swa": keys})
+        assert told.loadable_lengths("a", keys) == list(range(1, 9))
+        requests = told.claim("a", {"kv": keys, "swa": keys})
         assert requests is not None
-        faults.give_back(requests.values())
+        faults.release(requests.values())
         assert len(told) == 0
         if method != "close":
             assert cache.stats()["tiers"]["host"]["held_bytes"] == 0
@@ -93,13 +93,13 @@ def _or_nothing(work: Any) -> Any:
 
 def test_a_fault_is_said_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:
     sabotage = Sabotage()
-    store = depot(sabotage.before(NaiveCache()), pool())
+    store = pool_store(sabotage.before(NaiveCache()), pool())
     sabotage.method = "match"
     with caplog.at_level(logging.ERROR, "kvcache.sglang"):
         for way in ("a mistake", "an error of ours", "a mistake"):
             sabotage.way = way
             for _ in range(5):
-                assert store.leading(chain(3)) == 0
+                assert store.match_prefix(chain(3)) == 0
     assert [("ZeroDivisionError" in line, "ClosedError" in line) for line in caplog.messages] == [
         (True, False),
         (False, True),
@@ -108,14 +108,14 @@ def test_a_fault_is_said_once_a_kind(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_call_over_several_pools_is_over_when_its_time_is(tmp_path: Path) -> None:
     with opened(tmp_path) as cache:
-        store, keys = depot(cache, pool(1)), chain(4)
+        store, keys = pool_store(cache, pool(1)), chain(4)
         over = time.monotonic() - 1
-        assert store.keep(keys, range(4), until=over) == [False] * 4
-        assert store.keep(keys, range(4)) == [True] * 4
-        assert store.leading(keys, until=over) == 0
+        assert store.store(keys, range(4), until=over) == [False] * 4
+        assert store.store(keys, range(4)) == [True] * 4
+        assert store.match_prefix(keys, until=over) == 0
         assert store.present(keys, until=over) == [False] * 4
-        assert store.fetch(keys, range(4), until=over) == [False] * 4
-        assert store.fetch(keys, range(4), until=time.monotonic() + 60) == [True] * 4
+        assert store.load(keys, range(4), until=over) == [False] * 4
+        assert store.load(keys, range(4), until=time.monotonic() + 60) == [True] * 4
 
 
 def test_a_tier_that_takes_no_reads_is_a_miss_and_then_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,17 +123,17 @@ def test_a_tier_that_takes_no_reads_is_a_miss_and_then_goes_on(tmp_path: Path, m
     closed."""
     host, other, keys = pool(1), pool(), chain(20)
     with opened(tmp_path) as cache:
-        assert all(depot(cache, host).keep(keys, range(20)))
+        assert all(pool_store(cache, host).store(keys, range(20)))
     with opened(tmp_path) as cache:
-        [tier] = cache.below
-        store = depot(cache, other)
+        [tier] = cache.lower_tiers
+        store = pool_store(cache, other)
 
         def none(*_: Any, **__: Any) -> Any:
             raise MemoryError
 
         with monkeypatch.context() as patched:
             patched.setattr(tier, "submit", none)
-            assert store.leading(keys) == 20, "the index is in memory"
-            assert store.fetch(keys, range(20)) == [False] * 20
-        assert store.fetch(keys, range(20)) == [True] * 20
+            assert store.match_prefix(keys) == 20, "the index is in memory"
+            assert store.load(keys, range(20)) == [False] * 20
+        assert store.load(keys, range(20)) == [True] * 20
         assert torch.equal(other.page(7), host.page(7))

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from kvcache.connector.sglang.config import Wishes, close_cache, engine_name, identify, open_cache
+from kvcache.connector.sglang.config import Options, close_cache, engine_name, identify_model, open_cache
 from kvcache.connector.sglang.host_pools import Ranks
 from kvcache.errors import ConfigError, ModelError
 from tests.engine import tiny
 
 
 def test_ours_and_settings_are_told_apart() -> None:
-    wishes = Wishes.read({"kvcache": {"revision": "r", "deadline_s": 1, "host": {"capacity_bytes": "1GiB"}}, "x": 1})
-    assert (wishes.revision, wishes.deadline_s, wishes.settings) == ("r", 1, {"host": {"capacity_bytes": "1GiB"}})
-    assert Wishes.read(None) == Wishes.read({"kvcache": {}}) == Wishes()
+    options = Options.read({"kvcache": {"revision": "r", "deadline_s": 1, "host": {"capacity_bytes": "1GiB"}}, "x": 1})
+    assert (options.revision, options.deadline_s, options.settings) == ("r", 1, {"host": {"capacity_bytes": "1GiB"}})
+    assert Options.read(None) == Options.read({"kvcache": {}}) == Options()
 
 
 @pytest.mark.parametrize(
@@ -34,51 +34,51 @@ def test_ours_and_settings_are_told_apart() -> None:
 )
 def test_what_makes_no_sense_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="kvcache"):
-        Wishes.read({"kvcache": given or "text"})
+        Options.read({"kvcache": given or "text"})
 
 
 def test_a_setting_that_is_none_is_refused_at_start() -> None:
     with pytest.raises(ConfigError, match="hots"):
-        open_cache(Wishes.read({"kvcache": {"hots": {"capacity_bytes": 1}}}))
+        open_cache(Options.read({"kvcache": {"hots": {"capacity_bytes": 1}}}))
 
 
 def test_a_directory_that_is_closing_can_be_opened_again(tmp_path: Path) -> None:
     given = {
-        "nvme": {"path": str(tmp_path), "capacity_bytes": 64 << 20, "free_floor_bytes": 0},
+        "nvme": {"path": str(tmp_path), "capacity_bytes": 64 << 20, "min_free_bytes": 0},
         "control": {"enabled": False},
     }
-    wishes = Wishes.read({"kvcache": given | {"host": {"capacity_bytes": 8 << 20}}})
+    options = Options.read({"kvcache": given | {"host": {"capacity_bytes": 8 << 20}}})
     for _ in range(3):
-        close_cache(open_cache(wishes))
+        close_cache(open_cache(options))
 
 
 def test_weights_are_named_by_the_server_or_by_hand(tmp_path: Path) -> None:
     places = [tiny.make(tmp_path / str(seed), seed=seed) for seed in range(2)]
-    told = [identify(SimpleNamespace(model_path=place), "served", Wishes()) for place in places]
+    told = [identify_model(SimpleNamespace(model_path=place), "served", Options()) for place in places]
     assert told[0].revision != told[1].revision, "the same served name, other weights"
     assert told[0].facts["config"]["rope_parameters"]
-    assert identify(SimpleNamespace(model_path=places[0]), "other name", Wishes()) == told[0]
+    assert identify_model(SimpleNamespace(model_path=places[0]), "other name", Options()) == told[0]
     for field in ("kv_cache_dtype", "quantization"):
-        other = identify(SimpleNamespace(model_path=places[0], **{field: "fp8_e5m2"}), "served", Wishes())
+        other = identify_model(SimpleNamespace(model_path=places[0], **{field: "fp8_e5m2"}), "served", Options())
         assert other.facts != told[0].facts
     with pytest.raises(ModelError, match="revision"):
-        identify(None, "nowhere/nothing", Wishes())
-    by_hand = identify(None, "nowhere/nothing", Wishes(revision="of today"))
+        identify_model(None, "nowhere/nothing", Options())
+    by_hand = identify_model(None, "nowhere/nothing", Options(revision="of today"))
     assert (by_hand.model, by_hand.revision) == ("nowhere/nothing", "of today")
 
 
 def test_each_pool_is_apart() -> None:
-    identity = identify(None, "m", Wishes(revision="r"))
+    identity = identify_model(None, "m", Options(revision="r"))
     assert identity.facts_of("kv", "") != identity.facts_of("swa", "") != identity.facts_of("swa", "v2")
 
 
 def test_a_server_of_several_processes_has_a_name() -> None:
     served = SimpleNamespace(host="127.0.0.1", port=30000, dp_size=1)
-    wishes = Wishes(settings={"host": {"capacity_bytes": 1}})
-    assert engine_name(served, Ranks(), wishes) is None
-    names = [engine_name(served, Ranks(rank, 2), wishes) for rank in range(2)]
-    assert names[0] == names[1] != engine_name(served, Ranks(0, 2), Wishes())
+    options = Options(settings={"host": {"capacity_bytes": 1}})
+    assert engine_name(served, Ranks(), options) is None
+    names = [engine_name(served, Ranks(rank, 2), options) for rank in range(2)]
+    assert names[0] == names[1] != engine_name(served, Ranks(0, 2), Options())
     served.port = 30001
-    assert names[0] != engine_name(served, Ranks(0, 2), wishes)
+    assert names[0] != engine_name(served, Ranks(0, 2), options)
     served.dp_size = 2
-    assert engine_name(served, Ranks(), wishes)
+    assert engine_name(served, Ranks(), options)

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 import kvcache
 from kvcache.connector.transformers import PrefixStore
-from kvcache.connector.transformers.revision import PIECE_BYTES, PIECES, tensors_revision
+from kvcache.connector.transformers.revision import SAMPLE_BYTES, SAMPLES, tensors_revision
 from kvcache.errors import ModelError
 from kvcache.testing.naive_cache import NaiveCache
 from tests.engine import tiny
 
-WHOLE = PIECES * PIECE_BYTES
+WHOLE = SAMPLES * SAMPLE_BYTES
 
 
 @pytest.fixture(scope="module")

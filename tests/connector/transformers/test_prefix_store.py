@@ -56,7 +56,7 @@ def cache(tmp_path: Path) -> Iterator[kvcache.KVCache]:
 
 
 def opened(place: Path) -> kvcache.KVCache:
-    nvme = {"path": place / "nvme", "capacity_bytes": "256MiB", "free_floor_bytes": 0}
+    nvme = {"path": place / "nvme", "capacity_bytes": "256MiB", "min_free_bytes": 0}
     return kvcache.open(host={"capacity_bytes": "64MiB"}, nvme=nvme, control={"enabled": False})
 
 

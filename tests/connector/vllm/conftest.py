@@ -14,12 +14,12 @@ import pytest
 import kvcache.connector.vllm as package
 from kvcache.block.layout import Group, KVLayout
 from kvcache.connector.vllm.config import Options
-from kvcache.connector.vllm.kv_layout import Model
+from kvcache.connector.vllm.kv_layout import ModelIdentity
 from kvcache.transfer.pages import GroupPages
 
 TOKENS, PAGES = 4, 64
 LAYOUT = KVLayout((Group(layers=1, kv_heads=1, head_dim=8, dtype="fp16"),), TOKENS)
-MODEL = Model("m", "r", {}, LAYOUT, {(0, 0): LAYOUT.whole}, (0,))
+MODEL = ModelIdentity("m", "r", {}, LAYOUT, {(0, 0): LAYOUT.whole}, (0,))
 VERSION = "kvcache.connector.vllm.version"
 OF_VLLM = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 OURS = tuple(f"kvcache.connector.vllm.{name}" for name in ("message", "whole", "scheduler", "worker"))
@@ -52,12 +52,12 @@ def sides(monkeypatch: pytest.MonkeyPatch, of_a_version: None) -> Iterator[Calla
         )
         options = Options(load=load)  # type: ignore[arg-type]  # one of its three words
         groups = SimpleNamespace(kv_cache_groups=[None])
-        scheduling = importlib.import_module(OURS[2]).Scheduling(config, groups, options, cache)
-        working = importlib.import_module(OURS[3]).Working(options, cache, (0, 0), groups=1, blocks=PAGES)
+        scheduling = importlib.import_module(OURS[2]).ConnectorScheduler(config, groups, options, cache)
+        working = importlib.import_module(OURS[3]).ConnectorWorker(options, cache, (0, 0), groups=1, blocks=PAGES)
         scheduling._model = MODEL
         working.memory = np.zeros((PAGES, 2, TOKENS, 1, 8), np.float16)
         pages = GroupPages.from_tensors(LAYOUT, [working.memory], axes=("page", "kv", "token", "head", "dim"))
-        working._learn = lambda model: vars(working).update(_model=model or working._model, _pages=[pages])
+        working._set_model = lambda model: vars(working).update(_model=model or working._model, _pages=[pages])
         made.extend((scheduling, working))
         return scheduling, working
 
@@ -107,9 +107,9 @@ def output(asked: Any = None, ids: Sequence[int] = (), computed: int = 0, *, end
 
 def store_three(scheduling: Any, working: Any, asked: Any) -> None:
     """A request computes three blocks that nobody has, and both sides store them."""
-    assert scheduling.matched(asked, 0) == (0, False)
-    scheduling.allocated(asked, blocks([1, 2, 3]), 0)
-    message = scheduling.message(output(asked, [1, 2, 3]))
+    assert scheduling.match_tokens(asked, 0) == (0, False)
+    scheduling.on_allocated(asked, blocks([1, 2, 3]), 0)
+    message = scheduling.build_metadata(output(asked, [1, 2, 3]))
     working.begin(message)
     working.store(message)
     working.close()

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from kvcache.block.layout import KVLayout
 from kvcache.cache.api import Hit, check_ttl
-from kvcache.connector.vllm.identity import Who
-from kvcache.connector.vllm.kv_layout import Model
-from kvcache.connector.vllm.namespaces import Bounds
-from kvcache.connector.vllm.request_state import Wishes
+from kvcache.connector.vllm.identity import NamespaceKey
+from kvcache.connector.vllm.kv_layout import ModelIdentity
+from kvcache.connector.vllm.namespaces import Namespaces
+from kvcache.connector.vllm.request_state import RequestOptions
 from kvcache.daemon.client.request import UNREACHABLE
 from kvcache.errors import AccessError, ClosedError, ConfigError, UnreachableError
 from kvcache.observe.reasons import REASONS, meaning
@@ -42,7 +42,7 @@ class Refusing(NaiveCache):
 
 
 def counts(scheduling: Any) -> dict[str, int]:
-    found: dict[str, int] = scheduling.declined.counters.tree().get("declined", {})
+    found: dict[str, int] = scheduling.uncached.counters.tree().get("declined", {})
     assert found.keys() <= REASONS["declined", "reason"].keys()
     return found
 
@@ -54,11 +54,11 @@ def scheduling(sides: Callable[..., tuple[Any, Any]]) -> Any:
 
 def step(scheduling: Any, asked: Any) -> Any:
     """As vLLM's scheduler: match, allocate, one step that computes all of it."""
-    assert scheduling.matched(asked, 0) == (0, False)
-    scheduling.allocated(asked, blocks([1, 2, 3]), 0)
-    message = scheduling.message(output(asked, [1, 2, 3]))
-    scheduling.steps.end()
-    scheduling.finished(asked)
+    assert scheduling.match_tokens(asked, 0) == (0, False)
+    scheduling.on_allocated(asked, blocks([1, 2, 3]), 0)
+    message = scheduling.build_metadata(output(asked, [1, 2, 3]))
+    scheduling.step_timer.end()
+    scheduling.on_request_finished(asked)
     return message
 
 
@@ -93,8 +93,8 @@ def test_a_ttl_that_is_no_time_to_come_is_ignored_and_said(
 
 
 def test_digests_that_cannot_be_made_stop_nobody(scheduling: Any) -> None:
-    for wishes in ({}, {"skip_load": True}):
-        bad = request("r", **wishes)
+    for request_options in ({}, {"skip_load": True}):
+        bad = request("r", **request_options)
         bad.block_hashes = None
         assert step(scheduling, bad).stores == []
     assert counts(scheduling) == {"failed": 2}
@@ -109,9 +109,9 @@ def test_a_request_is_counted_once_however_often_it_is_asked_about(scheduling: A
     }.items():
         asked = request(name)
         vars(asked).update(more)
-        assert scheduling.matched(asked, 0) == (0, False)
+        assert scheduling.match_tokens(asked, 0) == (0, False)
         assert step(scheduling, asked).stores == []
-        assert name not in scheduling.declined, "nothing is kept of a request that is over"
+        assert name not in scheduling.uncached, "nothing is kept of a request that is over"
     assert counts(scheduling) == {"streamed input": 2, "adapter": 1}
 
 
@@ -127,7 +127,7 @@ def test_the_log_says_more_than_the_label(scheduling: Any, caplog: pytest.LogCap
 def test_what_comes_before_the_ranks_have_spoken_is_counted(scheduling: Any) -> None:
     model, scheduling._model = scheduling._model, None
     asked = request("r")
-    assert scheduling.matched(asked, 0) == (0, False)
+    assert scheduling.match_tokens(asked, 0) == (0, False)
     assert counts(scheduling) == {}, "it is asked about again, and may be admitted later"
     assert step(scheduling, asked).stores == []
     scheduling._model = model
@@ -141,7 +141,7 @@ def test_what_is_admitted_while_the_daemon_is_away_is_counted(scheduling: Any, m
         for name in ("r", "s"):
             step(scheduling, request(name))
         waits = request("t")
-        assert scheduling.matched(waits, 0) == (0, False)
+        assert scheduling.match_tokens(waits, 0) == (0, False)
     assert step(scheduling, request("u")).stores
     step(scheduling, waits)
     assert counts(scheduling) == {"unreachable": 2}, "one that was asked about again when it was back is none"
@@ -167,10 +167,10 @@ def test_a_request_that_loaded_a_hit_and_whose_store_fails_was_cached(
     scheduling = filled
     monkeypatch.setattr(scheduling, "_store", broken)
     asked = request("second")
-    tokens, _ = scheduling.matched(asked, 0)
+    tokens, _ = scheduling.match_tokens(asked, 0)
     assert tokens > 0
-    scheduling.allocated(asked, blocks([4, 5, 6]), tokens)
-    assert scheduling.message(output(asked, [4, 5, 6], tokens)).stores == []
+    scheduling.on_allocated(asked, blocks([4, 5, 6]), tokens)
+    assert scheduling.build_metadata(output(asked, [4, 5, 6], tokens)).stores == []
     assert counts(scheduling) == {}
     assert "the rest of a request is not cached: ZeroDivisionError" in caplog.text
     step(scheduling, request("third", digests=[bytes([9]) * 32] * 3))
@@ -179,18 +179,18 @@ def test_a_request_that_loaded_a_hit_and_whose_store_fails_was_cached(
 
 def test_a_hit_that_cannot_be_told_of_is_let_go(filled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = request("second")
-    tokens, _ = filled.matched(asked, 0)
+    tokens, _ = filled.match_tokens(asked, 0)
     with monkeypatch.context() as once:
-        once.setattr(filled.requests["second"].digests, "first", broken)
-        filled.allocated(asked, blocks([4, 5, 6]), tokens)
-    message = filled.message(output(asked, [4, 5, 6], tokens))
-    assert [move.known for move in message.loads] == [-1], "its load fails"
+        once.setattr(filled.requests["second"].digests, "up_to", broken)
+        filled.on_allocated(asked, blocks([4, 5, 6]), tokens)
+    message = filled.build_metadata(output(asked, [4, 5, 6], tokens))
+    assert [move.known_digests for move in message.loads] == [-1], "its load fails"
     assert message.stores == []
     assert counts(filled) == {"failed": 1}
 
 
 def test_an_engine_that_is_off_says_so_of_each_request(scheduling: Any) -> None:
-    scheduling.off = "a reason"
+    scheduling.disabled_reason = "a reason"
     for i in range(3):
         assert step(scheduling, request(f"r{i}")).stores == []
     assert counts(scheduling) == {"off": 3}
@@ -210,23 +210,23 @@ def test_the_oldest_namespace_leaves_first_and_is_told_of_no_more() -> None:
         def __init__(self) -> None:
             self.bounds: list[Any] = []
 
-        def follow(self, model: Model, bound: Any) -> None:
+        def subscribe(self, model: ModelIdentity, bound: Any) -> None:
             self.bounds.append(bound)
 
-        def leave(self, bound: Any) -> None:
+        def unsubscribe(self, bound: Any) -> None:
             self.bounds.remove(bound)
 
     heard: Any = Heard()
-    bounds, cache = Bounds(heard, most=2), NaiveCache()
-    one = bounds.bind(MODEL, cache, Who("1"))
-    bounds.bind(MODEL, cache, Who("2"))
-    assert bounds.bind(MODEL, cache, Who("1")) is one
-    three = bounds.bind(MODEL, cache, Who("3"))
-    assert bounds.get(Who("2")) is None
+    bounds, cache = Namespaces(heard, most=2), NaiveCache()
+    one = bounds.bind(MODEL, cache, NamespaceKey("1"))
+    bounds.bind(MODEL, cache, NamespaceKey("2"))
+    assert bounds.bind(MODEL, cache, NamespaceKey("1")) is one
+    three = bounds.bind(MODEL, cache, NamespaceKey("3"))
+    assert bounds.get(NamespaceKey("2")) is None
     assert heard.bounds == [one, three]
 
 
 @given(st.dictionaries(st.sampled_from(["ttl", "tenant", "max_load_tokens", "skip_load"]), st.floats() | st.integers()))
-def test_whatever_is_wished_what_is_left_can_be_asked_for(wishes: dict[str, Any]) -> None:
-    found, _ = Wishes.of({f"kvcache.{name}": value for name, value in wishes.items()})
+def test_whatever_is_wished_what_is_left_can_be_asked_for(request_options: dict[str, Any]) -> None:
+    found, _ = RequestOptions.of({f"kvcache.{name}": value for name, value in request_options.items()})
     assert check_ttl(found.ttl) == found.ttl

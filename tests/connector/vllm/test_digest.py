@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.connector.vllm.identity import Digests, Origin, unnamed
+from kvcache.connector.vllm.identity import BlockDigests, DigestOrigin, unnamed_reason
 
 SIZE = 4
 
@@ -42,20 +42,20 @@ class Request:
         return len(self.all_token_ids)
 
 
-def names(request: Request, origin: Origin = "chain", hash_tokens: int = SIZE) -> list[bytes]:
-    return list(Digests(request, origin, SIZE, hash_tokens).first(1 << 20))
+def names(request: Request, origin: DigestOrigin = "chain", hash_tokens: int = SIZE) -> list[bytes]:
+    return list(BlockDigests(request, origin, SIZE, hash_tokens).up_to(1 << 20))
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.lists(st.integers(1, 9), max_size=12))
 @pytest.mark.parametrize("origin", ["chain", "pages"])
-def test_how_tokens_came_does_not_matter(origin: Origin, tokens: list[int], steps: list[int]) -> None:
+def test_how_tokens_came_does_not_matter(origin: DigestOrigin, tokens: list[int], steps: list[int]) -> None:
     growing = Request([])
-    digests = Digests(growing, origin, SIZE, SIZE)
+    digests = BlockDigests(growing, origin, SIZE, SIZE)
     for step in steps:
         growing.all_token_ids += tokens[len(growing.all_token_ids) :][:step]
-        digests.first(len(growing.all_token_ids) // SIZE)
+        digests.up_to(len(growing.all_token_ids) // SIZE)
     growing.all_token_ids += tokens[len(growing.all_token_ids) :]
-    assert list(digests.first(100)) == names(Request(tokens), origin)
+    assert list(digests.up_to(100)) == names(Request(tokens), origin)
     assert len(names(Request(tokens), origin)) == len(tokens) // SIZE
 
 
@@ -85,13 +85,13 @@ def test_vllms_hashes_may_be_finer_than_blocks() -> None:
 def test_pages_are_those_of_sglang() -> None:
     (found,) = json.loads((Path(__file__).parents[2] / "vectors/key.json").read_text())["sglang"]
     size = found["page_tokens"]
-    digests = Digests(Request(found["token_ids"]), "pages", size, size).first(100)
+    digests = BlockDigests(Request(found["token_ids"]), "pages", size, size).up_to(100)
     assert [d.hex() for d in digests] == found["digests"]
 
 
 def test_what_has_no_name_is_not_cached() -> None:
-    assert unnamed(Request([1]), "chain") == ""
-    assert unnamed(Request([1], prompt_embeds=object()), "chain") == "embeddings"
-    assert unnamed(Request([1], prompt_embeds=object()), "vllm") == ""
-    assert unnamed(Request([1], mm_features=[Feature("a", Position(0, 1))]), "pages") == "media"
-    assert unnamed(Request([1], resumable=True), "vllm") == "streamed input"
+    assert unnamed_reason(Request([1]), "chain") == ""
+    assert unnamed_reason(Request([1], prompt_embeds=object()), "chain") == "embeddings"
+    assert unnamed_reason(Request([1], prompt_embeds=object()), "vllm") == ""
+    assert unnamed_reason(Request([1], mm_features=[Feature("a", Position(0, 1))]), "pages") == "media"
+    assert unnamed_reason(Request([1], resumable=True), "vllm") == "streamed input"

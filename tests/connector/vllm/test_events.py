@@ -13,9 +13,9 @@ import pytest
 
 import kvcache
 from kvcache.block.layout import Shard
-from kvcache.connector.vllm.events import Announcer
-from kvcache.connector.vllm.kv_layout import Model
-from kvcache.index.kv_events import Change, Told
+from kvcache.connector.vllm.events import KVEventPublisher
+from kvcache.connector.vllm.kv_layout import ModelIdentity
+from kvcache.index.kv_events import EventBatch, KVEvent
 from tests.contract.caches import FULL, HYBRID, Engine, MiB
 
 WORDS: Any = SimpleNamespace(
@@ -28,8 +28,8 @@ WORDS: Any = SimpleNamespace(
 class Silent:
     """A cache whose changes a test tells by hand."""
 
-    def changes(self, after: int | None, bounds: Any) -> Told:
-        return Told(0, lost=False, changes=())
+    def changes(self, after: int | None, bounds: Any) -> EventBatch:
+        return EventBatch(0, lost=False, changes=())
 
 
 def hashed(ids: list[int], size: int) -> list[bytes]:
@@ -40,9 +40,9 @@ def request_of(ids: list[int], size: int = 4, lora: Any = None) -> Any:
     return SimpleNamespace(all_token_ids=ids, block_hashes=hashed(ids, size), lora_request=lora)
 
 
-def whole_model(layout: Any) -> Model:
+def whole_model(layout: Any) -> ModelIdentity:
     held = tuple(Shard(0, g.layers, 0, g.kv_heads) for g in layout.groups)
-    return Model("m", "r", {}, layout, {(0, 0): held}, tuple(range(len(layout.groups))))
+    return ModelIdentity("m", "r", {}, layout, {(0, 0): held}, tuple(range(len(layout.groups))))
 
 
 class Router:
@@ -52,7 +52,7 @@ class Router:
         self.there: dict[tuple[str, int], set[bytes]] = defaultdict(set)
         self.prompts: dict[bytes, list[int]] = {}
 
-    def hear(self, events: list[Any]) -> None:
+    def apply_changes(self, events: list[Any]) -> None:
         for event in events:
             place = event.ownership.split()[-1], event.group_idx
             if event.kind == "BlockRemoved":
@@ -70,13 +70,13 @@ class Router:
 def test_a_router_knows_what_is_there(tmp_path: Path, layout: Any) -> None:
     rng, engine, router = random.Random(1), Engine(layout), Router()
     with kvcache.open(
-        host={"capacity_bytes": MiB, "extent_bytes": MiB // 4},
-        nvme={"path": tmp_path, "capacity_bytes": 4 * MiB, "segment_bytes": MiB, "free_floor_bytes": 0},
+        host={"capacity_bytes": MiB, "slab_bytes": MiB // 4},
+        nvme={"path": tmp_path, "capacity_bytes": 4 * MiB, "segment_bytes": MiB, "min_free_bytes": 0},
         control={"enabled": False},
     ) as cache:
-        announcer, model = Announcer(cache, WORDS), whole_model(layout)
-        bound = model.bind(cache, SimpleNamespace(adapter=None, tenant="default", salt="", since=""))  # type: ignore[arg-type]  # a stand-in
-        announcer.follow(model, bound)
+        announcer, model = KVEventPublisher(cache, WORDS), whole_model(layout)
+        bound = model.bind(cache, SimpleNamespace(adapter=None, tenant="default", salt="", epoch=""))  # type: ignore[arg-type]  # a stand-in
+        announcer.subscribe(model, bound)
         hashes = {}
         for _ in range(40):
             start = rng.randrange(20) * 1000
@@ -84,19 +84,19 @@ def test_a_router_knows_what_is_there(tmp_path: Path, layout: Any) -> None:
             asked = request_of(ids)
             with bound.request() as r:
                 r.match(digests=asked.block_hashes)
-                announcer.name(bound, asked, asked.block_hashes, 0, 1)
+                announcer.name_blocks(bound, asked, asked.block_hashes, 0, 1)
                 r.admit()
                 blocks = len(asked.block_hashes)
                 r.store(engine.described, engine.ids(list(range(blocks)))).wait(30)
                 hashes.update(zip(r.signatures, asked.block_hashes, strict=True))
-        cache.flow.promoter.wait_idle()
+        cache.tier_manager.promoter.wait_idle()
         assert cache.flush(30)
         announcer.close()
         announcer.poll()
-        events = announcer.take()
-        router.hear(events)
+        events = announcer.drain()
+        router.apply_changes(events)
         assert {event.kind for event in events} == {"BlockStored", "BlockRemoved"}
-        for tier in (cache.host, *cache.below):
+        for tier in (cache.host, *cache.lower_tiers):
             for group in range(len(layout.groups)):
                 found = {hashes[a.signature] for a in tier.scan() if a.group == group}
                 assert router.there[tier.name, group] == found
@@ -104,18 +104,18 @@ def test_a_router_knows_what_is_there(tmp_path: Path, layout: Any) -> None:
             assert hashed(prompt, 4)[-1] == block_hash
 
 
-def told(kind: Any, bound: Any, digests: list[bytes], shard: tuple[int, int, int, int], tier: str = "host") -> Change:
+def told(kind: Any, bound: Any, digests: list[bytes], shard: tuple[int, int, int, int], tier: str = "host") -> KVEvent:
     packed = b"".join(sha256(bound.id + digest).digest() for digest in digests)
-    return Change(kind, tier, bound.id, 0, shard, b"", packed)
+    return KVEvent(kind, tier, bound.id, 0, shard, b"", packed)
 
 
 @pytest.fixture
 def two_ranks() -> Any:
     left, right = Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)
-    model = Model("m", "r", {}, FULL, {(0, 0): (left,), (0, 1): (right,)}, (0,))
-    bound: Any = SimpleNamespace(id=bytes(32), known_as=lambda signature: signature)
-    announcer = Announcer(Silent(), WORDS, most_blocks=4)
-    announcer.follow(model, bound)
+    model = ModelIdentity("m", "r", {}, FULL, {(0, 0): (left,), (0, 1): (right,)}, (0,))
+    bound: Any = SimpleNamespace(id=bytes(32), event_signature=lambda signature: signature)
+    announcer = KVEventPublisher(Silent(), WORDS, most_blocks=4)
+    announcer.subscribe(model, bound)
     yield announcer, bound
     announcer.close()
 
@@ -126,51 +126,51 @@ LEFT, RIGHT = (0, 2, 0, 1), (0, 2, 1, 2)
 def test_a_block_is_there_when_every_rank_has_it(two_ranks: Any) -> None:
     announcer, bound = two_ranks
     asked = request_of(list(range(8)))
-    announcer.name(bound, asked, asked.block_hashes, 0, 1)
-    announcer.hear([told("stored", bound, asked.block_hashes, LEFT)])
-    assert announcer.take() == []
-    announcer.hear([told("stored", bound, asked.block_hashes[:1], RIGHT)])
-    (stored,) = announcer.take()
+    announcer.name_blocks(bound, asked, asked.block_hashes, 0, 1)
+    announcer.apply_changes([told("stored", bound, asked.block_hashes, LEFT)])
+    assert announcer.drain() == []
+    announcer.apply_changes([told("stored", bound, asked.block_hashes[:1], RIGHT)])
+    (stored,) = announcer.drain()
     assert (stored.block_hashes, stored.token_ids) == (asked.block_hashes[:1], [0, 1, 2, 3])
     assert (stored.medium, stored.locality, stored.parent_block_hash) == ("CPU", "LOCAL", None)
-    announcer.hear([told("removed", bound, asked.block_hashes, LEFT)])
-    (gone,) = announcer.take()
+    announcer.apply_changes([told("removed", bound, asked.block_hashes, LEFT)])
+    (gone,) = announcer.drain()
     assert (gone.kind, gone.block_hashes) == ("BlockRemoved", asked.block_hashes[:1])
-    announcer.hear([told("removed", bound, asked.block_hashes, RIGHT)])
-    assert announcer.take() == []
+    announcer.apply_changes([told("removed", bound, asked.block_hashes, RIGHT)])
+    assert announcer.drain() == []
 
 
 @pytest.mark.parametrize("how", ["lost", "reset", "full"])
 def test_what_is_not_known_any_more_is_told_to_be_gone(two_ranks: Any, how: str) -> None:
     announcer, bound = two_ranks
     asked = request_of(list(range(12)))
-    announcer.name(bound, asked, asked.block_hashes, 0, 1)
+    announcer.name_blocks(bound, asked, asked.block_hashes, 0, 1)
     for shard in (LEFT, RIGHT):
-        announcer.hear([told("stored", bound, asked.block_hashes, shard, tier="redis")])
-    assert [e.locality for e in announcer.take()] == ["REMOTE"]
+        announcer.apply_changes([told("stored", bound, asked.block_hashes, shard, tier="redis")])
+    assert [e.locality for e in announcer.drain()] == ["REMOTE"]
     if how == "lost":
-        announcer.hear([], lost=True)
+        announcer.apply_changes([], lost=True)
     elif how == "reset":
         announcer.forget()
     else:
         other = request_of(list(range(100, 116)))
-        announcer.name(bound, other, other.block_hashes, 0, 1)
-    gone = [h for event in announcer.take() if event.kind == "BlockRemoved" for h in event.block_hashes]
+        announcer.name_blocks(bound, other, other.block_hashes, 0, 1)
+    gone = [h for event in announcer.drain() if event.kind == "BlockRemoved" for h in event.block_hashes]
     assert sorted(gone) == sorted(asked.block_hashes)
 
 
 def test_blocks_that_nobody_here_named_are_not_told_of(two_ranks: Any) -> None:
     announcer, bound = two_ranks
     for shard in (LEFT, RIGHT):
-        announcer.hear([told("stored", bound, [b"0" * 32], shard), told("removed", bound, [b"0" * 32], shard)])
-    assert announcer.take() == []
+        announcer.apply_changes([told("stored", bound, [b"0" * 32], shard), told("removed", bound, [b"0" * 32], shard)])
+    assert announcer.drain() == []
 
 
 def test_a_name_that_cannot_be_made_is_no_fault_of_the_request(two_ranks: Any) -> None:
     announcer, bound = two_ranks
     asked = request_of(list(range(8)))
     asked.request_id, asked.block_hashes = "r", []  # another version of vLLM: nothing is where it was
-    announcer.name(bound, asked, [b"1" * 32], 0, 1)
-    assert announcer.take() == []
-    announcer.hear([told("stored", bound, [b"1" * 32], LEFT), told("stored", bound, [b"1" * 32], RIGHT)])
-    assert announcer.take() == []
+    announcer.name_blocks(bound, asked, [b"1" * 32], 0, 1)
+    assert announcer.drain() == []
+    announcer.apply_changes([told("stored", bound, [b"1" * 32], LEFT), told("stored", bound, [b"1" * 32], RIGHT)])
+    assert announcer.drain() == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvcache.connector.vllm.config import Options
-from kvcache.connector.vllm.request_state import Wishes
+from kvcache.connector.vllm.request_state import RequestOptions
 from kvcache.observe.metrics import METRICS
 from kvcache.settings import Settings
 
@@ -33,8 +33,8 @@ def test_settings_metrics_commands_and_wishes_are_there() -> None:
     commands = (ROOT / "docs" / "cli.md").read_text()
     for name in {n.removeprefix("kvcache ") for n in told if n.startswith("kvcache ")}:
         assert f"| `{name}` |" in commands, name
-    wishes = {n.removeprefix("kvcache.") for n in told if re.fullmatch(r"kvcache\.[a-z_]+", n)} - {"toml"}
-    assert wishes <= set(Wishes.__dataclass_fields__)
+    request_options = {n.removeprefix("kvcache.") for n in told if re.fullmatch(r"kvcache\.[a-z_]+", n)} - {"toml"}
+    assert request_options <= set(RequestOptions.__dataclass_fields__)
     assert {"load", "lookup_s", "load_s"} <= told & set(Options.model_fields)
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 import kvcache
-from kvcache.connector.vllm.config import Options, read
-from kvcache.connector.vllm.request_state import Wishes
+from kvcache.connector.vllm.config import Options, parse_options
+from kvcache.connector.vllm.request_state import RequestOptions
 from kvcache.errors import ConfigError
 from tests.connector.vllm.conftest import request, store_three
 
 
 def test_nothing_is_needed() -> None:
-    assert read({}, Options) == Options()
+    assert parse_options({}, Options) == Options()
 
 
 @pytest.mark.parametrize(
@@ -30,11 +30,11 @@ def test_nothing_is_needed() -> None:
 )
 def test_what_makes_no_sense_is_refused(extra: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        read(extra, Options)
+        parse_options(extra, Options)
 
 
 def test_wishes_that_make_no_sense_are_left_out_and_said() -> None:
-    wishes, wrong = Wishes.of(
+    request_options, wrong = RequestOptions.of(
         {
             "kvcache.skip_load": True,
             "kvcache.ttl": 60,
@@ -46,13 +46,13 @@ def test_wishes_that_make_no_sense_are_left_out_and_said() -> None:
             "do_remote_decode": False,
         }
     )
-    assert (wishes.skip_load, wishes.ttl, wishes.tenant) == (True, 60.0, "a")
-    assert (wishes.max_load_tokens, wishes.skip_store, wishes.agent) == (None, False, None)
+    assert (request_options.skip_load, request_options.ttl, request_options.tenant) == (True, 60.0, "a")
+    assert (request_options.max_load_tokens, request_options.skip_store, request_options.agent) == (None, False, None)
     assert wrong == (
         "kvcache.max_load_tokens = True, kvcache.skip_store = 'yes', kvcache.agent = 7, kvcache.nonsense = 1"
     )
-    assert Wishes.of({"kvcache.ttl": -1}) == (Wishes(), "kvcache.ttl = -1")
-    assert Wishes.of(None) == (Wishes(), "")
+    assert RequestOptions.of({"kvcache.ttl": -1}) == (RequestOptions(), "kvcache.ttl = -1")
+    assert RequestOptions.of(None) == (RequestOptions(), "")
 
 
 def test_whose_a_request_is_reaches_what_a_rank_does_for_it(sides: Callable[..., tuple[Any, Any]]) -> None:

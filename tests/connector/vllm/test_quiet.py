@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from kvcache.cache.operation import BlockTransfer
-from kvcache.connector.vllm.guard import Calm, quiet, quietly
-from kvcache.testing.faulty_cache import Raising
+from kvcache.connector.vllm.guard import GuardedTransfer, call_guarded, guarded
+from kvcache.testing.faulty_cache import RaisingProxy
 from kvcache.testing.naive_cache import NaiveCache
 from tests.connector.vllm.conftest import PAGES, TOKENS, blocks, output, request
 
@@ -42,25 +42,25 @@ class Engine:
         """The blocks that came from the cache."""
         asked, n = request(f"r{self.count}", digests), len(digests)
         self.count += 1
-        tokens, _ = self.scheduling.matched(asked, 0)
+        tokens, _ = self.scheduling.match_tokens(asked, 0)
         ids = [1 + (self.at + i) % (PAGES - 1) for i in range(n)]
         self.at += n
-        self.scheduling.allocated(asked, blocks(ids), tokens)
+        self.scheduling.on_allocated(asked, blocks(ids), tokens)
         came = self.load(asked, ids, tokens // TOKENS) if tokens else 0
         for digest, page in zip(digests[:came], ids[:came], strict=True):
             assert self.working.memory[page].tobytes() == content(digest).tobytes(), "never a wrong block"
-        message = self.scheduling.message(output(asked, ids, min(came * TOKENS, asked.num_tokens - 1)))
+        message = self.scheduling.build_metadata(output(asked, ids, min(came * TOKENS, asked.num_tokens - 1)))
         self.working.begin(message)
         for digest, page in zip(digests[came:], ids[came:], strict=True):
             self.working.memory[page] = content(digest)
         self.working.store(message)
-        self.scheduling.steps.end()
-        self.scheduling.finished(asked)
-        self.working.begin(self.scheduling.message(output(ended=asked.request_id)))
+        self.scheduling.step_timer.end()
+        self.scheduling.on_request_finished(asked)
+        self.working.begin(self.scheduling.build_metadata(output(ended=asked.request_id)))
         return came
 
     def load(self, asked: Any, ids: list[int], promised: int) -> int:
-        message = self.scheduling.message(output())
+        message = self.scheduling.build_metadata(output())
         self.working.begin(message)
         self.working.load(message, wait=False, by_layer=False)
         for _ in range(100):
@@ -68,10 +68,10 @@ class Engine:
             if arrived:
                 break
         assert arrived == {asked.request_id}, "told once, one way or the other"
-        bad = self.working.invalid()
+        bad = self.working.take_invalid_pages()
         assert bad <= set(ids[:promised])
-        self.scheduling.learned(bad, [], list(arrived))
-        self.scheduling.allocated(asked, blocks(ids), 0)
+        self.scheduling.on_loads_finished(bad, [], list(arrived))
+        self.scheduling.on_allocated(asked, blocks(ids), 0)
         return next((i for i, page in enumerate(ids) if page in bad), promised)
 
 
@@ -87,7 +87,7 @@ def sound(engine: Engine) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_that_always_raises(sides: Sides, name: str) -> None:
     broken = [True]
-    engine = Engine(sides(Raising(NaiveCache(), lambda called: broken[0] and called == name), load="async"))
+    engine = Engine(sides(RaisingProxy(NaiveCache(), lambda called: broken[0] and called == name), load="async"))
     for prompt in (1, 2, 1, 2):
         engine.run(chain(prompt, 5))
     broken[0] = False
@@ -98,7 +98,7 @@ def test_a_call_that_always_raises(sides: Sides, name: str) -> None:
 def test_any_call_raises_now_and_then(sides: Sides, seed: int) -> None:
     rng = random.Random(seed)
     part = rng.choice([0.02, 0.1, 0.4])
-    engine = Engine(sides(Raising(NaiveCache(), lambda _: rng.random() < part), load="async"))
+    engine = Engine(sides(RaisingProxy(NaiveCache(), lambda _: rng.random() < part), load="async"))
     for _ in range(40):
         engine.run(chain(rng.randrange(4), rng.randrange(1, 9)))
     part = 0.0
@@ -108,17 +108,17 @@ def test_any_call_raises_now_and_then(sides: Sides, seed: int) -> None:
 def test_the_first_failure_of_a_kind_is_said_and_the_others_are_not(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvcache.connector.vllm.guard._said", set())
+    monkeypatch.setattr("kvcache.connector.vllm.guard._logged", set())
 
     def breaks() -> int:
         raise ZeroDivisionError("here")
 
-    assert [quietly(7, breaks) for _ in range(3)] == [7, 7, 7]
-    assert quiet(8)(breaks)() == 8
+    assert [call_guarded(7, breaks) for _ in range(3)] == [7, 7, 7]
+    assert guarded(8)(breaks)() == 8
     assert sum("breaks" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_transfer_that_cannot_be_asked_is_over_and_brought_nothing() -> None:
-    transfer = Calm(Raising(BlockTransfer(3), lambda _: True))  # type: ignore[arg-type]  # it stands for one
+    transfer = GuardedTransfer(RaisingProxy(BlockTransfer(3), lambda _: True))  # type: ignore[arg-type]  # it stands for one
     transfer.cancel()
     assert (transfer.done, transfer.blocks, transfer.wait(1), transfer.wait_layer(0, 1)) == (True, 0, True, True)

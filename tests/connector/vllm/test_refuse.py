@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvcache.connector.vllm.config import declines, refuse
+from kvcache.connector.vllm.config import reject_unsupported, uncached_reason
 from kvcache.errors import ConfigError
 
 
@@ -25,24 +25,24 @@ def config(**given: Any) -> SimpleNamespace:
 
 @pytest.mark.parametrize("name", ["decode_context_parallel_size", "prefill_context_parallel_size"])
 def test_context_parallel_is_refused_with_the_reason(name: str) -> None:
-    refuse(config())
+    reject_unsupported(config())
     with pytest.raises(ConfigError, match=rf"{name} = 2: a rank would hold tokens of every block"):
-        refuse(config(parallel_config=SimpleNamespace(**{name: 2})))
+        reject_unsupported(config(parallel_config=SimpleNamespace(**{name: 2})))
 
 
 @pytest.mark.parametrize(
     ("method", "reason"), [("ngram", ""), ("suffix", ""), ("eagle3", "'eagle3'"), ("draft_model", "'draft_model'")]
 )
 def test_drafts_with_keys_of_their_own_go_by_uncached(method: str, reason: str) -> None:
-    said = declines(config(speculative_config=SimpleNamespace(method=method)))
+    said = uncached_reason(config(speculative_config=SimpleNamespace(method=method)))
     assert (reason in said) if reason else said == ""
 
 
 def test_scales_that_do_not_travel_and_latents_that_cannot_go_on() -> None:
-    assert declines(config()) == ""
-    assert "calculate_kv_scales" in declines(config(cache_config=SimpleNamespace(calculate_kv_scales=True)))
+    assert uncached_reason(config()) == ""
+    assert "calculate_kv_scales" in uncached_reason(config(cache_config=SimpleNamespace(calculate_kv_scales=True)))
     latents = SimpleNamespace(use_mla=True)
-    assert "from its first token only" in declines(config(model_config=latents))
+    assert "from its first token only" in uncached_reason(config(model_config=latents))
     able = SimpleNamespace(enable_chunked_prefill=True)
-    assert declines(config(model_config=latents, scheduler_config=able)) == ""
-    assert declines(config(model_config=latents, device_config=SimpleNamespace(device_type="cuda"))) == ""
+    assert uncached_reason(config(model_config=latents, scheduler_config=able)) == ""
+    assert uncached_reason(config(model_config=latents, device_config=SimpleNamespace(device_type="cuda"))) == ""

@@ -32,7 +32,7 @@ def filled(sides: Sides, cache: Any) -> Any:
     scheduling, working = sides(cache, "async")
     asked = request("first")
     store_three(scheduling, working, asked)
-    scheduling.finished(asked)
+    scheduling.on_request_finished(asked)
     return scheduling
 
 
@@ -44,9 +44,9 @@ def test_prompt_logprobs_are_no_miss(filled: Any, cache: Any) -> None:
     """vllm 57596"""
     before, asked = counted(cache), request("logprobs")
     asked.skip_reading_prefix_cache = True
-    assert filled.matched(asked, 0) == (0, False)
-    filled.allocated(asked, blocks([4, 5, 6]), 0)
-    filled.finished(asked)
+    assert filled.match_tokens(asked, 0) == (0, False)
+    filled.on_allocated(asked, blocks([4, 5, 6]), 0)
+    filled.on_request_finished(asked)
     assert counted(cache) == before
 
 
@@ -54,10 +54,10 @@ def test_nothing_is_counted_by_asking_again(filled: Any, cache: Any) -> None:
     """vllm 18232"""
     (before, _), asked = counted(cache), request("again")
     for _ in range(5):
-        assert filled.matched(asked, 0) == (3 * TOKENS, True)
+        assert filled.match_tokens(asked, 0) == (3 * TOKENS, True)
     assert counted(cache)[0] == before
-    filled.allocated(asked, blocks([4, 5, 6]), 3 * TOKENS)
-    assert filled.matched(asked, 3 * TOKENS) == (0, False), "asked once more when its load is over"
+    filled.on_allocated(asked, blocks([4, 5, 6]), 3 * TOKENS)
+    assert filled.match_tokens(asked, 3 * TOKENS) == (0, False), "asked once more when its load is over"
     assert counted(cache)[0] == before + 1
 
 
@@ -65,19 +65,19 @@ def test_nothing_is_counted_by_asking_again(filled: Any, cache: Any) -> None:
 def test_what_the_engine_has_itself_is_not_loaded_over(filled: Any, local: int) -> None:
     """LMCache 2206, 2091, 2574"""
     asked = request("local")
-    tokens, _ = filled.matched(asked, local * TOKENS)
+    tokens, _ = filled.match_tokens(asked, local * TOKENS)
     assert tokens == (3 - local) * TOKENS
-    filled.allocated(asked, blocks([4, 5, 6]), tokens)
-    loads = filled.message(output()).loads
+    filled.on_allocated(asked, blocks([4, 5, 6]), tokens)
+    loads = filled.build_metadata(output()).loads
     assert [(move.first, move.pages) for move in loads] == ([(local, ((4, 5, 6)[local:],))] if tokens else [])
 
 
 def test_a_load_of_fewer_blocks_than_were_found_is_of_those(filled: Any) -> None:
     """LMCache 4614, vllm 52617"""
     asked = request("less")
-    assert filled.matched(asked, 0) == (3 * TOKENS, True)
-    filled.allocated(asked, blocks([4, 5, 6]), 2 * TOKENS)
-    (move,) = filled.message(output()).loads
+    assert filled.match_tokens(asked, 0) == (3 * TOKENS, True)
+    filled.on_allocated(asked, blocks([4, 5, 6]), 2 * TOKENS)
+    (move,) = filled.build_metadata(output()).loads
     assert (move.first, move.pages) == (0, ((4, 5),))
 
 
@@ -85,12 +85,12 @@ def test_a_load_of_fewer_blocks_than_were_found_is_of_those(filled: Any) -> None
 def test_a_load_that_failed_is_not_asked_for_again(filled: Any, told: str) -> None:
     """vllm 49176"""
     asked = request("failed")
-    assert filled.matched(asked, 0) == (3 * TOKENS, True)
-    filled.allocated(asked, blocks([4, 5, 6]), 3 * TOKENS)
-    filled.learned({5} if told == "pages" else set(), ["failed"] if told == "request" else [], ["failed"])
+    assert filled.match_tokens(asked, 0) == (3 * TOKENS, True)
+    filled.on_allocated(asked, blocks([4, 5, 6]), 3 * TOKENS)
+    filled.on_loads_finished({5} if told == "pages" else set(), ["failed"] if told == "request" else [], ["failed"])
     for _ in range(3):
-        assert filled.matched(asked, 0) == (0, False)
-    assert filled.matched(request("another"), 0) == (3 * TOKENS, True)
+        assert filled.match_tokens(asked, 0) == (0, False)
+    assert filled.match_tokens(request("another"), 0) == (3 * TOKENS, True)
 
 
 class Undecided(NaiveCache):
@@ -114,6 +114,6 @@ def test_a_lookup_that_is_never_answered_ends(sides: Sides, monkeypatch: pytest.
     monkeypatch.setattr(sys.modules[type(scheduling).__module__], "monotonic", lambda: now[0])
     asked = request("waits")
     for _ in range(3):
-        assert scheduling.matched(asked, 0) == (None, False)
+        assert scheduling.match_tokens(asked, 0) == (None, False)
     now[0] = 0.2  # later than `lookup_s`
-    assert scheduling.matched(asked, 0) == (0, False)
+    assert scheduling.match_tokens(asked, 0) == (0, False)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvcache.block.layout import KVLayout, Shard
-from kvcache.connector.vllm.kv_layout import Look, Shape, combine, describe, pages_of
+from kvcache.connector.vllm.kv_layout import LayerGroup, LayerLayout, combine_ranks, describe_layers, pages_of
 from kvcache.errors import LayoutError
-from kvcache.transfer.cpu import CpuCopier, PlainCopier
+from kvcache.transfer.cpu import CpuCopier, ReferenceCopier
 
 BLOCKS, HEADS, TOKENS, DIM, LAYERS = 6, 2, 4, 8, 3
 
@@ -59,14 +59,14 @@ def filled(shape: tuple[int, ...], order: tuple[int, ...], seed: int) -> torch.T
 
 def moved(caches: dict[str, Any], groups: list[Group], *, source: int, target: int) -> KVLayout:
     """Copy one block to another page by way of its payload, as a store and a load do."""
-    shapes = describe(caches, groups, BLOCKS, packing="isa")
-    layout, shards, _, _ = combine({(0, 0): shapes})
+    shapes = describe_layers(caches, groups, BLOCKS, packing="isa")
+    layout, shards, _, _ = combine_ranks({(0, 0): shapes})
     for g, shape in enumerate(shapes):
         pages = pages_of(shape, {name: getattr(t, "_tensor", t) for name, t in caches.items()}, BLOCKS, layout, g,
                          shards[0, 0][g])  # fmt: skip
         payload, again = (memoryview(bytearray(pages.block_bytes)) for _ in range(2))
         CpuCopier().gather(pages, [source], [payload])
-        PlainCopier().gather(pages, [source], [again])
+        ReferenceCopier().gather(pages, [source], [again])
         assert bytes(payload) == bytes(again)
         CpuCopier().scatter(pages, [target], [payload])
     return layout
@@ -127,11 +127,11 @@ def test_latents(shape: tuple[int, ...]) -> None:
 
 def test_a_processors_blocks_are_opaque_and_say_what_packed_them() -> None:
     tensor = filled((BLOCKS, HEADS, TOKENS, 2 * DIM), (0, 1, 2, 3), 1)
-    (shape,) = describe({"layer": tensor}, [Group(["layer"])], BLOCKS, packing="cpu_attn amx")
-    assert (shape.look.kind, shape.look.kv_heads) == ("opaque", HEADS)
-    assert shape.look.opaque_bytes == HEADS * TOKENS * 2 * DIM * 4
-    (other,) = describe({"layer": tensor}, [Group(["layer"])], BLOCKS, packing="cpu_attn vec")
-    assert shape.look.packing != other.look.packing
+    (shape,) = describe_layers({"layer": tensor}, [Group(["layer"])], BLOCKS, packing="cpu_attn amx")
+    assert (shape.layer_layout.kind, shape.layer_layout.kv_heads) == ("opaque", HEADS)
+    assert shape.layer_layout.opaque_bytes == HEADS * TOKENS * 2 * DIM * 4
+    (other,) = describe_layers({"layer": tensor}, [Group(["layer"])], BLOCKS, packing="cpu_attn vec")
+    assert shape.layer_layout.packing != other.layer_layout.packing
     before = tensor.clone()
     moved({"layer": tensor}, [Group(["layer"])], source=0, target=1)
     assert torch.equal(tensor[1], before[0])
@@ -159,7 +159,9 @@ def test_padded_pages() -> None:
 def test_a_block_whose_bytes_do_not_lie_together_is_refused() -> None:
     tensor = filled((2, BLOCKS, HEADS, TOKENS, DIM), tuple(range(5)), 1)
     with pytest.raises(LayoutError, match="do not lie together"):
-        describe({"layer": tensor}, [Group(["layer"])], BLOCKS, packing="isa")  # on a processor: packed, and apart
+        describe_layers(
+            {"layer": tensor}, [Group(["layer"])], BLOCKS, packing="isa"
+        )  # on a processor: packed, and apart
 
 
 @dataclass
@@ -182,38 +184,38 @@ class MambaSpec(FullAttentionSpec):
 def test_what_cannot_be_restored_from_blocks_is_refused(spec: Any, reason: str) -> None:
     tensor = filled((BLOCKS, HEADS, TOKENS, 2 * DIM), (0, 1, 2, 3), 1)
     with pytest.raises(LayoutError, match=reason):
-        describe({"layer": tensor}, [Group(["layer"], spec)], BLOCKS, packing="isa")
+        describe_layers({"layer": tensor}, [Group(["layer"], spec)], BLOCKS, packing="isa")
 
 
 def test_groups_with_blocks_of_different_sizes_are_refused() -> None:
     tensor = filled((BLOCKS, HEADS, TOKENS, 2 * DIM), (0, 1, 2, 3), 1)
     groups = [Group(["a"]), Group(["b"], FullAttentionSpec(block_size=2 * TOKENS))]
     with pytest.raises(LayoutError, match="one size"):
-        describe({"a": tensor, "b": tensor}, groups, BLOCKS, packing="isa")
+        describe_layers({"a": tensor, "b": tensor}, groups, BLOCKS, packing="isa")
 
 
 def test_windows_need_one_token_less_than_they_see() -> None:
     tensor = filled((BLOCKS, HEADS, TOKENS, 2 * DIM), (0, 1, 2, 3), 1)
     groups = [Group(["a"], SlidingWindowSpec()), Group(["b"])]
-    first, second = describe({"a": tensor, "b": tensor}, groups, BLOCKS, packing="isa")
+    first, second = describe_layers({"a": tensor, "b": tensor}, groups, BLOCKS, packing="isa")
     assert (first.rule, first.window_tokens, second.rule) == ("window", 8, "all")
 
 
-def rank(layers: int, *, heads: int = HEADS, kind: str = "mha", first: int = 0) -> tuple[Shape, ...]:
-    look = Look(
+def rank(layers: int, *, heads: int = HEADS, kind: str = "mha", first: int = 0) -> tuple[LayerGroup, ...]:
+    layer_layout = LayerLayout(
         kind=kind,  # type: ignore[arg-type]
         kv_heads=heads,
         head_dim=DIM if kind != "opaque" else 0,
         opaque_bytes=heads * 64 if kind == "opaque" else 0,
         page_step=64,
     )
-    return (Shape(0, tuple(f"layer{first + i}" for i in range(layers)), "all", 0, TOKENS, look),)
+    return (LayerGroup(0, tuple(f"layer{first + i}" for i in range(layers)), "all", 0, TOKENS, layer_layout),)
 
 
 def test_ranks_put_together() -> None:
     """Two stages of three and two layers, two tensor ranks each."""
     ranks = {(s, t): rank((3, 2)[s], first=3 * s) for s in range(2) for t in range(2)}
-    layout, shards, _, _ = combine(ranks)
+    layout, shards, _, _ = combine_ranks(ranks)
     assert (layout.groups[0].layers, layout.groups[0].kv_heads) == (5, 2 * HEADS)
     assert shards == {
         (0, 0): (Shard(0, 3, 0, 2),),
@@ -224,20 +226,20 @@ def test_ranks_put_together() -> None:
 
 
 def test_ranks_with_the_same_heads_and_ranks_with_latents_share_a_shard() -> None:
-    layout, shards, _, _ = combine({(0, t): rank(1, heads=1) for t in range(4)}, replicas=2)
+    layout, shards, _, _ = combine_ranks({(0, t): rank(1, heads=1) for t in range(4)}, replicas=2)
     assert layout.groups[0].kv_heads == 2
     assert shards[0, 0] == shards[0, 1] != shards[0, 2] == shards[0, 3]
-    layout, shards, _, _ = combine({(0, t): rank(1, heads=1, kind="mla") for t in range(2)})
+    layout, shards, _, _ = combine_ranks({(0, t): rank(1, heads=1, kind="mla") for t in range(2)})
     assert layout.groups[0].kv_heads == 1
     assert shards[0, 0] == shards[0, 1]
 
 
 def test_opaque_ranks_hold_their_share_of_a_blocks_bytes() -> None:
-    layout, shards, _, _ = combine({(0, t): rank(2, kind="opaque") for t in range(2)})
+    layout, shards, _, _ = combine_ranks({(0, t): rank(2, kind="opaque") for t in range(2)})
     whole = layout.block_bytes()
     assert [layout.block_bytes(shards[0, t][0]) for t in range(2)] == [whole // 2] * 2
 
 
 def test_ranks_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"rank \(0, 1\)"):
-        combine({(0, 0): rank(3), (0, 1): rank(2)})
+        combine_ranks({(0, 0): rank(3), (0, 1): rank(2)})

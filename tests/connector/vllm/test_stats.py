@@ -39,11 +39,11 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     monkeypatch.setitem(sys.modules, OF_VLLM, base)
     monkeypatch.delitem(sys.modules, STATS, raising=False)
     module: Any = importlib.import_module(STATS)
-    monkeypatch.setattr(module, "EVERY_S", 3600.0)
+    monkeypatch.setattr(module, "SAMPLE_INTERVAL_S", 3600.0)
     made: dict[Any, Any] = {}
 
     def sample(cache: Any, own: Counters) -> dict[str, Any]:
-        sampler = made.setdefault(cache, None) or module.Sampler(cache, own)
+        sampler = made.setdefault(cache, None) or module.StatsSampler(cache, own)
         made[cache] = sampler
         sampler.sample()
         told = sampler.take()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvcache.connector.vllm.request_state import behind
-from kvcache.connector.vllm.step_timer import Steps
+from kvcache.connector.vllm.request_state import tokens_by_tier
+from kvcache.connector.vllm.step_timer import StepTimer
 
 
 class Told:
@@ -27,10 +27,10 @@ class Clock:
 
 def test_steps_of_prompts_are_told_and_others_not() -> None:
     clock, bound = Clock(), Told()
-    steps, mine = Steps(clock), bound
-    face: Any = mine
+    steps, mine = StepTimer(clock), bound
+    cache_request: Any = mine
     for prompts, tokens, seconds in ((512, 520, 2.0), (0, 8, 0.1), (3, 8, 0.2), (64, 64, 0.5)):
-        steps.prompt(face, prompts)
+        steps.prompt(cache_request, prompts)
         steps.begin(tokens)
         clock.now += seconds
         steps.end()
@@ -40,10 +40,10 @@ def test_steps_of_prompts_are_told_and_others_not() -> None:
 
 def test_where_steps_overlap_one_begins_when_the_one_before_ends() -> None:
     clock, bound = Clock(), Told()
-    steps: Steps = Steps(clock)
-    face: Any = bound
+    steps: StepTimer = StepTimer(clock)
+    cache_request: Any = bound
     for _ in range(3):  # all scheduled at once, as pipelines do
-        steps.prompt(face, 100)
+        steps.prompt(cache_request, 100)
         steps.begin(100)
     for _ in range(3):
         clock.now += 1.5
@@ -54,10 +54,10 @@ def test_where_steps_overlap_one_begins_when_the_one_before_ends() -> None:
 
 def test_each_namespace_whose_prompt_is_in_a_step_hears_of_it_once() -> None:
     clock, one, other = Clock(), Told(), Told()
-    steps = Steps(clock)
+    steps = StepTimer(clock)
     for bound in (one, other, one, None):
-        face: Any = bound
-        steps.prompt(face, 10)
+        cache_request: Any = bound
+        steps.prompt(cache_request, 10)
     steps.prompt(None, 5)
     steps.begin(30)
     clock.now += 1
@@ -77,6 +77,6 @@ def test_each_namespace_whose_prompt_is_in_a_step_hears_of_it_once() -> None:
     ],
 )
 def test_what_of_a_hit_came_from_where(first: int, end: int, expected: dict[str, int]) -> None:
-    found = behind({"host": 4, "nvme": 4, "redis": 2}, first, end, 16)
+    found = tokens_by_tier({"host": 4, "nvme": 4, "redis": 2}, first, end, 16)
     assert found == expected
     assert sum(found.values()) == (end - first) * 16

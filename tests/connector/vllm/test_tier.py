@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import kvcache.connector.vllm as package
-from kvcache.testing.faulty_cache import FaultyCache, Raising
+from kvcache.testing.faulty_cache import FaultyCache, RaisingProxy
 from kvcache.testing.naive_cache import NaiveCache
 
 CHUNKS, CHUNK_BYTES, TOKENS = 16, 256, 4
@@ -105,7 +105,7 @@ def make(monkeypatch: pytest.MonkeyPatch, of_a_version: None) -> Iterator[Make]:
     )
 
     def of(cache: Any, **told: Any) -> Manager:
-        monkeypatch.setattr(module, "below", lambda _: cache)
+        monkeypatch.setattr(module, "open_tier_cache", lambda _: cache)
         memory = np.zeros((CHUNKS, CHUNK_BYTES), np.uint8)
         told = told or {"revision": "r"}
         tier = module.KVCacheTier(SimpleNamespace(config=config), memoryview(memory), "KVCacheTier", **told)
@@ -170,7 +170,7 @@ def test_what_did_not_come_is_not_promised_to_that_request_again(make: Make) -> 
 def test_whatever_raises_every_job_ends_and_nothing_wrong_comes(make: Make, seed: int) -> None:
     rng = random.Random(seed)
     part = [rng.choice([0.05, 0.2, 0.5])]
-    manager = make(Raising(NaiveCache(), lambda _: rng.random() < part[0]))
+    manager = make(RaisingProxy(NaiveCache(), lambda _: rng.random() < part[0]))
     for i in range(30):
         prompt, length = rng.randrange(4), rng.randrange(1, 6)
         keep(manager, prompt, length)

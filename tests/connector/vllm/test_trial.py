@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache.connector.vllm.identity import Who
-from kvcache.connector.vllm.observe_mode import Trial
+from kvcache.connector.vllm.identity import NamespaceKey
+from kvcache.connector.vllm.observe_mode import ObserveMode
 
-WHO = Who()
+WHO = NamespaceKey()
 PROMPT = st.lists(st.integers(0, 2), min_size=1, max_size=4)
 
 
@@ -19,20 +19,20 @@ def chain(prompt: list[int]) -> list[bytes]:
 
 @given(st.lists(PROMPT, max_size=30), st.integers(1, 12))
 def test_an_lru_of_prefixes(prompts: list[list[int]], capacity: int) -> None:
-    trial, known = Trial(capacity * 10), []
+    trial, known = ObserveMode(capacity * 10), []
     gone: set[bytes] = set()
     reasons = {"cold": 0, "evicted": 0}
     hits = asked = 0
     for prompt in prompts:
         digests = chain(prompt)
         found = next((i for i, d in enumerate(digests) if d not in known), len(digests))
-        assert trial.ask(WHO, digests, 4) == found
+        assert trial.lookup(WHO, digests, 4) == found
         if found < len(digests):
             reasons["evicted" if digests[found] in gone else "cold"] += 1
         for digest in reversed(digests[:found]):
             known.remove(digest)
             known.append(digest)
-        trial.keep(WHO, digests[found:], 10)
+        trial.record_store(WHO, digests[found:], 10)
         known += [d for d in digests[found:] if d not in known]
         gone |= set(known[: max(0, len(known) - capacity)])
         del known[: max(0, len(known) - capacity)]
@@ -49,14 +49,14 @@ def test_an_lru_of_prefixes(prompts: list[list[int]], capacity: int) -> None:
 def test_what_would_have_been_saved_is_computing_less_loading(
     blocks: int, there: int, tail: int, token_s: float
 ) -> None:
-    trial, digests, block_bytes = Trial(10**9), [bytes([i]) * 32 for i in range(blocks)], 4 * 1000
-    trial.keep(WHO, digests[:there], block_bytes)
-    trial.ask(WHO, digests, 4, block_bytes, 4 * blocks + tail)
+    trial, digests, block_bytes = ObserveMode(10**9), [bytes([i]) * 32 for i in range(blocks)], 4 * 1000
+    trial.record_store(WHO, digests[:there], block_bytes)
+    trial.lookup(WHO, digests, 4, block_bytes, 4 * blocks + tail)
     assert "saved_seconds" not in trial.stats()["counters"], "how fast this engine is, nobody has told"
     for _ in range(40):
         for tokens in (1, 20, 80):
             trial.computed(tokens, tokens * token_s)
-    found = trial.ask(WHO, digests, 4, block_bytes, 4 * blocks + tail)
+    found = trial.lookup(WHO, digests, 4, block_bytes, 4 * blocks + tail)
     computed = min(4 * found, 4 * blocks + tail - 1) * token_s  # the last token is computed in any case
     loaded = (20e-6 + found * block_bytes / 8e9) if found else 0.0
     saved = trial.stats()["counters"].get("saved_seconds", 0.0)
@@ -65,21 +65,21 @@ def test_what_would_have_been_saved_is_computing_less_loading(
 
 
 def test_tenants_keep_apart() -> None:
-    trial = Trial(1000)
-    trial.keep(WHO, chain([1, 2]), 10)
-    assert trial.ask(Who(tenant="other"), chain([1, 2]), 4) == 0
-    assert trial.ask(WHO, chain([1, 2]), 4) == 2
+    trial = ObserveMode(1000)
+    trial.record_store(WHO, chain([1, 2]), 10)
+    assert trial.lookup(NamespaceKey(tenant="other"), chain([1, 2]), 4) == 0
+    assert trial.lookup(WHO, chain([1, 2]), 4) == 2
     trial.close()
 
 
 def test_the_curve_says_what_more_would_have_found() -> None:
     """Forty prompts of one block in turn, with room for twenty: an LRU finds nothing; with twice that, all."""
-    trial = Trial(20 * 10, samples=1000)
+    trial = ObserveMode(20 * 10, samples=1000)
     prompts = [[bytes([i]).ljust(32, b"x")] for i in range(40)]
     for _ in range(30):
         for digests in prompts:
-            trial.ask(WHO, digests, 4, 10)
-            trial.keep(WHO, digests, 10)
+            trial.lookup(WHO, digests, 4, 10)
+            trial.record_store(WHO, digests, 10)
         trial.curve()  # which takes in what waits: beyond a bound it would be left out
     points = {p["times"]: p["hit_rate"] for p in trial.curve()["tiers"]["host"]["points"]}
     found = trial.stats()

@@ -24,7 +24,7 @@ def main(rank: int, place: Path) -> None:
         found, request = stack.found([*PROMPT, 7], f"r{turn}")
         assert found == len(PROMPT), found
         if turn == 1 and rank == 1:
-            stack.linker._promises.clear()
+            stack.linker._leases.clear()
         loaded = stack.load(request)
         if turn == 1:
             assert loaded == [], "one rank has lost what it promised: both compute, and neither waits for the other"

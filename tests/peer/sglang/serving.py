@@ -35,7 +35,7 @@ PROMPTS = [[random.randrange(3, 250) for _ in range(40 * PAGE + 7)] for random i
 
 def ours(place: Path, **more: Any) -> dict[str, Any]:
     """Settings of the cache: host memory, and a drive at `place`."""
-    nvme = {"path": str(place / "nvme"), "capacity_bytes": 256 << 20, "free_floor_bytes": 0}
+    nvme = {"path": str(place / "nvme"), "capacity_bytes": 256 << 20, "min_free_bytes": 0}
     return {"host": {"capacity_bytes": 64 << 20}, "nvme": nvme, "control": {"enabled": False}} | more
 
 

@@ -44,7 +44,7 @@ class Stack:
     def _arguments(self) -> Any:
         from sglang.srt.runtime_context import get_context
 
-        nvme = {"path": str(self.place / "nvme"), "capacity_bytes": 64 << 20, "free_floor_bytes": 0}
+        nvme = {"path": str(self.place / "nvme"), "capacity_bytes": 64 << 20, "min_free_bytes": 0}
         ours = {"revision": "1", "host": {"capacity_bytes": 32 << 20}, "nvme": nvme, "control": {"enabled": False}}
         extra = {
             "backend_name": "kvcache",
@@ -253,7 +253,7 @@ def linker_over(place: Any, pools: Pools, *, params: Any = None, **ours: Any) ->
     from kvcache.connector.sglang import KVCacheLinker
 
     served = get_context().override_server_args(model_path="tiny", device="cpu", page_size=pools.page).install()
-    nvme = {"path": str(place / "nvme"), "capacity_bytes": 64 << 20, "free_floor_bytes": 0}
+    nvme = {"path": str(place / "nvme"), "capacity_bytes": 64 << 20, "min_free_bytes": 0}
     given = {"revision": "1", "host": {"capacity_bytes": 32 << 20}, "nvme": nvme, "control": {"enabled": False}}
     return KVCacheLinker(
         served, params or params_of(pools), components=set(pools.components), extra_config={"kvcache": given | ours}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcache.connector.sglang.host_pools import Ranks, describe
+from kvcache.connector.sglang.host_pools import Ranks, describe_pool
 from kvcache.errors import LayoutError, ModelError
 from tests.connector.sglang.pools import LogicalPoolHost, MHATokenToKVPoolHost, MLATokenToKVPoolHost, StatePoolHost
 from tests.engine import tiny
@@ -31,7 +31,7 @@ def backend(place: Path, anchor: Any, side: dict[str, Any] | None = None, **name
     from kvcache.connector.sglang import KVCacheStorage
 
     ours = named.pop("ours", {})
-    nvme = {"path": str(place / "nvme"), "capacity_bytes": 64 << 20, "free_floor_bytes": 0}
+    nvme = {"path": str(place / "nvme"), "capacity_bytes": 64 << 20, "min_free_bytes": 0}
     given = {"revision": "1", "host": {"capacity_bytes": 8 << 20}, "nvme": nvme, "control": {"enabled": False}} | ours
     config = HiCacheStorageConfig(
         **{
@@ -132,7 +132,7 @@ def test_ranks_of_a_latent_share_what_the_first_wrote(tmp_path: Path) -> None:
     assert writer.batch_set_v1(keys, at(0, 1, 2, 3)) == [True] * 4
     writer.close()
     reader = backend(tmp_path, pool, is_mla_model=True)
-    assert reader._depots["kv"].described.shards == describe(pool, Ranks(1, 2)).shards
+    assert reader._pool_stores["kv"].described.shards == describe_pool(pool, Ranks(1, 2)).shards
     assert reader.batch_get_v1(keys, at(1, 5, 2, 3)) == [True] * 4
     assert torch.equal(pool.page(5), wanted)
     reader.close()
@@ -174,7 +174,7 @@ def test_what_moved_is_told_once(tmp_path: Path) -> None:
 
 def test_a_pool_that_no_other_engine_can_read_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny.make(tmp_path / "model")
-    monkeypatch.setattr("kvcache.connector.sglang.storage._Served", lambda: SimpleNamespace(model_path=model))
+    monkeypatch.setattr("kvcache.connector.sglang.storage._ServerArguments", lambda: SimpleNamespace(model_path=model))
     shared = {"share_across_engines": True}
     backend(tmp_path / "1", MHATokenToKVPoolHost("page_head"), ours=shared).close()
     with pytest.raises(LayoutError, match="share_across_engines"):

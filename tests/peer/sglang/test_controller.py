@@ -11,7 +11,7 @@ import torch
 
 from kvcache.cache.cache import Cache
 from kvcache.errors import LayoutError
-from kvcache.os_env import Port
+from kvcache.os_env import OsEnv
 from kvcache.settings.sources import load
 from tests.connector.sglang.drives import Drive
 from tests.engine import tiny
@@ -258,8 +258,8 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Drive:
     """Under every cache that a backend opens from now on."""
     made = Drive()
 
-    def open_cache(wishes: Any, engine: str | None = None) -> Cache:
-        return Cache(load(None, **wishes.settings), Port(disk=made))
+    def open_cache(options: Any, engine: str | None = None) -> Cache:
+        return Cache(load(None, **options.settings), OsEnv(disk=made))
 
     monkeypatch.setattr("kvcache.connector.sglang.storage.open_cache", open_cache)
     return made

@@ -32,7 +32,7 @@ class Bench:
 
         from kvcache.connector.sglang import KVCacheLinker
 
-        nvme = {"path": str(place / "nvme"), "capacity_bytes": 64 << 20, "free_floor_bytes": 0}
+        nvme = {"path": str(place / "nvme"), "capacity_bytes": 64 << 20, "min_free_bytes": 0}
         given = {"revision": "1", "host": {"capacity_bytes": 32 << 20}, "nvme": nvme, "control": {"enabled": False}}
         self.pool = MHATokenToKVPool((PAGES - 1) * PAGE, PAGE, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False)
         params = SimpleNamespace(
@@ -159,9 +159,9 @@ def test_a_request_that_never_loads_gives_its_pages_back(bench: Bench) -> None:
     bench.fill(5)
     keys = chain(4)
     assert bench.offload(keys, [1, 2, 3, 4])
-    for i in range(2 * promises.MOST):
+    for i in range(2 * promises.MAX_LEASES):
         assert bench.lookup(keys, f"r{i}") == 4
-    assert len(bench.linker._promises) == promises.MOST
+    assert len(bench.linker._leases) == promises.MAX_LEASES
     assert bench.linker.load("r511", bench.transfer(keys, [10, 11, 12, 13]))
     assert bench.linker.cancel_queued_load("r511")
     assert not bench.linker.cancel_queued_load("r511")

@@ -31,7 +31,7 @@ def sabotage(monkeypatch: pytest.MonkeyPatch) -> Sabotage:
     made = Sabotage()
     for room in ("storage", "linker"):
         monkeypatch.setattr(f"kvcache.connector.sglang.{room}.open_cache", lambda *_: made.before(NaiveCache()))
-    monkeypatch.setattr(faults, "_said", set())
+    monkeypatch.setattr(faults, "_logged", set())
     return made
 
 

@@ -33,9 +33,9 @@ def engine(path: str, cache: kvcache.KVCache | None) -> Any:
 
 
 def answer(engine: Any) -> Any:
-    from kvcache.engine.sampling import Params
+    from kvcache.engine.sampling import SamplingParams
 
-    [result] = engine.generate([PROMPT], Params(max_tokens=8, ignore_eos=True))
+    [result] = engine.generate([PROMPT], SamplingParams(max_tokens=8, ignore_eos=True))
     return result
 
 

@@ -185,7 +185,7 @@ def cache(path: Path, **options: Any) -> dict[str, Any]:
     """The connector's settings with a small cache at a place."""
     settings = {
         "host": {"capacity_bytes": "128MiB"},
-        "nvme": {"path": str(path), "capacity_bytes": "512MiB", "free_floor_bytes": 0},
+        "nvme": {"path": str(path), "capacity_bytes": "512MiB", "min_free_bytes": 0},
         "control": {"enabled": False},
         "plan": {"enabled": False},  # how fast the machine is decides nothing, unless that is what is tested
     }

@@ -128,7 +128,7 @@ def flush(llm):
 
 
 def origin(llm):
-    return {"origin": connector(llm)._scheduling._origin}
+    return {"origin": connector(llm)._scheduler._origin}
 
 
 def reset(llm):
@@ -149,7 +149,7 @@ def records(llm):
 
 def paces(llm):
     """What the plan expects of a step of 1,000 tokens, by what it was told."""
-    (pace,) = connector(llm)._share.cache.flow.plan._engines.values()
+    (pace,) = connector(llm)._share.cache.tier_manager.plan._engines.values()
     return {"seconds": pace.seconds(1000) if pace.known else 0.0}
 
 
@@ -159,7 +159,7 @@ def counters(llm):
 
 def arrived(llm):
     """Until nothing is on its way up any more, wanted or not."""
-    return {"arrived": connector(llm)._share.cache.flow.promoter.wait_idle(60)}
+    return {"arrived": connector(llm)._share.cache.tier_manager.promoter.wait_idle(60)}
 
 
 def sampled(llm, name: str):
@@ -210,8 +210,8 @@ def leaks(llm):
     worker = core.model_executor.driver_worker.worker.model_runner
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    working = get_kv_transfer_group()._working
-    scheduling = connector(llm)._scheduling
+    working = get_kv_transfer_group()._worker
+    scheduling = connector(llm)._scheduler
     assert worker is not None
     return {
         "requests": len(core.scheduler.requests),
@@ -220,7 +220,7 @@ def leaks(llm):
         "pending": len(scheduling._pending),
         "loading": len(working._loading) + len(working._waiting),
         "known": len(working._known),
-        "declined": len(scheduling.declined._requests),
+        "declined": len(scheduling.uncached._requests),
     }
 
 
@@ -241,7 +241,7 @@ def events(llm, replay: str):
     import zmq
 
     core = llm.llm_engine.engine_core.engine_core
-    connector(llm)._scheduling.events.poll()
+    connector(llm)._scheduler.events.poll()
     while core.scheduler.connector.has_pending_push_work():
         core.step()
     socket = zmq.Context.instance().socket(zmq.DEALER)

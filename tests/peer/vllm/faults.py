@@ -13,8 +13,8 @@ from typing import Any
 
 import kvcache
 from kvcache.cache.api import PageIds
-from kvcache.testing.faulty_cache import FaultyBound, FaultyCache, FaultyRequest, Raising
-from kvcache.transfer.cpu import PlainCopier
+from kvcache.testing.faulty_cache import FaultyCache, FaultyNamespace, FaultyRequest, RaisingProxy
+from kvcache.transfer.cpu import ReferenceCopier
 from kvcache.transfer.pages import Pages
 
 _seed, *_faults = os.environ["FAULTS"].split()
@@ -31,7 +31,9 @@ class Request(FaultyRequest):
         transfer = super().load(blocks, pages, page_ids, first_block=first_block)
         for there, ids in zip(pages, page_ids, strict=True):
             bad = list(ids[transfer.blocks :])
-            PlainCopier().scatter(there, bad, [memoryview(b"\x00\x00\xe0\x40" * (there.block_bytes // 4))] * len(bad))
+            ReferenceCopier().scatter(
+                there, bad, [memoryview(b"\x00\x00\xe0\x40" * (there.block_bytes // 4))] * len(bad)
+            )
         return transfer
 
 
@@ -40,7 +42,7 @@ class Random(FaultyCache):
         self._random = random.Random(int(_seed))
         super().__init__()
 
-    def namespace(self, *fields: Any, **named: Any) -> FaultyBound:
+    def namespace(self, *fields: Any, **named: Any) -> FaultyNamespace:
         bound = super().namespace(*fields, **named)
         bound.request = lambda name="", **_: Request(bound, name)  # type: ignore[method-assign]
         return bound
@@ -60,7 +62,7 @@ def _open(*_where: Any, **_settings: Any) -> Any:
     if not _raises:
         return Random()
     chance = random.Random(int(_seed))
-    return Raising(Random(), lambda name: name not in {"stats", "close"} and chance.random() < 0.1)
+    return RaisingProxy(Random(), lambda name: name not in {"stats", "close"} and chance.random() < 0.1)
 
 
 kvcache.open = _open

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvcache.daemon.discovery import prepare
+from kvcache.daemon.discovery import make_socket_directory
 from kvcache.observe.exporter import PREFIX
 from kvcache.observe.metrics import METRICS
 from tests.peer.port import free_port
@@ -52,7 +52,7 @@ def served(model: Path, place: Path, *more: str) -> Iterator[str]:
         **at(place),
         "KVCACHE_HOST__CAPACITY_BYTES": "128MiB",
         "KVCACHE_NVME__CAPACITY_BYTES": "512MiB",
-        "KVCACHE_NVME__FREE_FLOOR_BYTES": "0",
+        "KVCACHE_NVME__MIN_FREE_BYTES": "0",
         "KVCACHE_PLAN__ENABLED": "false",
     }
     words = ["serve", str(model), "--kv-transfer-config", TRANSFER, "--host", "127.0.0.1", "--port", str(port)]
@@ -164,7 +164,7 @@ def command(place: Path, *words: str) -> Any:
 
 def daemons(place: Path) -> set[Path]:
     """The sockets of engines' own daemons: each is there for a while after its engine."""
-    return set(prepare(at(place)).glob("engine-*.socket"))
+    return set(make_socket_directory(at(place)).glob("engine-*.socket"))
 
 
 def damage(place: Path) -> int:

@@ -54,7 +54,7 @@ def test_a_server_behind_a_slow_line_is_left_alone_and_what_it_cost_is_told(
     options = shared(server, lookup_s=10.0, load_s=3.0)
     line = Proxy(server.port)
     line.delay_s = 0.1  # for 64 KiB at most; a block is as much
-    options["settings"] |= {"redis": {"enabled": True, "url": line.url}, "flow": {"ask_deadline_s": 10.0}}
+    options["settings"] |= {"redis": {"enabled": True, "url": line.url}, "flow": {"lookup_timeout_s": 10.0}}
     del options["settings"]["plan"]
     new, end = [ask(ids(700, 90)), ask(ids(700, 91))], ask(A[:40])
     first, *later = [ask(prompt) for prompt in prompts]
@@ -91,7 +91,7 @@ def daemon(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
         "KVCACHE_DIR": str(tmp_path),
         "KVCACHE_HOST__CAPACITY_BYTES": "128MiB",
         "KVCACHE_NVME__CAPACITY_BYTES": "512MiB",
-        "KVCACHE_NVME__FREE_FLOOR_BYTES": "0",
+        "KVCACHE_NVME__MIN_FREE_BYTES": "0",
         "KVCACHE_PLAN__ENABLED": "false",
     }
     command = [sys.executable, "-m", "kvcache.cli.main", "daemon", "--socket", str(socket)]

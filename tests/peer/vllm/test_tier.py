@@ -14,7 +14,7 @@ from tests.peer.vllm.prompts import SMALL, ask, ids, pressed
 
 A, B = ids(700, 1), ids(700, 2)
 CHUNK = 32 * 2 * 2 * 32 * 4 * 4  # bytes of one block of tiny-llama: tokens, K and V, heads, dim, layers, fp32
-NVME = {"capacity_bytes": "256MiB", "free_floor_bytes": 0}
+NVME = {"capacity_bytes": "256MiB", "min_free_bytes": 0}
 
 
 def offloading(settings: dict[str, Any], *, chunks: int = 200, **tier: Any) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def test_another_process_finds_it_in_an_object_store(run: Run, tmp_path: Path, s
             "host": {"capacity_bytes": "32MiB"},
             "nvme": {"enabled": False},
             "object": {"enabled": True, **where},
-            "flow": {"ask_deadline_s": 5.0},
+            "flow": {"lookup_timeout_s": 5.0},
             "control": {"enabled": False},
         }
         first = run([ask(A), "idle"], transfer=offloading(settings, lookup_s=5.0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from kvcache.trace.formats import read
+from kvcache.trace.formats import read_trace
 from tests.peer.vllm.conftest import PYTHON, WATCHDOG_S
 
 WRITE = """
@@ -34,6 +34,6 @@ def test_what_vllm_publishes_is_read_as_a_trace(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     path = tmp_path / "events.jsonl"
     path.write_text(done.stdout)
-    trace = read(path)
+    trace = read_trace(path)
     assert [chain.tolist() for chain in trace] == [[0, 1], [0, 2]]
     assert (trace.block_tokens, trace.times_s.tolist()) == (16, [10.0, 11.5])

@@ -33,7 +33,7 @@ BLOCK = 32
 def test_one_prefill_in_all(models: Path, tmp_path: Path) -> None:
     server = Server("--maxmemory", "512mb")
     settings = {"redis": {"enabled": True, "url": server.tcp, "timeout_s": 60}, "nvme": {"enabled": False}}
-    settings["flow"] = {"ask_deadline_s": 60, "deadline_s": 60}
+    settings["flow"] = {"lookup_timeout_s": 60, "deadline_s": 60}
     settings["plan"] = {"enabled": False}
     extra = {"settings": settings, "lookup_s": 60.0}
     transfer = json.dumps({**json.loads(TRANSFER), "kv_connector_extra_config": extra})

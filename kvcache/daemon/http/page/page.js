@@ -186,7 +186,7 @@ function whatMore() {
     series: curves.map(([name, points]) => ({ name, kind: kind(name), values: points.map((point) => point.hit_rate) })),
     said: (i) => `${times(xs[i])}: ${curves.map(([name, points]) => `${percent(points[i].hit_rate, 1)} with ${points[i].capacity_bytes ? `${bytes(points[i].capacity_bytes)} of ` : ""}${name}`).join(", ")}`,
     start: xs.indexOf(0),
-    none: "No request has ended yet, or none is sampled (evict.curve_samples).",
+    none: "No request has ended yet, or none is sampled (evict.mrc_samples).",
   });
 }
 
