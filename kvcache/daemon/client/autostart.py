@@ -154,7 +154,7 @@ def _start(
     command = ["-m", "kvcache.cli.main", "daemon", "--socket", str(path), "--linger-s", str(linger_s)]
     if settings_file is not None:
         command.append(os.fspath(settings_file))
-    python_path = [str(Path(__file__).parents[2]), *filter(None, [environ.get("PYTHONPATH")])]  # however we were found
+    python_path = [str(Path(__file__).parents[3]), *filter(None, [environ.get("PYTHONPATH")])]  # however we were found
     log = path.with_suffix(".log")
     environ = {**environ, "PYTHONPATH": os.pathsep.join(python_path)}
     alive, write_fd = os.pipe()  # the daemon holds its end open as long as it runs

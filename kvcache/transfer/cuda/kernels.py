@@ -54,7 +54,7 @@ JOB = np.dtype(
 )
 
 _INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
-_PACKAGE_DIR = Path(__file__).parents[1]
+_PACKAGE_DIR = Path(__file__).parents[2]
 
 
 def source(name: str) -> str:

@@ -1,1 +1,0 @@
-"""The tiers together: index, flow, and the face that callers see. Knows no sockets and no engines."""
