@@ -1,4 +1,4 @@
-"""What the index is asked about: consecutive blocks of one chain, at one place."""
+"""Consecutive blocks of one chain at one place, as the index takes them, and the usable length of a prefix."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kvcache.block.layout import KVLayout, Shard, blocks_needed
 from kvcache.block.record import Address
 
 PackedSignatures = bytes | bytearray | memoryview
-"""Signatures one behind the other, 32 bytes each."""
+"""Concatenated signatures, 32 bytes each."""
 
 
 PLACE_BYTES = 42
 
 
 def place_of(namespace: bytes, group: int, shard: Shard) -> bytes:
-    """42 bytes: all that an address says but which block it is."""
+    """42 bytes: all of an address except the block."""
     return namespace + group.to_bytes(2, "little") + shard.pack()
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRef:
-    """One shard of one group: its payload size, and what the index knows it by."""
+    """One shard of one group: its payload size, and its place name in the index."""
 
     group: int
     shard: Shard
@@ -55,12 +55,12 @@ def place_of_address(address: Address) -> bytes:
 
 
 def as_run(addresses: Sequence[Address]) -> BlockRun:
-    """As one run, for calls that look at each block alone; all at one place."""
+    """One run of records at one place, for calls that treat each block alone."""
     return BlockRun(place_of_address(addresses[0]), b"".join(address.signature for address in addresses))
 
 
 def chained_runs(addresses: Sequence[Address]) -> Iterator[tuple[BlockRun, bytes]]:
-    """As runs of blocks of which each is the parent of the next, and the parent of the first of each."""
+    """Split addresses into runs in which each block is the parent of the next; each with its first block's parent."""
     first = 0
     for i in range(1, len(addresses) + 1):
         before = addresses[i - 1]
@@ -75,15 +75,17 @@ def chained_runs(addresses: Sequence[Address]) -> Iterator[tuple[BlockRun, bytes
 
 @dataclass(frozen=True, slots=True)
 class ChainView:
-    """The records of one chain at one place, as it was when this was made: each address made when it is asked for, so
-    that a long prompt costs nothing but the blocks that move."""
+    """An immutable view of one chain at one place.
+
+    Addresses are built on request, so that a long prompt costs only for the blocks that move.
+    """
 
     namespace: bytes
     packed: bytes
     group: int
     shard: Shard
     payload_bytes: int
-    head: bytes  # parent of the first: the namespace, a signature, or empty where that is not known
+    head: bytes  # parent of the first block: the namespace, a signature, or empty if unknown
 
     def __len__(self) -> int:
         return len(self.packed) // SIGNATURE_BYTES
@@ -95,7 +97,7 @@ class ChainView:
         )
 
     def addresses(self, blocks: Sequence[int]) -> list[Address]:
-        """Those of these blocks, in ascending order; a signature that is also a parent is kept once."""
+        """Addresses of these blocks, in ascending order. A signature that is also a parent is stored once."""
         made: list[Address] = []
         last, signature = -1, self.head
         for block in blocks:
@@ -106,17 +108,17 @@ class ChainView:
         return made
 
     def parent(self, block: int) -> bytes:
-        """The signature before it, or the head."""
+        """The signature of the block before it, or the head."""
         at = block * SIGNATURE_BYTES
         return self.packed[at - SIGNATURE_BYTES : at] if block else self.head
 
     def run(self, first: int, end: int) -> BlockRun:
-        """Blocks `first` to `end` (excluded), as the index is asked about them."""
+        """Blocks `first` to `end` (excluded), for the index."""
         return BlockRun(place_of(self.namespace, self.group, self.shard), self.packed).part(first, end)
 
 
 def contiguous_ranges(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ascending numbers as (first, end excluded) of each stretch without a gap."""
+    """Each gapless range of ascending numbers, as (first, end excluded)."""
     first = 0
     for i in range(1, len(blocks) + 1):
         if i == len(blocks) or blocks[i] != blocks[i - 1] + 1:
@@ -124,10 +126,10 @@ def contiguous_ranges(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
             first = i
 
 
-# How far a prefix reaches: the longest one for which every group has every block that its rule needs.
+# The usable prefix: the longest one for which every group has every block that its rule needs.
 
 ALL_BLOCKS = 1 << 32
-"""As a need: however many blocks there are."""
+"""As a need: all blocks of the prefix."""
 
 
 def needs(layout: KVLayout) -> list[int]:
@@ -136,7 +138,7 @@ def needs(layout: KVLayout) -> list[int]:
 
 
 def usable_prefix(needs: Sequence[int], present: Sequence[Sequence[int]]) -> int:
-    """Blocks from the front. `present[group][block]` is true where the block is there with all its shards."""
+    """Usable leading blocks. `present[group][block]` is true if the block is there with all its shards."""
     blocks = min(map(len, present))
     for need, here in zip(needs, present, strict=True):
         if need >= ALL_BLOCKS:
@@ -147,5 +149,5 @@ def usable_prefix(needs: Sequence[int], present: Sequence[Sequence[int]]) -> int
 
 
 def wanted(layout: KVLayout, blocks: int) -> list[range]:
-    """By group, the blocks that a prefix of so many blocks needs."""
+    """By group, the blocks that a prefix of this many blocks needs."""
     return [range(max(0, blocks - need), blocks) for need in needs(layout)]

@@ -1,12 +1,14 @@
-"""What kinds of blocks there are, what a byte of each is worth, and who may take whose place.
+"""Cost classes of blocks: the worth of a byte of each class, and which tenant may evict which records.
 
-A kind is a tenant, a model and what a record takes in each tier. A byte is worth what computing its block anew costs,
-as its tenant's engines told it, for each byte that the block takes in all; against the geometric mean of that tenant's
-models, so that nobody's claim moves another tenant's worth, and in steps of a quarter octave, so that noise ranks
-nobody. A model of which nothing is known yet counts as the mean. What no engine can take is not believed.
+A cost class (`kind` in the index) is a tenant, a model and the size of a record in each tier. A byte is worth the cost
+to recompute its block, as the tenant's engines reported it, per byte that the block takes in all. The worth is relative
+to the geometric mean of that tenant's models, so that no tenant's report changes another tenant's worth. It is rounded
+to a quarter octave, so that noise does not rank classes. A model without a report counts as the mean. Reports outside a
+plausible range are ignored.
 
-What no namespace was bound for (records of an earlier run, before their engine comes) is of kind 0: nobody's, worth
-the mean. So is what comes when there are too many kinds and none of the same tenant and sizes.
+Class 0 has no tenant and is worth the mean. It contains records without a bound namespace: those of an earlier run,
+before their engine connects. A new class beyond the limit uses an existing one with the same tenant and sizes, else
+class 0.
 """
 
 from __future__ import annotations
@@ -25,26 +27,25 @@ from kvcache.index.index import Index, Victim
 from kvcache.log import logger
 
 MAX_CLASSES = 1 << 12
-"""As the compiled index has it."""
+"""As in the compiled index."""
 MAX_RESTORED_SIZE = 1 << 48
-"""Bytes or tokens of one block, as another life may tell."""
+"""The most bytes or tokens of one block that a saved state may state."""
 HALF_LIFE_TOKENS = 1 << 20
-"""After so many tokens what an engine told before weighs half."""
+"""After this many tokens an earlier report weighs half."""
 STEPS_PER_OCTAVE = 4
-"""Steps an octave."""
 MIN_TOKEN_S, MAX_TOKEN_S = 1e-9, 1e3
-"""For a token, as far as it is believed."""
+"""The range of plausible seconds per token."""
 MAX_STEP_TOKENS = 1 << 31
-"""Of one step, likewise."""
+"""The most plausible tokens of one step."""
 MAX_OCTAVES = 8.0
-"""From the mean: what computing costs differs by more between no two models that one machine serves."""
+"""The largest distance from the mean. Compute costs of two models on one machine do not differ by more."""
 
 _log = logger("kvcache.kinds")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What costs the same to compute: a name, and the bytes of a block in each tier, all of its records together."""
+    """Blocks with the same compute cost: a name, and the bytes of a block in each tier, all its records together."""
 
     name: tuple[str, ...]
     block_tokens: int
@@ -62,7 +63,7 @@ class CostClass:
 
 
 class TokenCost:
-    """Seconds for a token, as an engine told."""
+    """Seconds per token, as an engine reported."""
 
     def __init__(self) -> None:
         self.tokens, self.seconds = 0.0, 0.0
@@ -74,7 +75,10 @@ class TokenCost:
 
 
 class CostClasses:
-    """Thread-safe. `tiers`: those of the index that are ours, the nearest first."""
+    """Classes, weights and quotas. `tiers`: the tiers of the index, fastest first.
+
+    Thread safety: any thread.
+    """
 
     def __init__(self, index: Index, tiers: Sequence[str], quotas: Quotas) -> None:
         self._index, self.quotas = index, quotas
@@ -87,10 +91,10 @@ class CostClasses:
         self._stale = self._full = False
         self._lock = threading.RLock()
 
-    # what there is
+    # classes
 
     def bind(self, cost_class: CostClass, place: bytes) -> None:
-        """What is at this place, now and later, is of this kind."""
+        """Assign this place, with current and future records, to the class."""
         with self._lock:
             number = self._of.get(cost_class)
             if number is None:
@@ -107,13 +111,13 @@ class CostClasses:
                 self._index.assign([place], number)
 
     def unbind(self, places: Collection[bytes]) -> None:
-        """Nothing is at these places, nor will be before they are bound again."""
+        """Remove these places. They have no records, and get none before the next `bind`."""
         with self._lock:
             unbound = [place for place in places if self._places.pop(place, None) is not None]
             self._index.assign(unbound, 0)
 
     def _alike(self, cost_class: CostClass) -> int | None:
-        """Where there are too many: one of the same tenant and sizes, so that shares go on to hold."""
+        """An existing class with the same tenant and sizes, so that quotas still hold beyond the limit on classes."""
         if not self._full:
             self._full = True
             _log.warning(
@@ -127,7 +131,7 @@ class CostClasses:
         return None
 
     def told(self, max_bytes: int) -> list[list[Any]]:
-        """For another life: of each kind its tenant, model and bytes, and the places that are of it, as many as fit."""
+        """Classes to save: place, tenant, model and bytes of each, as many rows as fit into `max_bytes`."""
         told: list[list[Any]] = []
         with self._lock:
             for place, number in reversed(self._places.items()):
@@ -148,7 +152,7 @@ class CostClasses:
         return told
 
     def recall(self, told: Sequence[Sequence[Any]]) -> None:
-        """What another life told, where it had as many tiers. All of it, or nothing where it raises."""
+        """Restore saved classes that have the same number of tiers. Raises before any change."""
         accepted = []
         for place_hex, (tenant, name, block_tokens), block_bytes, record_bytes in told:
             sizes, place = (block_tokens, *block_bytes, *record_bytes), bytes.fromhex(place_hex)
@@ -166,7 +170,7 @@ class CostClasses:
             self.bind(cost_class, place)
 
     def computed(self, tenant: str, model: ModelShape, tokens: int, seconds: float) -> None:
-        """An engine of this tenant computed so many tokens in one step."""
+        """Report that an engine of this tenant computed this many tokens in one step."""
         if (
             model is UNKNOWN_MODEL
             or not 0 < tokens <= MAX_STEP_TOKENS
@@ -178,7 +182,7 @@ class CostClasses:
             self._stale = True
 
     def weights(self, tier: str) -> list[float]:
-        """By kind."""
+        """Weights by class."""
         with self._lock:
             if self._stale:
                 self._weights = [self._weigh(t) for t in range(len(self._number))]
@@ -186,7 +190,8 @@ class CostClasses:
             return self._weights[self._number[tier]]
 
     def _weigh(self, t: int) -> list[float]:
-        relative_octaves: dict[tuple[str, ModelShape], float] = {}  # the mean of its tenant's models, in octaves
+        # relative to the mean of its tenant's models, in octaves
+        relative_octaves: dict[tuple[str, ModelShape], float] = {}
         for tenant, costs in self._costs.items():
             worth = {
                 model: log2(cost.seconds / cost.tokens * model.block_tokens / model.block_bytes[t])
@@ -199,10 +204,10 @@ class CostClasses:
             for cost_class in self._classes
         ]
 
-    # who has what
+    # usage
 
     def used_bytes(self, tier: str) -> dict[str, int]:
-        """By tenant, as records of its kinds take at most; those of nobody are left out."""
+        """The most bytes that the records of each tenant's classes can take; class 0 is left out."""
         used: dict[str, int] = {}
         t = self._number[tier]
         for cost_class, count in zip(list(self._classes), self._index.residents(tier), strict=False):
@@ -211,11 +216,11 @@ class CostClasses:
         return used
 
     def spare_bytes(self, tier: str, tenant: str) -> int:
-        """What its quota leaves it."""
+        """The bytes that the tenant's quota has left."""
         quota = self.quotas.of(tenant, tier).quota_bytes
         return UNLIMITED if quota == UNLIMITED else quota - self.used_bytes(tier).get(tenant, 0)
 
-    # who leaves
+    # eviction
 
     def evict(
         self,
@@ -229,8 +234,13 @@ class CostClasses:
         stored_below: bool = False,
         worth: int | None = None,
     ) -> list[Victim]:
-        """As the index's, for a tenant that wants room; `worth` is of newcomers at `place`. `own`: only what is its
-        own. Fewer than there could be where a tenant comes near its least share: ask again."""
+        """Evict for a tenant, as `Index.evict`. Returns fewer victims as a tenant nears its guaranteed share: call
+        again.
+
+        Args:
+            place: the place of the new records that `worth` describes.
+            own: evict only the tenant's own records.
+        """
         with self._lock:
             weights = self.weights(tier)
             weight = weights[self._places.get(place, 0)]
@@ -238,7 +248,7 @@ class CostClasses:
             return self._index.evict(
                 tier, count, before=before, stored_below=stored_below, worth=worth, weight=weight, weights=weights
             )
-        with self._lock:  # nobody else takes what was counted
+        with self._lock:  # held, so that nobody else evicts what was counted
             weights, used = self.weights(tier), self.used_bytes(tier)
             below_guarantee = used.get(tenant, 0) < self.quotas.of(tenant, tier).guaranteed_bytes
             keeps, most = self._kept(tier, used, tenant)
@@ -264,7 +274,7 @@ class CostClasses:
             return victims
 
     def _kept(self, tier: str, used: dict[str, int], tenant: str) -> tuple[list[bool], int]:
-        """By kind, whether none of it may go to a tenant; and how many of the others at a time."""
+        """By class, whether a tenant may evict none of it; and the most records to evict at a time."""
         t, most, kept = self._number[tier], UNLIMITED, []
         for cost_class in self._classes:
             remaining = UNLIMITED
@@ -276,17 +286,17 @@ class CostClasses:
         return kept, most
 
     def worth(self, tier: str, addresses: Sequence[Address]) -> float:
-        """As the index's."""
+        """As `Index.worth`, with this tier's weights."""
         return self._index.worth(tier, addresses, self.weights(tier))
 
     def evictable_bytes(self, tier: str, owner: str, tenant: str) -> int:
-        """How much of what one tenant has may go to another without its least share being touched."""
+        """The bytes of `owner` that `tenant` may evict without touching the owner's guaranteed share."""
         if not self.quotas.all(tier):
             return UNLIMITED
         return self.quotas.evictable(owner, tier, self.used_bytes(tier).get(owner, 0), to=tenant)
 
     def evictable(self, tier: str, addresses: Sequence[Address], tenant: str) -> list[Address]:
-        """Of these, in order, what may go to a tenant without anybody's least share being touched."""
+        """Those of these records, in order, that a tenant may evict without touching any tenant's guaranteed share."""
         if not self.quotas.all(tier):
             return list(addresses)
         used, t = self.used_bytes(tier), self._number[tier]

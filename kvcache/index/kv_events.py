@@ -1,10 +1,9 @@
-"""Which blocks came into a tier and which left, by signature, in that order: for routers that want to know where a
-prefix is.
+"""Blocks stored in and removed from tiers, by signature and in order, for routers that track where a prefix is.
 
-Nothing is kept until somebody asks for the first time, so that a cache which nobody follows pays nothing. What is kept
-is bounded; who comes too late is told that something is missing, and takes what he knows for gone. Each tenant's are
-kept and numbered apart: a number tells a tenant nothing of what others do, and where there are too many, those leave
-first that are of whoever has most.
+Recording begins with the first call of `since`, so a cache without followers pays nothing. The log is bounded. A
+follower that is too late is told that events are missing and must discard its state. Each tenant's events are kept and
+numbered separately, so that a number reveals nothing about other tenants. Where the log is full, the oldest events of
+the tenant with the most blocks are dropped.
 """
 
 from __future__ import annotations
@@ -23,15 +22,18 @@ from kvcache.os_env import Clock
 MAX_KEPT_BLOCKS = 1 << 18
 """8 MiB of signatures."""
 MAX_BATCH_BLOCKS = 1 << 16
-"""In one answer."""
+"""In one batch."""
 
 _UNLOCKED: AbstractContextManager[object] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class KVEvent:
-    """Blocks of one shard of one group. Of those that were stored each is the parent of the next; `parent` is the
-    first's, empty where it is not known. Those that were removed come in no order."""
+    """Blocks of one shard of one group.
+
+    Stored blocks are in chain order, each the parent of the next; `parent` is the first's, empty if unknown. Removed
+    blocks are in no order.
+    """
 
     kind: Literal["stored", "removed"]
     tier: str
@@ -39,7 +41,7 @@ class KVEvent:
     group: int
     shard: tuple[int, int, int, int]  # first and end layer, first and end head
     parent: bytes
-    signatures: bytes  # 32 bytes each, one behind the other
+    signatures: bytes  # 32 bytes each, concatenated
 
     @property
     def blocks(self) -> int:
@@ -53,8 +55,11 @@ class KVEvent:
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """`next`: what to ask for the next time. `lost`: there were changes before these that are not kept any more; what
-    was known by then may be gone."""
+    """Events for a follower.
+
+    `next`: the number for the next call. `lost`: earlier events were dropped, so the follower's state may be out of
+    date.
+    """
 
     next: int
     lost: bool
@@ -62,7 +67,7 @@ class EventBatch:
 
 
 class _TenantEvents:
-    """Of one tenant: each with its number among all, and by its place its number among these."""
+    """Events of one tenant, each with its number in the whole log; its position gives its number within the tenant."""
 
     def __init__(self, first: int) -> None:
         self.first, self.blocks = first, 0
@@ -77,7 +82,7 @@ class _TenantEvents:
         self.blocks += event.blocks
 
     def drop(self) -> int:
-        """The first one: its number among all."""
+        """Drop the oldest event; its number in the whole log."""
         number, event = self.rows.popleft()
         self.blocks -= event.blocks
         self.first += 1
@@ -85,8 +90,10 @@ class _TenantEvents:
 
 
 class KVEvents:
-    """Thread-safe. A number counts changes, from one that no earlier process has reached, so that a follower sees that
-    the cache was started anew."""
+    """The event log. Numbers start higher than those of any earlier process, so that a follower notices a restart.
+
+    Thread safety: any thread.
+    """
 
     def __init__(self, clock: Clock, kept_blocks: int = MAX_KEPT_BLOCKS) -> None:
         self._clock, self._kept = clock, kept_blocks
@@ -95,11 +102,11 @@ class KVEvents:
         self._lock = threading.RLock()
         self.on = False
         self.tenant: Callable[[bytes], str] = lambda _: ""
-        """Whose a namespace is."""
+        """The tenant of a namespace."""
 
     @property
     def order(self) -> AbstractContextManager[object]:
-        """Held by whoever changes what is where, and tells it: so what is told comes in the order in which it was."""
+        """Held while a tier's contents change and the event is added, so that events are in the order of changes."""
         return self._lock if self.on else _UNLOCKED
 
     def add(self, event: KVEvent) -> None:
@@ -113,8 +120,11 @@ class KVEvents:
                 self._gone = max(self._gone, largest.drop() + 1)
 
     def since(self, after: int | None, namespaces: Collection[bytes], tenant: str | None = None) -> EventBatch:
-        """Those of these namespaces from number `after` on, as many as go into one answer; none where it is None, which
-        begins. `tenant`: whose they all are, and by whose numbers; without one by the numbers of all."""
+        """Events of these namespaces from number `after` on, at most one batch. None starts recording and returns none.
+
+        Args:
+            tenant: the owner of all of these namespaces; events then have its own numbers, else those of the whole log.
+        """
         with self._lock:
             if not self.on:
                 self.on, self._began = True, int(self._clock.wall() * 1e6)

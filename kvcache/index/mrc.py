@@ -1,17 +1,17 @@
-"""What a running cache would find with more memory or less: its miss-ratio curve, tier by tier, from a sample.
+"""The miss-ratio curve of a running cache: hit rates with more or less memory, tier by tier, from a sample.
 
-Miniature simulations (Waldspurger et al., USENIX ATC 2017) of blocks sampled in space (SHARDS, FAST 2015): a block is
-looked at where its signature is below a threshold, so always or never. For each size of a tier a small index lives
-through what is sampled of the same requests, as large as the sample makes it, by the very policy and the table that the
-cache has; what it finds is what the cache would find. Children leave before parents, so a sampled block that is there
-has its whole prefix there, and a sample of a chain can stand for the chain.
+The method is miniature simulation (Waldspurger et al., USENIX ATC 2017) on spatially sampled blocks (SHARDS, FAST
+2015). A block is sampled if its signature is under a threshold, so always or never. Each size of a tier has a small
+index, scaled like the sample. It plays the sampled requests with the cache's own policy and value table, and its hits
+estimate the cache's. Children are evicted before parents, so a cached sampled block has its whole prefix cached. A
+sample of a chain can therefore stand for the chain.
 
-A block is sampled with a chance that goes by its bytes, so that one in the sample stands for as many bytes as any
-other, whatever its model. About `samples` blocks stand for a tier, so cost and memory depend on neither its size nor
-the traffic's: 0.3 KiB of memory for each of them and of the ten ghosts that the policy remembers, times the sizes.
+The sampling probability is proportional to a block's bytes, so each sampled block stands for the same number of bytes,
+whatever its model. About `samples` blocks stand for a tier, so cost and memory depend on neither its size nor the
+traffic. Memory is 0.3 KiB for each sampled block and its ten ghosts, times the number of sizes.
 
-Each tier is played by itself, as it lives where all is written through. Shares of tenants and weights of kinds are not
-played: the curve is of the traffic, whoever's it is. Requests count when they are closed, one after the other.
+Each tier is simulated alone, as if all blocks were written through. Tenants' quotas and class weights are not
+simulated: the curve describes the traffic as a whole. Requests count when they are closed, one after the other.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ from kvcache.index.cost_classes import ModelShape
 from kvcache.index.reference.index import ReferenceIndex, play
 
 CAPACITY_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Sizes that are looked at, by that of the tier."""
+"""Simulated sizes, relative to the tier's."""
 BATCH_REQUESTS = 32
-"""Requests that are played together."""
+"""Requests played together."""
 MAX_PENDING_REQUESTS = 16 * BATCH_REQUESTS
-"""Requests that may wait to be played; beyond them some are skipped, and counted."""
+"""The most requests that wait to be played; further ones are skipped and counted."""
 HALF_LIFE_REQUESTS = 1 << 17
-"""What lies so many requests back weighs half."""
+"""A result this many requests ago weighs half."""
 MAX_LABELS = 64
-"""Tenants, agents and namespaces that are told apart; the others are one."""
+"""The most tenants, agents and namespaces reported separately; the rest share one label."""
 MAX_SAMPLE_ERROR = 0.25
-"""Of what was asked for, that a sample may lack, or have too much, to be put right."""
+"""The largest sampling error, relative to the requested tokens, that is corrected."""
 OTHER_LABEL = "others"
 BREAKDOWNS = ("tenant", "agent", "namespace")
 
 _SAMPLE_PLACE = place_of(bytes(SIGNATURE_BYTES), 0, Shard(0, 1, 0, 1))
-_SAMPLE_WORD = 2  # of a signature: the key, its first two, decides other things
+_SAMPLE_WORD = 2  # a signature's third word; the first two are the key, which decides other things
 
 
 @dataclass(frozen=True, slots=True)
 class SampledRequest:
-    """One request: whose it was, and by tier what is sampled of it."""
+    """One request: its labels, and its sample for each tier."""
 
-    names: tuple[str, ...]  # as BY
+    names: tuple[str, ...]  # in the order of BREAKDOWNS
     asked_tokens: int
-    sampled: tuple[tuple[bytes, int, float], ...]  # signatures, how many of them were asked for, tokens of each
+    sampled: tuple[tuple[bytes, int, float], ...]  # signatures, how many of them were requested, tokens of each
 
 
 class HitCounts:
-    """Tokens that were asked for, those that the sample stands for, and by size those that were found of these."""
+    """Tokens requested, tokens that the sample stands for, and by size the tokens found."""
 
     def __init__(self) -> None:
         self.asked = self.sampled = 0.0
@@ -76,8 +76,12 @@ class HitCounts:
         self.asked, self.sampled, self.found = self.asked / 2, self.sampled / 2, self.found / 2
 
     def rates(self) -> list[float]:
-        """By size. A sample has too much or too little of the few blocks that everybody asks for, which every size has:
-        what it stands for beside what was asked is the difference (SHARDS-adj). Where that is much, chance is."""
+        """Hit rates by size.
+
+        A sample has too many or too few of the few blocks that every request starts with, which every size has. The
+        difference between requested and sampled tokens corrects that (SHARDS-adj). A large difference is chance and is
+        not corrected.
+        """
         missing = self.asked - self.sampled
         if abs(missing) > MAX_SAMPLE_ERROR * self.asked:
             return [float(found / self.sampled) if self.sampled else 0.0 for found in self.found]
@@ -85,7 +89,7 @@ class HitCounts:
 
 
 class TierSimulation:
-    """One tier: an index for each size, and what they found."""
+    """One tier: an index for each size, and their hits."""
 
     def __init__(self, capacity_bytes: int, sample_bytes: int, policy: Policy, *, refuses: bool) -> None:
         core = ReferenceIndex if not native.available() else native.core.Index
@@ -154,8 +158,15 @@ class _State:
 
 
 class MissRatioCurve:
-    """Thread-safe. `capacities`: by tier, what it may hold; `refuses`: that one takes in nothing at the cost of what is
-    worth more. `samples` 0: nothing is done."""
+    """The curves of all tiers.
+
+    Thread safety: any thread.
+
+    Args:
+        capacities: bytes by tier.
+        refuses: the tier that evicts nothing worth more than the new block.
+        samples: sampled blocks per tier; 0 disables the curve.
+    """
 
     def __init__(
         self,
@@ -174,7 +185,7 @@ class MissRatioCurve:
         self._lock = threading.Lock()
         self._replay_lock = threading.Lock()
         self.seconds = 0.0
-        """That all of it took: of playing, on a thread of its own."""
+        """Total time spent playing, on its own thread."""
 
     def add(
         self,
@@ -183,7 +194,13 @@ class MissRatioCurve:
         model: ModelShape,
         names: tuple[str, str, str],
     ) -> None:
-        """A request ended: its chain, of which the first `asked` blocks were asked for; tenant, agent, namespace."""
+        """Add a closed request.
+
+        Args:
+            signatures: the packed chain.
+            asked: how many of its leading blocks were requested.
+            names: tenant, agent, namespace.
+        """
         if not self._samples or not asked:
             return
         block_tokens, block_bytes = model.block_tokens, model.block_bytes
@@ -212,7 +229,7 @@ class MissRatioCurve:
                 self._submit(self._play)
 
     def _tiers(self, block_bytes: Sequence[int]) -> list[TierSimulation]:
-        """Made at the first request, when it is known what a block takes."""
+        """Create the simulations at the first request, which gives the bytes of a block."""
         if not self._state.tiers:
             self._state.tiers = {
                 name: TierSimulation(
@@ -241,7 +258,7 @@ class MissRatioCurve:
             self.seconds += time.perf_counter() - begun
 
     def report(self) -> dict[str, Any]:
-        """By tier the hit rate at each size, of the whole and by tenant, agent and namespace."""
+        """By tier, hit rates at each size, in total and by tenant, agent and namespace."""
         self._play()
         with self._replay_lock:
             return {
@@ -252,7 +269,7 @@ class MissRatioCurve:
             }
 
     def rates(self) -> dict[str, dict[str, float]]:
-        """By tier and times its size, what would be found."""
+        """Estimated hit rates by tier and relative size."""
         with self._replay_lock:
             return {
                 name: {f"{times:g}": rate for times, rate in zip(CAPACITY_FACTORS, tier.whole.rates(), strict=True)}

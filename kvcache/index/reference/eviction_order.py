@@ -1,5 +1,7 @@
-"""Who of the plain index may leave, in the order in which they would: of each tier an order for each kind and class of
-use, and for whether a tier below has it too. Plain twin of `csrc/host/order` and `csrc/host/evict`."""
+"""The eviction order of the reference index: the twin of `csrc/host/ages`, `csrc/host/order` and `csrc/host/evict`.
+
+Each tier has one order for each cost class (`kind`), each class of use, and whether a lower tier has the record too.
+"""
 
 from __future__ import annotations
 
@@ -12,27 +14,26 @@ from numpy.typing import NDArray
 
 from kvcache.index.reference.ghosts import Node, OrderPosition
 
-# How many blocks wait, by class of use and by the time they were last used: the plain twin of `csrc/host/ages`. Times
-# are kept in spans. Every tick begins one; as they age, neighbours become one where both lie within one bin of age,
-# so that there are about as many spans as bins. A span is never cut, so each counts wholly in the bin of its first
-# time.
+# `AgeHistogram` counts waiting blocks by class of use and time of last use: the twin of `csrc/host/ages`. Times are
+# grouped in spans, and every tick begins one. Two neighbours are merged once both lie in one age bin, so there are
+# about as many spans as bins. A span is never split: all of it counts in the bin of its first time.
 
 
 class AgeHistogram:
-    """`edges[b]` is the least age in bin b; the first is 0."""
+    """`edges[b]` is the lowest age in bin b; the first is 0."""
 
     def __init__(self, classes: int, edges: Sequence[int]) -> None:
         self.edges = list(edges)
         self._starts = [0]
         self._counts = [[0] * classes]
-        self._merged = 1  # spans that the last merge left
+        self._merged = 1  # number of spans after the last merge
         self._shape = (classes, len(edges))
 
     def bin(self, age: int) -> int:
         return bisect_right(self.edges, age) - 1
 
     def begin(self, now: int) -> None:
-        """Nothing is counted yet; what comes first may be of any age, in exact bins."""
+        """Start empty at this time; the first additions may be of any age and get exact bins."""
         self._starts = sorted({0, *(now - edge for edge in self.edges if edge < now)})
         self._counts = [[0] * self._shape[0] for _ in self._starts]
         self._merged = len(self._starts)
@@ -58,14 +59,14 @@ class AgeHistogram:
         self._counts[bisect_right(self._starts, stamp) - 1][use_class] += blocks
 
     def count(self, now: int) -> NDArray[np.int64]:
-        """By class and bin."""
+        """By (class, age bin)."""
         out = np.zeros(self._shape, np.int64)
         for start, count in zip(self._starts, self._counts, strict=True):
             out[:, self.bin(now - start)] += count
         return out
 
 
-OrderKey = tuple[int, int, int, int]  # tier, kind, whether a tier below has it, class
+OrderKey = tuple[int, int, int, int]  # tier, kind, whether a lower tier has it, class of use
 
 
 USES_BITS = 5
@@ -73,9 +74,12 @@ MAX_USES = (1 << USES_BITS) - 1
 
 
 class UseClasses:
-    """Of use. A block's uses are a byte: how many there were after the first, and in the bits above that how many of
-    `gaps` are at most the age at which the last of them came. Its class goes by how many of `bounds` are at most the
-    former; where any is, the latter tells further."""
+    """The classes of use.
+
+    A block's uses are a byte. The low bits count its uses after the first. The high bits count the `gaps` that are at
+    most its age at the last use. The number of `bounds` that are at most the use count selects the class; where it is
+    not 0, the gap count divides the class further.
+    """
 
     def __init__(self, bounds: Sequence[int], gaps: Sequence[int]) -> None:
         self._bounds, self._gaps = tuple(bounds), tuple(gaps)
@@ -88,7 +92,7 @@ class UseClasses:
         return 1 + (c - 1) * (len(self._gaps) + 1) + (uses >> USES_BITS) if c else 0
 
     def again(self, uses: int, age: int) -> int:
-        """After one more, at that age."""
+        """The use byte after one more use at that age."""
         return min((uses & MAX_USES) + 1, MAX_USES) | bisect_right(self._gaps, age) << USES_BITS
 
 
@@ -123,7 +127,7 @@ class ReferenceOrders:
         stored_below: bool,
         most: float,
     ) -> OrderPosition | None:
-        """The one to leave next, which stays where it is."""
+        """The next record to evict; it stays in its order. None if no record qualifies."""
         worst: tuple[float, int, OrderPosition] | None = None
         for (t, kind, below, c), order in self.all.items():
             weight = weights[kind] if kind < len(weights) else 1.0
@@ -145,7 +149,7 @@ class ReferenceOrders:
     def _heads(
         self, order: list[OrderPosition], values: NDArray[np.float64], now: int
     ) -> Iterator[tuple[float, OrderPosition]]:
-        """The first of each bin of age."""
+        """The first record of each age bin, with its value."""
         at = 0
         while at < len(order):
             b = self._ages.bin(now - order[at][0])

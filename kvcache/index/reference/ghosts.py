@@ -1,7 +1,8 @@
-"""What is remembered of the blocks that left last: the plain twin of `csrc/host/ghosts`, and of `csrc/host/recall`.
+"""Nodes of the reference index, and ghosts: the twin of `csrc/host/ghosts` and `csrc/host/recall`.
 
-A name is not kept, only 48 bits of its keyed hash, which is enough for counting; so what one process remembers, another
-that has its secret can."""
+A ghost is the remembered use of an evicted block. Its name is not stored, only 48 bits of a keyed hash, which is enough
+for counting. Another process that has the secret can read the ghosts of an earlier one.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +15,17 @@ from typing import NamedTuple
 
 from kvcache.block.chain import SIGNATURE_BYTES
 
-# What the plain index knows of one block at one place.
+# Nodes: the reference index's state of one block at one place.
 
 BlockName = tuple[bytes, bytes]  # place, signature
 OrderPosition = tuple[int, int, bytes, bytes]  # stamp, -depth, signature, place
 
 UNKNOWN_PARENT = b""
-"""As a parent: it was not told."""
+"""The parent of a block whose parent was not given."""
 
 
 def block_names(place: bytes, signatures: bytes | bytearray | memoryview) -> Iterator[BlockName]:
-    """Of packed signatures."""
+    """Names of packed signatures."""
     return ((place, bytes(signatures[i : i + SIGNATURE_BYTES])) for i in range(0, len(signatures), SIGNATURE_BYTES))
 
 
@@ -34,12 +35,13 @@ class Node:
     def __init__(self, name: BlockName, tiers: int, stamp: int) -> None:
         self.name = name
         self.parent = (
-            UNKNOWN_PARENT  # signature of the block before, the namespace for the first one; while some tier has it
+            # the signature of the block before, or the namespace for the first; valid while some tier has the node
+            UNKNOWN_PARENT
         )
-        self.known = False  # some tier has, or had it
+        self.known = False  # some tier has it, or had it
         self.tiers = 0
-        self.children = [0] * tiers  # how many of its children each tier has
-        self.listed: list[tuple[int, int, int, int] | None] = [None] * tiers  # the order in which it stands
+        self.children = [0] * tiers  # by tier, the number of its children
+        self.listed: list[tuple[int, int, int, int] | None] = [None] * tiers  # by tier, the order that contains it
         self.depth = self.uses = self.holds = 0
         self.stamp = stamp
 
@@ -59,7 +61,7 @@ class Node:
 
 
 def is_descendant(nodes: Mapping[BlockName, Node], node: Node, ancestor: Node) -> bool:
-    """A chain that bites its own tail could never leave."""
+    """Whether a link would close a cycle: no block of a cycle could ever be evicted."""
     while node is not ancestor:
         if node.parent_name is None:
             return False
@@ -87,7 +89,7 @@ def _words(data: bytes) -> tuple[int, ...]:
 class ReferenceGhosts:
     def __init__(self) -> None:
         self.secret = tuple(secrets.randbits(64) for _ in range(3))
-        self._left: dict[int, tuple[int, LastUse]] = {}  # by print
+        self._left: dict[int, tuple[int, LastUse]] = {}  # by hash
         self._departures: deque[int] = deque()
         self._departed, self._spared = 0, 0
 
@@ -95,7 +97,7 @@ class ReferenceGhosts:
         return len(self._left)
 
     def print(self, name: BlockName) -> int:
-        """The lower 32 and above them the upper 16 bits of its hash."""
+        """The lower 32 bits of the name's hash, and above them its upper 16 bits."""
         place, signature = name
         one, two, three = self.secret
         space = _fold(_words(place[:8])[0] ^ one, _words(place[8:16])[0] ^ two)
@@ -105,11 +107,11 @@ class ReferenceGhosts:
         return hashed & 0xFFFFFFFF | hashed >> 48 << 32
 
     def add(self, name: BlockName, use: LastUse) -> None:
-        """The block left; it is not here."""
+        """Remember an evicted block that is not remembered yet."""
         self.put(self.print(name), use)
 
     def put(self, print_: int, use: LastUse) -> bool:
-        """False where it is here already."""
+        """False if it is already remembered."""
         if print_ in self._left:
             return False
         self._left[print_] = self._departed, use
@@ -122,20 +124,20 @@ class ReferenceGhosts:
         return None if entry is None else entry[1]
 
     def take(self, name: BlockName) -> LastUse | None:
-        """As `find`, and then it is here no longer."""
+        """As `find`, and remove it."""
         entry = self._left.pop(self.print(name), None) if self._left else None
         return None if entry is None else entry[1]
 
     def spare(self) -> None:
-        """What is here may stay, however few departures `trim` is to leave, until `press` says otherwise."""
+        """Exempt the current ghosts from `trim`, whatever its limit, until `press` lowers the number."""
         self._spared = len(self._departures)
 
     def press(self, departures: int, count: int) -> None:
-        """So many of the spared, of those beyond `departures`, may stay no longer."""
+        """End the exemption of `count` ghosts, of those beyond `departures`."""
         self._spared = max(0, min(self._spared, len(self._departures) - departures) - count)
 
     def newest(self, most: int) -> Iterator[tuple[int, LastUse]]:
-        """Of the last departures, the first of them first, those that are here: print and use."""
+        """Hash and use of the last `most` evicted blocks that are still remembered, oldest first."""
         skipped = len(self._departures) - min(most, len(self._departures))
         for number, print_ in enumerate(islice(self._departures, skipped, None), skipped):
             entry = self._left.get(print_)
@@ -143,8 +145,10 @@ class ReferenceGhosts:
                 yield print_, entry[1]
 
     def trim(self, departures: int) -> Iterator[LastUse]:
-        """Forget the first to leave until at most so many departures and the spared are remembered, those that came
-        back among them; each that did not."""
+        """Forget the oldest evictions beyond `departures` and the exempt ones; yields the ghosts forgotten.
+
+        Blocks that have returned count as evictions but are not yielded.
+        """
         while len(self._departures) > departures + self._spared:
             number = self._departed - len(self._departures)
             print_ = self._departures.popleft()

@@ -1,14 +1,18 @@
-"""The index in plain Python: the twin of `kvcache._native.Index`, and what each of its calls means.
+"""The index in plain Python: the twin of `kvcache._native.Index`, and the definition of each of its calls.
 
-A node is one block at one place (namespace, group, shard). A node's parent is the block before it at the same place.
-In each tier the nodes that it has, without children there and without holds, stand in orders, one for each kind and
-class of use and for whether a tier below has it too: the least recently used first, among equals the deeper, then by
-name. What is at one place is of one kind; kinds compare by their weights (`evict`). A parent
-enters when its last child leaves, at its place. A node that no tier has is remembered while somebody holds it or a
-child of it is somewhere; after that it is a ghost, of which a bounded number is kept.
+A node is one block at one place (namespace, group, shard). Its parent is the block before it at the same place. Each
+tier orders its evictable nodes: those that it has, without children in the tier and without holds. There is one order
+for each cost class (`kind`), each class of use, and whether a lower tier also has the node. An order is sorted by last
+use, then deeper first, then by name. All blocks at one place are of one cost class; `evict` compares classes by their
+weights. A parent enters its order, at its sorted position, when its last child is removed. A node without a tier is
+kept while it is held or has a child in some tier. After that it becomes a ghost, of which a bounded number is kept.
 
-The clock is a count of requests. Thread-safe; no call does I/O. Signatures come packed, 32 bytes a block, those of
-consecutive blocks of one chain; tiers are numbers, the nearest 0; a mask has bit i where tier i has the block.
+The clock is a count of requests. No call does I/O. Signatures are packed, 32 bytes each, for consecutive blocks of one
+chain. Tiers are numbers, 0 is the fastest. A mask has bit i set if tier i has the block.
+
+`AuditedIndex` is the twin of `csrc/host/audit`, `play` that of `csrc/host/play`.
+
+Thread safety: any thread.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from kvcache.index.reference.ghosts import (
     is_descendant,
 )
 
-# The plain index against what a walk over all of its nodes finds: the plain twin of `csrc/host/audit`.
+# Audit: counts, orders and links against a walk over all nodes.
 
 
 class AuditedIndex:
@@ -56,7 +60,7 @@ class AuditedIndex:
     def resident(self, tier: int) -> int:
         return sum(self.residents(tier))
 
-    def residents(self, tier: int) -> list[int]:  # by kind
+    def residents(self, tier: int) -> list[int]:  # by cost class
         with self._lock:
             return [of_kind[tier] for of_kind in self._of_kind]
 
@@ -67,12 +71,12 @@ class AuditedIndex:
         with self._lock:
             return sum(node.holds for node in self._nodes.values())
 
-    def names(self, tier: int) -> bytes:  # place and signature of each that the tier has, one behind the other
+    def names(self, tier: int) -> bytes:  # place and signature of each record in the tier, concatenated
         with self._lock:
             return b"".join(place + sign for (place, sign), node in self._nodes.items() if node.tiers >> tier & 1)
 
     def check(self) -> list[str]:
-        """Counts, orders and links against what a walk over all nodes finds."""
+        """Faults in counts, orders and links, found by a walk over all nodes."""
         faults = []
         with self._lock:
             children: dict[BlockName, list[int]] = {}
@@ -112,12 +116,17 @@ Victim = tuple[bytes, bytes, bytes, bool]  # place, signature, parent, whether a
 MAX_TIERS = 4
 ROW_BYTES = PLACE_BYTES + SIGNATURE_BYTES
 MAX_FORGOTTEN_PER_TICK = 64
-"""So many of the remembered for which there is no room does one forget."""
+"""The most excess ghosts that one `tick` forgets."""
 
 
 class ReferenceIndex(AuditedIndex):
-    """`bounds`, `gaps`: the classes of use, see `orders.Classes`. `edges`: the least age of each bin. `ghosts`: how
-    many departures are remembered for each block that some tier has."""
+    """See the module.
+
+    Args:
+        bounds: with `gaps`, the classes of use (`UseClasses`).
+        edges: the lowest age of each bin.
+        ghosts: how many evicted blocks are remembered for each block that some tier has.
+    """
 
     def __init__(
         self, tiers: int, bounds: Sequence[int], edges: Sequence[int], ghosts: float, gaps: Sequence[int] = ()
@@ -129,8 +138,8 @@ class ReferenceIndex(AuditedIndex):
         self._nodes: dict[BlockName, Node] = {}
         self._blocks = 0  # nodes that some tier has
         classes = UseClasses(bounds, gaps)
-        self._kinds: dict[bytes, int] = {}  # by place; 0 where it is not here
-        self._of_kind = [[0] * tiers]  # residents
+        self._kinds: dict[bytes, int] = {}  # by place; places without an entry are of class 0
+        self._of_kind = [[0] * tiers]  # records by class and tier
         self._ages = AgeHistogram(len(classes), edges)
         self._orders = ReferenceOrders(tiers, classes, self._ages)
         self.use_class, self._again = classes.of, classes.again
@@ -141,7 +150,7 @@ class ReferenceIndex(AuditedIndex):
         self._lock = threading.RLock()
 
     def tick(self) -> int:
-        """A request begins: the new time."""
+        """Begin a request; the new time."""
         with self._lock:
             self._recalling = False
             self._ghosts.press(self._most_ghosts(), MAX_FORGOTTEN_PER_TICK)
@@ -151,7 +160,7 @@ class ReferenceIndex(AuditedIndex):
             return self.clock
 
     def assign(self, places: Sequence[bytes], kind: int) -> None:
-        """What is at these places is of this kind from now on, what comes later too; else it is of kind 0."""
+        """Assign these places, with current and future blocks, to a cost class. Other places are of class 0."""
         with self._lock:
             self._of_kind += [[0] * self._tiers for _ in range(kind + 1 - len(self._of_kind))]
             moving = [node for node in self._nodes.values() if node.name[0] in places]
@@ -163,13 +172,15 @@ class ReferenceIndex(AuditedIndex):
                 self._orders.enter(node, kind)
                 self._count_residents(node, 1)
 
-    # asking
+    # lookups
 
     def match(
         self, places: Sequence[bytes], needs: Sequence[int], signatures: PackedSignatures
     ) -> tuple[int, tuple[int, ...]]:
-        """The longest prefix for which each place (one a group) has its last `needs` blocks; by tier, how many of its
-        blocks have all of their parts there or nearer."""
+        """The longest prefix for which each place (one per group) has its last `needs` blocks, and its blocks by tier.
+
+        A block counts for the fastest tier at which, or faster, all of its parts are.
+        """
         with self._lock:
             masks = [self.where(place, signatures) for place in places]
         found = usable_prefix(needs, masks)
@@ -188,24 +199,24 @@ class ReferenceIndex(AuditedIndex):
         places: Sequence[bytes],
         needs: Sequence[int],
     ) -> tuple[bytes, int, tuple[int, ...]]:
-        """`digest_chain` and `match` of its result in one call: the signatures, then what `match` says."""
+        """`digest_chain` and `match` of its result in one call: the signatures, then the result of `match`."""
         signatures = digest_chain(parent, tokens, block_tokens, extras)
         return signatures, *self.match(places, needs, signatures)
 
     def where(self, place: bytes, signatures: PackedSignatures) -> bytes:
-        """A mask a block."""
+        """One mask per block."""
         with self._lock:
             found = (self._nodes.get(name) for name in block_names(place, signatures))
             return bytes(node.tiers if node is not None else 0 for node in found)
 
     def stamp(self, place: bytes, signature: bytes) -> int:
-        """When it was last used; now, for one that is not here."""
+        """The time of its last use; the current time for an unknown block."""
         with self._lock:
             node = self._nodes.get((place, signature))
             return self.clock if node is None else node.stamp
 
     def uses(self, place: bytes, signatures: PackedSignatures) -> bytes:
-        """Of each, as `use_class` reads them and a tier would count that takes it in now: one more if it comes back."""
+        """The use byte of each, for `use_class`, if a tier stored it now: one more use if a ghost returns."""
         with self._lock:
             return bytes(map(self._uses, block_names(place, signatures)))
 
@@ -216,29 +227,33 @@ class ReferenceIndex(AuditedIndex):
         return node.uses if node is not None else 0
 
     def waiting(self) -> NDArray[np.int64]:
-        """By (class, bin of age), the blocks that some tier has and the ghosts."""
+        """Blocks that some tier has and ghosts, by (class, age bin)."""
         with self._lock:
             return self._ages.count(self.clock)
 
     def reused(self) -> NDArray[np.int64]:
-        """By (class, bin of age), how often a block was used again, since the start. Both as before that use."""
+        """How often blocks were reused since the start, by class and age bin before that use."""
         with self._lock:
             return np.array(self._reused)
 
     def forgotten(self) -> NDArray[np.int64]:
-        """By (class, bin of age), how many ghosts were forgotten at that age."""
+        """How many ghosts were forgotten, by (class, age bin) at that time."""
         with self._lock:
             return np.array(self._forgotten)
 
     def learn(self, reused: NDArray[np.int64], forgotten: NDArray[np.int64]) -> None:
-        """Counts of another life, by (class, bin of age), beside those of this one."""
+        """Add counts by (class, age bin) from an earlier process."""
         with self._lock:
             self._reused += reused
             self._forgotten += forgotten
 
     def kept(self, most: int) -> bytes:
-        """What outlives a process: the hashes' secret, the clock, then at most so many rows of 8 bytes, ghosts first,
-        then what some tier has: 48 bits of a keyed hash, the uses, the bin of age."""
+        """The state that outlives a process.
+
+        Returns:
+            The hashes' secret, the clock, then at most `most` rows of 8 bytes: ghosts first, then blocks that some tier
+                has. A row has 48 bits of a keyed hash, the use byte and the age bin.
+        """
         with self._lock:
             resident_nodes = (node for node in self._nodes.values() if node.tiers)
             resident_rows = [
@@ -249,8 +264,11 @@ class ReferenceIndex(AuditedIndex):
             return np.array([*self._ghosts.secret, self.clock, *told], "<u8").tobytes()
 
     def remember(self, told: bytes) -> None:
-        """To a new index, what another one kept, as ghosts; but what is inserted before the first `tick` is itself
-        again, and was not used by that. ValueError for what is no use here."""
+        """Restore the `kept` state of another index into a new one, as ghosts.
+
+        A block inserted before the first `tick` continues with its earlier use count, and the insertion is no use.
+        Raises ValueError if the state does not fit this index.
+        """
         words = np.frombuffer(told, "<u8").tolist()
         with self._lock:
             valid = len(words) >= 4 and not (self.clock or self._nodes or len(self._ghosts)) and words[3] < 1 << 39
@@ -265,10 +283,12 @@ class ReferenceIndex(AuditedIndex):
                     self._ages.add(self.use_class(uses), stamp, 1)
             self._ghosts.spare()
 
-    # changing
+    # changes
 
     def insert(self, place: bytes, signatures: PackedSignatures, parent: bytes, tier: int) -> None:
-        """The tier has these now. `parent`: the signature before the first, else the namespace; empty: unknown."""
+        """Record that the tier has these. `parent`: the signature before the first, else the namespace; empty if
+        unknown.
+        """
         with self._lock:
             for name in block_names(place, signatures):
                 node = self._get(name)
@@ -283,7 +303,7 @@ class ReferenceIndex(AuditedIndex):
                 parent = name[1]
 
     def refuse(self, place: bytes, signatures: PackedSignatures) -> None:
-        """Nobody took these: what nobody knows of them becomes a ghost at once, as if it had come and left."""
+        """Record that no tier took these. Unknown blocks become ghosts at once, as if stored and evicted."""
         with self._lock:
             for name in block_names(place, signatures):
                 if self._ghosts_a_block and name not in self._nodes:
@@ -291,7 +311,7 @@ class ReferenceIndex(AuditedIndex):
             self._trim_ghosts()
 
     def discard(self, place: bytes, signature: bytes, tier: int, unless_held: bool) -> bool:
-        """The tier has it no more. True where it had it."""
+        """Record that the tier has lost it. True if the tier had it."""
         with self._lock:
             node = self._nodes.get((place, signature))
             if node is None or not node.tiers >> tier & 1 or (unless_held and node.holds):
@@ -300,7 +320,7 @@ class ReferenceIndex(AuditedIndex):
             return True
 
     def touch(self, place: bytes, signatures: PackedSignatures, stamp: int) -> None:
-        """Count a use of each at this time, which is not in the future."""
+        """Count a use of each at this time, which is at most the current time."""
         with self._lock:
             stamp = min(stamp, self.clock)
             for name in block_names(place, signatures):
@@ -312,7 +332,7 @@ class ReferenceIndex(AuditedIndex):
                     self._set(node, max(node.stamp, stamp), self._again(node.uses, age))
 
     def recall(self, place: bytes, signatures: PackedSignatures, stamp: int, uses: int) -> None:
-        """Of each that some tier has: last used then, and so often, as another life tells, not counted as a use."""
+        """Restore the last use and use count of each block that some tier has; not counted as a use."""
         with self._lock:
             for name in block_names(place, signatures):
                 node = self._nodes.get(name)
@@ -320,8 +340,10 @@ class ReferenceIndex(AuditedIndex):
                     self._set(node, min(stamp, self.clock), uses)
 
     def hold(self, place: bytes, signatures: PackedSignatures, room: Sequence[int]) -> tuple[int, ...]:
-        """Keep these from leaving, from the first up to one that no tier has or for which the nearest tier that has it
-        has no more `room`. How many, by nearest tier. Give each back with `release`."""
+        """Hold leading blocks; the number held, by fastest tier. Release each with `release`.
+
+        Stops at the first block that no tier has or whose fastest tier has no `room` left.
+        """
         held = [0] * self._tiers
         with self._lock:
             for name in block_names(place, signatures):
@@ -357,12 +379,16 @@ class ReferenceIndex(AuditedIndex):
         weights: Sequence[float] = (),
         most: float = inf,
     ) -> list[Victim]:
-        """Take at most `count` records out of a tier, the least valuable first: `values` says it by (class, bin of
-        age), times the weight of a block's kind (1 for kinds beyond those given); infinity: none of it leaves. Among
-        equals those that a tier below has too, then as they stand in their orders.
+        """Evict at most `count` records of a tier, the least valuable first.
 
-        `before`: only those last used earlier than this time. `stored_below`: only those that a tier below has too.
-        `most`: none that is worth more.
+        Among equals, records that a lower tier also has are evicted first, then by order.
+
+        Args:
+            values: by (class, age bin); infinity prevents eviction.
+            before: evict only records last used before this time.
+            stored_below: evict only records that a lower tier also has.
+            weights: by cost class, the factor for `values`; infinity prevents eviction. Missing classes weigh 1.
+            most: evict nothing worth more.
         """
         victims: list[Victim] = []
         with self._lock:
@@ -374,8 +400,13 @@ class ReferenceIndex(AuditedIndex):
         return victims
 
     def worth(self, tier: int, values: NDArray[np.float64], records: bytes, weights: Sequence[float] = ()) -> float:
-        """What these are worth to a tier together, as `evict` values them; place and signature of each, as in `names`.
-        Infinity where one may not leave: the tier has it not, or it is held, or it is worth that."""
+        """The total worth of these records to a tier, as `evict` values them.
+
+        Infinity if one cannot be evicted: the tier lacks it, it is held, or its worth is infinite.
+
+        Args:
+            records: place and signature of each, as in `names`.
+        """
         worth = 0.0
         with self._lock:
             for row in range(0, len(records), ROW_BYTES):
@@ -386,7 +417,7 @@ class ReferenceIndex(AuditedIndex):
                 worth += self._orders.value(node, self._kind(name), values, weights, self.clock)
         return worth
 
-    # within
+    # internal
 
     def _kind(self, name: BlockName) -> int:
         return self._kinds.get(name[0], 0)
@@ -395,11 +426,11 @@ class ReferenceIndex(AuditedIndex):
         for t in range(self._tiers):
             self._of_kind[self._kind(node.name)][t] += change * (node.tiers >> t & 1)
 
-    def _get(self, name: BlockName) -> Node:  # made where there is none
+    def _get(self, name: BlockName) -> Node:  # created if missing
         return self._nodes.get(name) or self._nodes.setdefault(name, Node(name, self._tiers, self.clock))
 
     def _attach(self, node: Node, parent: bytes) -> None:
-        """Some tier will have the node now."""
+        """Link a node that a tier is about to have."""
         place, _ = node.name
         if self._recalling and (ghost := self._ghosts.take(node.name)) is not None:
             self._ages.add(self.use_class(ghost.uses), ghost.stamp, -1)
@@ -457,7 +488,9 @@ class ReferenceIndex(AuditedIndex):
         self._ages.add(self.use_class(use.uses), use.stamp, 1)
 
     def _return(self, name: BlockName, uses: int) -> int:
-        """Count that it came back, if it is remembered: how often it was used then, else what was given."""
+        """The use count for a returning block. A ghost is removed and its reuse counted; without a ghost, `uses` is
+        returned.
+        """
         ghost = self._ghosts.take(name)
         if ghost is None:
             return uses
@@ -478,10 +511,9 @@ class ReferenceIndex(AuditedIndex):
         self._reused[self.use_class(uses), self._ages.bin(age)] += 1
 
 
-# Part of a trace played to an index of one tier, as a cache would live through it: the plain twin of
-# `csrc/host/play`, and what it means. A request counts its uses, then takes in what was not there, heads first. For
-# that it takes the place of what is worth less than its own blocks, or as much, and never of what it used itself;
-# where there is no such room the rest of it is refused, and remembered.
+# Playing part of a trace on an index of one tier, as a cache would: the twin of `csrc/host/play`. A request counts its
+# uses, then stores its missing blocks, heads first. Those evict records worth as much as themselves or less, never
+# records that the request used. Blocks that do not fit that way are refused and remembered as ghosts.
 
 
 def play(
@@ -497,8 +529,13 @@ def play(
     hits: NDArray[np.int32],
     refuses: bool = True,
 ) -> None:
-    """Requests `first` to `end`; `signatures` by number of a block. `hits`: how many of a request's first blocks were
-    there, written from 0 on. Where nobody `refuses`, newcomers take the place of what is worth more as well."""
+    """Play requests `first` to `end` and write their hits.
+
+    Args:
+        signatures: by block number.
+        hits: by request from 0 on, how many of its leading blocks were cached. Output.
+        refuses: False lets new blocks evict records worth more as well.
+    """
     for r in range(first, end):
         chain = signatures[blocks[starts[r] : starts[r + 1]]].tobytes()
         now = index.tick()
