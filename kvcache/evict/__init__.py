@@ -1,1 +1,1 @@
-"""Who leaves. Knows nothing of bytes and I/O."""
+"""Eviction policies: the contract, `lru` and `hazard`, and tenants' quotas. Knows no bytes of blocks and no I/O."""

@@ -1,21 +1,23 @@
-"""Keep what is expected to be used again soonest for the memory it takes till then.
+"""Hazard policy: keeps the blocks with the most expected uses for the memory they take until then.
 
-A block's class is how often it was used, and after how long the last time: who came back soon does so again. For each
-class the policy estimates the hazard of reuse, the chance that a block which has waited so long is used again within
-the next bin of age, from all that is known of waiting: uses again are events; blocks that are here, ghosts, and ghosts
-that were forgotten have waited for their age at least and may yet come (Kaplan and Meier 1958, so eviction does not
-bias it). The value of a block that has waited for `a` is the index of
-Gittins (1979): the best, over all T, of the expected uses again between a and T over the expected time that it is held
-until then. Nothing is set by hand but how much evidence outweighs what it is drawn to.
+A block's class is its use count and its age at the last use: a block reused soon is likely to be reused soon again. For
+each class the policy estimates the hazard of reuse. That is the chance that a block of some age is used within the next
+age bin. Reuses are events. Cached blocks, ghosts and forgotten ghosts are censored: they have waited at least their age
+and may still return (Kaplan and Meier 1958). Eviction therefore does not bias the estimate.
 
-While evidence is thin, the hazard of a class is drawn to that of all with as many uses, that to the one of all classes,
-that to the one of the bin before, and the first to one chance for each bin. So what was never seen counts as what is
-nearest to it: a scan makes nothing old dear. Beside it stand a few hundred blocks of other caches' lives (`prior.py`),
-as if they had been seen here: they tell how classes and ages compare from the first request on, and are outweighed by
-what is seen here as soon as there is as much.
+The value of a block of age `a` is its Gittins index (1979): the best, over all T, of the expected uses between a and T
+over the expected time held until then. The only manual parameters say how much evidence outweighs the value that thin
+evidence is drawn to.
 
-Whoever could leave was not used by the request that asks for room, so it has outlived its age in requests: it is worth
-what the next age is. Without that a session that has just ended looks as if its next request was due now."""
+While evidence is thin, a class's hazard is drawn to that of all classes with the same use count. That one is drawn to
+the hazard of all classes, and that to the hazard of the bin before; the first bin is drawn to one constant chance. An
+unseen case therefore gets the value of the nearest seen one, and a scan does not make old blocks valuable. A prior of a
+few hundred blocks from other caches' traces counts as if seen here. It orders classes and ages from the first request
+on, and equal evidence of the cache's own outweighs it.
+
+An eviction candidate was not used by the request that needs the room, so it has outlived its age in requests. It gets
+the value of the next age. Otherwise a session that has just ended would look as if its next request were due now.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,11 @@ from numpy.typing import NDArray
 
 from kvcache.evict.policy import AGE_BINS, AGE_EDGES, Evidence, Policy, age_bin, class_count
 
-# What `hazard` knows before it has seen anything: uses again and waits of other caches' blocks, shipped as data.
-# `prior.json` has, by class and bin of age, the blocks that were used again and those that could have been, in
-# millionths of all blocks; `python benchmarks/prior.py --write` makes it from half of each trace that ideas are tuned
-# on (docs/eviction.md). It tells how classes and ages compare. Within a class the chance for each request never grows
-# with age, so that of blocks used alike the older leaves, as by LRU. It counts as BLOCKS more that were seen here,
-# fewer as a cache sees blocks of its own, and is gone at UNTIL of these.
+# The prior: reuses and waits of other caches' blocks, shipped as data. `prior.json` has, by class and age bin, the
+# blocks that were reused and those that could have been, in millionths of all blocks. `python benchmarks/prior.py
+# --write` makes it from half of each tuning trace (docs/eviction.md). It says how classes and ages compare. Within a
+# class the chance per request never grows with age, so that of blocks used alike the older is evicted, as by LRU. It
+# counts as PRIOR_BLOCKS more blocks seen here, fewer as the cache sees its own, and none from PRIOR_END_BLOCKS on.
 
 PRIOR_FILE = Path(__file__).with_name("prior.json")
 PRIOR_BLOCKS, PRIOR_END_BLOCKS = 300.0, 50_000.0
@@ -42,19 +43,19 @@ PRIOR_BLOCKS, PRIOR_END_BLOCKS = 300.0, 50_000.0
 
 @dataclass(frozen=True)
 class Prior:
-    """Parts of all blocks, by (class, bin of age), of shape (classes(policy), AGE_BINS)."""
+    """Fractions of all blocks by (class, age bin), of shape (class_count(policy), AGE_BINS)."""
 
     reused: NDArray[np.float64]
     risk: NDArray[np.float64]
-    """That could have been used again."""
+    """Blocks that could have been reused."""
 
     def weight(self, seen_blocks: float) -> float:
-        """Of the whole, in blocks, beside so many of a cache's own."""
+        """The weight of the whole prior, in blocks, beside this many of the cache's own."""
         return PRIOR_BLOCKS * max(0.0, 1 - seen_blocks / PRIOR_END_BLOCKS)
 
 
 def load_prior(policy: Policy) -> Prior:
-    """Nothing, where the data are of other classes or bins."""
+    """The prior for a policy; zeros if the data have other classes or bins."""
     return _read_prior(class_count(policy), policy.bounds, policy.gaps)
 
 
@@ -73,27 +74,30 @@ def _read_prior(rows: int, bounds: tuple[int, ...], gaps: tuple[int, ...]) -> Pr
 Table = NDArray[np.float64]
 
 DEFAULT_REUSE_CHANCE = 0.005
-"""Of a use again in a bin that spans a fifth of an octave, where nobody was seen yet."""
+"""The chance of a reuse within a bin that spans a fifth of an octave, before any evidence."""
 PSEUDO_COUNT = 30.0
-"""How many blocks seen in a bin weigh as much as what they are drawn to."""
+"""How many blocks seen in a bin weigh as much as the value that they are drawn to."""
 
 CLASS_PSEUDO_COUNT = 3000.0
-"""As many, for a class beside all with as many uses: blocks of a long chain come back together, as one would."""
+"""The same for a class against all with the same use count. It is larger because blocks of a long chain return
+together.
+"""
 
 _EDGES = np.asarray(AGE_EDGES, np.float64)
 _ENDS = np.append(_EDGES[1:], 2 * _EDGES[-1])
 _REACHABLE_BINS = np.flatnonzero(
     _ENDS > _EDGES
-)  # bins in which an age can be: the first ones are narrower than one request
+)  # bins that can contain an age: the first ones are narrower than one request
 _WIDTH = (_ENDS - _EDGES)[_REACHABLE_BINS]
 _RELATIVE_WIDTH = (
     _WIDTH / (_EDGES + _ENDS)[_REACHABLE_BINS]
-)  # of an age, that a bin spans: alike but where bins are rounded to requests
-_NEXT_BIN = [0, *(age_bin(edge + 1) for edge in AGE_EDGES[1:])]  # the bin of what has outlived its age; 0: newcomers
-_VALUE_INDEX = np.maximum(np.searchsorted(_REACHABLE_BINS, _NEXT_BIN, "right") - 1, 0)  # where each bin's value stands
-_YOUNGER_FIRST = 1 - 1e-6 * np.arange(AGE_BINS)  # of blocks worth the same, the older leaves
-_MIN_TIME = 1e-300  # of what nobody waits for any more
-_BINS_PER_CHUNK = 16  # bins
+)  # the part of an age that a bin spans: constant except where bins are rounded to requests
+# the bin of a block that has outlived its age; 0: new blocks
+_NEXT_BIN = [0, *(age_bin(edge + 1) for edge in AGE_EDGES[1:])]
+_VALUE_INDEX = np.maximum(np.searchsorted(_REACHABLE_BINS, _NEXT_BIN, "right") - 1, 0)  # the column of each bin's value
+_YOUNGER_FIRST = 1 - 1e-6 * np.arange(AGE_BINS)  # among blocks worth the same, the older is evicted
+_MIN_TIME = 1e-300  # avoids a division by 0 where no block waits any more
+_BINS_PER_CHUNK = 16
 
 
 class Hazard:
@@ -105,24 +109,29 @@ class Hazard:
     def values(self, evidence: Evidence) -> Table:
         seen = evidence.reused[:, _REACHABLE_BINS].astype(np.float64)
         unseen = (evidence.waiting + evidence.forgotten)[:, _REACHABLE_BINS].astype(np.float64)
-        risk = (seen + unseen)[:, ::-1].cumsum(1)[:, ::-1] - unseen / 2  # who was last seen waiting counts for half
+        risk = (seen + unseen)[:, ::-1].cumsum(1)[:, ::-1] - unseen / 2  # a block last seen waiting counts for half
         prior = load_prior(self)
         own_blocks = float(seen.sum() + unseen.sum())
         weight = prior.weight(own_blocks)
         seen, risk = seen + weight * prior.reused[:, _REACHABLE_BINS], risk + weight * prior.risk[:, _REACHABLE_BINS]
         values: Table = gittins_index(hazards(seen, risk, self._of_uses()))[:, _VALUE_INDEX] * _YOUNGER_FIRST
-        if weight > 0:  # what others saw ranks who leaves; it is no reason yet to take in nothing that is new
+        if weight > 0:  # a prior may rank blocks for eviction, but is no reason yet to refuse a new block
             values[:, 0] = values.max()
         return values
 
     def _of_uses(self) -> NDArray[np.int64]:
-        """By class, the number of bounds that its uses reach."""
+        """By class, the number of bounds that its use count reaches."""
         return np.append(0, np.repeat(np.arange(1, len(self.bounds) + 1), len(self.gaps) + 1))
 
 
 def hazards(seen: Table, risk: Table, of_uses: NDArray[np.int64]) -> Table:
-    """By (class, bin), the chance that a block which has waited until the bin is used again within it. `seen`: those
-    that were, `risk`: those that could have been. `of_uses`: by class, who has as many uses."""
+    """By (class, bin), the chance that a block that has waited until the bin is used within it.
+
+    Args:
+        seen: blocks that were reused.
+        risk: blocks that could have been reused.
+        of_uses: by class, the number of its use count's group.
+    """
     together = (of_uses == np.arange(of_uses[-1] + 1)[:, None]).astype(np.float64)
     whole = _shrunk(together @ seen, together @ risk)[of_uses]
     chance: Table = np.minimum((seen + CLASS_PSEUDO_COUNT * whole) / (risk + CLASS_PSEUDO_COUNT), 1 - 1e-6)
@@ -130,7 +139,7 @@ def hazards(seen: Table, risk: Table, of_uses: NDArray[np.int64]) -> Table:
 
 
 def _shrunk(seen: Table, risk: Table) -> Table:
-    """To all classes, and these to `CHANCE`."""
+    """Hazards drawn to those of all classes, and these to DEFAULT_REUSE_CHANCE."""
     events, exposed = seen.sum(0), risk.sum(0)
     pooled, part = np.empty_like(events), DEFAULT_REUSE_CHANCE / _RELATIVE_WIDTH[-2]
     for b in range(len(pooled)):
@@ -141,13 +150,14 @@ def _shrunk(seen: Table, risk: Table) -> Table:
 
 
 def gittins_index(hazard: Table) -> Table:
-    """By (class, bin), the best of expected uses over expected time held, from the bin's beginning on."""
+    """By (class, bin), the best ratio of expected uses to expected time held, from the bin's start on."""
     waits = np.cumprod(np.concatenate([np.ones((len(hazard), 1)), 1 - hazard], 1), 1)  # still waiting at each edge
     held = np.zeros_like(waits)  # until each edge
     np.cumsum(_WIDTH * (waits[:, :-1] + waits[:, 1:]) / 2, 1, out=held[:, 1:])
     best = np.empty_like(hazard)
     for a in range(0, hazard.shape[1], _BINS_PER_CHUNK):
-        # what still waits at the beginning divides uses and time, and is no more; an end before it has uses below 0
+        # the fraction still waiting at the start would divide both uses and time, so it cancels; an end before the
+        # start gives negative uses
         uses = waits[:, a : min(a + _BINS_PER_CHUNK, hazard.shape[1]), None] - waits[:, None, a + 1 :]
         time = held[:, None, a + 1 :] - held[:, a : min(a + _BINS_PER_CHUNK, hazard.shape[1]), None]
         np.divide(uses, np.maximum(time, _MIN_TIME, out=time), out=uses)

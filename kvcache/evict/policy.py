@@ -1,22 +1,23 @@
-"""The contract of an eviction policy: it ranks classes of blocks, never blocks.
+"""The contract of an eviction policy, which ranks classes of blocks, never blocks; and the LRU policy.
 
-The index sorts the blocks without resident children into classes by how often they were used and after how long the
-last time, and keeps each class ordered by age. A policy answers with the value of a block of each class at each age;
-the index takes the least valuable first, deeper blocks before shallower ones on ties, and takes in nothing at the cost
-of what is worth more. So a decision costs the same for a thousand blocks and for a million, and a policy knows nothing
-of bytes, tiers or I/O.
+The index puts blocks without children in the tier into classes by use count and by age at the last use. It orders each
+class by age. A policy returns the value of a block of each class at each age. The index evicts the least valuable
+first, deeper blocks first among equals, and stores nothing at the cost of a block worth more. A decision therefore
+costs the same for a thousand blocks and for a million, and a policy knows nothing of bytes, tiers or I/O.
 
-Age is counted in requests. Bins of age are logarithmic: `age_bin(age)`.
+Age is counted in requests. Age bins are logarithmic: `age_bin(age)`.
 
-**Kinds, weights, shares.** A policy's value is that of a byte of an ordinary block: expected uses for the time that it
-is held, 0 at least. What differs between blocks that were used alike is told to the index beside the table, and kept
-whatever the policy says: every block is of a *kind* (a tenant, a model, its bytes in each tier), and each kind has a
-*weight* in each tier that multiplies the policy's value. It is what computing the block anew costs for each of its
-bytes, against the mean of its tenant's models (`hierarchy/kinds.py`); infinity keeps a kind from leaving. Shares
-are kept by the same weights (`shares.py`): a tenant at its least share weighs infinitely where others want room, all
-others do where a tenant that has its quota wants some, and one below its least share takes room whatever it is worth.
-To bind a tenant of one's own: give the namespace its name, and call `cache.shares.set(tenant, tier, Limit(...))`, at
-any time."""
+**Cost classes, weights, quotas.** A policy's value is that of a byte of an ordinary block: expected uses per time held,
+at least 0. Other differences between blocks are given to the index beside the table and apply under every policy. Each
+block has a *cost class* (a tenant, a model, its bytes in each tier), and each class has a *weight* in each tier that
+multiplies the policy's value. The weight is the cost of recomputing the block per byte, against the mean of its
+tenant's models (`kvcache/index/cost_classes.py`). An infinite weight prevents eviction.
+
+Quotas (`quotas.py`) use the same weights. A tenant at its guaranteed share weighs infinitely where other tenants need
+room. All other tenants do where a tenant at its quota needs room. A tenant under its guaranteed share evicts others'
+blocks whatever they are worth. To limit a tenant, give its namespaces the tenant's name and call
+`cache.quotas.set(tenant, tier, Quota(...))`, at any time.
+"""
 
 from __future__ import annotations
 
@@ -33,24 +34,24 @@ AGE_BINS = 96
 
 
 def age_bin(age: int) -> int:
-    """The bin of an age in requests: 0 for 0, then five bins an octave, the last one open."""
+    """The bin of an age in requests: 0 for 0, then five bins per octave, the last one open."""
     return 0 if age <= 0 else min(AGE_BINS - 1, 1 + int(BINS_PER_OCTAVE * log2(age)))
 
 
 AGE_EDGES = tuple(bisect_left(range(1 << 20), b, key=age_bin) for b in range(AGE_BINS))
-"""The least age in each bin or a later one."""
+"""The lowest age in each bin or a later one."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the index has seen, as counts by (class, bin of age), of shape (classes(policy), AGE_BINS)."""
+    """The index's observations, as counts by (class, age bin), of shape (class_count(policy), AGE_BINS)."""
 
     waiting: NDArray[np.int64]
-    """Blocks that are here and blocks that are remembered, by their age now."""
+    """Cached blocks and ghosts, by their current age."""
     reused: NDArray[np.int64]
-    """Uses again since the start, by class and age before them."""
+    """Reuses since the start, by class and age before the reuse."""
     forgotten: NDArray[np.int64]
-    """Blocks whose memory was given up since the start, by their age then: until then they had not come back."""
+    """Ghosts forgotten since the start, by their age then: until then they had not been reused."""
 
     @classmethod
     def none(cls, policy: Policy) -> Evidence:
@@ -61,15 +62,16 @@ class Evidence:
 class Policy(Protocol):
     name: str
     bounds: tuple[int, ...]
-    """Class of a block used again `u` times: the number of bounds that are at most `u`. No bounds: one class."""
+    """A block reused `u` times is in the class given by the number of bounds at most `u`. No bounds: one class."""
     gaps: tuple[int, ...]
-    """Each class but the first is as many more as there are gaps: by how many of these are at most the age, in
-    requests, at which the last use came. Seven at most."""
+    """Divides each class but the first: by how many gaps, in requests, are at most the age at the last use. At most
+    seven.
+    """
     ghosts: float
-    """How many blocks that left are remembered for each one that is there."""
+    """Remembered evicted blocks for each cached block."""
 
     def values(self, evidence: Evidence) -> NDArray[np.float64]:
-        """The value of a block by (class, age bin), of shape (classes, AGE_BINS); none below 0."""
+        """The value of a block by (class, age bin), of shape (class_count(policy), AGE_BINS); at least 0."""
 
 
 def class_count(policy: Policy) -> int:
@@ -77,13 +79,12 @@ def class_count(policy: Policy) -> int:
 
 
 def table_interval_requests(clock: int) -> int:
-    """How many requests a policy's table serves, from this time on: one, and an eighth of those so far."""
+    """How many requests a policy's table serves from this time on: one, and an eighth of those so far; at most 128."""
     return min(128, 1 + clock // 8)
 
 
-# Least recently used, tail first: one class, the older the less valuable: twice as old, half as valuable. That the
-# tail leaves before the head is the index's doing (only blocks without resident children can leave), so this is all
-# there is to it.
+# LRU, tail first: one class, and a block twice as old is worth half. The index evicts the tail before the head, because
+# only blocks without children in the tier can be evicted.
 
 
 class LRU:

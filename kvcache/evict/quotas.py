@@ -1,6 +1,6 @@
-"""What each tenant may take of a tier: a quota, and a least share that nobody else takes from it.
+"""Memory limits of tenants in a tier: a quota, and a guaranteed share that other tenants cannot evict.
 
-Knows no blocks: who asks says how much everybody has. Numbers can be changed while they are in use.
+This module knows no blocks: callers pass each tenant's usage. Limits can be changed while they are in use.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ UNLIMITED = (1 << 63) - 1
 @dataclass(frozen=True, slots=True)
 class Quota:
     quota_bytes: int = UNLIMITED
-    """At most."""
+    """The most bytes."""
     guaranteed_bytes: int = 0
-    """What it has up to here, others cannot take."""
+    """Bytes that other tenants cannot evict."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.guaranteed_bytes <= self.quota_bytes:
@@ -29,10 +29,13 @@ class Quota:
 
 
 class Quotas:
-    """By tenant and tier. Thread-safe."""
+    """Limits by tenant and tier.
+
+    Thread safety: any thread.
+    """
 
     def __init__(self) -> None:
-        self._limits: dict[str, dict[str, Quota]] = {}  # by tier and tenant; copied where it changes
+        self._limits: dict[str, dict[str, Quota]] = {}  # by tier and tenant; replaced by a copy at each change
         self._lock = threading.Lock()
 
     def set(self, tenant: str, tier: str, limit: Quota) -> None:
@@ -44,11 +47,11 @@ class Quotas:
         return self._limits.get(tier, {}).get(tenant, Quota())
 
     def all(self, tier: str) -> Mapping[str, Quota]:
-        """Of the tenants that have one."""
+        """Quotas of the tenants that have one."""
         return self._limits.get(tier, {})
 
     def evictable(self, tenant: str, tier: str, used_bytes: int, *, to: str) -> int:
-        """How many of its bytes others may take, where it has so many."""
+        """The bytes that `to` may evict from a tenant with this usage."""
         if tenant == to:
             return UNLIMITED
         guaranteed = self.of(tenant, tier).guaranteed_bytes
