@@ -1,27 +1,28 @@
-"""What callers see of a cache, in their own process or behind a socket: the same names, the same promises.
+"""The public interface of a cache: the same names and promises in the caller's process or behind a socket.
 
     cache = kvcache.open("kvcache.toml")
     ns = cache.namespace(layout, model="SmolLM2", revision=revision)
     with ns.request(id="42") as r:
         hit = r.match(prompt)                                   # changes nothing
-        r.admit()                                               # counts the use once, begins to bring blocks near
+        r.admit()                                               # counts the use once, starts a prefetch
         t = r.load(hit.blocks, pages, [page_ids])               # a Transfer
         t.wait()
-        ...                                                     # the engine computes what t did not bring
-        r.extend(answer)                                        # only new blocks are hashed
+        ...                                                     # the engine computes the blocks that t did not load
+        r.extend(answer)                                        # hashes only new blocks
         r.store(pages, [page_ids], first_block=hit.blocks)      # a Transfer
 
-Promises, for every implementation (`tests/contract/test_cache.py` holds them to it):
+Promises of every implementation (`tests/contract/test_cache.py` tests them):
 
-- A block whose load says DONE has in its pages exactly the bytes that were stored under the same namespace, tokens and
-  extras (after the codec's declared loss). Every other outcome is a miss: the pages of that block are undefined, and
-  so is the rest of the prefix for this request.
-- Nothing here raises for data, devices, deadlines or room. Misuse at the edge (token ids that are none, pages of
-  another shape, a closed cache) raises a KVCacheError and changes nothing.
+- A block with outcome DONE has in its pages exactly the bytes stored under the same namespace, tokens and extras (after
+  the codec's declared loss). Every other outcome is a miss: the pages of that block and of the rest of the prefix are
+  undefined for this request.
+- No call raises for data, devices, deadlines or capacity. Misuse (invalid token ids, pages of another shape, a closed
+  cache) raises a KVCacheError and changes nothing.
 - No call waits for I/O. `Transfer.wait` and `flush` do.
-- A flush that is true is true of every block stored before it (`FlushReport`).
-- What a request holds (`admit`, `load`) comes back when it is left, however it is left.
-- A store never blocks for room: what finds none is dropped, tails first, and counted."""
+- A successful flush covers every block stored before it (`FlushReport`).
+- Closing a request releases its holds (`admit`, `load`), however it is closed.
+- A store never blocks for capacity. Blocks without a slot are dropped, tails first, and counted.
+"""
 
 from __future__ import annotations
 
@@ -37,44 +38,45 @@ from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
 
 PageIds = Sequence[Sequence[int]]
-"""One list a group: the page of each block, in order."""
+"""One list per group: the page id of each block, in order."""
 
 Extras = Sequence[Sequence[tuple[bytes, bytes]]]
-"""One list a block: (tag, bytes) pairs that are part of its identity beside its tokens (media, an engine's salt)."""
+"""One list per block: (tag, bytes) pairs that are part of its identity beside its tokens (media, an engine's salt)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest usable prefix. `blocks` from the front; `by_tier` counts each at the nearest tier that has it."""
+    """The longest usable prefix. `blocks` counts from the first block; `by_tier` counts each at the fastest tier that
+    has it.
+    """
 
     tokens: int
     blocks: int
     by_tier: Mapping[str, int] = field(default_factory=dict)
-    reason: str = ""  # why no more: "" where all full blocks were found
-    pending: bool = False  # tiers are still being asked: match again
+    reason: str = ""  # why the prefix ends; "" where all full blocks were found
+    pending: bool = False  # lookups in shared tiers have no answer yet: match again
 
 
 @dataclass(frozen=True, slots=True)
 class TierFlush:
-    """Blocks that one tier was meant to take. A block is counted once for each shard and group, as in `stats`.
+    """Counts of the blocks intended for one tier. A block counts once for each shard and group, as in `stats`.
 
-    `reached` and `lost` count from the caller's last report on, the others are of this moment. A block that the tier
-    took and evicted later, for room or by its end, has reached it.
+    `reached` and `lost` count since the caller's last report; the other counts are current. A block that the tier took
+    and later evicted or expired has reached it.
     """
 
     reached: int = 0
-    refused: int = 0  # not in the tier: host memory has them still and the tier refused them again, or they are lost
-    waiting: int = 0  # queued or being written; or, for lack of time, not offered again yet
-    lost: int = 0  # of those refused: evicted from host memory before the tier took them
-    synced: bool = True  # False where what reached it could not be made as durable as the tier makes it, in time
+    refused: int = 0  # not in the tier: refused again while still in host memory, or lost
+    waiting: int = 0  # queued or being written; or not offered again yet for lack of time
+    lost: int = 0  # of `refused`: evicted from host memory before the tier took them
+    synced: bool = True  # False where a sync of the blocks that reached the tier failed or timed out
 
 
 @dataclass(frozen=True, slots=True)
 class FlushReport:
-    """What `flush` and `close` report; true where every block stored before is in each tier that it is meant for.
+    """The result of `flush` and `close`. True if every block stored before is in each tier that it is intended for.
 
-    `tiers`: those below host memory that take blocks, by name. `fault`: why the counts are not the whole answer, empty
-    where they are.
+    `tiers`: the tiers under host memory that take blocks, by name. `fault`: why the counts are incomplete, else empty.
     """
 
     tiers: Mapping[str, TierFlush] = field(default_factory=dict)
@@ -85,34 +87,34 @@ class FlushReport:
 
 
 class Transfer(Protocol):
-    """A load or a store under way."""
+    """A load or a store in progress."""
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """One a block, readable early: a block counts when it and all before it are DONE."""
+        """One per block, readable early. A block counts when it and all blocks before it are DONE."""
 
     @property
     def done(self) -> bool: ...
     @property
     def blocks(self) -> int:
-        """Blocks from the front that are DONE: what a load brought for certain."""
+        """The number of leading blocks that are DONE."""
 
     def wait(self, timeout_s: float | None = None) -> bool: ...
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
-        """Wait until this layer of every block is in its pages (or known to be missing)."""
+        """Wait until this layer of every block is in its pages or is known to be missing."""
 
     def cancel(self) -> None:
-        """What has not begun does not begin. Pages and buffers are free to change once `done`."""
+        """Start no further block. Pages and buffers may be changed once `done` is true."""
 
 
 class Request(Protocol):
-    """One prompt on its way through an engine; owns holds. Not for use by several threads at once."""
+    """One prompt in an engine; owns holds. Thread safety: one thread at a time."""
 
     id: str
 
     @property
     def signatures(self) -> Sequence[bytes]:
-        """32 bytes a full block of the tokens known so far."""
+        """32 bytes for each full block of the tokens known so far."""
 
     def match(
         self,
@@ -124,30 +126,36 @@ class Request(Protocol):
     ) -> Hit:
         """The longest usable prefix of these tokens (any integer buffer or sequence), or of an engine's own digests.
 
-        `after`: the digest of the block before the first of `digests` where those begin within a prefix, empty where
-        it is not known. Blocks are counted from the first of them, as far as they are there; whoever asks has those
-        before. A store behind a known block that nobody has is dropped. `token_ids` beside `digests`, from the first
-        of their tokens on, name nothing: they let a miss be told by its token.
+        Without arguments the request looks again and hashes nothing.
 
-        Called again without arguments it looks again, hashing nothing."""
+        Args:
+            token_ids: beside `digests`, tokens from the first block's first token on. They identify nothing; a miss can
+                then be explained by its token.
+            after: the digest of the block before the first of `digests` if these begin inside a prefix; empty where it
+                is unknown. Blocks then count from the first digest; the caller has the earlier ones. A store after a
+                block that no tier has is dropped.
+        """
 
     def extend(
         self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
     ) -> None:
-        """More tokens behind those of `match`: hashes the blocks that become full. Or, where `match` was given digests,
-        those of more blocks."""
+        """Append tokens to those of `match` and hash the blocks that become full. After a `match` with digests, append
+        digests.
+        """
 
     def admit(self) -> None:
-        """The engine will use this prefix: count the use once, hold the blocks, begin to bring them near."""
+        """Declare that the engine uses this prefix: count the use once, hold the blocks, start a prefetch."""
 
     def load(self, blocks: int, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> Transfer:
-        """Bring blocks `first_block` to `blocks` (excluded) into pages; `page_ids` has one entry for each."""
+        """Copy blocks `first_block` to `blocks` (excluded) into pages; `page_ids` has one entry for each."""
 
     def store(self, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> Transfer:
-        """Take full blocks from `first_block` on, one for each page id. The pages must not change until done."""
+        """Copy full blocks from `first_block` on, one for each page id. The pages must not change until the transfer is
+        done.
+        """
 
     def close(self) -> None:
-        """Give everything back; a Transfer under way still ends, and can still be waited for."""
+        """Release all holds. A Transfer in progress still ends, and callers can still wait for it."""
 
     def __enter__(self) -> Request: ...
     def __exit__(
@@ -170,46 +178,65 @@ class NamespaceHandle(Protocol):
         ttl_s: float | None = None,
         deadline_s: float | None = None,
     ) -> Request:
-        """`id` names it to the engine's ranks and in what is said of it; one is made up where none is given. `agent`
-        and `session` label events, traces and the reasons of misses, and are no part of a key. `ttl_s`: what it stores
-        anew is a miss in every tier after so long, whoever asks, and then leaves; in place of the namespace's. What is
-        there already keeps the end that it has."""
+        """Open a request.
+
+        Args:
+            id: names the request to the engine's ranks and in logs and events; generated where None.
+            agent: a label of events, traces and miss reasons; no part of a key.
+            session: as `agent`.
+            ttl_s: seconds after which newly stored blocks are a miss in every tier, for every reader, and are then
+                removed. Overrides the namespace's. Blocks that are already stored keep their end.
+        """
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """The engine computed so many tokens of prompts in one step of so long. Told now and then, it is what loads are
-        held against: a match then finds no more than comes sooner than the engine computes it."""
+        """Report that the engine computed this many prompt tokens in one step of `seconds`.
+
+        Call it now and then. A match then returns only blocks that load faster than the engine computes them.
+        """
 
     def event_signature(self, signature: bytes) -> bytes:
-        """What the cache calls a block of this signature: itself, but for a daemon that keeps tenants apart. `Change`
-        has what the cache calls it."""
+        """The cache's own signature of a block, as in `KVEvent`. It differs only for a daemon that isolates tenants."""
 
     def clear(self) -> int:
-        """Remove every record of this namespace from every tier, shared ones too; how many there were, as far as that
-        can be told. Waits for stores that are on their way, and for the tiers: not for a scheduler's busy thread."""
+        """Remove every record of this namespace from every tier, shared ones included; the count, where it is known.
+
+        Waits for stores in progress and for the tiers. Do not call it on a scheduler's thread.
+        """
 
     def join(self, id: str) -> Request:
-        """The open request of this id in this namespace, as a rank uses it: its blocks are those that the scheduler's
-        request knows at each call, `load` and `store` move this process's shards, and uses are counted only once.
-        RequestError where none is open, or several are. What it holds is its own; close it like any other."""
+        """A rank's handle on the open request with this id in this namespace.
+
+        Each call uses the blocks that the scheduler's request knows at that time. `load` and `store` move this
+        process's shards, and uses count only once. The handle owns its holds; close it like any other request.
+
+        Raises:
+            RequestError: no request with this id is open, or several are.
+        """
 
 
 @runtime_checkable
 class SupportsCanary(Protocol):
-    """A `Bound` whose loaded blocks can be compared with what the engine computes."""
+    """A `NamespaceHandle` whose loaded blocks can be compared with recomputed ones."""
 
     def canary(self, recompute: Callable[[Sequence[int]], Sequence[bytes | bytearray | memoryview]]) -> None:
-        """`recompute` computes these tokens, whole blocks, apart from the engine's work and from any cache, and
-        answers the last block's payload in the layout's order, one a group. It is called on another thread, where
-        `canary.sample_rate` asks for it."""
+        """Register the function that recomputes blocks, for the share of loads that `canary.sample_rate` selects.
+
+        Args:
+            recompute: computes these tokens (whole blocks) apart from the engine's work and from any cache. It returns
+                the last block's payload, one per group, in the layout's order. It is called on another thread.
+        """
 
 
 @runtime_checkable
 class SupportsKVEvents(Protocol):
-    """A `KVCache` that tells which blocks come into its tiers and leave them, for routers."""
+    """A `KVCache` that reports blocks stored in and removed from its tiers, for routers."""
 
     def kv_events(self, after: int | None, bounds: Sequence[NamespaceHandle]) -> EventBatch:
-        """What changed of these namespaces from number `after` on; None begins, and nothing is kept before somebody
-        has. What is in the tiers by then is not told. Not for a scheduler's busy thread: a daemon has to be asked."""
+        """Changes in these namespaces after event number `after`; None starts recording.
+
+        Nothing is recorded before the first call, and earlier contents of the tiers are not reported. Do not call it on
+        a scheduler's thread: with a daemon it waits for an answer.
+        """
 
 
 class KVCache(Protocol):
@@ -227,34 +254,37 @@ class KVCache(Protocol):
         ranks: Sequence[Sequence[Shard]] | None = None,
         ttl_s: float | None = None,
     ) -> NamespaceHandle:
-        """Bind to a namespace. `shards`: what this process holds, one a group; all of it where not given.
+        """Bind to a namespace.
 
-        `ranks`: what each rank of the engine holds, one list of shards a rank, the same in every process of it. Then a
-        match counts a block only where the shards of all of them are there. A scheduler, which has no pages, gives
-        only `ranks`; a rank gives both, or only `shards` where it only joins requests. The same shard in several lists
-        (a latent that every rank has) is kept once, written by the first.
-
-        `ttl_s`: that of requests that bring none of their own. It is no part of what the namespace is.
+        Args:
+            shards: the shards of this process, one per group; default: all of the layout.
+            ranks: the shards of each rank, one list per rank, equal in every process of the engine. A match then counts
+                a block only if the shards of all ranks are cached. A scheduler, which has no pages, gives only `ranks`.
+                A rank gives both, or only `shards` if it only joins requests. A shard that several ranks list (a latent
+                that every rank has) is stored once, by the first.
+            ttl_s: the default of requests without their own; no part of the namespace's identity.
         """
 
     def flush(self, timeout_s: float | None = None) -> FlushReport:
         """Wait until every block stored before is in each tier that its write mode intends, as durable as that tier is.
 
-        Blocks that a tier refused earlier and that host memory still has are offered again first. Until such a block is
-        in the tier, leaves host memory or is erased, no flush is a success. A block that left host memory before the
-        tier took it makes this caller's next flush fail, and no later one; where no flush has reported it yet, also the
-        first flush of a client that connects later. Write-through intends a tier when a block is stored, on-second-use
-        when it is used again, write-back when it leaves host memory: until then its absence below is no failure.
+        First the flush offers again blocks that a tier refused and host memory still has. No flush succeeds until such
+        a block is in the tier, evicted from host memory or erased. A block evicted before the tier took it fails the
+        caller's next flush only. If no flush has reported it yet, it also fails the first flush of a client that
+        connects later.
+
+        Write-through intends a tier at store time, on-second-use at the next use, write-back at eviction from host
+        memory. Before that, a block's absence from the lower tier is no failure.
         """
 
     def stats(self) -> dict[str, Any]: ...
     def check(self) -> list[str]:
-        """A full audit; one line a fault, none when sound."""
+        """A full audit; one line per fault, empty if sound."""
 
     def close(self) -> FlushReport:
-        """Flush, end threads, give back memory; what `flush` would have reported. Idempotent, with the same answer.
+        """Flush, end threads and free memory. Returns the flush report; idempotent, with the same report.
 
-        In write-back mode, blocks that are in host memory alone end with it: `close` does not write them.
+        In write-back mode, blocks that only host memory has are lost: `close` does not write them.
         """
 
     def __enter__(self) -> KVCache: ...
@@ -263,7 +293,7 @@ class KVCache(Protocol):
     ) -> None: ...
 
 
-# What a caller hands to the face, checked before anything changes.
+# Validation of arguments, before a call changes anything.
 
 MAX_TTL_S = 100 * 365 * 86_400.0
 
@@ -271,7 +301,7 @@ MAX_TTL_S = 100 * 365 * 86_400.0
 def check_shards(
     layout: KVLayout, shards: Sequence[Shard] | None, ranks: Sequence[Sequence[Shard]] | None
 ) -> tuple[tuple[Shard, ...], tuple[tuple[Shard, ...], ...]]:
-    """What this process holds, one shard a group, and by group what its engine's ranks hold, each shard once."""
+    """The shards of this process, one per group, and for each group the shards of all ranks, each once."""
     rank_shards = [tuple(of_rank) for of_rank in ranks or ()]
     held = tuple(shards or (rank_shards[0] if rank_shards else layout.whole))
     if rank_shards and shards and held not in rank_shards:
@@ -296,7 +326,7 @@ def check_transfer(
     end: int,
     known: int,
 ) -> None:
-    """LayoutError where blocks `first` to `end`, of `known` hashed ones, do not fit the pages and their ids."""
+    """Raise LayoutError if blocks `first` to `end`, of `known` hashed ones, do not fit the pages and their ids."""
     groups = len(layout.groups)
     if len(pages) != groups or len(page_ids) != groups:
         raise LayoutError(
@@ -321,13 +351,13 @@ def check_blocks(first: int, end: int, known: int) -> None:
 
 
 def check_ttl(ttl_s: float | None) -> float | None:
-    """What was given; RequestError where it is no time to come."""
+    """`ttl_s` itself. Raises RequestError if it is not a positive time."""
     if ttl_s is not None and not (isinstance(ttl_s, (int, float)) and 0 < ttl_s < MAX_TTL_S):
         raise RequestError(f"ttl_s = {ttl_s!r:.40}: expected seconds above 0, or None for no end")
     return ttl_s
 
 
 def check_origin(origin: object | None, *tokens: object | None) -> None:
-    """TokenError where a request that was joined is told tokens: those are its origin's to tell."""
+    """Raise TokenError if a joined request is given tokens: only the request that it joined may add them."""
     if origin is not None and any(rank_shards is not None for rank_shards in tokens):
         raise TokenError("this request was joined: its tokens are told where it was opened; match without any here")

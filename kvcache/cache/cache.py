@@ -1,4 +1,45 @@
-"""The cache of one process: it owns the tiers, the index and the flow between them."""
+"""The cache of one process: it owns the tiers, the index, the policy and the movement of records between tiers.
+
+`Cache` builds the parts of the subsystem and connects them. It holds no block itself. A call takes this path:
+
+- `namespace` binds an engine to a namespace and returns a `CacheNamespace` (`request.py`).
+- `CacheRequest.match` walks the index (`kvcache/index`). A match changes nothing.
+- `CacheRequest.admit` counts the use, takes holds (`holds.py`) and starts a prefetch (`prefetch.py`).
+- `CacheRequest.load` copies blocks into an engine's pages in windows (`load.py`). `promote.py` reads from lower tiers.
+- `CacheRequest.store` copies pages into host slots (`store.py`). `write_back.py` writes them to lower tiers.
+- `TierManager` evicts, demotes, flushes and expires (`tier_manager.py`, `flush.py`, `expiry.py`).
+
+Alternatives. Each engine process could own a cache, or several could share an index in shared memory. One process owns
+the cache instead, and a daemon serves the same interface behind a socket. The cache then outlives its engines, a
+client's end releases its claims, and a half-written store is never visible. The calls could wait for I/O or be
+coroutines. They are synchronous inside and polled from outside instead: `load` and `store` return a `Transfer` at once,
+and nothing that a scheduler calls waits for I/O.
+
+Invariants.
+
+- A load returns the bytes that were stored under the same namespace, tokens and extras, or a miss.
+- A cache fault never fails a request. Faults of data, devices, deadlines or capacity are misses or counted drops.
+- A block is visible in the index only after its last byte is in place.
+- Queues, pools, tiers and holds are bounded, and each has an owner. The owner's end releases them.
+- A tenant sees only its own namespaces.
+- The index and this cache's own tiers agree, apart from records in motion; `check` compares them. For a shared tier
+  the index is an estimate, because other caches write and evict there.
+
+Order of construction. `PolicyState.load` runs before the tiers are indexed, so that each indexed record gets its saved
+use count. The scans for expirations start last, on the thread of `Erasure`. `close` reverses the order: callers first,
+then movement, then executors, then tiers.
+
+Threads and locks. `_bind_lock` guards the bound namespaces, the tenants and `NamespaceGC`. The index and each tier have
+locks of their own; `Cache` adds none around them. Executors with one thread each run the miss-ratio curve, saves of the
+policy state and usage counts (`curve`) and the pinning of memory for copies (`pin`). `TierManager` owns the threads
+that copy and sync, and each write-back queue owns its own. `OsEnv` provides the disk, the clock and the threads, so
+that a test can replace all three.
+
+To change it. A new tier implements `kvcache.tier.tier.Tier` and is opened by `factory.open_lower_tiers`. The index
+numbers tiers from the fastest, at most four. A new eviction policy implements `kvcache.evict.policy.Policy` and is
+listed in `factory.POLICIES`. A new public call belongs in `api.py` first, because the daemon's client implements the
+same interface and one contract suite tests both.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +88,17 @@ _log = logging.getLogger("kvcache")
 
 
 class Cache:
-    """Implements `kvcache.cache.api.KVCache`; made by `kvcache.open`."""
+    """Implements `kvcache.cache.api.KVCache`. `kvcache.open` creates it."""
 
     def __init__(
         self, settings: Settings, os_env: OsEnv | None = None, *, shared: bool = False, served_address: str = ""
     ) -> None:
-        """`shared`: in host memory that other processes may map. `serves`: where they reach this cache."""
+        """Open the tiers and index the records that are in them.
+
+        Args:
+            shared: whether other processes may map the host memory.
+            served_address: the address under which other processes reach this cache.
+        """
         self.settings = settings
         os_env = os_env or OsEnv()
         self.counters = Counters()
@@ -86,7 +132,7 @@ class Cache:
         self.policy_state = PolicyState(
             directory, self.index, self.cost_classes, usage_log, self.counters, os_env, self._background.submit
         )
-        self.policy_state.load()  # what single blocks were used comes before they do
+        self.policy_state.load()  # indexing the tiers applies the use counts, so they are loaded first
         for tier in self.lower_tiers:
             if not tier.shared:
                 _index_stored_records(self.index, tier)
@@ -145,27 +191,29 @@ class Cache:
         self.copiers = CopierRegistry(self._pin_executor.submit)
         self.host.arena.watch(self.copiers.add_region, self.copiers.remove_region)
         self._bound: dict[Hashable, CacheNamespace] = {}
-        self._tenants: dict[bytes, str] = {}  # by namespace, of those that are bound
+        self._tenants: dict[bytes, str] = {}  # by namespace id, of bound namespaces
         self.index.kv_events.tenant = lambda namespace: self._tenants.get(namespace, "")
         self._register: OpenRequests[CacheRequest] = OpenRequests()
         self.on_close: list[Callable[[], object]] = []
-        """Called when closing begins: what reaches this cache from outside lets go of it."""
+        """Called when closing begins. Front ends that reach this cache from outside release it here."""
         self.on_flush: list[Callable[[float | None], bool]] = []
-        """Asked first by `flush`, with the time that is left: whether what is on its way from outside has come."""
+        """Called first by `flush`, with the remaining time. Each returns whether the stores that clients have begun are
+        complete.
+        """
         self.on_quiesced: list[Callable[[], object]] = []
-        """Called when nothing moves any more, before the tiers are closed."""
+        """Called when no record moves any more, before the tiers are closed."""
         self.on_bind: list[Callable[[CacheNamespace], object]] = []
         """Called with each namespace that an engine binds for the first time."""
         self.readiness_checks: list[Callable[[], bool]] = []
-        """What must be true before the cache is ready."""
+        """Conditions that must all hold before the cache is ready."""
         self.binds_signatures = False
-        """Whether what asks from outside names its blocks otherwise than the index: as `bind_signatures` has them."""
+        """Whether clients use other signatures than the index. `bind_signatures` translates them."""
         self.control_handlers: dict[str, Callable[[dict[Any, Any]], dict[str, Any]]] = {}
-        """By name, questions that rooms above answer on the control socket."""
+        """Handlers of other packages for control socket requests, by name."""
         self._closed = False
-        self._flushed = FlushReport(fault="the cache is being closed")  # by `close`
+        self._flushed = FlushReport(fault="the cache is being closed")  # until `close` replaces it
         self._watch = manager.watch()
-        self.life = uuid.uuid4().hex  # another one wherever blocks that were stored may be lost
+        self.life = uuid.uuid4().hex  # changes wherever stored blocks may be lost
         _log.info(
             "host %s (%s)%s",
             show_bytes(settings.host.capacity_bytes),
@@ -225,7 +273,7 @@ class Cache:
         return bound
 
     def unbind(self, bounds: Collection[CacheNamespace]) -> None:
-        """Nobody has these any more. Their records stay, and whoever binds their namespaces again finds them."""
+        """Remove these bindings. Their records stay, and a new binding of the same namespace finds them."""
         unbound = set(bounds)
         with self._bind_lock:
             for key, bound in list(self._bound.items()):
@@ -250,7 +298,7 @@ class Cache:
         return self.tier_manager.curve.report()
 
     def _weigh(self, bound: CacheNamespace) -> None:
-        """Tell what its records take in each tier, and whose they are."""
+        """Compute the record sizes of a namespace in each tier and register its cost classes."""
         tiers = [self.host.name, *(tier.name for tier in self.lower_tiers)]
         sizes = [
             tuple(self._record_codec.stored_bytes(tier, bound.layout, place.group, place.shard) for tier in tiers)
@@ -262,8 +310,9 @@ class Cache:
             self.cost_classes.bind(CostClass(bound.tenant, bound.model, size), place.name)
 
     def _fits(self, bound: CacheNamespace) -> str:
-        """How many tokens of this model fit into each tier of ours, all ranks together; what of a model does not grow
-        with the context is left out."""
+        """Tokens of this model that fit into each tier of this cache, all ranks together. Groups that do not grow with
+        the context are not counted.
+        """
         growing = [place for place in bound.all_shards if bound.layout.groups[place.group].rule == "all"]
         capacities = []
         for tier in (self.host, *(tier for tier in self.lower_tiers if not tier.shared)):
@@ -276,13 +325,13 @@ class Cache:
         return ", ".join(capacities)
 
     def _sizes(self) -> dict[bytes, int]:
-        """Payload bytes of a record by its place, of all that were bound."""
+        """Payload bytes of a record by place, for all bound namespaces."""
         return {
             place.name: place.payload_bytes for bound in self.bounds for place in (*bound.places, *bound.all_shards)
         }
 
     def counted(self) -> UsageByNamespace:
-        """What each namespace has in each tier, as it was counted last: at once."""
+        """Records and bytes by namespace and tier from the last count. Never waits for a new one."""
         return self.namespace_usage.cached(self._background.submit)
 
     @property
@@ -291,16 +340,16 @@ class Cache:
 
     @property
     def namespaces(self) -> list[Namespace]:
-        """Those that were bound, each once."""
+        """The bound namespaces, each once."""
         return list({bound.id: bound.namespace for bound in list(self._bound.values())}.values())
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What this cache adds to every namespace's own."""
+        """Facts that this cache adds to those of every namespace."""
         return self._record_codec.facts
 
     def ready(self) -> bool:
-        """Whether engines should be sent requests: what is to be near before is, or had its time."""
+        """Whether engines should send requests: each readiness check has succeeded or reached its time limit."""
         return all(wait() for wait in self.readiness_checks)
 
     def flush(self, timeout_s: float | None = None) -> FlushReport:
@@ -312,7 +361,7 @@ class Cache:
         held, pinned = self.tier_manager.holds.held_bytes(), self.tier_manager.pins.held_bytes()
         tiers = {}
         for tier in (self.host, *self.lower_tiers):
-            # of a shared tier what is known of it: to ask a server takes time, and what it says is the server's own
+            # only the index is asked: a shared server would take time to answer, and its totals include other caches
             usage = Usage(self.index.resident(tier.name), 0, 0) if tier.shared else tier.usage()
             health_issues = tier.health_issues()
             tiers[tier.name] = {
@@ -339,15 +388,22 @@ class Cache:
         }
 
     def kv_events(self, after: int | None, bounds: Sequence[NamespaceHandle], tenant: str | None = None) -> EventBatch:
-        """`tenant`: whose all of them are, who is to learn nothing of others from what numbers there are."""
+        """Events after a number.
+
+        Args:
+            tenant: the tenant that owns all of `bounds`. The batch's numbers then tell nothing about other tenants.
+        """
         return self.index.kv_events.since(after, {bound.id for bound in bounds}, tenant)
 
     def check(self) -> list[str]:
-        """A shared tier is left out: what is known of it need not be true, and it belongs to others as well."""
+        """A full audit; one line per fault. Shared tiers are skipped: other caches change them, so the index may
+        differ.
+        """
         faults = self.index.check()
         tiers = [tier for tier in (self.host, *self.lower_tiers) if not tier.shared]
         differ = [self._index_mismatch(tier) for tier in tiers]
-        for _ in range(_CHECK_ROUNDS):  # what is on its way at this moment arrives, and differs no more
+        # records in motion differ for a moment; a fault is a difference that every round finds
+        for _ in range(_CHECK_ROUNDS):
             if not any(map(any, differ)):
                 break
             self.tier_manager.settle(_CHECK_FLUSH_S, first=self.on_flush)
@@ -360,8 +416,10 @@ class Cache:
         return faults
 
     def scrub(self) -> ScrubReport:
-        """Read and verify every record that lies on a drive; what is damaged leaves, and the drive is trusted again.
-        With keys, what lies there from before them, not encrypted, leaves too, and is overwritten."""
+        """Read and verify every record on the drives, and trust a suspect drive again.
+
+        Damaged records are removed. With keys configured, unencrypted records from before are removed and overwritten.
+        """
         found = ScrubReport()
         for tier in self.lower_tiers:
             tier.keep_files(True)
@@ -375,13 +433,13 @@ class Cache:
         return found
 
     def _index_mismatch(self, tier: Tier) -> tuple[set[bytes], set[bytes]]:
-        """Names that the index has and the tier has not, and the other way round."""
+        """Names that only the index has, and names that only the tier has."""
         stored = {address.name: address for address in tier.scan()}
         unlisted = {name for name, address in stored.items() if not self.index.contains(address, tier.name)}
         unheld: set[bytes] = set()
         if self.index.resident(tier.name) != len(stored) - len(
             unlisted
-        ):  # else nobody need wait while names are listed
+        ):  # listing all names blocks the index, so the counts decide first
             unheld = self.index.names(tier.name) - stored.keys()
         return unheld, unlisted - self.tier_manager.promoter.foreign
 
@@ -402,7 +460,8 @@ class Cache:
         self._background.close()
         self.policy_state.save()
         self.copiers.close()
-        closed = {tier.name: tier.close() for tier in (self.host, *self.lower_tiers)}  # each, also where one failed
+        # each tier is closed even if another one fails
+        closed = {tier.name: tier.close() for tier in (self.host, *self.lower_tiers)}
         tiers = {name: replace(tier, synced=tier.synced and closed[name]) for name, tier in report.tiers.items()}
         self._flushed = replace(report, tiers=tiers)
         return self._flushed
@@ -417,7 +476,7 @@ class Cache:
 
 
 def _index_stored_records(index: Index, tier: Tier) -> None:
-    """What the tier has already, and from now on what it loses."""
+    """Index the records in a tier, and remove from the index what the tier loses later."""
     tier.on_loss(lambda address: index.discard(address, tier.name))
     for head, signatures in tier.runs():
         index.insert_run(BlockRun(place_of(head.namespace, head.group, head.shard), signatures), head.parent, tier.name)

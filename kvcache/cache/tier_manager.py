@@ -1,4 +1,4 @@
-"""What moves between tiers, and what makes room: write-through, demotion, promotion, eviction from host."""
+"""Movement of records between tiers: write-through, demotion, promotion, eviction from host memory, flush."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from kvcache.tier.host.tier import HostTier
 from kvcache.tier.record_codec import RecordCodec
 from kvcache.tier.tier import Tier
 
-# An operator's switch that takes a cache out of an engine's way at once, without ending either. Loads bypassed: a
-# match finds nothing, a load is a miss, and one under way ends with the blocks it has. Stores bypassed: what is
-# offered is dropped and counted. What was stored before stays, and goes on down.
+# Bypass: an operator's switch that takes a cache out of an engine's path without ending either. With loads bypassed, a
+# match finds nothing, a load is a miss, and a load in progress ends with the blocks it has. With stores bypassed,
+# offered blocks are dropped and counted. Stored blocks stay, and are still written to lower tiers.
 
 BypassMode = Literal["off", "on", "loads", "stores"]
 
 BYPASS = "bypass"
-"""The reason that is said of what was not done."""
+"""The reason given for bypassed work."""
 
 
 class Bypass:
-    """Two flags, read on every path without a lock: setting one never waits for anything."""
+    """Two flags, read on every path without a lock, so that setting one never waits."""
 
     def __init__(self) -> None:
         self.loads = False
@@ -67,18 +67,21 @@ class Bypass:
 
 
 MAX_VICTIMS_PER_SLOT = 64
-"""How many records one slot may cost: more only where sizes are mixed, and then the search ends as 'no room'."""
+"""The most records evicted for one slot. More are needed only where sizes are mixed; the search then ends without a
+slot.
+"""
 MAX_SAMPLED_RECORDS, MIN_SAMPLED_RECORDS = 1 << 12, 16
-"""How many records tell what they are worth before an extent is chosen, and how many of each extent at least: where
-that is too many, some of the extents are left out."""
+"""The most records sampled to choose a slab, and the fewest for each slab. Where the first limit is too small for all
+slabs, some slabs are skipped.
+"""
 MAX_SLAB_TRIES = 8
-"""Of the cheapest extents, how many may turn out to have something in them that cannot leave."""
+"""How many of the cheapest slabs may contain a record that cannot be evicted before the search stops."""
 
 CLOSE_S = 30.0
-"""For what is queued when the cache is closed to be written."""
+"""Time to write the queued blocks when the cache is closed."""
 
 Wait = Callable[[float | None], bool]
-"""Waits so many seconds at most; whether what it waits for is here."""
+"""Waits at most this many seconds; returns whether the awaited state is reached."""
 
 _log = logger("kvcache.tier_manager")
 
@@ -105,7 +108,7 @@ class TierManager:
         queue_blocks: int,
         threads: int,
     ) -> None:
-        """`write`: by tier, when records go there."""
+        """`write`: by tier, the mode that decides when records are written to it."""
         self.index, self.host, self.lower_tiers, self.os_env, self.cost_classes = (
             index,
             host,
@@ -167,20 +170,20 @@ class TierManager:
         self.usage_log = usage_log
         self.executor = os_env.executor(threads, "copy")
         self._syncs = os_env.executor(max(1, len(lower_tiers)), "sync")
-        self._told: Counts = {}  # lost blocks that some caller of `flush` was told of
+        self._told: Counts = {}  # lost blocks that some `flush` caller has had reported
         self._stores = Stores(os_env.condition())
         self.submit_store, self.begin_store, self.end_store = self._stores.submit, self._stores.begin, self._stores.end
         self._telling = threading.Lock()
 
     def lookup(self, places: Sequence[bytes], needs: Sequence[int]) -> Lookup:
-        """Of what has not come to its end."""
+        """A lookup that finds no expired block: a sweep runs first."""
         self.expiry.sweep()
         return self.index.lookup(places, needs)
 
     # host memory
 
     def slot(self, payload_bytes: int, tenant: str, *, before: int) -> Slot | None:
-        """As `slots`, one."""
+        """One slot, as `slots`."""
         slots = self.slots(1, payload_bytes, tenant, before=before)
         return slots[0] if slots else None
 
@@ -194,21 +197,24 @@ class TierManager:
         worth: int | None = None,
         place: bytes = b"",
     ) -> list[Slot]:
-        """Host slots, at most `count`: free ones, then those of victims that a tier below has too, then of others.
-        Never of one used at `before` or later. Fewer where there is no more room.
+        """At most `count` host slots: free ones first, then those of victims.
 
-        Victims leave by the value of their bytes, whatever their size and tenant, as far as shares allow; a tenant that
-        has its quota makes room by what is its own. What leaves from extents of another kind is of use
-        only once a whole extent is empty: by moving what is left of it together or, where an extent's worth of
-        victims did not get that far, by letting go of what is in the one whose bytes are worth least.
+        Victims that a lower tier also has are evicted before others. A record last used at `before` or later is never
+        evicted. Fewer slots are returned where nothing more can be evicted.
 
-        `worth`: of newcomers at `place`, how often they were used. Where host is the last tier, they take the place of
-        nothing that is worth more; else they go through it on their way down, whatever they are worth.
+        Victims are chosen by the value of their bytes, whatever their size and tenant, within the tenants' quotas and
+        guaranteed shares. A tenant at its quota evicts only its own records. Victims in slabs of another size class
+        help only once a whole slab is empty. The remaining records are moved together for that. If one slab's worth of
+        victims did not achieve it, the cheapest slab is cleared.
+
+        Args:
+            worth: how often the new records at `place` were used. If host memory is the last tier, they evict nothing
+                worth more. Otherwise they pass through host memory to lower tiers, whatever they are worth.
         """
         size, arena = record_bytes(payload_bytes), self.host.arena
         slots = arena.allocate_many(size, tenant, count)
         for stored_below in (True, False) if self.write_back_queues else (False,):
-            futile_bytes = 0  # bytes of victims since the last slot
+            futile_bytes = 0  # of victims since the last slot
             while len(slots) < count and futile_bytes <= arena.slab_bytes:
                 own = arena.spare_bytes(tenant) < size
                 victims = self.cost_classes.evict(
@@ -236,7 +242,7 @@ class TierManager:
         return slots
 
     def _evict_from_host(self, victims: Sequence[Victim]) -> int:
-        """The index let go of these; so does the tier. Their bytes."""
+        """Demote victims that the index has removed, and remove them from the host tier; their bytes."""
         handed = self._demote(victims)
         names = [victim.name for victim in victims]
         for queue in self.write_back_queues:
@@ -262,8 +268,7 @@ class TierManager:
         return sum(blocks * size for (_, _, size), blocks in fates.items())
 
     def _clear(self, slot_bytes: int, tenant: str) -> bool:
-        """Let go of all in the extent of another kind whose bytes are worth least, of those that may go. True where
-        that emptied it."""
+        """Evict everything in the cheapest evictable slab of another size class. True if the slab is then empty."""
         for slab in self._cheapest_slabs(slot_bytes, tenant)[:MAX_SLAB_TRIES]:
             resident = self.host.sample_slab(slab, len(slab.slots) or 1, 0)
             if resident is not None and self.cost_classes.worth(self.host.name, resident) < inf:
@@ -277,8 +282,10 @@ class TierManager:
         return not slab.slots
 
     def _cheapest_slabs(self, slot_bytes: int, tenant: str) -> list[Slab]:
-        """Extents of other kinds, those whose bytes are worth least first, among equals the emptier; so far as is seen
-        from some of what is in them."""
+        """Slabs of other size classes, the cheapest bytes first, among equals the emptier.
+
+        A slab's worth is an estimate from a sample of its records.
+        """
         slabs = self.host.arena.other_classes(slot_bytes, tenant)
         step = -(-len(slabs) * MIN_SAMPLED_RECORDS // MAX_SAMPLED_RECORDS) or 1
         slabs = slabs[self.index.clock % step :: step]
@@ -291,23 +298,25 @@ class TierManager:
         return sorted((e for e in slabs if worths[e] < inf), key=worths.__getitem__)
 
     def _worth(self, slab: Slab, most: int) -> float:
-        """A byte of it, by at most so many of its records; infinity where one of these may not leave."""
+        """The worth of one byte of a slab, from at most `most` of its records; infinity if one of these cannot be
+        evicted.
+        """
         resident = self.host.sample_slab(slab, most, self.index.clock)
         if resident is None:
             return inf
         filled = len(slab.slots) * slab.slot_bytes / slab.region.bytes
         return self.cost_classes.worth(self.host.name, resident) / max(1, len(resident)) * filled
 
-    # down
+    # demotion
 
     def write_through(self, chain: ChainView, first: int, end: int) -> None:
-        """What was stored, the chain's blocks `first` to `end`: to the tiers that take it at once."""
+        """Offer the stored blocks `first` to `end` of the chain to tiers in write-through mode."""
         for queue in self.write_back_queues:
             if queue.mode == "write_through":
                 self._offer(queue, chain, first, end)
 
     def write_on_second_use(self, chains: Sequence[ChainView], blocks: int) -> None:
-        """What is used again, the first blocks of these chains: to the tiers that wait for that. Returns at once."""
+        """Offer the first blocks of these chains, used again, to tiers in on-second-use mode. Returns at once."""
         write_back_queues = [queue for queue in self.write_back_queues if queue.mode == "on_second_use"]
 
         def offer() -> None:
@@ -315,7 +324,7 @@ class TierManager:
                 try:
                     for chain in chains:
                         self._offer(queue, chain, 0, blocks)
-                except Exception:  # noqa: BLE001  law: never in the way
+                except Exception:  # noqa: BLE001  a cache fault never fails a request
                     _log.exception("%s was not offered %d blocks that are used again", queue.tier.name, blocks)
 
         if write_back_queues and blocks:
@@ -330,8 +339,7 @@ class TierManager:
         self.drop(dropped, f"{queue.tier.name} queue", chain.namespace, tier=queue.tier.name)
 
     def _demote(self, victims: Sequence[Victim]) -> set[bytes]:
-        """Records that are about to leave host: to the tiers that take them then. The names of those that one will
-        have."""
+        """Offer victims to the tiers in write-back mode; the names of those that a tier takes."""
         demoted: set[bytes] = set()
         for queue in self.write_back_queues:
             if queue.mode != "write_back":
@@ -348,19 +356,19 @@ class TierManager:
         return demoted
 
     def drop(self, blocks: int, reason: str, namespace: bytes, *, tier: str) -> None:
-        """Say that these were offered to a tier and not kept."""
+        """Count and report blocks that were offered to a tier and dropped."""
         self.counters.add("drops", blocks, reason=reason)
         self.events.add("dropped", tier=tier, namespace=namespace, blocks=blocks, reason=reason)
 
-    # barriers
+    # flush
 
     def wipe(self) -> None:
-        """Overwrite what records on their way down were copied to."""
+        """Overwrite the buffers that held copies of records for lower tiers."""
         for queue in self.write_back_queues:
             queue.victim_buffer.wipe()
 
     def settle(self, timeout_s: float | None = None, *, first: Sequence[Wait] = ()) -> bool:
-        """Whether what goes down now is written, or could not be, in time. `first` as of `flush`."""
+        """Whether all current writes to lower tiers have ended in time, successful or not. `first`: as in `flush`."""
         remaining_s = self._left(timeout_s)
         return (
             all(wait(remaining_s()) for wait in first)
@@ -369,7 +377,9 @@ class TierManager:
         )
 
     def watch(self, *, anew: bool = False) -> Watch:
-        """For a new caller of `flush`. `anew`: losses count from now on; else from what was reported to anybody."""
+        """Start the record of a new `flush` caller. `anew`: losses count from now on; else since the last report to any
+        caller.
+        """
         return Watch.begin(self.write_back_queues, self.index.clock, None if anew else self._told)
 
     def flush(
@@ -381,14 +391,14 @@ class TierManager:
         scope: Scope | None = None,
         fleet: bool = False,
     ) -> FlushReport:
-        """As of `KVCache`. Blocks that are stored meanwhile keep nobody waiting.
+        """As `KVCache.flush`. Blocks stored meanwhile do not extend the wait.
 
         Args:
-            watch: what the caller was told before; without one, losses count from now on.
-            first: called before, with the time that is left; each returns whether what comes from outside is here.
+            watch: the caller's earlier reports; without one, losses count from now on.
+            first: called first, with the remaining time; each returns whether outside stores are complete.
             scope: reports only blocks of these namespaces.
-            fleet: reports only tiers that others share, and of the blocks that they refused only those that were used
-                since the watch's last report: for a caller that asks whether these can be read elsewhere.
+            fleet: reports only shared tiers, and of the blocks that they refused only those used since the watch's last
+                report. A caller that asks whether other nodes can read its blocks needs only these.
         """
         watch, remaining_s = watch or self.watch(anew=True), self._left(timeout_s)
         faults = [] if all(wait(remaining_s()) for wait in first) else ["stores that clients have begun have not ended"]
@@ -398,12 +408,13 @@ class TierManager:
     def _flush(
         self, remaining_s: Left, watch: Watch, scope: Scope | None, *, fleet: bool, fault: str = ""
     ) -> FlushReport:
-        """What the tiers are meant to have by now, into them; what became of it."""
+        """Write the intended blocks to the tiers and report the result."""
         write_back_queues = [
             queue for queue in self.write_back_queues if queue.mode != "off" and (queue.tier.shared or not fleet)
         ]
         barriers = {queue.tier.name: Barrier(queue, scope) for queue in write_back_queues}
-        for left_s in (lambda: 0.0, remaining_s):  # a tier that takes nothing keeps no other from what it has room for
+        # the first round does not wait: a tier that accepts nothing must not delay the others
+        for left_s in (lambda: 0.0, remaining_s):
             for barrier in barriers.values():
                 barrier.offer_again(left_s)
         for barrier in barriers.values():
@@ -423,7 +434,9 @@ class TierManager:
         return lambda: None if end is None else max(0.0, end - clock.now())
 
     def _wait_begun(self, remaining_s: Left) -> list[str]:
-        """Until the stores that were begun have ended, and what is over has left; why not, where time ran out."""
+        """Wait for the end of the stores in progress and the removal of expired blocks; the reasons where time
+        ran out.
+        """
         if stores := self._stores.wait(remaining_s()):
             return [f"{stores} stores have not ended"]
         more = True
@@ -434,12 +447,13 @@ class TierManager:
         return []
 
     def close(self, watch: Watch) -> FlushReport:
-        """End the threads; what is queued, or was refused, is written first. As `flush`."""
+        """Write queued and refused blocks, then end the threads. Returns the report of that flush."""
         self.expiry.close()
         self.executor.close()
         self.shared_lookup.close()
         self.promoter.wait_idle()
-        report = self._flush(self._left(CLOSE_S), watch, None, fleet=False)  # a store that hangs has stored nothing
+        # a hung store has stored nothing, so it is not awaited
+        report = self._flush(self._left(CLOSE_S), watch, None, fleet=False)
         for queue in self.write_back_queues:
             if len(queue):
                 queue.give_up()
