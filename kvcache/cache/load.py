@@ -1,7 +1,7 @@
-"""One load: blocks from wherever they are into an engine's pages, in order, read ahead of the copy.
+"""One load: copies blocks from any tier into an engine's pages, in order, and reads ahead of the copy.
 
-Works in windows of a bounded number of bytes: while one window is copied, the next one's reads are under way. The
-first block that does not come ends the prefix: the rest is a miss, and the engine recomputes it.
+A load works in windows of a bounded number of bytes. While one window is copied, the reads of the next are in progress.
+The first block that does not arrive ends the prefix: the rest is a miss, and the engine recomputes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvcache.tier.tier import DEMAND, Outcome
 
 WINDOW_BYTES = 64 << 20
 
-LoadEntry = tuple[int, int, "HostRecord | InflightRead | Outcome"]  # block, group, and where its bytes are
+LoadEntry = tuple[int, int, "HostRecord | InflightRead | Outcome"]  # block, group, and the source of its bytes
 
 _log = logger("kvcache.load")
 
@@ -38,7 +38,7 @@ class Load:
     slot_copy: SlotCopy
     chains: Sequence[ChainView]  # by group
     needs: Sequence[range]  # by group, the blocks that the prefix needs
-    blocks: range  # those to bring; what follows counts from the first of them
+    blocks: range  # the blocks to load; other block numbers in this class count from the first of them
     tenant: str
     before: int
     begun: float
@@ -46,16 +46,20 @@ class Load:
     claim: Holds.Claim
     transfer: BlockTransfer
     _host_only: bool = True
-    _brought: dict[str, tuple[int, int]] = field(default_factory=dict)  # by tier: records, bytes; not yet counted
+    _brought: dict[str, tuple[int, int]] = field(default_factory=dict)  # by tier: records, bytes; not counted yet
 
     @staticmethod
     def window_bytes(tier_manager: TierManager) -> int:
-        """Two windows are under way at a time: together at most the share of host that requests may hold."""
+        """Bytes of a window. Two windows are in progress at a time: together at most the share of host that requests
+        may hold.
+        """
         return min(WINDOW_BYTES, tier_manager.host.arena.capacity_bytes // HOLD_DIVISOR // 2)
 
     def run(self) -> None:
-        """Never raises: an engine that waits for this must not fail for a fault of a cache. Whoever hears that it is
-        done finds given back what it held, and how long it took."""
+        """Run the load. Never raises: a cache fault never fails a request.
+
+        When a waiter sees the transfer as done, the holds are released and the duration is set.
+        """
         failed, whole = None, False
         with request_context(self.work):
             try:
@@ -63,7 +67,7 @@ class Load:
                 whole = failed is None
             except PeerAbortedError as error:
                 _log.debug("a load ended: %s", error)
-            except Exception:  # noqa: BLE001  law: never in the way
+            except Exception:  # noqa: BLE001  a cache fault never fails a request
                 _log.exception("a load failed; its blocks are a miss")
             finally:
                 try:
@@ -73,12 +77,14 @@ class Load:
                         block, outcome = failed
                         self.transfer.settle_run(block, block + 1, outcome)
                         self.transfer.settle_rest(block, Outcome.NOT_FOUND)
-                    # whole: also those of which the rules need nothing
+                    # a complete load also settles blocks that no group needs
                     self.transfer.settle_rest(0, Outcome.DONE if whole else Outcome.FAILED)
 
     def _account(self, *, whole: bool) -> None:
-        """Give back what it held and tell what it took, of which a plan learns how long host alone takes. What was
-        loaded stays loaded where this fails."""
+        """Release the holds and report the duration, from which the plan learns how long a load from host alone takes.
+
+        An error here does not change the load's outcome.
+        """
         try:
             self.transfer.seconds = seconds = self.tier_manager.os_env.clock.now() - self.begun
             self.tier_manager.holds.release(self.claim)
@@ -88,11 +94,11 @@ class Load:
                     for chain, need in zip(self.chains, self.needs, strict=True)
                 )
                 self.tier_manager.plan.copied(sum(size for size in sizes if size > 0), seconds)
-        except Exception:  # noqa: BLE001  law: never in the way
+        except Exception:  # noqa: BLE001  a cache fault never fails a request
             _log.exception("what a load held, or how long it took, is not accounted for")
 
     def _run(self) -> tuple[int, Outcome] | None:
-        """The block that ended the prefix, and why; None where all of them came. The last one is not told of yet."""
+        """The block that ended the prefix, and why; None if all blocks arrived. The last block is not settled yet."""
         windows, count = self._windows(), len(self.blocks)
         current = self._start(next(windows, range(0)))
         while current:
@@ -112,7 +118,7 @@ class Load:
         return None
 
     def _windows(self) -> Iterator[range]:
-        """Runs of blocks, each within the window's bytes or one block long."""
+        """Ranges of blocks, each within the window's bytes or one block long."""
         limit, first, size = self.window_bytes(self.tier_manager), 0, 0
         for i in range(len(self.blocks)):
             block = self.blocks[i]
@@ -125,7 +131,7 @@ class Load:
             yield range(first, len(self.blocks))
 
     def _start(self, blocks: range) -> list[LoadEntry]:
-        """Borrow what is in host; begin to read the rest."""
+        """Acquire the records in host; start to read the others."""
         parts: list[tuple[int, int, Address, HostRecord | None]] = []
         for group, (chain, need) in enumerate(zip(self.chains, self.needs, strict=True)):
             group_blocks = [i for i in blocks if self.blocks[i] in need]
@@ -138,7 +144,7 @@ class Load:
         for i, group, address, held in parts:
             if held is not None and self.tier_manager.expiry.is_expired(
                 held.slot.expires_ms
-            ):  # a sweep takes some at a time
+            ):  # expired, but not yet removed: a sweep removes a limited number at a time
                 self.tier_manager.host.arena.release(held.slot)
                 entries.append((i, group, Outcome.NOT_FOUND))
                 continue
@@ -162,9 +168,11 @@ class Load:
         return entries
 
     def _finish(self, entries: Sequence[LoadEntry]) -> tuple[int, Outcome] | None:
-        """Copy a window's blocks as they come; the first block that did not, and why. Gives back what was borrowed."""
+        """Copy a window's blocks as they arrive; the first block that did not, and why. Releases what the window
+        acquired.
+        """
         ready: list[tuple[int, int, HostRecord]] = []
-        taken = 0  # of the entries: what they had is in `ready`, or given back
+        taken = 0  # entries handled: their slots are in `ready` or released
         try:
             for i, group, source in entries:
                 taken += 1
@@ -211,8 +219,10 @@ class Load:
         return held, Outcome.DONE if held is not None else Outcome.NOT_FOUND
 
     def _copy(self, ready: list[tuple[int, int, HostRecord]], end: int) -> list[tuple[int, int, HostRecord]]:
-        """Scatter what is of blocks before `end`, all of which are whole, settle them but the load's last one, with
-        which it is done, and give them back; the rest."""
+        """Copy the records of blocks before `end`, settle these blocks and release the records; the records left over.
+
+        The load's last block is not settled, because that completes the transfer.
+        """
         whole = ready if end == len(self.blocks) else [r for r in ready if r[0] < end]
         if whole:
             copies = self.slot_copy.scatter([(i, group, held.slot) for i, group, held in whole])
@@ -229,7 +239,7 @@ class Load:
         self._brought[tier] = records + 1, before + size
 
     def _count(self) -> None:
-        """Say what was brought, before anybody is told that it is there."""
+        """Count the loaded records before any waiter sees their blocks as done."""
         for tier, (records, size) in self._brought.items():
             self.tier_manager.counters.add("loaded_blocks", records, tier=tier)
             self.tier_manager.counters.add("loaded_bytes", size, tier=tier)

@@ -1,15 +1,18 @@
-"""Load or recompute: how many blocks of what was found are worth loading, by what loading and computing take here.
+"""Load or recompute: how many of the found blocks are worth loading, from measured load and compute times.
 
-A prefix can be loaded up to a point and computed behind it. Loading its first n blocks takes as long as the slowest of
-the tiers that it touches, since they are read at the same time; computing the rest takes what the engine said that so
-many tokens took. Within a run of blocks of one tier the sum is smallest at one of its ends, so only those are looked
-at: none at all, or up to where the tier changes.
+A prefix can be loaded up to any block and computed from there. Loading its first n blocks takes as long as the slowest
+tier involved, because the tiers are read at the same time. Computing the rest takes the time that the engine reported
+for that many tokens. Within a run of blocks of one tier the sum is smallest at one of its ends. So only these ends are
+compared: no block, or all blocks up to a change of tier.
 
-What is not known is not decided: until an engine has told what computing takes (`Bound.computed`) all is loaded that
-was found. Of a tier that is never read nothing more would be learned; so a few blocks that are not worth loading are
-read all the same, when nobody waits for them, and stand in host the next time. What it was worth to leave blocks where
-they are is known when their tier was read next: until then the choice stays open. Whoever matches a prompt waits for
-whoever tells of a reading, so that no call here works through more than a few choices."""
+Without knowledge there is no decision: until an engine reports compute times (`NamespaceHandle.computed`), every found
+block is loaded. A tier that is never read would teach nothing. A few blocks that are not worth loading are therefore
+read in the background and are in host the next time. The benefit of a choice to skip blocks is known at the next read
+of their tier; until then the choice stays open. A `match` waits for the lock that a read's report holds, so each call
+here evaluates only a few choices.
+
+`LatencyModel` estimates the times. `spans` describes where the blocks of a prefix are.
+"""
 
 from __future__ import annotations
 
@@ -28,52 +31,55 @@ from kvcache.index.index import Index
 from kvcache.observe.metrics import Counters
 from kvcache.os_env import Clock
 
-# How long something takes by its size, learned from what it took: a tier's reads by their bytes, an engine's prefill
-# by its tokens. So long for anything, so much more for each unit, and for prefill something that grows with its
-# square: attention. The first guess is corrected in two ways. The *level*, one factor for all sizes, is the median of
-# the last few samples against what was expected of them: it ignores two odd ones of five, and follows a drive that
-# became ten times slower within three. How the parts stand to one another is fitted to more samples, as they are by
-# that level: least squares of the relative error, the older ones weighing less, no part below nothing.
+# Latency by size, learned from measurements: a tier's reads by bytes, an engine's prefill by tokens. The model is a
+# fixed time, a time per unit, and for prefill (attention) a part that grows with the square. The initial guess is
+# corrected in two ways. The *level*, one factor for all sizes, is the median of the last few samples relative to their
+# expected values. It ignores two outliers of five, and follows a drive that became ten times slower within three
+# samples. The ratio of the parts is fitted to more samples, at that level: least squares of the relative error, with
+# less weight for older samples, and no part negative.
 
 LEVEL_SAMPLES = 5
 """Samples whose median is the level."""
 MAX_LOG_DEVIATION = log(1.5)
 SAMPLE_DECAY = 0.98
-"""What a sample weighs against the one after it."""
+"""The weight of a sample relative to the next one."""
 PRIOR_WEIGHT = 0.1
-"""What the first guess weighs against a sample."""
+"""The weight of the initial guess relative to a sample."""
 MAX_SAMPLE = 1e15
 _FIT_ROUNDS = 4
 
 
 class LatencyModel:
-    """`fixed_s` for anything at all, `unit_s` for each unit, as much again at each `bend` units. Not thread-safe."""
+    """Estimates seconds: `fixed_s` for any size, `unit_s` for each unit, and as much again at each `bend` units.
+
+    Thread safety: none; callers hold a lock.
+    """
 
     def __init__(self, fixed_s: float, unit_s: float, bend: float = float("inf")) -> None:
         self._fixed_s, self._unit_s, self._bend = fixed_s, unit_s, bend
         self._weights = [1.0, 1.0, 1.0]  # of the parts
-        self._products = [[0.0] * 3 for _ in range(3)]  # of parts with each other, over samples
+        self._products = [[0.0] * 3 for _ in range(3)]  # products of parts, summed over samples
         self._sums = [0.0] * 3  # of parts, over samples
         self._gaps: deque[float] = deque(maxlen=LEVEL_SAMPLES)
         self._level = 0.0
 
     @property
     def known(self) -> bool:
-        """There was a sample."""
+        """Whether there was a sample."""
         return bool(self._gaps)
 
     @property
     def is_outlier(self) -> bool:
-        """The last sample is not what the level says: a change, or an odd one."""
+        """Whether the last sample differs from the level: a change or an outlier."""
         return bool(self._gaps) and abs(self._gaps[-1] - self._level) > MAX_LOG_DEVIATION
 
     def seconds(self, size: float) -> float:
-        """Expected of so much; 0 of nothing."""
+        """The expected seconds for this size; 0 for size 0."""
         return exp(self._level) * self._expected(size) if size > 0 else 0.0
 
     def learn(self, size: float, seconds: float) -> None:
-        """So much took so long."""
-        if not (0 < size < MAX_SAMPLE and 0 < seconds < MAX_SAMPLE):  # nor what is no number
+        """Add a sample."""
+        if not (0 < size < MAX_SAMPLE and 0 < seconds < MAX_SAMPLE):  # also rejects NaN
             return
         gap = log(seconds / self._expected(size))
         self._gaps.append(gap)
@@ -88,7 +94,7 @@ class LatencyModel:
         self._fit()
 
     def _fit(self) -> None:
-        """Gauss and Seidel's steps from where the weights are, which is near."""
+        """Gauss-Seidel steps from the current weights, which are close."""
         for _ in range(_FIT_ROUNDS):
             for i, row in enumerate(self._products):
                 rest = sum(p * w for j, (p, w) in enumerate(zip(row, self._weights, strict=True)) if j != i)
@@ -98,7 +104,7 @@ class LatencyModel:
         return self._fixed_s, self._unit_s * size, self._unit_s * size * size / self._bend
 
     def _expected(self, size: float) -> float:
-        """But for the level."""
+        """The expected seconds without the level."""
         parts = self._parts(size)
         return max(1e-12, sum(part * weight for part, weight in zip(parts, self._weights, strict=True)))
 
@@ -107,26 +113,27 @@ INITIAL_LATENCY: Mapping[str, tuple[float, float]] = {
     "host": (20e-6, 1 / 8e9),
     "nvme": (200e-6, 1 / 1e9),
 }
-"""Seconds for a read, and for a byte of it, before anything was measured."""
+"""Seconds per read and per byte, before any measurement."""
 INITIAL_NETWORK_LATENCY = (1e-3, 1 / 300e6)
-"""The same, of what is reached through a network."""
+"""The same for tiers behind a network."""
 INITIAL_PREFILL = (0.01, 1e-4, 50_000)
-"""Seconds for a step of an engine, and for a token of it, and after how many tokens attention costs as much again: only
-how these compare with one another counts."""
+"""Seconds per step and per token, and the number of tokens at which attention doubles the cost, before any report. Only
+their ratios count.
+"""
 PROBE_INTERVAL_S = 1.0
-"""A tier that nothing is loaded from is tried after so long; at once, where the last try was not as expected."""
+"""After this idle time a tier is probed; at once if the last read was not as expected."""
 MAX_SPANS = 32
 MAX_OPEN_CHOICES = 256
-"""Choices whose regret is not known yet, by tier; beyond these the oldest is counted by what is known."""
+"""The most choices per tier whose regret is not known yet; beyond it the oldest is counted from current knowledge."""
 CHOICES_PER_READ = 4
-"""Choices whose regret is known with one reading of their tier; the others have to wait for the next."""
+"""The most choices whose regret one read of their tier settles; the others wait for the next read."""
 LARGE_READ_BYTES = 64 << 20
 MIN_PATIENCE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class TierSpan:
-    """So many consecutive blocks whose nearest tier is this one, and the bytes that loading them moves."""
+    """Consecutive blocks whose fastest tier is this one, and the bytes to move to load them."""
 
     tier: str
     blocks: int
@@ -135,15 +142,17 @@ class TierSpan:
 
 @dataclass(frozen=True, slots=True)
 class LoadChoice:
-    """Load `blocks` of what was found, compute the rest. The times are of all that was found: to load what lies behind
-    `blocks`, and to compute it instead."""
+    """Load `blocks` of the found blocks, compute the rest.
+
+    `load_s` is the time to load the found blocks after `blocks`, and `compute_s` the time to compute them instead.
+    """
 
     blocks: int
     found: int
     load_s: float = 0.0
     compute_s: float = 0.0
     patience_s: float = float("inf")
-    """How long a load may take before computing is the better bet after all."""
+    """How long a load may take before computing is the better choice after all."""
     spans: tuple[TierSpan, ...] = ()
     tokens: int = 0
     block_tokens: int = 0
@@ -153,7 +162,7 @@ class LoadChoice:
 
     @property
     def skipped_tier(self) -> str | None:
-        """The nearest tier of the first block that was found and is not worth loading; None where there is none."""
+        """The fastest tier of the first found block that is not worth loading; None if there is none."""
         before = self.blocks
         for span in self.spans:
             if before < span.blocks:
@@ -164,18 +173,18 @@ class LoadChoice:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceResult:
-    """What came of a choice: so many blocks after so long."""
+    """The result of a choice: this many blocks after this time."""
 
     choice: LoadChoice
     blocks: int
     load_s: float
     rest_only: bool = False
-    """These blocks are loaded, and their time is told, by others."""
+    """Other requests load the chosen blocks and report their time."""
 
 
 @dataclass(slots=True, eq=False)
 class TierRead:
-    """A batch of reads under way. `waited_for`: bytes that the tier had to read before it."""
+    """A batch of reads in progress. `queued_bytes`: bytes that the tier had to read before it."""
 
     tier: str
     bytes: int
@@ -184,7 +193,10 @@ class TierRead:
 
 
 class LoadPlan:
-    """Thread-safe."""
+    """Latency models of tiers and engines, and choices whose result is open.
+
+    Thread safety: any thread.
+    """
 
     def __init__(self, clock: Clock, counters: Counters, *, enabled: bool = True) -> None:
         self._clock, self._counters, self.enabled = clock, counters, enabled
@@ -192,13 +204,13 @@ class LoadPlan:
         self._engines: dict[bytes, LatencyModel] = {}  # by namespace
         self._under_way: dict[str, int] = {}  # bytes by tier
         self._tried: dict[str, float] = {}  # when a tier was last read
-        self._open: defaultdict[str, deque[ChoiceResult]] = defaultdict(deque)  # by the tier that blocks were left in
+        self._open: defaultdict[str, deque[ChoiceResult]] = defaultdict(deque)  # by the tier whose blocks were skipped
         self._lock = threading.Lock()
 
-    # what is learned
+    # measurements
 
     def computed(self, namespace: bytes, tokens: int, seconds: float) -> None:
-        """An engine computed so many tokens in one step."""
+        """An engine computed this many tokens in one step."""
         with self._lock:
             model = self._engines.get(namespace)
             if model is None:
@@ -206,7 +218,7 @@ class LoadPlan:
             model.learn(tokens, seconds)
 
     def read_started(self, tier: str, size_bytes: int) -> TierRead:
-        """A batch was given to a tier to read."""
+        """Report that a tier started to read a batch."""
         now = self._clock.now()
         with self._lock:
             before = self._under_way.get(tier, 0)
@@ -215,8 +227,11 @@ class LoadPlan:
         return TierRead(tier, size_bytes, before, now)
 
     def read_ended(self, tier_read: TierRead, brought_bytes: int, *, late: bool = False) -> None:
-        """It ended. One that brought little, since there was no more or it failed, teaches nothing; one that was `late`
-        does, also where nothing came of it: that is taken to need twice the time."""
+        """Report the end of a batch.
+
+        A batch that returned little, for lack of records or by failure, is no sample. A `late` one is a sample even
+        without records: it counts as twice its time.
+        """
         seconds = self._clock.now() - tier_read.begun
         with self._lock:
             self._under_way[tier_read.tier] -= tier_read.bytes
@@ -229,12 +244,12 @@ class LoadPlan:
                 self._learn(tier_read.tier, tier_read.queued_bytes + tier_read.bytes, 2 * seconds)
 
     def copied(self, size_bytes: int, seconds: float) -> None:
-        """A load found all of its blocks in host."""
+        """Report a load that found all of its blocks in host."""
         with self._lock:
             self._learn("host", size_bytes, seconds)
 
     def read_bytes_per_s(self, tier: str) -> float | None:
-        """Of large reads, as they were of late; None where there was none."""
+        """The recent rate of large reads; None if there was none."""
         with self._lock:
             model = self._tiers.get(tier)
             return LARGE_READ_BYTES / model.seconds(LARGE_READ_BYTES) if model is not None and model.known else None
@@ -253,10 +268,10 @@ class LoadPlan:
             model = self._tiers[tier] = LatencyModel(*INITIAL_LATENCY.get(tier, INITIAL_NETWORK_LATENCY))
         return model
 
-    # what is decided
+    # decisions
 
     def choose(self, namespace: bytes, tokens: int, block_tokens: int, spans: Sequence[TierSpan]) -> LoadChoice:
-        """For a prompt of so many tokens, of whose blocks these were found, in order from the first."""
+        """Choose for a prompt of this many tokens whose leading blocks were found in these spans."""
         found = sum(span.blocks for span in spans)
         with self._lock:
             engine = self._engines.get(namespace)
@@ -283,7 +298,7 @@ class LoadPlan:
     def _ends(
         self, engine: LatencyModel, tokens: int, block_tokens: int, spans: Sequence[TierSpan], ahead: Mapping[str, int]
     ) -> list[tuple[int, float, float]]:
-        """Of each number of blocks worth a look: it, the time to load them, the time to compute the rest."""
+        """For each number of blocks to compare: the number, the time to load them, the time to compute the rest."""
         ends = [(0, 0.0, engine.seconds(tokens))]
         blocks = size = 0
         read: dict[str, int] = {}  # bytes by tier
@@ -292,12 +307,12 @@ class LoadPlan:
             blocks, size = blocks + span.blocks, size + span.bytes
             read[span.tier] = read.get(span.tier, ahead.get(span.tier, 0)) + span.bytes
             takes[span.tier] = self._latency_model(span.tier).seconds(read[span.tier])
-            takes["host"] = self._latency_model("host").seconds(size)  # which all of it goes through
+            takes["host"] = self._latency_model("host").seconds(size)  # all blocks pass through host
             ends.append((blocks, max(takes.values()), engine.seconds(max(1, tokens - blocks * block_tokens))))
         return ends
 
     def probe(self, choice: LoadChoice) -> bool:
-        """Whether some of what is not worth loading should be read, so that it is known what that takes by now."""
+        """Whether to read some blocks that are not worth loading, to measure their tier."""
         tier = choice.skipped_tier
         if tier is None:
             return False
@@ -308,12 +323,15 @@ class LoadPlan:
             return idle_s >= PROBE_INTERVAL_S or self._latency_model(tier).is_outlier
 
     def settle(self, choice: LoadChoice, loaded_blocks: int, load_s: float) -> None:
-        """The request went on with so many blocks after so long: count what a better choice would have saved, by what
-        is known now; or once it is, where blocks were left out."""
+        """Record that the request continued with this many blocks after this time.
+
+        Counts the seconds that a better choice would have saved, from current knowledge. If blocks were skipped, the
+        count waits for the next read of their tier.
+        """
         self._settle(ChoiceResult(choice, loaded_blocks, load_s))
 
     def settle_rest(self, choice: LoadChoice) -> None:
-        """The same, of what was left out alone: others load what was chosen, and settle that."""
+        """Record only the skipped blocks: other requests load the chosen ones and settle these."""
         if choice.skipped_tier is not None:
             self._settle(ChoiceResult(choice, choice.blocks, 0.0, rest_only=True))
 
@@ -347,7 +365,7 @@ class LoadPlan:
 
 
 def blocks_by_tier(choice: LoadChoice) -> dict[str, int]:
-    """By tier, the blocks that are worth loading."""
+    """By tier, the number of blocks that are worth loading."""
     by_tier: dict[str, int] = {}
     remaining = choice.blocks
     for span in choice.spans:
@@ -358,7 +376,7 @@ def blocks_by_tier(choice: LoadChoice) -> dict[str, int]:
     return by_tier
 
 
-# What of a prefix lies where, as a plan looks at it: runs of blocks of one tier, and the bytes to move.
+# Spans: runs of a prefix's blocks in one tier, and the bytes to move.
 
 
 def spans(
@@ -368,10 +386,13 @@ def spans(
     packed: PackedSignatures,
     by_tier: Mapping[str, int],
 ) -> list[TierSpan]:
-    """Of the blocks that a lookup found, from the first. `places`: what the index knows each by, and its payload bytes.
+    """Spans of the blocks that a lookup found, from the first block.
 
-    A prefix can be cut anywhere only where every group needs all of its blocks: else it is one span, of the farthest
-    tier, to be taken or left as a whole.
+    A prefix can be cut anywhere only if every group needs all of its blocks. Otherwise it is one span, of the slowest
+    tier, to be loaded or skipped as a whole.
+
+    Args:
+        places: by shard, its place name in the index and its payload bytes.
     """
     found = sum(by_tier.values())
     if not found:
@@ -384,7 +405,7 @@ def spans(
     nearest = np.max([mask & -mask.astype(np.int16) for mask in masks], axis=0)
     edges = [0, *(np.flatnonzero(np.diff(nearest)) + 1).tolist(), found]
     tiers = {1 << t: tier for t, tier in enumerate(index.tiers)}
-    last = index.tiers[-1]  # what left since the lookup
+    last = index.tiers[-1]  # for blocks evicted since the lookup
     return [
         TierSpan(tiers.get(int(nearest[first]), last), end - first, (end - first) * a_block)
         for first, end in pairwise(edges)

@@ -1,4 +1,4 @@
-"""One chain brought into host memory before anybody asks for it, head first, at the lowest priority."""
+"""Prefetch: promotes one chain to host memory before a request needs it, head first, at the lowest priority."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from kvcache.index.block_run import ALL_BLOCKS, BlockRun, ChainView, wanted
 from kvcache.tier.tier import BACKGROUND, Outcome
 
 WINDOW_BYTES = 16 << 20
-"""On their way at a time: what a request waits for goes before it."""
+"""Bytes in progress at a time. Reads that a request waits for have priority."""
 MAX_WAIT_S = 5.0
-"""For shared tiers to say what they have, and for one record to come."""
+"""The longest wait for the answers of shared tiers, and for one record."""
 _POLL_S = 0.002
 
 
 class ByteBudget:
-    """Bytes that may be brought, by several chains together. Thread-safe."""
+    """A byte limit shared by the prefetches of several chains.
+
+    Thread safety: any thread.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._left = max_bytes
@@ -33,15 +36,22 @@ class ByteBudget:
             return True
 
     def release(self, size_bytes: int) -> None:
-        """Of what was taken and does not come."""
+        """Return bytes that were taken and will not be read."""
         with self._lock:
             self._left += size_bytes
 
 
 class Prefetcher:
-    """`packed`: the chain's signatures, from its first block on. Host memory bounds what is brought, as `room` does,
-    where there is one, and `most_blocks` of the chain. Nothing that was used after this began leaves for it. `ends`: it
-    stops where this is so, looked at now and then."""
+    """Prefetches one chain.
+
+    Host memory limits it. It evicts no record used after the prefetch began.
+
+    Args:
+        packed: the chain's signatures, from its first block.
+        room: a shared byte limit, or None.
+        ends: returns True to stop; called now and then.
+        most_blocks: the most blocks of the chain.
+    """
 
     def __init__(
         self,
@@ -55,11 +65,11 @@ class Prefetcher:
     ) -> None:
         self._most_blocks = most_blocks
         self._tier_manager, self._bound, self._packed, self._room, self._ends = tier_manager, bound, packed, room, ends
-        self.blocks = self.bytes = 0  # that came
-        self.full = False  # the limit on bytes, or host memory, had no room for the rest
+        self.blocks = self.bytes = 0  # prefetched
+        self.full = False  # the byte limit or host memory had no space for the rest
 
     def prefetch(self, id: str) -> bool:
-        """Whether all of it that any tier has is in host memory. `id`: what the log calls who wants it."""
+        """Whether all cached blocks of the chain are in host memory. `id`: names the prefetch in logs."""
         bound, index = self._bound, self._tier_manager.index
         with bound.request(id=id, deadline_s=MAX_WAIT_S) as request:
             hit = request.match(signatures=self._packed, head=bound.id)
@@ -69,7 +79,7 @@ class Prefetcher:
                 pause.wait(_POLL_S)
                 hit = request.match()
             before = request.begin()
-        lookup = index.lookup(bound.names, bound.needs)  # all there is, whatever the plan says of loading it
+        lookup = index.lookup(bound.names, bound.needs)  # all cached blocks, whether or not the plan would load them
         lookup.match(self._packed)
         blocks = min(lookup.blocks, self._most_blocks)
         return bool(blocks) and self._prefetch(blocks, before)
@@ -104,7 +114,7 @@ class Prefetcher:
         return True
 
     def _came(self, reads: Sequence[InflightRead | Outcome], sizes: Sequence[int]) -> bool:
-        """Whether all did. What is late may still come, and is not waited for once one was."""
+        """Whether all reads succeeded. After one read is late, later ones are not waited for; they may still arrive."""
         promoter, patience_s, whole = self._tier_manager.promoter, MAX_WAIT_S, True
         for read, size in zip(reads, sizes, strict=True):
             outcome = read if isinstance(read, Outcome) else promoter.wait(read, patience_s)

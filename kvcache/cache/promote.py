@@ -1,4 +1,4 @@
-"""The way up: records of the tiers below host, read into host slots, shared by all who wait for the same one."""
+"""Promotion: reads records of lower tiers into host slots, once for all requests that wait for the same record."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ from kvcache.tier.record_codec import RecordCodec
 from kvcache.tier.tier import BACKGROUND, Outcome, Tier
 
 SlotSource = Callable[[int, int], "list[Slot]"]
-"""So many host slots for payloads of so many bytes each, or as many as there is room for."""
+"""Returns host slots, at most `count`, each for a payload of this many bytes."""
 
 _log = logging.getLogger("kvcache")
 
 
 @dataclass(slots=True, eq=False)
 class InflightRead:
-    """A record on its way into host. Once its outcome is DONE it is there like any other, and `borrow` finds it."""
+    """A record being read into host. Once its outcome is DONE it is an ordinary host record, and `HostTier.acquire`
+    finds it.
+    """
 
     address: Address
     payload_bytes: int
     slot: Slot
-    tiers: list[Tier]  # where it can be asked for, the nearest first
+    tiers: list[Tier]  # tiers still to try, the fastest first
     priority: int
     deadline: float | None
     outcome: Outcome = Outcome.PENDING
-    refused: Outcome = Outcome.PENDING  # why it did not come from a tier before
+    refused: Outcome = Outcome.PENDING  # why earlier tiers did not return it
     source: str = ""
 
 
@@ -60,7 +62,7 @@ class Promoter:
         self._index, self._host, self._lower_tiers, self._record_codec = index, host, lower_tiers, record_codec
         self._counters, self._events, self._miss_explainer, self._plan = counters, events, miss_explainer, plan
         self._inflight_reads: dict[bytes, InflightRead] = {}
-        self.foreign: set[bytes] = set()  # names of records that were left where they are, since they cannot be read
+        self.foreign: set[bytes] = set()  # names of records that cannot be read here and were left in their tier
         self._changed = os_env.condition()
 
     def __len__(self) -> int:
@@ -74,8 +76,10 @@ class Promoter:
         priority: int,
         deadline: float | None,
     ) -> list[InflightRead | Outcome]:
-        """Start bringing these (address, payload bytes) into host, or join who does: an arrival each, or the outcome
-        where there is nothing to start: ABSENT, NO_ROOM."""
+        """Start to read these (address, payload bytes) into host, or join reads in progress.
+
+        Returns one read each, or the outcome if no read can start: NOT_FOUND, NO_CAPACITY.
+        """
         masks = self._index.masks([address for address, _ in wanted])
         answers: list[InflightRead | Outcome] = []
         started: list[InflightRead] = []
@@ -90,7 +94,7 @@ class Promoter:
             for (address, payload_bytes), mask in zip(wanted, masks, strict=True):
                 read = self._inflight_reads.get(address.name)
                 if read is None:
-                    # others write to a shared tier: it is asked last for what is not known to be there, too
+                    # other caches write to shared tiers, so these are tried last even for records not known to be there
                     tiers = [tier for t, tier in enumerate(self._lower_tiers, 1) if mask >> t & 1]
                     tiers += [tier for tier in shared if tier not in tiers]
                     slot = next(slots[payload_bytes], None) if tiers else None
@@ -103,15 +107,16 @@ class Promoter:
                 answers.append(read)
             self._host.arena.release(
                 *[slot for remaining in slots.values() for slot in remaining]
-            )  # asked for twice in one call
-        # who is asked for what is settled first: what one tier answers at once to be missing goes to the next by itself
+            )  # slots for a record that is in `wanted` twice
+        # batches are fixed before the first is submitted: a record that a tier reports missing at once is moved on by
+        # its callback
         batches = [(tier, [read for read in started if read.tiers[0] is tier]) for tier in self._lower_tiers]
         for tier, reads in batches:
             self._ask(tier, reads)
         return answers
 
     def wait(self, read: InflightRead, timeout_s: float | None) -> Outcome:
-        """Its outcome; LATE where time ran out (the record still arrives, for whoever comes next)."""
+        """Its outcome; TIMED_OUT if time ran out. The record still arrives, for later requests."""
         with self._changed:
             if self._changed.wait_for(lambda: read.outcome.settled, timeout_s):
                 return read.outcome
@@ -122,11 +127,13 @@ class Promoter:
             return self._changed.wait_for(lambda: not self._inflight_reads, timeout_s)
 
     def _ask(self, tier: Tier, reads: Sequence[InflightRead]) -> None:
-        """One batch; the first one's priority and deadline stand for all, since a batch comes from one request."""
+        """Submit one batch. The first read's priority and deadline apply to all, because a batch is from one
+        request.
+        """
         if not reads:
             return
         views = []
-        failed: list[InflightRead] = []  # here; the next tier is asked for them together
+        failed: list[InflightRead] = []  # failed here; read together from the next tier
         remaining, loaded_bytes, late, reported = len(reads), 0, False, [False] * len(reads)
         reading = self._plan.read_started(tier.name, sum(read.payload_bytes for read in reads))
 
@@ -157,17 +164,17 @@ class Promoter:
                 deadline=reads[0].deadline,
                 on_outcome=arrived,
             )
-        except Exception:  # noqa: BLE001  law: never in the way; without an end nobody could load these again
+        except Exception:  # noqa: BLE001  a cache fault never fails a request; without an outcome these records could not be loaded again
             _log.exception("%s took no reads; %d blocks are a miss", tier.name, len(reads))
             for i in [i for i, settled in enumerate(reported) if not settled]:
                 arrived(i, Outcome.FAILED)
 
     def _arrived(self, tier: Tier, read: InflightRead, outcome: Outcome) -> bool:
-        """Whether another tier is to be asked for it."""
+        """Publish a record or note its failure; whether to try another tier."""
         address = read.address
         if outcome is Outcome.DONE:
             outcome = self._record_codec.decode(address, read.slot, read.payload_bytes)
-            if outcome is Outcome.DAMAGED:  # to the tier it is sound
+            if outcome is Outcome.DAMAGED:  # the tier itself sees no damage
                 tier.submit("remove", [address], priority=BACKGROUND)
         if outcome is Outcome.DONE and self._expiry.is_expired(read.slot.expires_ms):
             outcome = Outcome.NOT_FOUND
@@ -177,7 +184,7 @@ class Promoter:
             if self._host.publish(address, read.slot, read.payload_bytes):
                 self._index.insert(address, self._host.name)
                 self._expiry.note([address], expires_ms)
-            else:  # stored anew meanwhile
+            else:  # stored again meanwhile
                 self._host.arena.release(read.slot)
             read.source = tier.name
             self._counters.add("promoted_blocks", tier=tier.name)

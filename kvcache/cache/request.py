@@ -1,4 +1,7 @@
-"""A cache bound to a namespace, and one prompt on its way: match, admit, load, store."""
+"""A cache bound to a namespace, and one prompt's request: match, admit, load, store.
+
+`OpenRequests` finds a request by id, so that an engine's ranks can join the one that its scheduler opened.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +40,16 @@ from kvcache.tier.tier import BACKGROUND, PREFETCH, Outcome
 from kvcache.transfer.copier import CopierRegistry
 from kvcache.transfer.pages import Pages
 
-# Which requests are open, so that an engine's ranks join the one that its scheduler opened.
+# Open requests.
 
 R = TypeVar("R")
 
 
 class OpenRequests(Generic[R]):
-    """By name, whatever that is made of. Thread-safe; keeps no request alive."""
+    """Open requests by name. Keeps no request alive.
+
+    Thread safety: any thread.
+    """
 
     def __init__(self) -> None:
         self._open: dict[Hashable, WeakSet[R]] = {}
@@ -63,8 +69,11 @@ class OpenRequests(Generic[R]):
                     del self._open[name]
 
     def find(self, name: Hashable) -> R:
-        """The one of this name. RequestError where there is none, and where there are several: to guess between them
-        could hand one prompt's blocks to another."""
+        """The request with this name.
+
+        Raises:
+            RequestError: none has this name, or several have. A guess could give one prompt's blocks to another.
+        """
         with self._lock:
             entries = list(self._open.get(name, ()))
         if len(entries) == 1:
@@ -77,7 +86,7 @@ class OpenRequests(Generic[R]):
 
 
 RECOMPUTE_FASTER = "below_plan"
-"""The reason that is said of what would come later than the engine computes it."""
+"""The reason for blocks that the engine computes faster than they load."""
 
 
 class CacheNamespace:
@@ -97,10 +106,11 @@ class CacheNamespace:
         self.tier_manager, self.copiers, self.namespace, self.deadline_s = tier_manager, copiers, namespace, deadline_s
         self.shards, self.register, self.ttl_s = shards, register, ttl_s
         self.id, self.layout, self.tenant, self.open = namespace.id, namespace.layout, namespace.tenant, True
-        self.model = UNKNOWN_MODEL  # what a block takes, and what computing it is compared by, once the cache has told
+        # set by the cache: the bytes of a block, and the identity that its compute cost is compared under
+        self.model = UNKNOWN_MODEL
         self.places = [self._place(g, shard) for g, shard in enumerate(shards)]
         self.all_shards = [self._place(g, shard) for g, of_group in enumerate(all_shards) for shard in of_group]
-        """What all ranks hold: a block counts where all of these have their part of it."""
+        """The shards of all ranks: a block counts if all of these are cached."""
         self.names = [place.name for place in self.all_shards]
         self.needs = [needs(namespace.layout)[place.group] for place in self.all_shards]
 
@@ -135,8 +145,8 @@ class CacheNamespace:
         return made
 
     def clear(self) -> int:
-        self.tier_manager.settle(MAX_FLUSH_S)  # what is on its way down would arrive afterwards
-        self.tier_manager.shared_lookup.wait(MAX_FLUSH_S)  # as an answer would that was begun before
+        self.tier_manager.settle(MAX_FLUSH_S)  # otherwise writes in progress would arrive after the removal
+        self.tier_manager.shared_lookup.wait(MAX_FLUSH_S)  # the same for the answer to a pending lookup
         return clear(self.id, self.tier_manager.index, (self.tier_manager.host, *self.tier_manager.lower_tiers))
 
     def join(self, id: str) -> CacheRequest:
@@ -145,7 +155,7 @@ class CacheNamespace:
 
 
 class CacheRequest:
-    """`origin`: the request that this one joined, whose blocks and whose time are its own as well."""
+    """A request of this cache. `origin`: the request that this one joined, with which it shares blocks and time."""
 
     def __init__(
         self, bound: CacheNamespace, work: RequestContext, deadline_s: float, origin: CacheRequest | None = None
@@ -169,17 +179,17 @@ class CacheRequest:
             else origin.miss
         )
         self._by_tier: dict[str, int] = {}
-        self.choice = LoadChoice(0, 0)  # what the plan said last
-        self._stamp = 0  # the time at which this request was admitted or stored first; 0: not yet
-        self._asked = 0  # blocks, when it was admitted
+        self.choice = LoadChoice(0, 0)  # the plan's last choice
+        self._stamp = 0  # the time of the first admit or store; 0: none yet
+        self._asked = 0  # blocks, at admission
         self._claim: Holds.Claim = []
         self._claim_finalizer: weakref.finalize[..., CacheRequest] | None = None
-        self._token_ids: Any = None  # of the prompt, where the canary needs them
-        self._pending_lookup: PendingLookup | None = None  # to the tiers that others share, about these tokens
+        self._token_ids: Any = None  # of the prompt, if the canary needs them
+        self._pending_lookup: PendingLookup | None = None  # in shared tiers, for these tokens
 
     @property
     def chain(self) -> Chain:
-        """Of the request that was joined, where this one is."""
+        """The chain of the origin, if this request joined one."""
         return self._own if self._origin is None else self._origin.chain
 
     @property
@@ -197,8 +207,12 @@ class CacheRequest:
         head: bytes | None = None,
         refused: str = "",
     ) -> Hit:
-        """`signatures`, packed: of blocks that another process hashed, with the chain's `head`. `refused`: the reason
-        for which nothing is looked for."""
+        """As in the interface, and for the daemon:
+
+        Args:
+            signatures: packed; blocks that another process hashed, with the chain's `head`.
+            refused: a reason to look up nothing.
+        """
         bound, layout = self._bound, self._bound.layout
         check_origin(self._origin, token_ids, digests, signatures)
         lookup, beside = self._tier_manager.lookup(bound.names, bound.needs), None
@@ -224,7 +238,7 @@ class CacheRequest:
             return Hit(tokens=0, blocks=0, reason=refused or BYPASS)
         pending = (
             self._pending_lookup is not None and self._pending_lookup.pending
-        )  # before the index is: an answer is there then
+        )  # read before the index: once it is False, the answer is in the index
         if token_ids is None:
             lookup.match(self.chain.packed)
         self._found, self._by_tier = lookup.blocks, lookup.by_tier
@@ -236,7 +250,8 @@ class CacheRequest:
                 [self._chained(p) for p in bound.all_shards], bound.needs, self._found, deadline
             )
             pending = self._pending_lookup is not None and self._pending_lookup.pending
-            if self._pending_lookup is not None and not pending:  # answered at once, by an executor that runs it here
+            # an executor that runs calls inline has answered already
+            if self._pending_lookup is not None and not pending:
                 lookup.match(self.chain.packed)
                 self._found, self._by_tier = lookup.blocks, lookup.by_tier
         self.choice = LoadChoice(self._found, self._found)
@@ -273,7 +288,7 @@ class CacheRequest:
         self._claim = tier_manager.holds.take(runs)
         self._claim_finalizer = weakref.finalize(
             self, tier_manager.holds.abandon, self._claim
-        )  # whoever forgets to close it
+        )  # for a request that is never closed
         tier_manager.write_on_second_use(self._chains(), self._found)
         counters.add("requests")
         self._asked = len(self.signatures)
@@ -301,7 +316,7 @@ class CacheRequest:
         return self.load_via(slot_copy, first_block, blocks, self._tier_manager.executor.submit)
 
     def load_via(self, slot_copy: SlotCopy, first: int, end: int, submit: Submit) -> BlockTransfer:
-        """Load blocks `first` to `end` by a mover, where `submit` runs it."""
+        """Load blocks `first` to `end` with a `SlotCopy`; `submit` runs the load."""
         check_blocks(first, end, len(self.signatures))
         transfer = BlockTransfer(end - first)
         if self._tier_manager.bypass.loads:
@@ -340,7 +355,7 @@ class CacheRequest:
         return self.store_via(slot_copy, first_block, first_block + count, self._tier_manager.executor.submit)
 
     def store_via(self, slot_copy: SlotCopy, first: int, end: int, submit: Submit) -> BlockTransfer:
-        """Store blocks `first` to `end` by a mover, where `submit` runs it."""
+        """Store blocks `first` to `end` with a `SlotCopy`; `submit` runs the store."""
         check_blocks(first, end, len(self.signatures))
         self._count()
         transfer = BlockTransfer(end - first)
@@ -395,7 +410,7 @@ class CacheRequest:
         return ChainView(self._bound.id, chain.packed, place.group, place.shard, place.payload_bytes, chain.head)
 
     def _runs(self, places: Sequence[ShardRef], first: int, end: int) -> list[tuple[BlockRun, int]]:
-        """By place, those of blocks `first` to `end` that a prefix up to there needs, and the payload bytes of each."""
+        """By place, the blocks from `first` on that a prefix of `end` blocks needs, and the payload bytes of each."""
         need = wanted(self._bound.layout, end)
         return [
             (
@@ -431,11 +446,11 @@ class CacheRequest:
         if loaded is not None:
             taken, reached, seconds = loaded
             self._tier_manager.plan.settle(replace(choice, blocks=taken), reached, seconds)
-        elif first:  # what was not worth loading
+        elif first:  # skipped blocks only
             self._tier_manager.plan.settle_rest(choice)
 
     def _prefetch(self, stamp: int, first: int, end: int, room: int, priority: int) -> None:
-        """Begin to read what of blocks `first` to `end` lies below host, as much as fits into `room` bytes."""
+        """Start to read those of blocks `first` to `end` that only lower tiers have, at most `room` bytes."""
         tier_manager = self._tier_manager
         ahead = []
         needs = [range(max(first, need.start), need.stop) for need in wanted(self._bound.layout, end)]

@@ -1,7 +1,7 @@
-"""Between host slots and wherever an engine keeps its blocks: pages of this process, or another process's.
+"""Copies between host slots and an engine's blocks: pages of this process, or of another process.
 
-A load and a store know slots; who moves the bytes is told apart from them, so that both work alike for an engine in
-this process and for one behind a socket, which maps the slots and copies by itself.
+A load and a store handle slots; a `SlotCopy` moves the bytes. Both therefore work alike for an engine in this process
+and for one behind a socket, which maps the slots and copies by itself.
 """
 
 from __future__ import annotations
@@ -20,34 +20,43 @@ from kvcache.transfer.pages import Pages
 class SlotView(Protocol):
     @property
     def view(self) -> memoryview:
-        """All of a slot."""
+        """All bytes of a slot."""
 
 
 CopyPart = tuple[int, int, Slot]
-"""A block, counted from the first that the transfer moves; a group; where its record stands."""
+"""A block, counted from the first one of the transfer; a group; the record's slot."""
 
 CopyViewPart = tuple[int, int, SlotView]
-"""The same, where only the slot's bytes are reached."""
+"""The same, with access to the slot's bytes only."""
 
 
 class PeerAbortedError(Exception):
-    """The other side of a transfer did not take part to its end: it left, or it did not want to."""
+    """The other side of a transfer did not complete its part: it disconnected or declined."""
 
 
 class SlotCopy(Protocol):
-    """Raises where the bytes will not be where they belong, NotMovedError where that is no fault of ours. The caller
-    has a reference to each slot until they are."""
+    """Moves payloads between slots and an engine.
+
+    The caller holds a reference to each slot until the bytes are moved.
+
+    Raises:
+        PeerAbortedError: the other side did not complete the transfer.
+        Exception: any other error, after which the bytes are not in place.
+    """
 
     def gather(self, parts: Sequence[CopyPart]) -> None:
-        """Fill the payloads of these slots; returns once they are filled."""
+        """Fill the payloads of these slots; returns when they are filled."""
 
     def scatter(self, parts: Sequence[CopyPart]) -> Sequence[CopyHandle]:
-        """Take the payloads out of these slots. What is still under way then: nothing, or copies to wait for."""
+        """Copy the payloads out of these slots; the copies that are still in progress, to wait for."""
 
 
 class PagesSlotCopy:
-    """To and from pages that this process reaches. Made on the thread by which the engine gives its device work: what
-    was given before comes before any copy."""
+    """Copies to and from pages of this process.
+
+    Thread safety: create it on the thread that gives the engine's device work, so that earlier device work precedes
+    every copy.
+    """
 
     def __init__(self, copiers: CopierRegistry, pages: Pages, page_ids: PageIds) -> None:
         self._pages, self._page_ids = pages, page_ids
@@ -83,7 +92,7 @@ class PagesSlotCopy:
 
 
 def wait_all(copies: Sequence[CopyHandle]) -> None:
-    """Until none is under way, whatever becomes of them; raises what the first that failed raised."""
+    """Wait for the end of all copies, then raise the first error."""
     with ExitStack() as others:
         for copy in reversed(copies):
             others.callback(copy.wait)

@@ -1,6 +1,7 @@
-"""One store: full blocks from an engine's pages into host slots, then visible, then offered to the tiers below.
+"""One store: copies full blocks from an engine's pages into host slots, publishes them and offers them to lower tiers.
 
-Never waits for room. The first block that finds none ends the store: what follows it could not be found anyway.
+A store never waits for capacity. The first block without a slot ends the store, because later blocks could not be found
+without it.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class Store:
     ttl_s: float | None = None
 
     def run(self) -> None:
-        """Never raises: an engine that stores must not fail for a fault of a cache."""
+        """Run the store. Never raises: a cache fault never fails a request."""
         with request_context(self.work):
             try:
                 self._run()
             except PeerAbortedError as error:
                 _log.debug("a store ended: %s", error)
-            except Exception:  # noqa: BLE001  law: never in the way
+            except Exception:  # noqa: BLE001  a cache fault never fails a request
                 _log.exception("a store failed; its blocks are not kept")
             finally:
                 self.transfer.settle_rest(0, Outcome.FAILED)
@@ -74,11 +75,11 @@ class Store:
                     for chain in self.chains if not self.tier_manager.write_back_queues else ():
                         self.tier_manager.index.refuse(chain.run(self.first_block + reached, self.first_block + count))
                     return
-                step = max(1, (end - first) // 2)  # one group may have taken what all of them need
+                step = max(1, (end - first) // 2)  # one group may have used up the capacity that all groups need
             first = reached
 
     def _parents_stored(self) -> bool:
-        """A block whose parent nobody has could never be found: keeping it would be waste."""
+        """Whether the parents are cached. A block whose parent no tier has could never be found."""
         return all(
             rule != "all" or chain.parent(self.first_block) in (b"", self.namespace) or self._parent_stored(chain)
             for chain, rule in zip(self.chains, self.rules, strict=True)
@@ -89,7 +90,7 @@ class Store:
         return self.tier_manager.index.contains(head)
 
     def _window(self, first: int, end: int) -> int:
-        """Store these blocks; the first one that found no room."""
+        """Store these blocks; the first one without a slot, else `end`."""
         filled, reached = self._slots(first, end)
         size = records = 0
         try:
@@ -117,8 +118,11 @@ class Store:
         return reached
 
     def _slots(self, first: int, end: int) -> tuple[list[FilledSlots], int]:
-        """By group, the blocks that host lacks and a slot for each; and the first block for which there is not one for
-        every group that needs one: from there on there are none."""
+        """By group, the blocks that host lacks and a slot for each; and the first block that lacks a slot in some
+        group.
+
+        From that block on, no group gets slots.
+        """
         filled: list[FilledSlots] = []
         reached = end
         try:
@@ -152,7 +156,7 @@ class Store:
         return filled, reached
 
     def _uses(self, chain: ChainView, missing: Sequence[int]) -> dict[int, int]:
-        """By block, how often it was used, where that decides whether there is room for it."""
+        """By block, its use count, if that decides whether it gets a slot."""
         if self.tier_manager.write_back_queues or not missing:
             return dict.fromkeys(missing, 0)
         first = missing[0]
@@ -160,7 +164,9 @@ class Store:
         return {i: uses[i - first] for i in missing}
 
     def _publish(self, chain: ChainView, blocks: list[int], slots: list[Slot]) -> None:
-        """Make these visible. What stays in `slots` is not needed: another request stored the same block meanwhile."""
+        """Publish these blocks. Slots that stay in `slots` are unused: another request stored the same blocks
+        meanwhile.
+        """
         numbers = [self.first_block + i for i in blocks]
         addresses, expires_ms = chain.addresses(numbers), self.tier_manager.expiry.end_ms(self.ttl_s)
         for slot in slots:

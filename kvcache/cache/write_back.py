@@ -1,8 +1,11 @@
-"""The way down into one tier: a bounded queue of host records to write there, emptied in the background.
+"""The write queue of one lower tier: a bounded queue of host records, written in the background.
 
-Heads go before tails: a record is written only where its parent is in the tier. While a record is queued the index
-holds it, so that it does not leave host before it was written. One that leaves host is queued as a copy, and its heads
-stand before it unheld: should one leave as well, its place in the queue takes a copy too."""
+Heads are written before tails: a record is written only if its parent is in the tier. The index holds a queued record,
+so that host memory cannot evict it before it is written. A record that host evicts is queued as a copy, and its missing
+heads are queued before it without a hold. If such a head is evicted too, its queue entry gets a copy as well.
+
+Writes to the tier evict its own records within tenants' quotas. `VictimBuffer` holds the copies.
+"""
 
 from __future__ import annotations
 
@@ -29,23 +32,26 @@ from kvcache.tier.host.tier import HostRecord, HostTier, segments
 from kvcache.tier.record_codec import RecordCodec
 from kvcache.tier.tier import BACKGROUND, Outcome, Segments, Ticket, Tier
 
-# Records on their way down whose host slots were given back: copies in bounded memory that is used again.
+# Copies of records that host has evicted, in bounded, reused memory.
 
 MAX_BUFFER_BYTES = 64 << 20
 
 
 class VictimBuffer:
-    """By name, what left host and is not written yet. Thread-safe."""
+    """Copies of evicted records that are not written yet, by name.
+
+    Thread safety: any thread.
+    """
 
     def __init__(self, max_bytes: int = MAX_BUFFER_BYTES) -> None:
         self._most_bytes = max_bytes
         self._copies: dict[bytes, HostRecord] = {}
-        self._free: list[Region] = []  # fresh memory costs more than the copy: what was used is kept
+        self._free: list[Region] = []  # kept for reuse: fresh memory costs more than the copy
         self._taken_bytes = 0  # of copies and free regions
         self._lock = threading.Lock()
 
     def take(self, held: HostRecord) -> bool:
-        """Copy a record, of which the caller has a reference. False where there is no room for it."""
+        """Copy a record to which the caller holds a reference. False if there is no space."""
         size = record_bytes(held.payload_bytes)
         with self._lock:
             if held.address.name in self._copies:
@@ -63,13 +69,13 @@ class VictimBuffer:
         return self._copies.get(address.name)
 
     def release(self, addresses: Sequence[Address]) -> None:
-        """Forget those that are here."""
+        """Remove the copies of these records, where there are any."""
         with self._lock:
             found = (self._copies.pop(address.name, None) for address in addresses)
             self._free += [held.slot.slab.region for held in found if held is not None]
 
     def wipe(self) -> None:
-        """Overwrite what those that left have left behind."""
+        """Overwrite the memory of removed copies."""
         with self._lock:
             for region in self._free:
                 region.view[:] = bytes(region.bytes)
@@ -88,15 +94,17 @@ class VictimBuffer:
 
 MAX_BATCH_BYTES = 32 << 20
 MAX_BATCH_RECORDS = 256
-"""In a batch, however small they are."""
+"""The most records in a batch, however small."""
 MAX_VICTIMS_PER_CALL = 32
-"""Taken at a time: how many may leave for nothing where the tier turns out to let go of none."""
+"""The most records evicted at a time: a limit on useless evictions if the tier turns out to remove none."""
 FUTILE_EVICTION_DIVISOR = 8
-"""So much of a tier may leave without making room, as pieces of another size do until they are enough."""
+"""At most 1/8 of a tier is evicted without a gain in space, as happens for records of another size until there are
+enough.
+"""
 
 
 PendingWrite = tuple[HostRecord, Segments]
-"""A record on its way down, and the form that it has there."""
+"""A queued record, and its encoded form in the tier."""
 
 _log = logger("kvcache.lane")
 
@@ -130,15 +138,15 @@ class WriteBackQueue:
         self._counters, self._events, self._miss_explainer = counters, events, miss_explainer
         self._queue: deque[Address] = deque()
         self._names: dict[bytes, bytes] = {}  # queued or being written; the namespace of each
-        self._held: set[bytes] = set()  # of these, what the index holds for it
-        self._again: set[bytes] = set()  # of these, what `offer_again` queued: its refusals were counted before
+        self._held: set[bytes] = set()  # those that the index holds for this queue
+        self._again: set[bytes] = set()  # those that `offer_again` queued: their refusals are counted already
         self.refused = Refused(index, tier.name)
         self.victim_buffer = VictimBuffer()
         self._writing: Ticket | None = None
         self._given_up = False
         self._changed = os_env.condition()
         self._draining = False
-        self._batch_records = 1  # records; as many as `BATCH_BYTES` hold of those that were written last
+        self._batch_records = 1  # the number of records of the last written size that MAX_BATCH_BYTES holds
         self._number = index.tiers.index(tier.name)
         self._executor = os_env.executor(1, f"{tier.name}-writer")
 
@@ -146,20 +154,23 @@ class WriteBackQueue:
         return len(self._names)
 
     def has(self, address: Address) -> bool:
-        """The tier has it, or will."""
+        """Whether the tier has the record or will have it."""
         return address.name in self._names or self.is_written(address)
 
     def is_written(self, address: Address) -> bool:
         return self._index.contains(address, self.tier.name)
 
     def offer(self, chain: ChainView, first: int, end: int) -> int:
-        """Queue what of the chain's blocks `first` to `end` (excluded) the tier lacks, and what it lacks before them,
-        heads first; how many the queue could not take (the last ones)."""
+        """Queue the blocks `first` to `end` (excluded) that the tier lacks, after the missing blocks before them, heads
+        first.
+
+        Returns the number of blocks that did not fit into the queue, which are the last ones.
+        """
         offered = first
         while first and not self.has(chain[first - 1]):
             first -= 1
         masks = self._index.where(chain.run(first, end))
-        heads = offered - first  # of these, only what host memory has can be written
+        heads = offered - first  # of these, only records in host memory can be written
         lacking = [
             first + i for i, mask in enumerate(masks) if not mask >> self._number & 1 and (i >= heads or mask & 1)
         ]
@@ -167,7 +178,7 @@ class WriteBackQueue:
             new = [address for address in chain.addresses(lacking) if address.name not in self._names]
             taken = new[: max(0, self.queue_blocks - len(self._names))]
             at, all_removed = 0, list[Address]()
-            while at < len(taken):  # what no tier has any more is left out
+            while at < len(taken):  # skip blocks that no tier has any more
                 held = sum(self._index.hold(as_run(taken[at:])))
                 names = [address.name for address in taken[at : at + held]]
                 self._names.update(dict.fromkeys(names, chain.namespace))
@@ -186,7 +197,7 @@ class WriteBackQueue:
         return len(new) - len(taken)
 
     def offer_again(self, address: Address, timeout_s: float | None) -> bool:
-        """Queue what the tier refused before, once the queue has room; False where time ran out before that."""
+        """Queue a block that the tier refused before, once the queue has space; False if time ran out first."""
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._names) < self.queue_blocks, timeout_s):
                 return address.name in self._names
@@ -199,8 +210,10 @@ class WriteBackQueue:
         return True
 
     def demote(self, held: HostRecord) -> bool:
-        """Queue a copy of a record that is about to leave host, behind those of its heads that the tier lacks; the
-        caller has a reference. False where there is no room for it, or a head is nowhere."""
+        """Queue a copy of a record that host is about to evict, after those of its heads that the tier lacks.
+
+        The caller holds a reference. False if there is no space or a head is missing everywhere.
+        """
         address = held.address
         heads = self.heads(address)
         with self._changed:
@@ -217,8 +230,9 @@ class WriteBackQueue:
         return taken
 
     def heads(self, address: Address, known: Collection[bytes] = ()) -> list[Address] | None:
-        """The blocks before this one, down to a `known` one, that the tier lacks, from the first; None where one of
-        them is not in host."""
+        """The blocks before this one that the tier lacks, down to a `known` one, first to last; None if one is not in
+        host.
+        """
         heads: list[Address] = []
         while (parent := self._head(address)) is not None and parent.name not in known and not self.has(parent):
             held = self._host.acquire(parent)
@@ -230,7 +244,7 @@ class WriteBackQueue:
         return heads[::-1]
 
     def _head(self, address: Address) -> Address | None:
-        """The block before, without which this one is of no use."""
+        """The previous block, without which this one is unusable."""
         if address.parent in (b"", address.namespace) or not self._record_codec.requires_prefix(address):
             return None
         return Address(address.namespace, address.parent, b"", address.group, address.shard)
@@ -244,17 +258,17 @@ class WriteBackQueue:
             self._executor.submit(self._drain)
 
     def queued(self, scope: Scope | None = None) -> set[bytes]:
-        """Names of what is queued or being written."""
+        """Names of the records queued or being written."""
         with self._changed:
             return {name for name, namespace in self._names.items() if scope is None or scope(namespace)}
 
     def wait_written(self, names: Collection[bytes], timeout_s: float | None = None) -> bool:
-        """Until none of these is queued any more: it was written, or could not be."""
+        """Wait until none of these is queued any more, whether it was written or not."""
         with self._changed:
             return self._changed.wait_for(lambda: self._names.keys().isdisjoint(names), timeout_s)
 
     def give_up(self) -> None:
-        """End a write that hangs, and those behind it, as failed: nothing comes after this but `close`."""
+        """Settle a hung write, and those after it, as failed. Only `close` may follow."""
         self._given_up = True
         if (ticket := self._writing) is not None:
             ticket.settle_many(0, [Outcome.FAILED] * len(ticket.outcomes))
@@ -268,7 +282,7 @@ class WriteBackQueue:
                 batch = [self._queue.popleft() for _ in range(min(len(self._queue), self._batch_records))]
             try:
                 self._write(batch)
-            except Exception:  # noqa: BLE001  the next batch may fare better
+            except Exception:  # noqa: BLE001  worker thread that must survive: the next batch may succeed
                 self._counters.add("write_failures", len(batch), tier=self.tier.name, outcome=Outcome.FAILED.value)
                 self._miss_explainer.dropped(
                     self.tier.name, [a.signature for a in batch], Outcome.FAILED.value, failed=True
@@ -291,7 +305,7 @@ class WriteBackQueue:
             self._again.discard(address.name)
 
     def _write(self, batch: Sequence[Address]) -> None:
-        # what was cleared while it was queued is not there any more, unless a copy was taken
+        # records that were cleared while queued are not in host any more, unless a copy exists
         pairs = zip(batch, self._host.acquire_all(batch), strict=True)
         borrowed = [held for _, held in pairs if held is not None]
         try:
@@ -323,7 +337,7 @@ class WriteBackQueue:
             self._host.arena.release(*[held.slot for held in borrowed])
 
     def _with_parents(self, records: Sequence[HostRecord]) -> list[HostRecord]:
-        """Those whose head is in the tier, or goes there before them."""
+        """The records whose parent is in the tier or is written before them."""
         pending: set[bytes] = set()
         fit = []
         for held in records:
@@ -351,7 +365,7 @@ class WriteBackQueue:
                 self._miss_explainer.dropped(self.tier.name, [address.signature], outcome.value, failed=True)
 
     def _without_tails(self, written: Sequence[Address]) -> list[Address]:
-        """What was written, less what lost its head in the same batch, which is taken out again."""
+        """The written records without those whose parent failed in the same batch, which are removed again."""
         pending: set[bytes] = set()
         headless = []
         for address in written:
@@ -366,7 +380,7 @@ class WriteBackQueue:
         return [address for address in written if address.name in pending]
 
     def _encode(self, held: HostRecord) -> Segments:
-        """The record as it goes: as its slot has it, but for a codec."""
+        """The record's form in the tier: as in its slot, unless a codec encodes it."""
         encoded = self._record_codec.encode(held, self.tier.name)
         if encoded is not None:
             return encoded
@@ -374,9 +388,9 @@ class WriteBackQueue:
         return segments(held)
 
     def _within_quota(self, pending: Sequence[PendingWrite]) -> list[PendingWrite]:
-        """Those for which each tenant's quota has room, its own victims having left; the others are dropped."""
+        """The records that fit each tenant's quota after eviction of its own records; the others are dropped."""
         kept: list[PendingWrite] = []
-        lacking: dict[str, int] = {}  # by tenant, from its first record on that found no room
+        lacking: dict[str, int] = {}  # by tenant, from its first record that did not fit
         planned_bytes: dict[str, int] = {}
         for held, encoded_record in pending:
             tenant, size = held.slot.slab.tenant, sum(map(len, encoded_record))
@@ -398,7 +412,9 @@ class WriteBackQueue:
         return kept
 
     def _evict_for(self, pending: Sequence[PendingWrite]) -> list[PendingWrite]:
-        """Evict from the tier until these fit; those that do. A tenant that finds no room costs no other its own."""
+        """Evict from the tier until these records fit; those that do. A tenant that finds no space costs other tenants
+        nothing.
+        """
         kept: list[PendingWrite] = []
         lacking: set[str] = set()
         room: dict[int, int] = {}  # by size, as the tier counts it: without the records of this batch
@@ -406,7 +422,7 @@ class WriteBackQueue:
             tenant, size = held.slot.slab.tenant, sum(map(len, encoded_record))
             if size not in room:
                 room[size] = self.tier.room(size)
-            futile_bytes = 0  # bytes that left since there was more room
+            futile_bytes = 0  # bytes evicted since the space last grew
             while room[size] <= len(kept) and tenant not in lacking:
                 stamp = self._index.stamp(held.address)
                 same_size = sum(1 for h, f in pending[i:] if sum(map(len, f)) == size and h.slot.slab.tenant == tenant)
@@ -426,7 +442,7 @@ class WriteBackQueue:
         return kept
 
     def _drop_for_capacity(self, held: HostRecord, reason: str) -> None:
-        """Say that there was no room for this one."""
+        """Count and report that there was no space for this record."""
         self._miss_explainer.dropped(self.tier.name, [held.address.signature], reason)
         self._drop(held.address, reason)
 
@@ -437,15 +453,15 @@ class WriteBackQueue:
             self._say("dropped", address, reason)
 
     def _refuse(self, addresses: Sequence[Address]) -> None:
-        """The tier did not take these. In write-back mode a block in host memory is offered when it leaves."""
+        """Record that the tier did not take these. In write-back mode, host offers a resident block at its eviction."""
         self.refused.add(addresses, keep=self.mode != "write_back")
 
     def _leave(self, victims: Sequence[Address], size: int, tenant: str) -> int:
-        """The index let go of them; the tier lets go of them too, and of all siblings of the first where their size is
-        another and shares allow it. How many bytes left.
+        """Remove from the tier what the index has evicted; the bytes freed.
 
-        A tier that cannot write may not be able to forget either: what it keeps is found as before, and nobody asks it
-        for more.
+        If the victims are of another size, all colocated records of the first one are removed too, within quotas. A
+        tier that cannot write may also fail to remove records. Those that it keeps stay in the index, and the eviction
+        ends.
         """
         room, used = self.tier.room(size), self.tier.usage().used_bytes
         names = {address.name for address in victims}
@@ -456,7 +472,7 @@ class WriteBackQueue:
         return used - self.tier.usage().used_bytes
 
     def _remove(self, victims: Sequence[Address]) -> bool:
-        """Take these, which the index let go of, out of the tier; True if all went."""
+        """Remove evicted records from the tier; True if all were removed."""
         all_removed = True
         for address, outcome in zip(victims, self.tier.remove(victims), strict=True):
             if outcome in (Outcome.DONE, Outcome.NOT_FOUND):

@@ -252,7 +252,7 @@ class ReferenceIndex(AuditedIndex):
 
         Returns:
             The hashes' secret, the clock, then at most `most` rows of 8 bytes: ghosts first, then blocks that some tier
-                has. A row has 48 bits of a keyed hash, the use byte and the age bin.
+            has. A row has 48 bits of a keyed hash, the use byte and the age bin.
         """
         with self._lock:
             resident_nodes = (node for node in self._nodes.values() if node.tiers)
