@@ -46,8 +46,9 @@ Extras = Sequence[Sequence[tuple[bytes, bytes]]]
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest usable prefix. `blocks` counts from the first block; `by_tier` counts each at the fastest tier that
-    has it.
+    """The longest usable prefix, counted from the first block.
+
+    `by_tier` counts each block at the fastest tier that has it.
     """
 
     tokens: int
@@ -139,8 +140,9 @@ class Request(Protocol):
     def extend(
         self, token_ids: Any = None, *, extras: Extras | None = None, digests: Sequence[bytes] | None = None
     ) -> None:
-        """Append tokens to those of `match` and hash the blocks that become full. After a `match` with digests, append
-        digests.
+        """Append tokens to those of `match` and hash the blocks that become full.
+
+        After a `match` with digests, append digests.
         """
 
     def admit(self) -> None:
@@ -150,8 +152,9 @@ class Request(Protocol):
         """Copy blocks `first_block` to `blocks` (excluded) into pages; `page_ids` has one entry for each."""
 
     def store(self, pages: Pages, page_ids: PageIds, *, first_block: int = 0) -> Transfer:
-        """Copy full blocks from `first_block` on, one for each page id. The pages must not change until the transfer is
-        done.
+        """Copy full blocks from `first_block` on, one for each page id.
+
+        The pages must not change until the transfer is done.
         """
 
     def close(self) -> None:

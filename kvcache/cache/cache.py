@@ -197,8 +197,9 @@ class Cache:
         self.on_close: list[Callable[[], object]] = []
         """Called when closing begins. Front ends that reach this cache from outside release it here."""
         self.on_flush: list[Callable[[float | None], bool]] = []
-        """Called first by `flush`, with the remaining time. Each returns whether the stores that clients have begun are
-        complete.
+        """Called first by `flush`, with the remaining time.
+
+        Each returns whether the stores that clients have begun are complete.
         """
         self.on_quiesced: list[Callable[[], object]] = []
         """Called when no record moves any more, before the tiers are closed."""
@@ -310,8 +311,9 @@ class Cache:
             self.cost_classes.bind(CostClass(bound.tenant, bound.model, size), place.name)
 
     def _fits(self, bound: CacheNamespace) -> str:
-        """Tokens of this model that fit into each tier of this cache, all ranks together. Groups that do not grow with
-        the context are not counted.
+        """Tokens of this model that fit into each tier of this cache, all ranks together.
+
+        Groups that do not grow with the context are not counted.
         """
         growing = [place for place in bound.all_shards if bound.layout.groups[place.group].rule == "all"]
         capacities = []
@@ -361,7 +363,7 @@ class Cache:
         held, pinned = self.tier_manager.holds.held_bytes(), self.tier_manager.pins.held_bytes()
         tiers = {}
         for tier in (self.host, *self.lower_tiers):
-            # only the index is asked: a shared server would take time to answer, and its totals include other caches
+            # a shared server would take time to answer, and its totals include other caches
             usage = Usage(self.index.resident(tier.name), 0, 0) if tier.shared else tier.usage()
             health_issues = tier.health_issues()
             tiers[tier.name] = {
@@ -396,8 +398,9 @@ class Cache:
         return self.index.kv_events.since(after, {bound.id for bound in bounds}, tenant)
 
     def check(self) -> list[str]:
-        """A full audit; one line per fault. Shared tiers are skipped: other caches change them, so the index may
-        differ.
+        """A full audit; one line per fault.
+
+        Shared tiers are skipped: other caches change them, so the index may differ.
         """
         faults = self.index.check()
         tiers = [tier for tier in (self.host, *self.lower_tiers) if not tier.shared]

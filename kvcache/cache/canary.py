@@ -1,8 +1,8 @@
-"""The canary: one in N loaded blocks is computed again by the engine and compared with what was loaded.
+"""The canary: the engine recomputes one in N loaded blocks, and the result is compared with the loaded one.
 
-A cache whose checks all pass can still serve the wrong thing, where an engine or a key is wrong: weights that changed
-under one revision, a fact that is missing from the namespace, pages that were described wrongly. Only computing the
-block again tells. It costs what computing costs, on a thread of its own, and is off unless a setting turns it on.
+A cache whose checks all pass can still return wrong bytes if an engine or a key is wrong. Examples are weights that
+changed under one revision, a fact missing from the namespace, or wrongly described pages. Only recomputing the block
+finds that. It costs a computation, on a separate thread, and is off unless `canary.sample_rate` is set.
 """
 
 from __future__ import annotations
@@ -24,21 +24,25 @@ from kvcache.os_env import OsEnv
 from kvcache.transfer.copier import CopyHandle
 
 Recompute = Callable[[Sequence[int]], Sequence[bytes | bytearray | memoryview]]
-"""Computes these tokens without any cache: the payload of the last block, a group each, as it would be stored.
-Called on a thread of the canary's."""
+"""Computes these tokens without any cache: the payload of the last block, one per group, as it would be stored.
+
+Runs on the canary's thread.
+"""
 
 ROUNDING_BY_DTYPE = {"fp32": 1e-3}
 DEFAULT_ROUNDING = 0.1
-"""Of the largest number of a block: what computing it in other company explains. A codec's loss may come twice on top,
-since what was stored may have been computed on a prefix that passed it too."""
+"""The part of a block's largest number that computing it in another batch explains.
 
-_MAX_PENDING_CHECKS = 2  # checks; what is chosen beyond is let go of
+A codec's loss may occur twice on top, because the prefix of the stored block may have passed the codec too.
+"""
+
+_MAX_PENDING_CHECKS = 2  # more checks are skipped
 
 _log = logging.getLogger("kvcache.canary")
 
 
 class Canary:
-    """Of one cache. `worst`: the largest difference so far, as a part of the largest number of its block."""
+    """The canary of one cache. `worst`: the largest difference so far, relative to the largest number of its block."""
 
     def __init__(self, sample_rate: int, loss: float, counters: Counters, os_env: OsEnv) -> None:
         """`loss`: the largest error bound of a codec that a block may pass."""
@@ -50,19 +54,23 @@ class Canary:
         self._lock = threading.Lock()
 
     def register(self, namespace: bytes, layout: KVLayout, sizes: Sequence[int], recompute: Recompute) -> None:
-        """`sizes`: of the payloads, by group."""
+        """`sizes`: payload bytes by group."""
         self._engines[namespace] = recompute, layout, sizes
 
     def is_registered(self, namespace: bytes) -> bool:
         return self._executor is not None and namespace in self._engines
 
     def sampled_copy(self, slot_copy: SlotCopy, namespace: bytes, token_ids: Any, first: int) -> SlotCopy:
-        """A mover that does the same, and has some of the blocks that it scatters compared. `token_ids`: of the prompt;
-        `first`: its block that the transfer begins with."""
+        """A `SlotCopy` that also compares some of the blocks that it scatters.
+
+        Args:
+            token_ids: the prompt.
+            first: the prompt's block at which the transfer begins.
+        """
         return _CanarySlotCopy(slot_copy, self, namespace, token_ids, first)
 
     def offer(self, namespace: bytes, token_ids: Any, block: int, parts: Sequence[CopyPart]) -> None:
-        """Count a loaded block, and compare every Nth where not too many wait."""
+        """Count a loaded block, and compare every Nth unless too many checks are pending."""
         with self._lock:
             self._loaded += 1
             if self._loaded % self.sample_rate:
@@ -100,7 +108,7 @@ class Canary:
                     block,
                     worst,
                 )
-        except Exception:  # noqa: BLE001  law: never in the way
+        except Exception:  # noqa: BLE001  worker thread that must survive
             self._counters.add("canary_blocks", result="failed")
             _log.exception("a block could not be computed again")
         finally:
@@ -134,8 +142,10 @@ class _CanarySlotCopy:
 
 
 def relative_difference(loaded: bytes, recomputed: bytes, dtype: str) -> float:
-    """The largest difference of two payloads, as a part of the largest number; of dtypes that are no numbers here, 1
-    where a byte differs."""
+    """The largest difference of two payloads, relative to the largest number.
+
+    For other than numeric dtypes it is 1 if any byte differs.
+    """
     if loaded == recomputed:
         return 0.0
     if dtype not in WORD_DTYPES or len(loaded) != len(recomputed):

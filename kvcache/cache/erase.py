@@ -1,8 +1,9 @@
-"""Erasure: what is a tenant's, of a salt or of a namespace leaves every tier, and so do the bytes that it left behind.
+"""Erasure: removes all records of a tenant, a salt or a namespace from every tier, and overwrites their bytes.
 
-A tier keeps beside its records whose each namespace is, so that what another process stored, or this one before it was
-restarted, is found as well. What is being loaded at the moment is still brought, and an engine that goes on storing
-makes new records: so it is looked again afterwards, and said whether anything is there."""
+Each tier stores the owner of each namespace beside its records. Records of other processes, or from before a restart,
+are therefore found too. Loads in progress still complete, and an engine that goes on storing creates new records. The
+erasure therefore looks again afterwards and reports what remains.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +22,18 @@ from kvcache.log import logger
 from kvcache.os_env import OsEnv
 from kvcache.tier.tier import Outcome, Tier
 
-# Forget namespaces: every record of them, out of every tier. What is being loaded at the moment is still brought.
+# Removal of namespaces from tiers. Loads in progress still complete.
 
 BATCH_RECORDS = 1024
 MAX_FLUSH_S = 5.0
-"""What a caller waits for stores that are on their way, at most."""
+"""The longest wait for stores in progress."""
 
 
 def clear(namespace: bytes, index: Index, tiers: Sequence[Tier]) -> int:
-    """Records removed, counted in each tier. Last blocks first, so that no tail is ever without its head."""
+    """Remove all records of a namespace; the count over all tiers.
+
+    Last blocks are removed first, so that no tail ever lacks its head.
+    """
     return sum(remove({namespace}, index, tier) for tier in tiers)
 
 
@@ -39,12 +43,12 @@ def remove(namespaces: Collection[bytes], index: Index, tier: Tier) -> int:
     for first in range(0, len(records), BATCH_RECORDS):
         batch = records[first : first + BATCH_RECORDS]
         for address in batch:
-            index.discard(address, tier.name)  # before it goes: nobody is sent to where it was
+            index.discard(address, tier.name)  # before the removal, so that no lookup finds a removed record
         removed += tier.remove(batch).count(Outcome.DONE)
     return removed
 
 
-_MAX_ROUNDS = 3  # for what was stored meanwhile
+_MAX_ROUNDS = 3  # for records stored meanwhile
 _PENDING_STORES = "stores"
 _UNKNOWN_OWNER = "no tier knows whose it is: clear it by its id alone"
 
@@ -53,11 +57,14 @@ _log = logger("kvcache.erase")
 
 @dataclass(slots=True)
 class EraseResult:
-    """What became of it. `left` says why it is not done, by tier, or by what was not touched: else no tier has a record
-    of these namespaces, nor bytes of one that left."""
+    """The result of an erasure.
+
+    `left` gives the reasons why it is incomplete, by tier or by what was not touched. If it is empty, no tier has a
+    record of these namespaces, or bytes of a removed one.
+    """
 
     namespaces: list[bytes]
-    records: dict[str, int] = field(default_factory=dict)  # by tier, those that were removed
+    records: dict[str, int] = field(default_factory=dict)  # by tier, the number removed
     left: dict[str, str] = field(default_factory=dict)
 
 
@@ -71,26 +78,30 @@ class Erasure:
         wipe: Callable[[], object],
         os_env: OsEnv,
     ) -> None:
-        """`flush`: waits for what is on its way down, which would arrive afterwards. `wipe`: overwrites what it was
-        copied to."""
+        """Set up the erasure.
+
+        Args:
+            flush: waits for writes to lower tiers, which would otherwise arrive after the removal.
+            wipe: overwrites the buffers of these writes.
+        """
         self._index, self._tiers, self._census, self._flush, self._wipe = index, tiers, namespace_usage, flush, wipe
         self._owners: dict[bytes, Owner] = {}
         self._noted: set[bytes] = set()
         self._tenants: dict[bytes, str] = {}
         self._executor = os_env.executor(1, "owners")
         self.submit = self._executor.submit
-        """For other work that nobody waits for."""
+        """Runs other background work on this thread."""
 
     def owned(self) -> dict[bytes, Owner]:
-        """Whose the namespaces are that were bound here."""
+        """The owners of the namespaces that were bound here."""
         return dict(self._owners)
 
     def recall(self, owners: Mapping[bytes, Owner | None]) -> None:
-        """As another process told it, of what it left here."""
+        """Add the owners that an earlier process handed over."""
         self._owners |= {namespace: owner for namespace, owner in owners.items() if owner is not None}
 
     def note(self, namespace: Namespace) -> None:
-        """Keep whose this is, in every tier, in the background."""
+        """Store the owner of this namespace in every tier, in the background."""
         if namespace.id in self._noted:
             return
         owner = self._owners[namespace.id] = Owner.of(namespace)
@@ -99,7 +110,7 @@ class Erasure:
         self._executor.submit(lambda: self._note(namespace.id, owner))
 
     def unbind(self, namespace: bytes) -> None:
-        """Nobody has it bound, and no tier of ours has a record of it."""
+        """Forget a namespace that is not bound and has no record in this cache's own tiers."""
         self._noted.discard(namespace)
         self._owners.pop(namespace, None)
         self._tenants.pop(namespace, None)
@@ -110,8 +121,8 @@ class Erasure:
                 tier.note_owner(namespace, owner)
             except OSError as error:
                 _log.warning("%s: it is not kept whose a namespace is: %s", tier.name, error)
-                self._noted.discard(namespace)  # whoever binds it next tries again
-            except Exception:  # noqa: BLE001  law: never in the way
+                self._noted.discard(namespace)  # the next binding tries again
+            except Exception:  # noqa: BLE001  a cache fault never fails a request
                 _log.exception("%s: it is not kept whose a namespace is", tier.name)
 
     def erase(
@@ -122,10 +133,19 @@ class Erasure:
         namespace: str | None = None,
         dry_run: bool = False,
     ) -> EraseResult:
-        """Remove what is a tenant's, of a salt, or of namespaces whose id begins so, from every tier, shared ones too,
-        and overwrite what it left. All that is given must fit. Waits for stores that are on their way, and for every
-        tier. ConfigError where nothing is given, NotFoundError where no namespace that is known here fits.
-        `dry_run`: only count."""
+        """Remove all matching records from every tier, shared ones included, and overwrite their bytes.
+
+        Waits for stores in progress and for every tier.
+
+        Args:
+            tenant, cache_salt, namespace: a namespace must match all that are given; `namespace` is the start of its
+                id.
+            dry_run: only count.
+
+        Raises:
+            ConfigError: no criterion is given.
+            NotFoundError: no namespace known here matches.
+        """
         if tenant is None and cache_salt is None and namespace is None:
             raise ConfigError("which records: expected a tenant, a cache salt, or a namespace")
         owners, unknown = dict(self._owners), dict[str, str]()
@@ -135,7 +155,7 @@ class Erasure:
             except OSError as error:
                 unknown[tier.name] = str(error)
         if namespace is None:
-            if not unknown:  # else a tier did not say what it knows
+            if not unknown:  # otherwise a tier did not list its owners, and they may match
                 self._check(owners.values(), tenant, cache_salt)
             selected = [space for space, owner in owners.items() if owner.fits(tenant, cache_salt)]
         else:
@@ -159,7 +179,7 @@ class Erasure:
         return erased
 
     def _check(self, owners: Collection[Owner], tenant: str | None, cache_salt: str | None) -> None:
-        """NotFoundError where no namespace is of this tenant, or of this salt. Salts are secrets: none is named."""
+        """Raise NotFoundError if no namespace has this tenant, or this salt. Salts are secrets and are not named."""
         if tenant is not None and not any(owner.fits(tenant, None) for owner in owners):
             text = f"tenant {tenant!r:.80}: no namespace of it is known here; see `kvcache ls`"
             raise NotFoundError.like(text, tenant, list(self._tenants.values()))
@@ -173,7 +193,7 @@ class Erasure:
         return EraseResult(namespaces, dict(records))
 
     def _kept(self, namespaces: list[bytes]) -> EraseResult:
-        """Erase; what becomes empty is overwritten before it leaves."""
+        """Erase while tiers keep their emptied files, so that these are overwritten before they are removed."""
         with ExitStack() as stack:
             for tier in self._tiers:
                 tier.keep_files(True)
@@ -208,7 +228,7 @@ class Erasure:
                 erased.left[tier.name] = "not all that is free could be overwritten"
             elif tier.name not in erased.left and (reason := _why_remaining(namespaces, tier)):
                 erased.left[tier.name] = reason
-        for namespace in set(namespaces) & self._owners.keys():  # bound here: what is stored from now on is its own
+        for namespace in set(namespaces) & self._owners.keys():  # still bound here: new records have the same owner
             self._executor.submit(partial(self._note, namespace, self._owners[namespace]))
         return erased
 
@@ -217,7 +237,7 @@ class Erasure:
 
 
 def _why_remaining(namespaces: Collection[bytes], tier: Tier) -> str:
-    """Why a tier is not rid of them. One that others share may not answer, and then nothing is known of it."""
+    """Why a tier may still have records, else "". A shared tier may not answer; its state is then unknown."""
     try:
         tier.owners()
     except OSError as error:
@@ -227,7 +247,7 @@ def _why_remaining(namespaces: Collection[bytes], tier: Tier) -> str:
 
 
 def _matching_namespaces(id_prefix: str, known: Collection[bytes]) -> list[bytes]:
-    """The namespaces that an operator means by an id, whole or as it begins."""
+    """The namespaces whose id begins with this prefix. A complete id matches even if it is unknown."""
     found = [namespace for namespace in known if namespace.hex().startswith(id_prefix.lower())]
     whole = len(id_prefix) == 2 * SIGNATURE_BYTES and not set(id_prefix.lower()) - set("0123456789abcdef")
     return [bytes.fromhex(id_prefix)] if whole and not found else found

@@ -1,9 +1,9 @@
-"""Records that have an end: when it has come they are a miss in every tier, and leave those that are this cache's own.
+"""Expiry: records with an end are a miss in every tier afterwards, and are removed from this cache's own tiers.
 
-An end is a record's own field, so that whoever reads it later, after a restart or in another process, knows it too. In
-memory there is one entry for a run of blocks that were stored together, and the newest end of each. Nothing runs by
-itself: whatever is asked of the cache first lets go of what is over, of so much at a time that nobody waits for it,
-which costs one comparison where nothing is.
+The end is a field of the record, so every later reader knows it, after a restart or in another process. In memory there
+is one entry for each run of blocks that were stored together, and the newest end of each block. No timer runs: each
+lookup first removes expired records. One sweep is bounded, so that no caller waits long. It costs one comparison if
+nothing has expired.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvcache.tier.host.tier import HostTier
 from kvcache.tier.tier import BACKGROUND, Outcome, Ticket, Tier
 
 EXPIRED_REASON = "expired"
-"""The reason that is said of what was let go of."""
+"""The reason given for removed records."""
 
 MAX_SWEEP_RECORDS = 1024
-"""Records that one sweep looks at."""
+"""The most records in one sweep."""
 RETRY_AFTER_MS = 1000
-"""After which what a tier did not remove is tried again."""
+"""The delay before a removal that a tier did not perform is tried again."""
 MIN_COMPACT_RECORDS = 1 << 14
-"""Ends that may be noted without a look at what is still here."""
+"""The number of noted ends up to which no check for stale entries is made."""
 
 _log = logger("kvcache.expiry")
 
@@ -58,7 +58,8 @@ class Expiry:
     ) -> None:
         self._index, self._host, self._lower_tiers, self._clock = index, host, lower_tiers, clock
         self._counters, self._events, self._miss_explainer = counters, events, miss_explainer
-        self._ends: list[_ExpiryRun] = []  # by when they are due; of a name that is there twice the last word counts:
+        # a heap by due time; for a name with several entries, `_expiry_by_name` has the valid end
+        self._ends: list[_ExpiryRun] = []
         self._expiry_by_name: dict[bytes, int] = {}
         self._noted = 0  # addresses in `_ends`
         self._closed = False
@@ -67,14 +68,14 @@ class Expiry:
         self._lock = threading.Lock()
 
     def end_ms(self, ttl_s: float | None) -> int:
-        """When what is stored now ends, in milliseconds since 1970; 0 for never."""
+        """The end of a record stored now, in milliseconds since 1970; 0 for never."""
         return 0 if ttl_s is None else int((self._clock.wall() + ttl_s) * 1000)
 
     def is_expired(self, expires_ms: int) -> bool:
         return 0 < expires_ms <= self._clock.wall() * 1000
 
     def note(self, addresses: Sequence[Address], expires_ms: int) -> None:
-        """These are in the index and end then, whatever was said of them before; 0 for never."""
+        """Set the end of these indexed records, whatever it was before; 0 for never."""
         if not addresses or not (expires_ms or self._expiry_by_name):
             return
         with self._lock:
@@ -89,24 +90,26 @@ class Expiry:
                 self._compact()
 
     def keep(self, ends: Sequence[tuple[Address, int]]) -> None:
-        """These came into a tier and have an end. It is noted where none is: of what left host on its way there, it may
-        have been forgotten meanwhile, or have come."""
+        """Note the ends of records written to a tier, unless they have one already.
+
+        A record that host evicted while it was queued may have lost its entry, or have expired meanwhile.
+        """
         for expires_ms in {expires_ms for _, expires_ms in ends if expires_ms}:
             self.note([a for a, end in ends if end == expires_ms and a.name not in self._expiry_by_name], expires_ms)
 
     def learn(self, tell: Callable[[], Iterable[tuple[Address, int]]]) -> None:
-        """What a tier has from before: its records that end, and when. Run where reading them is in nobody's way."""
+        """Note the ends of records that a tier had at start. Run it on a background thread."""
         try:
             for address, expires_ms in tell():
                 if self._closed:
                     return
                 self.note([address], expires_ms)
-        except Exception:  # noqa: BLE001  law: never in the way; what has ended is a miss all the same when it is read
+        except Exception:  # noqa: BLE001  worker thread that must survive
             _log.exception("what ends was not learned")
 
     def sweep(self) -> bool:
-        """Let go of what is over, of `MOST` at a time, since an engine may wait; True where there is more."""
-        first = self._ends[:1]  # others take from it
+        """Remove expired records, at most MAX_SWEEP_RECORDS since an engine may wait; True if there are more."""
+        first = self._ends[:1]  # a copy: other threads pop from it
         if not first or not self.is_expired(first[0].due_ms):
             return False
         over: list[tuple[int, Address]] = []
@@ -127,7 +130,7 @@ class Expiry:
         return more
 
     def close(self) -> None:
-        """Learn no more."""
+        """Stop `learn`."""
         self._closed = True
 
     def _push(self, due_ms: int, expires_ms: int, addresses: Sequence[Address]) -> None:
@@ -136,7 +139,7 @@ class Expiry:
             self._noted += len(addresses)
 
     def _compact(self) -> None:
-        """Forget what left by another way, and what was said before the last word."""
+        """Drop entries whose records are in no tier any more, or have a newer end."""
         newest, entries = self._expiry_by_name, self._ends
         self._expiry_by_name, self._ends, self._noted = {}, [], 0
         masks = iter(self._index.masks([address for entry in entries for address in entry.addresses]))
@@ -149,13 +152,13 @@ class Expiry:
             self._push(due_ms, expires_ms, kept)
 
     def pending_removals(self, more: Sequence[Ticket] = ()) -> list[Ticket]:
-        """What was let go of and has not left yet, with these."""
+        """Removals that tiers have not finished, after adding `more`."""
         with self._lock:
             self._pending_removals = [ticket for ticket in self._pending_removals if not ticket.done] + list(more)
             return list(self._pending_removals)
 
     def _is_unchanged(self, address: Address, expires_ms: int) -> bool:
-        """Not one that left meanwhile and was stored anew, with another end."""
+        """False if host has the record with another end: it was removed and stored again meanwhile."""
         held = self._host.acquire(address)
         if held is None:
             return True
@@ -163,7 +166,10 @@ class Expiry:
         return held.slot.expires_ms == expires_ms
 
     def _leave(self, over: Sequence[tuple[int, Address]]) -> None:
-        """Tails first. What others share goes by itself there: a server removes it, a store's reader passes it over."""
+        """Remove expired records, tails first.
+
+        Shared tiers do it alone: a server removes them, a store's reader skips them.
+        """
         if not over:
             return
         for tier in (self._host, *self._lower_tiers):
@@ -176,8 +182,11 @@ class Expiry:
                 self._remove(tier, over, removed)
 
     def _remove(self, tier: Tier, over: Sequence[tuple[int, Address]], removed: Sequence[Address]) -> None:
-        """Take these out of a tier whose index let go of `gone`. What stays there is in the index again, so that it
-        can be found and evicted, and is tried again later."""
+        """Remove expired records from a tier; `removed` are those that the index has discarded.
+
+        Records that the tier fails to remove are indexed again, so that they can be found and evicted, and are retried
+        later.
+        """
         had = {address.name for address in removed}
         remaining, retained = len(over), set[bytes]()
 
@@ -198,7 +207,7 @@ class Expiry:
         self.pending_removals([tier.submit("remove", [a for _, a in over], priority=BACKGROUND, on_outcome=settled)])
 
     def _again(self, over: Sequence[tuple[int, Address]]) -> None:
-        """Heads first, as they were noted; under the lock."""
+        """Note these again for a retry, heads first as they were noted. Call with the lock held."""
         due_ms = int(self._clock.wall() * 1000) + RETRY_AFTER_MS
         ends: dict[int, list[Address]] = {}
         for expires_ms, address in over[::-1]:

@@ -1,4 +1,4 @@
-"""The parts of a cache as its settings want them: policy, shares and coder; and how large its tiers are."""
+"""Builds the parts of a cache from its settings: tiers, policy, quotas and record codec; describes tier sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvcache.tier.nvme import NvmeTier, open_drives
 from kvcache.tier.record_codec import RecordCodec
 from kvcache.tier.tier import Tier
 
-# The tiers below host that the settings ask for, the nearest first.
+# Tiers under host memory, the fastest first.
 
 _log = logging.getLogger("kvcache")
 
@@ -52,7 +52,7 @@ def open_lower_tiers(settings: Settings, os_env: OsEnv, served_address: str) -> 
 
 
 def open_shared_tiers(settings: Settings, os_env: OsEnv) -> list[Tier]:
-    """Those that others use as well. Opening them asks nobody anything."""
+    """The shared tiers of the settings. Opening them connects to no server."""
     tiers: list[Tier] = []
     redis = settings.redis
     if redis.enabled:
@@ -102,8 +102,10 @@ def record_codec_of(settings: Settings, counters: Counters) -> RecordCodec:
 
 
 def check_settings(settings: Settings) -> None:
-    """ConfigError as opening a cache raises it, before any drive is opened and anybody is asked: for a file of keys or
-    a package that is not there, or shares that do not fit."""
+    """Raise ConfigError as opening a cache would, without opening a drive or connecting to a server.
+
+    Causes are a missing key file or package, and guaranteed shares that do not fit.
+    """
     policy_of(settings)
     quotas_of(settings)
     record_codec_of(settings, Counters())

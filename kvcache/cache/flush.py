@@ -1,8 +1,8 @@
-"""`flush`: wait for what goes down, offer again what a tier refused, and report what became of it.
+"""`flush`: waits for writes to lower tiers, offers again the blocks that a tier refused, and reports the result.
 
-A caller is represented by a `Watch`, which holds what that caller was told before: a lost block is reported to each of
-them once. Callers that only need what is queued to be over (an audit, an erasure) use `Flow.settle` instead: it offers
-nothing again and takes no report away from anybody.
+A `Watch` represents one caller and holds the counts already reported to it, so that each caller gets each lost block
+once. Callers that only need the end of queued writes (an audit, an erasure) use `TierManager.settle`. It offers no
+block again and takes no report from any caller.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ from kvcache.cache.write_back import WriteBackQueue
 from kvcache.os_env import Executor
 
 SYNC_S = 1.0
-"""For a tier to make its writes durable, however little time there is: a sync of what is durable takes none."""
+"""The least time for a sync, however little is left: a sync of data that is already durable takes none."""
 
 Left = Callable[[], float | None]
-"""Seconds until the deadline; None where there is none."""
+"""Seconds until the deadline; None without one."""
 Counts = dict[str, dict[bytes, int]]
 """Blocks by tier and namespace."""
 
 
 Submit = Callable[[Callable[[], None]], object]
-"""Runs a call, here or elsewhere; `Executor.submit` is one."""
+"""Runs a call, inline or elsewhere; `Executor.submit` is one."""
 
 
 class Stores:
-    """Calls that store: `flush` waits for those that were begun before it. Thread-safe."""
+    """Stores in progress: `flush` waits for those that began before it.
+
+    Thread safety: any thread.
+    """
 
     def __init__(self, changed: threading.Condition) -> None:
         self._numbers = itertools.count()
@@ -41,7 +44,7 @@ class Stores:
         self._changed = changed
 
     def submit(self, call: Callable[[], None], submit: Submit) -> None:
-        """Have `submit` run a call that stores: it is begun from now on, until it ends, however it ends."""
+        """Have `submit` run a call that stores. It counts as in progress until it ends, however it ends."""
         number = self.begin()
 
         def run() -> None:
@@ -57,7 +60,7 @@ class Stores:
             raise
 
     def begin(self) -> int:
-        """The number to end it by."""
+        """Begin a store; the number for `end`."""
         with self._changed:
             number = next(self._numbers)
             self._open.add(number)
@@ -69,7 +72,7 @@ class Stores:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float | None) -> int:
-        """Until those that were begun by now have ended; how many have not, where time ran out."""
+        """Wait for the stores in progress now; how many have not ended in time."""
         with self._changed:
             begun = set(self._open)
             self._changed.wait_for(lambda: begun.isdisjoint(self._open), timeout_s)
@@ -78,7 +81,7 @@ class Stores:
 
 @dataclass(slots=True)
 class Watch:
-    """What one caller was told. `clock`: the index's at its last report."""
+    """The counts reported to one caller. `clock`: the index's clock at the last report."""
 
     reached: Counts = field(default_factory=dict)
     lost: Counts = field(default_factory=dict)
@@ -86,7 +89,7 @@ class Watch:
 
     @classmethod
     def begin(cls, lanes: Sequence[WriteBackQueue], clock: int, told: Counts | None = None) -> Watch:
-        """Counts from now on; of lost blocks, from what was `told` to any caller, where that is given."""
+        """A watch that counts from now on. Losses count from `told`, those reported to any caller, if given."""
         counts = {lane.tier.name: lane.refused.counts() for lane in lanes}
         lost = {tier: lost for tier, (_, lost) in counts.items()}
         if told is not None:
@@ -95,7 +98,7 @@ class Watch:
 
 
 class Barrier:
-    """One flush of one tier: the blocks that are queued when it begins, and those that the tier refused before."""
+    """One flush of one tier: the blocks queued at its start, and those that the tier refused before."""
 
     def __init__(self, lane: WriteBackQueue, scope: Scope | None) -> None:
         self._lane, self._scope = lane, scope
@@ -105,7 +108,7 @@ class Barrier:
         self.synced = True
 
     def offer_again(self, left: Left) -> None:
-        """Queue what the tier refused, heads first, until time runs out."""
+        """Queue the blocks that the tier refused, heads first, until time runs out."""
         for address in self._missing:
             if address.name in self._tried:
                 continue
@@ -114,10 +117,10 @@ class Barrier:
                 if not self._lane.offer_again(each, left()):
                     return
                 self._tried.add(each.name)
-            self._tried.add(address.name)  # where a head is nowhere, the tier cannot have it
+            self._tried.add(address.name)  # counts as tried: the tier cannot have it without its head
 
     def wait(self, executor: Executor, left: Left) -> None:
-        """Until the blocks were written or refused, and what was written is durable; or time runs out."""
+        """Wait until the blocks are written or refused and the written ones are durable, or time runs out."""
         if not self._lane.wait_written(self._names | self._tried, left()):
             return
         left_s = left()
@@ -128,7 +131,7 @@ class Barrier:
             self.synced = False
 
     def report(self, watch: Watch, told: Counts, used_since: Callable[[Address], bool]) -> TierFlush:
-        """What became of them, and of all that `watch` was not told of."""
+        """The result for these blocks, and for all that `watch` has not had reported."""
         tier = self._lane.tier.name
         reached, lost = self._lane.refused.counts()
         meant = self._names.union(address.name for address in self._missing)
@@ -153,6 +156,6 @@ def _tell(told: dict[bytes, int], counts: dict[bytes, int]) -> None:
 
 
 def settled(lanes: Collection[WriteBackQueue], left: Left) -> bool:
-    """Whether what is queued now was written, or could not be, in time."""
+    """Whether the blocks queued now were written or refused in time."""
     queued = [(lane, lane.queued()) for lane in lanes]
     return all(lane.wait_written(names, left()) for lane, names in queued)

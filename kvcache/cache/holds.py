@@ -1,6 +1,6 @@
-"""What requests, or an operator's pins, keep from leaving: the first all together at most a quarter of each tier.
+"""Holds of requests or of pins, which protect blocks from eviction; requests hold at most a quarter of each tier.
 
-Of a tier that others share only what is known of it is held: what its server evicts is not ours to keep.
+Of a shared tier only the index entry is held: this cache cannot keep its server from evicting.
 """
 
 from __future__ import annotations
@@ -20,28 +20,36 @@ HOLD_DIVISOR = 4
 
 
 class Holds:
-    """A claim lists what was taken of each run, head first as far as the share allows; it is given back whole.
+    """A bounded set of claims.
 
-    What an owner that is gone never gave back (`abandon`) comes back with the next call."""
+    A claim lists the blocks held of each run, head first, within the share. It is released as a whole. An abandoned
+    claim (`abandon`) is released by the next call.
 
-    Claim = list[tuple[BlockRun, tuple[int, ...], int]]  # what is held, how many blocks by nearest tier, bytes of each
+    Thread safety: any thread.
+    """
+
+    Claim = list[tuple[BlockRun, tuple[int, ...], int]]  # the held run, its blocks by fastest tier, bytes of each
 
     def __init__(self, index: Index, tiers: Sequence[Tier], *, share: int = HOLD_DIVISOR) -> None:
-        """`share`: they hold at most 1/share of each tier."""
+        """`share`: all claims hold at most 1/share of each tier."""
         self._index, self._tiers, self._share = index, tiers, share
         self._held_bytes = [0] * len(tiers)
         self._lock = threading.Lock()
         self._abandoned: deque[Holds.Claim] = deque()
 
     def abandon(self, claim: Claim) -> None:
-        """As `give_back`, later: callable anywhere, within the collection of garbage too, where no lock may be
-        waited for."""
+        """Release a claim later.
+
+        Callable anywhere, even in garbage collection, where waiting for a lock is not allowed.
+        """
         if claim:
             self._abandoned.append(claim)
 
     def take(self, wanted: Sequence[tuple[BlockRun, int]]) -> Claim:
-        """Hold these (blocks, payload bytes of each), each counted at the nearest tier that has it. The first that is
-        nowhere, or finds no room, ends the claim."""
+        """Hold these (blocks, payload bytes of each), each counted at the fastest tier that has it.
+
+        The claim ends at the first block that no tier has or that exceeds the share.
+        """
         claim: Holds.Claim = []
         self._sweep()
         with self._lock:
@@ -61,7 +69,7 @@ class Holds:
 
     def _sweep(self) -> None:
         while self._abandoned:
-            with suppress(IndexError):  # another thread was quicker
+            with suppress(IndexError):  # another thread was faster
                 self._give_back(self._abandoned.popleft())
 
     def _give_back(self, claim: Claim) -> None:
@@ -82,7 +90,7 @@ class Holds:
         ]
 
     def holdable_bytes(self) -> dict[str, int]:
-        """Of records that may be held yet."""
+        """By tier, the bytes of records that can still be held."""
         self._sweep()
         with self._lock:
             return {tier.name: free_bytes for tier, free_bytes in zip(self._tiers, self._holdable_bytes(), strict=True)}

@@ -50,8 +50,9 @@ class Load:
 
     @staticmethod
     def window_bytes(tier_manager: TierManager) -> int:
-        """Bytes of a window. Two windows are in progress at a time: together at most the share of host that requests
-        may hold.
+        """Bytes of a window.
+
+        Two windows are in progress at a time: together at most the share of host that requests may hold.
         """
         return min(WINDOW_BYTES, tier_manager.host.arena.capacity_bytes // HOLD_DIVISOR // 2)
 
@@ -168,9 +169,7 @@ class Load:
         return entries
 
     def _finish(self, entries: Sequence[LoadEntry]) -> tuple[int, Outcome] | None:
-        """Copy a window's blocks as they arrive; the first block that did not, and why. Releases what the window
-        acquired.
-        """
+        """Copy a window's blocks as they arrive and release its records; the first missing block, and why."""
         ready: list[tuple[int, int, HostRecord]] = []
         taken = 0  # entries handled: their slots are in `ready` or released
         try:
@@ -209,7 +208,7 @@ class Load:
             return None, Outcome.DAMAGED
         if isinstance(source, Outcome):
             return None, source
-        if not source.outcome.settled:  # use the wait: copy what is here
+        if not source.outcome.settled:  # use the wait: copy the blocks that are ready
             ready[:] = self._copy(ready, i)
         outcome = self.tier_manager.promoter.wait(source, self.deadline - self.tier_manager.os_env.clock.now())
         if outcome is not Outcome.DONE:
@@ -219,7 +218,7 @@ class Load:
         return held, Outcome.DONE if held is not None else Outcome.NOT_FOUND
 
     def _copy(self, ready: list[tuple[int, int, HostRecord]], end: int) -> list[tuple[int, int, HostRecord]]:
-        """Copy the records of blocks before `end`, settle these blocks and release the records; the records left over.
+        """Copy, settle and release the records of blocks before `end`; the remaining records.
 
         The load's last block is not settled, because that completes the transfer.
         """

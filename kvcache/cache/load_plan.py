@@ -117,8 +117,9 @@ INITIAL_LATENCY: Mapping[str, tuple[float, float]] = {
 INITIAL_NETWORK_LATENCY = (1e-3, 1 / 300e6)
 """The same for tiers behind a network."""
 INITIAL_PREFILL = (0.01, 1e-4, 50_000)
-"""Seconds per step and per token, and the number of tokens at which attention doubles the cost, before any report. Only
-their ratios count.
+"""Seconds per step and per token, and the number of tokens at which attention doubles the cost, before any report.
+
+Only their ratios count.
 """
 PROBE_INTERVAL_S = 1.0
 """After this idle time a tier is probed; at once if the last read was not as expected."""

@@ -1,9 +1,10 @@
-"""Why a prefix ended where it did: one reason a request, found from what the index, the ring of prompts and the memory
-of lost blocks say of the first block that is not there.
+"""Why a prefix ended where it did: one reason per request, for the first block that was not found.
 
-`reason` is asked on every match that misses: a few lookups by name, and a few comparisons of 32 bytes with prompts that
-begin in the same way. `story` is asked by a person, and works out the rest: where two prompts part, where they meet
-again, what differs between two namespaces."""
+The sources are the index, the ring of recent requests and the history of lost blocks. `reason` runs on every match with
+a miss: a few lookups by name, and a few comparisons of 32 bytes with prompts of the same beginning. `explain` runs for
+an operator and computes the rest: where two prompts diverge and meet again, and how two namespaces differ. `MissRecord`
+is the state of one request.
+"""
 
 from __future__ import annotations
 
@@ -27,53 +28,56 @@ from kvcache.os_env import Clock
 from kvcache.tier.tier import Outcome
 
 HEAD_MATCH_DIVISOR = 2
-"""A prompt of which no block was found parts from another one where they share at least 1/HALF of the first block."""
+"""A prompt without a found block diverges from one that shares at least 1/HEAD_MATCH_DIVISOR of its first block."""
 CONTEXT_TOKENS = 24
-"""Tokens told of each side of the place where two prompts part."""
+"""Tokens shown on each side of the divergence."""
 RESYNC_GRAM_TOKENS, RESYNC_WINDOW_TOKENS = 8, 512
-"""Two prompts meet again where so many tokens in a row agree, within so many behind the place where they part."""
+"""Two prompts meet again if 8 tokens in a row agree, within 512 tokens after the divergence."""
 
 REASON_BY_OUTCOME: Mapping[str, str] = {
     "damaged": "refused",
     "foreign": "refused",
     "late": "late",
-    "cancelled": "late",  # the engine has its own patience
+    "cancelled": "late",  # the engine has its own deadline
     "no_room": "no_room",
     "failed": "failed",
 }
-"""The reason for which a block that was found did not come, by the outcome of its load."""
+"""The miss reason for a found block that did not load, by the outcome of its load."""
 
 
 class MissExplainer:
-    """`shared`: tiers of which only a part is known here, so that what is forgotten of them is not lost."""
+    """Finds miss reasons.
+
+    `shared`: tiers whose contents are only partly known, so that a forgotten block is not lost.
+    """
 
     def __init__(self, index: Index, clock: Clock, max_bytes: int, shared: Collection[str] = ()) -> None:
         self._index, self._clock, self._shared = index, clock, shared
         self.eviction_history, self.recent_requests = EvictionHistory(clock), RecentRequests(max_bytes)
         self.on_request: Callable[[RecentRequest], None] | None = None
-        """Told of each request that is admitted."""
+        """Called with each admitted request."""
 
     def on_evicted(self, tier: str, signatures: Iterable[bytes]) -> None:
-        """These left the last tier that had them."""
+        """Note blocks evicted from the last tier that had them."""
         if tier not in self._shared:
             policy, clock = self._index.policy.name, self._index.clock
             self.eviction_history.add(signatures, "evicted", tier=tier, why=policy, clock=clock)
 
     def expired(self, tier: str, signatures: Iterable[bytes]) -> None:
-        """The end of these had come."""
+        """Note blocks that expired."""
         self.eviction_history.add(signatures, "expired", tier=tier, why="ttl_s", clock=self._index.clock)
 
     def dropped(self, tier: str, signatures: Iterable[bytes], why: str, *, failed: bool = False) -> None:
-        """These were offered to a tier and are not there."""
+        """Note blocks that were offered to a tier and not stored."""
         reason = "store_failed" if failed else "store_dropped"
         self.eviction_history.add(signatures, reason, tier=tier, why=why, clock=self._index.clock)
 
     def refused(self, tier: str, signature: bytes, check: str) -> None:
-        """A tier had this, and it did not pass a check."""
+        """Note a record that failed a check in its tier."""
         self.eviction_history.add([signature], "refused", tier=tier, why=check, clock=self._index.clock)
 
     def reason(self, asked: RecentRequest) -> str:
-        """For the first block of `asked` that was not found; "" where all were."""
+        """The reason for the first block of `asked` that was not found; "" if all were found."""
         if asked.found == asked.blocks:
             return ""
         asked.fate = self.eviction_history.find(asked.signature(asked.found))
@@ -82,12 +86,11 @@ class MissExplainer:
         return "apart" if self._same_tokens_elsewhere(asked) is not None else self.reason_within_namespace(asked)
 
     def reason_within_namespace(self, asked: RecentRequest) -> str:
-        """As `reason`, of a block whose fate is not known, as if there was no other namespace: what others stored may
-        not be learned from it."""
+        """As `reason`, for a block of unknown fate, without a look at other namespaces, whose contents are secret."""
         return "cold" if self._diverging_request(asked) is None else "diverged"
 
     def _diverging_request(self, asked: RecentRequest) -> RecentRequest | None:
-        """The newest prompt that shares all that was found, and goes on in another way."""
+        """The newest prompt that shares all found blocks and continues differently."""
         if asked.found:
             for other, shared in self._related(asked):
                 if shared == asked.found < other.blocks:
@@ -103,15 +106,17 @@ class MissExplainer:
         return None
 
     def _related(self, asked: RecentRequest) -> Iterator[tuple[RecentRequest, int]]:
-        """Earlier prompts with the same first block, the newest first, and how many blocks they share."""
+        """Earlier prompts with the same first block, newest first, and the number of blocks that they share."""
         for other in _earlier_requests(asked, self.recent_requests.same_head(asked.namespace, asked.signature(0))):
             yield other, shared_blocks(asked.packed, other.packed)
 
     def _same_tokens_elsewhere(
         self, asked: RecentRequest, among: Collection[bytes] | None = None
     ) -> RecentRequest | None:
-        """The newest prompt with the same tokens up to the end of the first block that was not found, whose blocks are
-        there under another namespace (one `among` these)."""
+        """The newest prompt with the same tokens through the first missing block, whose blocks another namespace has.
+
+        `among`: the namespaces to search; None for all.
+        """
         end = (asked.found + 1) * asked.block_tokens
         ours = asked.tokens(0, end)
         for other in self.recent_requests.same_start(ours, among) if len(ours) else ():
@@ -123,13 +128,15 @@ class MissExplainer:
                     return other
         return None
 
-    # told in full
+    # the full explanation
 
     def explain(
         self, asked: RecentRequest, namespaces: Iterable[Namespace] = (), among: Collection[bytes] | None = None
     ) -> dict[str, Any]:
-        """All that is known, in types that any message can carry. Ids stand for text: who asks may have a tokenizer.
-        `among`: told to somebody who may know of these namespaces alone, so as if there were no others."""
+        """All that is known about a miss, in types that any message format supports. Token ids stand for text.
+
+        `among`: the namespaces that the reader may know of. The explanation is as if there were no others.
+        """
         now, first = self._clock.wall(), asked.found * asked.block_tokens
         named = {namespace.id: namespace for namespace in namespaces}
         reason, same_tokens = (
@@ -167,7 +174,7 @@ class MissExplainer:
     def _fate(self, asked: RecentRequest, now: float) -> dict[str, Any]:
         fate = asked.fate or self.eviction_history.find(
             asked.signature(asked.found)
-        )  # a tier may tell of it after the load ended
+        )  # a tier may report the fate after the load ended
         if fate is None:
             return {}
         told = {"tier": fate.tier, "why": fate.why, "lost_time": fate.time, "lost_ago_s": now - fate.time}
@@ -177,12 +184,12 @@ class MissExplainer:
         return told
 
     def _last_use(self, asked: RecentRequest, fate: BlockFate) -> RecentRequest | None:
-        """The newest request with this block in its prompt before it was lost."""
+        """The newest request before the loss whose prompt has this block."""
         found = (other for other, shared in self._related(asked) if shared > asked.found)
         return next((other for other in found if other.clock <= fate.clock), None)
 
     def _earlier_request(self, asked: RecentRequest, now: float) -> dict[str, Any]:
-        """A block that was asked for once and is neither there nor known to be lost."""
+        """An earlier request for a block that is neither cached nor known to be lost."""
         found = next((other for other, shared in self._related(asked) if shared > asked.found), None)
         return {} if found is None else {"other": _request_summary(found, now)}
 
@@ -203,7 +210,7 @@ def _namespace_summary(namespace: Namespace | None, id: bytes) -> dict[str, Any]
 
 
 def _namespace_diff(one: Namespace | None, other: Namespace | None) -> dict[str, list[str]]:
-    """By field, what each says; a salt is a secret, of which only that it differs is told."""
+    """By field, both values. A salt is secret: only whether it is set is shown."""
     if one is None or other is None:
         return {}
     ours, theirs = _flat_fields(one), _flat_fields(other)
@@ -226,7 +233,7 @@ def _flat_fields(namespace: Namespace) -> dict[str, Any]:
 
 
 def _divergence(asked: RecentRequest, other: RecentRequest, now: float) -> dict[str, Any]:
-    """Where the two part, what stands there in each, and where they meet again."""
+    """Where two prompts diverge, the tokens there, and where they meet again."""
     first = asked.found * asked.block_tokens
     ours, theirs = asked.tokens(first, first + RESYNC_WINDOW_TOKENS), other.tokens(first, first + RESYNC_WINDOW_TOKENS)
     told: dict[str, Any] = {"other": _request_summary(other, now), "block": asked.found}
@@ -247,8 +254,11 @@ def _divergence(asked: RecentRequest, other: RecentRequest, now: float) -> dict[
 
 
 def resync_point(ours: Ids, theirs: Ids) -> tuple[int, int, int] | None:
-    """Where two sequences that part at their first token agree again: tokens skipped of each, and how many follow that
-    are the same. None where they do not, soon."""
+    """Where two sequences that differ at their first token agree again.
+
+    Returns:
+        Tokens skipped of each, and how many equal tokens follow. None if they do not agree soon.
+    """
     grams: dict[bytes, int] = {}
     for i in range(min(RESYNC_WINDOW_TOKENS, len(theirs) - RESYNC_GRAM_TOKENS + 1)):
         grams.setdefault(theirs[i : i + RESYNC_GRAM_TOKENS].tobytes(), i)
@@ -267,13 +277,13 @@ def resync_point(ours: Ids, theirs: Ids) -> tuple[int, int, int] | None:
 def hypothetical_request(
     packed: bytes, ids: Ids | None, *, namespace: bytes, places: list[bytes], block_tokens: int, clock: int, time: float
 ) -> RecentRequest:
-    """A prompt that nobody has asked for yet, as `Why` is asked about it."""
+    """A prompt that no client has sent yet, for `explain`."""
     known = [ids[: len(packed) // SIGNATURE_BYTES * block_tokens]] if ids is not None else []
     return RecentRequest("", namespace, places, block_tokens, packed, clock, time, known)
 
 
-# What a request knows of the part of its prompt that was not found: one reason, counted once. Counted when the
-# request stores or is left, since until then a load may still bring less than was found.
+# The missing part of one request's prompt: one reason, counted once. It is counted when the request stores or is
+# closed, because a load may still bring less than was found.
 
 
 class MissRecord:
@@ -292,7 +302,7 @@ class MissRecord:
         self._asked = RecentRequest(request, namespace, places, block_tokens, b"", 0, 0.0, agent=agent, session=session)
         self._prompt_blocks = 0
         self._behind: list[NDArray[np.uint32]] = []
-        self._loads: list[tuple[int, int, BlockTransfer]] = []  # whose, its first block
+        self._loads: list[tuple[int, int, BlockTransfer]] = []  # rank, first block, transfer
         self._admitted = self._counted = False
 
     def look(
@@ -305,9 +315,13 @@ class MissRecord:
         reason: str | None = None,
         **detail: Any,
     ) -> str:
-        """So many blocks of this chain were found; why no more, as the asker may know it. `ids`: of its full blocks,
-        where the chain is new; `beside`: any tokens from the first on, where it was named by digests. `reason`: where
-        it is known, and is not that the next block is not there."""
+        """Record that `found` blocks of this chain were found; the reason for the rest, as this client may know it.
+
+        Args:
+            ids: token ids of the chain's full blocks, if the chain is new.
+            beside: tokens from the first one on, if the chain was given as digests.
+            reason: a known reason other than that the next block is missing.
+        """
         asked = self._asked
         if packed is not asked.packed:
             if asked.kept:  # another prompt in the same request
@@ -324,24 +338,26 @@ class MissRecord:
         if ids is not None and self._miss_explainer.recent_requests.max_bytes:
             asked.ids = [kept(ids)]
         asked.reason = self._miss_explainer.reason(asked) if reason is None else reason
-        # nobody learns from an answer what another tenant has stored
+        # an answer must not reveal what another tenant has stored
         return self._miss_explainer.reason_within_namespace(asked) if asked.reason == "apart" else asked.reason
 
     def digest(self, parent: bytes, ids: NDArray[Any], block_tokens: int, extras: list[bytes] | None) -> bytes:
-        """Hashes what comes behind the prompt, and keeps its ids for `extended`."""
+        """Hash the tokens after the prompt, and keep their ids for `extended`."""
         if self._miss_explainer.recent_requests.max_bytes:
             self._behind.append(kept(ids))
         return digest_chain(parent, ids, block_tokens, extras)
 
     def extended(self, packed: bytes) -> None:
-        """The chain has more blocks now."""
+        """Record that the chain has more blocks."""
         behind, self._behind = self._behind, []
         if packed is not self._asked.packed:
             self._miss_explainer.recent_requests.grow(self._asked, behind, packed)
 
     def told(self, ids: Any) -> None:
-        """Tokens of the chain from the first on, by a client that named its blocks itself. As `look`, for one that has
-        answered without them."""
+        """Add the chain's tokens, from a client that hashes its own blocks.
+
+        As `look`, for a request that was answered before.
+        """
         asked = self._asked
         if asked.found < asked.blocks and not asked.kept and self._miss_explainer.recent_requests.max_bytes:
             asked.ids, asked.known_from = [kept(tokens(ids)[: asked.blocks * asked.block_tokens])], 0
@@ -358,11 +374,11 @@ class MissRecord:
             self._miss_explainer.on_request(asked)
 
     def loading(self, rank: int, first_block: int, transfer: BlockTransfer) -> None:
-        """`rank`: any number, the same for loads that come one after the other."""
+        """Record a load. `rank`: any number, the same for successive loads of one rank."""
         self._loads.append((rank, first_block, transfer))
 
     def count(self) -> bool:
-        """Once, and only what was admitted: whether it was counted now."""
+        """Count an admitted request once; True if this call counted it."""
         if not self._admitted or self._counted:
             return False
         self._counted = True
@@ -378,8 +394,10 @@ class MissRecord:
         return True
 
     def loaded(self) -> tuple[int, int, float] | None:
-        """Once: up to which block loads were asked for, how many blocks all ranks had when these had ended, and how
-        long they took. None where there was none. A rank that only loads what its scheduler found is asked as well."""
+        """The result of the loads, once: requested end block, blocks that every rank then had, and duration.
+
+        None without loads. A rank that only loads the blocks that its scheduler found counts too.
+        """
         loads, self._loads = self._loads, []
         if not loads:
             return None
@@ -392,9 +410,9 @@ class MissRecord:
         return taken, min(reached.values()), max(seconds.values())
 
     def _failed(self, asked: RecentRequest, outcome: Outcome) -> tuple[str, dict[str, Any]]:
-        """Why a block that was found did not come."""
+        """The reason why a found block did not load."""
         reason = REASON_BY_OUTCOME.get(outcome.value)
         asked.fate = fate = self._miss_explainer.eviction_history.find(asked.signature(asked.found))
-        if reason is None:  # it left between the question and the load; or the tier found that it has it no more
+        if reason is None:  # it was evicted between match and load, or the tier did not have it any more
             return ("refused", {"outcome": outcome.value}) if fate is None else (fate.reason, {})
         return reason, {"outcome": outcome.value}

@@ -1,7 +1,8 @@
-"""What was bound once and is not any more: what is known of it goes, with its last record what its records need known.
+"""Garbage collection of the state of namespaces that are not bound any more.
 
-Whose a record is must be known while it is there, so that it counts for its tenant's quota and is found where that
-tenant is erased. So it is looked, in the background, which of these namespaces have records still.
+The owner of a record must be known while the record exists. The record then counts for the tenant's quota, and an
+erasure of the tenant finds it. The state of a namespace is therefore removed with its last record. A background pass
+checks which unbound namespaces still have records.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from kvcache.tier.record_codec import RecordCodec
 
 
 class NamespaceGC:
-    """`bounds`: those that there are. `binding`: held while one is made."""
+    """Collects unbound namespaces.
+
+    Args:
+        tiers: the cache's own tiers.
+        bounds: the current bindings.
+        binding: the lock held while a binding is made.
+    """
 
     def __init__(
         self,
@@ -30,7 +37,6 @@ class NamespaceGC:
         bounds: Callable[[], Sequence[CacheNamespace]],
         binding: threading.Lock,
     ) -> None:
-        """`tiers`: our own."""
         self._index, self._tiers, self._record_codec, self._cost_classes, self._erasure = (
             index,
             tiers,
@@ -41,10 +47,13 @@ class NamespaceGC:
         self._bounds, self._bind_lock = bounds, binding
         self._added = 0
         self.places: set[bytes] = set()
-        """Of which something is known still."""
+        """Places whose state is still kept."""
 
     def add(self, removed: Collection[CacheNamespace]) -> None:
-        """These are not bound any more: called with `binding` held. Then `look`, in the background."""
+        """Add namespaces that are not bound any more.
+
+        Call with `binding` held, then run `collect` in the background.
+        """
         self._added += 1
         bound = {each.id for each in self._bounds()}
         for each in removed:
@@ -53,11 +62,11 @@ class NamespaceGC:
         self.places |= {name for each in removed for name in _shard_names(each)}
 
     def collect(self) -> None:
-        """Forget what has no record."""
+        """Remove the state of namespaces without a record."""
         added = self._added
         held = set[bytes]().union(*(self._index.places(tier) for tier in self._tiers))
         with self._bind_lock:
-            if added != self._added:  # it may have records since: who added it looks after us
+            if added != self._added:  # the new ones may have records; the later `add` is followed by its own `collect`
                 return
             bound = {name for each in self._bounds() for name in _shard_names(each)}
             removed = self.places - held - bound

@@ -1,4 +1,4 @@
-"""A load or a store under way, as the caller sees it."""
+"""A load or a store in progress, as its caller sees it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvcache.transfer.copier import CopyHandle
 
 
 class BlockTransfer(Ticket):
-    """One outcome a block, with the count that a caller wants: how far the prefix reached."""
+    """One outcome per block, and the number of leading blocks that are done."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
         self._copies: list[CopyHandle] = []
-        self._begun = 0  # blocks from the front whose copies are among these, or were not needed
+        self._begun = 0  # leading blocks whose copies are in `_copies` or were not needed
 
     seconds = 0.0
-    """What a load took, once it is done."""
+    """The duration of a load, once it is done."""
 
     @property
     def blocks(self) -> int:
@@ -27,7 +27,7 @@ class BlockTransfer(Ticket):
 
     @property
     def failure(self) -> tuple[int, Outcome] | None:
-        """The first block that will not come, and why not."""
+        """The first block that failed, and its outcome."""
         outcomes = self.outcomes
         if outcomes.count(Outcome.DONE) == len(outcomes):
             return None
@@ -35,14 +35,17 @@ class BlockTransfer(Ticket):
         return next(ended, None)
 
     def begun(self, end: int, copies: Sequence[CopyHandle]) -> None:
-        """These bring blocks before `end`, behind those that were told before."""
+        """Add the copies of blocks before `end`, after those added before."""
         with self._changed:
             self._copies += copies
             self._begun = end
             self._changed.notify_all()
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
-        """Counted within each group's shard; where blocks arrive whole a layer is there when all of them are."""
+        """As `Transfer.wait_layer`.
+
+        Layers count within each group's shard. Blocks that arrive whole have a layer when they have all.
+        """
         end = None if timeout_s is None else time.monotonic() + timeout_s
 
         def left() -> float | None:
@@ -54,11 +57,11 @@ class BlockTransfer(Ticket):
             copies = list(self._copies)
         try:
             return all(copy.wait_layer(layer, left()) for copy in copies)
-        except Exception:  # noqa: BLE001  law: never in the way; the device failed, and so will the transfer
+        except Exception:  # noqa: BLE001  the device failed, and the transfer reports it
             return self.wait(left())
 
     def settle_run(self, first: int, end: int, outcome: Outcome) -> None:
-        """Give every block of these that has no outcome yet this one."""
+        """Set this outcome for each of these blocks that has none yet."""
         with self._changed:
             for i in range(first, end):
                 if not self._outcomes[i].settled:
@@ -68,5 +71,5 @@ class BlockTransfer(Ticket):
                 self._changed.notify_all()
 
     def settle_rest(self, first: int, outcome: Outcome) -> None:
-        """The same of all from `first` on."""
+        """Set this outcome for each block from `first` on that has none yet."""
         self.settle_run(first, len(self._outcomes), outcome)

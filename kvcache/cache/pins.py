@@ -1,8 +1,8 @@
-"""An operator's order that a prefix be kept: bounded, and with an end.
+"""Pins: an operator's claims on prefixes, bounded and with an end.
 
-A pin holds the blocks of a prefix that are there when it is made, each in the tiers that have it, as a request would;
-all pins together hold at most an eighth of each tier. It ends at its time, by `unpin`, or with the process, unless
-another takes its place: that goes on with it, as far as its blocks are there.
+A pin holds the blocks of a prefix that are cached when it is made, in the tiers that have them, as a request does. All
+pins together hold at most an eighth of each tier. A pin ends at its time, by `unpin`, or with the process. In a
+handover the next process continues it for the blocks that it has.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _log = logger("kvcache.pins")
 
 @dataclass(slots=True)
 class Pin:
-    """`blocks` of `wanted` blocks are held: the rest was not there, or there was no more room for pins."""
+    """One pin. It holds `blocks` of `wanted` blocks: the rest was not cached, or exceeded the limit on pins."""
 
     id: int
     namespace: bytes
-    signature: bytes  # of the last block that was asked for
+    signature: bytes  # of the last requested block
     blocks: int
     wanted: int
     block_tokens: int
-    runs: Sequence[tuple[BlockRun, int]]  # with the bytes of a payload each
+    runs: Sequence[tuple[BlockRun, int]]  # each with the bytes of a payload
     by_tier: Mapping[str, int]
     ends: float  # seconds since 1970
-    until: float  # the same by the port's clock
+    until: float  # the same on the clock of `OsEnv`
     claim: Holds.Claim = field(default_factory=list)
 
     def told(self) -> dict[str, Any]:
@@ -62,19 +62,22 @@ class Pin:
 
 
 class Pins:
-    """Thread-safe. What has ended is let go when a request begins or somebody asks: nothing leaves before then."""
+    """The pins of a cache. Expired pins are released when a request begins or a call reads the pins, not before.
+
+    Thread safety: any thread.
+    """
 
     def __init__(self, index: Index, tiers: Sequence[Tier], clock: Clock) -> None:
         self._index, self._clock = index, clock
         self._holds = Holds(index, tiers, share=PIN_DIVISOR)
         self._pins: dict[int, Pin] = {}
         self.last = 0
-        """Number of a pin: none comes twice, in the processes after this one neither."""
-        self._next = float("inf")  # when the first of them ends
+        """The last pin number. Numbers are never reused, not even by later processes."""
+        self._next = float("inf")  # when the first pin ends
         self._lock = threading.Lock()
 
     def check(self, seconds: float) -> None:
-        """ConfigError where a pin of so many seconds makes no sense, or there are too many pins."""
+        """Raise ConfigError if the duration is invalid or there are too many pins."""
         if not 0 < seconds <= MAX_PIN_S:
             raise ConfigError(f"a pin of {seconds:g} s: expected more than 0 and at most {MAX_PIN_S:.0f} (30 days)")
         self.sweep()
@@ -85,7 +88,7 @@ class Pins:
             raise ConfigError(f"{MAX_PINS} prefixes are pinned, and no more can be: `kvcache unpin` one")
 
     def pinnable_blocks(self, bound: CacheNamespace, blocks: int) -> int:
-        """Of so many blocks from the front, those of which pins may hold every record in host memory."""
+        """Of this many leading blocks, those whose records pins can all hold in host memory."""
         sizes = [(place.group, record_bytes(place.payload_bytes)) for place in bound.all_shards]
 
         def size(blocks: int) -> int:
@@ -96,7 +99,11 @@ class Pins:
         return bisect_right(range(1, blocks + 1), self._holds.holdable_bytes()[self._index.tiers[0]], key=size)
 
     def pin(self, bound: CacheNamespace, packed: bytes, seconds: float) -> Pin:
-        """Hold what is there of these blocks. ConfigError where that is nothing, and as of `check`."""
+        """Hold the cached blocks of this prefix.
+
+        Raises:
+            ConfigError: none is cached, none fits, or as `check`.
+        """
         self.check(seconds)
         lookup = self._index.lookup(bound.names, bound.needs)
         lookup.match(packed)
@@ -129,7 +136,7 @@ class Pins:
         return made
 
     def _keep(self, pin: Pin) -> bool:
-        """Hold what there is room for. False where that is nothing."""
+        """Hold the blocks that fit. False if none does."""
         pin.claim = self._holds.take(pin.runs)
         held = self._whole(pin.claim, pin.runs, pin.blocks)
         if not held:
@@ -144,14 +151,14 @@ class Pins:
 
     @staticmethod
     def _whole(claim: Holds.Claim, runs: Sequence[tuple[BlockRun, int]], found: int) -> int:
-        """Of so many blocks, those of which every part is held; where there are several parts, all or none."""
+        """Of the found blocks, those held with every part; with several parts, all or none."""
         held = [sum(blocks) for _, blocks, _ in claim]
         if held == [run.blocks for run, _ in runs]:
             return found
         return held[0] if len(runs) == 1 and held and runs[0][0].blocks == found else 0
 
     def unpin(self, id: int) -> bool:
-        """False where there is no such pin, any more."""
+        """Remove a pin. False if there is none with this id."""
         with self._lock:
             pin = self._pins.pop(id, None)
             if pin is not None:
@@ -159,7 +166,7 @@ class Pins:
             return pin is not None
 
     def sweep(self) -> None:
-        """Let go of those whose time is over."""
+        """Release expired pins."""
         now = self._clock.now()
         if now < self._next:
             return
@@ -174,13 +181,13 @@ class Pins:
             return list(self._pins.values())
 
     def held(self) -> set[BlockRun]:
-        """Each block by itself."""
+        """Runs of one block each, for all pinned blocks."""
         with self._lock:
             runs = [run for pin in self._pins.values() for run, _, _ in pin.claim]
         return {BlockRun(run.place, bytes(run.part(i, i + 1).signatures)) for run in runs for i in range(run.blocks)}
 
     def left(self) -> list[dict[str, Any]]:
-        """For the process after this one."""
+        """The pins, for the next process."""
         self.sweep()
         with self._lock:
             return [
@@ -201,13 +208,18 @@ class Pins:
             ]
 
     def resume_after(self, last: int) -> None:
-        """Behind this number."""
+        """Continue numbering after this number."""
         with self._lock:
             self.last = max(self.last, last)
 
     def recall(self, left: Mapping[str, Any]) -> None:
-        """One that the process before kept, as far as it is there, unless it has ended; what is not there is said.
-        Raises something where it makes no sense."""
+        """Continue a pin of the previous process with the blocks that are cached, unless it has ended.
+
+        Blocks that are missing are logged.
+
+        Raises:
+            Exception: of any type, if the data is invalid.
+        """
         numbers = [left[name] for name in ("pin", "blocks", "wanted", "block_tokens")]
         runs = [(BlockRun(place, signatures), payload_bytes) for place, signatures, payload_bytes in left["runs"]]
         sizes = [payload_bytes for _, payload_bytes in runs]

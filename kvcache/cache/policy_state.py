@@ -1,15 +1,15 @@
-"""What a policy has learnt, kept beside the first drive's store and read again at start.
+"""The learned state of the eviction policy, saved beside the first drive's store and loaded at start.
 
-One file, `policy`: a line that names the format, a line with the SHA-256 of the rest, a line of JSON, then rows. The
-JSON holds the counts that the policy judges by (`reused`, and as `forgotten` all that was last seen waiting, here or as
-a ghost), which kind what lies on the drive is of, so that shares hold before an engine comes, and when the namespaces
-that were used last were used, whatever the policy. The rows hold how often single blocks and ghosts were used and how
-long ago (`Index.kept`): what lies on the drive goes on as it was, what does not is a ghost, and what there was no room
-for counts as seen until then.
+The file `policy` has a line that names the format, a line with the SHA-256 of the rest, a line of JSON, then rows. The
+JSON has the counts that the policy uses: `reused`, and as `forgotten` all blocks last seen waiting, cached or as
+ghosts. It also has the cost classes of the records on the drive, so that quotas hold before an engine connects. For
+every policy it has the time of the last use of recent namespaces. The rows have the use count and age of single blocks
+and ghosts (`Index.kept`). Blocks on the drive continue with theirs, other rows become ghosts, and blocks without a row
+count as seen until then.
 
-It is written every `SAVE_S` in which there was a request, for each MiB of it later, and at the end; a kill loses what
-was learnt since. A file that is damaged, of another version or of another policy is ignored and counted: then the
-policy begins anew.
+The file is written every SAVE_INTERVAL_S in which there was a request, a minute later for each MiB of its size, and at
+the end. A kill loses the changes since. A file that is damaged, of another version or of another policy is ignored and
+counted; the policy then starts without evidence.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ FORMAT = b"kvcache policy 2\n"
 SAVE_INTERVAL_S = 60.0
 MAX_COUNT = 1 << 48
 MAX_JSON_BYTES = 64 << 10
-"""But for the rows; places beyond them are left out. A store's own overhead has room for it."""
+"""Without the rows; further places are left out. The store's own overhead has space for it."""
 MAX_ROWS = 1 << 21
-"""Of 8 bytes: blocks that are there, then the ghosts that left last."""
+"""Rows of 8 bytes: cached blocks, then the newest ghosts."""
 
 LAST_USE, MAX_NAMESPACES = Struct("<32sd"), 256
-"""A namespace and when it was used last; so many are told, those used last."""
+"""A namespace and the time of its last use; the most recent ones are saved, at most this many."""
 
 _log = logger("kvcache.learnt")
 
 
 class PolicyState:
-    """`directory`: where the file is; None: nothing is kept."""
+    """Saves and loads the state. `directory`: where the file is; None saves nothing."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class PolicyState:
         self._writing = threading.Lock()
 
     def load(self) -> None:
-        """At start, before any request. Never raises: a cache works without."""
+        """Load the state at start, before any request. Never raises: a cache works without it."""
         if self._path is None:
             return
         try:
             file = self._os_env.disk.open(self._path)
         except OSError:
-            return  # there is none yet, or the drive has troubles that others will tell of
+            return  # no file yet, or a drive fault that others report
         try:
             data = bytearray(min(file.size(), MAX_JSON_BYTES + 8 * MAX_ROWS + 64))
             got = file.read(0, [memoryview(data)]) if data else 0
@@ -91,7 +91,7 @@ class PolicyState:
         self._counters.add("policy_states", result=result)
 
     def recall(self, data: bytes) -> None:
-        """As `load`, from a process that ended, where no file has it."""
+        """Load the state that an earlier process handed over, if no file is configured."""
         if self._path is None:
             self._counters.add("policy_states", result=self._take(data))
 
@@ -116,10 +116,10 @@ class PolicyState:
             reused, forgotten = _unpack_counts(told["reused"], shape), _unpack_counts(told["forgotten"], shape)
             if rows:
                 self._index.remember(rows)
-                forgotten = np.maximum(forgotten - self._index.evidence().waiting, 0)  # these wait, each by itself
+                forgotten = np.maximum(forgotten - self._index.evidence().waiting, 0)  # these wait as rows of their own
             self._cost_classes.recall(told["kinds"])
             self._index.learn(reused, forgotten)
-        except Exception as error:  # noqa: BLE001  whole, but not as we write it: another version's
+        except Exception as error:  # noqa: BLE001  boundary to foreign data: intact, but written by another version
             _log.warning(
                 "%s is of another make (%s); the policy begins anew", self._path or FILE_NAME, type(error).__name__
             )
@@ -127,7 +127,7 @@ class PolicyState:
         return "read"
 
     def used(self) -> None:
-        """A request began: write it down, where it is time."""
+        """Note that a request began; saves the state if that is due."""
         if self._path is None or self._os_env.clock.now() < self._due:
             return
         self._due = self._os_env.clock.now() + SAVE_INTERVAL_S
@@ -135,7 +135,7 @@ class PolicyState:
             self._submit(self.save)
 
     def save(self) -> None:
-        """Under its name only once it is whole and on the medium. Never raises."""
+        """Write the file; it gets its name once it is complete and durable. Never raises."""
         if self._path is None:
             return
         try:
@@ -163,11 +163,17 @@ class PolicyState:
         disk.sync_directory(str(self._directory))
 
     def told(self, *, waiting: bool = True) -> bytes:
-        """As the file has it. Not `waiting`: without what waits now, for a life that is told of it in another way."""
+        """The contents of the file.
+
+        Not `waiting`: without waiting blocks, for a process that gets them in another way.
+        """
         return b"".join(self._parts(waiting=waiting))
 
     def _parts(self, *, waiting: bool) -> list[bytes]:
-        """The rows are the last of them, and never copied: others wait while Python copies 16 MiB."""
+        """The parts of the file, rows last.
+
+        Rows are never copied: other threads would wait while Python copies 16 MiB.
+        """
         policy, evidence = self._index.policy, self._index.evidence()
         told: dict[str, Any] = {
             **dict(zip(("policy", "bounds", "gaps", "edges"), _policy_shape(policy), strict=True)),
@@ -194,7 +200,7 @@ def _pack_counts(counts: NDArray[np.int64]) -> str:
 
 
 def _unpack_counts(packed: str, shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """ValueError where they are not such counts."""
+    """Raises ValueError if these are not counts of this shape."""
     size = 8 * prod(shape)
     data = decompressobj().decompress(b64decode(packed), size + 1)
     if len(data) != size:

@@ -28,8 +28,9 @@ _log = logging.getLogger("kvcache")
 
 @dataclass(slots=True, eq=False)
 class InflightRead:
-    """A record being read into host. Once its outcome is DONE it is an ordinary host record, and `HostTier.acquire`
-    finds it.
+    """A record being read into host.
+
+    Once its outcome is DONE it is an ordinary host record, and `HostTier.acquire` finds it.
     """
 
     address: Address
@@ -127,13 +128,14 @@ class Promoter:
             return self._changed.wait_for(lambda: not self._inflight_reads, timeout_s)
 
     def _ask(self, tier: Tier, reads: Sequence[InflightRead]) -> None:
-        """Submit one batch. The first read's priority and deadline apply to all, because a batch is from one
-        request.
+        """Submit one batch.
+
+        The first read's priority and deadline apply to all, because a batch is from one request.
         """
         if not reads:
             return
         views = []
-        failed: list[InflightRead] = []  # failed here; read together from the next tier
+        failed: list[InflightRead] = []  # failed in this tier; read together from the next tier
         remaining, loaded_bytes, late, reported = len(reads), 0, False, [False] * len(reads)
         reading = self._plan.read_started(tier.name, sum(read.payload_bytes for read in reads))
 
@@ -164,7 +166,8 @@ class Promoter:
                 deadline=reads[0].deadline,
                 on_outcome=arrived,
             )
-        except Exception:  # noqa: BLE001  a cache fault never fails a request; without an outcome these records could not be loaded again
+        except Exception:  # noqa: BLE001  a cache fault never fails a request
+            # without an outcome these records could not be loaded again
             _log.exception("%s took no reads; %d blocks are a miss", tier.name, len(reads))
             for i in [i for i, settled in enumerate(reported) if not settled]:
                 arrived(i, Outcome.FAILED)

@@ -1,7 +1,7 @@
-"""Blocks that a tier was meant to take and does not have: those that host memory still has, and a count of the others.
+"""Blocks that a tier was intended to take and does not have: those still in host memory, and a count of the lost ones.
 
-`flush` offers the first kind to the tier again. A block that leaves host memory first is lost, and each caller of
-`flush` hears of it once. Memory is bounded: an entry belongs to a record in host memory, and counts are kept by
+`flush` offers the first kind to the tier again. A block evicted from host memory before that is lost, and each caller
+of `flush` gets it reported once. Memory is bounded: an entry belongs to a record in host memory, and counts are kept by
 namespace.
 """
 
@@ -16,21 +16,24 @@ from kvcache.block.record import Address
 from kvcache.index.index import Index
 
 NAMESPACES = 1 << 12
-"""That are counted apart; the blocks of older ones count as anybody's."""
+"""The most namespaces with a count of their own; the counts of older ones are added under ANY."""
 LEAST = 1 << 12
-"""Entries that are kept without a look at host memory."""
+"""The number of entries up to which no check against host memory is made."""
 ANY = b""
-"""In place of a namespace that is not counted apart any more."""
+"""In place of a namespace without a count of its own."""
 
 WriteMode = Literal["write_through", "write_back", "on_second_use", "off"]
-"""When a tier is meant to have a block: when it is stored, when it leaves host memory, when it is used again, never."""
+"""When a block is intended for a tier: at store time, at eviction from host memory, at the next use, never."""
 
 Scope = Callable[[bytes], bool]
-"""Whether a namespace is the caller's."""
+"""Whether a namespace belongs to the caller."""
 
 
 class Tally:
-    """Blocks counted up, by namespace. Not thread-safe."""
+    """Block counts by namespace.
+
+    Thread safety: none; callers hold a lock.
+    """
 
     def __init__(self) -> None:
         self.counts: dict[bytes, int] = {}
@@ -43,8 +46,11 @@ class Tally:
 
 
 def since(now: Mapping[bytes, int], before: dict[bytes, int], scope: Scope | None, *, anybodys: bool) -> int:
-    """Blocks in the caller's scope that `before` does not have; it has them afterwards. `anybodys`: count those of no
-    namespace as the caller's, so that a loss is reported to one caller too many and never to none."""
+    """Blocks in the caller's scope that are not in `before` yet; adds them to it.
+
+    `anybodys`: count those under ANY as the caller's. A loss may then be reported to one caller too many, but always to
+    one.
+    """
     blocks = 0
     for namespace, count in now.items():
         if scope is None or (anybodys if namespace == ANY else scope(namespace)):
@@ -54,19 +60,22 @@ def since(now: Mapping[bytes, int], before: dict[bytes, int], scope: Scope | Non
 
 
 class Refused:
-    """Of one tier. Thread-safe. A store pays nothing here until the tier has refused a block."""
+    """Refused blocks of one tier. A store costs nothing here until the tier has refused a block.
+
+    Thread safety: any thread.
+    """
 
     def __init__(self, index: Index, tier: str) -> None:
         self._index, self._number = index, index.tiers.index(tier)
-        self._kept: dict[bytes, Address] = {}  # by name, what host memory still had when it was looked at last
+        self._kept: dict[bytes, Address] = {}  # by name, blocks in host memory at the last check
         self._lost, self._reached = Tally(), Tally()
         self._lock = threading.Lock()
 
     def add(self, addresses: Sequence[Address], *, keep: bool = True) -> None:
-        """The tier did not take these. `keep`: it is meant to have them while they are in host memory."""
+        """Record that the tier did not take these. `keep`: they stay intended for it while they are in host memory."""
         if not addresses:
             return
-        with self._lock:  # before the look: a block that leaves meanwhile is found here, or seen to be absent
+        with self._lock:  # before the lookup: a block evicted meanwhile is found here, or seen to be absent
             self._kept.update((address.name, address) for address in addresses)
         masks = self._index.masks(addresses)
         with self._lock:
@@ -81,7 +90,7 @@ class Refused:
             self.kept()
 
     def left_host(self, names: Iterable[bytes]) -> None:
-        """Host memory evicted these."""
+        """Record that host memory evicted these."""
         if not self._kept:
             return
         with self._lock:
@@ -89,7 +98,7 @@ class Refused:
                 self._lost.add(address.namespace, 1)
 
     def reached(self, addresses: Sequence[Address]) -> None:
-        """The tier has these."""
+        """Record that the tier has these."""
         with self._lock:
             for namespace, blocks in Counter(address.namespace for address in addresses).items():
                 self._reached.add(namespace, blocks)
@@ -98,8 +107,10 @@ class Refused:
                     self._kept.pop(address.name, None)
 
     def kept(self, scope: Scope | None = None) -> list[Address]:
-        """Those in the caller's scope that host memory has and the tier has not. The others are forgotten: an erased or
-        expired block is no loss."""
+        """Blocks in the caller's scope that host memory has and the tier lacks.
+
+        Others are forgotten: erased or expired is no loss.
+        """
         with self._lock:
             addresses = list(self._kept.values())
         masks = self._index.masks(addresses)
@@ -112,6 +123,6 @@ class Refused:
         return [address for address in kept if scope is None or scope(address.namespace)]
 
     def counts(self) -> tuple[dict[bytes, int], dict[bytes, int]]:
-        """Blocks that reached the tier, and blocks that were lost, since the cache was opened, by namespace."""
+        """Blocks that reached the tier and blocks that were lost, by namespace, since the cache was opened."""
         with self._lock:
             return dict(self._reached.counts), dict(self._lost.counts)

@@ -1,7 +1,7 @@
-"""What a tier that others write to has of a prompt: asked in the background, never by who matches.
+"""Lookups in shared tiers: how much of a prompt they have, found in the background, never on a matching thread.
 
-The answer becomes knowledge in the index, as if the tier had told it at start. That is bounded, and it is never
-trusted: a block may have left meanwhile, and then its read says ABSENT and the prefix is shorter.
+The index stores the answers like the contents of an own tier at start. The number of these entries is bounded, and they
+are not trusted: a block may have been removed since. Its read then returns NOT_FOUND and the prefix is shorter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcache.os_env import OsEnv
 from kvcache.tier.tier import Outcome, Tier
 
 MAX_PENDING_LOOKUPS = 64
-"""Under way at a time; a prompt beyond them is matched with what is known."""
+"""The most lookups in progress; further prompts are matched against the index only."""
 
 _log = logger("kvcache.ask")
 
@@ -29,15 +29,18 @@ _log = logger("kvcache.ask")
 class SharedTier(Tier, Protocol):
     @property
     def faults(self) -> Mapping[str, int]:
-        """What has failed since it was opened, by a word for it."""
+        """Counts of failures since the tier was opened, by kind."""
 
     def match_prefix(self, addresses: Sequence[Address], *, deadline: float | None = None) -> Future[int]:
-        """How many of a chain are there, from its head; 0 where that cannot be told in time. Returns at once.
-        ClosedError where it is closed."""
+        """The number of leading blocks of a chain that the tier has; 0 if that is not known in time. Returns at once.
+
+        Raises:
+            ClosedError: the tier is closed.
+        """
 
 
 class PendingLookup:
-    """How far the chains of one prompt reach in each shared tier."""
+    """A lookup of one prompt's chains in every shared tier."""
 
     def __init__(
         self, chains: Sequence[ChainView], needs: Sequence[int], first: int, tiers: int, deadline: float, os_env: OsEnv
@@ -50,12 +53,12 @@ class PendingLookup:
 
     @property
     def pending(self) -> bool:
-        """Some tier may still answer in time. What they found is in the index before this turns False."""
+        """Whether a tier may still answer in time. Found blocks are in the index before this turns False."""
         return self._left > 0 and self._os_env.clock.now() < self.deadline
 
     @property
     def answer(self) -> str:
-        """What came of it, as the table of reasons has it."""
+        """The result, as in the table of reasons."""
         return "late" if self._left else self._answer
 
     def answered(self, answer: str) -> None:
@@ -66,7 +69,10 @@ class PendingLookup:
 
 
 class SharedLookup:
-    """`most_known`: blocks that the index knows of a shared tier at most; those least worth are forgotten."""
+    """Runs lookups.
+
+    `max_known_blocks`: the most blocks of a shared tier in the index; the least valuable are removed.
+    """
 
     def __init__(
         self,
@@ -88,7 +94,7 @@ class SharedLookup:
     def begin(
         self, chains: Sequence[ChainView], needs: Sequence[int], first: int, deadline: float
     ) -> PendingLookup | None:
-        """Ask how far these chains go on from block `first`. None where there is nobody or nothing to ask."""
+        """Start a lookup of these chains from block `first` on. None if there is no tier or no block to look up."""
         if not self._tiers or first >= len(chains[0]):
             return None
         with self._lock:
@@ -112,8 +118,8 @@ class SharedLookup:
             elif self._find(tier, lookup):
                 answer = "found"
         except ClosedError:
-            pass  # the cache is closing: nobody waits for this
-        except Exception:  # noqa: BLE001  law: never in the way
+            pass  # the cache is closing, so no caller waits for the answer
+        except Exception:  # noqa: BLE001  a cache fault never fails a request
             _log.exception("a lookup in %s failed; what it has is a miss", tier.name)
         finally:
             lookup.answered(answer)
@@ -122,7 +128,7 @@ class SharedLookup:
                     self._open -= 1
 
     def _find(self, tier: SharedTier, lookup: PendingLookup) -> int:
-        """Put into the index what the tier has of this prompt; how many blocks more."""
+        """Index the blocks of this prompt that the tier has; the number of additional blocks."""
         first, chains, needs = lookup.first, lookup.chains, lookup.needs
         whole = [chain for chain, need in zip(chains, needs, strict=True) if need >= ALL_BLOCKS] or chains
         futures = [tier.match_prefix(ChainTail(chain, first), deadline=lookup.deadline) for chain in whole]
@@ -146,13 +152,13 @@ class SharedLookup:
         self._index.insert_run(chain.run(first, end), chain.parent(first), tier.name)
 
     def bound(self, tier: Tier) -> None:
-        """Forget what is known of the tier beyond the bound, and a little more, so that this is seldom."""
+        """Remove index entries of the tier beyond the bound, and some more, so that this runs rarely."""
         excess = self._index.resident(tier.name) - self._max_known_blocks
         if excess > 0:
             self._index.evict(tier.name, excess + self._max_known_blocks // 16)
 
     def wait(self, timeout_s: float) -> bool:
-        """Until what was asked by now was answered, and no answer tells of what has gone since."""
+        """Wait for the lookups begun before this call, so that no later answer reports blocks removed since."""
         with self._lock:
             flushes = [] if self._closed else [executor.submit(lambda: None) for executor in self._executors]
         return not wait_for(flushes, timeout_s).not_done
@@ -165,7 +171,7 @@ class SharedLookup:
 
 
 class ChainTail(Sequence[Address]):
-    """The blocks of a chain from one on: only those asked for are made."""
+    """The blocks of a chain from `first` on; addresses are built on access."""
 
     def __init__(self, chain: ChainView, first: int) -> None:
         self._chain, self._first = chain, first

@@ -118,8 +118,7 @@ class Store:
         return reached
 
     def _slots(self, first: int, end: int) -> tuple[list[FilledSlots], int]:
-        """By group, the blocks that host lacks and a slot for each; and the first block that lacks a slot in some
-        group.
+        """By group, the blocks that host lacks and a slot for each; and the first block that lacks a slot.
 
         From that block on, no group gets slots.
         """
@@ -164,8 +163,9 @@ class Store:
         return {i: uses[i - first] for i in missing}
 
     def _publish(self, chain: ChainView, blocks: list[int], slots: list[Slot]) -> None:
-        """Publish these blocks. Slots that stay in `slots` are unused: another request stored the same blocks
-        meanwhile.
+        """Publish these blocks.
+
+        Slots that stay in `slots` are unused: another request stored the same blocks meanwhile.
         """
         numbers = [self.first_block + i for i in blocks]
         addresses, expires_ms = chain.addresses(numbers), self.tier_manager.expiry.end_ms(self.ttl_s)

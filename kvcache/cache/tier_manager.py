@@ -67,12 +67,14 @@ class Bypass:
 
 
 MAX_VICTIMS_PER_SLOT = 64
-"""The most records evicted for one slot. More are needed only where sizes are mixed; the search then ends without a
-slot.
+"""The most records evicted for one slot.
+
+More are needed only where sizes are mixed; the search then ends without a slot.
 """
 MAX_SAMPLED_RECORDS, MIN_SAMPLED_RECORDS = 1 << 12, 16
-"""The most records sampled to choose a slab, and the fewest for each slab. Where the first limit is too small for all
-slabs, some slabs are skipped.
+"""The most records sampled to choose a slab, and the fewest for each slab.
+
+Where the first limit is too small for all slabs, some slabs are skipped.
 """
 MAX_SLAB_TRIES = 8
 """How many of the cheapest slabs may contain a record that cannot be evicted before the search stops."""
@@ -298,9 +300,7 @@ class TierManager:
         return sorted((e for e in slabs if worths[e] < inf), key=worths.__getitem__)
 
     def _worth(self, slab: Slab, most: int) -> float:
-        """The worth of one byte of a slab, from at most `most` of its records; infinity if one of these cannot be
-        evicted.
-        """
+        """The worth of one byte of a slab, from a sample of its records; infinity if one of these cannot be evicted."""
         resident = self.host.sample_slab(slab, most, self.index.clock)
         if resident is None:
             return inf
@@ -377,8 +377,9 @@ class TierManager:
         )
 
     def watch(self, *, anew: bool = False) -> Watch:
-        """Start the record of a new `flush` caller. `anew`: losses count from now on; else since the last report to any
-        caller.
+        """Start the record of a new `flush` caller.
+
+        `anew`: losses count from now on; else since the last report to any caller.
         """
         return Watch.begin(self.write_back_queues, self.index.clock, None if anew else self._told)
 
@@ -434,9 +435,7 @@ class TierManager:
         return lambda: None if end is None else max(0.0, end - clock.now())
 
     def _wait_begun(self, remaining_s: Left) -> list[str]:
-        """Wait for the end of the stores in progress and the removal of expired blocks; the reasons where time
-        ran out.
-        """
+        """Wait for stores in progress and removals of expired blocks; the reasons where time ran out."""
         if stores := self._stores.wait(remaining_s()):
             return [f"{stores} stores have not ended"]
         more = True

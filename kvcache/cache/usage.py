@@ -1,6 +1,7 @@
-"""Who used a cache, how much and when last: by namespace and by agent, for an operator.
+"""Usage of a cache: last use and counts by namespace and agent, and memory by namespace, for an operator.
 
-A use is one admitted request. Each table is bounded: what was not used for longest is forgotten first."""
+A use is one admitted request. Each table is bounded: the least recently used row is removed first.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +18,16 @@ from kvcache.index.index import Index
 from kvcache.os_env import Clock
 from kvcache.tier.tier import Tier
 
-# What each namespace has in each tier: records and bytes, counted when asked. To count a million records takes a good
-# part of a second of one core, so a count stands for a while: for `STANDS_S`, and for `REST` times what it took. So
-# whoever asks, however often, takes a few hundredths of a core at most.
+# Records and bytes of each namespace in each tier, counted on request. Counting a million records takes a large part of
+# a second of one core. A count is therefore reused for MIN_COUNT_AGE_S, or COUNT_AGE_RATIO times its own duration if
+# that is longer. Frequent callers then cost a few hundredths of a core at most.
 
 MIN_COUNT_AGE_S, COUNT_AGE_RATIO = 5.0, 30.0
 
 
 class TierUsage(NamedTuple):
     records: int
-    bytes: int  # 0 of a tier that others share: what its server takes for them is not told
+    bytes: int  # 0 for a shared tier, whose server does not report it
 
 
 UsageByNamespace = Mapping[bytes, Mapping[str, TierUsage]]
@@ -35,7 +36,12 @@ UsageByNamespace = Mapping[bytes, Mapping[str, TierUsage]]
 
 class NamespaceUsage:
     def __init__(self, index: Index, tiers: Sequence[Tier], clock: Clock, sizes: Callable[[], Mapping[bytes, int]]):
-        """`tiers`: host first. `sizes`: payload bytes of a record, by its place; of whatever can be in host."""
+        """Counts records by namespace.
+
+        Args:
+            tiers: host first.
+            sizes: payload bytes by place, for all records that can be in host.
+        """
         self._index, self._tiers, self._clock, self._sizes = index, tiers, clock, sizes
         self._counted: UsageByNamespace = {}
         self._until = float("-inf")
@@ -43,7 +49,7 @@ class NamespaceUsage:
         self._lock = threading.Lock()
 
     def take(self, *, anew: bool = False) -> UsageByNamespace:
-        """As it was counted last; `anew`: as it is now."""
+        """The last count while it is valid; `anew`: a new count."""
         with self._lock:
             began = self._clock.now()
             if anew or began >= self._until:
@@ -53,8 +59,10 @@ class NamespaceUsage:
             return self._counted
 
     def cached(self, submit: Callable[[Callable[[], object]], object]) -> UsageByNamespace:
-        """As it was counted last, for whoever may not wait: where that stands no more it is counted anew, by what
-        `submit` gives it to. Nothing before the first count is over."""
+        """The last count, for callers that must not wait; empty before the first count.
+
+        If the count is too old, `submit` runs a new one in the background.
+        """
         if self._clock.now() >= self._until and not self._recounting:
             self._recounting = True
             submit(self._recount)
@@ -97,7 +105,7 @@ class UsageRow:
 
 
 class _LRUTable(Generic[N]):
-    """The last used stands last."""
+    """Rows in order of use, the most recent last."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -116,23 +124,26 @@ class _LRUTable(Generic[N]):
 
 
 class UsageLog:
-    """Thread-safe."""
+    """Uses by namespace and by agent.
+
+    Thread safety: any thread.
+    """
 
     def __init__(self, clock: Clock, *, namespaces: int = MAX_NAMESPACES, agents: int = MAX_AGENTS) -> None:
         self._clock = clock
         self.since = clock.wall()
-        """Before then nothing is known of."""
+        """Earlier uses are unknown."""
         self._namespaces: _LRUTable[bytes] = _LRUTable(namespaces)
         self._agents: _LRUTable[tuple[str, str]] = _LRUTable(agents)  # by tenant and agent
         self._lock = threading.Lock()
 
     def touch(self, namespace: bytes) -> None:
-        """A request of this namespace loads or stores: it is in use, whether or not that is admitted."""
+        """Note that a request of this namespace loads or stores, whether or not it is admitted."""
         with self._lock:
             self._namespaces.touch(namespace, self._clock.wall())
 
     def add(self, namespace: bytes, tenant: str, agent: str, asked_tokens: int, hit_tokens: Mapping[str, int]) -> None:
-        """A request was admitted. `agent`: "" where none was named."""
+        """Add an admitted request. `agent`: "" if it has none."""
         now = self._clock.wall()
         with self._lock:
             uses = [self._namespaces.touch(namespace, now)]
@@ -154,13 +165,13 @@ class UsageLog:
             return {name: _copy_row(use) for name, use in self._agents.rows.items()}
 
     def told(self, most: int) -> list[tuple[bytes, float]]:
-        """For another life: the namespaces that were used last, and when, the oldest of them first."""
+        """The most recently used namespaces and the time of their use, oldest first, to save."""
         with self._lock:
             rows = self._namespaces.rows
             return [(name, use.last) for name, use in islice(rows.items(), max(0, len(rows) - most), None)]
 
     def recall(self, told: Iterable[tuple[bytes, float]]) -> None:
-        """What another life told; at the start, before anything is used."""
+        """Restore saved rows, at start, before any use."""
         now = self._clock.wall()
         with self._lock:
             for name, last in told:

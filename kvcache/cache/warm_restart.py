@@ -1,9 +1,9 @@
-"""What a cache leaves to the process that comes after it: its host memory, and what must be known of it.
+"""Handover of host memory from one cache process to the next.
 
-The memory goes as descriptors of extents, the rest as a table (`docs/spec/protocol.md`, Handing over): which slot has
-which record, and when it was last used. Clients can write to slots, and only the process before could write the table:
-so the table is believed, and the header in the slot has to agree. What does not fit, is of another version or makes no
-sense is not taken, and then it is on the drive, or nowhere.
+The memory is passed as file descriptors of slabs, the rest as a table (`docs/spec/protocol.md`, Handing over): which
+slot has which record, and when it was last used. Clients can write to slots, but only the old process could write the
+table. The table is therefore trusted, and the header in the slot must agree with it. Data that does not fit, is of
+another version or is invalid is not adopted. Such records are then only on the drive, or lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvcache.tier.host.tier import HostRecord
 
 VERSION = 1
 MAX_RESTORED_REQUESTS = 1 << 20
-"""That the next life counts as its own past: what was used before them is as old as they are."""
+"""The most requests that the next process counts as its past: older uses count as this old."""
 RECORD_ROW = np.dtype(
     [
         ("place", "<u4"),
@@ -48,16 +48,18 @@ RECORD_ROW = np.dtype(
         ("parent", f"V{SIGNATURE_BYTES}"),
     ]
 )
-"""One record."""
+"""One record of the table."""
 _CHECKSUM_BYTES = 8
 
 _log = logger("kvcache.legacy")
 
 
 def export_state(cache: Cache, within_s: float, most: int | None = None) -> tuple[bytes, list[int]]:
-    """The table, and the extents' descriptors in its order, at most so many: those with what an operator pinned first,
-    and of these, and of the others, the one used last; they stay the cache's. For one in which nothing moves any more,
-    and which is not asked again."""
+    """The table, and the slabs' descriptors in its order, at most `most`.
+
+    Slabs with pinned records are first; among these and among the others, the most recently used. The cache keeps
+    ownership of the descriptors. Call it on a cache in which no record moves and that gets no more requests.
+    """
     index, places, pins = cache.index, dict[bytes, int](), cache.tier_manager.pins
     pinned = pins.held()
     exported: list[tuple[tuple[bool, int], dict[str, Any], Region]] = []
@@ -86,7 +88,7 @@ def export_state(cache: Cache, within_s: float, most: int | None = None) -> tupl
         "places": list(places),
         "extents": [slab_info for _, slab_info, _ in exported],
         "owners": {space: owner.pack() for space, owner in cache.erasure.owned().items()},
-        "learnt": cache.policy_state.told(waiting=False),  # it goes on waiting
+        "learnt": cache.policy_state.told(waiting=False),  # the waiting blocks are part of the table itself
         "pins": pins.left(),
         "last_pin": pins.last,
         "life": cache.life if cache.flush(0) else "",
@@ -113,19 +115,19 @@ def _row(held: HostRecord, index: Index, places: dict[bytes, int]) -> tuple[Any,
 
 
 def _policy_shape(policy: Policy) -> list[Any]:
-    """Uses mean the same where these are the same."""
+    """Use counts are compatible if these are equal."""
     return [policy.name, list(policy.bounds), list(policy.gaps), list(AGE_EDGES)]
 
 
 class WarmRestart:
-    """As it came. Its descriptors are closed by `take_in`, or `close`."""
+    """The state of an earlier process. `take_in` or `close` closes its descriptors."""
 
     def __init__(self, table: bytes, descriptors: Sequence[int]) -> None:
-        """Nothing is in one that makes no sense, or is of another version; that is said."""
+        """Read the table. A table that is invalid or of another version is logged and leaves this object empty."""
         self._descriptors = list(descriptors)
         self._told: dict[str, Any] = {}
         self.capacity_bytes = 0
-        """Of the arena before this one; 0 where that is not known."""
+        """Of the earlier process's arena; 0 if unknown."""
         try:
             packed = memoryview(table)[_CHECKSUM_BYTES:]
             if xxh3_64_digest(packed) != table[:_CHECKSUM_BYTES]:
@@ -137,7 +139,7 @@ class WarmRestart:
                 raise ValueError(f"{len(exported['extents'])} extents, {len(self._descriptors)} came")
             self.capacity_bytes = int(exported["capacity_bytes"])
             self._told = exported
-        except Exception as error:  # noqa: BLE001  whatever another version sent: the drive has what it has
+        except Exception as error:  # noqa: BLE001  boundary to foreign data; the drive has its records
             _log.warning("what was in host memory is not taken over: %s", str(error))
             self.close()
 
@@ -148,7 +150,7 @@ class WarmRestart:
             os.close(descriptor)
 
     def take_in(self, cache: Cache) -> int:
-        """How many records are in host memory now. For a cache that nobody has asked yet."""
+        """Adopt the slabs; the number of records now in host memory. Call it before the cache's first request."""
         if not self._told:
             return 0
         exported, self._told = self._told, {}
@@ -161,18 +163,18 @@ class WarmRestart:
             cache.policy_state.recall(exported["learnt"])
             while descriptors:
                 slab_info = exported["extents"][-len(descriptors)]
-                try:  # what is wrong with one says nothing of the others
+                try:  # a fault in one slab does not affect the others
                     records += _adopt_slab(cache, slab_info, exported["places"], descriptors.pop(0), alike=alike)
-                except Exception as error:  # noqa: BLE001  as above
+                except Exception as error:  # noqa: BLE001  boundary to foreign data
                     _log.warning("an extent of host memory is not taken over: %s", str(error))
             for pin in exported.get("pins", ()):
                 try:
                     cache.tier_manager.pins.recall(pin)
-                except Exception as error:  # noqa: BLE001  as above
+                except Exception as error:  # noqa: BLE001  boundary to foreign data
                     _log.warning("a pin is not taken over: %s", str(error))
             cache.tier_manager.pins.resume_after(int(exported.get("last_pin", 0)))
             cache.life = str(exported.get("life") or cache.life)
-        except Exception as error:  # noqa: BLE001  as above
+        except Exception as error:  # noqa: BLE001  boundary to foreign data
             _log.warning("not all that was in host memory is taken over: %s", str(error))
         for descriptor in descriptors:
             os.close(descriptor)
@@ -184,7 +186,7 @@ class WarmRestart:
 def _adopt_slab(
     cache: Cache, slab_info: dict[str, Any], places: Sequence[bytes], descriptor: int, *, alike: bool
 ) -> int:
-    """Takes the descriptor. How many of its records are here now."""
+    """Adopt one slab and take ownership of the descriptor; the number of records adopted."""
     try:
         size = int(slab_info["bytes"])
     except Exception:

@@ -98,9 +98,7 @@ MAX_BATCH_RECORDS = 256
 MAX_VICTIMS_PER_CALL = 32
 """The most records evicted at a time: a limit on useless evictions if the tier turns out to remove none."""
 FUTILE_EVICTION_DIVISOR = 8
-"""At most 1/8 of a tier is evicted without a gain in space, as happens for records of another size until there are
-enough.
-"""
+"""A tier may evict 1/8 of itself without a gain in space, as evictions of another size do until they free enough."""
 
 
 PendingWrite = tuple[HostRecord, Segments]
@@ -161,8 +159,7 @@ class WriteBackQueue:
         return self._index.contains(address, self.tier.name)
 
     def offer(self, chain: ChainView, first: int, end: int) -> int:
-        """Queue the blocks `first` to `end` (excluded) that the tier lacks, after the missing blocks before them, heads
-        first.
+        """Queue the blocks `first` to `end` (excluded) that the tier lacks, and missing earlier ones, heads first.
 
         Returns the number of blocks that did not fit into the queue, which are the last ones.
         """
@@ -230,8 +227,9 @@ class WriteBackQueue:
         return taken
 
     def heads(self, address: Address, known: Collection[bytes] = ()) -> list[Address] | None:
-        """The blocks before this one that the tier lacks, down to a `known` one, first to last; None if one is not in
-        host.
+        """The blocks before this one that the tier lacks, down to a `known` one, first to last.
+
+        None if one of them is not in host.
         """
         heads: list[Address] = []
         while (parent := self._head(address)) is not None and parent.name not in known and not self.has(parent):
@@ -412,8 +410,9 @@ class WriteBackQueue:
         return kept
 
     def _evict_for(self, pending: Sequence[PendingWrite]) -> list[PendingWrite]:
-        """Evict from the tier until these records fit; those that do. A tenant that finds no space costs other tenants
-        nothing.
+        """Evict from the tier until these records fit; those that do.
+
+        A tenant that finds no space costs other tenants nothing.
         """
         kept: list[PendingWrite] = []
         lacking: set[str] = set()
@@ -457,11 +456,10 @@ class WriteBackQueue:
         self.refused.add(addresses, keep=self.mode != "write_back")
 
     def _leave(self, victims: Sequence[Address], size: int, tenant: str) -> int:
-        """Remove from the tier what the index has evicted; the bytes freed.
+        """Remove from the tier the records that the index has evicted; the bytes freed.
 
-        If the victims are of another size, all colocated records of the first one are removed too, within quotas. A
-        tier that cannot write may also fail to remove records. Those that it keeps stay in the index, and the eviction
-        ends.
+        If that adds no space for `size`, all colocated records of the first one are removed too, within quotas. A tier
+        that cannot write may also fail to remove records. Those that it keeps stay in the index, and the eviction ends.
         """
         room, used = self.tier.room(size), self.tier.usage().used_bytes
         names = {address.name for address in victims}

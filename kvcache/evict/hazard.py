@@ -79,8 +79,9 @@ PSEUDO_COUNT = 30.0
 """How many blocks seen in a bin weigh as much as the value that they are drawn to."""
 
 CLASS_PSEUDO_COUNT = 3000.0
-"""The same for a class against all with the same use count. It is larger because blocks of a long chain return
-together.
+"""The same for a class against all with the same use count.
+
+It is larger because blocks of a long chain return together.
 """
 
 _EDGES = np.asarray(AGE_EDGES, np.float64)

@@ -9,13 +9,13 @@ Age is counted in requests. Age bins are logarithmic: `age_bin(age)`.
 
 **Cost classes, weights, quotas.** A policy's value is that of a byte of an ordinary block: expected uses per time held,
 at least 0. Other differences between blocks are given to the index beside the table and apply under every policy. Each
-block has a *cost class* (a tenant, a model, its bytes in each tier), and each class has a *weight* in each tier that
+block has a *cost class* (a tenant, a model, its bytes in each tier). Each class has a *weight* in each tier, which
 multiplies the policy's value. The weight is the cost of recomputing the block per byte, against the mean of its
 tenant's models (`kvcache/index/cost_classes.py`). An infinite weight prevents eviction.
 
 Quotas (`quotas.py`) use the same weights. A tenant at its guaranteed share weighs infinitely where other tenants need
-room. All other tenants do where a tenant at its quota needs room. A tenant under its guaranteed share evicts others'
-blocks whatever they are worth. To limit a tenant, give its namespaces the tenant's name and call
+space. All other tenants weigh infinitely where a tenant at its quota needs space. A tenant under its guaranteed share
+evicts others' blocks whatever they are worth. To limit a tenant, give its namespaces the tenant's name and call
 `cache.quotas.set(tenant, tier, Quota(...))`, at any time.
 """
 
@@ -64,8 +64,9 @@ class Policy(Protocol):
     bounds: tuple[int, ...]
     """A block reused `u` times is in the class given by the number of bounds at most `u`. No bounds: one class."""
     gaps: tuple[int, ...]
-    """Divides each class but the first: by how many gaps, in requests, are at most the age at the last use. At most
-    seven.
+    """Divides each class but the first by how many gaps, in requests, are at most the age at the last use.
+
+    At most seven gaps.
     """
     ghosts: float
     """Remembered evicted blocks for each cached block."""

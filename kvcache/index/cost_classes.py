@@ -234,8 +234,9 @@ class CostClasses:
         stored_below: bool = False,
         worth: int | None = None,
     ) -> list[Victim]:
-        """Evict for a tenant, as `Index.evict`. Returns fewer victims as a tenant nears its guaranteed share: call
-        again.
+        """Evict for a tenant, as `Index.evict`.
+
+        Returns fewer victims as a tenant nears its guaranteed share: call again.
 
         Args:
             place: the place of the new records that `worth` describes.
@@ -248,7 +249,7 @@ class CostClasses:
             return self._index.evict(
                 tier, count, before=before, stored_below=stored_below, worth=worth, weight=weight, weights=weights
             )
-        with self._lock:  # held, so that nobody else evicts what was counted
+        with self._lock:  # held, so that no other thread evicts the counted records
             weights, used = self.weights(tier), self.used_bytes(tier)
             below_guarantee = used.get(tenant, 0) < self.quotas.of(tenant, tier).guaranteed_bytes
             keeps, most = self._kept(tier, used, tenant)

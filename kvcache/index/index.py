@@ -11,26 +11,24 @@ and whether a lower tier also has the record. The order is least recently used f
 
 Alternatives. Engines often keep prefixes in a radix tree over tokens. This index looks up signatures instead. A
 signature is a SHA-256 chain over the whole prefix, so one hash lookup per block finds a prefix, and the index holds no
-tokens. A policy could score each block. It ranks classes by age instead (`kvcache/evict/policy.py`), so an eviction
-costs the same for a thousand blocks and for a million, and a policy never sees an address. An index for each tier would
-be simpler. One index for all tiers answers a match in one walk, and an eviction knows whether a lower tier has the
-record.
+tokens. A policy could score each block. It ranks classes by age instead (`kvcache/evict/policy.py`). An eviction then
+costs the same for a thousand blocks and for a million, and a policy never sees an address. Each tier could have its own
+index. One index for all tiers answers a match in one walk, and an eviction knows whether a lower tier has the record.
 
 Invariants.
 
 - A call never does I/O.
 - Time is a count of requests (`tick`), so that a simulation of a trace repeats a cache exactly.
-- Children are evicted before their parents, so the head of a long prefix stays.
-- A held record is never evicted.
-- A record with infinite weight or value is never evicted.
+- `evict` removes children before their parents, so the head of a long prefix stays.
+- `evict` never removes a held record, or one with infinite weight or value.
 - An evicted block becomes a ghost: its use count is remembered, for a bounded number of blocks.
 - Counters, lists and links agree with a walk over all nodes; `check` compares them.
 
-Threads and locks. Every call is thread-safe. The core holds its own lock; the compiled core releases the interpreter
-lock while it works or waits. Calls that change a tier's contents also hold `kv_events.order` while events are recorded,
-so that events are in the order of the changes. `tick` replaces the evidence for the value table at growing intervals.
-`evict` computes the table from that evidence when it first needs one, so the table does not depend on the moment of the
-eviction.
+Threads and locks. Every call is thread-safe. Each core has its own lock. The compiled core releases the interpreter
+lock for long calls and while it waits. A call of at most 32 blocks keeps it if the core's lock is free. Calls that
+change a tier's contents also hold `kv_events.order` while events are recorded, so that events are in the order of the
+changes. `tick` replaces the evidence for the value table at growing intervals. `evict` computes the table from that
+evidence when it first needs one, so the table does not depend on the moment of the eviction.
 
 Memory. With two tiers and a million blocks the compiled index takes 78 to 80 bytes per node, with four tiers 94 to 96.
 
@@ -100,9 +98,7 @@ class Lookup:
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """Usable blocks by tier. A block counts at the fastest tier that has all of it; a split block at the slowest of
-        its parts.
-        """
+        """Usable blocks by tier: each counts at the fastest tier that has all of it, else at its slowest part."""
         return {tier: count for tier, count in zip(self._tiers, self._by_tier, strict=False) if count}
 
 
@@ -156,8 +152,9 @@ def _kv_event(
 
 
 class Index:
-    """Thread safety: any thread. No call does I/O. `plain` selects the reference twin even if the compiled index
-    exists.
+    """Thread safety: any thread.
+
+    No call does I/O. `plain` selects the reference twin even if the compiled index exists.
     """
 
     def __init__(
@@ -343,9 +340,7 @@ class Index:
         return list(map(_victim, victims))
 
     def worth(self, tier: str, addresses: Sequence[Address], weights: Sequence[float] = ()) -> float:
-        """The total worth of these records to a tier, as `evict` values them; infinity if one of them cannot be
-        evicted.
-        """
+        """The total worth of these records to a tier, as `evict` values them; infinity if one cannot be evicted."""
         rows = b"".join([place_of_address(address) + address.signature for address in addresses])
         return float(self._core.worth(self._number[tier], self.values(), rows, weights))
 

@@ -1,7 +1,7 @@
 """Blocks stored in and removed from tiers, by signature and in order, for routers that track where a prefix is.
 
 Recording begins with the first call of `since`, so a cache without followers pays nothing. The log is bounded. A
-follower that is too late is told that events are missing and must discard its state. Each tenant's events are kept and
+follower that is too late learns that events are missing and must discard its state. Each tenant's events are kept and
 numbered separately, so that a number reveals nothing about other tenants. Where the log is full, the oldest events of
 the tenant with the most blocks are dropped.
 """

@@ -286,8 +286,9 @@ class ReferenceIndex(AuditedIndex):
     # changes
 
     def insert(self, place: bytes, signatures: PackedSignatures, parent: bytes, tier: int) -> None:
-        """Record that the tier has these. `parent`: the signature before the first, else the namespace; empty if
-        unknown.
+        """Record that the tier has these.
+
+        `parent`: the signature before the first, else the namespace; empty: unknown.
         """
         with self._lock:
             for name in block_names(place, signatures):
@@ -488,8 +489,9 @@ class ReferenceIndex(AuditedIndex):
         self._ages.add(self.use_class(use.uses), use.stamp, 1)
 
     def _return(self, name: BlockName, uses: int) -> int:
-        """The use count for a returning block. A ghost is removed and its reuse counted; without a ghost, `uses` is
-        returned.
+        """The use count for a returning block.
+
+        A ghost is removed and its reuse counted; without a ghost, `uses` is returned.
         """
         ghost = self._ghosts.take(name)
         if ghost is None:
