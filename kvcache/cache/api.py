@@ -134,7 +134,7 @@ class Request(Protocol):
                 then be explained by its token.
             after: the digest of the block before the first of `digests` if these begin inside a prefix; empty where it
                 is unknown. Blocks then count from the first digest; the caller has the earlier ones. A store after a
-                block that no tier has is dropped.
+                known block that no tier has is dropped.
         """
 
     def extend(

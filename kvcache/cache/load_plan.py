@@ -230,8 +230,8 @@ class LoadPlan:
     def read_ended(self, tier_read: TierRead, brought_bytes: int, *, late: bool = False) -> None:
         """Report the end of a batch.
 
-        A batch that returned little, for lack of records or by failure, is no sample. A `late` one is a sample even
-        without records: it counts as twice its time.
+        A batch that returned little, for lack of records or by failure, is no sample. A `late` one is always a
+        sample; one without any record counts as twice its time.
         """
         seconds = self._clock.now() - tier_read.begun
         with self._lock:

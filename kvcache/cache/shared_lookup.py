@@ -1,7 +1,8 @@
 """Lookups in shared tiers: how much of a prompt they have, found in the background, never on a matching thread.
 
-The index stores the answers like the contents of an own tier at start. The number of these entries is bounded, and they
-are not trusted: a block may have been removed since. Its read then returns NOT_FOUND and the prefix is shorter.
+The index stores the answers like the contents of the cache's own tiers at start. The number of these entries
+is bounded, and they are not trusted: a block may have been removed since. Its read then returns NOT_FOUND and the
+prefix is shorter.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ MAX_SAMPLED_RECORDS, MIN_SAMPLED_RECORDS = 1 << 12, 16
 Where the first limit is too small for all slabs, some slabs are skipped.
 """
 MAX_SLAB_TRIES = 8
-"""How many of the cheapest slabs may contain a record that cannot be evicted before the search stops."""
+"""The most of the cheapest slabs to try: each may turn out to contain a record that cannot be evicted."""
 
 CLOSE_S = 30.0
 """Time to write the queued blocks when the cache is closed."""
