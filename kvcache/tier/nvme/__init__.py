@@ -1,4 +1,4 @@
-"""Records on local drives: preallocated segment files of equal slots, and a journal that says what is in them."""
+"""Records on local drives: preallocated segment files of equal slots, and a journal of their contents."""
 
 from kvcache.tier.nvme.drives import open_drives
 from kvcache.tier.nvme.tier import NvmeTier

@@ -1,10 +1,13 @@
-"""The room of a store: its segments, who may have a slot, and what the whole may take of the disk.
+"""The space of a store: its segments, their free slots, and the disk space that all files may take.
 
-Counted are segment files and the journal at its largest, so that what `du` says never exceeds the capacity. A record
-goes into slots of its own size or at most an eighth larger; where none is free a new segment is made. Nothing here
-takes longer because a store holds more records.
+The capacity covers the segment files and the journal at its largest, so `du` never reports more than the capacity. A
+record takes a slot of its own size or at most an eighth larger; where none is free, a new segment is created. No
+operation takes longer because a store holds more records.
 
-Not thread-safe: `Ledger` calls it under its lock."""
+`SegmentFiles`, at the end, creates, opens and removes the segment files.
+
+Thread safety: `Allocator` has none; `Catalog` calls it under its `memory` lock.
+"""
 
 from __future__ import annotations
 
@@ -23,26 +26,27 @@ OVERHEAD_BYTES = 128 << 10
 """LOCK, FORMAT and the directory itself."""
 
 JOURNAL_BYTES_PER_ENTRY = 256
-"""What an entry may need in the journals of a store with few slots: a frame of its own, before and behind a turn."""
+"""Journal bytes reserved for an entry in a store with few slots: a frame for each entry, before and after a rotation.
+"""
 
 JOURNAL_BYTES_PER_SLOT = 768
-"""What the journals may need for a slot: two checkpoints that name it, and what is between them."""
+"""Journal bytes reserved for a slot: two checkpoints that name it, and the entries between them."""
 
 MIN_JOURNAL_ENTRIES, MAX_IDLE_JOURNAL_ENTRIES = 1 << 10, 1 << 16
-"""A journal of fewer entries is not compacted: few in a small store, many in a large one."""
+"""A journal with fewer entries is not compacted; the limit grows with the capacity, from the first to the second."""
 
 SLOTS_PER_JOURNAL_ENTRY = 8
-"""The journal is compacted when it has an entry for each so many slots: what a restart reads one by one."""
+"""The journal is compacted when it has one entry for this many slots; a restart reads those entries one by one."""
 
 MAX_SEGMENTS = 512
-"""Segments grow with the capacity beyond this many, since each is an open file."""
+"""Segments grow with the capacity to keep their number at this or less, since each is an open file."""
 
 SEGMENTS_PER_SPARE = 8
-"""Of so many segments of one size one may be empty and stay; the first always may."""
+"""One in this many segments of a size may stay as an empty spare; one spare is always allowed."""
 
 
 class SizeClass:
-    """The segments of one slot size."""
+    """All segments of one slot size."""
 
     def __init__(self, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes
@@ -51,8 +55,10 @@ class SizeClass:
         self._current: Segment | None = None
 
     def allocate(self, count: int) -> tuple[Segment, list[int]] | None:
-        """Free slots of one segment, at most `count`, the lowest first. Segments are filled one after the other, the
-        fullest first, so that the others can become empty."""
+        """Allocate at most `count` free slots of one segment, the lowest first.
+
+        Segments are filled one after the other, the fullest first, so that the others can become empty.
+        """
         segment = self._current
         if segment is None or not segment.free or segment.retired:
             segment = min((s for s in self.segments.values() if s.free), key=lambda s: len(s.free), default=None)
@@ -72,7 +78,7 @@ class Allocator:
         self._few = min(max(MIN_JOURNAL_ENTRIES, capacity_bytes >> 16), MAX_IDLE_JOURNAL_ENTRIES)
         self.segments: dict[int, Segment] = {}
         self.size_classes: dict[int, SizeClass] = {}
-        self.files_bytes = 0  # segments that are there, retired ones too until their file is removed
+        self.files_bytes = 0  # of existing segment files, retired ones included until their file is removed
         self.slots = 0
         self.next_number = 1
 
@@ -82,22 +88,24 @@ class Allocator:
         return self.capacity_bytes - fixed_bytes - self.files_bytes - self.slots * JOURNAL_BYTES_PER_SLOT
 
     def compact_at_entries(self) -> int:
-        """How long the journal may grow before it is compacted."""
+        """The journal's length, in entries, from which it is compacted."""
         return max(self._few, self.slots // SLOTS_PER_JOURNAL_ENTRY)
 
     def max_entries(self) -> int:
-        """How long the journal may grow where compaction fails."""
+        """The journal's largest length, in entries, where compaction fails."""
         return 2 * max(self._few, self.slots)
 
     # slots
 
     def _fitting(self, record_bytes: int) -> list[SizeClass]:
-        """Those with a free slot for a record, the smallest slots first."""
+        """Return the size classes with a free slot for a record, the smallest slots first."""
         found = [s for s in self.size_classes.values() if s.free and fits_slot(record_bytes, s.slot_bytes)]
         return sorted(found, key=lambda size_class: size_class.slot_bytes) if len(found) > 1 else found
 
     def allocate(self, record_bytes: int, count: int) -> tuple[Segment, list[int]] | None:
-        """Slots of one segment for records of one size, at most `count`; the caller's until filled or given back."""
+        """Allocate at most `count` slots of one segment, for records of one size. The caller owns them until filled or
+        released.
+        """
         for size_class in self._fitting(record_bytes):
             taken = size_class.allocate(count)
             if taken is not None:
@@ -105,13 +113,15 @@ class Allocator:
         return None
 
     def release(self, segment: Segment, slot: int) -> None:
-        """A taken slot that was not filled. Behind all others: whatever went wrong there need not go wrong next."""
+        """Release a slot that was allocated and not filled. It is reused last, since it may be the cause of the
+        failure.
+        """
         segment.free.append(slot)
         if not segment.retired:
             self.size_classes[segment.slot_bytes].free += 1
 
     def clear(self, segment: Segment, slot: int, *, quarantine: bool = False) -> None:
-        """The record in a slot leaves."""
+        """Remove the record in a slot; a quarantined slot is not reused."""
         segment.clear(slot, quarantine=quarantine)
         if not quarantine and not segment.retired:
             self.size_classes[segment.slot_bytes].free += 1
@@ -119,7 +129,7 @@ class Allocator:
     # segments
 
     def plan(self, record_bytes: int, disk_bytes: int) -> Segment | None:
-        """A segment to make for records of this size, or None where capacity or disk have no room for one slot."""
+        """Plan a new segment for records of this size; None where capacity or disk cannot hold one slot."""
         left, disk_bytes = self.unclaimed_bytes() - FOOTER_BYTES, disk_bytes - FOOTER_BYTES
         slots = min(
             self._most(record_bytes), left // (record_bytes + JOURNAL_BYTES_PER_SLOT), disk_bytes // record_bytes
@@ -131,12 +141,12 @@ class Allocator:
         return segment
 
     def claim(self, segment: Segment) -> None:
-        """Its file is about to be there, or is there. Its bytes count until `forget`."""
+        """Count the bytes of a segment's file, from before its creation until `forget`."""
         self.files_bytes += segment.file_bytes
         self.slots += segment.slots
 
     def add(self, segment: Segment) -> None:
-        """Give out its slots."""
+        """Make the segment's slots available."""
         self.segments[segment.number] = segment
         size_class = self.size_classes.setdefault(segment.slot_bytes, SizeClass(segment.slot_bytes))
         size_class.segments[segment.number] = segment
@@ -144,7 +154,7 @@ class Allocator:
         self.next_number = max(self.next_number, segment.number + 1)
 
     def retire(self, segment: Segment) -> None:
-        """Give out no more of it, where it was given out at all."""
+        """Allocate no more slots of this segment."""
         segment.retired = True
         if self.segments.pop(segment.number, None) is None:
             return
@@ -155,12 +165,12 @@ class Allocator:
             del self.size_classes[segment.slot_bytes]
 
     def forget(self, segment: Segment) -> None:
-        """The file of a retired segment is gone: its bytes are free."""
+        """Stop counting the bytes of a retired segment whose file is removed."""
         self.files_bytes -= segment.file_bytes
         self.slots -= segment.slots
 
     def surplus(self, slot_bytes: int) -> list[Segment]:
-        """Empty segments of a size beyond those that are kept for what comes next."""
+        """Return the empty segments of a size beyond the spares, and those with every slot quarantined."""
         size_class = self.size_classes.get(slot_bytes)
         if size_class is None:
             return []
@@ -170,7 +180,7 @@ class Allocator:
         return useless + empty_segments[: max(0, len(empty_segments) - most)]
 
     def empty_segments(self, record_bytes: int) -> list[Segment]:
-        """Empty segments that are of no use for records of this size."""
+        """Return the empty segments whose slots do not fit records of this size."""
         others = (
             size_class
             for size_class in self.size_classes.values()
@@ -179,7 +189,7 @@ class Allocator:
         return [segment for size_class in others for segment in size_class.segments.values() if segment.empty]
 
     def room(self, record_bytes: int, disk_bytes: int) -> int:
-        """How many more records of this size fit, where the disk has so many bytes left to take."""
+        """Return how many more records of this size fit, given the free bytes of the disk."""
         free = sum(size_class.free for size_class in self._fitting(record_bytes))
         empty_segments = self.empty_segments(record_bytes)
         files_bytes = sum(s.file_bytes for s in empty_segments)
@@ -192,14 +202,18 @@ class Allocator:
         return free + new
 
     def _most(self, record_bytes: int) -> int:
-        """Slots of a segment for records of this size."""
+        """Return the number of slots in a new segment for records of this size."""
         return max(1, self.segment_bytes // record_bytes)
 
     def used_bytes(self) -> int:
         return sum(s.live * s.slot_bytes for s in self.segments.values())
 
     def check(self, live: Iterable[int]) -> list[str]:
-        """Faults in the slots, given the places that the index knows (segment << 32 | slot)."""
+        """Return the inconsistencies of the slots.
+
+        Args:
+            live: the places that the index knows, each `segment << 32 | slot`.
+        """
         places: dict[int, set[int]] = {}
         for place in live:
             places.setdefault(place >> 32, set()).add(place & 0xFFFFFFFF)
@@ -233,7 +247,7 @@ class Allocator:
 
 
 def _slots_that_fit(left: int, each: int, most: int) -> int:
-    """How many slots fit in so many bytes, in segments of at most `most` slots with a label each."""
+    """Return how many slots fit in `left` bytes, in segments of at most `most` slots with a footer each."""
     segments, rest = divmod(max(0, left), most * each + FOOTER_BYTES)
     return segments * most + max(0, rest - FOOTER_BYTES) // each
 
@@ -242,18 +256,21 @@ def fits_slot(record_bytes: int, slot_bytes: int) -> bool:
     return record_bytes <= slot_bytes <= record_bytes + record_bytes // 8
 
 
-# The segment files of a store: made, opened while somebody uses them, removed, and what the disk has left for more.
+# Segment files: created, opened for their users, removed; and the free bytes of the disk.
 
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 DISK_FULL_PAUSE_S = 1.0
-"""Before the next segment is tried on a disk that said it is full."""
+"""Pause before the next segment is tried on a full disk."""
 
 FREE_BYTES_MAX_AGE_S = 1.0
-"""How old an answer about free room may be where it only decides whether to ask for more."""
+"""Largest age of a cached count of free bytes, where the count only decides whether to try."""
 
 
 class SegmentFiles:
-    """`memory` is the lock of index and space; nothing here holds it during I/O."""
+    """The files of a store's segments.
+
+    Thread safety: `memory` is the catalog's lock of index and allocator; no method holds it during I/O.
+    """
 
     def __init__(
         self,
@@ -267,9 +284,9 @@ class SegmentFiles:
     ) -> None:
         self._disk, self._clock, self._directory, self._allocator = disk, clock, directory, allocator
         self._memory, self._floor_bytes, self._counters = memory, floor_bytes, counters
-        self.orphan_files: dict[int, Segment] = {}  # retired, with files that could not be removed yet
+        self.orphan_files: dict[int, Segment] = {}  # retired segments whose files could not be removed yet
         self._disk_full_until = 0.0
-        self._left: tuple[float, int] | None = None  # until when it holds, and the answer
+        self._left: tuple[float, int] | None = None  # expiry of the cached count of free bytes, and the count
 
     def path(self, number: int) -> str:
         return self._directory.join(f"segment-{number:06d}")
@@ -279,7 +296,7 @@ class SegmentFiles:
 
     @contextmanager
     def open_file(self, segment: Segment, users: int = 1) -> Iterator[File]:
-        """The segment's file, open while this lasts, for callers who are counted among its users and leave then."""
+        """Open the segment's file for callers that are counted among its users; on exit they are subtracted."""
         try:
             yield segment.open(self._disk, self.path(segment.number))
         finally:
@@ -293,8 +310,10 @@ class SegmentFiles:
             segment.close()
 
     def create(self, segment: Segment) -> bool:
-        """Make the file of a segment that is claimed; False where the disk is full. The file may be there all the
-        same, and after an OSError too."""
+        """Create the file of a claimed segment; False where the disk is full.
+
+        The file may exist in that case, and after an OSError too.
+        """
         self._left = None
         try:
             segment.create(self._disk, self.path(segment.number))
@@ -306,12 +325,12 @@ class SegmentFiles:
         return True
 
     def mark_full(self) -> None:
-        """The disk said so."""
+        """Note that the disk reported no space, and pause the creation of segments."""
         self._counters.add("disk_full")
         self._disk_full_until = self._clock.now() + DISK_FULL_PAUSE_S
 
     def clear(self, segment: Segment) -> None:
-        """Remove the file of a retired segment. Who still uses it has it open, and goes on until he leaves."""
+        """Remove the file of a retired segment. Its remaining users keep it open until they finish."""
         self._left = None
         try:
             self._disk.remove(self.path(segment.number))
@@ -329,7 +348,7 @@ class SegmentFiles:
             segment.close()
 
     def free_bytes(self, *, fresh: bool = True) -> int:
-        """What the disk has left for segments; negative for a while after it said that it is full."""
+        """Return the free bytes of the disk for segments; negative during the pause after a full disk."""
         now = self._clock.now()
         if now < self._disk_full_until:
             return -(1 << 62)

@@ -1,8 +1,9 @@
-"""A namespace in one file, to be carried to another machine: written and read with aiofiles, every record verified.
+"""Export and import of a namespace as one file, to move it to another machine. Every record is verified on both sides.
 
-`KVCARCH` and a line feed, then MessagePack values one behind the other: a map (`version`, `namespace`: the id, or nil
-for all), for each record its header and its payload as stored (two binaries), parents before children, and last the
-number of records. So a file that was cut short, or to which something was added, is known by its end.
+The file is `KVCARCH` and a line feed, then consecutive MessagePack values: a map (`version`, `namespace`: the id, or
+nil
+for all), two binaries for each record (its header and its payload as stored), parents before children, and last the
+number of records. So the end reveals a file that was cut short or extended. aiofiles reads and writes it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ VERSION = 1
 _ID_BYTES = 32  # of a namespace
 _BATCH = 32
 _READ_BYTES = 1 << 20
-_MAX_RECORD_BYTES = 1 << 30  # of one record
+_MAX_RECORD_BYTES = 1 << 30
 
 ProgressCallback = Callable[[int], object]
 
@@ -41,16 +42,16 @@ class TransferReport:
 
     records: int = 0
     size_bytes: int = 0
-    left_out: int = 0  # export: failed a check, or could not be read
-    there: int = 0  # import: the store had them
+    left_out: int = 0  # export: records that failed a check or could not be read
+    there: int = 0  # import: records that the store had already
     no_room: int = 0
-    refused: int = 0  # import: the drive or the store said no
+    refused: int = 0  # import: records that the drive or the store refused
 
 
 async def export_archive(
     tier: NvmeTier, path: str, namespace: bytes | None, on_progress: ProgressCallback = lambda size_bytes: None
 ) -> TransferReport:
-    """Write the records of a namespace, or all, to a file that has its name once it is whole and on the medium."""
+    """Write the records of a namespace, or of all, to a file. It gets its name once it is complete and synced."""
     report, temporary = TransferReport(), path + ".tmp"
     try:
         async with aiofiles.open(temporary, "wb") as file:
@@ -74,7 +75,7 @@ async def export_archive(
 def _pack(
     tier: NvmeTier, addresses: list[Address], report: TransferReport, on_progress: ProgressCallback
 ) -> bytes | None:
-    """Some records as the file has them; None where there are none."""
+    """Return some records in the file's format; None where there are none."""
     parts = []
     for address in addresses:
         seen = inspect_record(tier.catalog, address.name)
@@ -93,8 +94,14 @@ def _pack(
 async def import_archive(
     tier: NvmeTier | None, path: str, on_progress: ProgressCallback = lambda size_bytes: None
 ) -> TransferReport:
-    """Write a file's records to a store, each once it was verified; to none (`tier`), verify only. StoreError where
-    the file is no archive, or not whole: what came before the fault was taken in. `told` hears of bytes of the file."""
+    """Write the records of a file to a store after verifying each; without a `tier`, only verify.
+
+    Args:
+        on_progress: called with the number of bytes read from the file.
+
+    Raises:
+        StoreError: the file is no archive, or not complete; the records before the fault were imported.
+    """
     report, records = TransferReport(), 0
     async for batch in _batches(_values(path, on_progress), path):
         records += len(batch)
@@ -121,7 +128,7 @@ def _write(tier: NvmeTier | None, batch: list[tuple[Header, Segments]], report: 
 
 
 async def _batches(values: AsyncIterator[Any], path: str) -> AsyncIterator[list[tuple[Header, Segments]]]:
-    """The records of an archive, verified, some at a time."""
+    """Yield the verified records of an archive in batches."""
     about = await anext(values, None)
     if about is None:
         raise StoreError(f"archive {path}: ends before its first record: it was cut short; export it anew")
@@ -153,7 +160,7 @@ async def _batches(values: AsyncIterator[Any], path: str) -> AsyncIterator[list[
 
 
 def _record(head: Any, payload: Any, namespace: bytes | None) -> tuple[Header, Segments]:
-    """A record in the padded form, as a tier takes it."""
+    """Return a verified record in the padded form that a tier takes."""
     if not (isinstance(head, bytes) and isinstance(payload, bytes)):
         raise RecordError("field", f"{type(head).__name__} and {type(payload).__name__}: expected two binaries")
     header = read_header(head)

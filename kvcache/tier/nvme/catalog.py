@@ -1,10 +1,12 @@
-"""What a store holds, in memory and in its journal at once: every change is journaled, then true.
+"""The catalog: the contents of a store, in memory and in its journal.
 
-So a slot is free again only once the journal no longer gives it to a record, and a record can be found only once the
-journal has it. A crash between two steps leaves a slot or a file that nobody refers to, never the opposite.
+Every change is appended to the journal before it is applied in memory. So a slot is free only after the journal has
+ended its assignment to a record. A record can be found only after the journal has it. A crash between two steps can
+produce a slot or a file without an owner, never a slot with two.
 
-Two locks, taken in this order: `journaling` (one change at a time), `memory` (index and space; never held during I/O).
-What is on the medium is the business of `barrier.py`."""
+Locks, taken in this order: `journal_lock` (one change at a time, held during I/O), then `memory` (index and allocator,
+never held during I/O). `durability.py` decides when data is synced to the medium.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from kvcache.tier.nvme.segment import Segment, SlotIO
 log = logging.getLogger("kvcache.tier.nvme")
 
 Record = tuple[Segment, int, Entry]
-"""Where a record is and what is known of it."""
+"""A record's segment, slot and put entry."""
 
 
 class Catalog:
@@ -41,8 +43,14 @@ class Catalog:
         floor_bytes: int,
         tracks_syncs: bool,
     ) -> None:
-        """Open what is there or begin; StoreError or OSError where that cannot be. `promises`: whether it is kept which
-        records a sync has covered."""
+        """Open the store, or create an empty one.
+
+        Args:
+            tracks_syncs: keep track of which records a sync has covered.
+
+        Raises:
+            StoreError, OSError: the directory cannot be used.
+        """
         self._tracks_syncs = tracks_syncs
         self.directory, self.allocator, self.counters = directory, allocator, counters
         self._clock = os_env.clock
@@ -50,18 +58,20 @@ class Catalog:
         self.memory = threading.Lock()
         self.files = SegmentFiles(os_env.disk, os_env.clock, directory, allocator, self.memory, floor_bytes, counters)
         self.index = Index(allocator)
-        self.dirty: dict[Segment, None] = {}  # with records that no sync has covered; in order, so that runs repeat
-        self.new_names = False  # there are segments with names that no sync has covered
+        # segments with records that no sync has covered; ordered, so that runs repeat
+        self.dirty: dict[Segment, None] = {}
+        self.new_names = False  # the directory has new segment files that no sync has covered
         self.dirty_bytes = 0
         self.oldest_dirty_s = 0.0
-        self.on_loss: Callable[[Address], object] = lambda address: None  # hears of what leaves and nobody took
+        # called for each record that is lost without a request to remove it
+        self.on_loss: Callable[[Address], object] = lambda address: None
         self._keep_depth = 0
-        self._deferred = b""  # entries that are true, but that the journal could not take: they go before the next ones
+        self._deferred = b""  # true entries that the journal could not take; the next append writes them first
         self.journal = Journal(directory)
         self._reconcile()
 
     def _reconcile(self) -> None:
-        """Make index, space and files agree with what the journal said."""
+        """Make index, allocator and files agree with the journal."""
         contents = self.journal.contents
         self.index.load(contents.entries, contents.safe)
         contents.entries = b""
@@ -72,7 +82,7 @@ class Catalog:
             self.allocator.forget(segment)
         while (
             self.allocator.unclaimed_bytes() < 0 and self.allocator.segments
-        ):  # the capacity is smaller than last time
+        ):  # the capacity is smaller than at the last start
             missing_segments.append(min(self.allocator.segments.values(), key=lambda s: s.live))
             self.counters.add("excess_records", self.index.drop_segment(missing_segments[-1]))
             self.allocator.forget(missing_segments[-1])
@@ -95,7 +105,7 @@ class Catalog:
     # records
 
     def find(self, address: Address) -> Record | None:
-        """The very record that the address means."""
+        """Return the record of exactly this address; another record under the same name does not count."""
         with self.memory:
             return self._find(address)
 
@@ -104,7 +114,7 @@ class Catalog:
         return found if found is not None and self.index.matches(found[2], address) else None
 
     def find_all(self, addresses: Sequence[Address], *, use: bool = False) -> list[Record | None]:
-        """The same for many. `use`: the caller counts among the users of each one's segment until he leaves."""
+        """Find many. With `use`, each record's segment counts one more user, which `close_file` releases."""
         with self.memory:
             found = list(map(self._find, addresses))
             if use:
@@ -114,7 +124,7 @@ class Catalog:
         return found
 
     def names_taken(self, addresses: Sequence[Address]) -> list[bool | None]:
-        """Of each name: None where nothing stands under it, else whether it is the very record."""
+        """Return for each address None where its name is free, else whether the record is exactly this one."""
         with self.memory:
             found = [self.index.find(address.name) for address in addresses]
             return [
@@ -123,9 +133,19 @@ class Catalog:
             ]
 
     def publish(self, places: Sequence[SlotIO], *, synced: bool) -> list[bool]:
-        """Taken slots hold these records now. False for one whose name another record took meanwhile, or whose
-        segment was lost: that slot is still the caller's. OSError: so they all are. `synced`: the payloads were synced,
-        and False also stands for those that a failed sync may have cost."""
+        """Record in the journal and the index that these allocated slots hold their records.
+
+        Args:
+            synced: the payloads were synced.
+
+        Returns:
+            One bool a slot. False where another record took the name meanwhile, the segment was lost, or (`synced`) a
+            failed
+            sync may have cost the payload. The caller still owns those slots.
+
+        Raises:
+            OSError: the journal took no entry; the caller still owns all slots.
+        """
         with self.journal_lock:
             with self.memory:
                 good, names = [], set(self.index.places.keys() & {p.name for p in places})
@@ -155,8 +175,18 @@ class Catalog:
     def unpublish(
         self, records: Sequence[tuple[Address, Entry]], *, quarantine: bool = False, insist: bool = False
     ) -> list[bool]:
-        """The records of these entries leave; False for one that has left already. OSError: all stay, unless the
-        caller insists; then they cannot be found, and their slots are not given out again."""
+        """Remove the records of these entries.
+
+        Args:
+            quarantine: do not allocate their slots again.
+            insist: remove them even where the journal fails; their slots are then quarantined.
+
+        Returns:
+            One bool a record; False where it was removed before.
+
+        Raises:
+            OSError: the journal failed without `insist`; all records stay.
+        """
         with self.journal_lock:
             with self.memory:
                 found = [self.index.find(address.name) for address, _ in records]
@@ -166,7 +196,7 @@ class Catalog:
         return present
 
     def drop(self, leaving: Mapping[bytes, Entry], *, quarantine: bool, insist: bool) -> None:
-        """The same, under `journaling`, by name, for those that are there."""
+        """Remove existing records by name, as `unpublish` does. The caller holds `journal_lock`."""
         if not leaving:
             return
         kind = QUARANTINE if quarantine else REMOVE
@@ -183,7 +213,7 @@ class Catalog:
         self._drop_segments(surplus)
 
     def keep_files(self, keep: bool) -> None:
-        """Each call with True until one with False: no segment is given back to the file system."""
+        """Between a call with True and its call with False, keep every segment file. Calls nest."""
         with self.journal_lock:
             with self.memory:
                 self._keep_depth += 1 if keep else -1
@@ -191,14 +221,16 @@ class Catalog:
             self._drop_segments(surplus)
 
     def _retire_surplus(self, sizes: Iterable[int]) -> list[Segment]:
-        """Under `memory`: retire what is beyond the spare ones of these sizes, for `_retired`."""
+        """Retire the empty segments of these sizes beyond the spare ones, for `_drop_segments`. The caller holds
+        `memory`.
+        """
         surplus = [] if self._keep_depth else [segment for size in sizes for segment in self.allocator.surplus(size)]
         for segment in surplus:
             self.allocator.retire(segment)
         return surplus
 
     def _append(self, entries: Iterable[Entry]) -> None:
-        """Journal these and what is unsaid. OSError: nothing was journaled."""
+        """Append the deferred entries and these to the journal. On OSError nothing was appended."""
         self.journal.append(self._deferred + b"".join(entry.pack() for entry in entries))
         self._deferred = b""
 
@@ -206,7 +238,7 @@ class Catalog:
         self._deferred += b"".join(entry.pack() for entry in entries)
 
     def flush_deferred(self) -> None:
-        """Journal what is unsaid, if that can be done. Under `journaling`."""
+        """Append the deferred entries if the journal takes them. The caller holds `journal_lock`."""
         try:
             if self._deferred:
                 self._append([])
@@ -216,8 +248,16 @@ class Catalog:
     # slots and segments
 
     def allocate(self, record_bytes: int, count: int) -> tuple[Segment, list[int]] | None:
-        """Slots of one segment, at most `count`, for the caller to fill and `publish`, or to `give_back`; None where
-        there is no room. He is among the segment's users, once a slot. OSError: a segment could not be made."""
+        """Allocate at most `count` slots of one segment, to fill and `publish` or to `release`.
+
+        The segment counts one more user for each slot.
+
+        Returns:
+            The segment and its slots; None where there is no capacity.
+
+        Raises:
+            OSError: a new segment could not be created.
+        """
         with self.memory:
             taken = self._allocate(record_bytes, count)
         if taken is not None:
@@ -225,7 +265,7 @@ class Catalog:
         with self.journal_lock:
             with self.memory:
                 taken = self._allocate(record_bytes, count)
-            if taken is not None:  # another thread made room meanwhile
+            if taken is not None:  # another thread freed or added slots meanwhile
                 return taken
             segment = self._plan(record_bytes)
             if segment is None or not self._make(segment):
@@ -261,7 +301,7 @@ class Catalog:
             self.allocator.release(place.segment, place.slot)
 
     def drop_segment_records(self, segment: Segment) -> None:
-        """The file is gone, and so are its records."""
+        """Drop the records of a segment whose file is missing."""
         with self.journal_lock:
             if segment.retired:
                 return
@@ -276,7 +316,7 @@ class Catalog:
             self.on_loss(address)
 
     def _plan(self, record_bytes: int) -> Segment | None:
-        """A segment to make, at the cost of empty ones of other sizes."""
+        """Plan a new segment; delete empty segments of other sizes to make capacity for it."""
         for segment in list(self.files.orphan_files.values()):
             self.files.clear(segment)
         while True:
@@ -295,8 +335,10 @@ class Catalog:
             self._drop_segments(spares)
 
     def _drop_segments(self, segments: Sequence[Segment]) -> None:
-        """Journal that these are gone, and let them go. They were empty: where the journal cannot be told now, a start
-        misses a file with nothing in it."""
+        """Journal the end of these retired, empty segments, and remove their files.
+
+        Where the journal fails now, the next start misses a file that held no record.
+        """
         if segments:
             self.append_deferred(Entry(RETIRE, segment=s.number) for s in segments)
             self.flush_deferred()
@@ -312,8 +354,10 @@ class Catalog:
             return self.allocator.room(record_bytes, disk_bytes)
 
     def checkpoint(self) -> None:
-        """Write the state of this moment, and drop the journals before it. The caller sees to it that nobody else does,
-        and that nobody syncs the journal meanwhile."""
+        """Write the current state as a checkpoint, and remove the journals before it.
+
+        The caller makes sure that no other checkpoint and no sync of the journal runs meanwhile.
+        """
         with self.journal_lock:
             header = self.journal.rotate()
             with self.memory:
@@ -327,12 +371,15 @@ class Catalog:
                 segment.close()
 
 
-# Which records of a store end, and when: the journal says which, their own headers when.
+# Records with a TTL. The journal says which records expire; their headers say when.
 
 
 def expirations(catalog: Catalog) -> Iterator[tuple[Address, int]]:
-    """With the end of each, in milliseconds since 1970. Reads a page of each of them, of no other; what cannot be read
-    now is left out, and a miss when somebody asks for it."""
+    """Yield each record that expires, with its expiry in milliseconds since 1970.
+
+    Reads one page of each such record and of no other. A record that cannot be read is left out; a later read misses
+    it.
+    """
     with catalog.memory:
         segments = list(catalog.allocator.segments.values())
     for segment in segments:

@@ -1,7 +1,7 @@
-"""A store's directory: whose it is, in which format, and what its files are called.
+"""The directory of a store: its lock, its format version, and the names of its files.
 
-LOCK            held by the owner while it runs; names its process
-FORMAT          one line: what wrote this and in which version
+LOCK            locked by the owning process while it runs; its text names the process
+FORMAT          one line: the format and its version
 journal-N       entries, see `journal.py`
 checkpoint-N    the state in which journal-N begins
 segment-NNNNNN  slots, see `segment.py`
@@ -33,16 +33,23 @@ _ADVICE = {
 
 
 def directory_error(path: str, error: OSError) -> StoreError:
-    """What to tell the operator about a directory that cannot be used."""
+    """Return the error for a directory that cannot be used, with advice for the operator."""
     advice = _ADVICE.get(error.errno or 0, "see whether the drive is well, or choose another directory")
     return StoreError(f"nvme directory {path}: {error.strerror or error}; {advice}")
 
 
 class Directory:
-    """The directory, claimed for this process until `release`. StoreError where that cannot be."""
+    """The directory of a store, locked by this process until `release`."""
 
     def __init__(self, disk: Disk, path: str, served_address: str = "") -> None:
-        """`serves`: where others reach this process's cache, to be told to whoever wants the directory too."""
+        """Lock the directory, and create FORMAT where it is empty.
+
+        Args:
+            served_address: where others reach this process's cache; shown to a process that wants the same directory.
+
+        Raises:
+            StoreError: the directory cannot be used, is in use, or holds something else.
+        """
         self.disk, self.path = disk, path
         try:
             disk.make_directory(path)
@@ -86,16 +93,20 @@ class Directory:
         return os.path.join(self.path, name)
 
     def file_numbers(self, noun: str) -> list[int]:
-        """The numbers of the files called `noun`-N, ascending."""
+        """Return the numbers of the files named `noun`-N, ascending."""
         found = (_NAME.fullmatch(name) for name in self.disk.list(self.path))
         return sorted(int(match[2]) for match in found if match and match[1] == noun and not match[3])
 
     def unfinished(self) -> list[str]:
-        """Files that were being written when their process ended; nothing refers to them."""
+        """Return the files that were being written when their process ended; nothing refers to them."""
         return [name for name in self.disk.list(self.path) if name.endswith(".tmp")]
 
     def read(self, name: str) -> bytearray:
-        """All of a file. OSError where less can be read than there is: that is no end that a writer left."""
+        """Read a whole file.
+
+        Raises:
+            OSError: fewer bytes could be read than the file has; no writer leaves such a file.
+        """
         file = self.disk.open(self.join(name))
         try:
             data = bytearray(file.size())
@@ -107,13 +118,18 @@ class Directory:
         return data
 
     def write(self, name: str, parts: Iterable[bytes]) -> None:
-        """A whole file, under its name only once it is on the medium, and there for good when this returns."""
+        """Write a whole file durably; it gets its name only after its bytes are on the medium."""
         self.create(name, parts).close()
         self.sync()
 
     def create(self, name: str, parts: Iterable[bytes]) -> File:
-        """A whole file, under its name only once it is on the medium. OSError: it does not have the name. The name is
-        there for good after `sync`."""
+        """Write a whole file, and return it open. It gets its name only after its bytes are on the medium.
+
+        The name itself is durable after `sync`.
+
+        Raises:
+            OSError: the file did not get the name.
+        """
         temporary = self.join(name + ".tmp")
         file = None
         try:
@@ -134,6 +150,10 @@ class Directory:
         return file
 
     def sync(self) -> None:
-        """Return when every name in the directory is on the medium. A system that cannot write names stops writing
-        altogether, so that, unlike with a file's bytes, a second sync does not say yes to what the first one lost."""
+        """Return when every name in the directory is on the medium.
+
+        A system that cannot write names stops writing altogether. So, unlike with file data, a second sync does not
+        report
+        success for names that the first one lost.
+        """
         self.disk.sync_directory(self.path)

@@ -1,8 +1,9 @@
-"""Several drives as one tier: a directory on each, an engine for each, blocks spread over them by key.
+"""Several drives as one tier: one directory and one `NvmeTier` a drive, with blocks spread over them by key.
 
-A block's drive is the first in an order that its key gives (rendezvous hashing), so that a drive that comes or goes
-moves no block of the others. Where that one has no room or takes no new records, the next one does; a block is found
-wherever it is, since each engine knows in memory what it holds. So a faulty drive loses its own blocks and no more.
+Rendezvous hashing orders the drives for each key, and a block belongs to the first drive in its order. So adding or
+removing a drive moves no block between the others. Where the first drive has no capacity or takes no new records, the
+next one stores the block. Reads find a block on any drive, since each tier knows its records in memory. So a faulty
+drive costs its own blocks only.
 """
 
 from __future__ import annotations
@@ -47,10 +48,17 @@ def open_drives(
     os_env: OsEnv | None = None,
     **settings: Any,
 ) -> NvmeTier | MultiDriveTier:
-    """The tier over these directories, which take capacity and queue in equal parts; the rest as `NvmeTier` has it.
+    """Open the tier over these directories.
 
-    A drive that does not answer is left out and counted among the troubles until the next start, as long as there is
-    another. StoreError where no directory can be used, or one is in use or holds something else.
+    A drive that does not answer is left out until the next start and listed in `health_issues`, if another drive works.
+
+    Args:
+        capacity_bytes, queue_bytes: divided equally among the directories.
+        settings: the other parameters of `NvmeTier`.
+
+    Raises:
+        ConfigError: no path, or a path twice.
+        StoreError: no directory can be used, or one is in use or holds something else.
     """
     if len(set(paths)) != len(paths) or not paths:
         raise ConfigError(f"nvme.paths = {', '.join(paths)!r}: expected directories, each once")
@@ -80,7 +88,7 @@ class MultiDriveTier(TierDefaults):
     shared = False
 
     def __init__(self, tiers: Sequence[NvmeTier], health_issues: Sequence[str], os_env: OsEnv) -> None:
-        """Takes the engines over. `troubles`: of drives that are not among them."""
+        """Take ownership of the tiers. `health_issues` describes the drives that are missing."""
         self.tiers = list(tiers)
         self._troubles, self._os_env = list(health_issues), os_env
         self._seeds = [xxh3_64_intdigest(tier.path.encode()) for tier in tiers]
@@ -88,7 +96,7 @@ class MultiDriveTier(TierDefaults):
         self._drop_duplicates()
 
     def _drop_duplicates(self) -> None:
-        """Blocks that two drives hold, since one was not there for a while, stay on one."""
+        """Keep one copy of the blocks that two drives hold because one of them was missing for a while."""
         for i, tier in enumerate(self.tiers):
             for other in self.tiers[:i]:
                 tier.remove(tier.duplicates_of(other))
@@ -123,7 +131,7 @@ class MultiDriveTier(TierDefaults):
         return ticket
 
     def _assign_drives(self, op: Op, addresses: Sequence[Address], segments: Sequence[Segments]) -> Iterator[int]:
-        """The number of each block's drive: the one that has it, else the one that should."""
+        """Yield the number of each block's drive: the one that holds it, or the one that should."""
         held = [tier.has_names(addresses) for tier in self.tiers]
         room: dict[tuple[int, int], int] = {}
         refusing = [bool(tier.health_issues()) for tier in self.tiers] if op == "write" else []
@@ -136,12 +144,12 @@ class MultiDriveTier(TierDefaults):
             yield order[0] if there is None else there
 
     def _order(self, key: bytes) -> list[int]:
-        """All drives, the one where this key belongs first."""
+        """Return all drives in this key's order."""
         weights = [xxh3_64_intdigest(key, seed) for seed in self._seeds]
         return sorted(range(len(weights)), key=weights.__getitem__, reverse=True)
 
     def _has_room(self, drive: int, size: int, room: dict[tuple[int, int], int]) -> bool:
-        """Take room for a record out of what a drive has left for this size."""
+        """Count down the capacity of a drive for this size; False when it is used up."""
         remaining = room[drive, size] = room.get((drive, size), self.tiers[drive].room(size)) - 1
         return remaining >= 0
 
@@ -151,7 +159,7 @@ class MultiDriveTier(TierDefaults):
 
     @property
     def counters(self) -> dict[str, int]:
-        """What happened since the tier was opened, by name, on all drives."""
+        """Event counts of all drives since the tier was opened, by name."""
         return dict(sum((Counter(tier.counters) for tier in self.tiers), Counter()))
 
     def on_loss(self, tell: Callable[[Address], object]) -> None:
@@ -168,7 +176,9 @@ class MultiDriveTier(TierDefaults):
         return [sibling for tier in self.tiers for sibling in tier.colocated(address)]
 
     def runs(self) -> Iterator[tuple[Address, bytes]]:
-        """All records in few steps, as `NvmeTier.runs`: a chain is one run, wherever its blocks are."""
+        """Yield all records in runs, as `NvmeTier.runs` does; a chain is one run even where its blocks are on several
+        drives.
+        """
         numbers: dict[bytes, int] = {}
         parts = []
         for tier in self.tiers:
@@ -184,7 +194,7 @@ class MultiDriveTier(TierDefaults):
         return scan(self.runs())
 
     def sync(self) -> bool:
-        synced = [tier.sync() for tier in self.tiers]  # each, also where one failed
+        synced = [tier.sync() for tier in self.tiers]  # sync each drive even where another failed
         return all(synced)
 
     def usage(self) -> Usage:
@@ -238,7 +248,7 @@ class MultiDriveTier(TierDefaults):
 
 
 class _SplitTicket(DeadlineTicket):
-    """A ticket whose blocks are settled by other tickets."""
+    """A ticket whose blocks are settled by the tickets of several tiers."""
 
     def __init__(
         self,
@@ -249,7 +259,7 @@ class _SplitTicket(DeadlineTicket):
         os_env: OsEnv,
     ) -> None:
         super().__init__(count, on_outcome, deadline, expire, os_env)
-        self.parts: list[tuple[list[int], Ticket]] = []  # which blocks each of them settles
+        self.parts: list[tuple[list[int], Ticket]] = []  # for each ticket, the numbers of the blocks that it settles
 
     def settle_part(self, blocks: Sequence[int], i: int, outcome: Outcome) -> None:
         self.settle(blocks[i], outcome)

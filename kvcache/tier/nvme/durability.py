@@ -1,8 +1,10 @@
-"""What is on the medium: syncs, what they cover, and compaction.
+"""Syncs, the data that they cover, and compaction of the journal.
 
-A sync that fails is final: the system may have dropped what it could not write, and a second sync then says yes. So
-what a failed sync should have covered is written again before the next one. The process before may have ended right
-after such a failure, so that the same goes for what no mark in its journal says is safe.
+A failed sync is final: the operating system may drop the data, and a second sync then reports success. So the data of a
+failed sync is written again before the next one. An earlier process may have ended right after such a failure, so data
+that no SYNCED mark in its journal covers is written again too.
+
+Locks: `_syncing`, then `Catalog.journal_lock`, then `Catalog.memory`.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ from kvcache.tier.nvme.segment import Segment
 class DurabilityBarrier:
     def __init__(self, catalog: Catalog, os_env: OsEnv) -> None:
         self._catalog = catalog
-        self._syncing = os_env.condition()  # one at a time, and the journal is the same file meanwhile
-        self._synced = 0  # the journal's entries before this one are on the medium, and all that they say
-        self._marked = 0  # those before this one are covered by a mark in it
+        self._syncing = os_env.condition()  # one sync or compaction at a time; the journal is not rotated during a sync
+        self._synced = 0  # the journal's entries before this one are on the medium, together with their records
+        self._marked = 0  # a SYNCED mark in the journal covers the entries before this one
         self._compact_at = 0
 
     def sync(self) -> bool:
-        """Whether everything that was published before is on the medium."""
+        """Sync; return whether everything published before is on the medium."""
         with self._syncing:
             return self._sync()
 
     def commit(self) -> bool:
-        """The same, at no cost where another caller's sync began after what this one published."""
+        """As `sync`; free where another caller's sync began after the caller's records were published."""
         sequence = self._catalog.journal.sequence
         with self._syncing:
             return self._synced >= sequence or self._sync()
@@ -59,21 +61,21 @@ class DurabilityBarrier:
         self._synced = sequence
         if sequence > self._marked:
             with catalog.journal_lock:
-                alone = journal.sequence == sequence  # else what came meanwhile waits for the next mark
+                alone = journal.sequence == sequence  # otherwise the next mark covers the entries appended meanwhile
                 catalog.append_deferred([Entry(SYNCED, write_id=sequence)])
                 catalog.flush_deferred()
                 self._marked = journal.sequence if alone else sequence
         return True
 
     def sync_payloads(self, segment: Segment) -> bool:
-        """Whether what was written to a segment before is on the medium."""
+        """Sync a segment; return whether the data written to it before is on the medium."""
         with self._catalog.memory:
             segment.users += 1
         try:
             with self._catalog.files.open_file(segment) as file:
                 file.sync()
         except FileNotFoundError:
-            self._catalog.drop_segment_records(segment)  # its records are gone, and nothing is promised
+            self._catalog.drop_segment_records(segment)  # the file is missing with its records, so nothing was promised
         except OSError as error:
             self._failed(error)
             with self._catalog.memory:
@@ -99,11 +101,14 @@ class DurabilityBarrier:
         return False
 
     def _write_again(self, segment: Segment, slots: Iterable[int]) -> bool:
-        """Write the same bytes over records; those that are not what they should be leave. False where that cannot be
-        done now."""
+        """Rewrite the same bytes of these records, and drop those that fail verification.
+
+        Returns:
+            False where the drive cannot do it now.
+        """
         catalog = self._catalog
         for slot in sorted(slots):
-            with catalog.journal_lock:  # nobody else gets the slot meanwhile
+            with catalog.journal_lock:  # no other thread gets the slot meanwhile
                 with catalog.memory:
                     entry = segment.row(slot)
                     if segment.retired or entry.kind != PUT:
@@ -129,11 +134,9 @@ class DurabilityBarrier:
         self._catalog.counters.add("sync_errors")
         log.warning("nvme directory %s: sync: %s", self._catalog.directory.path, error)
 
-    # compaction
-
     @property
     def should_compact(self) -> bool:
-        """Whether the journal is long enough to be compacted."""
+        """Whether the journal is long enough to compact."""
         return self._catalog.journal.entries_behind > max(
             self._catalog.allocator.compact_at_entries(), self._compact_at
         )
@@ -144,13 +147,19 @@ class DurabilityBarrier:
         return self._catalog.journal.entries_behind > self._catalog.allocator.max_entries()
 
     def compact(self, *, due: bool = True) -> bool:
-        """Write a checkpoint and drop the journals before it; False where the disk did not let it. `due`: only where
-        the journal is long enough."""
+        """Write a checkpoint and remove the journals before it.
+
+        Args:
+            due: do it only where the journal is long enough.
+
+        Returns:
+            False where the disk failed.
+        """
         catalog = self._catalog
         with self._syncing:
             if (
                 due and not catalog.journal.entries_behind > catalog.allocator.compact_at_entries()
-            ):  # another thread has done it
+            ):  # another thread compacted it
                 return True
             try:
                 catalog.checkpoint()
@@ -159,7 +168,7 @@ class DurabilityBarrier:
                 log.warning("nvme directory %s: compaction: %s", catalog.directory.path, error)
                 self._compact_at = (
                     catalog.journal.entries_behind + catalog.allocator.compact_at_entries() // 4
-                )  # not at once again
+                )  # wait before the next attempt
                 return False
             self._compact_at = 0
         catalog.counters.add("compactions")

@@ -1,9 +1,10 @@
-"""What is where: from the name of a record to its place, a segment's number and a slot in one integer.
+"""The index of a store: from a record's name to its segment number and slot, in one integer.
 
-Everything else that is known of a record stands in its segment's row. A restart rebuilds this from the journal's
-entries in bulk; nothing is done an entry at a time but the dictionary itself.
+All other facts of a record are in its segment's row. A restart rebuilds the index from the journal's entries in bulk;
+only the dictionary is filled one entry at a time. `OwnerFile`, at the end, keeps the owners of namespaces.
 
-Not thread-safe: `Ledger` calls it under its lock."""
+Thread safety: `Index` has none; `Catalog` calls it under its `memory` lock. `OwnerFile` has its own lock.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +38,17 @@ from kvcache.tier.nvme.journal import (
 from kvcache.tier.nvme.segment import Segment, SlotIO
 
 RESYNC_BYTES = 512 << 20
-"""More than this no process leaves without a sync, unless nobody asked for durability."""
+"""At a start, up to this much unsynced data is written again before the next sync.
+
+More than this is only synced, since only a process with durability `none` ends with more.
+"""
 
 
 class Index:
     def __init__(self, allocator: Allocator) -> None:
         self.allocator = allocator
         self.places: dict[bytes, int] = {}
-        self.namespaces: dict[int, bytes] = {}  # by the number that stands for them in entries
+        self.namespaces: dict[int, bytes] = {}  # by their number in entries
         self._numbers: dict[bytes, int] = {}
         self._next_number = 0
 
@@ -57,7 +61,7 @@ class Index:
         return segment, slot, segment.row(slot)
 
     def matches(self, entry: Entry, address: Address) -> bool:
-        """Whether this entry is that of the very record that the address means."""
+        """Return whether this is the entry of exactly the record of this address."""
         return (
             entry.signature == address.signature
             and self.namespaces[entry.namespace] == address.namespace
@@ -70,8 +74,10 @@ class Index:
         return Address(namespace, entry.signature, parent, entry.group, Shard.unpack(entry.shard))
 
     def entries(self, places: Sequence[SlotIO]) -> list[Entry]:
-        """What the journal is to be told of records: namespaces that are new, then a put entry each, which their places
-        get too."""
+        """Return the entries that publish these records: new namespaces, then one put entry a record.
+
+        Also sets `entry` of each place.
+        """
         new: dict[bytes, int] = {}
         for place in places:
             address = place.address
@@ -92,7 +98,7 @@ class Index:
         return named + [place.entry for place in places]
 
     def insert(self, places: Sequence[SlotIO]) -> None:
-        """The journal has their entries: these records can be found from now on."""
+        """Make these records findable; the journal has their entries."""
         for place in places:
             if place.address.namespace not in self._numbers:
                 self._name(place.address.namespace, place.entry.namespace)
@@ -100,7 +106,7 @@ class Index:
             self.places[place.name] = place.segment.number << 32 | place.slot
 
     def delete(self, name: bytes, *, quarantine: bool = False) -> Segment:
-        """The record leaves; the segment that it was in."""
+        """Remove a record; return its segment."""
         place = self.places.pop(name)
         segment = self.allocator.segments[place >> 32]
         self.allocator.clear(segment, place & 0xFFFFFFFF, quarantine=quarantine)
@@ -114,10 +120,10 @@ class Index:
     def addresses(self, segment: Segment) -> list[Address]:
         return [self.address(entry) for slot in range(segment.slots) if (entry := segment.row(slot)).kind == PUT]
 
-    # whole states
+    # Whole states: restart and checkpoint.
 
     def load(self, data: bytes, safe: int = 0) -> None:
-        """Rebuild everything from the journal's entries, in order, of which a sync has covered the first `safe`."""
+        """Rebuild the index from the journal's entries, in order; a sync has covered the first `safe` of them."""
         entries = np.frombuffer(data, COLUMNS)
         kinds = entries["kind"]
         for row in entries[kinds == NAMESPACE]:
@@ -142,12 +148,12 @@ class Index:
             self._drop_duplicate_names(puts)
 
     def _load_records(self, entries: NDArray[np.void], safe: int, segments: dict[int, Segment]) -> NDArray[np.void]:
-        """Fill the rows of the segments; the put entries that hold."""
+        """Fill the rows of the segments; return the put entries that are valid."""
         kinds = entries["kind"]
         at = np.flatnonzero((kinds == PUT) | (kinds == REMOVE) | (kinds == QUARANTINE))
         place = entries["segment"][at].astype(np.uint64) << np.uint64(32) | entries["slot"][at]
         _, from_end = np.unique(place[::-1], return_index=True)
-        at = at[len(at) - 1 - from_end]  # what was said last of each place, by segment and slot
+        at = at[len(at) - 1 - from_end]  # the last entry of each slot, ordered by segment and slot
         last = entries[at]
         named = np.isin(last["namespace"], list(self.namespaces))
         there = (last["kind"] == QUARANTINE) | ((last["kind"] == PUT) & named)
@@ -166,14 +172,14 @@ class Index:
         return puts
 
     def _drop_duplicate_names(self, puts: NDArray[np.void]) -> None:
-        """Two places under one name, which only damage can leave behind: one goes on, the others are free."""
+        """Keep one of two slots with the same name, and free the others. Only damage leaves such slots."""
         for name, row in zip(names(puts), puts, strict=True):
             place = int(row["segment"]) << 32 | int(row["slot"])
             if self.places[name] != place:
                 self.allocator.clear(self.allocator.segments[place >> 32], place & 0xFFFFFFFF)
 
     def drop_segment(self, segment: Segment) -> int:
-        """Forget a segment and all its records, after a restart; how many there were."""
+        """Drop a segment and all its records after a restart; return how many there were."""
         rows = segment.columns()
         removed = names(rows[rows["kind"] == PUT])
         for name in removed:
@@ -182,8 +188,13 @@ class Index:
         return len(removed)
 
     def state(self, *, synced: bool) -> tuple[list[bytes], int]:
-        """Everything as entries, in pieces, and their number: what a checkpoint holds. Forgets namespaces that have no
-        record any more. `synced`: it is known which records a sync has covered."""
+        """Return the whole state as entries, in pieces, and their number, for a checkpoint.
+
+        Drops the numbers of namespaces without records.
+
+        Args:
+            synced: the store tracks which records a sync has covered.
+        """
         rows = [s.state() for s in self.allocator.segments.values()]
         covered, others = [row[0] for row in rows], [row[1] for row in rows]
         used = {n for part in covered + others for n in np.unique(np.frombuffer(part, COLUMNS)["namespace"]).tolist()}
@@ -200,14 +211,13 @@ class Index:
         return pieces, sum(map(len, pieces)) // ENTRY_BYTES
 
     def puts(self) -> tuple[NDArray[np.void], dict[int, bytes]]:
-        """A copy of the put entries of all records, and what their namespaces are."""
+        """Return a copy of the put entries of all records, and the namespaces by number."""
         rows = [s.columns() for s in self.allocator.segments.values()]
         found = [columns[columns["kind"] == PUT] for columns in rows] or [np.zeros(0, COLUMNS)]
         return np.concatenate(found), dict(self.namespaces)
 
 
-# Whose the namespaces of a store are: a file `owners` with a row a namespace, each with its checksum. What is torn or
-# damaged of it is as if it were not there.
+# Owners of namespaces: a file `owners` with one checksummed row a namespace. A torn or damaged row is ignored.
 
 NAME = "owners"
 _ROW = 32 + OWNER_BYTES
@@ -224,7 +234,11 @@ class OwnerFile:
             return dict(self._load())
 
     def note(self, namespace: bytes, owner: Owner) -> None:
-        """OSError where it could not be kept."""
+        """Store the owner of a namespace.
+
+        Raises:
+            OSError: the file could not be written.
+        """
         with self._lock:
             if self._load().get(namespace) != owner:
                 self._write({**self._load(), namespace: owner})

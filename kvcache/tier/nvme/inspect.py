@@ -1,4 +1,4 @@
-"""Looking at records one by one, where nobody asked for them: is each what the journal says it is?"""
+"""Tools that look at a whole store: summary, usage, scrub and audit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcache.tier.nvme.index import Index
 from kvcache.tier.nvme.journal import PUT, Entry
 from kvcache.tier.tier import RecordFilter, ScrubReport
 
-# What is in a store, counted: by namespace, by slot size, and the journal. From memory, at once.
+# Counts of the store, from memory: by namespace, by slot size, and of the journal.
 
 
 def store_summary(catalog: Catalog) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def store_summary(catalog: Catalog) -> dict[str, Any]:
 
 
 def usage_by_namespace(catalog: Catalog) -> dict[bytes, tuple[int, int]]:
-    """Records and bytes by namespace. Nobody waits for longer than one segment takes."""
+    """Return records and bytes by namespace. The lock is held for one segment at a time."""
     found: dict[int, tuple[int, int]] = {}
     with catalog.memory:
         segments, names = list(catalog.allocator.segments.values()), dict(catalog.index.namespaces)
@@ -73,7 +73,7 @@ def usage_by_namespace(catalog: Catalog) -> dict[bytes, tuple[int, int]]:
 
 
 class InspectedRecord(NamedTuple):
-    """A record as it was found. `data`, where it is sound, is this thread's buffer: good until the next one."""
+    """A record as it was read. `data` is this thread's buffer, valid until the next record is inspected."""
 
     address: Address
     entry: Entry
@@ -83,7 +83,7 @@ class InspectedRecord(NamedTuple):
 
 
 def inspect_record(catalog: Catalog, name: bytes) -> InspectedRecord | None:
-    """Read the record of a name; None where there is none, or it was replaced meanwhile."""
+    """Read and verify the record of a name; None where there is none, or it was replaced meanwhile."""
     with catalog.memory:
         found = catalog.index.find(name)
         if found is None:
@@ -99,7 +99,7 @@ def inspect_record(catalog: Catalog, name: bytes) -> InspectedRecord | None:
         if got < entry.record_bytes:
             raise RecordError("short", f"{got} bytes of {entry.record_bytes}")
         header = read_header(data)
-        # an earlier write of the same record will do: it has the same bytes
+        # an earlier write of the same record is equal, byte by byte
         verify(data, data[header_area(header.decoded_bytes) :], address)
     except (OSError, RecordError) as error:
         fault = error
@@ -109,7 +109,7 @@ def inspect_record(catalog: Catalog, name: bytes) -> InspectedRecord | None:
 
 
 def inspect_all(catalog: Catalog) -> Iterator[InspectedRecord]:
-    """All records, in the order in which they lie on the drive."""
+    """Yield all records in the order of their slots on the drive."""
     with catalog.memory:
         names = sorted(catalog.index.places, key=catalog.index.places.__getitem__)
     for name in names:
@@ -121,8 +121,13 @@ def inspect_all(catalog: Catalog) -> Iterator[InspectedRecord]:
 def scrub(
     catalog: Catalog, on_progress: Callable[[int], object], *, dry_run: bool, unwanted: RecordFilter | None = None
 ) -> ScrubReport:
-    """Read and check every record; what is damaged leaves, its slot is not used again, and so does what is `unwanted`.
-    `told` hears of each record's bytes. Reads and writes go on meanwhile."""
+    """Verify every record; remove the damaged ones with their slots, and the unwanted ones. Reads and writes may run
+    meanwhile.
+
+    Args:
+        on_progress: called with each record's size in bytes.
+        dry_run: only count.
+    """
     found = ScrubReport()
     for inspected in inspect_all(catalog):
         found.records += 1
@@ -145,13 +150,14 @@ def scrub(
     return found
 
 
-# A full audit of a store: does all that says what is in it agree, and is every record what it says it is? Reads every
-# record. Writes go on meanwhile: what changes while it is looked at is not a fault.
+# Audit: do index, journal and files agree, and does every record verify? Writes may run meanwhile; a record that
+# changes
+# during the audit is not a fault.
 
 
 def audit(catalog: Catalog, on_progress: Callable[[], object]) -> list[str]:
-    """One line a fault. `told` is called once a record."""
-    with catalog.journal_lock:  # nothing but free slots changes meanwhile
+    """Return one line for each fault. `on_progress` is called once a record."""
+    with catalog.journal_lock:  # only free slots change while the lock is held
         catalog.flush_deferred()
         with catalog.memory:
             faults = _audit_index(catalog)
@@ -177,7 +183,7 @@ def _audit_index(catalog: Catalog) -> list[str]:
 
 
 def _audit_journal(catalog: Catalog) -> list[str]:
-    """What a restart would find is what is known now."""
+    """Compare the state that a restart would find with the state in memory."""
     found = catalog.journal.read()
     replayed = Index(Allocator(catalog.allocator.capacity_bytes, catalog.allocator.segment_bytes))
     replayed.load(found.entries)

@@ -1,10 +1,14 @@
-"""What is in a store, as it came to be: numbered files of entries, appended in order.
+"""The journal: an append-only log of entries that says which slot of a store holds which record.
 
-`checkpoint-N` holds the state in which `journal-N` begins; the first journal begins with nothing. Compaction first
-turns to a new journal and then writes the checkpoint with its number, so that at any instant the newest checkpoint and
-the journals from its number on are the whole truth. What follows a damaged frame is not trusted.
+`checkpoint-N` holds the state in which `journal-N` begins; the first journal begins empty. Compaction first starts the
+next journal and then writes the checkpoint of the same number. So at every instant the newest checkpoint and the
+journals from its number on hold the complete state. Entries after a damaged frame are not trusted.
 
-`Store` sees to it that no two threads append, and that none turns while another syncs."""
+The file has three sections: entries, frames (the byte format), and `Journal` (the files). `docs/spec/journal.md`
+specifies the bytes.
+
+Thread safety: none. `Catalog` lets one thread append at a time; `DurabilityBarrier` keeps syncs and rotation apart.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +29,14 @@ from kvcache.errors import StoreError
 from kvcache.os_env import File
 from kvcache.tier.nvme.directory import Directory
 
-# One entry of the journal: 104 bytes that say one thing about one slot, segment or namespace. In memory the put entry
-# of a record is also what the index knows of it, so that a checkpoint is a copy and a restart is a parse. Byte by
-# byte in `docs/spec/journal.md`.
+# Entries: 104 bytes that record one fact about one slot, segment or namespace. In memory, a record's put entry is also
+# its row in the index, so a checkpoint is a copy and a restart is a parse.
 
 PUT, REMOVE, QUARANTINE, SEGMENT, RETIRE, NAMESPACE, SYNCED = range(1, 8)
 FLAG_EXPIRES = 1
-"""Of a put entry, among its flags: the record says when it ends."""
+"""Flag of a put entry: the record has an expiry."""
 FREE = 0
-"""Of a row in memory, never in a file: the slot holds nothing."""
+"""Kind of a row in memory, never in a file: the slot is free."""
 
 FORM = Struct("<BBH8sI32s32sIIQQ")
 ENTRY_BYTES = FORM.size
@@ -52,14 +55,14 @@ COLUMNS = np.dtype(
         ("write_id", "<u8"),
     ]
 )
-"""The same bytes for numpy: many entries are parsed at once."""
+"""The layout of an entry for numpy, which parses many at once."""
 
 UNKNOWN = bytes(32)
-"""A parent that the writer did not know."""
+"""The parent of a record whose writer did not know it."""
 
 
 class Entry(NamedTuple):
-    """What does not matter to a kind is zero; `namespace` is the number under which the journal knows it."""
+    """A decoded entry. Fields that its kind does not use are zero. `namespace` is the number of a NAMESPACE entry."""
 
     kind: int
     flags: int = 0
@@ -82,12 +85,12 @@ class Entry(NamedTuple):
 
 
 def put_entry(header: Header) -> Entry:
-    """Of a record's header what is to be known of it before it has a place."""
+    """Return a put entry with the fields that a header fixes before the record has a slot."""
     return Entry(PUT, FLAG_EXPIRES if EXPIRY in header.fields else 0, write_id=header.write_id)
 
 
 def names(entries: NDArray[np.void]) -> list[bytes]:
-    """The 26-byte name of each entry: key, group, shard."""
+    """Return the 26-byte name of each entry: key, group, shard."""
     bytes_of = entries.view(np.uint8).reshape(-1, ENTRY_BYTES)
     at, end = KEY_BYTES, KEY_BYTES + 10
     packed = np.empty((len(bytes_of), end), np.uint8)
@@ -97,9 +100,9 @@ def names(entries: NDArray[np.void]) -> list[bytes]:
     return [joined[i : i + end] for i in range(0, len(joined), end)]
 
 
-# The bytes of a journal file: a header, then frames of entries, each whole or not there. A frame has a checksum over
-# its entries and the sequence number of the first one, so that a reader knows where what it can trust ends. Knows
-# nothing of files. Byte by byte in `docs/spec/journal.md`.
+# Frames: the bytes of a journal file. A header precedes frames of entries, and each frame is valid as a whole or not at
+# all. A frame has a checksum over its entries and the sequence number of the first one, so a reader knows where the
+# trusted part ends. This section opens no file.
 
 MAGIC = b"KVCJRNL\n"
 VERSION = 1
@@ -113,17 +116,20 @@ HEADER_BYTES = _HEADER.size + _SUM.size
 FRAME_BYTES = _FRAME.size + _SUM.size
 
 FileEnd = Literal["whole", "torn", "damaged"]
-"""How a file ends: with its last frame; in a frame that was never finished; or sound frames follow a bad one."""
+"""The end of a file: after its last frame; within an unfinished frame; or sound frames follow a bad one."""
 
 
 class HeaderError(ValueError):
-    """A file header that cannot be used; the text says what was found and what was expected."""
+    """A file header cannot be used; the text says what was found and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileHeader:
-    """`number` stands in the file's name too. `sequence`: of a journal, that of its first entry; of a checkpoint, that
-    of the first entry it does not contain. `count`: of a checkpoint, its entries."""
+    """The header of a journal or checkpoint file.
+
+    `number` is also in the file's name. `sequence` is that of a journal's first entry, or of the first entry that a
+    checkpoint does not contain. `count` is the number of a checkpoint's entries.
+    """
 
     kind: int
     number: int
@@ -136,7 +142,11 @@ class FileHeader:
 
     @classmethod
     def unpack(cls, data: bytes | bytearray, kind: int, number: int) -> FileHeader:
-        """The header at the start of a file; HeaderError for any but a sound one of this kind and number."""
+        """Decode the header at the start of a file.
+
+        Raises:
+            HeaderError: it is damaged, or of another kind, number or version.
+        """
         if len(data) < HEADER_BYTES:
             raise HeaderError(f"a header of {len(data)} bytes, expected {HEADER_BYTES}")
         magic, version, contents, entry_bytes, _, named, sequence, count = _HEADER.unpack_from(data)
@@ -155,7 +165,7 @@ class FileHeader:
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """The trusted entries of a file, where they end, and the sequence number that comes next."""
+    """The trusted entries of a file, the offset where they end, and the next sequence number."""
 
     entries: Sequence[memoryview]
     valid_bytes: int
@@ -164,13 +174,13 @@ class Frames:
 
 
 def pack_frame(entries: bytes, sequence: int, number: int) -> bytes:
-    """One frame. `number` is the file's: it seeds the checksum, so that a frame of another file is no frame of this."""
+    """Return one frame. The file's `number` seeds the checksum, so that a frame of another file does not verify."""
     head = _FRAME.pack(FRAME_MAGIC, len(entries) // ENTRY_BYTES, sequence)
     return head + _SUM.pack(_frame_sum(head, entries, number)) + entries
 
 
 def read_frames(data: bytearray, sequence: int, number: int) -> Frames:
-    """The frames of a whole file, up to the first that is not sound or does not follow the one before."""
+    """Decode the frames of a whole file, up to the first that is damaged or out of sequence."""
     view = memoryview(data)
     entries: list[memoryview] = []
     at = HEADER_BYTES
@@ -187,7 +197,7 @@ def read_frames(data: bytearray, sequence: int, number: int) -> Frames:
 
 
 def _read_frame(view: memoryview, at: int, number: int) -> tuple[int, memoryview] | None:
-    """Sequence and entries of the frame at an offset, where there is a sound one."""
+    """Return sequence number and entries of the frame at an offset; None where it is not sound."""
     if at + FRAME_BYTES > len(view):
         return None
     head = view[at : at + _FRAME.size]
@@ -202,7 +212,7 @@ def _read_frame(view: memoryview, at: int, number: int) -> tuple[int, memoryview
 
 
 def _sound_after(data: bytearray, at: int, sequence: int, number: int) -> bool:
-    """Whether a later frame is sound: then the bad one was not the end of the file when it was written."""
+    """Return whether a later frame is sound: then the bad frame was not the end of the file when it was written."""
     view = memoryview(data)
     at = data.find(FRAME_MAGIC, at)
     while at >= 0:
@@ -224,23 +234,31 @@ _FRAME_BYTES = 8192 * ENTRY_BYTES
 
 @dataclass(slots=True)
 class JournalContents:
-    """What a store's files say. `safe`: how many of the entries, from the first, a sync has covered, and all that they
-    say. `journals`: those that were read, and how far each is sound. `torn`: bytes cut from the end of the last.
-    `damaged`: the name of the file in which trust ends."""
+    """The trusted contents of a store's checkpoint and journals.
+
+    `safe` counts the leading entries that a sync has covered, together with the records they name. `journals` maps each
+    journal that was read to the length of its sound part. `torn` counts the bytes after the sound part of the last
+    journal.
+    `damaged` names the file in which trust ends.
+    """
 
     entries: bytes = b""
     safe: int = 0
     checkpoint: int = 0  # 0: none
     journals: dict[int, int] = field(default_factory=dict)
-    sequence: int = 0  # of the entry to come
-    base: int = 0  # of the first entry behind the checkpoint
+    sequence: int = 0  # of the next entry
+    base: int = 0  # of the first entry after the checkpoint
     torn: int = 0
     damaged: str = ""
 
 
 class Journal:
     def __init__(self, directory: Directory) -> None:
-        """Open what is there, or begin. StoreError for files that must not be written over."""
+        """Open the journal, or begin one in an empty directory.
+
+        Raises:
+            StoreError: files that must not be overwritten.
+        """
         self.directory = directory
         for name in directory.unfinished():
             directory.disk.remove(directory.join(name))
@@ -251,30 +269,32 @@ class Journal:
         self.number = max(directory.file_numbers("journal") + directory.file_numbers("checkpoint"))
         self._end = contents.journals.get(self.number, 0)
         self.in_doubt = bool(contents.damaged)
-        """A sync failed, or trust ended before the last entry: only a checkpoint makes what is known durable again."""
+        """A sync failed, or trust ended before the last entry: only a checkpoint makes the state durable again."""
         self._inherited = dict(contents.journals)
-        """Of another process, whose last sync may have failed, so that a sync of ours alone would say nothing."""
+        """Journals of an earlier process, and their lengths. Its last sync may have failed, so a sync alone would prove
+        nothing.
+        """
         self._file: File | None = None
-        if not contents.damaged:  # else the file stays as it is until a checkpoint replaces it
+        if not contents.damaged:  # otherwise the file stays unchanged until a checkpoint replaces it
             self._file = self._open(self.number)
             self._file.truncate(self._end)
             self._remove_before(contents.checkpoint)
 
     @classmethod
     def inspect(cls, directory: Directory) -> JournalContents:
-        """What a directory's files say, at least one journal or checkpoint among them; changes nothing."""
+        """Read the contents of a directory that has a journal or a checkpoint; changes nothing."""
         journal = cls.__new__(cls)
         journal.directory = directory
         return journal.read()
 
     @property
     def entries_behind(self) -> int:
-        """Entries since the last checkpoint."""
+        """Number of entries since the last checkpoint."""
         return self.sequence - self._base
 
     def _begin(self) -> None:
         checkpoints = self.directory.file_numbers("checkpoint")
-        if checkpoints:  # an operator moved a bad journal away: what the checkpoint says is still there
+        if checkpoints:  # an operator moved a bad journal away; the checkpoint is still valid
             number = checkpoints[-1]
             header = self._header(self.directory.read(f"checkpoint-{number}"), "checkpoint", number)
             self._create(number, header.sequence)
@@ -287,7 +307,7 @@ class Journal:
             self._create(1, 0)
 
     def read(self) -> JournalContents:
-        """What the files say now."""
+        """Read and decode the files."""
         contents = JournalContents()
         numbers = self.directory.file_numbers("journal")
         checkpoints = self.directory.file_numbers("checkpoint")
@@ -315,7 +335,7 @@ class Journal:
         return contents
 
     def _follow(self, number: int, contents: JournalContents, parts: list[memoryview]) -> None:
-        """Read one more journal, unless trust has ended before it."""
+        """Read one more journal, unless trust ended before it."""
         data = self.directory.read(f"journal-{number}")
         header = self._header(data, "journal", number)
         if contents.damaged.startswith("journal"):
@@ -331,8 +351,11 @@ class Journal:
             contents.damaged = f"journal-{number}"
 
     def append(self, entries: bytes) -> None:
-        """Add entries that are true together: after a crash all of them are there or none is. OSError: none was added,
-        and the next call writes over what this one may have left."""
+        """Append entries in one frame: after a crash all of them are valid or none is.
+
+        Raises:
+            OSError: no entry was added; the next call overwrites the partial frame.
+        """
         frame = pack_frame(entries, self.sequence, self.number)
         assert self._file is not None
         self._file.write(self._end, [memoryview(frame)])
@@ -340,18 +363,22 @@ class Journal:
         self.sequence += len(entries) // ENTRY_BYTES
 
     def sync(self) -> None:
-        """Return when every entry is on the medium; OSError where that cannot be said."""
+        """Return when every entry is on the medium.
+
+        Raises:
+            OSError: durability is unknown.
+        """
         if self.in_doubt or self._file is None:
             raise OSError(errno.EIO, "an earlier sync of the journal failed and no checkpoint was written since")
         try:
             self._write_again()
             self._file.sync()
         except OSError:
-            self.in_doubt = True  # a second sync may say yes without having written anything
+            self.in_doubt = True  # a second sync may report success without having written anything
             raise
 
     def _write_again(self) -> None:
-        """Write the same bytes over what an earlier process wrote: then the system has something to sync."""
+        """Rewrite the bytes of an earlier process, so that the operating system has dirty pages to sync."""
         for number, end in list(self._inherited.items()):
             file = self._open(number)
             try:
@@ -365,17 +392,17 @@ class Journal:
             del self._inherited[number]
 
     def rotate(self) -> FileHeader:
-        """Begin the next journal; what is to be told to `checkpoint`, beside the state of this very moment."""
+        """Begin the next journal; return the header for `checkpoint`, to be called with the state of this moment."""
         if self._file is not None:
             try:
                 self._write_again()
-                self._file.sync()  # what is appended from now on must not become durable before what stands here
+                self._file.sync()  # later entries must not become durable before these
             except OSError:
                 self.in_doubt = True
         number = self.number + 1
         header = FileHeader(JOURNAL, number, self.sequence).pack()
         file = self.directory.create(f"journal-{number}", [header])
-        self.close()  # the new one has its name: from here on it is the journal, whatever happens
+        self.close()  # the new file has its name: it is the journal even if a later step fails
         self._file, self.number, self._end = file, number, len(header)
         try:
             self.directory.sync()
@@ -385,13 +412,13 @@ class Journal:
         return FileHeader(CHECKPOINT, number, self.sequence)
 
     def checkpoint(self, header: FileHeader, state: Iterator[bytes], count: int) -> None:
-        """Write the state, then forget the files that it replaces. May run beside `append`."""
+        """Write the state, and remove the files that it replaces. May run in parallel with `append`."""
         header = FileHeader(CHECKPOINT, header.number, header.sequence, count)
         self.directory.write(f"checkpoint-{header.number}", chain([header.pack()], frames(state, header.number)))
         self._base = header.sequence
         self.in_doubt = False
         self._inherited.clear()
-        with suppress(OSError):  # the next time does it
+        with suppress(OSError):  # the next checkpoint tries again
             self._remove_before(header.number)
 
     def close(self) -> None:
@@ -423,7 +450,11 @@ class Journal:
 
 
 def _safe(entries: bytes, in_checkpoint: int, base: int) -> int:
-    """How many entries of a checkpoint, and of the journals from sequence number `base` on, the last mark covers."""
+    """Return how many entries the last SYNCED mark covers.
+
+    Args:
+        entries: those of the checkpoint and of the journals from sequence number `base` on.
+    """
     rows = np.frombuffer(entries, COLUMNS)
     marks = np.flatnonzero(rows["kind"] == SYNCED)
     safe = [int(rows["write_id"][i]) for i in marks[marks < in_checkpoint][-1:]]
@@ -432,7 +463,7 @@ def _safe(entries: bytes, in_checkpoint: int, base: int) -> int:
 
 
 def frames(state: Iterator[bytes], number: int) -> Iterator[bytes]:
-    """Entries, given in pieces of any number, as frames of a bounded size."""
+    """Yield the entries of pieces of any size as frames of bounded size."""
     sequence = 0
     for piece in state:
         for at in range(0, len(piece), _FRAME_BYTES):

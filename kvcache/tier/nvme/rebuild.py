@@ -1,7 +1,7 @@
-"""A store whose journal is lost, told anew by its records: each says itself what it is.
+"""Rebuilds the journal of a store from its records, since each record names itself.
 
-Only what was read whole and verified comes back, where the segment's label says which slots there are. A record that
-was removed may come back too, as long as nothing was written over it: it is what its name says all the same.
+Only records that verify are kept, in segments whose footer describes their slots. A removed record may return if no
+other record was written over it; it is still the record that its name says.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from kvcache.tier.nvme.segment import FOOTER_BYTES, SegmentFooter
 
 @dataclass(slots=True)
 class RebuildReport:
-    """What was found. `unlabelled`: segments whose slots nobody knows any more, which the next start removes."""
+    """The result. `unlabelled` counts segments without a sound footer, which the next start removes."""
 
     segments: int = 0
     records: int = 0
     size_bytes: int = 0
-    unsound: int = 0  # slots that hold something else than a whole record, leftovers of earlier ones among them
+    unsound: int = 0  # slots without a whole record, remains of earlier records among them
     doubles: int = 0
     unlabelled: int = 0
 
@@ -49,9 +49,15 @@ def rebuild(
     on_progress: Callable[[int], object] = lambda size_bytes: None,
     os_env: OsEnv | None = None,
 ) -> RebuildReport:
-    """Read every slot of a store that cannot be opened for its journal, and write a checkpoint of what is sound.
-    `dry_run`: find out only. `told` hears of each slot's bytes. StoreError where another process has the directory, it
-    is no store, or its journal is well."""
+    """Read every slot of a store whose journal is unreadable, and write a checkpoint of the sound records.
+
+    Args:
+        dry_run: only report.
+        on_progress: called with each slot's size in bytes.
+
+    Raises:
+        StoreError: another process has the directory, it is no store, or its journal is sound.
+    """
     os_env = os_env or OsEnv()
     directory = Directory(os_env.disk, path)
     try:
@@ -82,7 +88,7 @@ def _readable(directory: Directory) -> bool:
 
 
 def _entries(directory: Directory, found: RebuildReport, on_progress: Callable[[int], object]) -> Iterator[Entry]:
-    """Segments, namespaces and records as a checkpoint has them, each before what needs it."""
+    """Yield segments, namespaces and records in the order of a checkpoint, each before the entries that need it."""
     namespaces: dict[bytes, int] = {}
     names: set[bytes] = set()
     for number in directory.file_numbers("segment"):
@@ -123,8 +129,12 @@ def _read_footer(file: File) -> SegmentFooter | None:
 
 
 def _record(file: File, footer: SegmentFooter, slot: int) -> tuple[Entry | None, bytes, bytes]:
-    """The put entry of the record in a slot, without its namespace's number, that namespace, and the record's name.
-    No entry where no whole record is there; no name either where the slot was never written."""
+    """Read the record in a slot.
+
+    Returns:
+        Its put entry without the namespace's number, its namespace, and its name. Without a sound record the entry is
+        None. The name is empty where the slot was never written.
+    """
     data = bounce.thread_buffer(footer.slot_bytes)
     try:
         if file.read(slot * footer.slot_bytes, [data]) < footer.slot_bytes:

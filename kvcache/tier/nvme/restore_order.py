@@ -1,6 +1,6 @@
-"""The records of a store as runs: each record's parent is the one before it, in the same namespace, group and shard.
+"""The records of a store as runs, in which each record follows its parent in the same namespace, group and shard.
 
-So a million records are told in as many steps as there are chains. Everything is done to all entries at once.
+A million records are restored in as many steps as there are chains. numpy handles all entries at once.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from kvcache.block.layout import Shard
 from kvcache.block.record import Address
 from kvcache.tier.nvme.journal import UNKNOWN
 
-_MAX_DOUBLINGS = 40  # a circle, which only damage can make, ends here
+_MAX_DOUBLINGS = 40  # ends the loop on a cycle of parents, which only damage can make
 
 IntArray = NDArray[np.int64]
 
 
 def runs(entries: NDArray[np.void], namespaces: Mapping[int, bytes]) -> Iterator[tuple[Address, bytes]]:
-    """The put entries as runs, each behind the run that its first record's parent is in: the address of the first, and
-    the signatures of all, one behind the other."""
+    """Yield put entries as runs, each after the run that holds its first record's parent.
+
+    Yields:
+        The address of the run's first record, and the signatures of all its records, concatenated.
+    """
     if not len(entries):
         return
     parents = _parents(entries)
@@ -49,7 +52,7 @@ def runs(entries: NDArray[np.void], namespaces: Mapping[int, bytes]) -> Iterator
 
 
 def scan(found: Iterable[tuple[Address, bytes]]) -> Iterator[Address]:
-    """The records of runs one by one."""
+    """Yield the records of runs one by one."""
     for head, signatures in found:
         yield head
         for at in range(SIGNATURE_BYTES, len(signatures), SIGNATURE_BYTES):
@@ -58,7 +61,7 @@ def scan(found: Iterable[tuple[Address, bytes]]) -> Iterator[Address]:
 
 
 def _parents(entries: NDArray[np.void]) -> IntArray:
-    """Where each record's parent stands among the entries; -1 where it is not here."""
+    """Return the position of each record's parent among the entries; -1 where it is not here."""
     signature, parent = _words(entries["signature"]), _words(entries["parent"])
     places = [entries["namespace"].astype(np.uint64), entries["group"].astype(np.uint64)]
     places.append(_words(entries["shard"])[:, 0])
@@ -77,7 +80,7 @@ def _words(column: NDArray[np.uint8]) -> NDArray[np.uint64]:
 
 
 def _depths(parents: IntArray) -> IntArray:
-    """How many ancestors of each are here."""
+    """Return how many ancestors of each record are here."""
     depths = (parents >= 0).astype(np.int64)
     for _ in range(_MAX_DOUBLINGS):
         reached = parents >= 0
@@ -89,8 +92,9 @@ def _depths(parents: IntArray) -> IntArray:
 
 
 def _runs(parents: IntArray) -> tuple[IntArray, IntArray]:
-    """The first record of each one's run, and how far behind it this one is. Of a parent's children one goes on with
-    its run."""
+    """Return the first record of each record's run, and the distance to it. One of a parent's children continues its
+    run.
+    """
     positions = np.arange(len(parents))
     child = np.full(len(parents), -1)
     child[parents[parents >= 0]] = positions[parents >= 0]

@@ -1,9 +1,9 @@
-"""Overwrites what lies in a store and is no record: the bytes of records that left.
+"""Overwrites all bytes of a store that belong to no record: the remains of removed records.
 
-A free slot is taken, like by a writer, for as long as zeros are written to it, so nobody's record is in it; a slot that
-went bad is nobody's. Of a slot with a record what the record does not fill is overwritten while nothing can be
-journaled, so that it is the same record's before and after. What then is on the medium is the business of the drive
-and its file system: one that copies on write, or a drive that moves what is written, may keep what was there.
+A free slot is allocated, as for a write, while zeros are written to it, so no record is in it. A quarantined slot has
+no owner. The unused end of a slot with a record is overwritten under `journal_lock`, so the slot keeps its record.
+The drive and its file system decide what then is on the medium. A file system that copies on write, or a drive that
+remaps writes, may keep the old bytes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from kvcache.tier.nvme.journal import PUT, QUARANTINE
 from kvcache.tier.nvme.segment import Segment
 
 STEP_BYTES = 16 << 20
-"""Taken at a time: writers miss no more room than that."""
+"""Size allocated at a time: writers lose no more capacity than this meanwhile."""
 
 
 def wipe(catalog: Catalog) -> None:
-    """OSError where not all could be overwritten."""
+    """Overwrite the free bytes of all segments, and sync them.
+
+    Raises:
+        OSError: not all bytes could be overwritten.
+    """
     with catalog.memory:
         segments = list(catalog.allocator.segments.values())
     for segment in segments:
@@ -47,7 +51,7 @@ def _wipe_free(catalog: Catalog, segment: Segment) -> None:
 
 
 def _allocate_free(catalog: Catalog, segment: Segment, done: set[int], most: int) -> list[int]:
-    """Free slots that were not done; the caller is among the segment's users where there are any."""
+    """Allocate free slots that are not in `done`. Where there are any, the segment counts the caller as a user."""
     with catalog.memory:
         if segment.retired:
             return []
@@ -61,7 +65,7 @@ def _allocate_free(catalog: Catalog, segment: Segment, done: set[int], most: int
 
 
 def _wipe_rest(catalog: Catalog, segment: Segment) -> None:
-    """Slots that went bad, and what records leave free in theirs."""
+    """Overwrite quarantined slots, and the unused ends of slots with records."""
     for slot in range(segment.slots):
         with catalog.journal_lock:
             row = segment.row(slot)
@@ -74,7 +78,7 @@ def _wipe_rest(catalog: Catalog, segment: Segment) -> None:
 
 @contextmanager
 def _used(catalog: Catalog, segment: Segment) -> Iterator[None]:
-    """`using` counts one user less."""
+    """Count one user of the segment; `open_file` subtracts it."""
     with catalog.memory:
         segment.users += 1
     yield

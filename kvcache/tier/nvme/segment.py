@@ -1,9 +1,13 @@
-"""A segment: one preallocated file of slots of one size, and what the journal knows of each.
+"""A segment: one preallocated file of slots of one size, and a row in memory for each slot.
 
-A row a slot holds the put entry of the record that is there. The file is opened when it is first used; that of a
-retired segment is closed once its last user has left, so that no read meets another file's descriptor.
+A row holds the put entry of the slot's record. The file is opened on first use. A retired segment closes its file after
+its last user has finished, so that no read meets the reused descriptor of another file.
 
-Rows and counts are not thread-safe: `Ledger` touches them under its lock. `open`, `read` and `write` are."""
+The file also has the aligned buffers for direct I/O, the segment footer, and the coalescing of neighbouring slots.
+
+Thread safety: rows and counts have none; `Catalog` changes them under its `memory` lock. `open`, `read` and `write`
+may be called from any thread.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ from kvcache.os_env import Disk, File
 from kvcache.tier.nvme.journal import COLUMNS, ENTRY_BYTES, FREE, PUT, QUARANTINE, SEGMENT, Entry
 from kvcache.tier.tier import Segments
 
-# Buffers as a direct file wants them: on page boundaries. Those that are not take a detour through one that is.
+# Aligned buffers. A direct file needs buffers on page boundaries; other buffers are copied through an aligned one.
 
 _thread_local = threading.local()
 
@@ -37,11 +41,11 @@ def aligned(pieces: Sequence[memoryview]) -> bool:
 def _address(piece: memoryview) -> int:
     if not len(piece) or piece.readonly:
         return int(np.frombuffer(piece, np.uint8).ctypes.data)
-    return ctypes.addressof(ctypes.c_char.from_buffer(piece))  # six times as quick
+    return ctypes.addressof(ctypes.c_char.from_buffer(piece))  # six times as fast as numpy
 
 
 def thread_buffer(size_bytes: int) -> memoryview:
-    """This thread's own aligned buffer, good until its next call."""
+    """Return this thread's aligned buffer, valid until the thread's next call."""
     memory: mmap.mmap | None = getattr(_thread_local, "memory", None)
     if memory is None or len(memory) < size_bytes:
         memory = _thread_local.memory = mmap.mmap(-1, size_bytes)
@@ -62,8 +66,8 @@ def scatter(source: memoryview, pieces: Sequence[memoryview]) -> None:
         at += len(piece)
 
 
-# The last page of a segment's file: what its slots are, for when no journal is left that says so. Byte by byte in
-# `docs/spec/journal.md`.
+# The segment footer: the last page of a segment's file. It describes the slots, so that records can be found without a
+# journal. `docs/spec/journal.md` specifies the bytes.
 
 MAGIC = b"KVCSGMT\n"
 VERSION = 1
@@ -84,7 +88,7 @@ class SegmentFooter(NamedTuple):
 
     @classmethod
     def unpack(cls, page: bytes | bytearray | memoryview) -> SegmentFooter | None:
-        """What a page says; None where it is no sound label of this version."""
+        """Decode a page; None where it is not a sound footer of this version."""
         if len(page) < FOOTER_BYTES:
             return None
         magic, version, slots, number, slot_bytes = _FOOTER.unpack_from(page)
@@ -96,7 +100,7 @@ class Segment:
     def __init__(self, number: int, slot_bytes: int, slots: int) -> None:
         self.number, self.slot_bytes, self.slots = number, slot_bytes, slots
         self.rows = bytearray(slots * ENTRY_BYTES)
-        self.free = list(range(slots))  # ascending, but for slots that were given back: those come last
+        self.free = list(range(slots))  # ascending, except that released slots are at the end
         self.live = 0
         self.quarantined = 0
         self.users = 0
@@ -104,9 +108,9 @@ class Segment:
         self.unsynced_slots: set[int] = set()  # slots with records written since the last sync
         self.rewrite_slots: set[int] = (
             set()
-        )  # those to be written again before one, since an earlier one failed or may have
-        self.never_synced_slots = False  # no sync has covered any, nor was one tried
-        self.failures = 0  # syncs that failed
+        )  # slots to be rewritten before the next sync, since an earlier sync failed or may have
+        self.never_synced_slots = False  # no sync has covered any slot, and none was tried
+        self.failures = 0  # number of failed syncs
         self._file: File | None = None
         self._opening = threading.Lock()
 
@@ -120,28 +124,28 @@ class Segment:
 
     @property
     def empty(self) -> bool:
-        """Nothing is there or on its way there; a quarantined slot is nothing."""
+        """Whether no slot holds a record or is allocated for one; quarantined slots do not count."""
         return len(self.free) + self.quarantined == self.slots
 
     @property
     def entry(self) -> Entry:
-        """The entry that made the segment: `slot` counts its slots, `record_bytes` is their size."""
+        """The entry that created the segment: `slot` is the number of slots, `record_bytes` their size."""
         return Entry(SEGMENT, segment=self.number, slot=self.slots, record_bytes=self.slot_bytes)
 
     def columns(self) -> NDArray[np.void]:
-        """The rows for numpy, shared with this segment."""
+        """The rows as a numpy view; the memory belongs to the segment."""
         return np.frombuffer(self.rows, COLUMNS)
 
     def row(self, slot: int) -> Entry:
         return Entry.unpack(self.rows, slot)
 
     def fill(self, slot: int, entry: bytes) -> None:
-        """The record of this put entry stands in a slot that was taken."""
+        """Enter the put entry of the record in an allocated slot."""
         self.rows[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES] = entry
         self.live += 1
 
     def clear(self, slot: int, *, quarantine: bool = False) -> None:
-        """The record leaves. A quarantined slot is not given out again while the segment is there."""
+        """Remove the record from a slot. A quarantined slot is not reused while the segment exists."""
         left = Entry(QUARANTINE, segment=self.number, slot=slot).pack() if quarantine else bytes(ENTRY_BYTES)
         self.rows[slot * ENTRY_BYTES : (slot + 1) * ENTRY_BYTES] = left
         self.live -= 1
@@ -153,8 +157,13 @@ class Segment:
             insort(self.free, slot)
 
     def load(self, rows: NDArray[np.void], synced: NDArray[np.bool_], *, rewrite_slots: bool) -> None:
-        """After a restart: the put and quarantine entries of this segment, at most one a slot, and which of them a sync
-        has covered. `again`: the others are to be written again before they are synced."""
+        """Fill the rows after a restart.
+
+        Args:
+            rows: the put and quarantine entries of this segment, at most one a slot.
+            synced: for each row whether a sync has covered it.
+            rewrite_slots: the other records must be rewritten before they are synced.
+        """
         self.columns()[rows["slot"]] = rows
         kinds = self.columns()["kind"]
         self.free = np.flatnonzero(kinds == FREE).tolist()
@@ -167,12 +176,14 @@ class Segment:
             self.never_synced_slots = bool(len(unsynced_slots))
 
     def is_durable(self, slot: int) -> bool:
-        """Whether a drive that is well has what was written to a slot."""
+        """Return whether a sound drive must still have the data of this slot.
+
+        False where a failed sync, or a power cut before this start, may have lost it.
+        """
         return not self.never_synced_slots and slot not in self.rewrite_slots
 
     def state(self) -> tuple[bytes, bytes]:
-        """The entries of the slots that are not free, as a checkpoint holds them: those that a sync has covered, and
-        the others."""
+        """Return the entries of the slots in use for a checkpoint: those that a sync has covered, and the others."""
         columns = self.columns()
         held = columns["kind"] != FREE
         later = np.zeros_like(held)
@@ -181,11 +192,14 @@ class Segment:
             later = held
         return bytes(columns[held & ~later].data), bytes(columns[held & later].data)
 
-    # the file
+    # The file.
 
     def create(self, disk: Disk, path: str) -> None:
-        """Make the file, with room for all slots, and label it. OSError where there is none; the file may be there all
-        the same."""
+        """Create the file, preallocate all slots, and write the footer.
+
+        Raises:
+            OSError: the disk has no space or failed; the file may exist all the same.
+        """
         self._file = disk.open(path, create=True, direct=True)
         self._file.allocate(self.file_bytes)
         page = thread_buffer(FOOTER_BYTES)
@@ -193,13 +207,13 @@ class Segment:
         self._file.write(self.slots_bytes, [page])
 
     def open(self, disk: Disk, path: str) -> File:
-        """The file, for a user counted in `users`."""
+        """Return the open file, for a caller counted in `users`."""
         file = self._file
         if file is None:
             opened = disk.open(path, direct=True)
             with self._opening:
                 file = self._file = self._file or opened
-            if file is not opened:  # another user was quicker
+            if file is not opened:  # another thread opened it first
                 opened.close()
         return file
 
@@ -210,7 +224,11 @@ class Segment:
             file.close()
 
     def read(self, file: File, slot: int, pieces: Sequence[memoryview]) -> int:
-        """Fill the pieces from a slot and those behind it; the bytes that were there, fewer where the file is short."""
+        """Read consecutive slots into the pieces.
+
+        Returns:
+            The number of bytes read; fewer than the pieces hold where the file is short.
+        """
         if not file.direct or aligned(pieces):
             return file.read(slot * self.slot_bytes, pieces)
         bounce_buffer = thread_buffer(sum(map(len, pieces)))
@@ -219,7 +237,7 @@ class Segment:
         return got
 
     def write(self, file: File, slot: int, pieces: Sequence[memoryview]) -> None:
-        """Write the pieces to a slot and those behind it."""
+        """Write the pieces to consecutive slots."""
         if file.direct and not aligned(pieces):
             bounce_buffer = thread_buffer(sum(map(len, pieces)))
             gather(pieces, bounce_buffer)
@@ -227,15 +245,15 @@ class Segment:
         file.write(slot * self.slot_bytes, pieces)
 
 
-# Records in neighbouring slots: one call reads or writes them all.
+# Coalesced I/O: one call reads or writes records in neighbouring slots.
 
 MAX_IO_BYTES = 9 << 20
-"""What one call moves: four records of 2 MiB with their headers, or more of less."""
+"""The largest size of one call: four records of 2 MiB with their headers, or more records of a smaller size."""
 
 
 @dataclass(slots=True, eq=False)
 class SlotIO:
-    """Where a block of a batch stands, or is going to: `entry` is what the journal says of it, or will."""
+    """A block of a batch, its slot, and its journal entry as it is or will be."""
 
     i: int  # the block's number in its ticket
     address: Address
@@ -244,7 +262,7 @@ class SlotIO:
     slot: int
     record_bytes: int
     entry: Entry
-    failures: int = 0  # the segment's, when the slot was taken
+    failures: int = 0  # the segment's count when the slot was allocated
     name: bytes = field(init=False)
 
     def __post_init__(self) -> None:
@@ -252,7 +270,7 @@ class SlotIO:
 
 
 def coalesce(places: Iterable[SlotIO]) -> Iterator[list[SlotIO]]:
-    """Groups that follow each other on the drive without a gap."""
+    """Group the blocks into runs without a gap on the drive, of at most `MAX_IO_BYTES`."""
     stretch: list[SlotIO] = []
     size = 0
     for place in sorted(places, key=lambda p: (p.segment.number, p.slot)):
@@ -270,7 +288,7 @@ def coalesce(places: Iterable[SlotIO]) -> Iterator[list[SlotIO]]:
 
 
 def flatten(segments: Segments, size_bytes: int) -> list[memoryview]:
-    """The first `size_bytes` of a block's segments, as plain bytes."""
+    """Return the first `size_bytes` of a block's segments as views of plain bytes, without copying."""
     pieces: list[memoryview] = []
     for segment in segments:
         piece = segment if segment.format == "B" and segment.ndim == 1 else segment.cast("B")

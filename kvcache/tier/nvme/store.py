@@ -1,7 +1,10 @@
-"""The store: what one call does to a batch of records, on the thread that calls. Nothing is raised for data or devices.
+"""The store: reads, writes and removes batches of records on the calling thread.
 
-A write: slots, the payloads, (durability "block": the payloads on the medium), one frame in the journal, visible. A
-read compares the whole identity and every checksum, so what a race, a crash or a drive left behind is a miss.
+A write allocates slots, writes the payloads, syncs them with durability `block`, appends one frame to the journal, and
+publishes the records. A read compares the whole identity and every checksum, so a slot that a race, a crash or a drive
+spoiled is a miss. No method raises for data or devices: those are outcomes.
+
+Thread safety: all methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -26,17 +29,19 @@ from kvcache.tier.tier import Outcome, Segments, same_record
 
 Durability = Literal["none", "batch", "block"]
 Settle = Callable[[int, Outcome, str], None]
-"""Takes the block's number in its ticket, what became of it, and the check or error that says why."""
+"""Called with the block's number in its ticket, its outcome, and the name of the failed check or error."""
 
 Result = tuple[Outcome, str]
 ReadFault = OSError | RecordError | None
 
 SUSPECT_AFTER_RECORDS = 16
-"""So many damaged records since the start or a scrub, and the drive gets no new ones. What an earlier process wrote and
-no sync covered does not count: a power cut may take it from a drive that is well."""
+"""After this many damaged records since the start or a scrub, the drive takes no new records.
+
+A record that an earlier process wrote and no sync covered does not count: a power cut may take it from a sound drive.
+"""
 
 _IDENTITY = {"namespace", "address", "signature", "parent"}
-"""Checks that a sound record of another address fails: the slot is well, only the entry was stale."""
+"""Checks that a sound record of another address fails: the entry was stale, and the slot is sound."""
 
 _UNSAFE = OSError(errno.EIO, "records could not be made durable")
 
@@ -52,14 +57,20 @@ class Store:
         os_env: OsEnv,
         served_address: str = "",
     ) -> None:
-        """Open or begin; StoreError where that cannot be."""
+        """Open the store, or create an empty one.
+
+        Raises:
+            StoreError: the directory cannot be used.
+        """
         self.durability = durability
         self.counters = Counters()
         self._breaker = CircuitBreaker(os_env.clock)
         self._damaged = 0  # records found damaged since the start or a scrub
         self._checking = threading.Lock()
-        """One thread checks at a time: it does so faster than a drive reads, and threads that want the interpreter at
-        the same time cost each other twice the processor time and a quarter of the drive's rate."""
+        """One thread verifies at a time. It verifies faster than a drive reads. Threads that compete for the
+        interpreter lock
+        double each other's processor time and cost a quarter of the drive's rate.
+        """
         self.directory = Directory(os_env.disk, path, served_address)
         try:
             self.catalog = Catalog(
@@ -84,15 +95,15 @@ class Store:
 
     @property
     def failing(self) -> bool:
-        """Whether writes failed, and the next one is a probe."""
+        """Return whether the breaker is open, so that the next write is a probe."""
         return self._breaker.is_open()
 
     def clear_suspicion(self) -> None:
-        """Every record that is left was read and is sound: the drive is no longer suspect."""
+        """Trust the drive again: a scrub read every remaining record and found it sound."""
         self._damaged = 0
 
     def health_issues(self) -> list[str]:
-        """Why no new records are taken now."""
+        """Return why the store takes no new records now; empty where it does."""
         if self.is_suspect:
             why = f"{self._damaged} records were damaged; no new ones until a scrub or a restart, look at the drive"
         elif not self._breaker.ready():
@@ -128,7 +139,7 @@ class Store:
                 settle(place.i, *self._classify(place, fault))
 
     def _fetch(self, run: Sequence[SlotIO]) -> Sequence[ReadFault]:
-        """Read neighbours; what is wrong with each before anybody looks at it."""
+        """Read neighbouring records with one call; return the device's fault of each, before verification."""
         segment = run[0].segment
         try:
             with self.catalog.files.open_file(segment, len(run)) as file:
@@ -146,7 +157,8 @@ class Store:
         except OSError as error:
             if len(run) == 1:
                 return [error]
-            return [fault for place in run for fault in self._fill(file, [place])]  # a neighbour may be well
+            # the other records of the run may be sound
+            return [fault for place in run for fault in self._fill(file, [place])]
         faults: list[ReadFault] = []
         for place in run:
             short = got < place.record_bytes
@@ -165,7 +177,7 @@ class Store:
         return Outcome.FAILED, _errno_name(fault)
 
     def _distrust(self, place: SlotIO, error: RecordError) -> Result:
-        """A record that failed a check: out with it, unless it is foreign or no longer the write that was read."""
+        """Remove a record that failed a check, unless it is foreign or its slot was reused since the read."""
         if error.foreign:
             self.counters.add("foreign")
             return Outcome.INCOMPATIBLE, error.check
@@ -208,7 +220,7 @@ class Store:
         self._publish(self._put(self._allocate_slots(batch, new, settle), settle), settle)
 
     def _already_stored(self, same: bool) -> Result:
-        """The answer to a write where its name is taken already."""
+        """Return the result of a write whose name is taken already."""
         if not same:
             return Outcome.FAILED, "key"
         if self.durability == "block" and not self.barrier.commit():
@@ -216,7 +228,7 @@ class Store:
         return Outcome.DONE, ""
 
     def _refusal(self) -> Result | None:
-        """Why nothing is written now."""
+        """Return why no write is tried now; None where it is."""
         if self.is_suspect:
             return Outcome.FAILED, "suspect"
         if not self._breaker.allows():
@@ -226,7 +238,7 @@ class Store:
         return None
 
     def _allocate_slots(self, batch: Batch, new: Sequence[tuple[int, Header]], settle: Settle) -> list[SlotIO]:
-        """A slot for each, as far as there is room."""
+        """Allocate a slot for each record, and settle those for which there is no capacity."""
         places: list[SlotIO] = []
         for size, group in groupby(new, lambda pair: batch.size_bytes(pair[0])):
             removed, result = list(group), (Outcome.NO_CAPACITY, "")
@@ -247,7 +259,7 @@ class Store:
         return places
 
     def _put(self, places: Sequence[SlotIO], settle: Settle) -> list[SlotIO]:
-        """Write the payloads; those that are where they should be."""
+        """Write the payloads; return the slots that were written."""
         written: list[SlotIO] = []
         for run in coalesce(places):
             segment = run[0].segment
@@ -280,7 +292,8 @@ class Store:
             (same,) = self.catalog.names_taken([place.address])
             settle(place.i, *((Outcome.FAILED, "segment") if same is None else self._already_stored(same)))
         published = [place for place, taken in zip(written, good, strict=True) if taken]
-        if synced and published and not self.barrier.commit():  # a write that cannot keep its promise was not there
+        # a write that failed its durability promise is withdrawn
+        if synced and published and not self.barrier.commit():
             self.catalog.unpublish([(place.address, place.entry) for place in published], insist=True)
             result = self._failed(_UNSAFE)
             for place in published:
@@ -299,14 +312,12 @@ class Store:
             settle(place.i, *result)
 
     def _failed(self, error: OSError) -> Result:
-        """Count an error of a write."""
+        """Count a write error, and return its result."""
         self.counters.add("write_errors")
         if self._breaker.record_failure():
             self.counters.add("breaker_opened")
             log.warning("nvme directory %s: writes stop for a while: %s", self.directory.path, error)
         return (Outcome.NO_CAPACITY if error.errno in DISK_FULL_ERRNOS else Outcome.FAILED), _errno_name(error)
-
-    # the rest
 
     def remove(self, batch: Batch, settle: Settle) -> None:
         found = self.catalog.find_all(batch.block_addresses)
@@ -322,24 +333,24 @@ class Store:
             settle(i, Outcome.DONE if f is not None and next(removed) else Outcome.NOT_FOUND, "")
 
     def sync(self) -> bool:
-        """Whether every write that said DONE is as durable as it should be."""
+        """Return whether every write that said DONE is as durable as `durability` promises."""
         return self.durability == "none" or self.barrier.sync()
 
     def flush(self) -> bool:
-        """Make what was written durable; False where that failed, which counts as an error of a write."""
+        """Sync written data; False where that failed, which counts as a write error."""
         if self.barrier.sync():
             return True
         self._failed(_UNSAFE)
         return False
 
     def addresses_in_segment(self, address: Address) -> list[Address]:
-        """Everything in the same segment as this record, itself included."""
+        """Return all records in this record's segment, itself included."""
         with self.catalog.memory:
             found = self.catalog.index.find(address.name)
             return [] if found is None else self.catalog.index.addresses(found[0])
 
     def close(self) -> bool:
-        """Whether everything is as durable as it should be."""
+        """Sync, close the files and release the directory; return whether the sync succeeded."""
         safe = self.sync()
         self.catalog.close()
         self.directory.release()
@@ -347,7 +358,7 @@ class Store:
 
 
 def _verify_record(place: SlotIO, segments: Segments, fault: ReadFault) -> ReadFault:
-    """What is wrong with a record that was read."""
+    """Verify a record that was read; return its fault, None where it is sound."""
     if fault is None:
         try:
             verify(segments[0], segments[1:], place.address)
@@ -357,7 +368,11 @@ def _verify_record(place: SlotIO, segments: Segments, fault: ReadFault) -> ReadF
 
 
 def _check_header(header: memoryview, address: Address) -> Header:
-    """The header of a record that is to be stored under an address; RecordError where it is not that one."""
+    """Return the header of a record to be written.
+
+    Raises:
+        RecordError: the header is damaged or names another address.
+    """
     found = read_header(header)
     if found.address.name != address.name or not same_record(found.address, address):
         raise RecordError("address", "the header names another record than the call")
