@@ -1,14 +1,17 @@
-"""The host tier's memory: extents of one slot size and one tenant each, slots with generations.
+"""The arena: the memory of the host tier, in slabs of one slot size and one tenant each.
 
-An extent is made when it is first needed and given back when its last slot comes back, so that no model and no tenant
-holds memory that it does not use. Where the free slots of one kind (slot size and tenant) are as many as one of its
-extents has in use, that extent can be emptied by moving (`movable`), and serves another kind. A slot is given out once
-at a time; its generation changes when it is given out again, so that a reader which looked before and after its copy
-knows whether it read what it meant to.
+A slab is created when it is first needed and returned to the system when its last slot is released, so no model and no
+tenant keeps memory that it does not use. A slab class is a slot size and a tenant. Where a class has at least as many
+free slots as one of its slabs has used ones, that slab can be evacuated (`find_evacuable`) and serve another class.
 
-The first touch of fresh memory costs the system a fault a page, two seconds a GiB on a virtual machine where a copy
-takes a tenth of that. So one region is kept ahead, touched in the background, and an emptied one is kept to be cut
-anew."""
+A slot has one owner at a time. Its generation changes when it is allocated again, so a reader that compares the
+generation before and after its copy knows whether it copied the intended record.
+
+The first touch of fresh memory costs a page fault a page: two seconds a GiB on a virtual machine where a copy takes a
+tenth of that. So the arena prepares one spare region in the background, and keeps an emptied one as the spare.
+
+Thread safety: all methods of `Arena` may be called from any thread.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,9 @@ from contextlib import suppress
 from kvcache import native
 from kvcache.os_env import Executor
 
-# A piece of host memory to cut into slots, with a word for each slot's generation behind it. A shared one is a file
-# in memory that other processes map. It can be neither cut short nor grown, so that no reader of it dies of a fault;
-# what it held is given back by punching it out, and then every generation reads zero, which none has.
+# Regions: host memory to cut into slots, followed by a word for each slot's generation. A shared region is a file in
+# memory that other processes map. Its size is sealed, so that no reader is killed by a fault. Its memory is returned to
+# the system by punching a hole; then every generation reads zero, a value that no slot has.
 
 PAGE_BYTES = 4096
 MIN_SLOT_BYTES = PAGE_BYTES
@@ -43,17 +46,29 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Region:
-    """Page-aligned memory of `size_bytes`; OSError where the system has none to give."""
+    """Page-aligned memory of `size_bytes`.
+
+    Raises:
+        OSError: the system has no memory left.
+    """
 
     def __init__(self, size_bytes: int, *, shared: bool = False, left: int | None = None) -> None:
-        """`left`: the file of another process's region of this size, which ended and left it to this one; ours from now
-        on, and shared. ValueError where it is none."""
+        """Map the region.
+
+        Args:
+            shared: other processes may map it.
+            left: the descriptor of a region of this size that an earlier process created. This region owns it from now
+                on, and is shared.
+
+        Raises:
+            ValueError: `left` is no such file.
+        """
         self.bytes = size_bytes
         table = table_bytes(size_bytes)
         self.descriptor: int | None = None
         self.is_exported = left is not None
-        """Other processes may map it: what it held must not meet another tenant in it."""
-        self._words: memoryview | None = None  # where other processes look for generations
+        """Other processes may map the region: its contents must not reach another tenant."""
+        self._words: memoryview | None = None  # where other processes read generations
         if shared or left is not None:
             size = size_bytes + table
             self.descriptor, self._memory = _create_file(size) if left is None else _adopt_file(left, size)
@@ -62,16 +77,19 @@ class Region:
         else:
             # Python's default, shared memory, never gets huge pages, with which a drive moves twice the bytes a second
             self._memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # a child's copy would be all of it, at its first write
+        # a forked child's copy would be the whole region, at its first write
+        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             if hasattr(mmap, advice):
                 with suppress(OSError):
                     self._memory.madvise(getattr(mmap, advice))
         self.view = memoryview(self._memory)[:size_bytes]
         self.generations = array("Q", bytes(table))
-        """By slot; zero in those that were never cut. Ours alone: who may write to the memory may write any there."""
+        """By slot; zero in slots that were never cut. Private, since a process that may write to the memory may change
+        the words.
+        """
 
     def renew_generations(self, numbers: Iterable[int]) -> None:
-        """Another generation for these slots, here and for those who map them."""
+        """Give these slots a new generation, here and for the processes that map the region."""
         generations, words = self.generations, self._words
         for i in numbers:
             generations[i] = generations[i] % _MAX_GENERATION + 1
@@ -79,13 +97,13 @@ class Region:
                 words[i] = generations[i]
 
     def restore_generations(self, generations: array[int]) -> None:
-        """Those of the process that left it, by slot. What the file says is not believed: others may write there."""
+        """Set the generations that the earlier process reported, by slot. The words in the file are not trusted."""
         self.generations[: len(generations)] = generations
         if self._words is not None:
             self._words[: len(generations)] = memoryview(generations)
 
     def touch(self) -> None:
-        """Have the system find the memory now. Changes nothing in it; where the system cannot, nothing happens."""
+        """Fault in all memory now without changing it; does nothing where the system cannot."""
         if native.available():
             native.core.populate(self.view)
         else:
@@ -96,7 +114,12 @@ class Region:
         return self.descriptor is not None
 
     def export(self, *, writable: bool) -> int:
-        """A descriptor for another process, which the caller closes. OSError where there are none left."""
+        """Return a new descriptor for another process; the caller closes it.
+
+        Raises:
+            OSError: no descriptor is left.
+            ValueError: the region is not shared.
+        """
         if self.descriptor is None:
             raise ValueError("a region of this process alone: expected a shared one")
         self.is_exported = True
@@ -105,33 +128,33 @@ class Region:
         return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
     def punch_hole(self) -> None:
-        """Give the memory back to the system now, whoever maps it. What is read from it then is zero."""
+        """Return the memory to the system now, for every process that maps it. It then reads as zero."""
         if self.descriptor is not None:
             libc = ctypes.CDLL(None, use_errno=True)
             libc.fallocate(self.descriptor, _PUNCH_AND_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(len(self._memory)))
 
 
 def table_bytes(size_bytes: int) -> int:
-    """Of the generations, for as many slots as there can be."""
+    """Return the size of the generation words, for the largest possible number of slots."""
     return max(PAGE_BYTES, -(-(size_bytes // MIN_SLOT_BYTES * WORD_BYTES) // PAGE_BYTES) * PAGE_BYTES)
 
 
 def touch(memory: mmap.mmap, advice: int) -> None:
-    """Have the system map all of this now, a step at a time: the interpreter lock is held meanwhile."""
+    """Map all of the memory now, step by step, since the interpreter lock is held during each step."""
     with suppress(OSError):
         for at in range(0, len(memory), TOUCH_STEP_BYTES):
             memory.madvise(advice, at, min(TOUCH_STEP_BYTES, len(memory) - at))
 
 
 def _create_file(size_bytes: int) -> tuple[int, mmap.mmap]:
-    """A sealed file in memory, of huge pages where the system keeps enough of them."""
+    """Create a sealed file in memory, of huge pages where enough are free."""
     plain = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     kinds = [plain | os.MFD_HUGETLB, plain] if huge_pages_free() * _HUGE_BYTES >= size_bytes else [plain]
     for flags in kinds:
         descriptor = os.memfd_create("kvcache-extent", flags)
         unit = _HUGE_BYTES if flags & os.MFD_HUGETLB else PAGE_BYTES
         try:
-            os.fchmod(descriptor, 0o600)  # else whoever may read it could open it anew to write
+            os.fchmod(descriptor, 0o600)  # otherwise a process that may read it could reopen it for writing
             os.ftruncate(descriptor, -(-size_bytes // unit) * unit)
             memory = mmap.mmap(descriptor, -(-size_bytes // unit) * unit)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -145,7 +168,7 @@ def _create_file(size_bytes: int) -> tuple[int, mmap.mmap]:
 
 
 def _adopt_file(descriptor: int, size_bytes: int) -> tuple[int, mmap.mmap]:
-    """A file that another process made so; it is closed where it is none."""
+    """Map a file that another process created with `_create_file`; closes it where it is none."""
     try:
         found = os.fstat(descriptor)
         if found.st_size < size_bytes or found.st_uid != os.geteuid() or found.st_mode & 0o077:
@@ -167,10 +190,10 @@ def huge_pages_free() -> int:
 
 
 SlabClass = tuple[int, str]
-"""Slot size and tenant."""
+"""Slot size in bytes, and tenant."""
 
 _WIPE_BATCH_BYTES = 16 << 20
-"""Taken at a time to be overwritten."""
+"""Bytes that a wipe allocates at a time."""
 
 RegionListener = Callable[[memoryview], None]
 
@@ -180,12 +203,12 @@ def _ignore(memory: memoryview) -> None:
 
 
 class Slab:
-    """A piece of the arena: `count` slots of `slot_bytes` in one region. Its number is never another one's."""
+    """A part of the arena: `count` slots of `slot_bytes` in one region. Its number is never reused."""
 
     _numbers = itertools.count(1)
 
     def __init__(self, region: Region, slot_bytes: int, tenant: str, *, left: bool = False) -> None:
-        """`left`: as another process had it, with the generations that it told."""
+        """With `left`, the slab of another process, with the generations that it reported."""
         self.region, self.slot_bytes, self.tenant = region, slot_bytes, tenant
         self.number = next(self._numbers)
         self.count = count = region.bytes // slot_bytes
@@ -193,9 +216,9 @@ class Slab:
         self.free = list(range(count - 1, -1, -1))
         self.generations = region.generations
         region.renew_generations(range(0 if left else count))
-        self.slots: dict[int, Slot] = {}  # given out
-        self.closing = False  # no slot of it is given out
-        self.unmapped = False  # its region is another's, or nobody's
+        self.slots: dict[int, Slot] = {}  # allocated slots, by number
+        self.closing = False  # no slot of it is allocated
+        self.unmapped = False  # its region has another owner or none
 
     @property
     def kind(self) -> SlabClass:
@@ -203,10 +226,10 @@ class Slab:
 
 
 class Slot:
-    """Room for one record: its header area, then its payload padded to whole pages.
+    """Memory for one record: its header area, then its payload padded to whole pages.
 
-    Counts references: who reads or writes it has one, and so does the tier while the record is published. When the
-    last one is released the slot goes back to its extent.
+    The slot counts references: one for each reader or writer, and one of the tier while the record is published. The
+    last release frees the slot.
     """
 
     __slots__ = ("expires_ms", "generation", "i", "name", "references", "sealed", "slab")
@@ -215,40 +238,47 @@ class Slot:
         self.slab, self.i = slab, i
         self.generation = slab.generations[i]
         self.references = 1
-        self.sealed = False  # the header is written and the checksums are taken
-        self.expires_ms = 0  # when the record that is in it ends, since 1970; 0: never
-        self.name = b""  # of the record that is published in it
+        self.sealed = False  # the header and checksums are written
+        self.expires_ms = 0  # expiry of the record, in milliseconds since 1970; 0: never
+        self.name = b""  # name of the published record
 
     @property
     def view(self) -> memoryview:
-        """All of the slot. Valid while the caller has a reference."""
+        """The memory of the slot, valid while the caller holds a reference."""
         size = self.slab.slot_bytes
         return self.slab.view[self.i * size : (self.i + 1) * size]
 
 
 class Arena:
-    """Gives out slots within `capacity_bytes`. Thread-safe."""
+    """Allocates slots within `capacity_bytes`.
+
+    Thread safety: all methods may be called from any thread.
+    """
 
     def __init__(self, capacity_bytes: int, slab_bytes: int, executor: Executor, *, shared: bool = False) -> None:
-        """`shared`: of memory that other processes may map."""
+        """Args:
+        shared: use memory that other processes may map.
+        """
         self.shared = shared
         self.capacity_bytes, self.slab_bytes = capacity_bytes, min(slab_bytes, capacity_bytes)
-        self.mapped_bytes = 0  # of extents
-        self._spare: Region | None = None  # ahead of need; its bytes are within the capacity
+        self.mapped_bytes = 0  # of slabs
+        self._spare: Region | None = None  # prepared ahead of need; its bytes are within the capacity
         self._executor = executor
         self.used_bytes = 0
         self._used_by_tenant: dict[str, int] = {}
         self.quota: Callable[[str], int] = lambda tenant: capacity_bytes
-        """What a tenant may have in use at most."""
+        """Returns the most bytes that a tenant may use."""
         self._slabs: dict[SlabClass, list[Slab]] = {}
-        self._open: dict[SlabClass, dict[Slab, None]] = {}  # those with a free slot; the last one is filled first
+        self._open: dict[SlabClass, dict[Slab, None]] = {}  # slabs with a free slot; the last one is filled first
         self._on_added: RegionListener = _ignore
         self._on_removed: RegionListener = _ignore
         self._lock = threading.Lock()
 
     def watch(self, on_added: RegionListener = _ignore, on_removed: RegionListener = _ignore) -> None:
-        """Tell of each piece of memory that comes, those that are here too, and of each that goes. Nobody may use the
-        arena within such a call."""
+        """Report each region that is added, the present ones included, and each that is removed.
+
+        The callbacks must not call the arena.
+        """
         with self._lock:
             self._on_added, self._on_removed = on_added, on_removed
             for region in self._regions():
@@ -259,13 +289,16 @@ class Arena:
         return regions if self._spare is None else [*regions, self._spare]
 
     def allocate(self, slot_bytes: int, tenant: str, *, moving: bool = False) -> Slot | None:
-        """A slot with one reference, or None where there is no room."""
+        """Allocate a slot with one reference; None where there is no capacity."""
         taken = self.allocate_many(slot_bytes, tenant, 1, moving=moving)
         return taken[0] if taken else None
 
     def allocate_many(self, slot_bytes: int, tenant: str, count: int, *, moving: bool = False) -> list[Slot]:
-        """As many slots as there is room for, at most `count`, each with one reference. `moving`: for what leaves
-        another slot, whatever the quota."""
+        """Allocate at most `count` slots, each with one reference.
+
+        Args:
+            moving: the slots take records of other slots, so the quota does not apply.
+        """
         taken: list[Slot] = []
         fresh = False
         with self._lock:
@@ -284,7 +317,7 @@ class Arena:
         return taken
 
     def spare_bytes(self, tenant: str) -> int:
-        """What its quota leaves it."""
+        """Bytes that the tenant's quota has left."""
         with self._lock:
             return self._spare_bytes(tenant)
 
@@ -319,7 +352,7 @@ class Arena:
                 self._on_removed(region.view)
             try:
                 region = Region(size, shared=self.shared)
-            except OSError:  # the machine has less than the setting says: no room, which the caller counts
+            except OSError:  # the machine has less memory than the setting; the caller counts it as no capacity
                 return None
             self._on_added(region.view)
         slab = Slab(region, slot_bytes, tenant)
@@ -329,8 +362,14 @@ class Arena:
         return slab
 
     def adopt(self, slab: Slab, taken: Sequence[int]) -> list[Slot] | None:
-        """Take in an extent that another process left, with these of its slots given out, each with one reference.
-        None where there is no room for it."""
+        """Add a slab that another process left.
+
+        Args:
+            taken: the slots that hold records; they are allocated.
+
+        Returns:
+            Those slots, each with one reference; None where the capacity does not suffice.
+        """
         with self._lock:
             if slab.region.bytes > self.capacity_bytes - self.mapped_bytes or not taken:
                 return None
@@ -353,24 +392,24 @@ class Arena:
         return slots
 
     def prepare(self) -> None:
-        """Have the next region ready, if there is room for one."""
+        """Create the spare region, if the capacity allows one."""
         with self._lock:
             size = min(self.slab_bytes, self.capacity_bytes - self.mapped_bytes)
             if self._spare is not None or size < PAGE_BYTES:
                 return
         try:
             region = Region(size, shared=self.shared)
-        except OSError:  # it will be tried again when it is needed
+        except OSError:  # tried again when it is needed
             return
         with self._lock:
             if self._spare is not None or size > self.capacity_bytes - self.mapped_bytes:
                 return
             self._spare = region
             self._on_added(region.view)
-        region.touch()  # from its front, where slots are given out first: it may be in use already
+        region.touch()  # from its start, where slots are allocated first: it may be in use already
 
     def room(self, slot_bytes: int) -> int:
-        """How many more slots of this size can be given out, for the tenant that has most of them free."""
+        """Return how many more slots of this size can be allocated, for the tenant with the most of them free."""
         with self._lock:
             free = max(
                 (sum(len(e.free) for e in slabs) for (size, _), slabs in self._slabs.items() if size == slot_bytes),
@@ -418,7 +457,7 @@ class Arena:
             self._on_removed(left.view)
 
     def wipe(self) -> None:
-        """Overwrite every slot that is free at the moment; those in use are their users' to leave clean."""
+        """Overwrite every slot that is free now. Slots in use are not touched."""
         for slab in self.slabs():
             done: set[int] = set()
             while slots := self._acquire_free(slab, done):
@@ -437,7 +476,7 @@ class Arena:
                 self._on_removed(spare.view)
 
     def _acquire_free(self, slab: Slab, done: set[int]) -> list[Slot]:
-        """Some of its free slots that were not done, each with one reference."""
+        """Allocate some free slots of a slab that are not in `done`, each with one reference."""
         with self._lock:
             found = [i for i in slab.free if i not in done][: max(1, _WIPE_BATCH_BYTES // slab.slot_bytes)]
             if slab.unmapped or not found:
@@ -451,11 +490,13 @@ class Arena:
             self._charge(slab.tenant, len(slots) * slab.slot_bytes)
             return slots
 
-    # another kind's extents
+    # Slabs of other classes.
 
     def find_evacuable(self, slot_bytes: int, tenant: str) -> Slab | None:
-        """Of the extents of other kinds one whose slots fit into the free ones of its kind's other extents and are
-        read by nobody: the one with the least to move."""
+        """Return the slab of another class that is cheapest to evacuate, None where there is none.
+
+        Its records fit into the free slots of the other slabs of its class, and no request holds a reference to one.
+        """
         with self._lock:
             found: list[Slab] = []
             for kind, slabs in self._slabs.items():
@@ -467,15 +508,18 @@ class Arena:
             return min(found, key=lambda e: len(e.slots) * e.slot_bytes, default=None)
 
     def other_classes(self, slot_bytes: int, tenant: str) -> list[Slab]:
-        """The extents of other kinds that one of these slots fits into, those with the fewest bytes in use first."""
+        """Return the slabs of other classes that can hold such a slot, those with the fewest used bytes first."""
         with self._lock:
             other_classes = (e for kind, slabs in self._slabs.items() if kind != (slot_bytes, tenant) for e in slabs)
             fitting = (e for e in other_classes if e.region.bytes >= slot_bytes)
             return sorted(fitting, key=lambda e: len(e.slots) * e.slot_bytes)
 
     def sample_names(self, slab: Slab, most: int, turn: int) -> list[bytes] | None:
-        """Of the records in at most so many of its slots, here and there, in others at another turn. None where
-        somebody reads or writes one of these slots."""
+        """Return the names of at most `most` records of a slab, evenly spaced; another `turn` selects others.
+
+        Returns:
+            None where one of the slots is being read or written.
+        """
         with self._lock:
             step = -(-len(slab.slots) // most) or 1
             slots = list(itertools.islice(slab.slots.values(), turn % step, None, step))

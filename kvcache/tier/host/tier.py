@@ -1,7 +1,8 @@
 """The host tier: records in slots of the arena, found by address.
 
-Beside the tier's contract it lends its slots, so that payloads move between an engine's pages, the arena and the tiers
-below without another copy: `allocate` a slot, fill it, `publish` it; `borrow` one to read, `arena.release` it after.
+Besides the tier's contract it hands out its slots, so that payloads move between an engine's pages, the arena and lower
+tiers without another copy. A writer calls `allocate`, fills the slot and calls `publish`. A reader calls `acquire`,
+reads the slot and calls `arena.release`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class HostRecord:
 
 
 def segments(held: HostRecord) -> tuple[memoryview, memoryview]:
-    """The record as a tier takes it: header area, payload. Valid while the caller has a reference."""
+    """Return header area and payload of a record, valid while the caller holds a reference."""
     view, area = held.slot.view, header_area(held.payload_bytes)
     return view[:area], view[area:]
 
@@ -62,19 +63,24 @@ class HostTier(TierDefaults):
         self._records: dict[bytes, HostRecord] = {}
         self._lock = threading.Lock()
 
-    # slots
+    # Slots.
 
     def allocate(self, record_bytes: int, tenant: str = "default") -> Slot | None:
-        """A slot of the caller's own, not visible to anybody."""
+        """Allocate a slot that only the caller sees; None where there is no capacity."""
         return self.arena.allocate(record_bytes, tenant)
 
     def publish(self, address: Address, slot: Slot, payload_bytes: int) -> bool:
-        """Make a filled slot visible; the tier takes over the caller's reference. False where the same record is here
-        already: then the caller keeps its reference."""
+        """Make a filled slot visible.
+
+        Returns:
+            True: the tier took over the caller's reference. False: a record of this name is here already, and the
+                caller
+            keeps its reference.
+        """
         return self.publish_all([address], [slot], payload_bytes)[0]
 
     def publish_all(self, addresses: Sequence[Address], slots: Sequence[Slot], payload_bytes: int) -> list[bool]:
-        """As `publish`, of each."""
+        """As `publish`, for each of these."""
         made = []
         with self._lock:
             for address, slot in zip(addresses, slots, strict=True):
@@ -87,18 +93,18 @@ class HostTier(TierDefaults):
         return made
 
     def acquire(self, address: Address) -> HostRecord | None:
-        """The record, with a reference for the caller to release, or None where another or none is there."""
+        """Return the record with a reference for the caller to release; None where it is not here."""
         return self.acquire_all([address])[0]
 
     def acquire_all(self, addresses: Sequence[Address]) -> list[HostRecord | None]:
-        """As `borrow`, of each."""
+        """As `acquire`, for each of these."""
         with self._lock:
             present = self._find(addresses)
             self.arena.acquire(*[held.slot for held in present if held is not None])
         return present
 
     def unpublish(self, address: Address) -> bool:
-        """Make a record invisible; its slot comes back when the last borrower is done. False where it is not here."""
+        """Make a record invisible; its slot is freed with the last reference. False where it is not here."""
         with self._lock:
             (held,) = self._find([address])
             if held is None:
@@ -108,7 +114,7 @@ class HostTier(TierDefaults):
         return True
 
     def unpublish_named(self, names: Sequence[bytes], signatures: Sequence[bytes]) -> list[HostRecord | None]:
-        """As `withdraw`, of each of these; what was here."""
+        """As `unpublish`, for each of these names; returns the records that were here."""
         removed: list[HostRecord | None] = []
         with self._lock:
             for name, signature in zip(names, signatures, strict=True):
@@ -129,8 +135,11 @@ class HostTier(TierDefaults):
         ]
 
     def evacuate_slab(self, slot_bytes: int, tenant: str) -> bool:
-        """Empty an extent of another kind by moving its records together with others of that kind, where they fit and
-        nobody reads them. True where one was emptied."""
+        """Empty a slab of another class by moving its records to other slabs of that class.
+
+        Returns:
+            True where a slab was emptied. A slab is moved only if its records fit and no request holds one.
+        """
         slab = self.arena.find_evacuable(slot_bytes, tenant)
         if slab is None:
             return False
@@ -145,8 +154,8 @@ class HostTier(TierDefaults):
         return not slab.slots
 
     def _move(self, slot: Slot, target: Slot) -> bool:
-        """The record in a slot into another one; False, and the other one given back, where somebody reads it."""
-        with self._lock:  # nobody borrows it meanwhile, so nobody writes its header
+        """Move the record of a slot to another slot; False, and the target is released, where the record is in use."""
+        with self._lock:  # no reference is acquired meanwhile, so the header is not written
             held = self._records.get(slot.name)
             if held is None or held.slot is not slot or slot.references != 1:
                 removed, moved = target, held is None or held.slot is not slot
@@ -159,8 +168,10 @@ class HostTier(TierDefaults):
         return moved
 
     def seal(self, held: HostRecord) -> None:
-        """Write the header and take the checksums, where that was not done yet. By background threads, before a
-        record leaves the arena; the caller has a reference."""
+        """Write the header and checksums, if not done yet.
+
+        Background threads call this before a record is demoted. The caller holds a reference.
+        """
         if not held.slot.sealed:
             header, payload = segments(held)
             fields = expiry_field(held.slot.expires_ms)
@@ -168,7 +179,9 @@ class HostTier(TierDefaults):
             held.slot.sealed = True
 
     def is_intact(self, held: HostRecord) -> bool:
-        """With `verify_arena`, whether a sealed record still passes every check; else True. A bad one is withdrawn."""
+        """Return whether a sealed record passes every check, with `verify_arena`; else True. A damaged one is
+        unpublished.
+        """
         if not (self._verify and held.slot.sealed):
             return True
         try:
@@ -178,12 +191,14 @@ class HostTier(TierDefaults):
             return False
         return True
 
-    # from one process to the next
+    # Handover between processes.
 
     def detach_slabs(self, within_s: float) -> dict[Slab, list[HostRecord]]:
-        """What another process may take over, by extent: sealed records in memory that is no longer this tier's, which
-        has none from now on. For when nobody but clients of the past is at it: an extent in which one of them may still
-        write stays behind, and so does what cannot be sealed in time."""
+        """Give up all records, and return those that another process may take over, by slab.
+
+        Call this when only clients of this process still use the arena. A slab in which a client may still write is
+        left out, and so are records that cannot be sealed within `within_s`.
+        """
         end = self._os_env.clock.now() + within_s
         with self._lock:
             records, self._records = self._records, {}
@@ -200,8 +215,14 @@ class HostTier(TierDefaults):
         return detached
 
     def adopt(self, slab: Slab, rows: Sequence[tuple[int, Address, int, int]]) -> list[Address]:
-        """Take over an extent that another process left, with these records in it: slot, address, payload bytes, end.
-        Those that are here now: not one whose header is another's, or damaged."""
+        """Take over a slab that another process left.
+
+        Args:
+            rows: slot, address, payload bytes and expiry of each record.
+
+        Returns:
+            The addresses that are here now. A record whose header is damaged or of another address is left out.
+        """
         if any(record_bytes(payload_bytes) != slab.slot_bytes for _, _, payload_bytes, _ in rows):
             return []
         slots = self.arena.adopt(slab, [i for i, _, _, _ in rows]) or []
@@ -227,7 +248,7 @@ class HostTier(TierDefaults):
             and (found.codec, found.stored_bytes) == ("raw", held.payload_bytes)
         )
 
-    # the contract
+    # The tier contract.
 
     def submit(
         self,
@@ -239,7 +260,7 @@ class HostTier(TierDefaults):
         deadline: float | None = None,
         on_outcome: Callable[[int, Outcome], None] | None = None,
     ) -> Ticket:
-        """Memory is near: everything is settled before this returns."""
+        """Settle every block before returning; memory needs no queue."""
         check_segments(op, addresses, segments)
         if self._closed:
             raise ClosedError("the host tier was closed; open the cache again")
@@ -316,13 +337,15 @@ class HostTier(TierDefaults):
         return [] if held is None else self.records_in_slab(held.slot.slab)
 
     def records_in_slab(self, slab: Slab) -> list[Address]:
-        """The records that are in an extent."""
+        """Return the records in a slab."""
         with self._lock:
             found = (self._records.get(slot.name) for slot in list(slab.slots.values()))
             return [held.address for held in found if held is not None and held.slot.slab is slab]
 
     def sample_slab(self, slab: Slab, most: int, turn: int) -> list[Address] | None:
-        """As `within`, at most so many, others at another turn. None where somebody reads or writes one of them."""
+        """As `records_in_slab` for at most `most` records; another `turn` selects others. None where one is read or
+        written.
+        """
         names = self.arena.sample_names(slab, most, turn)
         if names is None:
             return None
@@ -337,7 +360,7 @@ class HostTier(TierDefaults):
         yield from addresses
 
     def sync(self) -> bool:
-        """Memory has nothing to wait for."""
+        """Nothing to sync."""
         return True
 
     def wipe(self) -> bool:
@@ -355,7 +378,7 @@ class HostTier(TierDefaults):
         if len(published) != len(records):
             faults.append("host: two records in one slot")
         for held in records:
-            with self._lock:  # the cache goes on meanwhile: what has left or moved by now is another's slot
+            with self._lock:  # the cache runs meanwhile: a record that was moved or removed no longer owns its slot
                 if self._records.get(held.address.name) is not held:
                     continue
                 if held.slot.slab.slots.get(held.slot.i) is not held.slot:

@@ -1,9 +1,9 @@
 """Export and import of a namespace as one file, to move it to another machine. Every record is verified on both sides.
 
-The file is `KVCARCH` and a line feed, then consecutive MessagePack values: a map (`version`, `namespace`: the id, or
-nil
-for all), two binaries for each record (its header and its payload as stored), parents before children, and last the
-number of records. So the end reveals a file that was cut short or extended. aiofiles reads and writes it.
+The file is `KVCARCH` and a line feed, then consecutive MessagePack values. The first is a map (`version`, `namespace`:
+the id, or nil for all). Each record is two binaries: its header, and its payload as stored. Parents precede children.
+The last value is the number of records, so the end reveals a file that was cut short or extended. aiofiles reads and
+writes it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ProgressCallback = Callable[[int], object]
 
 @dataclass(slots=True)
 class TransferReport:
-    """What an export or an import came to."""
+    """The result of an export or an import."""
 
     records: int = 0
     size_bytes: int = 0

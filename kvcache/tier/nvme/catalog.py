@@ -140,8 +140,7 @@ class Catalog:
 
         Returns:
             One bool a slot. False where another record took the name meanwhile, the segment was lost, or (`synced`) a
-            failed
-            sync may have cost the payload. The caller still owns those slots.
+            failed sync may have cost the payload. The caller still owns those slots.
 
         Raises:
             OSError: the journal took no entry; the caller still owns all slots.

@@ -153,7 +153,6 @@ class Directory:
         """Return when every name in the directory is on the medium.
 
         A system that cannot write names stops writing altogether. So, unlike with file data, a second sync does not
-        report
-        success for names that the first one lost.
+        report success for names that the first one lost.
         """
         self.disk.sync_directory(self.path)

@@ -151,8 +151,7 @@ def scrub(
 
 
 # Audit: do index, journal and files agree, and does every record verify? Writes may run meanwhile; a record that
-# changes
-# during the audit is not a fault.
+# changes during the audit is not a fault.
 
 
 def audit(catalog: Catalog, on_progress: Callable[[], object]) -> list[str]:

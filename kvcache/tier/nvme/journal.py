@@ -238,8 +238,7 @@ class JournalContents:
 
     `safe` counts the leading entries that a sync has covered, together with the records they name. `journals` maps each
     journal that was read to the length of its sound part. `torn` counts the bytes after the sound part of the last
-    journal.
-    `damaged` names the file in which trust ends.
+    journal. `damaged` names the file in which trust ends.
     """
 
     entries: bytes = b""

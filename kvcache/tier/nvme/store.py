@@ -68,8 +68,7 @@ class Store:
         self._damaged = 0  # records found damaged since the start or a scrub
         self._checking = threading.Lock()
         """One thread verifies at a time. It verifies faster than a drive reads. Threads that compete for the
-        interpreter lock
-        double each other's processor time and cost a quarter of the drive's rate.
+        interpreter lock double each other's processor time and cost a quarter of the drive's rate.
         """
         self.directory = Directory(os_env.disk, path, served_address)
         try:

@@ -79,8 +79,7 @@ class NvmeTier(QueuedTier):
     """A tier of records in a directory of a local drive; the records are readable again after a restart.
 
     `durability` says when written data is forced to the medium. A killed process loses no write that said DONE,
-    whatever
-    the setting. A record that a power cut takes is a miss.
+    whatever the setting. A record that a power cut takes is a miss.
 
     - `block`: before a write says DONE.
     - `batch`: when no job waits; with the first write after 64 MiB or half a second; and by `sync`.
@@ -331,10 +330,8 @@ class NvmeTier(QueuedTier):
 
         Returns:
             True where everything is as durable as `durability` promises. False where the drive does not answer within
-            30 s:
-            queued work then fails, and the directory stays locked and the threads stay alive, because a running write
-            cannot
-            be cancelled.
+            30 s: queued work then fails, and the directory stays locked and the threads stay alive, because a running
+            write cannot be cancelled.
         """
         with self._lock:
             if self._closed:
