@@ -1,1 +1,1 @@
-"""Where records live. A tier knows no other tier and no engine."""
+"""Tiers, which store records. A tier knows no other tier and no engine."""

@@ -1,7 +1,8 @@
-"""Stops what fails, writes to a drive or calls to a server, and tries again by itself.
+"""A circuit breaker for writes to a drive or calls to a server, and counters of a tier's events.
 
-After `errors` failures in a row it opens: nothing is tried. When its pause is over one call is, as a probe, which
-closes it or doubles the pause."""
+After `errors` failures in a row the breaker opens, and no call is tried. After a pause one call is tried as a probe. It
+closes the breaker or doubles the pause.
+"""
 
 from __future__ import annotations
 
@@ -27,26 +28,26 @@ class CircuitBreaker:
         return not self.is_open() or self._clock.now() >= self._open_until
 
     def failing(self) -> bool:
-        """What was tried last failed."""
+        """Return whether the last call failed."""
         return self._failures > 0
 
     def allows(self) -> bool:
-        """Whether to try; while it is open, yes to one caller each time the pause is over."""
+        """Return whether to try a call; while the breaker is open, True for one caller after each pause."""
         with self._lock:
             if not self.is_open():
                 return True
             now = self._clock.now()
             if now < self._open_until:
                 return False
-            self._open_until = now + self._pause_s  # the others wait for what this one finds
+            self._open_until = now + self._pause_s  # other callers wait for the probe's result
             self._probing = True
             return True
 
     def record_failure(self) -> bool:
-        """Tell of an error; True where it opened the breaker."""
+        """Record a failed call; return whether it opened the breaker."""
         with self._lock:
             if self.is_open():
-                if self._probing:  # else it began before the breaker opened, and says nothing new
+                if self._probing:  # otherwise the call began before the breaker opened and adds no information
                     self._pause_s = min(2 * self._pause_s, self._max_pause_s)
                     self._open_until = self._clock.now() + self._pause_s
                     self._probing = False
@@ -64,7 +65,7 @@ class CircuitBreaker:
             self._probing = False
 
 
-# What happened in a tier, counted by name since it was opened.
+# Event counts of a tier since it was opened.
 
 
 class Counters:
@@ -73,7 +74,7 @@ class Counters:
         self._lock = threading.Lock()
 
     def add(self, name: str, n: int = 1) -> int:
-        """The new count."""
+        """Add to a count; return the new value."""
         with self._lock:
             count = self._counts[name] = self._counts.get(name, 0) + n
             return count

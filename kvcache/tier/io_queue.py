@@ -1,9 +1,15 @@
-"""What waits for a thread of the tier: by priority, lookups before reads before removals before writes, then in order.
+"""The queue and the worker threads that the NVMe, Redis and object tiers share.
 
-What was asked for together waits together and is taken in pieces: as many blocks as one thread should do at a time, so
-that neighbours are read and written at once. Writers never take all threads: a device that hangs on writes still reads.
+`IOQueue` orders work by priority; then lookups before reads before removals before writes; then by arrival. A batch
+waits as one and is taken in pieces, each as large as one thread should do at a time. So neighbouring blocks are read
+and written together. Writers never take all threads: a device that hangs on writes still reads. Waiting writes are
+bounded by bytes, and all work by the number of blocks.
 
-Bounded: writes by their bytes, everything by number. Not thread-safe: a tier calls it under its lock."""
+`DeadlineTicket` reports timeouts even while every thread hangs. `QueuedTier` runs the queue on a bounded number of
+threads. Every submitted block gets an outcome, whatever the device, the peer or a defect in this code does.
+
+Thread safety: `IOQueue` has none; `QueuedTier` calls it under its lock.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +31,7 @@ MAX_QUEUED_BLOCKS = 1 << 17
 WORK_UNIT_BYTES = 4 << 20
 WORK_UNIT_BLOCKS = 256
 LOOKUP_UNIT_BLOCKS = 4096
-"""Lookups in a piece: cheap enough that dividing them costs more than it saves."""
+"""Lookups in a piece: they are so cheap that dividing them costs more than it saves."""
 _RANK: dict[Op, int] = {"contains": 0, "read": 1, "remove": 2, "write": 3}
 
 
@@ -35,13 +41,13 @@ class Batch:
 
     op: Op
     addresses: Sequence[Address]
-    segments: Sequence[Segments]  # none to look or remove
+    segments: Sequence[Segments]  # empty for lookups and removals
     ticket: Ticket
     first: int
     end: int
-    unit_blocks: int = 1  # how many of them one thread takes at most
+    unit_blocks: int = 1  # the most blocks that one thread takes
     deadline: float | None = None
-    whole: bool = False  # one thread took all that was left of it
+    whole: bool = False  # one thread took the whole rest of the batch
 
     @property
     def blocks(self) -> range:
@@ -59,8 +65,14 @@ class IOQueue:
     def __init__(
         self, threads: int, max_write_bytes: int, *, work_unit_bytes: int = WORK_UNIT_BYTES, spread: int = 0
     ) -> None:
-        """`spread`: over how many threads a batch is divided where it has less than a piece for each; all of them
-        where not given."""
+        """Create an empty queue.
+
+        Args:
+            threads: the number of threads; writes take all but one at most.
+            max_write_bytes: bound of the bytes of waiting and running writes.
+            work_unit_bytes: the size of a piece.
+            spread: the number of threads that share a batch too small for a piece each; 0 means all.
+        """
         self._spread = spread or threads
         self._max_writers, self._max_write_bytes = max(1, threads - 1), max_write_bytes
         self._work_unit_bytes = work_unit_bytes
@@ -69,15 +81,18 @@ class IOQueue:
         self._order = count()
         self._waiting = 0
         self._writers = 0
-        self.write_bytes = 0  # of writes that wait or run
+        self.write_bytes = 0  # of waiting and running writes
 
     def __len__(self) -> int:
-        """How many blocks wait."""
+        """Return the number of waiting blocks."""
         return self._waiting
 
     def push(self, batch: Batch, priority: int, deadline: float | None) -> int:
-        """How many blocks of it, from the first, find room; the rest is not taken and the batch ends before it. A
-        write larger than the whole bound is taken while there is no other."""
+        """Queue a batch; return how many of its blocks, from the first, were taken.
+
+        The batch ends before the first block that exceeds a bound. A write larger than the bound is taken if no other
+        write waits or runs.
+        """
         batch.end = min(batch.end, batch.first + MAX_QUEUED_BLOCKS - self._waiting)
         if batch.op == "write":
             batch.end = self._admit(batch)
@@ -102,8 +117,11 @@ class IOQueue:
         return batch.end
 
     def pop(self, whole: Callable[[Op], bool] = lambda op: False) -> Batch | None:
-        """The next piece of work for one thread, or None where there is none that may begin. `finish` when it ran.
-        `whole`: whether the thread takes all that is left of the batch; it does that in `pieces`."""
+        """Return the next piece of work for one thread; None where none may start. Call `finish` after it ran.
+
+        Args:
+            whole: returns whether the thread takes the whole rest of the batch, to run it in `pieces`.
+        """
         for key in sorted(self._lines):
             line = self._lines[key]
             while line and line[0].first >= line[0].end:
@@ -121,7 +139,7 @@ class IOQueue:
         return piece
 
     def _piece_end(self, batch: Batch) -> int:
-        """Where the first piece of a batch ends: a thread's share, or as much of it as makes a piece."""
+        """Return the end of the first piece of a batch: a thread's share, or as much of it as one piece holds."""
         most = min(batch.end, batch.first + batch.unit_blocks)
         end, size = batch.first + 1, batch.size_bytes(batch.first)
         while end < most and size + (more := batch.size_bytes(end)) <= self._work_unit_bytes:
@@ -129,7 +147,7 @@ class IOQueue:
         return end
 
     def pieces(self, batch: Batch) -> Iterator[Batch]:
-        """What a thread took, as the pieces that several threads would take."""
+        """Yield the work of a thread as the pieces that several threads would take."""
         while batch.whole and (end := self._piece_end(batch)) < batch.end:
             yield replace(batch, end=end)
             batch = replace(batch, first=end)
@@ -141,7 +159,7 @@ class IOQueue:
             self._forget(piece)
 
     def try_start_write(self) -> bool:
-        """Count one more writer, where there may be one: `written` when it has ended."""
+        """Count one more writer if the limit allows; call `finish_write` at its end."""
         if self._writers >= self._max_writers:
             return False
         self._writers += 1
@@ -154,7 +172,7 @@ class IOQueue:
         self.write_bytes -= sum(map(batch.size_bytes, batch.blocks)) if batch.op == "write" else 0
 
     def expired(self, now: float) -> Iterator[Batch]:
-        """What waited past its deadline, taken out."""
+        """Remove and yield the batches whose deadline passed while they waited."""
         while self._deadlines and self._deadlines[0][0] < now:
             batch = heapq.heappop(self._deadlines)[2]
             if batch.first < batch.end:
@@ -168,7 +186,7 @@ class IOQueue:
             heapq.heapify(self._deadlines)
 
     def clear(self) -> Iterator[Batch]:
-        """All that waits, taken out."""
+        """Remove and yield all waiting batches."""
         for line in self._lines.values():
             for batch in line:
                 if batch.first < batch.end:
@@ -178,7 +196,7 @@ class IOQueue:
         self._lines.clear()
 
 
-# A ticket that knows the time: whoever looks at it sees LATE once that is true, even while every thread hangs.
+# A ticket that checks its deadline when it is read, so TIMED_OUT appears even while every thread hangs.
 
 
 class DeadlineTicket(Ticket):
@@ -190,7 +208,7 @@ class DeadlineTicket(Ticket):
         expire: Callable[[], None],
         os_env: OsEnv,
     ) -> None:
-        """`expire` ends what waited past its deadline, this ticket's blocks among others."""
+        """`expire` times out all waiting work past its deadline, this ticket's blocks included."""
         super().__init__(count, on_outcome)
         self._changed = os_env.condition()
         self._deadline, self._expire, self._clock = deadline, expire, os_env.clock
@@ -218,17 +236,18 @@ class DeadlineTicket(Ticket):
             return super().wait(timeout_s)
         if super().wait(first):
             return True
-        self._expire()  # what is left has begun, and ends when the device says so
+        self._expire()  # the remaining blocks have started, and end when the device answers
         return super().wait(None if timeout_s is None else timeout_s - first)
 
 
-# A tier whose calls wait in a queue for threads of its own: what NVMe, Redis and object stores have in common. What
-# was asked for together is done in pieces, the most urgent one next, on a bounded number of threads. What is
-# submitted ends, whatever the device, the peer or a defect of ours does to it.
+# The worker threads.
 
 
 class QueuedTier(TierDefaults, ABC):
-    """To inherit. What a tier says for itself: `_do`, `_end` and, where something is special, the other hooks."""
+    """Base class of a tier whose calls wait for threads of a bounded pool.
+
+    A subclass defines `_execute`, `_settle_rest` and `_count_defect`, and overrides other hooks where needed.
+    """
 
     name: str
 
@@ -245,27 +264,27 @@ class QueuedTier(TierDefaults, ABC):
         self._os_env = os_env or OsEnv()
         self._log, self._threads = log, threads
         self._queue = IOQueue(threads, queue_bytes, work_unit_bytes=work_unit_bytes, spread=spread)
-        self._lock = threading.Lock()  # of the queue
-        self._running = 0  # threads at work or asked for
-        self._writing: dict[object, float] = {}  # since when
+        self._lock = threading.Lock()  # guards the queue
+        self._running = 0  # threads that work or are about to start
+        self._writing: dict[object, float] = {}  # running writes, with their start times
         self._idle = self._os_env.condition()
         self._executor = self._os_env.executor(threads, self.name)
         self._closed = False
 
     @abstractmethod
     def _execute(self, piece: Batch) -> None:
-        """Do the work of a piece that is wanted, and settle all of it."""
+        """Do the work of a piece that was not cancelled, and settle all its blocks."""
 
     @abstractmethod
     def _settle_rest(self, batch: Batch, outcome: Outcome, check: str = "") -> None:
-        """Settle what of a batch is not settled."""
+        """Settle the blocks of a batch that are still pending."""
 
     @abstractmethod
     def _count_defect(self) -> None:
-        """Count an error of ours."""
+        """Count an error in this code."""
 
     def _complete_inline(self, batch: Batch) -> bool:
-        """Whether this call needs no thread: it was settled here."""
+        """Settle the call here if it needs no thread; return whether it did."""
         return False
 
     def _failing(self, op: Op) -> bool:
@@ -277,7 +296,7 @@ class QueuedTier(TierDefaults, ABC):
         return False
 
     def _maintain(self) -> None:
-        """What a thread does besides, after each piece."""
+        """Hook: called by a worker after each piece."""
 
     def submit(
         self,
@@ -312,7 +331,7 @@ class QueuedTier(TierDefaults, ABC):
         self._start_workers()
 
     def _start_workers(self) -> None:
-        """Put as many threads to work as there is work for."""
+        """Start as many threads as there is work for."""
         with self._lock:
             more = min(self._threads - self._running, len(self._queue))
             self._running += more
@@ -320,14 +339,14 @@ class QueuedTier(TierDefaults, ABC):
             self._executor.submit(self._work)
 
     def expire(self) -> None:
-        """End what waited past its deadline."""
+        """Time out waiting work past its deadline."""
         with self._lock:
             late = list(self._queue.expired(self._os_env.clock.now()))
         for batch in late:
             self._settle_rest(batch, Outcome.TIMED_OUT)
 
     def _work(self) -> None:
-        """Do the most urgent piece of work until there is none that may begin."""
+        """Do the most urgent piece of work until none may start."""
         while True:
             self.expire()
             with self._lock:
@@ -340,12 +359,12 @@ class QueuedTier(TierDefaults, ABC):
             try:
                 for part in self._queue.pieces(piece):
                     if part.first > piece.first and part.op == "write":
-                        self._writing[piece] = self._os_env.clock.now()  # the piece before it did not hang
+                        self._writing[piece] = self._os_env.clock.now()  # the previous piece did not hang
                     if part.ticket.cancelled:
                         self._settle_rest(part, Outcome.CANCELLED)
                     else:
                         self._execute(part)
-            except Exception as error:  # noqa: BLE001  what was submitted ends, whatever happened
+            except Exception as error:  # noqa: BLE001  worker thread that must survive
                 self._count_defect()
                 self._log.exception("%s tier: a defect", self.name)
                 self._settle_rest(piece, Outcome.FAILED, type(error).__name__)
@@ -357,12 +376,12 @@ class QueuedTier(TierDefaults, ABC):
             self._idle.notify_all()
 
     def _drain(self, patience_s: float) -> bool:
-        """Take no more, and let what was submitted end; whether it did in time."""
+        """Wait until the running and queued work has ended; False after `patience_s`."""
         with self._idle:
             return self._idle.wait_for(lambda: not self._running, patience_s)
 
     def _fail_queued(self, check: str) -> None:
-        """End all that waits."""
+        """Fail all waiting work."""
         with self._lock:
             queued = list(self._queue.clear())
         for batch in queued:

@@ -1,9 +1,9 @@
-"""Records as the tiers below host keep them: encoded on the way down, decoded on the way up.
+"""Encodes records for the tiers below host and decodes them after a read: codec and encryption.
 
-A record names the codec that made it, so a tier may hold records of several: what `raw` and `zstd` made is read
-whichever of them the settings name now. What passed a lossy codec is another matter: a caller who asked for the bytes
-that he stored must not meet it, in any tier, later, or from another process. So a lossy codec is a fact of the
-namespace, and with another choice of codec everything has other keys.
+A record names its codec, so a tier may hold records of several codecs. A record of `raw` or `zstd` is readable
+whichever of them the settings name now. A lossy codec is different: a caller that stored exact bytes must never read
+lossy ones, from any tier, at a later time, or from another process. So a lossy codec is a fact of the namespace, and
+another choice of codec gives every block another key.
 """
 
 from __future__ import annotations
@@ -43,8 +43,16 @@ LOSSY_CODECS_FACT = "lossy_codecs"
 
 
 class RecordCodec:
-    """`names`: the codec by tier, `raw` for those that are not named. ConfigError for one that is not there. `keys`:
-    what goes down is encrypted, in each tier, and an unencrypted record is foreign unless `accept_unencrypted`."""
+    """Encodes and decodes records by tier.
+
+    Args:
+        names: the codec of each tier; `raw` for the others.
+        keys: with keys, records are encrypted in every lower tier, and an unencrypted record is incompatible.
+        accept_unencrypted: read unencrypted records even with keys.
+
+    Raises:
+        ConfigError: a codec does not exist.
+    """
 
     def __init__(
         self,
@@ -66,7 +74,7 @@ class RecordCodec:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a namespace must say of the codecs that its blocks may pass."""
+        """The namespace facts for the codecs that its blocks may pass."""
         lossy = sorted({each.name for each in self._codec_by_tier.values() if each.error_bound})
         return {LOSSY_CODECS_FACT: lossy} if lossy else {}
 
@@ -76,7 +84,11 @@ class RecordCodec:
         return max((each.error_bound for each in self._codec_by_tier.values()), default=0.0)
 
     def bind(self, namespace: Namespace) -> None:
-        """Records of this namespace will come; ConfigError where a tier's codec cannot serve its layout."""
+        """Register a namespace.
+
+        Raises:
+            ConfigError: a tier's codec cannot encode its layout.
+        """
         for tier, each in self._codec_by_tier.items():
             try:
                 each.check(namespace.layout)
@@ -85,20 +97,20 @@ class RecordCodec:
         self._layouts[namespace.id] = namespace.layout
 
     def unbind(self, namespace: bytes) -> None:
-        """No more will come. What is on its way down is written as it is."""
+        """Unregister a namespace. Its records that wait to be written are written without a codec."""
         self._layouts.pop(namespace, None)
 
     def is_obsolete(self, header: Header) -> bool:
-        """A record from before there were keys, which nobody reads any more and anybody can."""
+        """Return whether a record predates encryption: it is never read, and anyone could read it."""
         return not self._plain and ENCRYPTION not in header.fields
 
     def requires_prefix(self, address: Address) -> bool:
-        """Whether a block of this group is of use only with all blocks before it, as far as that is known."""
+        """Return whether a block of this group needs all blocks before it; True where the layout is unknown."""
         layout = self._layouts.get(address.namespace)
         return layout is None or layout.groups[address.group].rule == "all"
 
     def stored_bytes(self, tier: str, layout: KVLayout, group: int, shard: Shard) -> int:
-        """What a record takes in a tier, at most: where sizes vary, as if nothing were saved."""
+        """Return the most bytes that a record takes in a tier; where sizes vary, the size without compression."""
         made, whole = self._codec_by_tier.get(tier), layout.block_bytes(shard, group=group)
         if made is None or made.name == "raw" or made.varies:
             return record_bytes(whole)
@@ -109,8 +121,15 @@ class RecordCodec:
         return self._codec_by_tier[tier].name if tier in self._codec_by_tier else "raw"
 
     def encode(self, held: HostRecord, tier: str) -> Segments | None:
-        """The record as the tier keeps it, sealed, in memory of its own. None: as it stands in its slot, since nothing
-        is encrypted and the codec is `raw`, leaves this payload alone, or saves nothing. The caller has a reference."""
+        """Return the sealed record as the tier keeps it, in new memory.
+
+        The caller holds a reference.
+
+        Returns:
+            None where the record is written as it is in its slot: it is not encrypted, and the codec is `raw`, skips
+                this
+            payload, or saves nothing.
+        """
         made, address, whole = self._codec_by_tier.get(tier), held.address, held.payload_bytes
         payload = segments(held)[1][:whole]
         codec, stored, size = "raw", None, record_bytes(whole)
@@ -134,7 +153,7 @@ class RecordCodec:
         return record[:area], record[area:]
 
     def _seal(self, header: memoryview, body: memoryview, held: HostRecord, codec: str) -> None:
-        """Encrypt a payload where that is asked for, and write the header: checksums are of what is stored."""
+        """Encrypt the payload where configured, then write the header: the checksums cover the stored bytes."""
         address, whole, write_id = held.address, held.payload_bytes, new_write_id()
         fields = expiry_field(held.slot.expires_ms)
         if self._keys is not None:
@@ -153,8 +172,11 @@ class RecordCodec:
         )
 
     def decode(self, address: Address, slot: Slot, payload_bytes: int) -> Outcome:
-        """Make the payload of a record that a tier read into a slot, and verified, in place. DONE, or DAMAGED or
-        FOREIGN, which leave the slot undefined."""
+        """Decode the payload of a verified record in its slot, in place.
+
+        Returns:
+            DONE; or DAMAGED or INCOMPATIBLE, and the slot's content is undefined.
+        """
         area = header_area(payload_bytes)
         header = read_header(slot.view[:area])
         if header.codec not in self._codecs:
@@ -170,13 +192,13 @@ class RecordCodec:
             bound = associated_data(bytes(slot.view[:FIXED_BYTES]), header.fields)
             if not self._keys.decrypt(payload[: header.stored_bytes], header, bound):
                 return Outcome.DAMAGED
-        elif not self._plain:  # anybody can write one, or take the field from one that was encrypted
+        elif not self._plain:  # anyone can write an unencrypted record, or remove the field from an encrypted one
             return Outcome.INCOMPATIBLE
         if header.codec == "raw":
             return Outcome.DONE if header.stored_bytes == payload_bytes else Outcome.DAMAGED
-        stored = memoryview(bytes(payload[: header.stored_bytes]))  # decoding writes where it lies
+        stored = memoryview(bytes(payload[: header.stored_bytes]))  # decoding overwrites the stored bytes
         layout = self._layouts.get(address.namespace)
-        if layout is None:  # nobody has it bound, and so nobody waits for it
+        if layout is None:  # the namespace is not registered, so no request waits for the record
             return Outcome.INCOMPATIBLE
         try:
             self._codecs[header.codec].decode(stored, payload, layout, address.group, address.shard)
@@ -186,8 +208,11 @@ class RecordCodec:
 
 
 def slot_bytes(used_bytes: int, varies: bool) -> int:
-    """Bytes of a record in whole pages; where sizes vary, in one of eight sizes from a power of two to the next, so
-    that a tier with slots of one size a segment needs few kinds of segments."""
+    """Return the bytes of a record in whole pages.
+
+    Where sizes vary, the result is one of eight sizes between consecutive powers of two. So a tier whose segments have
+    one slot size each needs few kinds of segments.
+    """
     step = ALIGNMENT
     if varies:
         step = max(step, 1 << max(0, used_bytes.bit_length() - 4))
@@ -195,7 +220,7 @@ def slot_bytes(used_bytes: int, varies: bool) -> int:
 
 
 def _aligned(size_bytes: int) -> memoryview:
-    """Memory on a page boundary, as direct writes want it."""
+    """Allocate memory on a page boundary, as direct writes need it."""
     memory = np.empty(size_bytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size_bytes].data

@@ -1,6 +1,6 @@
-"""A tier over a server or a store that others use as well: what Redis and object stores have in common.
+"""The base of tiers over a server or store that other processes use too: Redis and object stores.
 
-How far a chain reaches there is asked on a thread apart; what is under way when the tier closes gets a moment.
+Prefix lookups run on a separate thread. When the tier closes, running work gets a moment to end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_LOOKUPS = 64
 
 
 class RemoteTier(QueuedTier):
-    """To inherit. `_reach` and `_hang_up` besides what a `QueuedTier` says for itself."""
+    """Base class; a subclass defines `_match_prefix` and `_disconnect` besides the hooks of `QueuedTier`."""
 
     durable = shared = True
     where: str
@@ -46,19 +46,28 @@ class RemoteTier(QueuedTier):
 
     @abstractmethod
     def _match_prefix(self, addresses: Sequence[Address], deadline: float | None) -> int:
-        """How many of a chain are there. OSError where there is no answer."""
+        """Return how many blocks of a chain are there, from its head.
+
+        Raises:
+            OSError: the server does not answer.
+        """
 
     @abstractmethod
     def _disconnect(self) -> None:
-        """Let go of all connections: what is still asked fails."""
+        """Close all connections: pending calls fail."""
 
     def _count_defect(self) -> None:
         self._counters.add("defects")
 
     def match_prefix(self, addresses: Sequence[Address], *, deadline: float | None = None) -> Future[int]:
-        """How many of a chain are there, from its head: in a few round trips however long it is, since a tail is stored
-        behind its head. A hole that the probes step over shows as a shorter prefix when the blocks are read. 0 where
-        there is no answer in time, and where too many ask at once."""
+        """Look up how many blocks of a chain are there, from its head.
+
+        A tail is stored after its head, so the lookup needs few round trips whatever the chain's length. A hole between
+        the probed blocks shows as a shorter prefix when the blocks are read.
+
+        Returns:
+            A future. Its result is 0 where no answer arrives in time, and where more than 64 lookups are pending.
+        """
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self.name} tier: it was closed")
@@ -80,7 +89,7 @@ class RemoteTier(QueuedTier):
 
     @property
     def counters(self) -> dict[str, int]:
-        """What happened since the tier was opened, by name."""
+        """Event counts since the tier was opened, by name."""
         return self._counters.snapshot()
 
     @property
@@ -89,7 +98,7 @@ class RemoteTier(QueuedTier):
         return {name: count for name, count in self.counters.items() if name in REASONS["tier_faults", "fault"]}
 
     def sync(self) -> bool:
-        """What was acknowledged is as safe as the other side makes it."""
+        """Nothing to do: acknowledged writes are as durable as the server makes them."""
         return True
 
     def _close(self, patience_s: float) -> bool:

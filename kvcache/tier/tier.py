@@ -1,23 +1,23 @@
-"""The contract of a tier: a place that holds records, batch by batch.
+"""The contract of a tier: a store of records, accessed in batches.
 
-    ticket = tier.submit("read", addresses, segments, priority=WAITING, deadline=clock.now() + 0.2)
-    ticket.outcomes        # one a block, readable as they come
-    ticket.wait(0.2)
+    ticket = tier.submit("read", addresses, segments, priority=DEMAND, deadline=clock.now() + 0.2)
+    ticket.outcomes        # one a block, readable as they arrive ticket.wait(0.2)
 
-Promises, for every implementation (`tests/contract/test_tier.py` holds them to it):
+Guarantees of every implementation, tested by `tests/contract/test_tier.py`:
 
-- A read that says DONE filled the segments with the record written under that address, and its header, namespace,
-  signature, parent (where both sides know it), lengths and checksums were compared. Anything else leaves the segments
-  undefined and says why.
-- A write that says DONE is visible to reads that start later, and only whole: no read ever sees a part of it.
-  Writing where the same signature is held already says DONE and changes nothing.
-- Nothing is raised for data, devices or deadlines: those are outcomes. Misuse (wrong number of segments, a closed
+- A read that says DONE filled the segments with the record written under that address. Its header, namespace,
+  signature, parent (where both sides know it), lengths and checksums were compared. Any other outcome leaves the
+  segments undefined and says why.
+- A write that says DONE is visible to reads that start later, and only as a whole: no read sees a part of it. Writing a
+  signature that the tier holds already says DONE and changes nothing.
+- No method raises for data, devices or deadlines: those are outcomes. Misuse (a wrong number of segments, a closed
   tier) raises.
-- What was submitted ends: DONE, another outcome, or LATE when the deadline passes before it began.
+- Every submitted block gets an outcome: DONE, another one, or TIMED_OUT when the deadline passes before it starts.
 - All methods may be called from any thread.
 
-Segments belong to the caller, who keeps them unchanged (write) or unread (read) until the block's outcome is there.
-A block's first segment is the record's header area, the rest its payload, in order; see `kvcache/block/record.py`.
+Segments belong to the caller. The caller keeps them unchanged (write) or unread (read) until the block has its outcome.
+A block's first segment is the record's header area; the others are its payload, in order; see
+`kvcache/block/record.py`.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from kvcache.block.record import ALIGNMENT, KEYED_DIGEST, Address, Header, Recor
 Op = Literal["read", "write", "contains", "remove"]
 Segments = Sequence[memoryview]
 RecordFilter = Callable[[Header], bool]
-"""Whether a sound record should not be there."""
+"""Returns whether a sound record is unwanted."""
 
 DEMAND, PREFETCH, BACKGROUND = 0, 1, 2
-"""Priorities: a request waits for it; it was asked for ahead of need; nobody waits."""
+"""Priorities: a request waits for it; it is prefetched; no request waits for it."""
 
 
 class Outcome(Enum):
-    """What became of one block. `DONE` is the only one that gives bytes, visibility or presence."""
+    """The result of one block. Only `DONE` grants bytes, visibility or presence."""
 
     PENDING = "pending"
     DONE = "done"
-    NOT_FOUND = "absent"  # not here
-    DAMAGED = "damaged"  # here, a check failed: a miss, and removed if still the same write
-    INCOMPATIBLE = "foreign"  # here, of another version or not interpretable: a miss, left alone
-    NO_CAPACITY = "no_room"  # a write that found none
-    DROPPED = "dropped"  # a full queue
+    NOT_FOUND = "absent"  # the tier does not hold it
+    DAMAGED = "damaged"  # a check failed: a miss; removed if it is still the same write
+    INCOMPATIBLE = "foreign"  # of another version or not interpretable: a miss; kept
+    NO_CAPACITY = "no_room"  # a write that found no capacity
+    DROPPED = "dropped"  # the queue was full
     TIMED_OUT = "late"  # the deadline passed
-    FAILED = "failed"  # the device or the peer said so
+    FAILED = "failed"  # the device or the peer failed
     CANCELLED = "cancelled"
 
-    __hash__ = object.__hash__  # that of Enum is written in Python, and each block's outcome is counted
+    __hash__ = object.__hash__  # the hash of Enum is written in Python and slow, and every block's outcome is counted
 
     @property
     def settled(self) -> bool:
@@ -66,9 +66,9 @@ PENDING = Outcome.PENDING
 
 
 class Ticket:
-    """A batch under way: one outcome a block.
+    """A batch in progress, with one outcome a block.
 
-    `on_outcome(i, outcome)` is called once a block, from the thread that settles it, before waiters wake.
+    `on_outcome(i, outcome)` is called once a block, by the thread that settles it, before waiters wake.
     """
 
     def __init__(self, count: int, on_outcome: Callable[[int, Outcome], None] | None = None) -> None:
@@ -85,7 +85,7 @@ class Ticket:
 
     @property
     def checks(self) -> dict[int, str]:
-        """By block, the name of the check that a DAMAGED or FOREIGN record failed, or the error of a FAILED one."""
+        """By block: the check that a DAMAGED or INCOMPATIBLE record failed, or the error of a FAILED one."""
         return dict(self._checks)
 
     @property
@@ -96,7 +96,7 @@ class Ticket:
         return self._outcomes[i].settled
 
     def settle(self, i: int, outcome: Outcome, check: str = "") -> None:
-        """Called by the tier, once a block; a second call for a block changes nothing."""
+        """Set a block's outcome; called by the tier. A second call for a block changes nothing."""
         with self._changed:
             if self._outcomes[i].settled:
                 return
@@ -111,7 +111,7 @@ class Ticket:
                 self._changed.notify_all()
 
     def settle_many(self, first: int, outcomes: Sequence[Outcome]) -> None:
-        """As `settle`, of the blocks from `first` on."""
+        """As `settle`, for consecutive blocks from `first` on."""
         with self._changed:
             new = [(i, outcome) for i, outcome in enumerate(outcomes, first) if self._outcomes[i] is PENDING]
             for i, outcome in new:
@@ -125,12 +125,12 @@ class Ticket:
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until every block is settled; False if time ran out first."""
+        """Wait until every block is settled; False where time ran out first."""
         with self._changed:
             return self._changed.wait_for(lambda: self._left == 0, timeout_s)
 
     def cancel(self) -> None:
-        """What has not begun ends as CANCELLED; what has begun ends as it ends."""
+        """Cancel: work that has not started ends as CANCELLED, work in progress ends normally."""
         self.cancelled = True
 
 
@@ -139,13 +139,15 @@ class Usage:
     records: int
     used_bytes: int
     capacity_bytes: int
-    """0 where nothing limits it, as in an object store."""
+    """0 where no limit applies, as in an object store."""
 
 
 @dataclass(slots=True)
 class ScrubReport:
-    """What a scrub came to. A record that could not be read, or not be interpreted, stays where it is. One that is
-    `unwanted` was sound, and is gone."""
+    """The result of a scrub.
+
+    Records that cannot be read or interpreted are kept. `unwanted` counts sound records that were removed.
+    """
 
     records: int = 0
     size_bytes: int = 0
@@ -161,8 +163,8 @@ class ScrubReport:
 
 class Tier(Protocol):
     name: str
-    durable: bool  # what was written and synced is there after a restart
-    shared: bool  # others read and write there too: what is in it, and its room, are not this process's to say
+    durable: bool  # written and synced records are there after a restart
+    shared: bool  # other processes read and write it too; they can change its contents and its capacity
 
     def submit(
         self,
@@ -174,8 +176,12 @@ class Tier(Protocol):
         deadline: float | None = None,
         on_outcome: Callable[[int, Outcome], None] | None = None,
     ) -> Ticket:
-        """Begin; returns at once. `deadline` in seconds of the port's clock. `segments`: one list a block, for read
-        and write."""
+        """Start a batch and return at once.
+
+        Args:
+            segments: one list a block, for read and write.
+            deadline: in seconds of the clock of `OsEnv`.
+        """
 
     def read(self, addresses: Sequence[Address], segments: Sequence[Segments]) -> tuple[Outcome, ...]: ...
     def write(self, addresses: Sequence[Address], segments: Sequence[Segments]) -> tuple[Outcome, ...]: ...
@@ -183,25 +189,38 @@ class Tier(Protocol):
     def remove(self, addresses: Sequence[Address]) -> tuple[Outcome, ...]: ...
 
     def room(self, record_bytes: int) -> int:
-        """How many more records of this size (header area and payload) fit now."""
+        """Return how many more records of this size (header area and payload) fit now."""
 
     def colocated(self, address: Address) -> list[Address]:
-        """The records that share a piece of memory or disk with this one: all must go before another size can use
-        it."""
+        """Return the records that share a slab or a segment with this one.
+
+        All of them must be removed before records of another size can use the memory or disk.
+        """
 
     def scan(self) -> Iterator[Address]:
-        """What is here, heads before tails where the tier can tell; for a tier that outlives the process."""
+        """Yield the addresses of all records, heads before tails where the tier knows.
+
+        For tiers that outlive the process.
+        """
 
     def on_loss(self, tell: Callable[[Address], object]) -> None:
-        """From now on tell of each record that leaves though nobody asked for it: one that was found to be damaged
-        while it was made safe, or whose file is gone. (What a read finds is the read's outcome.)"""
+        """Set the callback for records that are lost without a request.
+
+        A sync finds damaged records, or a file is missing. A loss that a read finds is that read's outcome.
+        """
 
     def runs(self) -> Iterator[tuple[Address, bytes]]:
-        """The same in fewer steps where the tier can: the address of a run's first record, and the signatures of it
-        and of those that follow it in the same namespace, group and shard, one behind the other."""
+        """Yield all records in runs, where the tier can: a run's first address, and the signatures of its records,
+        concatenated.
+
+        The records of a run share namespace, group and shard, and each follows its parent.
+        """
 
     def health_issues(self) -> list[str]:
-        """Why a part of it takes no new records for now: a line a device or server, none when well. Asks nobody."""
+        """Return why a part of the tier takes no new records now, one line a device or server.
+
+        Empty where it works. No I/O.
+        """
 
     def sync(self) -> bool:
         """Return when every write that said DONE is as durable as the tier makes it; False where that failed."""
@@ -209,44 +228,59 @@ class Tier(Protocol):
     def usage(self) -> Usage: ...
 
     def usage_by_namespace(self) -> dict[bytes, tuple[int, int]] | None:
-        """Records and bytes of each namespace, where the tier counts them itself; asks nobody."""
+        """Return records and bytes by namespace, None where the tier does not count them. No I/O."""
 
     def check(self) -> list[str]:
-        """A full audit; one line a fault, none when sound."""
+        """Audit the tier; return one line a fault."""
 
     def scrub(self, *, unwanted: RecordFilter | None = None) -> ScrubReport:
-        """Read and verify every record; what is damaged leaves, and what is `unwanted`. Then a drive suspected for
-        damage is trusted again."""
+        """Verify every record.
+
+        Remove the damaged and the unwanted ones. A drive suspected of damage is trusted again afterwards.
+        """
 
     def purge(self, namespace: bytes) -> int | None:
-        """Remove all of a namespace, whatever knows of it; how many records there were. None where the tier has no
-        other way than record by record."""
+        """Remove a whole namespace, and return its number of records.
+
+        None where the tier can only remove record by record.
+        """
 
     def keep_files(self, keep: bool) -> None:
-        """From True to False, give no file back to the file system, where `wipe` would not reach what lay in it."""
+        """Between True and False, return no file to the file system: `wipe` could not reach its former bytes."""
 
     def wipe(self) -> bool:
-        """Overwrite what records that left have left behind; False where not all of it could be."""
+        """Overwrite the remains of removed records; False where some could not be overwritten."""
 
     def expirations(self) -> Iterable[tuple[Address, int]]:
-        """What is here and ends, and when, in milliseconds since 1970; of a tier that outlives the process and is its
-        own. Takes its time."""
+        """Return the records that expire, with their expiry in milliseconds since 1970.
+
+        For tiers that outlive the process and are not shared. Takes long.
+        """
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:
-        """Keep whose a namespace is for as long as its records, where they outlive the process. OSError where that
-        could not be."""
+        """Keep the owner of a namespace with its records, where those outlive the process.
+
+        Raises:
+            OSError: the owner could not be kept.
+        """
 
     def owners(self) -> Mapping[bytes, Owner]:
-        """What was noted and is not forgotten, by namespace, by whatever process."""
+        """Return the noted owners by namespace, those of earlier processes included."""
 
     def close(self) -> bool:
-        """Run what was submitted, make it durable, let go of everything; False where not all became as durable as the
-        tier makes it. Idempotent, with the same answer."""
+        """Finish what was submitted, make it durable, and release everything.
+
+        Idempotent. Returns False where not everything became as durable as the tier makes it; later calls return the
+        same.
+        """
 
 
 class TierDefaults:
-    """To inherit: the four waiting verbs over `submit`, runs over `scan`, no troubles, no losses, no
-    holdings, no scrub."""
+    """A base class with defaults.
+
+    It has the four blocking calls over `submit`, and `runs` over `scan`. By default a tier has no health issues,
+    losses, owners, expirations, files or scrub.
+    """
 
     submit: Callable[..., Ticket]
     scan: Callable[[], Iterator[Address]]
@@ -259,30 +293,30 @@ class TierDefaults:
         return []
 
     def on_loss(self, tell: Callable[[Address], object]) -> None:
-        """Nothing leaves by itself."""
+        """No record is lost by itself."""
 
     def usage_by_namespace(self) -> dict[bytes, tuple[int, int]] | None:
         return None
 
     def scrub(self, *, unwanted: RecordFilter | None = None) -> ScrubReport:
-        """Nothing here lies on a medium of its own."""
+        """Nothing to scrub: the tier has no medium."""
         return ScrubReport()
 
     def purge(self, namespace: bytes) -> int | None:
         return None
 
     def keep_files(self, keep: bool) -> None:
-        """There are none."""
+        """The tier has no files."""
 
     def wipe(self) -> bool:
-        """What left is gone."""
+        """Nothing to overwrite."""
         return True
 
     def expirations(self) -> Iterable[tuple[Address, int]]:
         return ()
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:
-        """Nothing here outlives the process."""
+        """No record outlives the process."""
 
     def owners(self) -> Mapping[bytes, Owner]:
         return {}
@@ -308,7 +342,11 @@ class TierDefaults:
 
 
 def check_segments(op: Op, addresses: Sequence[Address], segments: Sequence[Segments]) -> None:
-    """ValueError where the segments of a call do not fit it: that is misuse, not a fault of the data."""
+    """Check that the segments fit the call.
+
+    Raises:
+        ValueError: they do not; that is misuse, not a fault of the data.
+    """
     expected = len(addresses) if op in {"read", "write"} else 0
     if len(segments) != expected:
         raise ValueError(f"{len(segments)} lists of segments to {op} {len(addresses)} blocks: expected {expected}")
@@ -321,7 +359,7 @@ def check_segments(op: Op, addresses: Sequence[Address], segments: Sequence[Segm
 
 
 def same_record(one: Address, other: Address) -> bool:
-    """The whole identity, not only the key: two signatures may share a key. Parents count where both are known."""
+    """Compare the whole identity, since two signatures may share a key. Parents are compared where both are known."""
     return (
         one.signature == other.signature
         and one.namespace == other.namespace
@@ -329,19 +367,22 @@ def same_record(one: Address, other: Address) -> bool:
     )
 
 
-# Bytes in several pieces, cut without copying; a record as it goes out, in such pieces.
+# Records as pieces of bytes, cut without copying.
 
 
 def flatten(segments: Segments, size: int) -> list[memoryview]:
-    """The first `size` bytes, as plain bytes."""
+    """Return the first `size` bytes as views of plain bytes."""
     return slice_segments([segment.cast("B") for segment in segments], 0, size)
 
 
 def sealed_record(
     address: Address, segments: Segments, signer: RecordSigner | None
 ) -> tuple[Header, bytes, list[memoryview]]:
-    """A record for a server: its header, the header's bytes, signed where there is somebody to, and the payload.
-    RecordError where it is not that of the address."""
+    """Return a record for a server: its header, the header's bytes (signed where there is a signer), and the payload.
+
+    Raises:
+        RecordError: the record is not that of the address, or is cut short.
+    """
     header = read_header(segments[0])
     if header.address.name != address.name or not same_record(header.address, address):
         raise RecordError("address", "the header names another record than the call")
@@ -355,7 +396,7 @@ def sealed_record(
 
 
 def slice_segments(pieces: Sequence[memoryview], start: int, size: int) -> list[memoryview]:
-    """Bytes `start` to `start + size` of pieces that follow each other, or as many as are there."""
+    """Return bytes `start` to `start + size` of consecutive pieces, or fewer where the pieces end."""
     sliced = []
     for piece in pieces:
         if start < len(piece) and size > 0:
@@ -365,11 +406,11 @@ def slice_segments(pieces: Sequence[memoryview], start: int, size: int) -> list[
     return sliced
 
 
-# Heads before tails, for tiers that tell what they have.
+# Heads before tails.
 
 
 def parents_first(addresses: Sequence[Address]) -> list[Address]:
-    """Each behind its parent, where both are here."""
+    """Return the addresses with each after its parent, where both are here."""
     present = {(address.signature, address.group, address.shard) for address in addresses}
     children: dict[object, list[Address]] = {}
     ordered = []
@@ -379,6 +420,6 @@ def parents_first(addresses: Sequence[Address]) -> list[Address]:
             children.setdefault(parent, []).append(address)
         else:
             ordered.append(address)
-    for address in ordered:  # grows while it is walked
+    for address in ordered:  # `ordered` grows during the loop
         ordered += children.pop((address.signature, address.group, address.shard), ())
     return ordered

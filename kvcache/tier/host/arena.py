@@ -256,7 +256,9 @@ class Arena:
     """
 
     def __init__(self, capacity_bytes: int, slab_bytes: int, executor: Executor, *, shared: bool = False) -> None:
-        """Args:
+        """Create an empty arena.
+
+        Args:
         shared: use memory that other processes may map.
         """
         self.shared = shared

@@ -179,8 +179,9 @@ class HostTier(TierDefaults):
             held.slot.sealed = True
 
     def is_intact(self, held: HostRecord) -> bool:
-        """Return whether a sealed record passes every check, with `verify_arena`; else True. A damaged one is
-        unpublished.
+        """Return whether a sealed record passes every check, with `verify_arena`.
+
+        Else True. A damaged one is unpublished.
         """
         if not (self._verify and held.slot.sealed):
             return True
@@ -343,8 +344,9 @@ class HostTier(TierDefaults):
             return [held.address for held in found if held is not None and held.slot.slab is slab]
 
     def sample_slab(self, slab: Slab, most: int, turn: int) -> list[Address] | None:
-        """As `records_in_slab` for at most `most` records; another `turn` selects others. None where one is read or
-        written.
+        """As `records_in_slab` for at most `most` records.
+
+        Another `turn` selects others. None where one is read or written.
         """
         names = self.arena.sample_names(slab, most, turn)
         if names is None:

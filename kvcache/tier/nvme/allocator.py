@@ -103,8 +103,9 @@ class Allocator:
         return sorted(found, key=lambda size_class: size_class.slot_bytes) if len(found) > 1 else found
 
     def allocate(self, record_bytes: int, count: int) -> tuple[Segment, list[int]] | None:
-        """Allocate at most `count` slots of one segment, for records of one size. The caller owns them until filled or
-        released.
+        """Allocate at most `count` slots of one segment, for records of one size.
+
+        The caller owns them until filled or released.
         """
         for size_class in self._fitting(record_bytes):
             taken = size_class.allocate(count)
@@ -113,8 +114,9 @@ class Allocator:
         return None
 
     def release(self, segment: Segment, slot: int) -> None:
-        """Release a slot that was allocated and not filled. It is reused last, since it may be the cause of the
-        failure.
+        """Release a slot that was allocated and not filled.
+
+        It is reused last, since it may be the cause of the failure.
         """
         segment.free.append(slot)
         if not segment.retired:

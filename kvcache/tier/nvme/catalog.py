@@ -220,8 +220,9 @@ class Catalog:
             self._drop_segments(surplus)
 
     def _retire_surplus(self, sizes: Iterable[int]) -> list[Segment]:
-        """Retire the empty segments of these sizes beyond the spare ones, for `_drop_segments`. The caller holds
-        `memory`.
+        """Retire the empty segments of these sizes beyond the spare ones, for `_drop_segments`.
+
+        The caller holds `memory`.
         """
         surplus = [] if self._keep_depth else [segment for size in sizes for segment in self.allocator.surplus(size)]
         for segment in surplus:

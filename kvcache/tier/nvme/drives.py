@@ -176,8 +176,9 @@ class MultiDriveTier(TierDefaults):
         return [sibling for tier in self.tiers for sibling in tier.colocated(address)]
 
     def runs(self) -> Iterator[tuple[Address, bytes]]:
-        """Yield all records in runs, as `NvmeTier.runs` does; a chain is one run even where its blocks are on several
-        drives.
+        """Yield all records in runs, as `NvmeTier.runs` does.
+
+        A chain is one run even where its blocks are on several drives.
         """
         numbers: dict[bytes, int] = {}
         parts = []

@@ -121,8 +121,9 @@ def inspect_all(catalog: Catalog) -> Iterator[InspectedRecord]:
 def scrub(
     catalog: Catalog, on_progress: Callable[[int], object], *, dry_run: bool, unwanted: RecordFilter | None = None
 ) -> ScrubReport:
-    """Verify every record; remove the damaged ones with their slots, and the unwanted ones. Reads and writes may run
-    meanwhile.
+    """Verify every record.
+
+    Remove the damaged ones with their slots, and the unwanted ones. Reads and writes may run meanwhile.
 
     Args:
         on_progress: called with each record's size in bytes.

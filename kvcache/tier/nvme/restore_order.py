@@ -92,8 +92,9 @@ def _depths(parents: IntArray) -> IntArray:
 
 
 def _runs(parents: IntArray) -> tuple[IntArray, IntArray]:
-    """Return the first record of each record's run, and the distance to it. One of a parent's children continues its
-    run.
+    """Return the first record of each record's run, and the distance to it.
+
+    One of a parent's children continues its run.
     """
     positions = np.arange(len(parents))
     child = np.full(len(parents), -1)
