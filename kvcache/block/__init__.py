@@ -1,1 +1,1 @@
-"""What a block is: its layout, its namespace, its key, its record. Knows nothing of where blocks live."""
+"""Blocks: layout, namespace, key and record. This package knows nothing of tiers."""

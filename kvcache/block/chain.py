@@ -1,8 +1,10 @@
-"""From token ids to signatures: the SHA-256 chain of `docs/spec/key.md`.
+"""Computes block signatures from token ids: the SHA-256 chain of `docs/spec/key.md`.
 
     signature of a block = SHA-256(parent's 32 bytes, token ids as little-endian uint32, extras)
 
-The parent of the first block is the namespace id; the key of a block is the first 16 bytes of its signature."""
+The parent of the first block is the namespace id; the key of a block is the first 16 bytes of its signature.
+`page_digests` computes SGLang's names of pages, for namespaces that engines share.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ _MAX_ID = 0xFFFF_FFFF
 _BOOL_TYPES = frozenset({bool, np.bool_})  # integers to Python and to older numpy, but no token ids
 
 BlockExtras = Sequence[tuple[bytes, bytes]]
-"""(tag, data) pairs that are part of one block's identity beside its tokens, in the order in which they are hashed."""
+"""(tag, data) pairs that are part of a block's identity besides its tokens, in the order in which they are hashed."""
 
 Digest = Callable[[bytes, NDArray[Any], int, "list[bytes] | None"], bytes]
-"""What hashes full blocks: `digest_chain`, or what does that and something more in the same call."""
+"""Hashes full blocks: `digest_chain`, or a function that does so and more in the same call."""
 
 
 class Signatures(Sequence[bytes]):
-    """Packed signatures as a sequence: each is made when it is asked for."""
+    """Packed signatures as a sequence; each item is created on access."""
 
     def __init__(self, packed: bytes) -> None:
         self._packed = packed
@@ -53,15 +55,17 @@ class Signatures(Sequence[bytes]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
 
-    __hash__ = None  # type: ignore[assignment]  # equal to lists, which have none
+    __hash__ = None  # type: ignore[assignment]  # equal to lists, which have no hash
 
 
 class Chain:
-    """The signatures of a growing sequence of tokens. Hashes a block once, when it is full; keeps the tail's tokens.
+    """The signatures of a growing sequence of tokens.
 
-    `parents` and signatures are raw bytes, 32 long; `packed` has all signatures one behind the other. `head` is the
-    parent of the first: the namespace id, but for a chain that begins within a prefix. Not for use by several threads
-    at once; what `packed` was stays as it was.
+    A block is hashed once, when it is full; the tokens of the partial last block are kept. `packed` has all signatures,
+    concatenated, 32 raw bytes each. `head` is the parent of the first block: the namespace id, unless the chain begins
+    within a prefix.
+
+    Thread safety: none. A value read from `packed` never changes.
     """
 
     def __init__(self, namespace_id: bytes, block_tokens: int) -> None:
@@ -74,7 +78,7 @@ class Chain:
         self.head = self.namespace_id
         self.packed = b""
         self.client_signatures = b""
-        """What a daemon's client calls its blocks, where the daemon binds that to the namespace."""
+        """The signatures that a daemon's client uses, where the daemon binds them to the namespace."""
         self._tail = np.empty(0, np.uint32)
         self._tail_extras = b""
         self._from_digests = False
@@ -83,12 +87,14 @@ class Chain:
     def from_digests(
         cls, namespace_id: bytes, digests: Sequence[bytes], block_tokens: int, *, after: bytes | None = None
     ) -> Chain:
-        """Bind an engine's own digests, one a full block, to the namespace; no token ids can follow them.
+        """Create a chain from an engine's own digests, bound to the namespace. Token ids cannot extend it.
 
-        `after`: the digest of the block before the first of these where they begin within a prefix, empty where that
-        is not known. Each digest must be at least 16 bytes of a cryptographic hash over the whole prefix, and the
-        namespace's `facts` must name where it comes from: an engine's digest and our token ids must never share a
-        namespace.
+        Args:
+            digests: one a full block, each at least 16 bytes of a cryptographic hash over the whole prefix. The
+                namespace's `facts` must name their origin: an engine's digests and hashed token ids must never
+                share a namespace.
+            after: where the digests begin within a prefix, the digest of the block before them; empty where that is
+                unknown.
         """
         chain = cls(namespace_id, block_tokens)
         chain._from_digests = True
@@ -98,7 +104,7 @@ class Chain:
         return chain
 
     def extend_digests(self, digests: Sequence[bytes]) -> None:
-        """More of an engine's digests behind those of `from_digests`. TokenError leaves the chain as it was."""
+        """Append an engine's digests to a chain of `from_digests`. A TokenError leaves the chain unchanged."""
         if not self._from_digests:
             raise TokenError("a chain of token ids cannot be extended by digests; extend it by token ids")
         for i, digest in enumerate(digests):
@@ -111,8 +117,11 @@ class Chain:
     def from_signatures(
         cls, namespace_id: bytes, packed: bytes, block_tokens: int, *, head: bytes | None = None
     ) -> Chain:
-        """A chain that another process hashed, with its `head` where that is not the namespace id. It grows by
-        `append`: its tokens are not known here."""
+        """Create a chain from the signatures of another process; `append` extends it, and its tokens are unknown.
+
+        Args:
+            head: the parent of the first block, where it is not the namespace id.
+        """
         chain = cls(namespace_id, block_tokens)
         chain._from_digests = True
         chain.head = chain.head if head is None else head
@@ -120,39 +129,42 @@ class Chain:
         return chain
 
     def append(self, packed: bytes) -> None:
-        """More signatures behind those that are there, of blocks that were hashed elsewhere."""
+        """Append signatures of blocks that were hashed elsewhere."""
         if len(packed) % SIGNATURE_BYTES:
             raise TokenError(f"signatures of {len(packed)} bytes: expected a multiple of {SIGNATURE_BYTES}")
         self.packed += packed
 
     @property
     def signatures(self) -> Sequence[bytes]:
-        """One for each full block, so far."""
+        """The signatures of the full blocks."""
         return Signatures(self.packed)
 
     @property
     def tokens(self) -> int:
-        """Tokens so far, those of the tail included."""
+        """The number of tokens, those of the partial last block included."""
         return len(self.packed) // SIGNATURE_BYTES * self.block_tokens + len(self._tail)
 
     def parents(self, block: int) -> bytes:
-        """The signature of the block before; for block 0 the head."""
+        """Return the signature of the previous block; for block 0 the head."""
         return Signatures(self.packed)[block - 1] if block else self.head
 
     def extend(
         self, token_ids: Any, extras: Sequence[BlockExtras] | None = None, *, digest: Digest | None = None
     ) -> int:
-        """Append tokens; the number of blocks that became full. TokenError leaves the chain as it was.
+        """Append tokens; return the number of blocks that became full.
 
-        `extras[i]` belongs to the i-th block that receives tokens in this call, counted from the one that takes the
-        first of them; what is not given is empty. A block filled by several calls has the extras of all of them, in
-        the order of the calls.
+        Args:
+            extras: `extras[i]` belongs to the i-th block that receives tokens in this call; missing ones are empty. A
+                block that several calls fill has the extras of all of them, in the order of the calls.
+
+        Raises:
+            TokenError: the chain is unchanged.
         """
         if self._from_digests:
             raise TokenError("a chain of digests cannot be extended by token ids; extend it by digests")
         ids = _integers(token_ids)
         if ids.dtype != np.int64 or not ids.flags.c_contiguous or len(self._tail):
-            ids = _narrow(ids)  # else they are hashed from where they lie
+            ids = _narrow(ids)  # otherwise the caller's buffer is hashed in place
         touched = -(-(len(self._tail) + len(ids)) // self.block_tokens) if len(ids) else 0
         encoded = None
         if extras is not None:
@@ -176,7 +188,7 @@ class Chain:
                     parent, ids[:hashed], self.block_tokens, encoded[:full] if encoded else None
                 )
             except OverflowError:
-                _narrow(ids)  # names the one that is no token id
+                _narrow(ids)  # raises an error that names the wrong id
                 raise
         tail = _narrow(ids, hashed).copy()  # the caller may reuse its buffer
         self.packed += packed
@@ -186,23 +198,27 @@ class Chain:
 
 
 def tokens(token_ids: Any) -> NDArray[np.uint32]:
-    """Token ids as a one-dimensional, contiguous uint32 array; no copy where they are one already.
+    """Return token ids as a one-dimensional, contiguous uint32 array; without a copy where they are one already.
 
-    Takes sequences of integers and integer buffers: numpy arrays, torch tensors on the CPU, `array.array`,
-    memoryviews. TokenError for anything else, with the position and the value of the first id that is none.
+    Args:
+        token_ids: a sequence or buffer of integers: numpy array, torch tensor on the CPU, `array.array`, memoryview.
+
+    Raises:
+        TokenError: anything else, with position and value of the first wrong id.
     """
     return _narrow(_integers(token_ids))
 
 
 def _integers(token_ids: Any) -> NDArray[Any]:
-    """The same as an array of some type of integers, whose values were not looked at."""
+    """Return token ids as an array of some integer type; their values are not checked."""
     if isinstance(token_ids, (str, bytes, bytearray)):
         raise TokenError(f"token ids given as {type(token_ids).__name__}: expected integers; decode them first")
     if isinstance(token_ids, Sequence) and not isinstance(token_ids, (memoryview, array)):
         return _from_sequence(token_ids)
     try:
         ids = np.asarray(token_ids)
-    except (TypeError, ValueError, RuntimeError) as error:  # a tensor on a device, of a type that numpy has not
+    # for example a tensor on a device, of a type that numpy lacks
+    except (TypeError, ValueError, RuntimeError) as error:
         raise TokenError(f"token ids that cannot be read as an array ({error}); copy them to the CPU first") from None
     if ids.ndim != 1:
         raise TokenError(f"token ids of {ids.ndim} dimensions ({type(token_ids).__name__}): expected one sequence")
@@ -213,7 +229,7 @@ def _integers(token_ids: Any) -> NDArray[Any]:
 
 
 def _narrow(ids: NDArray[Any], first: int = 0) -> NDArray[np.uint32]:
-    """From the `first` on as contiguous uint32; TokenError where one of these is none."""
+    """Return the ids from `first` on as contiguous uint32; TokenError where one does not fit."""
     rest = ids[first:]
     if len(rest) and (ids.dtype.kind == "i" or ids.dtype.itemsize > 4):
         wrong = (rest < 0) | (rest > _MAX_ID)
@@ -223,7 +239,7 @@ def _narrow(ids: NDArray[Any], first: int = 0) -> NDArray[np.uint32]:
 
 
 def encode_extras(extras: BlockExtras) -> bytes:
-    """The extras of one block as they are hashed; nothing for none."""
+    """Return the extras of one block as they are hashed; empty for none."""
     parts = []
     for tag, data in extras:
         if not (isinstance(tag, bytes) and 1 <= len(tag) <= 0xFF):
@@ -235,10 +251,16 @@ def encode_extras(extras: BlockExtras) -> bytes:
 
 
 def digest_chain(parent: bytes, tokens: NDArray[Any], block_tokens: int, extras: list[bytes] | None) -> bytes:
-    """The signatures of `len(tokens) / block_tokens` blocks, one behind the other, 32 bytes each.
+    """Return the signatures of `len(tokens) / block_tokens` blocks, concatenated, 32 bytes each.
 
-    `tokens` are uint32 or int64, contiguous; OverflowError where one is of more than 32 bits or negative. `extras`
-    holds the encoded extras of each block; None where no block has any. Releases the interpreter lock.
+    Releases the interpreter lock.
+
+    Args:
+        tokens: contiguous uint32 or int64.
+        extras: the encoded extras of each block; None where no block has any.
+
+    Raises:
+        OverflowError: a token id is negative or has more than 32 bits.
     """
     if native.available():
         return native.core.digest_chain(parent, tokens, block_tokens, extras)
@@ -246,7 +268,7 @@ def digest_chain(parent: bytes, tokens: NDArray[Any], block_tokens: int, extras:
 
 
 def digest_chain_reference(parent: bytes, tokens: NDArray[Any], block_tokens: int, extras: list[bytes] | None) -> bytes:
-    """The twin of the native function."""
+    """The Python twin of the native function."""
     if tokens.dtype == np.int64 and len(tokens) and (tokens.min() < 0 or tokens.max() > _MAX_ID):
         raise OverflowError("a token id that does not fit into 32 bits without a sign")
     view = memoryview(tokens.astype("<u4").tobytes())
@@ -263,8 +285,13 @@ def digest_chain_reference(parent: bytes, tokens: NDArray[Any], block_tokens: in
 
 
 def bind_signatures(namespace_id: bytes, packed: bytes) -> bytes:
-    """SHA-256(namespace id, signature) of each of these: what a daemon that keeps tenants apart looks up, so that
-    whatever a client says can name nothing outside the namespace. TokenError for another length."""
+    """Return SHA-256(namespace id, signature) of each signature.
+
+    A daemon that isolates tenants looks these up, so a client's signatures can name nothing outside its namespace.
+
+    Raises:
+        TokenError: the length is not a multiple of 32 bytes.
+    """
     if len(packed) % SIGNATURE_BYTES:
         raise TokenError(f"signatures of {len(packed)} bytes: expected a multiple of {SIGNATURE_BYTES}")
     if native.available():
@@ -273,7 +300,7 @@ def bind_signatures(namespace_id: bytes, packed: bytes) -> bytes:
 
 
 def bind_signatures_reference(namespace_id: bytes, packed: bytes) -> bytes:
-    """The twin of the native function."""
+    """The Python twin of the native function."""
     return b"".join(sha256(namespace_id + signature).digest() for signature in Signatures(packed))
 
 
@@ -285,7 +312,7 @@ def _from_sequence(ids: Sequence[Any]) -> NDArray[np.uint32]:
         try:
             return np.asarray(array("I", ids)).astype("<u4", copy=False)
         except (TypeError, ValueError, OverflowError):
-            pass  # found and named below
+            pass  # the loop finds and names it
     for i, value in enumerate(ids):
         if type(value) in _BOOL_TYPES or not _is_id(value):
             raise _token_error(i, value)
@@ -303,14 +330,21 @@ def _token_error(position: int, value: Any) -> TokenError:
     return TokenError(f"position {position} holds {value!r}: expected an integer from 0 to {_MAX_ID}")
 
 
-# The names that SGLang gives pages, for engines that share blocks with it: `docs/spec/key.md`, its page chain.
+# SGLang's names of pages, for engines that share blocks with it: the page chain of `docs/spec/key.md`.
 
 PAGE_CHAIN_ID = "sglang page chain: sha256(previous digest, token ids), seeded by adapter and salt"
 """The origin of these digests, as a namespace's facts name it."""
 
 
 def page_digests(token_ids: Any, page_tokens: int, seed: bytes = b"") -> list[bytes]:
-    """One digest a full page. `seed`: nothing, or what SGLang makes of an adapter and a salt; TokenError for no ids."""
+    """Return one digest a full page.
+
+    Args:
+        seed: empty, or SGLang's seed for an adapter and a salt.
+
+    Raises:
+        TokenError: `token_ids` are no token ids.
+    """
     ids = memoryview(tokens(token_ids).tobytes())
     size, digests, before = 4 * page_tokens, [], seed
     for page in range(len(ids) // size):

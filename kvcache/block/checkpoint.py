@@ -1,8 +1,8 @@
-"""What the files of a checkpoint beside its weights change in keys and values: one digest, for `Namespace.facts`.
+"""A digest of a checkpoint's files other than weights that change keys and values, for `Namespace.facts`.
 
 `config.json` selects norms, activations, scales, experts and windows; an index selects tensors; quantisation files
-select kernels; Python files are the model. Every field counts except those that are known to change nothing, so that a
-new family's fields are covered.
+select kernels; Python files are the model. Every field counts except those known to change nothing, so the fields of a
+new family are covered.
 """
 
 from __future__ import annotations
@@ -40,7 +40,11 @@ _SETTINGS = ("params.json", "quantize_config.json", "quant_config.json", "hf_qua
 
 
 def checkpoint_digest(directory: str | Path) -> str:
-    """Of a model's directory. ModelError where it has no `config.json` or `params.json`, or a file does not parse."""
+    """Return the digest of a model's directory.
+
+    Raises:
+        ModelError: it has no `config.json` or `params.json`, or a file does not parse.
+    """
     place = Path(directory)
     config = read_config(place) if (place / "config.json").exists() else {}
     found: dict[str, Any] = {name: _json(place / name) for name in _SETTINGS if (place / name).is_file()}
@@ -53,7 +57,7 @@ def checkpoint_digest(directory: str | Path) -> str:
 
 
 def config_digest(config: Any) -> str:
-    """Of a configuration as a mapping, or an object with `to_dict`."""
+    """Return the digest of a configuration: a mapping, or an object with `to_dict`."""
     try:
         return f"sha256:{sha256(PREFIX + encode(_used(read_config(config)))).hexdigest()}"
     except NamespaceError as error:
@@ -72,7 +76,7 @@ def _used(value: Any) -> Any:
 
 
 def _weight_map(file: Path) -> Any:
-    """An index without its metadata, which tells sizes."""
+    """Return an index without its metadata, which only states sizes."""
     return {name: value for name, value in _json(file).items() if name != "metadata"}
 
 

@@ -1,7 +1,7 @@
-"""AES-256-GCM over the payload of a record: who reads where records lie learns nothing of a prompt's tensors.
+"""AES-256-GCM over the payload of a record, so that a reader of the storage learns nothing of a prompt's tensors.
 
-The checksums of a record are taken over what is stored, so a tier audits and scrubs without a key. The tag is bound to
-the header: the payload of one block cannot be put under another one's name, nor be given another length or expiry.
+The checksums of a record cover the stored bytes, so a tier can check and scrub without a key. The tag covers the header
+too, so that a payload moved to another block's name, or given another length or expiry, fails to decrypt.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.modes import GCM
 
-# The keyed digest of a record: that somebody who has the key wrote it, and nobody has changed it since. A record's
-# checksums guard against accident; this guards against those who can write where records lie.
+# Keyed digests: prove that a holder of the key wrote a record, and that it is unchanged. A record's checksums protect
+# against accidents; the digest protects against processes that can write to the storage.
 
 MIN_KEY_BYTES = 32
 _BEGIN, _END = 4, 112  # of the header: version to write id
-_SIGNED = (EXPIRY, ENCRYPTION)  # what is there of them, so that nobody takes it out, puts it in or changes it
+_SIGNED = (EXPIRY, ENCRYPTION)  # those present are signed, so that they cannot be removed, added or changed
 
 
 def read_keys(file: str, setting: str) -> list[bytes]:
-    """Of a file with a key a line, in hexadecimal digits; ConfigError, with nothing of the keys in it."""
+    """Read a file with one key a line, in hexadecimal digits. A ConfigError contains no part of a key."""
     try:
         return [bytes.fromhex(line) for line in Path(file).read_text(encoding="ascii").split()]
     except OSError as error:
@@ -39,25 +39,28 @@ def read_keys(file: str, setting: str) -> list[bytes]:
 
 
 class RecordSigner:
-    """The first key signs, each of them is believed: a new one is put before the old one until all know it."""
+    """Signs records with the first key and accepts the digest of any.
+
+    To rotate, put a new key before the old one in every process, then remove the old one.
+    """
 
     def __init__(self, keys: Sequence[bytes]) -> None:
         self._keys = keys
 
     @classmethod
     def of(cls, file: str, setting: str) -> RecordSigner:
-        """Of a file as `read_keys` reads it. ConfigError also where a key is too short."""
+        """Read the keys from a file; ConfigError also where one is too short."""
         keys = read_keys(file, setting)
         if not keys or min(map(len, keys)) < MIN_KEY_BYTES:
             raise ConfigError(f"{setting} = {file!r}: expected keys of at least {2 * MIN_KEY_BYTES} hexadecimal digits")
         return cls(keys)
 
     def sign(self, head: bytes, header: Header, payload: Sequence[memoryview]) -> bytes:
-        """32 bytes. `head` as it stands, `payload` exactly the stored bytes."""
+        """Return the 32-byte digest. `head` is the used header as written, `payload` exactly the stored bytes."""
         return self._digest(self._keys[0], head, header, payload)
 
     def signed(self, head: bytes, header: Header, payload: Sequence[memoryview]) -> bool:
-        """Whether the digest that stands in the header is that of one of the keys."""
+        """Return whether the header's digest is that of one of the keys."""
         found = header.fields.get(KEYED_DIGEST, b"")
         return any(hmac.compare_digest(found, self._digest(key, head, header, payload)) for key in self._keys)
 
@@ -72,26 +75,28 @@ class RecordSigner:
 
 
 KEY_BYTES, ID_BYTES, NONCE_BYTES, TAG_BYTES = 32, 8, 12, 16
-_STEP_BYTES = 1 << 20  # between two looks of other threads at the interpreter
+_STEP_BYTES = 1 << 20  # interval at which other threads may take the interpreter lock
 assert ID_BYTES + NONCE_BYTES + TAG_BYTES == ENCRYPTION_BYTES
 
 
 class CipherKeys:
-    """The first key encrypts, each of them decrypts: a new one is put before the old one, which stays for as long as
-    there are records of it."""
+    """Encrypts with the first key and decrypts with any.
+
+    To rotate, put a new key before the old one, which stays as long as records of it exist.
+    """
 
     def __init__(self, keys: list[bytes]) -> None:
         self._keys: Mapping[bytes, bytes] = {_id(key): key for key in reversed(keys)}
         self._newest = _id(keys[0])
 
     def __repr__(self) -> str:
-        return f"Keys({', '.join(key.hex() for key in self._keys)})"  # ids, of which no key can be told
+        return f"Keys({', '.join(key.hex() for key in self._keys)})"  # ids, which reveal no key
 
     @classmethod
     def of(cls, file: str, setting: str) -> CipherKeys:
         """Of a file with a key a line, 64 hexadecimal digits; ConfigError, with nothing of the keys in it."""
         try:
-            import cryptography  # noqa: F401  said here, and not when the first record is written
+            import cryptography  # noqa: F401  a missing package fails here, and not at the first record
         except ModuleNotFoundError:
             raise ConfigError(f"{setting}: needs cryptography; pip install 'kvcache-tiers[encryption]'") from None
         keys = read_keys(file, setting)
@@ -100,7 +105,11 @@ class CipherKeys:
         return cls(keys)
 
     def encrypt(self, payload: memoryview, bound: bytes) -> bytes:
-        """Encrypt in place; the header's field 0x8008. `bound`: what the tag covers beside, see `binding`."""
+        """Encrypt in place; return the value of the header's field 0x8008.
+
+        Args:
+            bound: the other bytes that the tag covers, see `associated_data`.
+        """
         nonce = secrets.token_bytes(NONCE_BYTES)
         made = _cipher(self._keys[self._newest], nonce).encryptor()
         made.authenticate_additional_data(bound)
@@ -110,11 +119,11 @@ class CipherKeys:
         return self._newest + nonce + made.tag
 
     def can_decrypt(self, header: Header) -> bool:
-        """Whether one of these keys encrypted this record."""
+        """Return whether one of these keys encrypted this record."""
         return header.fields[ENCRYPTION][:ID_BYTES] in self._keys
 
     def decrypt(self, payload: memoryview, header: Header, bound: bytes) -> bool:
-        """Decrypt in place; False, and the payload is undefined, where it or the header is not what was encrypted."""
+        """Decrypt in place; False, with the payload undefined, where payload or header differ from those encrypted."""
         from cryptography.exceptions import InvalidTag
 
         field = header.fields[ENCRYPTION]
@@ -131,8 +140,11 @@ class CipherKeys:
 
 
 def associated_data(fixed: bytes, fields: Mapping[int, bytes]) -> bytes:
-    """What a tag covers of a header: bytes 4 to 112 of `fixed`, then the parent and the field of the expiry, where
-    there are. No two headers have the same: a parent has 32 bytes, and the field stands with its tag and length."""
+    """Return the header bytes that a tag covers.
+
+    They are bytes 4 to 112 of `fixed`, then the parent and the expiry field, where present. The bytes of two headers
+    always differ: a parent has 32 bytes, and the expiry field includes its tag and length.
+    """
     return fixed[4:112] + fields.get(PARENT, b"") + pack_tagged(fields, [EXPIRY])
 
 

@@ -1,7 +1,7 @@
-"""The layout of a Hugging Face model, and what of its configuration the namespace has to name.
+"""Reads a Hugging Face model's layout, and the facts of its configuration that the namespace must name.
 
-Reads `config.json` alone: no weights, no transformers. Only families listed here are taken, since a model that caches
-something else (a recurrent state, shared layers, an indexer) may well have all the same keys in its configuration.
+Reads `config.json` only: no weights, no transformers. Only the listed families are accepted. A model that caches other
+things (a recurrent state, shared layers, an indexer) may have the same keys in its configuration.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from kvcache.errors import LayoutError, ModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """What the family's configuration class in transformers takes where `config.json` leaves a key out."""
+    """The defaults of the family's configuration class in transformers, where `config.json` lacks a key."""
 
     heads: int = 32
-    kv_heads: int = 0  # as many as heads
-    head_dim: int = 0  # hidden size / heads
+    kv_heads: int = 0  # 0: as many as heads
+    head_dim: int = 0  # 0: hidden size / heads
     sliding: bool = True  # whether `sliding_window` counts without `use_sliding_window`
-    full_attention_every: int = 0  # with a window: each layer whose number this divides has none, counted from 1
+    # with a window: the layers whose number, counted from 1, is a multiple of this have none
+    full_attention_every: int = 0
     mla: bool = False
 
 
@@ -65,10 +66,15 @@ _LENGTH_DEPENDENT = frozenset({"dynamic", "yarn", "longrope", "su"})
 
 
 def layout_from_hf(config: Any, dtype: str | None = None, block_tokens: int = 16) -> KVLayout:
-    """The canonical layout of the model. `config`: its directory, `config.json`, or the contents, also as an object
-    with `to_dict`. `dtype`, ours or torch's name, overrides the configuration's.
+    """Return the canonical layout of a model.
 
-    ModelError where there is nothing to read, LayoutError for a family or values that this cannot lay out.
+    Args:
+        config: the model's directory, its `config.json`, or the contents, also as an object with `to_dict`.
+        dtype: overrides the configuration's; this project's name or torch's.
+
+    Raises:
+        ModelError: there is nothing to read.
+        LayoutError: the family or its values are not supported.
     """
     outer = read_config(config)
     text = _text(outer)
@@ -108,10 +114,10 @@ def layout_from_hf(config: Any, dtype: str | None = None, block_tokens: int = 16
 
 
 def engine_facts(config: Any) -> dict[str, Any]:
-    """What of a configuration changes keys and values beside weights and layout, for `Namespace.facts`.
+    """Return the settings, besides weights and layout, that change keys and values, for `Namespace.facts`.
 
-    Rope and quantisation settings as they stand, overrides included where the caller has merged them; the maximal
-    length only where the rope scaling depends on it.
+    They are the rope and quantisation settings as configured, with overrides where the caller has merged them. The
+    maximal length is included only where the rope scaling depends on it.
     """
     outer = read_config(config)
     text = _text(outer)
@@ -126,7 +132,7 @@ def engine_facts(config: Any) -> dict[str, Any]:
 
 
 def read_config(config: Any) -> dict[str, Any]:
-    """The contents of a configuration given as a directory, a file, a mapping or an object with `to_dict`."""
+    """Return the contents of a configuration given as a directory, a file, a mapping or an object with `to_dict`."""
     if isinstance(config, Mapping):
         return dict(config)
     if hasattr(config, "to_dict"):
@@ -147,13 +153,13 @@ def read_config(config: Any) -> dict[str, Any]:
 
 
 def _text(outer: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The decoder's part of a configuration that nests it."""
+    """Return the decoder's part of a nested configuration."""
     text = outer.get("text_config")
     return text if isinstance(text, Mapping) else outer
 
 
 def _sliding(text: Mapping[str, Any], family: ModelFamily, layers: int) -> tuple[int, int]:
-    """The window in tokens, and how many of the layers have it."""
+    """Return the window in tokens, and the number of layers that have it."""
     used = text.get("use_sliding_window", family.sliding) and text.get("sliding_window")
     window = _count(text, "sliding_window") if used else 0
     kinds = text.get("layer_types")
@@ -174,7 +180,7 @@ def _sliding(text: Mapping[str, Any], family: ModelFamily, layers: int) -> tuple
 
 
 def rope_types(value: Any) -> set[str]:
-    """Every rope type named anywhere in these settings; transformers nests them by kind of layer, or does not."""
+    """Return all rope types in these settings; transformers may nest them by kind of layer."""
     if not isinstance(value, Mapping):
         return set()
     found = {value[name] for name in ("rope_type", "type") if isinstance(value.get(name), str)}

@@ -1,14 +1,14 @@
-"""What the bytes of a block mean: groups, axes, strides, sizes, shards.
+"""The layout of a block's bytes: groups, axes, strides, sizes, shards.
 
-A block holds the keys and values of `block_tokens` consecutive tokens. Its payload, for one shard of one group, is
-one array whose axes stand in the group's `order`, without gaps:
+A block holds the keys and values of `block_tokens` consecutive tokens. Its payload, for one shard of one group, is one
+array without gaps, with its axes in the group's `order`:
 
     kind     axes
     mha      layer, kv (0 = K, 1 = V), token, head, dim      covers MHA, GQA, MQA
     mla      layer, token, latent                            one latent a token, shared by all heads
-    opaque   bytes that only the engine which wrote them can read
+    opaque   bytes that only the engine that wrote them can read
 
-Knows nothing about where blocks live or how they are named.
+This module knows neither the tiers nor the keys of blocks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _U16 = 0xFFFF
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A range of layers and of heads of one group (ends excluded), held by one rank."""
+    """A range of layers and heads of one group (ends excluded), held by one rank."""
 
     first_layer: int
     end_layer: int
@@ -61,7 +61,7 @@ class Shard:
         return self.end_head - self.first_head
 
     def pack(self) -> bytes:
-        """8 bytes: the four numbers as little-endian uint16."""
+        """Return 8 bytes: the four numbers as little-endian uint16."""
         return _PACKED.pack(self.first_layer, self.end_layer, self.first_head, self.end_head)
 
     @classmethod
@@ -71,11 +71,12 @@ class Shard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Layers cached under one rule.
+    """Layers with one caching rule.
 
-    `rule` says which blocks of a prefix the group needs: `all` of them; a `window`, the blocks of the last
-    `window_tokens` tokens; a `boundary`, only the last block (a recurrent state at its end).
-    An `opaque` group gives `opaque_bytes`, the bytes of one layer of one block with all its heads.
+    `rule` is the part of a prefix that the group needs. `all`: every block. `window`: the blocks of the last
+    `window_tokens` tokens. `boundary`: only the last block (a recurrent state at its end).
+
+    `opaque_bytes`, of an `opaque` group, are the bytes of one layer of one block with all its heads.
     """
 
     layers: int
@@ -118,7 +119,7 @@ class Group:
         return Shard(0, self.layers, 0, self.kv_heads)
 
     def token_bytes(self, shard: Shard | None = None) -> int:
-        """Bytes of one token in one shard; of an `opaque` group none, since only its blocks have a size."""
+        """Return the bytes of one token in one shard; 0 for an `opaque` group, in which only blocks have a size."""
         shard = shard or self.whole
         streams = {"mha": 2, "mla": 1, "opaque": 0}[self.kind]
         return streams * shard.layers * shard.heads * self.head_dim * DTYPE_BYTES[self.dtype]
@@ -130,7 +131,7 @@ class KVLayout:
 
     groups: tuple[Group, ...]
     block_tokens: int = 16
-    max_tokens: int = field(default=0, compare=False)  # the model's context, where known; no part of the identity
+    max_tokens: int = field(default=0, compare=False)  # the model's context where known; not part of the identity
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
@@ -152,14 +153,14 @@ class KVLayout:
         block_tokens: int = 16,
         order: Sequence[str] = (),
     ) -> KVLayout:
-        """The common case: one group of full-attention layers."""
+        """Return a layout of one group of full-attention layers, the common case."""
         group = Group(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, order=tuple(order))
         return cls((group,), block_tokens)
 
     def shard(
         self, layers: tuple[int, int] | None = None, heads: tuple[int, int] | None = None, *, group: int = 0
     ) -> Shard:
-        """A part of one group: ranges of layers and of heads, ends excluded. No part of the namespace."""
+        """Return a part of one group: ranges of layers and heads, ends excluded. Shards do not change the namespace."""
         whole = self.groups[group].whole
         shard = Shard(*(layers or (0, whole.end_layer)), *(heads or (0, whole.end_head)))
         if shard.end_layer > whole.end_layer or shard.end_head > whole.end_head:
@@ -168,11 +169,11 @@ class KVLayout:
 
     @property
     def whole(self) -> tuple[Shard, ...]:
-        """One shard a group, each all of it: what a process that holds the whole model gives."""
+        """The whole shard of each group, for a process that holds the whole model."""
         return tuple(group.whole for group in self.groups)
 
     def shape(self, shard: Shard | None = None, *, group: int = 0) -> tuple[int, ...]:
-        """Extent of each axis of a block's payload, in the group's order; the last axis in elements."""
+        """Return the length of each axis of a block's payload, in the group's order; the last axis in elements."""
         g = self.groups[group]
         shard = shard or g.whole
         extent = {
@@ -186,14 +187,14 @@ class KVLayout:
         return tuple(extent[axis] for axis in g.order)
 
     def strides(self, shard: Shard | None = None, *, group: int = 0) -> dict[str, int]:
-        """Bytes from one index of an axis to the next within a block's payload, by axis."""
+        """Return the bytes from one index of an axis to the next within a block's payload, by axis."""
         g = self.groups[group]
         shape = self.shape(shard, group=group)
         size = DTYPE_BYTES[g.dtype]
         return {axis: size * prod(shape[i + 1 :]) for i, axis in enumerate(g.order)}
 
     def block_bytes(self, shard: Shard | None = None, *, group: int = 0) -> int:
-        """Bytes of one block's payload in one shard of one group."""
+        """Return the bytes of one block's payload in one shard of one group."""
         g = self.groups[group]
         if g.kind == "opaque":
             shard = shard or g.whole
@@ -202,18 +203,18 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that one token adds in the groups that keep all of a prefix."""
+        """Bytes that one token adds in the groups that keep a whole prefix."""
         return sum(g.token_bytes() for g in self.groups if g.rule == "all")
 
     def context_bytes(self, tokens: int) -> int:
-        """Bytes that a context of so many tokens needs: all of it, the window, or one block, by each group's rule."""
+        """Return the bytes of a context: the whole of it, the window, or one block, by each group's rule."""
         blocks = -(-tokens // self.block_tokens)
         return sum(
             self.block_bytes(group=i) * blocks_needed(g, blocks, self.block_tokens) for i, g in enumerate(self.groups)
         )
 
     def describe(self) -> dict[str, Any]:
-        """The layout as plain values: what the namespace encodes. Field by field, so that a new field is a new name."""
+        """Return the layout as plain values for the namespace, field by field, so that a new field is a new name."""
         return {
             "block_tokens": self.block_tokens,
             "groups": [
@@ -235,14 +236,14 @@ class KVLayout:
 
     @classmethod
     def from_hf_config(cls, config: Any, *, dtype: str | None = None, block_tokens: int = 16) -> KVLayout:
-        """The layout of a Hugging Face model: `config` is a directory, a `config.json`, or its contents as a dict."""
-        from kvcache.block.hf import layout_from_hf  # reads files: kept apart from the arithmetic
+        """Return the layout of a Hugging Face model, given a directory, a `config.json`, or its contents as a dict."""
+        from kvcache.block.hf import layout_from_hf  # reads files, so it is separate from the arithmetic
 
         return layout_from_hf(config, dtype=dtype, block_tokens=block_tokens)
 
 
 def blocks_needed(group: Group, blocks: int, block_tokens: int) -> int:
-    """How many of the last blocks of a prefix of `blocks` blocks the group's rule needs."""
+    """Return how many of the last blocks of a prefix of `blocks` blocks the group's rule needs."""
     if group.rule == "all":
         return blocks
     if group.rule == "boundary":

@@ -1,7 +1,8 @@
-"""What two blocks must agree on to be interchangeable, and its 32-byte id.
+"""Namespaces: the facts on which two blocks must agree to be interchangeable, and their 32-byte id.
 
-The id is SHA-256 over an encoding of every field, specified byte by byte in `docs/spec/key.md`. Each value carries
-its type and its length, so that different fields cannot meet in the same bytes."""
+The id is SHA-256 over an encoding of every field; `docs/spec/key.md` specifies the bytes. Each value carries its type
+and length, so different fields never have the same encoding.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from kvcache.block.layout import KVLayout
 from kvcache.errors import NamespaceError
 
 PREFIX = b"kvcache namespace 1\n"
-"""Begins what is hashed: another version of the encoding is another prefix, and so another id."""
+"""The start of the hashed bytes. Another version of the encoding has another prefix, and so other ids."""
 
 MAX_DEPTH = 32
 _INT_RANGE = range(-(1 << 63), 1 << 64)
@@ -26,11 +27,14 @@ _INT_RANGE = range(-(1 << 63), 1 << 64)
 
 @dataclass(frozen=True, eq=False)
 class Namespace:
-    """Model and revision, layout, adapter, tenant, cache salt and what else an engine knows to matter.
+    """Model, revision, layout, adapter, tenant, cache salt, and further facts that an engine knows to matter.
 
-    It describes the whole model, never a rank. `facts` holds engine facts by name: rope and quantisation settings,
-    packing, per-tensor KV scales, the origin of digests that are not ours. Values may be None, bool, int, float, str,
-    bytes, and lists and maps of these; a copy is kept. A field that cannot be encoded raises NamespaceError here.
+    A namespace describes the whole model, never a rank. `facts` holds engine facts by name: rope and quantisation
+    settings, packing, per-tensor KV scales, the origin of an engine's digests. Values may be None, bool, int, float,
+    str, bytes, and lists and maps of these; the namespace keeps a copy.
+
+    Raises:
+        NamespaceError: a field cannot be encoded.
     """
 
     layout: KVLayout
@@ -48,12 +52,12 @@ class Namespace:
         if self.adapter is not None:
             _check_type("adapter", self.adapter, str)
         _check_type("facts", self.facts, Mapping)
-        _ = self.id  # encodes: what has no encoding is refused here
+        _ = self.id  # encoding rejects values that have no encoding
         object.__setattr__(self, "facts", _plain(self.facts))
 
     @cached_property
     def id(self) -> bytes:
-        """32 bytes."""
+        """The 32-byte id."""
         return sha256(PREFIX + encode(self._fields())).digest()
 
     def __eq__(self, other: object) -> bool:
@@ -63,7 +67,7 @@ class Namespace:
         return hash(self.id)
 
     def describe(self) -> dict[str, Any]:
-        """The fields and the id for people. The salt is a secret: only whether there is one is told."""
+        """Return the fields and the id for display. The salt is a secret, so the result only says whether it is set."""
         salt = "set" if self.cache_salt else "none"
         return {"id": self.id.hex()} | self._fields() | {"cache_salt": salt, "facts": _plain(self.facts)}
 
@@ -80,7 +84,7 @@ class Namespace:
 
 
 def encode(value: Any) -> bytes:
-    """The canonical encoding of a value; NamespaceError names the part that has none."""
+    """Return the canonical encoding of a value; a NamespaceError names the part that has none."""
     return b"".join(_parts(value, "", 0))
 
 
@@ -120,7 +124,7 @@ def _parts(value: Any, where: str, depth: int) -> Iterator[bytes]:
 
 
 def _plain(value: Any) -> Any:
-    """A copy in dicts and lists of an encodable value."""
+    """Return a copy of an encodable value in dicts and lists."""
     if isinstance(value, Mapping):
         return {name: _plain(item) for name, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
@@ -150,8 +154,8 @@ def _check_type(name: str, value: object, kind: type) -> None:
         raise NamespaceError(f"{name} is a {type(value).__name__}: expected {kind.__name__.lower()}")
 
 
-# Whose a namespace is, as a tier keeps it beside its records: enough to find what is a tenant's, or of a salt, once
-# nobody has it bound any more, and nothing that tells either.
+# The owner of a namespace, which a tier keeps beside its records. It identifies the records of a tenant or a salt after
+# the namespace is closed, and reveals neither.
 
 OWNER_BYTES = 64
 
@@ -168,14 +172,14 @@ class Owner(NamedTuple):
 
     @classmethod
     def read(cls, packed: bytes) -> Owner | None:
-        """None for what is none."""
+        """Decode 64 bytes; None for another length."""
         return cls(packed[:32], packed[32:]) if len(packed) == OWNER_BYTES else None
 
     def pack(self) -> bytes:
         return self.tenant + self.salt
 
     def fits(self, tenant: str | None, cache_salt: str | None) -> bool:
-        """Whether it is this tenant and this salt, of those that are given."""
+        """Return whether the owner has this tenant and this salt; None matches any."""
         return (tenant is None or self.tenant == _digest("tenant", tenant)) and (
             cache_salt is None or self.salt == _digest("salt", cache_salt)
         )

@@ -1,11 +1,11 @@
-"""The one encoding of a block: a header, then its payload. Byte by byte in `docs/spec/record.md`.
+"""The encoding of a block as a record: a header, then its payload. `docs/spec/record.md` specifies the bytes.
 
-    seal          fill in the header of a payload that lies in place
-    read_header   parse a header, trusting nothing
-    verify        is this the record of that address, whole and unchanged?
+    seal          write the header of a payload in place
+    read_header   parse an untrusted header
+    verify        check that a record is that of an address, complete and unchanged
 
-A record stands in one of two forms: padded (host slots, NVMe), where header and payload fill multiples of 4,096 bytes
-that the decoded size fixes, or cut, where each has exactly its used length. The bytes that carry meaning are the same.
+A record has one of two forms. Padded (host slots, NVMe): header and payload fill multiples of 4,096 bytes, fixed by the
+decoded size. Cut: each has exactly its used length. The meaningful bytes of both forms are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from kvcache.block.layout import Shard
 from kvcache.errors import KVCacheError, LayoutError
 
-# What a tier stores a record under, and what a reader holds against it.
+# Addresses: the name under which a tier stores a record, and the identity that a reader compares.
 
 KEY_BYTES = 16
 NAME_BYTES = KEY_BYTES + 2 + 8
@@ -29,10 +29,10 @@ NAME_BYTES = KEY_BYTES + 2 + 8
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One record: key, group and shard find it; namespace, signature and parent tell whether it is the right one.
+    """The identity of one record: key, group and shard find it; namespace, signature and parent prove it.
 
-    `parent` is the signature of the block before, the namespace id for the first one, empty where this side does not
-    know it. All are raw bytes, 32 long.
+    `parent` is the signature of the previous block: the namespace id for the first block, empty where it is unknown.
+    Namespace, signature and parent are 32 raw bytes.
     """
 
     namespace: bytes
@@ -43,12 +43,12 @@ class Address:
 
     @property
     def key(self) -> bytes:
-        """16 bytes, the head of the signature."""
+        """16 bytes, the start of the signature."""
         return self.signature[:KEY_BYTES]
 
     @property
     def name(self) -> bytes:
-        """26 bytes: key, group as little-endian uint16, shard. What tiers index by."""
+        """26 bytes that tiers index by: key, group as little-endian uint16, shard."""
         return self.key + self.group.to_bytes(2, "little") + self.shard.pack()
 
 
@@ -71,14 +71,14 @@ _SUM = Struct("<Q")
 _FIELD = Struct("<HI")
 
 Payload = memoryview | Sequence[memoryview]
-"""The bytes as stored, in one piece or several; what lies behind the stored length is padding and is ignored."""
+"""The stored bytes, in one piece or several. Bytes after the stored length are padding and are ignored."""
 
 
 class RecordError(KVCacheError):
-    """Bytes that are not the record asked for.
+    """The bytes are not the expected record.
 
     `check` names the first check that failed: short, magic, version, header_sum, field, namespace, address, signature,
-    parent, length, codec, payload_sum. `foreign`: this reader cannot interpret the record, so it is left alone.
+    parent, length, codec, payload_sum. `foreign`: this reader cannot interpret the record, so the tier keeps it.
     """
 
     def __init__(self, check: str, text: str, *, foreign: bool = False) -> None:
@@ -89,7 +89,7 @@ class RecordError(KVCacheError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a header says. `fields` by tag, as raw bytes; `header_bytes` is the used length."""
+    """A parsed header. `fields` holds raw bytes by tag; `header_bytes` is the used length."""
 
     address: Address
     codec: str
@@ -102,22 +102,22 @@ class Header:
 
     @property
     def chunk_sums(self) -> bytes:
-        """XXH3-64 of each 256 KiB of the stored bytes, little-endian uint64: a part can be checked alone."""
+        """XXH3-64 of each 256 KiB of the stored bytes, little-endian uint64, so that a part can be checked alone."""
         return self.fields[CHUNK_SUMS]
 
 
 def header_area(payload_bytes: int) -> int:
-    """Bytes before the payload in the padded form, for a decoded payload of this size."""
+    """Return the bytes before the payload in the padded form, for a decoded payload of this size."""
     return _pad(512 + _SUM.size * _chunks(payload_bytes))
 
 
 def record_bytes(payload_bytes: int) -> int:
-    """Bytes of a whole record in the padded form."""
+    """Return the bytes of a whole record in the padded form."""
     return header_area(payload_bytes) + _pad(payload_bytes)
 
 
 def new_write_id() -> int:
-    """64 random bits: tells one write of an address from the next."""
+    """Return 64 random bits that distinguish one write of an address from the next."""
     return secrets.randbits(64)
 
 
@@ -132,11 +132,17 @@ def seal(
     write_id: int | None = None,
     fields: Mapping[int, bytes] | None = None,
 ) -> int:
-    """Write the header of a payload; the used length. The rest of `header` becomes zero.
+    """Write the header of a payload; return its used length. The rest of `header` becomes zero.
 
-    `decoded_bytes` is `stored_bytes` and `write_id` a new one where not given. Parent and chunk sums are added from
-    address and payload. May-skip fields that find no room in `header` are left out, higher tags first; RecordError
-    where a must-know field or the chunk sums find none, or the payload is shorter than `stored_bytes`.
+    Parent and chunk sums are added from address and payload. Optional fields that do not fit into `header` are left
+    out, higher tags first.
+
+    Args:
+        decoded_bytes: `stored_bytes` where not given.
+        write_id: a new one where not given.
+
+    Raises:
+        RecordError: a required field or the chunk sums do not fit, or the payload is shorter than `stored_bytes`.
     """
     area = header.cast("B")
     sums = chunk_sums(payload, stored_bytes)
@@ -162,7 +168,7 @@ def fixed_part(
     payload_sum: int = 0,
     fields_bytes: int = 0,
 ) -> bytes:
-    """The first 128 bytes of a header."""
+    """Return the first 128 bytes of a header."""
     return _FIXED.pack(
         MAGIC,
         VERSION,
@@ -181,35 +187,40 @@ def fixed_part(
 
 
 def with_field(head: bytes, header: Header, tag: int, body: bytes) -> bytes:
-    """The header of the same record, of its used length, with this field."""
+    """Return the used header of the same record with one field added or replaced."""
     packed = _pack_fields({**header.fields, tag: body}, 1 << 20)
     fixed = head[: _FIXED.size - 8] + len(packed).to_bytes(4, "little") + bytes(4)
     return fixed + _SUM.pack(_header_sum(fixed, packed)) + packed
 
 
 def expires_ms(fields: Mapping[int, bytes]) -> int:
-    """When a record with these fields expires, in milliseconds since 1970; 0 for never."""
+    """Return when a record with these fields expires, in milliseconds since 1970; 0 for never."""
     return int.from_bytes(fields.get(EXPIRY, b""), "little")
 
 
 def expiry_field(end_ms: int) -> dict[int, bytes]:
-    """The fields that say so; none for 0."""
+    """Return the field for an expiry in milliseconds since 1970; none for 0."""
     return {EXPIRY: end_ms.to_bytes(EXPIRY_BYTES, "little")} if end_ms else {}
 
 
 def pack_tagged(fields: Mapping[int, bytes], tags: Sequence[int]) -> bytes:
-    """Those of these fields that are there, each with tag and length, as a header has them."""
+    """Return those of these fields that are present, each with tag and length, as in a header."""
     return b"".join(_FIELD.pack(tag, len(fields[tag])) + fields[tag] for tag in tags if tag in fields)
 
 
 def read_header(buf: Any) -> Header:
-    """The header at the start of a bytes-like object. RecordError for anything but a whole, sound one."""
+    """Parse the header at the start of a bytes-like object.
+
+    Raises:
+        RecordError: it is not a complete, sound header.
+    """
     view = memoryview(buf).cast("B")
     if view[:4] != MAGIC[: len(view)]:
         raise RecordError("magic", f"magic {bytes(view[:4])!r}: expected {MAGIC!r}")
     if len(view) < FIXED_BYTES:
         raise RecordError("short", f"a header of {len(view)} bytes: expected at least {FIXED_BYTES}")
-    fixed = bytes(view[: _FIXED.size])  # copied once: what is checked is what is parsed, whoever writes meanwhile
+    # copied once, so that the checked bytes are the parsed ones even if another process writes meanwhile
+    fixed = bytes(view[: _FIXED.size])
     (_, version, group, shard, codec, namespace, signature, stored, decoded, write_id, payload_sum, size, reserved) = (
         _FIXED.unpack(fixed)
     )
@@ -256,10 +267,15 @@ def verify(
     decoded_bytes: int | None = None,
     codecs: Collection[str] | None = None,
 ) -> Header:
-    """The header, where this is the record of `address` and its payload is what was sealed; else RecordError.
+    """Return the header of a record after checking that it belongs to `address` and is unchanged since `seal`.
 
-    Parents are compared where both sides have one. `decoded_bytes`: the size that the reader will decode to, `codecs`:
-    those that it has; neither is checked where not given.
+    Args:
+        address: its parent is compared where both sides have one.
+        decoded_bytes: the size to which the reader will decode; not checked where not given.
+        codecs: the codecs that the reader has; not checked where not given.
+
+    Raises:
+        RecordError: a check failed.
     """
     header = read_header(header_buf)
     found = header.address
@@ -281,9 +297,14 @@ def verify(
 
 
 def chunk_sums(payload: Payload, stored_bytes: int, fill: Callable[[memoryview], None] | None = None) -> bytes:
-    """XXH3-64 of each 256 KiB of the first `stored_bytes` bytes; RecordError where there are fewer.
+    """Return XXH3-64 of each 256 KiB of the first `stored_bytes` bytes.
 
-    `fill` is called with each part before it is summed, to bring its bytes: they are still near then.
+    Args:
+        fill: called with each part before it is summed, to write its bytes; they are then still in the processor's
+            cache.
+
+    Raises:
+        RecordError: the payload has fewer bytes.
     """
     pieces = [payload] if isinstance(payload, memoryview) else payload
     pieces = [piece.cast("B") for piece in pieces]
@@ -297,7 +318,7 @@ def chunk_sums(payload: Payload, stored_bytes: int, fill: Callable[[memoryview],
         whole = end % CHUNK_BYTES == 0 or end == stored_bytes
         if fill is not None:
             fill(part)
-        if whole and at % CHUNK_BYTES == 0:  # most of them: a chunk in one piece needs no state
+        if whole and at % CHUNK_BYTES == 0:  # most chunks: a chunk in one piece needs no state
             sums.append(xxh3_64_intdigest(part))
         else:
             state.update(part)
@@ -309,7 +330,7 @@ def chunk_sums(payload: Payload, stored_bytes: int, fill: Callable[[memoryview],
 
 
 def _parts(pieces: Sequence[memoryview], total: int) -> Iterator[memoryview]:
-    """The first `total` bytes, cut where a piece or a chunk ends."""
+    """Yield the first `total` bytes, cut at the ends of pieces and chunks."""
     done = 0
     for piece in pieces:
         at = 0
@@ -321,7 +342,7 @@ def _parts(pieces: Sequence[memoryview], total: int) -> Iterator[memoryview]:
 
 
 def _pack_fields(fields: Mapping[int, bytes], room: int) -> bytes:
-    """Fields in ascending order of tag: those that a reader must have, then as many others as fit."""
+    """Return fields in ascending order of tag: the required ones, then as many others as fit."""
     sizes = {tag: _FIELD.size + len(body) for tag, body in fields.items()}
     kept = [tag for tag in fields if tag == CHUNK_SUMS or tag & REQUIRED_FIELD_BIT]
     room -= sum(sizes[tag] for tag in kept)

@@ -1,13 +1,13 @@
-"""Which weights these are: the revision of a model, for `Namespace.revision`.
+"""The revision of a model: a digest of its weights, for `Namespace.revision`.
 
-The revision is a digest of the files that an engine loads, not of where they lie. It reads a sample: for each file its
-name, its size, the safetensors header, and 64 pieces of 64 KiB at places that the size fixes. A sample tells any
-training step or conversion apart within two seconds for 140 GB. It misses an edit of a few weights between the pieces;
-`identity.read_every_byte` reads all of each file. Within a snapshot of the hub the commit stands before the digest,
-since it covers every byte.
+The digest covers the files that an engine loads, not their location. It reads a sample: for each file its name, its
+size, the safetensors header, and 64 pieces of 64 KiB at offsets that the size fixes. A sample distinguishes any
+training step or conversion, within two seconds for 140 GB. It misses an edit of a few weights between the pieces;
+`identity.read_every_byte` reads each whole file. In a snapshot of the hub the commit precedes the digest, since it
+covers every byte.
 
-A digest is computed once for the same files, as device, inode, size and `ctime_ns` tell them apart. No program can set
-`ctime` back, as it can the time of the last write. None of these enters the revision.
+A digest is computed once for the same files, identified by device, inode, size and `ctime_ns`. No program can set
+`ctime` back, unlike the time of the last write. None of these is part of the revision.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAMPLE_BYTES = 64 << 10
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
 WEIGHT_SUFFIXES = (".safetensors", ".gguf", ".bin")
-"""Endings of weight files. Those of the first kind that a directory has are its weights."""
+"""Suffixes of weight files. A directory's weights are the files with the first of these suffixes that it has."""
 
 _LOADED = (".safetensors", ".bin", ".pt", ".gguf")
 _PICKLED = (".bin", ".pt", ".pth")
@@ -47,19 +47,19 @@ _ADAPTER = (*WEIGHT_SUFFIXES, ".pt", ".pth")
 _ADAPTER_CONFIG = "adapter_config.json"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
-# File systems count `ctime` in ticks of some milliseconds, remote ones by a clock of their own. A file that changed
-# less than this before it was read may change again within the same tick.
+# File systems count `ctime` in ticks of some milliseconds; remote ones use their own clock. A file that changed less
+# than this before it was read may change again within the same tick.
 _SETTLED_NS = 10_000_000_000
 _MAX_KNOWN = 4096
 _known: OrderedDict[tuple[object, ...], str] = OrderedDict()
 
 
 def model_revision(path: str | Path, *, kinds: Sequence[str] = WEIGHT_SUFFIXES, read_every_byte: bool = False) -> str:
-    """The digest of the weights, after the hub's commit where the path lies in a snapshot folder.
+    """Return the digest of the weights, after the hub's commit where the path is in a snapshot folder.
 
     Args:
         path: a model's directory, or one file of weights.
-        kinds: the endings that the engine looks for, the preferred one first.
+        kinds: the suffixes that the engine looks for, the preferred one first.
         read_every_byte: read all of each file instead of a sample.
 
     Raises:
@@ -70,9 +70,10 @@ def model_revision(path: str | Path, *, kinds: Sequence[str] = WEIGHT_SUFFIXES, 
 
 
 def adapter_revision(path: str | Path, *, read_every_byte: bool = False) -> str:
-    """The digest of an adapter's folder or file: all weight files in it, and `adapter_config.json`.
+    """Return the digest of an adapter's folder or file: all its weight files, and `adapter_config.json`.
 
-    ModelError as for `model_revision`.
+    Raises:
+        ModelError: as for `model_revision`.
     """
     place = Path(path)
     files = [place] if place.is_file() else _files_with_suffix(place, _ADAPTER)
@@ -83,7 +84,7 @@ def adapter_revision(path: str | Path, *, read_every_byte: bool = False) -> str:
 
 
 def loader_kinds(load_format: str) -> tuple[str, ...]:
-    """The endings of the files that an engine's `load_format` reads. ModelError for one that may read others."""
+    """Return the suffixes that an engine's `load_format` reads; ModelError for one that may read others."""
     if load_format not in _LOADERS:
         raise ModelError(
             f"load_format {load_format!r} may read weights from elsewhere; "
@@ -93,12 +94,12 @@ def loader_kinds(load_format: str) -> tuple[str, ...]:
 
 
 def weight_bytes(path: str | Path) -> int:
-    """Bytes of the weight files, as `kvcache size` sets them beside the cache."""
+    """Return the bytes of the weight files, which `kvcache size` shows beside the cache."""
     return sum(file.stat().st_size for file in weight_files(Path(path)))
 
 
 def weight_files(path: Path, kinds: Sequence[str] = WEIGHT_SUFFIXES) -> list[Path]:
-    """The file, or those of a directory of the first of these kinds that it has, in order of name."""
+    """Return the file itself, or a directory's files of the first of these kinds that it has, in order of name."""
     if path.is_file():
         return [path]
     for kind in kinds:
@@ -168,14 +169,18 @@ def _parts(file: Path, read_every_byte: bool) -> Iterator[bytes]:
 
 
 def _places(size: int) -> list[int]:
-    """Where the pieces begin: evenly from the first byte to the last; everything where the pieces would cover it."""
+    """Return the offsets of the pieces: evenly spaced; the whole file where the pieces would cover it."""
     if size <= SAMPLES * SAMPLE_BYTES:
         return list(range(0, size, SAMPLE_BYTES))
     return [i * (size - SAMPLE_BYTES) // (SAMPLES - 1) for i in range(SAMPLES)]
 
 
 def _safetensors_header(stream: BinaryIO, size: int, file: Path) -> bytes:
-    """The JSON header; ModelError where it is none, or where the file ends before the tensors that it names."""
+    """Return the JSON header.
+
+    Raises:
+        ModelError: it does not parse, or the file does not end with the tensors that it names.
+    """
     stream.seek(0)
     start = stream.read(8)
     length = unpack("<Q", start)[0] if len(start) == 8 else 0

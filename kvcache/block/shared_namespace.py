@@ -1,8 +1,8 @@
-"""The namespace that engines of several makes share: what each of them can tell from the model alone.
+"""The namespace that different engines share, computed from the model alone.
 
-An engine's own names (its cache type, its version, how it was called) are not in it, so that two engines meet; what an
-engine was told to do otherwise than the model's files say is, so that they do not meet where they should not. Blocks
-are named by `page_chain`, in the canonical order, in one group.
+It excludes an engine's own names (cache type, version, options), so that two engines get the same namespace. It
+includes every setting in which an engine deviates from the model's files, so that different results stay separate.
+Blocks are named by `page_digests`, in the canonical order, in one group.
 """
 
 from __future__ import annotations
@@ -75,7 +75,11 @@ def _dtype(config: Mapping[str, Any], text: Mapping[str, Any]) -> str | None:
 
 
 def shared_layout(layout: KVLayout) -> KVLayout:
-    """The same blocks in the order that all engines read; LayoutError where other engines cannot."""
+    """Return the layout of the same blocks in the canonical order that all engines read.
+
+    Raises:
+        LayoutError: other engines cannot read these blocks.
+    """
     groups = layout.groups
     if len(groups) != 1 or groups[0].kind == "opaque" or groups[0].rule != "all":
         found = ", ".join(f"{group.name} ({group.kind}, {group.rule})" for group in groups)

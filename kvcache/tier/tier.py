@@ -1,7 +1,8 @@
 """The contract of a tier: a store of records, accessed in batches.
 
     ticket = tier.submit("read", addresses, segments, priority=DEMAND, deadline=clock.now() + 0.2)
-    ticket.outcomes        # one a block, readable as they arrive ticket.wait(0.2)
+    ticket.outcomes        # one a block, readable as they arrive
+    ticket.wait(0.2)
 
 Guarantees of every implementation, tested by `tests/contract/test_tier.py`:
 
@@ -206,14 +207,15 @@ class Tier(Protocol):
     def on_loss(self, tell: Callable[[Address], object]) -> None:
         """Set the callback for records that are lost without a request.
 
-        A sync finds damaged records, or a file is missing. A loss that a read finds is that read's outcome.
+        A record is lost where a sync or scrub finds it damaged, or where its file is missing. A loss that a read finds
+        is that read's outcome.
         """
 
     def runs(self) -> Iterator[tuple[Address, bytes]]:
-        """Yield all records in runs, where the tier can: a run's first address, and the signatures of its records,
-        concatenated.
+        """Yield all records in runs where the tier can, in fewer steps than `scan`.
 
-        The records of a run share namespace, group and shard, and each follows its parent.
+        Yields a run's first address, and the signatures of its records, concatenated. The records of a run share
+        namespace, group and shard, and each follows its parent.
         """
 
     def health_issues(self) -> list[str]:
