@@ -94,7 +94,7 @@ class CipherKeys:
 
     @classmethod
     def of(cls, file: str, setting: str) -> CipherKeys:
-        """Of a file with a key a line, 64 hexadecimal digits; ConfigError, with nothing of the keys in it."""
+        """Read the keys from a file, one a line, 64 hexadecimal digits each. No ConfigError contains part of a key."""
         try:
             import cryptography  # noqa: F401  a missing package fails here, and not at the first record
         except ModuleNotFoundError:

@@ -24,7 +24,7 @@ class CircuitBreaker:
         return self._failures >= self._errors
 
     def ready(self) -> bool:
-        """Whether a call may be tried; asking changes nothing."""
+        """Return whether a call may be tried; changes nothing."""
         return not self.is_open() or self._clock.now() >= self._open_until
 
     def failing(self) -> bool:

@@ -288,7 +288,7 @@ class QueuedTier(TierDefaults, ABC):
         return False
 
     def _failing(self, op: Op) -> bool:
-        """Whether a breaker is open for calls of this kind.
+        """Return whether a breaker is open for calls of this kind.
 
         One thread then does the whole batch, piece by piece. The first piece is the breaker's probe. Other threads
         would find the breaker open while the probe runs, and the rest of the batch would be lost.

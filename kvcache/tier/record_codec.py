@@ -1,4 +1,4 @@
-"""Encodes records for the tiers below host and decodes them after a read: codec and encryption.
+"""Encodes records for the NVMe, Redis and object tiers and decodes them after a read: codec and encryption.
 
 A record names its codec, so a tier may hold records of several codecs. A record of `raw` or `zstd` is readable
 whichever of them the settings name now. A lossy codec is different: a caller that stored exact bytes must never read
@@ -126,9 +126,8 @@ class RecordCodec:
         The caller holds a reference.
 
         Returns:
-            None where the record is written as it is in its slot: it is not encrypted, and the codec is `raw`, skips
-                this
-            payload, or saves nothing.
+            None where the record is written as it is in its slot. It is then not encrypted, and the codec is `raw`,
+            skips this payload, or saves nothing.
         """
         made, address, whole = self._codec_by_tier.get(tier), held.address, held.payload_bytes
         payload = segments(held)[1][:whole]

@@ -66,7 +66,7 @@ class RemoteTier(QueuedTier):
         the probed blocks shows as a shorter prefix when the blocks are read.
 
         Returns:
-            A future. Its result is 0 where no answer arrives in time, and where more than 64 lookups are pending.
+            A future. Its result is 0 where no answer arrives in time, and where 64 lookups are pending already.
         """
         with self._lock:
             if self._closed:
@@ -94,7 +94,7 @@ class RemoteTier(QueuedTier):
 
     @property
     def faults(self) -> dict[str, int]:
-        """Of the counters those that tell of something wrong."""
+        """The counters that count faults."""
         return {name: count for name, count in self.counters.items() if name in REASONS["tier_faults", "fault"]}
 
     def sync(self) -> bool:

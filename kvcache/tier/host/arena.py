@@ -1,10 +1,10 @@
 """The arena: the memory of the host tier, in slabs of one slot size and one tenant each.
 
-A slab is created when it is first needed and returned to the system when its last slot is released, so no model and no
-tenant keeps memory that it does not use. A slab class is a slot size and a tenant. Where a class has at least as many
-free slots as one of its slabs has used ones, that slab can be evacuated (`find_evacuable`) and serve another class.
+A slab is created when it is first needed and returned when its last slot is released. So no model and no tenant keeps
+memory that it does not use. A slab class is a slot size and a tenant. Where the free slots of the other slabs of a class
+can hold one slab's records, that slab can be evacuated (`find_evacuable`) and serve another class.
 
-A slot has one owner at a time. Its generation changes when it is allocated again, so a reader that compares the
+A slot has one owner at a time. Its generation changes before it is allocated again. So a reader that compares the
 generation before and after its copy knows whether it copied the intended record.
 
 The first touch of fresh memory costs a page fault a page: two seconds a GiB on a virtual machine where a copy takes a
@@ -259,7 +259,7 @@ class Arena:
         """Create an empty arena.
 
         Args:
-        shared: use memory that other processes may map.
+            shared: use memory that other processes may map.
         """
         self.shared = shared
         self.capacity_bytes, self.slab_bytes = capacity_bytes, min(slab_bytes, capacity_bytes)

@@ -73,9 +73,8 @@ class HostTier(TierDefaults):
         """Make a filled slot visible.
 
         Returns:
-            True: the tier took over the caller's reference. False: a record of this name is here already, and the
-                caller
-            keeps its reference.
+            True where the tier took over the caller's reference. False where a record of this name is here already:
+            the caller keeps its reference.
         """
         return self.publish_all([address], [slot], payload_bytes)[0]
 
@@ -181,7 +180,7 @@ class HostTier(TierDefaults):
     def is_intact(self, held: HostRecord) -> bool:
         """Return whether a sealed record passes every check, with `verify_arena`.
 
-        Else True. A damaged one is unpublished.
+        Without `verify_arena` return True. A damaged record is unpublished.
         """
         if not (self._verify and held.slot.sealed):
             return True

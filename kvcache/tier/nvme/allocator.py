@@ -26,8 +26,7 @@ OVERHEAD_BYTES = 128 << 10
 """LOCK, FORMAT and the directory itself."""
 
 JOURNAL_BYTES_PER_ENTRY = 256
-"""Journal bytes reserved for an entry in a store with few slots: a frame for each entry, before and after a rotation.
-"""
+"""Journal bytes reserved for an entry in a store with few slots: each in its own frame, before and after a rotation."""
 
 JOURNAL_BYTES_PER_SLOT = 768
 """Journal bytes reserved for a slot: two checkpoints that name it, and the entries between them."""

@@ -143,7 +143,7 @@ class DurabilityBarrier:
 
     @property
     def journal_full(self) -> bool:
-        """Whether the journal is as long as the capacity allows."""
+        """Whether the journal has its largest allowed length."""
         return self._catalog.journal.entries_behind > self._catalog.allocator.max_entries()
 
     def compact(self, *, due: bool = True) -> bool:

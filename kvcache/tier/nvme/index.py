@@ -172,7 +172,7 @@ class Index:
         return puts
 
     def _drop_duplicate_names(self, puts: NDArray[np.void]) -> None:
-        """Keep one of two slots with the same name, and free the others. Only damage leaves such slots."""
+        """Keep one of two slots with the same name, and free the others. Only damage causes this."""
         for name, row in zip(names(puts), puts, strict=True):
             place = int(row["segment"]) << 32 | int(row["slot"])
             if self.places[name] != place:

@@ -7,7 +7,7 @@ journals from its number on hold the complete state. Entries after a damaged fra
 The file has three sections: entries, frames (the byte format), and `Journal` (the files). `docs/spec/journal.md`
 specifies the bytes.
 
-Thread safety: none. `Catalog` lets one thread append at a time; `DurabilityBarrier` keeps syncs and rotation apart.
+Thread safety: none. `Catalog` lets one thread append at a time; `DurabilityBarrier` never rotates during a sync.
 """
 
 from __future__ import annotations
@@ -270,9 +270,7 @@ class Journal:
         self.in_doubt = bool(contents.damaged)
         """A sync failed, or trust ended before the last entry: only a checkpoint makes the state durable again."""
         self._inherited = dict(contents.journals)
-        """Journals of an earlier process, and their lengths. Its last sync may have failed, so a sync alone would prove
-        nothing.
-        """
+        """Journals of an earlier process, by length. Its last sync may have failed, so a sync alone proves nothing."""
         self._file: File | None = None
         if not contents.damaged:  # otherwise the file stays unchanged until a checkpoint replaces it
             self._file = self._open(self.number)

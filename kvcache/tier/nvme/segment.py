@@ -3,7 +3,7 @@
 A row holds the put entry of the slot's record. The file is opened on first use. A retired segment closes its file after
 its last user has finished, so that no read meets the reused descriptor of another file.
 
-The file also has the aligned buffers for direct I/O, the segment footer, and the coalescing of neighbouring slots.
+This module also has the aligned buffers for direct I/O, the segment footer, and the coalescing of neighbouring slots.
 
 Thread safety: rows and counts have none; `Catalog` changes them under its `memory` lock. `open`, `read` and `write`
 may be called from any thread.

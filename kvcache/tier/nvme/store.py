@@ -176,7 +176,7 @@ class Store:
         return Outcome.FAILED, _errno_name(fault)
 
     def _distrust(self, place: SlotIO, error: RecordError) -> Result:
-        """Remove a record that failed a check, unless it is foreign or its slot was reused since the read."""
+        """Remove a record that failed a check, unless it is incompatible or was replaced since the read."""
         if error.foreign:
             self.counters.add("foreign")
             return Outcome.INCOMPATIBLE, error.check

@@ -25,7 +25,7 @@ Alternatives:
 Invariants:
 
 - A record can be found only after its payload is written and its journal entry is appended.
-- A slot is free only after the journal no longer assigns it to a record. A crash can leave an unused slot or file,
+- A slot is free only after the journal has ended its assignment to a record. A crash can cause an unused slot or file,
   never a slot with two owners.
 - A read compares the whole identity and every checksum. A stale or damaged slot is a miss and never a wrong block.
 - A failed sync is final: the operating system may drop the data and report success on the next sync. Records that a
@@ -40,7 +40,7 @@ during I/O), `Catalog.memory` (index and allocator, never held during I/O). `Que
 `Store._checking` lets one thread verify at a time.
 
 To change it: `docs/spec/journal.md` specifies the bytes of the directory; a change to them needs a new version. The
-tier's contract is in `kvcache/tier/tier.py`. Every file operation passes through `OsEnv.disk`, so that the fault tests
+tier's contract is in `kvcache/tier/tier.py`. All I/O of a store passes through `OsEnv.disk`, so that the fault tests
 can tear, reorder and fail it.
 """
 
