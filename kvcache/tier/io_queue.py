@@ -2,8 +2,8 @@
 
 `IOQueue` orders work by priority; then lookups before reads before removals before writes; then by arrival. A batch
 waits as one and is taken in pieces, each as large as one thread should do at a time. So neighbouring blocks are read
-and written together. Writers never take all threads: a device that hangs on writes still reads. Waiting writes are
-bounded by bytes, and all work by the number of blocks.
+and written together. Writers never take all of several threads: a device that hangs on writes still reads. Waiting
+writes are bounded by bytes, and all work by the number of blocks.
 
 `DeadlineTicket` reports timeouts even while every thread hangs. `QueuedTier` runs the queue on a bounded number of
 threads. Every submitted block gets an outcome, whatever the device, the peer or a defect in this code does.

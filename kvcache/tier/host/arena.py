@@ -1,8 +1,8 @@
 """The arena: the memory of the host tier, in slabs of one slot size and one tenant each.
 
 A slab is created when it is first needed and returned when its last slot is released. So no model and no tenant keeps
-memory that it does not use. A slab class is a slot size and a tenant. Where the free slots of the other slabs of a class
-can hold one slab's records, that slab can be evacuated (`find_evacuable`) and serve another class.
+memory that it does not use. A slab class is a slot size and a tenant. Where the free slots of a class's other slabs can
+hold one slab's records, that slab can be evacuated (`find_evacuable`) and serve another class.
 
 A slot has one owner at a time. Its generation changes before it is allocated again. So a reader that compares the
 generation before and after its copy knows whether it copied the intended record.

@@ -31,13 +31,15 @@ Invariants:
 - A failed sync is final: the operating system may drop the data and report success on the next sync. Records that a
   failed sync covered are read, verified and written again first.
 - Segment files and the largest possible journal together never exceed `capacity_bytes`.
-- Writers never take all threads, so a drive that hangs on writes still reads.
+- Writers never take all of several threads, so a drive that hangs on writes still reads.
 
-Threads and locks: `threads` workers of `QueuedTier` do reads, writes and removals. `contains` needs no I/O. `sync`,
-`compact` and the tools (scrub, check, wipe) run on the caller's thread. Locks are taken in this order:
-`DurabilityBarrier._syncing` (one sync or compaction at a time), `Catalog.journal_lock` (one change at a time, held
-during I/O), `Catalog.memory` (index and allocator, never held during I/O). `QueuedTier._lock` guards the queue.
-`Store._checking` lets one thread verify at a time.
+Threads: `threads` workers of `QueuedTier` do reads, writes and removals, and between them one worker at a time flushes
+and compacts. `contains` is answered from memory on the caller's thread. `sync`, `compact` and the tools (scrub, check,
+wipe) run on the caller's thread too.
+
+Locks, taken in this order: `DurabilityBarrier._syncing` (one sync or compaction at a time), `Catalog.journal_lock` (one
+change at a time, held during I/O), `Catalog.memory` (index and allocator, never held during I/O). `QueuedTier._lock`
+guards the queue. `Store._checking` lets one thread verify at a time.
 
 To change it: `docs/spec/journal.md` specifies the bytes of the directory; a change to them needs a new version. The
 tier's contract is in `kvcache/tier/tier.py`. All I/O of a store passes through `OsEnv.disk`, so that the fault tests
@@ -329,9 +331,9 @@ class NvmeTier(QueuedTier):
         """Run what was submitted, sync it, and release the directory. Idempotent.
 
         Returns:
-            True where everything is as durable as `durability` promises. False where the drive does not answer within
-            30 s: queued work then fails, and the directory stays locked and the threads stay alive, because a running
-            write cannot be cancelled.
+            True where everything is as durable as `durability` promises. False where the sync failed, or where the
+            drive does not answer within 30 s. In that case queued work fails, and directory and threads stay as they
+            are, because a running write cannot be cancelled.
         """
         with self._lock:
             if self._closed:
