@@ -1,4 +1,4 @@
-"""The object tier: records in an object store that a fleet shares. `docs/spec/object.md` says what lies there."""
+"""The object tier: records in an object store that a fleet shares. Specification: `docs/spec/object.md`."""
 
 from kvcache.tier.object.tier import ObjectTier
 

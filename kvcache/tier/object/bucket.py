@@ -1,8 +1,8 @@
-"""Calls to an object store, each within its deadline; and whether to try it at all.
+"""Calls to an object store, each within its deadline, and the store's breaker.
 
-Retries with jitter are obstore's, inside the time that a call has. A call that is out of time is dropped together with
-its request, so a store that hangs holds no thread. What fails opens the breaker: from then on nothing waits for the
-store until a probe finds it well."""
+obstore retries with jitter inside the time of a call. A call past its deadline is dropped together with its request, so
+a store that hangs holds no thread. Failures open the breaker; calls then fail at once until a probe succeeds.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from kvcache.tier.breaker import CircuitBreaker, Counters
 
 T = TypeVar("T")
 _LONG_CALL_FACTOR = 6
-"""Reading many tables, or deleting many objects, may take so many times what other calls may."""
+"""Calls that read many tables or delete many objects may take this many times `timeout_s`."""
 COALESCE_GAP_BYTES = 1 << 20
-"""Between two pieces of an object: reading them costs less than another request."""
+"""Ranges with a smaller gap share a request: reading the gap costs less than another request."""
 PAGE_OBJECTS = 1000
-"""Objects that a store names at a time."""
-_MIN_FAIR_TIMEOUT_S = 0.02  # a call given less than this says nothing of the store by being late
+"""Objects in a page of a listing, and in a group of deletions."""
+_MIN_FAIR_TIMEOUT_S = 0.02  # a call with less time than this is no evidence against the store when it times out
 _LOG_INTERVAL_S = 5.0
 _CLOSE_S = 5.0
 
@@ -36,7 +36,7 @@ log = logger("kvcache.tier.object")
 
 
 class RefusedError(OSError):
-    """The store did not do it; `reason` in a word."""
+    """The store refused or failed a call; `reason` is one word."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -44,11 +44,11 @@ class RefusedError(OSError):
 
 
 class ObjectExistsError(Exception):
-    """Something of this name is there already."""
+    """An object of this name exists already."""
 
 
 class ListedObject:
-    """An object as a listing tells of it; `mark` changes with its contents."""
+    """An object in a listing; `etag` changes with its contents."""
 
     __slots__ = ("age_s", "etag", "path", "size")
 
@@ -75,7 +75,7 @@ class Bucket:
     # calls
 
     async def _fetch(self, path: str, first: int, end: int | None) -> memoryview:
-        """Bytes `first` to `end` of an object, or as many as there are.
+        """Return bytes `first` to `end` of an object, fewer where the object is shorter.
 
         obstore raises `GenericError` for a range that begins behind the end of the object, and for most other faults.
         The object's size decides which of them it was.
@@ -98,12 +98,12 @@ class Bucket:
         return (await head_async(self._store, path))["size"]
 
     def get(self, path: str, deadline: float | None, *, end: int | None = None) -> bytes | None:
-        """The first `end` bytes of an object, or all there are; None where there is none."""
+        """Return the first `end` bytes of an object, or all of it; None where there is no object."""
         received = self._run(lambda: self._fetch(path, 0, end), deadline)
         return None if received is None else bytes(received)
 
     def heads(self, paths: Sequence[str], end: int, deadline: float | None) -> list[bytes | None]:
-        """The first `end` bytes of each of these, a bounded number at a time."""
+        """Return the first `end` bytes of each object; `max_concurrent_calls` run at a time."""
 
         async def one(path: str, turn: asyncio.Semaphore) -> bytes | None:
             async with turn:
@@ -119,8 +119,14 @@ class Bucket:
         return self._run(call, deadline, times=_LONG_CALL_FACTOR) or []
 
     def ranges(self, path: str, parts: Sequence[tuple[int, int]], deadline: float | None) -> list[memoryview] | None:
-        """Pieces of an object, (first, end) each, in ascending order; near ones come together. Short where the object
-        ends before; None where it is gone."""
+        """Return ranges of an object; None where the object does not exist.
+
+        Args:
+            parts: (first, end) of each range, in ascending order. Near ranges share a request.
+
+        Returns:
+            The bytes of each range; short where the object ends earlier.
+        """
         spans: list[tuple[int, int]] = []
         for first, end in parts:
             if spans and first - spans[-1][1] <= COALESCE_GAP_BYTES:
@@ -150,8 +156,12 @@ class Bucket:
         create: bool,
         part_bytes: int | None = None,
     ) -> str:
-        """Write an object; its mark. `create`: TakenError where there is one. `part_bytes`: in parts of this size, some
-        at a time; it appears when the last is there."""
+        """Write an object and return its etag.
+
+        Args:
+            create: Raise ObjectExistsError where an object of this name exists.
+            part_bytes: Upload in parts of this size, 4 at a time. The object appears after its last part.
+        """
         from obstore import put_async
 
         async def call() -> str:
@@ -165,13 +175,13 @@ class Bucket:
             return str(done["e_tag"] or "")
 
         etag = self._run(call, deadline, takes=True)
-        if etag is None:  # the bucket is not there
+        if etag is None:  # the bucket does not exist
             self._failed("missing", "there is no such bucket")
             raise RefusedError("missing")
         return etag
 
     def move(self, path: str, to: str, deadline: float | None) -> None:
-        """TakenError where there is one of that name already."""
+        """Rename an object. Raises ObjectExistsError where the new name exists."""
         from obstore import rename_async
 
         async def call() -> bool:
@@ -182,7 +192,7 @@ class Bucket:
             raise RefusedError("missing")
 
     def pages(self, prefix: str) -> Iterator[list[ListedObject]]:
-        """What there is, some at a time; each page has the time of a call."""
+        """Yield the pages of a listing; each page has `timeout_s`."""
         from obstore import list as listing
         from obstore.exceptions import GenericError
 
@@ -195,7 +205,7 @@ class Bucket:
             except StopAsyncIteration:
                 return []
             except GenericError:
-                # obstore gives a refused listing no type of its own. It does for one object: that type says "denied".
+                # obstore has no error type for a refused listing, but one for a refused `head`, which `_size` raises
                 with suppress(FileNotFoundError, GenericError):
                     await self._size(prefix)
                 raise
@@ -205,7 +215,7 @@ class Bucket:
             yield page
 
     def delete(self, paths: Sequence[str], deadline: float | None) -> None:
-        """What is gone already is no fault."""
+        """Delete objects; a missing object is no fault."""
         from obstore import delete_async
 
         async def one(path: str, turn: asyncio.Semaphore) -> None:
@@ -221,14 +231,20 @@ class Bucket:
             some = paths[first : first + PAGE_OBJECTS]
             self._run(lambda some=some: call(some), deadline, times=_LONG_CALL_FACTOR)  # type: ignore[misc]  # bound by a default
 
-    # how they end
+    # outcomes of calls
 
     def _run(
         self, make: Callable[[], Awaitable[T]], deadline: float | None, *, times: int = 1, takes: bool = False
     ) -> T | None:
-        """What a call comes to; None where the object is not there. OSError where the store did not do it: TimeoutError
-        for time, RefusedError with a reason. `takes`: the call takes a name, and raises TakenError where the store says
-        that there is an object of that name."""
+        """Run a call on the event loop and return its result; None where the object does not exist.
+
+        Args:
+            times: The call may take this many times `timeout_s`.
+            takes: The call creates a name, and raises ObjectExistsError where the name exists.
+
+        Raises:
+            OSError: The call failed: TimeoutError past its deadline, RefusedError with a reason.
+        """
         if not self.breaker.allows():
             raise RefusedError("breaker")
         began = self._clock.now()
@@ -238,7 +254,7 @@ class Bucket:
             raise RefusedError("closed")
         future = asyncio.run_coroutine_threadsafe(_bounded(make, max(0.0, remaining_s)), self._loop)
         try:
-            result = future.result(max(0.0, remaining_s) + _CLOSE_S)  # else the loop ended before it began
+            result = future.result(max(0.0, remaining_s) + _CLOSE_S)  # more only if the loop stopped
         except FileNotFoundError:
             self.breaker.record_success()
             return None
@@ -248,7 +264,7 @@ class Bucket:
             if remaining_s >= _MIN_FAIR_TIMEOUT_S:
                 self._failed("timeout", "it did not answer in time")
             raise TimeoutError("timeout") from None
-        except Exception as error:  # noqa: BLE001  whatever obstore makes of what the store did
+        except Exception as error:  # noqa: BLE001  boundary to foreign code: obstore
             reason = _reason(error)
             if reason == "taken" and takes:
                 self.breaker.record_success()
@@ -272,7 +288,7 @@ class Bucket:
             self._logged_s, self._unlogged_faults = now, 0
 
     def close(self) -> None:
-        """End what is under way."""
+        """Cancel running calls and stop the event loop."""
 
         async def end() -> None:
             others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -289,7 +305,7 @@ class Bucket:
 
 
 def _reason(error: Exception) -> str:
-    """A word for what a call raised, by its type alone: the text holds paths, ports and times."""
+    """Return one word for an error, by its type: its text holds paths, ports and times."""
     from obstore import exceptions as raised
 
     if isinstance(error, (raised.AlreadyExistsError, raised.PreconditionError)):
@@ -305,14 +321,14 @@ async def _bounded(make: Callable[[], Awaitable[T]], seconds: float) -> T:
     return await asyncio.wait_for(cast(Coroutine[Any, Any, T], make()), seconds)
 
 
-# The way from settings to a store: Amazon's, Google's, Microsoft's, a directory. Asks nothing of it.
+# From settings to a store. Nothing here calls the store.
 
 RETRIES = 3
 _EXPECTED_URL = "expected s3://BUCKET, gs://BUCKET, az://ACCOUNT/CONTAINER or file:///DIRECTORY"
 
 
 def _read_credentials(file: str) -> dict[str, str]:
-    """Of a file with `name = value` a line, which may hold secrets; nothing of it stands in an error."""
+    """Read a file of `name = value` lines. They may be secrets, so no error quotes them."""
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -328,7 +344,7 @@ def _read_credentials(file: str) -> dict[str, str]:
 
 
 def open_store(url: str, *, endpoint: str, region: str, credentials_file: str, timeout_s: float) -> Any:
-    """The store of a URL, of which nothing is asked yet. ConfigError where it is none."""
+    """Return the obstore store of a URL, without a call to it. Raises ConfigError for an invalid URL."""
     try:
         from obstore.store import from_url
     except ModuleNotFoundError:
@@ -345,7 +361,7 @@ def open_store(url: str, *, endpoint: str, region: str, credentials_file: str, t
         if parts.scheme == "memory":
             return from_url(url)
         named = _container(parts) if parts.scheme == "az" else {}
-        if parts.scheme == "s3":  # which has no other way to move an object where nothing is
+        if parts.scheme == "s3":  # S3 has no other way to move without overwriting
             config.setdefault("copy_if_not_exists", "multipart")
         config |= named
         config |= {"base_url" if parts.scheme == "gs" else "endpoint": endpoint} if endpoint else {}
@@ -363,13 +379,13 @@ def open_store(url: str, *, endpoint: str, region: str, credentials_file: str, t
         return make(where, config=config, client_options=options, retry_config=retries)
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001  whatever obstore makes of a URL or an option
+    except Exception as error:  # noqa: BLE001  boundary to foreign code: obstore
         text = type(error).__name__ if credentials_file else str(error).splitlines()[0]
         raise ConfigError(f"object.url = {url!r}: {text}; {_EXPECTED_URL}") from None
 
 
 def _container(parts: SplitResult) -> dict[str, str]:
-    """Of `az://ACCOUNT/CONTAINER`: obstore's own `az://` names a container and no account."""
+    """Return account and container of `az://ACCOUNT/CONTAINER`; obstore's own `az://` has no account."""
     container = parts.path.strip("/")
     if not parts.netloc or not container or "/" in container:
         raise ConfigError(f"object.url = {parts.geturl()!r}: expected az://ACCOUNT/CONTAINER")

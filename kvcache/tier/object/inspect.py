@@ -1,4 +1,4 @@
-"""Looking at a store as a whole: what is there, whether it is sound, what is too old."""
+"""Inspection of a whole store: usage, faults, pruning, owners and purges."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvcache.tier.object.keys import OWNER, ObjectNames
 from kvcache.tier.object.manifest import Manifest, Pack
 from kvcache.tier.tier import Usage, parents_first
 
-_PURGE_ROUNDS = 3  # of deleting, for what is stored meanwhile
+_PURGE_ROUNDS = 3  # rounds of deletion, since other processes may store during a purge
 
 
 @dataclass(slots=True)
 class NamespaceUsage:
-    """What lies there of one namespace."""
+    """The packs of one namespace; ages are in seconds."""
 
     namespace: bytes
     packs: int = 0
@@ -32,7 +32,7 @@ class StoreInspector:
         self._bucket, self._manifest, self._names = bucket, manifest, names
 
     def listed(self, namespace: bytes | None = None) -> Iterator[ListedObject]:
-        """Every object of ours, as the pages come."""
+        """Yield every object with a name of this tier, page by page."""
         under = self._names.root if namespace is None else self._names.namespace(namespace)
         for page in self._bucket.pages(under + "/"):
             yield from (each for each in page if self._names.namespace_of(each.path) is not None)
@@ -42,7 +42,7 @@ class StoreInspector:
         return list(dict.fromkeys(namespace for namespace in found if namespace is not None))
 
     def spaces(self) -> list[NamespaceUsage]:
-        """By namespace, from the listing alone."""
+        """Return the usage of each namespace, from the listing alone."""
         spaces: dict[bytes, NamespaceUsage] = {}
         for each in self.listed():
             namespace = self._names.namespace_of(each.path)
@@ -57,7 +57,7 @@ class StoreInspector:
             yield from self._manifest.iterate_packs(namespace)
 
     def addresses(self, namespace: bytes | None = None) -> list[Address]:
-        """Each record once, each behind its parent."""
+        """Return each record once, parents first."""
         found: list[Address] = []
         for each in self.namespaces() if namespace is None else [namespace]:
             seen: dict[bytes, Address] = {}
@@ -86,8 +86,14 @@ class StoreInspector:
     def prune(
         self, *, older_s: float | None, max_bytes: int | None, expired: bool = False, dry_run: bool = False
     ) -> NamespaceUsage:
-        """Delete packs that are older than so much, the oldest beyond so many bytes, those of which every record has
-        expired; what went. With the last pack of a namespace goes what else there is of it."""
+        """Delete packs and return what was deleted; a namespace without packs loses its other objects too.
+
+        Args:
+            older_s: Delete packs older than this.
+            max_bytes: Delete the oldest packs beyond this total size.
+            expired: Delete packs of which every record has expired.
+            dry_run: Delete nothing; only return what would be deleted.
+        """
         over = {pack.path for pack in self.packs() if self._manifest.expired(pack)} if expired else set()
         packs = sorted((each for each in self.listed() if self._names.is_pack(each.path)), key=lambda each: each.age_s)
         leaving: list[ListedObject] = []
@@ -106,7 +112,11 @@ class StoreInspector:
         return NamespaceUsage(b"", len(leaving), sum(each.size for each in leaving), oldest_s)
 
     def purge(self, namespace: bytes) -> int:
-        """Delete every object of a namespace; how many records there were. RefusedError where others go on storing."""
+        """Delete every object of a namespace and return its count of records.
+
+        Raises:
+            RefusedError: Other processes go on storing.
+        """
         records = len(self.addresses(namespace))
         for _ in range(_PURGE_ROUNDS):
             paths = [each.path for each in self.listed(namespace)]
@@ -133,7 +143,7 @@ class StoreInspector:
         return found
 
     def _drop_empty(self) -> None:
-        """Of namespaces without a pack, delete what else there is."""
+        """Delete the other objects of namespaces without a pack."""
         listed = list(self.listed())
         full = {self._names.namespace_of(each.path) for each in listed if self._names.is_pack(each.path)}
         self._bucket.delete([each.path for each in listed if self._names.namespace_of(each.path) not in full], None)

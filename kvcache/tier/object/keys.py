@@ -1,9 +1,9 @@
-"""Where packs lie in a store. See `docs/spec/object.md`.
+"""Object names in a store. See `docs/spec/object.md`.
 
-PREFIX/o1r1/NAMESPACE/PLACE/FIRST              a pack: the records behind the block of this signature
-PREFIX/o1r1/NAMESPACE/PLACE/FIRST.WRITE        another one that begins with the same block
-PREFIX/o1r1/NAMESPACE/catalogue                a copy of the tables of many packs
-PREFIX/o1r1/NAMESPACE/owner                    whose namespace this is
+PREFIX/o1r1/NAMESPACE/PLACE/FIRST              a pack: records from the block of this signature on
+PREFIX/o1r1/NAMESPACE/PLACE/FIRST.WRITE        another pack that begins with the same block
+PREFIX/o1r1/NAMESPACE/catalogue                the manifest copy: tables of many packs
+PREFIX/o1r1/NAMESPACE/owner                    the owner of the namespace
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PREFIX = re.compile(r"([A-Za-z0-9._-]{1,64}/?)*")
 
 
 class PackLocation(NamedTuple):
-    """Where a record's packs lie: its namespace, group and shard."""
+    """Namespace, group and shard, which the name of a pack holds."""
 
     namespace: bytes
     group: int
@@ -50,19 +50,19 @@ class ObjectNames:
         return f"{self.namespace(namespace)}/{MANIFEST}"
 
     def pack(self, place: PackLocation, first: bytes, *, other: bool = False) -> str:
-        """Of the pack that begins with the block of this signature; `other`: beside one of that name."""
+        """Return the name of the pack that begins with this block; `other` adds a random suffix."""
         shard = place.shard
         part = f"{place.group}-{shard.first_layer}-{shard.end_layer}-{shard.first_head}-{shard.end_head}"
         end = f".{secrets.token_hex(8)}" if other else ""
         return f"{self.namespace(place.namespace)}/{part}/{first.hex()}{end}"
 
     def is_path_of(self, path: str, place: PackLocation, first: bytes) -> bool:
-        """Whether a pack of this place that begins with this block lies where it belongs."""
+        """Return whether this is a valid path for a pack of this place that begins with this block."""
         name = self.pack(place, first)
         return path == name or path.startswith(f"{name}.")
 
     def namespace_of(self, path: str) -> bytes | None:
-        """Whose object this is; None for what is not ours."""
+        """Return the namespace of an object; None for a path outside this tier's names."""
         parts = path[len(self.root) + 1 :].split("/") if path.startswith(self.root + "/") else []
         if len(parts) < 2 or len(parts[0]) != 64:
             return None

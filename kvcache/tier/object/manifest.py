@@ -1,10 +1,10 @@
-"""What lies in a store, as this process knows it: the tables of its packs.
+"""The manifest: this process's index of a store, built from the tables of its packs.
 
-The listing says which packs there are and is asked now and then; a pack's own table says what is in it. A cold process
-reads both, the tables of most packs from one object, the catalogue, which whoever had to read many of them singly
-leaves there. The catalogue is a copy and never the truth: what the listing does not name is not there, and a pack that
-changed has another mark. Between two listings a prefix that goes on is found by its name, since a pack bears that of
-its first block."""
+A listing, made now and then, names the packs; each pack's table names its records. A cold process reads both. It takes
+most tables from one object, the manifest copy (`catalogue` in the store). A process that read many tables one by one
+writes that copy. The copy is never authoritative: a pack exists only if the listing names it, and a changed pack has
+another etag. Between two listings a pack is found by its name, which holds the signature of its first block.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from kvcache.tier.object.keys import ObjectNames, PackLocation
 from kvcache.tier.object.pack import Row, Table, read_table, table_bytes
 from kvcache.tier.tier import Outcome
 
-# Tables of packs: read from each, or for many of them from one object where somebody left copies.
+# Tables of packs: read from each pack, or many from the manifest copy
 
 HEAD_BYTES = 16 << 10
-"""Read of a pack to learn its table: that of 170 records."""
+"""First read of a pack: enough for the table of 170 records."""
 COPY_AFTER_READS = 64
-"""Packs that had to be read singly, from which on copies are left for the next."""
+"""Single reads of tables from which on a process writes the manifest copy."""
 MAX_COPY_BYTES = 64 << 20
-"""Of copies, at most."""
+"""Largest manifest copy."""
 READ_BATCH_PACKS = 512
-"""Tables that are read in one call, which has its own time."""
+"""Tables that one call reads, within that call's time."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,9 +49,16 @@ class PackTables:
         self.bucket, self.names, self.counters = bucket, names, counters
 
     def of(self, path: str, deadline: float | None, head: bytes | None = None) -> Table | None:
-        """That of a pack, `head` being its first bytes where they are there; None where it has none that can be read,
-        or one that belongs elsewhere: whoever can write there may copy a folder. OSError where the store did not
-        answer."""
+        """Return the table of a pack; None where it cannot be read, or belongs under another path.
+
+        A foreign path occurs because any writer of the store can copy a folder.
+
+        Args:
+            head: The first bytes of the pack, where the caller has them.
+
+        Raises:
+            OSError: The store did not answer.
+        """
         try:
             if head is None:
                 head = self.bucket.get(path, deadline, end=HEAD_BYTES)
@@ -74,7 +81,7 @@ class PackTables:
 
 
 class ManifestCopy:
-    """The catalogue of a namespace, read once it is worth it; and how many tables it had not."""
+    """The manifest copy of a namespace, read when enough packs need a table; counts the tables that it lacked."""
 
     def __init__(self, tables: PackTables, namespace: bytes) -> None:
         self._tables = tables
@@ -87,7 +94,7 @@ class ManifestCopy:
         return self._singly >= COPY_AFTER_READS
 
     def read(self, listed: Sequence[ListedObject]) -> Iterator[Pack]:
-        """Those of these that are packs of the namespace."""
+        """Yield the packs among the listed objects, with their tables."""
         if len(listed) >= COPY_AFTER_READS and self._copies is None:
             self._copies = self._load()
         singly: list[ListedObject] = []
@@ -108,21 +115,21 @@ class ManifestCopy:
                     yield Pack(each.path, each.etag, table)
 
     def _load(self) -> dict[str, tuple[str, bytes]]:
-        """By path, mark and table of a pack, as somebody saw them: never to be believed for another mark."""
+        """Return etag and table by path. A table is valid only for its etag."""
         data = self._tables.bucket.get(self._path, None, end=MAX_COPY_BYTES + 1) or b""
         if not 8 <= len(data) <= MAX_COPY_BYTES or xxh3_64_digest(data[8:]) != data[:8]:
             return {}
         try:
             return {str(path): (str(etag), bytes(table)) for path, etag, table in msgpack.unpackb(data[8:])}
-        except Exception:  # noqa: BLE001  whoever can write there may write anything
+        except Exception:  # noqa: BLE001  any writer of the store may put any bytes here
             self._tables.counters.add("damaged")
             return {}
 
     def publish(self, packs: Sequence[Pack]) -> None:
-        """As many as there is room for."""
+        """Write the manifest copy, with as many packs as fit in MAX_COPY_BYTES."""
         copies, size = [], 0
         for pack in packs:
-            size += len(pack.path) + len(pack.etag) + pack.table.table_bytes + 32  # at least what msgpack adds
+            size += len(pack.path) + len(pack.etag) + pack.table.table_bytes + 32  # 32: the most that msgpack adds
             if pack.etag and size <= MAX_COPY_BYTES:
                 copies.append((pack.path, pack.etag, pack.table.pack()))
         data = msgpack.packb(copies)
@@ -133,12 +140,12 @@ class ManifestCopy:
 
 
 MAX_RECORDS = 1 << 20
-"""Known at a time, at about 400 bytes of memory each: what lies in packs beyond them is found by their names alone."""
+"""Records in the index, at about 400 bytes of memory each. Packs beyond them are found only by name."""
 _LISTING_TIME_FACTOR = 20
-"""Listings take at most so small a part of the time."""
+"""Least pause between listings, as a multiple of the time that the last one took."""
 _DEADLINE_SHARE = 0.5
-"""Of the time that a call has, so much is waited for a listing."""
-_MISSING_TTL_S = 1.0  # how long it is remembered that there is no pack of a name
+"""The part of a call's time that it waits for a listing."""
+_MISSING_TTL_S = 1.0  # how long a probe's "no such pack" stays valid
 _MAX_MISSING = 4096
 
 
@@ -147,15 +154,15 @@ PackEntry = tuple[Pack, Row]
 
 @dataclass(slots=True)
 class NamespaceState:
-    """Of one namespace."""
+    """The index of one namespace."""
 
     packs: dict[str, Pack] = field(default_factory=dict)
-    records: int = 0  # in all of them
+    records: int = 0  # in all packs
     rows: dict[PackLocation, dict[bytes, PackEntry]] = field(default_factory=dict)
-    listed: float | None = None  # when
-    pause_s: float = 0.0  # until the next listing
-    turn: threading.Lock = field(default_factory=threading.Lock)  # one lists at a time
-    listing: Future[None] | None = None  # the last that was begun
+    listed: float | None = None  # when the last listing ended
+    pause_s: float = 0.0  # from the end of a listing to the next one
+    turn: threading.Lock = field(default_factory=threading.Lock)  # held by the listing that runs
+    listing: Future[None] | None = None  # the last one begun
 
 
 class Manifest:
@@ -169,27 +176,35 @@ class Manifest:
         refresh_s: float,
         background: Callable[[Callable[[], None]], Future[None]],
     ) -> None:
-        """`background` runs a listing, where nobody's time is counted."""
+        """`background` runs a listing on another thread, outside any call's deadline."""
         self._background = background
         self._bucket, self._names, self._clock = bucket, names, clock
         self._tables = PackTables(bucket, names, counters)
         self._refresh_s = refresh_s
         self._known: dict[bytes, NamespaceState] = {}
-        self._records = 0  # in all packs that are known
+        self._records = 0  # in all known packs
         self._missing: dict[str, float] = {}
-        self._lock = threading.RLock()  # an executor may run a listing where it is begun
+        self._lock = threading.RLock()  # reentrant: an executor may run a listing on the calling thread
 
-    # asking
+    # lookups
 
     def find(
         self, addresses: Sequence[Address], deadline: float | None, *, probe: bool = True, wait: bool = True
     ) -> list[PackEntry | Outcome]:
-        """Where these are. An outcome for each that was not found: ABSENT where the store says that it is not there, or
-        it has expired; LATE where the listing that would say so did not come in time. `ask`: look for what is not known
-        by name. `wait`: for a listing that is due.
-        OSError where the store did not answer and nothing is known."""
+        """Return the pack and row of each record, or an outcome.
+
+        The outcome is NOT_FOUND where the store does not have the record or it has expired, and TIMED_OUT where the
+        listing that would show this was late.
+
+        Args:
+            probe: Look for unknown packs by name.
+            wait: Wait for a listing that is due.
+
+        Raises:
+            OSError: The store did not answer, and nothing is known of the namespace.
+        """
         namespaces = {address.namespace for address in addresses}
-        # before the packs are looked at: a listing that ends in between may name what was not seen
+        # refresh before the lookup: a listing that ends in between may name packs that the lookup missed
         late = {namespace for namespace in namespaces if not self.refresh(namespace, deadline, wait=wait)}
         lacked = len(addresses) + 1
         while True:
@@ -198,7 +213,7 @@ class Manifest:
                 for address in addresses
             ]
             lacking = sum(isinstance(each, Outcome) for each in hits)
-            # what is learnt of one may push out another, where they take more than is remembered
+            # a probed pack may displace another one when the index is full, so stop without progress
             if lacking >= lacked or not probe or not self._probe_missing(addresses, hits, deadline):
                 return hits
             lacked = lacking
@@ -206,7 +221,7 @@ class Manifest:
     def _probe_missing(
         self, addresses: Sequence[Address], hits: Sequence[PackEntry | Outcome], deadline: float | None
     ) -> bool:
-        """Ask by name for the heads of what was not found; whether there is more now."""
+        """Probe by name for the heads of missing chains; return whether the index grew."""
         lacking = [a for a, existing in zip(addresses, hits, strict=True) if isinstance(existing, Outcome)]
         tails = {address.signature for address in lacking}
         more = False
@@ -216,7 +231,7 @@ class Manifest:
         return more
 
     def match_prefix(self, addresses: Sequence[Address], deadline: float | None) -> int:
-        """How many of a chain are there, from its head."""
+        """Return how many blocks of a chain the store holds, counted from its head."""
         present = 0
         self.refresh(addresses[0].namespace, deadline)
         while present < len(addresses):
@@ -228,13 +243,13 @@ class Manifest:
         return present
 
     def probe(self, address: Address, deadline: float | None) -> bool:
-        """Look for a pack that begins with this block; whether there is one that was not known."""
+        """Look for a pack that begins with this block; return whether a new one was found."""
         path = self._names.pack(PackLocation.of(address), address.signature)
         now = self._clock.now()
         with self._lock:
             if path in self._space(address.namespace).packs or self._missing.get(path, now) > now:
                 return False
-        table = self.refresh_table(path, deadline)  # raises where the store did not answer: that is nothing to remember
+        table = self.refresh_table(path, deadline)  # raises without an answer, which is not cached
         with self._lock:
             if path not in self._space(address.namespace).packs:
                 if len(self._missing) >= _MAX_MISSING:
@@ -243,8 +258,7 @@ class Manifest:
         return table is not None and self._look(address) is not None
 
     def refresh_table(self, path: str, deadline: float | None, *, etag: str = "") -> Table | None:
-        """Read a pack's table anew; None where there is no pack of this name, or its table is none of
-        this name."""
+        """Read a pack's table again; None where no pack has this name, or the table belongs to another name."""
         table = self._tables.of(path, deadline)
         if table is None:
             self.forget(path)
@@ -267,18 +281,21 @@ class Manifest:
         return 0 < row.expires_ms <= self._clock.wall() * 1000
 
     def expired(self, pack: Pack) -> bool:
-        """Whether nothing in it is of use any more."""
+        """Return whether every record of the pack has expired."""
         return all(map(self._over, pack.table.rows))
 
-    # learning
+    # updates
 
     def refresh(self, namespace: bytes, deadline: float | None, *, now: bool = False, wait: bool = True) -> bool:
-        """List a namespace where that is due, or `now`, on a thread of its own: a large one takes longer than who asks
-        has time. `now` it is waited for (OSError where it failed or is late). Else who would `wait`, and who knows
-        nothing yet (OSError where it failed), waits for a part of the time, and goes on with what is known by then.
+        """List a namespace on the listing thread where that is due: a large listing outlasts a caller's deadline.
+
+        Args:
+            now: List even where it is not due, and wait for the listing. Raises OSError where it fails or is late.
+            wait: Wait for a due listing, for a part of the call's time, then continue with the known packs. The first
+                listing of a namespace is waited for in any case, and raises OSError where it fails.
 
         Returns:
-            Whether a listing says what is not there: False where the one that was waited for failed or is late.
+            Whether an unknown record is truly absent: False where the awaited listing failed or is late.
         """
         with self._lock:
             known = self._space(namespace)
@@ -287,9 +304,9 @@ class Manifest:
         first = known.listed is None
         waited = now or first or wait
         if not waited and self._bucket.breaker.is_open():
-            return True  # the listing would be the breaker's probe, in place of the call that would begin it
+            return True  # a listing would use up the breaker's probe, which the caller's own request needs
         future = self._begin(namespace, known)
-        if future is None and now:  # one under way may not see what is asked about
+        if future is None and now:  # a listing that runs already may miss new packs
             self._await(known.listing, deadline, must=False)
             future = self._begin(namespace, known)
         if now:
@@ -304,8 +321,8 @@ class Manifest:
         return True
 
     def _begin(self, namespace: bytes, known: NamespaceState) -> Future[None] | None:
-        """None where a listing is under way."""
-        with self._lock:  # whoever finds one under way finds its future as well
+        """Begin a listing and return its future; None where a listing is running."""
+        with self._lock:  # so that a caller that finds a running listing also finds its future
             if not known.turn.acquire(blocking=False):
                 return None
             try:
@@ -322,7 +339,7 @@ class Manifest:
             known.turn.release()
 
     def _await(self, listing: Future[None] | None, deadline: float | None, *, must: bool) -> bool:
-        """Whether it ended by then. `must`: OSError where it failed."""
+        """Return whether the listing ended by the deadline. `must`: raise OSError where it failed."""
         if listing is None:
             return True
         ended = bool(wait_for([listing], self._left(deadline)).done)
@@ -344,8 +361,14 @@ class Manifest:
         known.pause_s = max(self._refresh_s, _LISTING_TIME_FACTOR * (known.listed - began))
 
     def iterate_packs(self, namespace: bytes) -> Iterator[Pack]:
-        """Each pack that the store lists of a namespace, page by page: known from then on where there is room, also if
-        a later page does not come. What is not listed is forgotten at the end. OSError where a page did not come."""
+        """List a namespace page by page, index its packs where they fit, and yield them.
+
+        Packs of earlier pages stay indexed if a later page fails. The end of the listing drops packs that it did not
+        name.
+
+        Raises:
+            OSError: A page failed.
+        """
         with self._lock:
             known = self._space(namespace)
             unlisted = set(known.packs)
@@ -365,17 +388,17 @@ class Manifest:
             copies.publish(self.packs(namespace))
 
     def _same(self, known: NamespaceState, each: ListedObject) -> Pack | None:
-        """What is known of this pack, where it has not changed since."""
+        """Return the known pack of a listed object, where its etag is unchanged."""
         pack = known.packs.get(each.path)
         if pack is not None and not pack.etag:
-            pack.etag = each.etag  # it was read by name, after it was made
+            pack.etag = each.etag  # the pack was read by name, which gives no etag
         return pack if pack is not None and pack.etag == each.etag else None
 
     def _space(self, namespace: bytes) -> NamespaceState:
         return self._known.setdefault(namespace, NamespaceState())
 
     def add(self, pack: Pack) -> None:
-        """This pack is there. Of a record that two have, the one that lasts longer counts, else the later one."""
+        """Index a pack. Of a record in two packs the one that expires later counts, else the one added later."""
         table = pack.table
         with self._lock:
             self.forget(pack.path)
@@ -392,8 +415,7 @@ class Manifest:
             self._missing.pop(pack.path, None)
 
     def _make_room(self) -> None:
-        """Forget the oldest of who has most records, so that one namespace does not push out what is known of
-        others."""
+        """Drop the oldest packs of the namespace with most records, so that it does not displace other namespaces."""
         while self._records > MAX_RECORDS:
             fullest = max((k for k in self._known.values() if k.packs), key=lambda k: k.records, default=None)
             if fullest is None:
@@ -402,7 +424,7 @@ class Manifest:
                 self._drop(fullest, next(iter(fullest.packs)))
 
     def forget(self, path: str) -> None:
-        """This pack is not there, or not to be used."""
+        """Drop a pack that does not exist, or must not be used."""
         namespace = self._names.namespace_of(path)
         with self._lock:
             known = self._known.get(namespace) if namespace else None

@@ -1,7 +1,7 @@
-"""A pack: records of one chain in one object, behind a table that says where each of them begins.
+"""A pack: records of one chain in one object, behind a table with the offset of each record.
 
-A store takes about as long for 100 KiB as for 8 MiB, so what is written together lies together. The table is the index
-that any reader can rebuild: nothing else has to be true but the objects that are there. See `docs/spec/object.md`.
+A store takes about as long for 100 KiB as for 8 MiB, so records that are written together share an object. Readers
+build their index from the tables; no state outside the packs has to be right. See `docs/spec/object.md`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ _SUM = Struct("<Q")
 HEAD_BYTES = _HEAD.size + _SUM.size
 _ROW = Struct("<32s32sQQQQ")
 MAX_ROWS = 1 << 16
-"""Of a table, at most: no pack takes more than a small part of what a process remembers of a store, whoever made it."""
+"""Most rows of a table. The bound keeps one pack, by any writer, to a small part of a process's index of a store."""
 UNKNOWN = bytes(32)
 """A parent that the writer did not know."""
 
 
 class Row(NamedTuple):
-    """Where a record lies in its pack, and what is known of it without reading it."""
+    """A record's place in its pack, and its metadata."""
 
     signature: bytes
-    parent: bytes  # empty where it is not known
+    parent: bytes  # empty where unknown
     at: int
     size: int
     write_id: int
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """What stands at the beginning of a pack."""
+    """The table at the beginning of a pack."""
 
     namespace: bytes
     group: int
@@ -55,7 +55,7 @@ class Table:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole object."""
+        """The size of the whole pack."""
         return self.rows[-1].at + self.rows[-1].size
 
     def address(self, row: Row) -> Address:
@@ -70,7 +70,7 @@ class Table:
 
 
 def table_bytes(head: bytes) -> int:
-    """How long the table that begins so is. RecordError where none does."""
+    """Return the length of the table that begins with these bytes. Raises RecordError where no table does."""
     if not head.startswith(MAGIC):
         raise RecordError("magic", f"magic {head[:4]!r}: expected {MAGIC!r}")
     if len(head) < HEAD_BYTES:
@@ -84,7 +84,7 @@ def table_bytes(head: bytes) -> int:
 
 
 def read_table(data: bytes) -> Table:
-    """The table at the beginning of these bytes. RecordError for anything but a whole, sound one."""
+    """Return the table at the beginning of these bytes. Raises RecordError for a short or damaged one."""
     end = table_bytes(data[:HEAD_BYTES])
     if len(data) < end or end == HEAD_BYTES:
         raise RecordError("short", f"a table of {end} bytes: {len(data)} are there")
@@ -108,11 +108,11 @@ def read_table(data: bytes) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class PackRecord:
-    """A record in its cut form, ready to go into a pack."""
+    """A record in its cut form, to be written to a pack. `pieces` refer to the caller's memory."""
 
     i: int  # its number in the batch
     address: Address
-    pieces: Sequence[memoryview]  # header of its used length, then the payload
+    pieces: Sequence[memoryview]  # the used length of the header, then the payload
 
     @property
     def size(self) -> int:
@@ -120,7 +120,7 @@ class PackRecord:
 
 
 def build_pack(records: Sequence[PackRecord]) -> tuple[Table, list[memoryview]]:
-    """The pack of these records, all of one place: its table, and the bytes of the object in pieces."""
+    """Return a pack's table and the bytes of its object in pieces. All records share namespace, group and shard."""
     first = records[0].address
     at, rows = HEAD_BYTES + _ROW.size * len(records), []
     for record in records:

@@ -1,7 +1,8 @@
-"""What one call does to a batch of records. An OSError leaves what was not settled to the caller.
+"""Reads, writes, lookups and removals of a batch of records. After an OSError the caller settles the remaining blocks.
 
-A read takes the records of a pack in one request, compares the whole identity and every checksum, and only then fills
-the caller's segments: one that comes too late touches nothing. A write packs what is new and puts it where nothing is.
+A read fetches the records of a pack together, compares the whole identity and every checksum, and only then fills the
+caller's segments. A late read therefore leaves the segments untouched. A write packs the new records and creates an
+object only under a free name.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from kvcache.tier.tier import Outcome, Segments, flatten, sealed_record
 DONE, NOT_FOUND, FAILED = Outcome.DONE, Outcome.NOT_FOUND, Outcome.FAILED
 Settle = Callable[[int, Outcome, str], None]
 MULTIPART_BYTES = 32 << 20
-"""A larger object goes in parts."""
-_MAX_TRIES = 3  # to write where others do, since the last time that less was left to write
+"""Larger objects are uploaded in parts."""
+_MAX_TRIES = 3  # attempts against concurrent writers since the last attempt that made progress
 
 
 class Store:
@@ -38,22 +39,25 @@ class Store:
         pack_bytes: int,
         signer: RecordSigner | None,
     ) -> None:
-        """`shut`: of writes, which a store may refuse while it is read. `signer`: what is written is signed, and only
-        what is signed is read."""
+        """
+        Args:
+            write_breaker: Stops only writes: a store may refuse writes and still serve reads.
+            signer: Signs each record that is written; reads refuse records without a valid signature.
+        """
         self._bucket, self._manifest, self._names, self._counters = bucket, manifest, names, counters
         self._write_breaker, self._signer, self._pack_bytes = write_breaker, signer, pack_bytes
-        self._supports_create = True  # the store can write only where nothing is
+        self._supports_create = True  # the store can create without overwriting
         self._remove_lock = threading.Lock()
 
     def contains(self, batch: Batch, settle: Settle) -> None:
         for i, located in zip(batch.blocks, self._manifest.find(batch.block_addresses, batch.deadline), strict=True):
             settle(i, located if isinstance(located, Outcome) else DONE, "")
 
-    # reading
+    # reads
 
     def read(self, batch: Batch, settle: Settle) -> None:
         remaining = list(batch.blocks)
-        for again in (False, True):  # a pack that is gone may have been written anew without some of its records
+        for again in (False, True):  # a missing pack may have been rewritten without some of its records
             located = self._manifest.find([batch.addresses[i] for i in remaining], batch.deadline, wait=False)
             packs: dict[Pack, list[tuple[int, Row]]] = {}
             for i, existing in zip(remaining, located, strict=True):
@@ -72,7 +76,7 @@ class Store:
             settle(i, NOT_FOUND, "")
 
     def _read_pack(self, batch: Batch, pack: Pack, wanted: Sequence[tuple[int, Row]], settle: Settle) -> list[int]:
-        """Of one pack; the blocks of one that is not there any more."""
+        """Read records of one pack; return the blocks to look up again, because the pack changed or is missing."""
         parts = [(row.at, row.at + row.size) for _, row in wanted]
         got = self._bucket.ranges(pack.path, parts, batch.deadline)
         if got is None:
@@ -92,7 +96,7 @@ class Store:
                 else:
                     bad.append((i, row, error.check))
         if bad and self._manifest.refresh_table(pack.path, batch.deadline, etag=pack.etag) != pack.table:
-            return [i for i, _, _ in bad]  # it changed since its table was read
+            return [i for i, _, _ in bad]  # the pack changed since its table was read
         for i, row, check in bad:
             self._counters.add("damaged")
             self._counters.add(f"damaged_{check}")
@@ -101,7 +105,7 @@ class Store:
         return []
 
     def _take(self, address: Address, data: memoryview, row: Row, segments: Segments) -> None:
-        """Judge what came of a record, and bring it where it belongs; RecordError where that cannot be."""
+        """Verify a record and copy it to the caller's segments. Raises RecordError where that fails."""
         if len(data) != row.size:
             raise RecordError("short", f"{len(data)} bytes of {row.size}")
         header = read_header(data)
@@ -121,7 +125,7 @@ class Store:
             piece[:] = body[at : at + len(piece)]
             at += len(piece)
 
-    # writing
+    # writes
 
     def write(self, batch: Batch, settle: Settle) -> None:
         new: list[PackRecord] = []
@@ -148,7 +152,7 @@ class Store:
         return PackRecord(i, address, [memoryview(head), *payload])
 
     def _runs(self, records: Sequence[PackRecord]) -> Iterator[list[PackRecord]]:
-        """Those that follow each other in a chain, as many as make a pack."""
+        """Split records into runs: consecutive blocks of a chain, at most one pack each."""
         run: list[PackRecord] = []
         size = 0
         for record in records:
@@ -190,13 +194,13 @@ class Store:
         self._counters.add("refused", len(run))
         if (
             reason != "breaker" and self._write_breaker.record_failure()
-        ):  # the breaker's refusal says nothing of the store
+        ):  # a refusal by the bucket's breaker says nothing about the store
             self._counters.add("writes_stopped")
         for record in run:
             settle(record.i, FAILED, reason)
 
     def _put(self, run: Sequence[PackRecord], deadline: float | None) -> None:
-        """Make a pack. TakenError where there is one that begins with the same block."""
+        """Write a pack. Raises ObjectExistsError where another pack begins with the same block."""
         table, pieces = build_pack(run)
         path = self._names.pack(PackLocation.of(run[0].address), table.rows[0].signature)
         whole = table.size_bytes <= MULTIPART_BYTES
@@ -217,8 +221,11 @@ class Store:
         self._counters.add("written_packs")
 
     def _moved(self, side_path: str, path: str, table: Table, deadline: float | None) -> bool:
-        """Bring a pack to where others look for it; TakenError where there is one. Where a store cannot, it stays
-        beside, and a listing finds it."""
+        """Rename a pack to the name that readers probe; return whether that succeeded.
+
+        Where it fails, the pack keeps its other name and a listing finds it. Raises ObjectExistsError where the name
+        exists.
+        """
         try:
             self._bucket.move(side_path, path, deadline)
         except ObjectExistsError:
@@ -231,8 +238,10 @@ class Store:
         return True
 
     def _move_arrived(self, side_path: str, path: str, table: Table) -> bool:
-        """A move that was late may have been made for a part: the copy is there, and what was to go is still beside
-        it. Looked for once, in the time of a call; TakenError where the one that is there is another."""
+        """Return whether a move that timed out arrived, and delete the source, which such a move may leave behind.
+
+        Checks once, within `timeout_s`. Raises ObjectExistsError where the name holds another pack.
+        """
         try:
             existing = self._manifest.refresh_table(path, None)
             if existing is not None:
@@ -244,16 +253,16 @@ class Store:
         return existing is not None
 
     def _reconcile_run(self, run: list[PackRecord], deadline: float | None, settle: Settle) -> list[PackRecord]:
-        """Somebody has written a pack that begins with the same block: what of a run is left to write."""
+        """Settle the records that a concurrent writer's pack holds; return the records still to write."""
         path = self._names.pack(PackLocation.of(run[0].address), run[0].address.signature)
         table = self._manifest.refresh_table(path, deadline)
-        if table is None:  # nobody can use it
+        if table is None:  # no reader can use this object
             self._bucket.delete([path], deadline)
             return run
         existing = {row.signature for row in table.rows}
         remaining = self._missing_records(run, deadline)
         stale = existing & {record.address.signature for record in remaining}
-        if stale:  # expired, or of another parent: they make room, and only they
+        if stale:  # expired records, or with another parent: remove only these
             self.remove_rows(Pack(path, "", table), stale, deadline)
             remaining = self._missing_records(run, deadline)
         missing = {record.i for record in remaining}
@@ -266,7 +275,7 @@ class Store:
         located = self._manifest.find([record.address for record in run], deadline, probe=False, wait=False)
         return [record for record, existing in zip(run, located, strict=True) if isinstance(existing, Outcome)]
 
-    # removing
+    # removals
 
     def remove(self, batch: Batch, settle: Settle) -> None:
         packs: dict[Pack, list[tuple[int, Row]]] = {}
@@ -281,7 +290,7 @@ class Store:
                 settle(i, DONE if row.signature in removed else NOT_FOUND, "")
 
     def remove_rows(self, pack: Pack, leaving: set[bytes], deadline: float | None) -> set[bytes]:
-        """Take these out of a pack, which is written anew where others are left in it; those that were there."""
+        """Remove records from a pack and return the signatures that it held; other records move to a new pack."""
         with self._remove_lock:
             table = self._manifest.refresh_table(pack.path, deadline, etag=pack.etag)
             if table is None:

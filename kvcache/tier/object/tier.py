@@ -1,7 +1,14 @@
-"""The object tier: the contract of a tier over an object store that others use as well.
+"""The object tier: a `Tier` over an object store that a fleet of caches shares.
 
-Its room is the store's, and so is the end of what lies there: lifecycle rules, `kvcache object prune`, an expiry of
-the record's own. Threads are bounded; none of them is held by a store that hangs.
+The tier sets no capacity and evicts nothing. Lifecycle rules of the store, `kvcache object prune` and the records' own
+expiry remove objects.
+
+Records of a chain that are written together share one object, a pack (`pack.py`), because a store takes about as long
+for 100 KiB as for 8 MiB. `manifest.py` knows which packs exist, `store.py` reads and writes them, and `bucket.py` makes
+the calls within their deadlines.
+
+Threads: `connections` workers run batches, one thread runs lookups, one runs listings, and one runs the event loop of
+all calls to the store. Each wait for a call ends at the call's deadline, so a store that hangs holds no thread.
 """
 
 from __future__ import annotations
@@ -23,18 +30,20 @@ from kvcache.tier.object.store import Settle, Store
 from kvcache.tier.remote import RemoteTier
 from kvcache.tier.tier import Op, Outcome, Usage
 
-_CLOSE_S = 5.0  # how long closing waits for what is under way before it drops it
+_CLOSE_S = 5.0  # how long `close` waits for running calls before it drops them
 _UNBOUNDED_BYTES = 1 << 60
 
 
 class ObjectTier(RemoteTier):
-    """Records in an object store: S3 and what speaks like it, Google's, Azure's, a directory.
+    """Records in an object store: S3 and compatible stores, Google Cloud Storage, Azure, or a directory.
 
-    `url`: `s3://BUCKET`, `gs://BUCKET`, `az://ACCOUNT/CONTAINER`, `file:///DIRECTORY`. `pack_bytes`: records of a chain
-    that are written together lie in one object, up to this size. `refresh_s`: how often the store is asked to list what
-    is there. `timeout_s`: what a call without a deadline of its own may take, and the most that any may.
+    The constructor sends nothing to the store. An unreachable store is a miss until it answers.
 
-    Opening asks nothing of the store: one that is away is a miss until it is there.
+    Args:
+        url: `s3://BUCKET`, `gs://BUCKET`, `az://ACCOUNT/CONTAINER` or `file:///DIRECTORY`.
+        pack_bytes: Largest pack of records that are written together.
+        refresh_s: Least time between two listings of a namespace.
+        timeout_s: Time of a call without a deadline, and the most of a call with one.
     """
 
     name = "object"
@@ -140,11 +149,11 @@ class ObjectTier(RemoteTier):
         return "open" if self._bucket.breaker.is_open() else "closed"
 
     def room(self, record_bytes: int) -> int:
-        """A store has no end that it tells of."""
+        """Return 0 while the write breaker is open; else no limit, because a store reports none."""
         return 0 if self._write_breaker.is_open() else _UNBOUNDED_BYTES // record_bytes
 
     def colocated(self, address: Address) -> list[Address]:
-        """Only itself: a store gives room back record by record."""
+        """Return the record itself, where it exists: records are removed from a pack one by one."""
         try:
             (backend,) = self._manifest.find([address], None)
         except OSError:
@@ -152,33 +161,36 @@ class ObjectTier(RemoteTier):
         return [] if isinstance(backend, Outcome) else [backend[0].table.address(backend[1])]
 
     def scan(self) -> Iterator[Address]:
-        """All records under this prefix, each behind its parent. Reads the tables of all packs."""
+        """Return all records under this prefix, parents first. Reads the tables of all packs."""
         try:
             return iter(self.inspector.addresses())
         except OSError:
             return iter(())
 
     def purge(self, namespace: bytes) -> int | None:
-        """Deletes all objects of the namespace, copies and leftovers too, until none is listed. OSError where the store
-        did not let it."""
+        """Delete every object of the namespace, until a listing shows none; return how many records there were.
+
+        Raises:
+            OSError: The store refused, or other processes go on storing.
+        """
         return self.inspector.purge(namespace)
 
     def note_owner(self, namespace: bytes, owner: Owner) -> None:
         self.inspector.note_owner(namespace, owner)
 
     def owners(self) -> Mapping[bytes, Owner]:
-        """OSError where the store does not answer."""
+        """Return the owner of each namespace. Raises OSError where the store does not answer."""
         return self.inspector.owners()
 
     def usage(self) -> Usage:
-        """Of all namespaces under this prefix, whoever wrote them; nothing while the store does not answer."""
+        """Return the usage of all namespaces under this prefix, by any writer; 0 while the store does not answer."""
         try:
             return self.inspector.usage()
         except OSError:
             return Usage(0, 0, 0)
 
     def check(self) -> list[str]:
-        """Whether each object is a pack, whole in length. Reads no payload."""
+        """Return faults: objects that are no readable pack, or of a wrong length. Reads no payload."""
         if self._closed:
             return []
         try:
@@ -198,7 +210,7 @@ class ObjectTier(RemoteTier):
         self._bucket.close()
 
     def close(self) -> bool:
-        """Run what was submitted, for a moment; what the store leaves unanswered then fails. Idempotent."""
+        """Finish submitted work for up to 5 s, then drop the calls; unfinished work fails. Idempotent."""
         closed = self._close(_CLOSE_S)
         self._listing_executor.close()
         return closed

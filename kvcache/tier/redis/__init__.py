@@ -1,4 +1,4 @@
-"""The Redis tier: records in a Redis or Valkey server shared by a fleet. `docs/spec/redis.md` says what lies there."""
+"""The Redis tier: records in a Redis or Valkey server that a fleet shares. Specification: `docs/spec/redis.md`."""
 
 from kvcache.tier.redis.tier import RedisTier
 

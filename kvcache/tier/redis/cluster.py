@@ -1,4 +1,7 @@
-"""Which server has which key: one that has all, or a cluster, where each has some and keys move between them."""
+"""Topologies: a single server that owns all keys, or a cluster whose servers own slots of keys that can move.
+
+`ConnectionConfig` builds the topology from the settings.
+"""
 
 from __future__ import annotations
 
@@ -18,37 +21,43 @@ from kvcache.tier.redis.wire import RespConnection
 
 SLOTS = 16_384
 _MAX_REDIRECT_POOLS = 16
-_REFRESH_PAUSE_S = 0.2  # between two looks at a cluster: what moves meanwhile is a miss
+_REFRESH_PAUSE_S = 0.2  # least time between two reads of the slot map; a key that moves in between is a miss
 
 PoolFactory = Callable[[Endpoint], ConnectionPool]
 
 
 class ServerBatch(NamedTuple):
-    """What one server is asked for."""
+    """One server's share of a list of keys."""
 
     pool: ConnectionPool
-    keys: Sequence[int]  # numbers of the keys that were divided
-    asking: bool = False  # they are on their way there
+    keys: Sequence[int]  # indices into the list of keys
+    asking: bool = False  # the keys are migrating to this server
 
 
 class Topology(Protocol):
     def partition(
         self, names: Sequence[bytes], deadline: float | None, places: Sequence[str] = ()
     ) -> Sequence[ServerBatch]:
-        """By server, which of these keys are its own. `places`: for each key the server that it is on its way to, or
-        nothing. OSError where that cannot be learnt in time."""
+        """Divide keys by the server that owns them.
+
+        Args:
+            places: For each key the HOST:PORT that it migrates to, or "".
+
+        Raises:
+            OSError: The owners could not be read in time.
+        """
 
     def mark_stale(self) -> None:
-        """A server refused what was thought to be its own, or is gone: before the next call, look anew."""
+        """Read the slot map again before the next call: a server failed, or refused a key."""
 
     def pools(self) -> list[ConnectionPool]:
-        """Of all servers that are known."""
+        """Return the pools of all known servers."""
 
     def close(self) -> None: ...
 
 
 class SingleServer:
-    """A server, or whichever one sentinels name."""
+    """One server, or the master that sentinels name."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
@@ -59,7 +68,7 @@ class SingleServer:
         return [ServerBatch(self._pool, range(len(names)))]
 
     def mark_stale(self) -> None:
-        """There is no other."""
+        """Do nothing: there is no other server."""
 
     def pools(self) -> list[ConnectionPool]:
         return [self._pool]
@@ -69,7 +78,10 @@ class SingleServer:
 
 
 class ClusterTopology:
-    """The masters of a Redis Cluster, each with a pool and a breaker of its own."""
+    """The masters of a Redis Cluster, each with its own pool and breaker.
+
+    Thread safety: any thread may call it; one lock guards the tables and is held while the slot map is read.
+    """
 
     def __init__(self, seeds: Sequence[Endpoint], make: PoolFactory, clock: Clock) -> None:
         self._seeds = {("seed", i): make(seed) for i, seed in enumerate(seeds)}
@@ -77,7 +89,7 @@ class ClusterTopology:
         self._pools: dict[tuple[str, int], ConnectionPool] = {}
         self._redirect_pools: dict[
             tuple[str, int], ConnectionPool
-        ] = {}  # that have no slots yet, but keys on their way
+        ] = {}  # servers without slots yet, to which keys migrate
         self._owners: list[ConnectionPool | None] = [None] * SLOTS
         self._is_stale = True
         self._refreshed_s = float("-inf")
@@ -93,17 +105,17 @@ class ClusterTopology:
         owners = self._owners
         for i, name in enumerate(names):
             owner = self._at(places[i]) if places and places[i] else owners[key_slot(name)]
-            if owner is None:  # a hole in the cluster: any server says so
+            if owner is None:  # no server owns this slot: any server reports that
                 owner = next(iter(self._pools.values()), None)
             if owner is None:
                 raise RefusedError("cluster")
             results.setdefault((owner, bool(places and places[i])), []).append(i)
-        # a server that fails may take all the time there is: the others are asked before it
+        # a failing server may use up the deadline, so the others run first
         shares = [ServerBatch(pool, keys, asking) for (pool, asking), keys in results.items()]
         return sorted(shares, key=lambda share: share.pool.breaker.failing())
 
     def _at(self, place: str) -> ConnectionPool | None:
-        """The server that another one names, as HOST:PORT."""
+        """Return the pool of the server that a redirection names as HOST:PORT."""
         host, _, port = place.rpartition(":")
         where = host, int(port) if port.isdigit() else 0
         with self._lock:
@@ -140,11 +152,11 @@ class ClusterTopology:
                 raise error
 
     def _learn(self, source: ConnectionPool, slots: Sequence[Any]) -> None:
-        """`slots` as CLUSTER SLOTS says them: first, last, the master's host and port, replicas."""
+        """Take over a slot map as CLUSTER SLOTS returns it: first, last, the master's host and port, replicas."""
         owners: list[ConnectionPool | None] = [None] * SLOTS
         pools: dict[tuple[str, int], ConnectionPool] = {}
         for first, last, (host, port, *_), *_ in slots:
-            where = (host.decode() if host else source.host, int(port))  # no host: the one that was asked
+            where = (host.decode() if host else source.host, int(port))  # no host: the server that answered
             if where not in pools:
                 known = self._pools.get(where) or self._redirect_pools.pop(where, None)
                 pools[where] = known or self._make(self._template_endpoint.with_host(*where))
@@ -163,12 +175,12 @@ class ClusterTopology:
 
 
 def ask_all(nodes: Topology, work: Callable[[RespConnection], Any], deadline: float | None = None) -> list[Any] | None:
-    """What each server says; None where one does not answer or refuses, or none is known."""
+    """Run `work` on each server; None where one does not answer or refuses, or no server is known."""
 
     def said(wire: RespConnection) -> Any:
         try:
             return work(wire)
-        except RefusedError as error:  # this command only: no fault of the connection
+        except RefusedError as error:  # a refused command is no fault of the connection
             return error
 
     try:
@@ -182,14 +194,14 @@ def ask_all(nodes: Topology, work: Callable[[RespConnection], Any], deadline: fl
 CLUSTER_FAILURE_REPLIES = FAILURE_REPLIES - REDIRECT_REPLIES
 
 
-# The way from settings to servers: one, the master that sentinels name, or a cluster.
+# From settings to a topology
 
 Mode = Literal["standalone", "sentinel", "cluster"]
 
 
 class ConnectionConfig:
     def __init__(self, url: str, *, username: str, password_file: str, sentinel_password_file: str, **tls: str) -> None:
-        """`tls`: as `Endpoint` has its files."""
+        """`tls` holds the TLS files of `Endpoint`."""
         self._urls, self._tls, self._sentinel_password_file = split_hosts(url), tls, sentinel_password_file
         self._endpoints = [Endpoint(each, username=username, password_file=password_file, **tls) for each in self._urls]
         self.name = ", ".join(endpoint.name for endpoint in self._endpoints)

@@ -1,4 +1,4 @@
-"""Where servers are and how one gets in. The only file that knows credentials, and it shows them to nobody."""
+"""Endpoints of servers: URL, TLS and credentials. Credentials stay in this file; no name, error or repr shows them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from redis.retry import Retry
 
 from kvcache.errors import ConfigError
 
-PASSWORD_VARIABLE = "KVCACHE_REDIS_PASSWORD"  # noqa: S105  the name of a variable, not its value
+PASSWORD_VARIABLE = "KVCACHE_REDIS_PASSWORD"  # noqa: S105  the name of an environment variable, not its value
 SENTINEL_PASSWORD_VARIABLE = "KVCACHE_REDIS_SENTINEL_PASSWORD"  # noqa: S105  the same
 
 
 class RefusedError(OSError):
-    """No connection: `reason` is a word that tells why and holds nothing secret."""
+    """No connection, or a refused command. `reason` is one word without secrets."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -30,9 +30,12 @@ class RefusedError(OSError):
 
 
 class Endpoint:
-    """`redis://host:port/db`, `rediss://...` (TLS; `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile` in the query) or
-    `unix:///path?db=0`, as redis-py reads them. The password comes from the URL, from a file, read anew for each
-    connection so that it can be changed, or from the environment variable `variable`."""
+    """A server by its URL, with TLS files and credentials.
+
+    The URL is `redis://host:port/db`, `rediss://...` (TLS; `ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile` in the query)
+    or `unix:///path?db=0`, as redis-py reads them. The password is that of the URL, of the environment variable
+    `variable`, or of a file. Each connection reads the file anew, so that the password can be changed.
+    """
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class Endpoint:
             raise ConfigError(f"redis.url = {self.name!r}: no TLS, but its files are given; expected rediss://")
 
     def with_host(self, host: str, port: int) -> Endpoint:
-        """Another server that is entered in the same way."""
+        """Return an endpoint for another server with the same credentials and TLS files."""
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         url = urlsplit(self._url)._replace(netloc=address).geturl()
         other = Endpoint(url, username=self._username or "", password_file=self._password_file, variable=self._variable)
@@ -74,10 +77,17 @@ class Endpoint:
         return f"Endpoint({self.name!r})"
 
     def connect(self, timeout_s: float, *, protocol: int = 2) -> tuple[Any, Any]:
-        """A connection of redis-py, connected, authenticated, its database selected, and its socket. RefusedError where
-        there is none. `protocol`: the version of RESP."""
+        """Return an authenticated redis-py connection with its database selected, and its socket.
+
+        Args:
+            protocol: The version of RESP.
+
+        Raises:
+            RefusedError: No connection could be made.
+            TimeoutError: The time is over.
+        """
         try:
-            # Made with the time that is left: redis-py takes it over for each step, and gives no other chance.
+            # redis-py takes its timeout only here, and applies it to each step.
             pool = ConnectionPool.from_url(
                 self._url,
                 protocol=protocol,
@@ -106,13 +116,13 @@ class Endpoint:
 
 
 class SentinelEndpoint:
-    """The master of that name, whichever server that is now: the sentinels are asked for each connection."""
+    """The current master of a name; the sentinels are queried for each connection."""
 
     def __init__(self, endpoints: Sequence[Endpoint], master: str, server: Endpoint) -> None:
-        """`server` says how the master is entered."""
+        """`server` holds the credentials and TLS files of the master."""
         self.name = f"sentinel {master}"
         self._endpoints, self._master, self._server = list(endpoints), master, server
-        self._last_master = ("", 0)  # host and port of the master, when somebody asked last
+        self._last_master = ("", 0)  # host and port of the master at the last query
 
     def __repr__(self) -> str:
         return f"Sentinels({self._master!r})"
@@ -122,7 +132,7 @@ class SentinelEndpoint:
         return self._server.with_host(*self._last_master).connect(timeout_s / 2, protocol=protocol)
 
     def master_changed(self, timeout_s: float) -> bool:
-        """Whether another server is the master now than was when somebody asked last. RefusedError as `connect`."""
+        """Return whether the master changed since the last query. Raises RefusedError where no sentinel answers."""
         before, self._last_master = self._last_master, self._find(timeout_s)
         return before != self._last_master
 
@@ -133,7 +143,7 @@ class SentinelEndpoint:
                 found = self._ask(sentinel, timeout_s / len(endpoints))
             except (OSError, RedisError, ValueError):
                 continue
-            self._endpoints = endpoints[i:] + endpoints[:i]  # who answers is asked first from now on
+            self._endpoints = endpoints[i:] + endpoints[:i]  # query the sentinel that answered first next time
             return found
         raise RefusedError("sentinels")
 
@@ -148,19 +158,19 @@ class SentinelEndpoint:
 
 
 def split_hosts(url: str) -> list[str]:
-    """The URL of each host, of one that names several: `redis://one:6379,two:6379/0`."""
+    """Return one URL for each host of a URL that names several: `redis://one:6379,two:6379/0`."""
     parts = urlsplit(url)
     return [parts._replace(netloc=host).geturl() for host in parts.netloc.split(",")] if parts.netloc else [url]
 
 
 def _error_kind(error: Exception) -> str:
-    """The kind of an error. Its text is left out: it may quote what was sent."""
+    """Return the type name of an error. Its text may quote the command, so it is left out."""
     cause = error.__cause__ or error.__context__
     return type(cause if isinstance(cause, OSError) else error).__name__
 
 
 def _redacted(url: str) -> str:
-    """The URL without whatever is secret."""
+    """Return the URL without credentials."""
     parts = urlsplit(url)
     if parts.scheme == "unix":
         return f"unix://{parts.path}"

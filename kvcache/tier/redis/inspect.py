@@ -1,4 +1,4 @@
-"""Looking at a server as a whole: what is there, how full it is, whether it is sound."""
+"""Inspection of a whole server: its records, memory use and faults."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class MemoryUsage:
     records: int
     used_bytes: int
     max_bytes: int
-    policy: str  # what the server does when `maxmemory` is reached; nothing where it is not set
+    policy: str  # `maxmemory-policy`; empty where `maxmemory` is not set
 
     @property
     def limited(self) -> bool:
-        """The server refuses writes rather than evict."""
+        """Whether a full server refuses writes instead of evicting."""
         return self.policy == "noeviction"
 
     def room(self, record_bytes: int) -> int:
@@ -67,7 +67,7 @@ class ServerInspector:
         faults = []
         for name, head in self._heads(wire):
             if not head:
-                continue  # it went meanwhile
+                continue  # removed since the scan
             address = None if isinstance(head, ErrorReply) else address_of(head)
             if address is None or isinstance(head, ErrorReply):
                 faults.append(f"redis: {name.decode()} holds no record")
@@ -87,7 +87,7 @@ class ServerInspector:
             yield from zip(some, self._store.heads(wire, some), strict=True)
 
     def _keys(self, wire: RespConnection) -> Iterator[bytes]:
-        """The keys of records, each once; SCAN may tell of one twice."""
+        """Yield the keys of records, each once; SCAN may return a key twice."""
         seen: set[bytes] = set()
         for name in scan_keys(wire, self._names.pattern):
             if self._names.is_record(name) and name not in seen:

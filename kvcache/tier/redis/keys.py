@@ -1,4 +1,7 @@
-"""The keys that a server has."""
+"""Keys of records and owners, the identity in a record's first bytes, and the owners of namespaces.
+
+`docs/spec/redis.md` is the specification.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,11 @@ from kvcache.tier.redis.wire import ErrorReply, RespConnection
 
 
 def scan_keys(wire: RespConnection, pattern: bytes) -> Iterator[bytes]:
-    """Those that match; SCAN may tell of one twice. RefusedError where the server refuses: what came is not all."""
+    """Yield the keys that match a pattern, some of them twice (SCAN).
+
+    Raises:
+        RefusedError: The server refused, and the keys so far are not all.
+    """
     cursor = b"0"
     while True:
         wire.extend_deadline()
@@ -30,24 +37,28 @@ def scan_keys(wire: RespConnection, pattern: bytes) -> Iterator[bytes]:
             return
 
 
-# Under which keys records lie in a server, and what the first bytes of a value tell. See `docs/spec/redis.md`.
-# PREFIX:k1r1:NAMESPACE:KEY:GROUP:SHARD a record, or the first part of a long one
-# PREFIX:k1r1:NAMESPACE:KEY:GROUP:SHARD:WRITE:NUMBER a further part of the record that this write made
-# PREFIX:k1r1:NAMESPACE:owner whose the namespace is
+# Key names
+#
+# PREFIX:k1r1:NAMESPACE:KEY:GROUP:SHARD                a record, or the first part of a long one
+# PREFIX:k1r1:NAMESPACE:KEY:GROUP:SHARD:WRITE:NUMBER   a further part of the record with this write id
+# PREFIX:k1r1:NAMESPACE:owner                          the owner of the namespace
 
 KEY_VERSION = 1
 KEY_FORMAT = f"k{KEY_VERSION}r{VERSION}"
 HEAD_BYTES = FIXED_BYTES + 6 + 32
-"""The fixed part of a header and its first field, which is the parent where it is known."""
+"""The fixed part of a header and its first field, which is the parent where the writer knew it."""
 
 _START = Struct("<4sHH8s")
 _SIZES = Struct("<QQQ")  # stored, decoded, write id
-_PARENT = pack("<HI", PARENT, 32)  # begins the field
+_PARENT = pack("<HI", PARENT, 32)  # the first bytes of a parent field
 _PREFIX = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 
 class KeyNames:
-    """`cluster`: what names a record stands in braces, so that a Redis Cluster keeps all its parts on one server."""
+    """The key names under one prefix.
+
+    `cluster` puts the record's name in braces, so that a Redis Cluster keeps all parts of a record on one server.
+    """
 
     def __init__(self, prefix: str, *, cluster: bool = False) -> None:
         if not _PREFIX.fullmatch(prefix):
@@ -60,7 +71,7 @@ class KeyNames:
         self.owners = f"{self._start}*:owner{self._end}".encode()
 
     def owner(self, namespace: bytes) -> bytes:
-        """The key that says whose a namespace is."""
+        """Return the key that holds the owner of a namespace."""
         return f"{self._start}{namespace[:16].hex()}:owner{self._end}".encode()
 
     def record(self, address: Address) -> bytes:
@@ -80,46 +91,46 @@ class KeyNames:
         return names
 
     def is_record(self, name: bytes) -> bool:
-        """Whether this is the key of a record, not of a further part of one."""
+        """Return whether this is the key of a record, not of a further part."""
         start = self._start.encode()
         return name.startswith(start) and name.count(b":", len(start)) == 3
 
     def is_part(self, name: bytes) -> bool:
-        """Whether this is the key of a further part of a record."""
+        """Return whether this is the key of a further part of a record."""
         start = self._start.encode()
         return name.startswith(start) and name.count(b":", len(start)) == 5
 
     def namespace_pattern(self, namespace: bytes) -> bytes:
-        """The pattern of all keys of a namespace."""
+        """Return the SCAN pattern of all keys of a namespace."""
         return f"{self._start}{namespace[:16].hex()}:*".encode()
 
 
 def popularity_keys(prefix: str, namespace: bytes) -> list[bytes]:
-    """The keys under which a fleet counts how often a namespace's chains are used: the counts, the chains."""
+    """Return the two keys of a namespace's popularity: the use counts of its chains, and the chains."""
     name = f"{prefix}:h1:{{{namespace[:16].hex()}}}".encode()
     return [name + b":heat", name + b":chains"]
 
 
 def part_key(record: bytes, write_id: int, number: int) -> bytes:
-    """The key of part `number` of a long record; part 0 lies under the record's own key."""
+    """Return the key of part `number` of a long record, from 1; part 0 is under the record's own key."""
     return b"%b:%016x:%d" % (record, write_id, number)
 
 
-# what the first HEAD_BYTES of a value tell
+# The first HEAD_BYTES of a value
 
 
 def looks_like_record(head: bytes) -> bool:
-    """Whether a record of any version may begin so."""
+    """Return whether a record of any version may begin with these bytes."""
     return len(head) >= FIXED_BYTES and head.startswith(MAGIC)
 
 
 def is_head_of(head: bytes, address: Address) -> bool:
-    """Whether a record of this address begins so; parents count where both are known."""
+    """Return whether this is the head of the address's record; parents are compared where both are known."""
     return are_heads_of([head], [address])[0]
 
 
 def are_heads_of(heads: Sequence[bytes], addresses: Sequence[Address]) -> list[bool]:
-    """As `is_head_of`, of each: most are at one place, and what is equal needs no second look."""
+    """Return `is_head_of` for each pair. Addresses in a row mostly share group and shard, so these are packed once."""
     found = []
     group, shard, start = -1, None, b""
     for head, address in zip(heads, addresses, strict=True):
@@ -138,7 +149,7 @@ def parent_of(head: bytes) -> bytes:
 
 
 def address_of(head: bytes) -> Address | None:
-    """Whose record begins so; None where that cannot be told."""
+    """Return the address in a record's head; None where it cannot be read."""
     if not looks_like_record(head):
         return None
     _, version, group, shard = _START.unpack_from(head)
@@ -159,15 +170,15 @@ def write_id_of(head: bytes) -> int:
 
 
 def header_bytes_of(head: bytes) -> int:
-    """The used length of the header that begins so."""
+    """Return the used length of the header that begins with these bytes."""
     return FIXED_BYTES + int.from_bytes(head[120:124], "little")
 
 
-# Whose the namespaces in a server are: a key each, so that what is a tenant's can be found by whoever is told to.
+# Owners of namespaces: one key each, so that an erase by tenant or salt finds the namespaces.
 
 
 def record_owner(nodes: Topology, names: KeyNames, namespace: bytes, owner: Owner) -> None:
-    """OSError where the server does not answer, or refuses."""
+    """Store the owner of a namespace. Raises OSError where the server does not answer, or refuses."""
     name = names.owner(namespace)
     for pool, *_ in nodes.partition([name], None):
         if isinstance(
@@ -177,7 +188,7 @@ def record_owner(nodes: Topology, names: KeyNames, namespace: bytes, owner: Owne
 
 
 def read_owners(nodes: Topology, names: KeyNames) -> dict[bytes, Owner] | None:
-    """None where a server does not answer, or refuses."""
+    """Return the owner of each namespace; None where a server does not answer, or refuses."""
 
     def every(wire: RespConnection) -> list[bytes]:
         return [wire.ask(b"GET", name) for name in list(scan_keys(wire, names.owners))]

@@ -1,8 +1,7 @@
-"""How much of a chain is in the servers: by probes, and by what earlier ones saw.
+"""Prefix lookups: how many blocks of a chain the servers hold, by probes and a cache of earlier answers.
 
-A tail is not stored without its head, so the end of a chain is found by a few rounds of sixteen questions. What a
-server answered is remembered for as long as it promises to tell when that changes (client tracking, of the connection
-on which it was asked); without that promise, for a moment.
+A tail is stored behind its head, so a few rounds of sixteen probes find the end of a chain. The cache keeps an answer
+while the server reports changes to the connection that asked (client tracking), or for 0.5 s without tracking.
 """
 
 from __future__ import annotations
@@ -20,12 +19,15 @@ from kvcache.tier.redis.store import Head, Store
 from kvcache.tier.redis.wire import ErrorReply, RespConnection
 
 MAX_CACHED_HEADS = 16_384
-"""Keys of one server, at about 400 bytes of memory each."""
+"""Keys cached for one server, at about 400 bytes of memory each."""
 _UNTRACKED_TTL_S = 0.5
 
 
 class HeadCache:
-    """How values begin, by key, as one connection was told. Not thread-safe."""
+    """The first bytes of values by key, as read over one connection.
+
+    Thread safety: none; one thread uses it.
+    """
 
     def __init__(self, store: Store, clock: Clock, most: int = MAX_CACHED_HEADS) -> None:
         self._store, self._clock, self._most = store, clock, most
@@ -36,8 +38,8 @@ class HeadCache:
         return len(self._heads)
 
     def heads(self, wire: RespConnection, names: Sequence[bytes]) -> list[Head]:
-        """As `Store.heads`, asking only for what is not remembered."""
-        if wire is not self._wire:  # what another connection was promised is void
+        """Return the same as `Store.heads`; reads only the heads that are not cached."""
+        if wire is not self._wire:  # the server reports changes only to the connection that read the key
             self.forget()
             self._wire = wire
         wire.read_invalidations()
@@ -60,7 +62,7 @@ class HeadCache:
             )
             while len(self._heads) > self._most:
                 self._heads.popitem(last=False)
-            self._changed(wire)  # while they were asked for
+            self._changed(wire)  # keys that changed during the read
         return [found[name] for name in names]
 
     def _changed(self, wire: RespConnection) -> None:
@@ -75,16 +77,21 @@ class HeadCache:
 
 
 class PrefixLookup:
-    """Not thread-safe: one thread asks."""
+    """Finds the end of a chain in the servers.
+
+    Thread safety: none; one thread uses it.
+    """
 
     def __init__(self, nodes: Topology, names: KeyNames, store: Store, clock: Clock) -> None:
         self._nodes, self._names, self._store, self._clock = nodes, names, store, clock
         self._head_caches: dict[ConnectionPool, HeadCache] = {}
 
     def match_prefix(self, addresses: Sequence[Address], deadline: float | None) -> int:
-        """How many of a chain are there, from its head. A hole between probes shows when the blocks are read. OSError
-        where that cannot be told."""
-        present, missing = 0, len(addresses)  # the blocks before `here` are there; that at `missing` is not
+        """Return how many blocks of a chain the servers hold, counted from its head.
+
+        A hole between probes shows when the blocks are read. Raises OSError where the topology cannot be read.
+        """
+        present, missing = 0, len(addresses)  # blocks before `present` exist; the block at `missing` does not
         while present < missing:
             step = -(-(missing - present) // 16)
             probes = sorted({present, *range(present + step - 1, missing, step)})
@@ -118,7 +125,7 @@ class PrefixLookup:
             try:
                 work = partial(self._store.heads if asking else head_cache.heads, names=[names[i] for i in mine])
                 found = pool.run(work, deadline, listening=not asking, asking=asking)
-            except OSError:  # what it has is a miss
+            except OSError:  # the heads of this server stay empty: a miss
                 self._nodes.mark_stale()
                 continue
             for i, head in zip(mine, found, strict=True):
@@ -128,6 +135,6 @@ class PrefixLookup:
         return heads
 
     def forget(self) -> None:
-        """All that was remembered."""
+        """Drop all cached heads."""
         for head_cache in self._head_caches.values():
             head_cache.forget()

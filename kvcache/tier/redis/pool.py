@@ -1,8 +1,8 @@
-"""The connections to one server, and whether to try it at all.
+"""The connections to one server, and its breaker.
 
-A server that does not answer, or answers that it cannot serve now, opens the breaker: from then on nothing waits for it
-until a probe finds it well. A connection that proves dead before anything came back is replaced once, so a restart of
-the server costs a caller nothing but the time.
+A server that does not answer, or that refuses every call, opens the breaker. Calls then fail at once until a probe
+succeeds. A call retries once on a new connection when its old one fails before any byte of a reply. A restart of the
+server therefore costs a caller time, but no failure.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvcache.tier.redis.wire import RespConnection
 T = TypeVar("T")
 
 REDIRECT_REPLIES = {"ASK", "MOVED", "TRYAGAIN"}
-"""Refusals of a server that is well, but not the one for this key."""
+"""Refusals of a healthy server that does not own this key."""
 FAILURE_REPLIES = {"BUSY", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "NOAUTH", "NOPERM", "WRONGPASS", *REDIRECT_REPLIES}
-"""Refusals of a server that would refuse the next call as well."""
+"""Refusals of a server that would also refuse the next call."""
 
-_MIN_FAIR_TIMEOUT_S = 0.02  # a call given less than this says nothing of the server by being late
+_MIN_FAIR_TIMEOUT_S = 0.02  # a call with less time than this is no evidence against the server when it times out
 _LOG_INTERVAL_S = 5.0
 _MASTER_CHECK_S = 1.0
 
@@ -42,8 +42,12 @@ class ConnectionPool:
         failure_replies: Collection[str] = FAILURE_REPLIES,
         replaced: Collection[str] = (),
     ) -> None:
-        """`unfit`: refusals that count as a failure of the server. `replaced`: those by which a server tells that
-        another one has taken its place, so that connections to it are of no use."""
+        """
+        Args:
+            timeout_s: Time of a call without a deadline, and the most of a call with one.
+            failure_replies: Refusals that count as a failure of the server.
+            replaced: Refusals by which a server shows that it is no longer the master; its connections are closed.
+        """
         self._endpoint, self._clock, self._timeout_s = endpoint, clock, timeout_s
         self._failure_replies, self._replaced_replies = failure_replies, replaced
         self.name = endpoint.name
@@ -51,10 +55,10 @@ class ConnectionPool:
         self._counters = counters
         self.breaker = CircuitBreaker(clock, pause_s=0.25, max_pause_s=10.0)
         self._idle: list[RespConnection] = []
-        self._tracking_idle: list[RespConnection] = []  # idle, for lookups: the server tells on them what changes
+        self._tracking_idle: list[RespConnection] = []  # idle, for lookups: with client tracking
         self._master_checked_s = clock.now()
         self._busy: set[RespConnection] = set()
-        self._old: set[RespConnection] = set()  # of these, those to close when they come back
+        self._old: set[RespConnection] = set()  # the busy ones to close when their call ends
         self._lock = threading.Lock()
         self._closed = False
         self._logged_s = float("-inf")
@@ -68,9 +72,15 @@ class ConnectionPool:
         listening: bool = False,
         asking: bool = False,
     ) -> T:
-        """What `work` returns. OSError where there was no server to do it: TimeoutError for time, RefusedError with a
-        reason, or what the system said. `listening`: over a wire on which the server tells what changes. `asking`: for
-        keys that are on their way to this server."""
+        """Run `work` on a connection and return its result.
+
+        Args:
+            listening: Use a connection with client tracking.
+            asking: The keys are migrating to this server; each command follows an ASKING.
+
+        Raises:
+            OSError: The call failed: TimeoutError past the deadline, RefusedError with a reason, or the system's error.
+        """
         if not self.breaker.allows():
             raise RefusedError("breaker")
         began = self._clock.now()
@@ -110,7 +120,7 @@ class ConnectionPool:
             return result
 
     def _follow(self, now: float, limit: float) -> None:
-        """Once in a while, whether the master is still the master: one that was replaced does not know it at once."""
+        """Check with the sentinels once a second whether the master changed: the old one learns of it late."""
         if isinstance(self._endpoint, SentinelEndpoint) and now - self._master_checked_s > _MASTER_CHECK_S:
             self._master_checked_s = now
             if self._endpoint.master_changed((limit - now) / 2):
@@ -119,7 +129,7 @@ class ConnectionPool:
 
     def _take(self, limit: float, *, listening: bool, fresh: bool) -> RespConnection:
         while (wire := self._pop(self._tracking_idle if listening else self._idle)) is not None:
-            if not fresh and (listening or not wire.is_stale()):  # the others are as old as the one that proved dead
+            if not fresh and (listening or not wire.is_stale()):  # the other idle ones may be dead too
                 return wire
             self._drop(wire)
         remaining_s = limit - self._clock.now()
@@ -172,7 +182,7 @@ class ConnectionPool:
         self.log_fault(why)
 
     def log_fault(self, why: str) -> None:
-        """One line at most every few seconds, whatever happens meanwhile."""
+        """Log a fault, at most one line in 5 s; the line counts the faults since the last one."""
         now = self._clock.now()
         with self._lock:
             self._unlogged_faults += 1
@@ -182,7 +192,7 @@ class ConnectionPool:
         log.warning("redis %s: %s; %d faults since the last line", self._endpoint.name, why, times)
 
     def close(self) -> None:
-        """Close what is idle and wake whoever waits for an answer; their wires close as they come back."""
+        """Close idle connections and wake the threads that wait on busy ones, which close when their calls end."""
         with self._lock:
             self._closed = True
             busy = list(self._busy)
@@ -191,7 +201,7 @@ class ConnectionPool:
             wire.abort()
 
     def _retire_all(self) -> None:
-        """Close what is idle, and what is busy when it comes back."""
+        """Close idle connections, and mark busy ones to be closed when their calls end."""
         with self._lock:
             self._old |= self._busy
             idle = [*self._idle, *self._tracking_idle]
@@ -202,7 +212,7 @@ class ConnectionPool:
 
 
 def reason(error: OSError) -> str:
-    """A word for counters, outcomes and the log."""
+    """Return one word for the error, for counters, outcomes and the log."""
     if isinstance(error, RefusedError):
         return error.reason
     return "timeout" if isinstance(error, TimeoutError) else type(error).__name__

@@ -1,8 +1,9 @@
-"""What one call does to a batch of records, over one wire. An OSError leaves what was not settled to the caller.
+"""Reads, writes, lookups and removals of a batch of records over one connection.
 
-A read takes each value off the socket, compares the whole identity and every checksum, and settles block by block. A
-write looks at what stands under its keys first, so that a record that is there costs no payload, and sets only where
-nothing is. Long records go in parts, the one with the header last."""
+A read compares the whole identity and every checksum of a value and settles each block. A write first reads the heads
+under its keys, so that a resident record costs no payload, and sets a value only where none exists. Long records are
+split into parts; the part with the header is written last. After an OSError the caller settles the remaining blocks.
+"""
 
 from __future__ import annotations
 
@@ -40,25 +41,25 @@ from kvcache.tier.redis.pool import REDIRECT_REPLIES
 from kvcache.tier.redis.wire import MAX_TAKE_BYTES, ErrorReply, RespConnection
 from kvcache.tier.tier import Op, Outcome, Segments, flatten, same_record, sealed_record, slice_segments
 
-# How long what is written stays in a server: as the settings say, and never beyond the end that a record has.
+# Expiry of values: as the settings say, and never later than the record's own end.
 
-_PART_GRACE_MS = 1000  # a part outlives the header that needs it
+_PART_GRACE_MS = 1000  # so that a part outlives the header that needs it
 
 
 @dataclass(frozen=True, slots=True)
 class RecordTTL:
-    """In milliseconds; 0 for no end."""
+    """Expiry of values, in milliseconds; 0 for none."""
 
     record_ms: int
     part_ms: int
     clock: Clock
 
     def record_ttl_ms(self, header: Header) -> int:
-        """Of one in a single value."""
+        """Return the expiry of a record in a single value."""
         return self._until_end(header, self.record_ms)
 
     def head_ttl_ms(self, header: Header) -> int:
-        """Of the first value of a long one: the others outlive it."""
+        """Return the expiry of the first part of a long record; the further parts outlive it."""
         return self._until_end(header, min(self.record_ms or self.part_ms, self.part_ms * 9 // 10))
 
     def part_ttl_ms(self, header: Header) -> int:
@@ -72,16 +73,16 @@ class RecordTTL:
         return min(most_ms or remaining, remaining)
 
 
-# How many values go out together.
+# Groups of values in flight
 
 MAX_IN_FLIGHT_BYTES = 16 << 20
-"""On one connection; with more a server spends its time on memory."""
+"""Value bytes in flight on one connection. With more, the server spends its time on memory."""
 
 
 def in_flight_groups(
     values: Sequence[tuple[bytes, list[memoryview]]],
 ) -> Iterator[list[tuple[bytes, list[memoryview]]]]:
-    """As many in a row as may be in flight together."""
+    """Split values into consecutive groups of at most MAX_IN_FLIGHT_BYTES; a larger value is a group alone."""
     group: list[tuple[bytes, list[memoryview]]] = []
     size = 0
     for value in values:
@@ -95,16 +96,21 @@ def in_flight_groups(
         yield group
 
 
-# How one server's work on blocks of a batch ends: told to the ticket and counted, or kept for another server.
+# Completion of blocks
 
 OPS: tuple[Op, ...] = ("read", "write", "contains", "remove")
 _NAMES = {op: {outcome: f"{op}_{outcome.value}" for outcome in Outcome} for op in OPS}
 
 
 class Completion:
-    """`blocks`: the numbers that the batch's own ticket has for those of this part, where they differ from the part's.
-    `follow`: what turns out to be at another server is not settled, but stands in `moved`, with the place that the
-    server named, if it did. `doubtful`: what is known of the servers is no longer so."""
+    """Settles the blocks of one server's share of a batch, and counts the outcomes.
+
+    Args:
+        blocks: For each block of the share its number in the batch's ticket; None where they are equal.
+        follow: Keep a redirected block in `moved`, with the place that the server named or "", and do not settle it.
+
+    `has_stale_topology` is set by a redirection that shows the known slot map to be wrong.
+    """
 
     def __init__(
         self, batch: Batch, counters: Counters, *, blocks: Sequence[int] | None = None, follow: bool = False
@@ -126,7 +132,7 @@ class Completion:
         self._batch.ticket.settle(block, outcome, check)
 
     def settle_run(self, first: int, outcomes: Sequence[Outcome]) -> None:
-        """Blocks from `first` on, of a batch without segments, each for a reason that is no other server's."""
+        """Settle blocks from `first` on, of a batch without segments. No outcome may be a redirection."""
         if self._blocks is not None:
             for i, outcome in enumerate(outcomes, first):
                 self(i, outcome)
@@ -136,7 +142,7 @@ class Completion:
         self._batch.ticket.settle_many(first, outcomes)
 
     def settle_rest(self, outcome: Outcome, check: str = "") -> None:
-        """Those that nobody has settled, and that are not kept for another server."""
+        """Settle the blocks that are neither settled nor in `moved`."""
         ticket = self._batch.ticket
         for i in self._batch.blocks if self._blocks is None else range(len(self._blocks)):
             block = i if self._blocks is None else self._blocks[i]
@@ -146,35 +152,35 @@ class Completion:
 
 DONE, NOT_FOUND = Outcome.DONE, Outcome.NOT_FOUND
 _LOOKUP_BATCH = 1024
-"""Keys in a piece of a long question."""
-_PIPELINE_DEPTH = 2  # pieces that wait for the server
+"""Keys of a long lookup that are sent together."""
+_PIPELINE_DEPTH = 2  # groups of keys that wait for the server's replies
 Result = tuple[Outcome, str]
 Head = bytes | ErrorReply
 
 FULL_REPLIES = {"OOM"}
 WRITE_REFUSED_REPLIES = {"OOM", "READONLY", "MISCONF", "NOREPLICAS"}
-"""Refusals that only writes meet."""
+"""Refusals of writes by a server that still answers reads."""
 
 REMOVE_SAME = b"""local v = redis.call('GETRANGE', KEYS[1], 0, math.max(#ARGV[1] - 1, 0))
 if v == ARGV[1] then return redis.call('UNLINK', KEYS[1]) end
 return 0"""
-"""Removes a value that still begins as the one that was judged, its write id included."""
+"""Removes a value only while it begins with the head that was read, write id included."""
 
 
 @dataclass(slots=True, eq=False)
 class MultipartRecord:
-    """A record whose first part was read."""
+    """A record whose payload may be split into parts. `pieces` refer to the caller's memory."""
 
     i: int
     name: bytes
     header: Header
-    pieces: list[memoryview]  # of the whole payload
-    first_bytes: int  # of the payload, in the first part
+    pieces: list[memoryview]  # the whole payload
+    first_bytes: int  # payload bytes in the first part
     head: bytes
-    sums: bytes = b""  # of what was read of it
+    sums: bytes = b""  # checksums of the payload bytes read so far
 
     def parts(self) -> list[tuple[bytes, list[memoryview]]]:
-        """The other parts: key, and where its bytes go or come from."""
+        """Return the further parts: the key, and the memory to read into or write from."""
         steps = range(self.first_bytes, self.header.stored_bytes, self.first_bytes)
         return [
             (part_key(self.name, self.header.write_id, number), slice_segments(self.pieces, start, self.first_bytes))
@@ -193,14 +199,14 @@ class Store:
         ttl: RecordTTL,
         signer: RecordSigner | None = None,
     ) -> None:
-        """`signer`: what is written is signed, and only what is signed is read."""
+        """With a `signer`, writes sign records, and reads refuse records without a valid signature."""
         self._names, self._counters, self._write_breaker, self._signer = names, counters, write_breaker, signer
         self._part_bytes, self._ttl = part_bytes, ttl
 
-    # asking
+    # lookups
 
     def heads(self, wire: RespConnection, names: Sequence[bytes]) -> list[Head]:
-        """How the values under these keys begin; empty where there is none."""
+        """Return the first HEAD_BYTES of the values under these keys; empty where there is no value."""
         self._ask(wire, names)
         return wire.heads(len(names), HEAD_BYTES)
 
@@ -210,7 +216,7 @@ class Store:
         begins = {
             size: b"%b*4\r\n$8\r\nGETRANGE\r\n$%d\r\n" % (wire.command_prefix, size) for size in set(map(len, names))
         }
-        if len(begins) == 1:  # of one place, as nearly always: one join writes them
+        if len(begins) == 1:  # keys of one length, nearly always: one join makes the command
             (begin,) = begins.values()
             wire.send([begin + (end + begin).join(names) + end])
         else:
@@ -218,7 +224,7 @@ class Store:
 
     def contains(self, wire: RespConnection, batch: Batch, settle: Completion) -> None:
         pieces = [range(at, min(at + _LOOKUP_BATCH, batch.end)) for at in range(batch.first, batch.end, _LOOKUP_BATCH)]
-        for i, piece in enumerate(pieces):  # while the server answers some, the next are written and others judged
+        for i, piece in enumerate(pieces):  # overlap the server's work with sending and comparing
             self._ask(wire, self._names.records(batch.addresses[piece.start : piece.stop]))
             if i >= _PIPELINE_DEPTH:
                 self._answered(wire, batch, pieces[i - _PIPELINE_DEPTH], settle)
@@ -240,7 +246,7 @@ class Store:
             return self._refused(head)
         return (Outcome.DONE if is_head_of(head, address) else Outcome.NOT_FOUND), ""
 
-    # reading
+    # reads
 
     def read(self, wire: RespConnection, batch: Batch, settle: Completion) -> None:
         names = self._names.records(batch.block_addresses)
@@ -271,7 +277,7 @@ class Store:
         bad: list[tuple[int, bytes, bytes, str]],
         long: list[MultipartRecord],
     ) -> None:
-        """Take one value off the wire, all of it, and judge it."""
+        """Receive one whole value and verify it, or append it to `bad` or `long`."""
         address, segments = batch.addresses[i], batch.segments[i]
         remaining = size
         head = wire.read_exact(min(remaining, FIXED_BYTES))
@@ -338,9 +344,9 @@ class Store:
                 wire.end()
             if fault:
                 break
-        if isinstance(fault, ErrorReply):  # nothing that the record could help
+        if isinstance(fault, ErrorReply):  # the refusal says nothing about the record
             settle(record.i, *self._refused(fault))
-        elif fault:  # a part that went before the rest: without its header the place is free again
+        elif fault:  # a part was evicted first: removing the header frees the key for a new write
             self._counters.add("broken")
             wire.ask(b"EVAL", REMOVE_SAME, b"1", record.name, record.head[:HEAD_BYTES])
             settle(record.i, Outcome.NOT_FOUND, fault)
@@ -348,7 +354,7 @@ class Store:
             self._judge(record, settle, bad)
 
     def _judge(self, record: MultipartRecord, settle: Completion, bad: list[tuple[int, bytes, bytes, str]]) -> None:
-        """Of one whose identity was compared."""
+        """Verify checksums and signature of a record whose identity already matched."""
         header, check = record.header, ""
         if record.sums != header.chunk_sums:
             check = "payload_sum"
@@ -360,13 +366,13 @@ class Store:
             settle(record.i, DONE, "")
 
     def _distrust(self, wire: RespConnection, name: bytes, head: bytes, check: str) -> Result:
-        """Out with a damaged record, unless it is no longer the write that was read."""
+        """Remove a damaged record, unless another write replaced it since the read."""
         self._counters.add("damaged")
         self._counters.add(f"damaged_{check}")
         wire.ask(b"EVAL", REMOVE_SAME, b"1", name, head)
         return Outcome.DAMAGED, check
 
-    # writing
+    # writes
 
     def write(self, wire: RespConnection, batch: Batch, settle: Completion) -> None:
         new: list[MultipartRecord] = []
@@ -394,7 +400,7 @@ class Store:
                 self._write_parts(wire, record, settle, raced)
         if raced:
             remaining = self._standing(wire, raced, batch, settle)
-            for record in remaining:  # it came and went
+            for record in remaining:  # another writer's value existed at the write, and no longer does
                 settle(record.i, Outcome.FAILED, "raced")
 
     def _sealed(self, i: int, address: Address, segments: Segments) -> MultipartRecord:
@@ -405,7 +411,10 @@ class Store:
     def _standing(
         self, wire: RespConnection, records: Sequence[MultipartRecord], batch: Batch, settle: Completion
     ) -> list[MultipartRecord]:
-        """Settle what is there already; the rest. What no reader could use makes room."""
+        """Settle the records that the server already holds; return the others.
+
+        Removes a value that no reader could use.
+        """
         remaining = []
         heads = self.heads(wire, [record.name for record in records])
         for record, head in zip(records, heads, strict=True):
@@ -433,7 +442,7 @@ class Store:
     def _write_parts(
         self, wire: RespConnection, record: MultipartRecord, settle: Completion, raced: list[MultipartRecord]
     ) -> None:
-        """The header goes last, and leaves no later than what it needs."""
+        """Write the further parts, then the header, whose expiry is earlier than that of the parts."""
         names, part_ms = [], self._ttl.part_ttl_ms(record.header)
         for group in in_flight_groups(record.parts()):
             sets = [wire.store(name, value, expire_ms=part_ms, only_new=False) for name, value in group]
@@ -453,10 +462,10 @@ class Store:
             return
         (head,) = self.heads(wire, [record.name])
         if isinstance(head, ErrorReply) or not looks_like_record(head) or write_id_of(head) != record.header.write_id:
-            wire.ask(b"UNLINK", *names)  # else they are the parts of the same write, made by another hand
+            wire.ask(b"UNLINK", *names)  # with an equal write id the parts belong to the record that is there
         self._stored(reply, record, settle, raced)
 
-    # removing
+    # removals
 
     def remove(self, wire: RespConnection, batch: Batch, settle: Completion) -> None:
         names = self._names.records(batch.block_addresses)
@@ -470,7 +479,7 @@ class Store:
                 settle(i, outcome, check)
         ask = [wire.command(b"STRLEN", n) + wire.command(b"EVAL", REMOVE_SAME, b"1", n, head) for _, n, head in present]
         wire.send(ask)
-        others: list[bytes] = []  # a command a record, since a cluster takes none for keys of several
+        others: list[bytes] = []  # one command a record: a cluster refuses a command with keys of several slots
         deleted: list[tuple[int, Outcome]] = []
         for i, name, head in present:
             size, removed = wire.reply(), wire.reply()
@@ -488,7 +497,7 @@ class Store:
             settle(i, outcome, "")
 
     def _refused(self, wrong: ErrorReply) -> Result:
-        """What a refusal of the server means for a block."""
+        """Return the outcome of a block whose command the server refused, and count the refusal."""
         self._counters.add("refused")
         self._counters.add(f"refused_{wrong}")
         if wrong == "WRONGTYPE":
@@ -499,7 +508,7 @@ class Store:
 
 
 def _other_parts(name: bytes, head: bytes, size: int) -> list[bytes]:
-    """The keys of a record's further parts, from the first one's head and length."""
+    """Return the keys of a record's further parts, from the head and length of its first value."""
     first, stored = size - header_bytes_of(head), stored_bytes_of(head)
     if not 0 < first < stored or first % CHUNK_BYTES:
         return []

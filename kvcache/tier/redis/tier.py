@@ -1,7 +1,52 @@
-"""The Redis tier: the contract of a tier over a server that others use as well.
+"""The Redis tier: a `Tier` over Redis or Valkey servers that a fleet of caches shares.
 
-Its room is the server's: `maxmemory` and the server's eviction decide what stays, and a value that went is a miss.
-Nothing is remembered here of what is there. Threads are bounded and have one connection each.
+The tier stores each record as a string value. The key is derived from the record's address alone, so every process of
+the fleet finds a record without coordination. `docs/spec/redis.md` specifies keys, values and expiry.
+
+Design
+------
+The server owns capacity. `maxmemory` and the server's eviction policy decide which values stay. The tier keeps no
+index of the server: other processes write to it, and the server evicts without notice. An evicted value is a miss.
+Three other designs were weighed:
+
+- A local index of the server's keys would be wrong after each eviction and each write of another process. Lookups read
+  the first 174 bytes of a value instead (`lookup.py`). The lookup remembers a head only while the server promises to
+  report changes (client tracking), or for half a second without that promise.
+- A lookup per block would cost one command a block. A tail is stored behind its head, so `match_prefix` finds the
+  end of a chain in a few rounds of sixteen probes. A hole between probes shows when the blocks are read.
+- redis-py makes an object of each value and so copies it twice. It is used only to connect and authenticate
+  (`connect.py`). `wire.py` sends payloads from the caller's memory and receives them into it.
+
+A payload above `part_bytes` is split, so that no single value stops the server for long. `store.py` writes the further
+parts first and the header last.
+
+Call path of a batch: `QueuedTier` splits it into pieces, `_execute` partitions a piece by server (`cluster.py`), each
+share runs on one connection of a pool (`pool.py`), and `Store` reads, writes, looks up or removes the records.
+
+Invariants
+----------
+- A cache fault never fails a request: `_execute` turns every `OSError` into an outcome, and settles every block.
+- A block settles as read only after its whole identity and all checksums were compared.
+- Writes set a record's key only where no value exists (`NX`), and only after the parts that the record needs.
+- A record's key does not outlive its parts by its own expiry. A write id in part keys keeps two writes apart.
+- The server compares a value with the head that was read before it removes the value, in one script.
+- Credentials stay in `connect.py`. Log lines and errors hold the kind of an error, never its text.
+
+Threads and locks
+-----------------
+`connections` worker threads execute pieces. Writers never take all of them when there is more than one. One further
+thread runs lookups; `PrefixLookup` and its caches belong to it and take no lock. Each running call has a connection
+for itself. `ConnectionPool` and `ClusterTopology` each guard their tables with one lock. A cluster's lock is held
+while it reads the slot map; no other lock is held during I/O.
+
+A breaker for each server stops calls after three failures in a row and probes until one succeeds. A second breaker
+stops only writes, because a full or read-only server still answers reads.
+
+Changing it
+-----------
+Another key or record format needs a new `k..r..` version in `keys.py` and the specification; both can share a server.
+Another server protocol needs a replacement of `RespConnection` and `Endpoint`. The contract suite in
+`kvcache/testing/tier.py` applies to any implementation.
 """
 
 from __future__ import annotations
@@ -28,8 +73,8 @@ from kvcache.tier.redis.store import MAX_IN_FLIGHT_BYTES, Completion, RecordTTL,
 from kvcache.tier.remote import RemoteTier
 from kvcache.tier.tier import Op, Outcome, Usage, parents_first
 
-_CLOSE_S = 2.0  # how long closing waits for what is under way before it cuts the connections
-_MAX_REDIRECTS = 3  # how often a call follows keys that are moved between servers
+_CLOSE_S = 2.0  # how long `close` waits for running calls before it cuts their connections
+_MAX_REDIRECTS = 3  # rounds in which a call follows keys that move between servers
 
 Work = Callable[..., None]
 
@@ -37,12 +82,15 @@ Work = Callable[..., None]
 class RedisTier(RemoteTier):
     """Records in a Redis or Valkey server (6.2 or newer), under keys that begin with `prefix`.
 
-    `part_bytes`: a longer payload is split; a multiple of 256 KiB, 16 MiB at most. `expire_s`: after so long a record
-    goes, 0 for never; the parts of a long one go after `part_expire_s` in any case. `timeout_s`: what a call without a
-    deadline of its own may take, and the most that any may. `mode`: the URL names a server, sentinels that know which
-    server is `master`, or some servers of a Redis Cluster (several hosts with commas between them).
+    The constructor sends nothing to the server. An unreachable server is a miss until it answers.
 
-    Opening asks nothing of the server: one that is away is a miss until it is there.
+    Args:
+        mode: The URL names one server, sentinels that know which server is `master`, or some servers of a Redis
+            Cluster. Commas separate several hosts.
+        part_bytes: Longer payloads are split. A multiple of 256 KiB, 16 MiB at most.
+        expire_s: Expiry of a record; 0 for never.
+        part_expire_s: Expiry of the parts of a split record; it applies even where `expire_s` is 0.
+        timeout_s: Time of a call without a deadline, and the most of a call with one.
     """
 
     name = "redis"
@@ -111,20 +159,20 @@ class RedisTier(RemoteTier):
         return open_ or (op == "write" and self._write_breaker.is_open())
 
     def _execute(self, piece: Batch) -> None:
-        remaining: dict[int, str] | None = None  # all of it
+        remaining: dict[int, str] | None = None  # None: all blocks
         try:
             for _ in range(_MAX_REDIRECTS):
                 remaining = self._run_on_each(piece, remaining)
                 if not remaining:
                     return
-        except OSError as error:  # nobody knows where the servers are
+        except OSError as error:  # the topology could not be read
             self._settle_rest(
                 piece, Outcome.TIMED_OUT if isinstance(error, TimeoutError) else Outcome.FAILED, reason(error)
             )
         self._settle_rest(piece, Outcome.FAILED, "moved")
 
     def _run_on_each(self, piece: Batch, remaining: dict[int, str] | None) -> dict[int, str]:
-        """Do the work at the servers that have these blocks; which of them turned out to be elsewhere, and where."""
+        """Run the piece on the servers that own its blocks; return the blocks that moved, with the server named."""
         work: Work = getattr(self._store, piece.op)
         moved: dict[int, str] = {}
         for share, part, completion in self._parts(piece, remaining):
@@ -141,7 +189,7 @@ class RedisTier(RemoteTier):
         return moved
 
     def _parts(self, piece: Batch, remaining: dict[int, str] | None) -> Iterator[tuple[ServerBatch, Batch, Completion]]:
-        """What each server is asked for."""
+        """Yield each server's share of a piece, as a batch and its completion."""
         if isinstance(self._nodes, SingleServer):
             yield ServerBatch(self._nodes.pools()[0], piece.blocks), piece, Completion(piece, self._counters)
             return
@@ -156,11 +204,11 @@ class RedisTier(RemoteTier):
             yield share, part, Completion(piece, self._counters, blocks=blocks, follow=True)
 
     def _settle_rest(self, batch: Batch, outcome: Outcome, check: str = "") -> None:
-        """Settle what of a batch is not settled."""
+        """Settle the blocks of a batch that are not settled yet."""
         Completion(batch, self._counters).settle_rest(outcome, check)
 
     def forget(self) -> None:
-        """What lookups remember: the next one asks for everything."""
+        """Drop the heads that lookups remember."""
         self._asking.submit(self._lookup.forget).result()
 
     def _match_prefix(self, addresses: Sequence[Address], deadline: float | None) -> int:
@@ -169,32 +217,37 @@ class RedisTier(RemoteTier):
 
     @property
     def breaker(self) -> str:
-        """`open` where that of some server is, else `closed`. While it is open, one call in a while is tried."""
+        """`open` while the breaker of any server is open, else `closed`. An open breaker still allows probes."""
         return "open" if any(self.breakers.values()) else "closed"
 
     @property
     def breakers(self) -> dict[str, bool]:
-        """By server, whether it is left alone for now."""
+        """Return for each server whether its breaker is open."""
         return {pool.name: pool.breaker.is_open() for pool in self._nodes.pools()}
 
     def room(self, record_bytes: int) -> int:
-        """As the server's memory has it; where the server evicts by itself there is always room for what fits."""
+        """Return how many records fit in the servers' memory: all of it where a server evicts, else the free part."""
         facts = ask_all(self._nodes, self._inspector.memory) or []
         return sum(fact.room(record_bytes) for fact in facts if fact)
 
     def colocated(self, address: Address) -> list[Address]:
-        """Only itself: a server gives memory back record by record."""
+        """Return the record itself, where it exists: a server frees memory record by record."""
         answers = ask_all(self._nodes, lambda wire: self._inspector.find(wire, address)) or []
         return [address for some in answers for address in some]
 
     def scan(self) -> Iterator[Address]:
-        """All records of this prefix, each behind its parent where that is here too. Asks for the head of each."""
+        """Return all records of this prefix, parents first. Reads the head of each record."""
         answers = ask_all(self._nodes, self._inspector.scan) or []
         return iter(parents_first([address for some in answers for address in some]))
 
     def purge(self, namespace: bytes) -> int | None:
-        """Records go one by one; here goes what a fleet counted of them, and parts whose record was evicted. OSError
-        where a server does not answer, or refuses."""
+        """Remove a namespace's popularity counts and the further parts of its records, those of evicted records too.
+
+        The caller removes the records themselves, one by one.
+
+        Raises:
+            OSError: A server does not answer, or refuses.
+        """
         if ask_all(self._nodes, partial(self._inspector.purge, namespace=namespace)) is None:
             raise OSError(f"redis {self.where}: it does not answer, or does not let its keys be listed")
         keys = popularity_keys(self._names.prefix, namespace)
@@ -206,14 +259,17 @@ class RedisTier(RemoteTier):
         owners.record_owner(self._nodes, self._names, namespace, owner)
 
     def owners(self) -> Mapping[bytes, Owner]:
-        """OSError where a server does not answer, or refuses."""
+        """Return the owner of each namespace. Raises OSError where a server does not answer, or refuses."""
         answers = owners.read_owners(self._nodes, self._names)
         if answers is None:
             raise OSError(f"redis {self.where}: it does not answer, or does not let its keys be listed")
         return answers
 
     def usage(self) -> Usage:
-        """Keys of the database, whoever wrote them; bytes of whole servers. Nothing while one does not answer."""
+        """Return the keys of the database, by any writer, and the bytes of whole servers.
+
+        All are 0 while any server does not answer.
+        """
         facts = [fact.usage() for fact in ask_all(self._nodes, self._inspector.memory) or [] if fact]
         return Usage(
             sum(fact.records for fact in facts),
@@ -222,11 +278,11 @@ class RedisTier(RemoteTier):
         )
 
     def policies(self) -> set[str]:
-        """What the servers do when they are full; "" for one without a limit. None where one does not answer."""
+        """Return the servers' eviction policies, "" for one without a limit. Empty while any does not answer."""
         return {fact.policy for fact in ask_all(self._nodes, self._inspector.memory) or [] if fact}
 
     def check(self) -> list[str]:
-        """Whether each record lies under its own key, whole in length. Reads no payload."""
+        """Return faults: records under another record's key, or of a wrong length. Reads no payload."""
         if self._closed:
             return []
         faults = ask_all(self._nodes, self._inspector.check)
@@ -235,7 +291,7 @@ class RedisTier(RemoteTier):
         return [fault for some in faults for fault in some]
 
     def health_issues(self) -> list[str]:
-        """A line a server that is left alone."""
+        """Return a line for each server whose breaker is open."""
         write_breaker = [] if self._closed else [name for name, write_breaker in self.breakers.items() if write_breaker]
         return [f"redis {name}: it does not answer, or refuses; it is tried again by itself" for name in write_breaker]
 
@@ -243,5 +299,5 @@ class RedisTier(RemoteTier):
         self._nodes.close()
 
     def close(self) -> bool:
-        """Run what was submitted, for a moment; what the server leaves unanswered then fails. Idempotent."""
+        """Finish submitted work for up to 2 s, then cut the connections; unfinished work fails. Idempotent."""
         return self._close(_CLOSE_S)

@@ -1,8 +1,8 @@
-"""One connection to a server, speaking RESP with payloads by reference.
+"""One connection to a server that speaks RESP, with payloads by reference.
 
-What is sent goes out of the caller's memory, and the bytes of a value come from the socket straight into it: a client
-that makes an object of each value copies it twice. Whoever gets an OSError closes the wire, since nobody knows what
-of a reply is still to come. TimeoutError is the one for a deadline that passed.
+The connection sends payloads from the caller's memory and receives values into it. A client that makes an object of
+each value copies it twice. After an OSError the caller MUST close the connection, because the rest of a reply may
+still follow. TimeoutError means that the deadline passed.
 """
 
 from __future__ import annotations
@@ -18,23 +18,25 @@ from typing import Any
 from kvcache.os_env import Clock
 
 _BUFFER_BYTES = 64 << 10
-_MAX_IOVECS = 512  # buffers in one sendmsg; the system takes 1,024 at most
+_MAX_IOVECS = 512  # buffers in one sendmsg; the kernel takes 1,024 at most
 _MAX_SKIP_BYTES = 16 << 20
-_MAX_VALUE_BYTES = 512 << 20  # of a value: no server of this protocol keeps a larger one
+_MAX_VALUE_BYTES = 512 << 20  # no server of this protocol keeps a larger value
 _MAX_REPLY_DEPTH = 16  # lists within lists
 MAX_TAKE_BYTES = 32 << 10
-"""What `take` is asked for at most."""
+"""The largest size that a caller requests from `read_exact`."""
 
 Piece = bytes | memoryview
 
 
 class ProtocolError(OSError):
-    """The peer does not speak RESP, or hung up."""
+    """The peer does not speak RESP, or closed the connection."""
 
 
 class ErrorReply(str):
-    """The reply that the server refuses with: the code that its text begins with, such as OOM or READONLY. `place`:
-    the server that it sends us to, HOST:PORT, where it does."""
+    """The code of an error reply, the first word of its text: OOM, READONLY.
+
+    `place` is the HOST:PORT of a redirection, else empty.
+    """
 
     __slots__ = ("place",)
     place: str
@@ -47,30 +49,30 @@ class ErrorReply(str):
 
 class RespConnection:
     def __init__(self, made: Any, sock: Any, clock: Clock) -> None:
-        """Of a connected redis-py connection and its socket."""
+        """Take over a connected redis-py connection and its socket."""
         self._made, self._sock, self._clock = made, sock, clock
         self._encrypted = isinstance(self._sock, ssl.SSLSocket)
-        self._limit_s = 0.0  # what the system was told of waiting
+        self._limit_s = 0.0  # the timeout that the kernel has for this socket
         if not self._encrypted:
-            self._sock.settimeout(None)  # else each call of Python's asks twice: whether it may, then for the bytes
+            self._sock.settimeout(None)  # with a timeout Python polls before each call: a second system call
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
-        self._bytes: bytearray = self._buffer.obj  # type: ignore[assignment]  # find() is not a memoryview's
+        self._bytes: bytearray = self._buffer.obj  # type: ignore[assignment]  # memoryview has no find()
         self._at = self._end = 0
         self.deadline = self._allowed_s = 0.0
-        self.received = 0  # bytes, since it was opened
-        self.wrong = ""  # the last refusal; whoever runs a call clears it before
-        self.asking = False  # for keys on their way to this server: ASKING goes before each command
-        self.tracked = False  # the server tells when a key that was asked for here changes
+        self.received = 0  # bytes since the connection opened
+        self.wrong = ""  # the first error reply of a call; the pool clears it before each call
+        self.asking = False  # the keys are migrating to this server: each command follows an ASKING
+        self.tracked = False  # the server reports changes of the keys that this connection read
         self._is_tracking = False
-        self.invalidated_keys: list[bytes] | None = []  # of these keys it told; None: all of them may have
+        self.invalidated_keys: list[bytes] | None = []  # keys reported as changed; None: any key may have changed
 
     def set_deadline(self, seconds: float) -> None:
-        """From now on."""
+        """Set the deadline to `seconds` from now."""
         self._allowed_s = seconds
         self.extend_deadline()
 
     def extend_deadline(self) -> None:
-        """As much time again, for work of many steps that nobody waits for."""
+        """Restart the time of `set_deadline`, for background work of many steps."""
         self.deadline = self._clock.now() + self._allowed_s
 
     def _wait(self) -> None:
@@ -79,7 +81,7 @@ class RespConnection:
             raise TimeoutError("deadline")
         if self._encrypted:
             self._sock.settimeout(remaining)
-        elif not 0.8 * self._limit_s <= remaining <= self._limit_s:  # near enough: telling it costs as much as a call
+        elif not 0.8 * self._limit_s <= remaining <= self._limit_s:  # setting the timeout costs as much as a receive
             limit = pack("ll", *divmod(int(remaining * 1e6) + 1, 1_000_000))
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
@@ -117,7 +119,7 @@ class RespConnection:
                 remaining[first] = memoryview(remaining[first])[sent:]
 
     def _more(self) -> None:
-        """Make the buffer hold more than it does."""
+        """Receive more bytes into the buffer."""
         if self._at:
             rest = self._end - self._at
             self._buffer[:rest] = bytes(self._buffer[self._at : self._end])
@@ -127,7 +129,7 @@ class RespConnection:
         self._end += self._receive(self._buffer[self._end :])
 
     def _line(self) -> bytes:
-        while (line := self._raw_line())[:1] == b">":  # nobody asked for it: it stands between two replies
+        while (line := self._raw_line())[:1] == b">":  # a push message stands between two replies
             self._on_push(line)
         return line
 
@@ -139,11 +141,11 @@ class RespConnection:
         return line
 
     def enable_tracking(self) -> None:
-        """Have the server tell of changes, where it can. Of a connection that speaks RESP 3."""
+        """Turn on client tracking, where the server has it. Needs a connection with RESP 3."""
         self.tracked = self.ask(b"CLIENT", b"TRACKING", b"ON") == b"OK"
 
     def read_invalidations(self) -> None:
-        """Take in what the server has told meanwhile; waits for nothing."""
+        """Process the invalidations that have arrived. Does not block."""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         while self._at < self._end or poll.poll(0) or (self._encrypted and self._sock.pending()):
@@ -154,13 +156,13 @@ class RespConnection:
             self._on_push(self._raw_line())
 
     def _answer(self) -> bytes:
-        """The first line of the reply to a command."""
+        """Return the first line of the reply to a command."""
         if self.asking and self._line()[:1] not in (b"+", b"-"):
             raise ProtocolError("protocol")
         return self._line()
 
     def _on_push(self, line: bytes) -> None:
-        """What the server tells unasked, of which this is the first line."""
+        """Process a push message that begins with this line."""
         if self._is_tracking:
             raise ProtocolError("protocol")
         self._is_tracking = True
@@ -176,7 +178,7 @@ class RespConnection:
             self.invalidated_keys = None if arguments == [None] else self.invalidated_keys + names
 
     def read_exact(self, size: int) -> bytes:
-        """The next bytes, few enough for the buffer."""
+        """Return the next `size` bytes, at most the size of the buffer."""
         while self._end - self._at < size:
             self._more()
         taken = bytes(self._buffer[self._at : self._at + size])
@@ -184,7 +186,7 @@ class RespConnection:
         return taken
 
     def read_into(self, into: memoryview) -> None:
-        """The next bytes, into the caller's memory."""
+        """Fill the caller's memory with the next bytes."""
         done = min(len(into), self._end - self._at)
         into[:done] = self._buffer[self._at : self._at + done]
         self._at += done
@@ -192,7 +194,7 @@ class RespConnection:
             done += self._receive(into[done:], 0 if self._encrypted else socket.MSG_WAITALL)
 
     def skip(self, size: int) -> None:
-        """Let bytes go by. So many that a new connection is cheaper end this one."""
+        """Discard the next `size` bytes. Raises ProtocolError above 16 MiB: a new connection is cheaper."""
         if size > _MAX_SKIP_BYTES:
             raise ProtocolError("length")
         while size:
@@ -203,7 +205,10 @@ class RespConnection:
             size -= step
 
     def bulk(self) -> int | ErrorReply | None:
-        """The length of the value that follows, whose bytes and `end` are the caller's to take."""
+        """Return the length of the value that follows; None where there is no value.
+
+        The caller then reads that many bytes, and calls `end`.
+        """
         line = self._answer()
         if line[:1] == b"-":
             return self._refused(line)
@@ -217,13 +222,15 @@ class RespConnection:
             raise ProtocolError("protocol")
 
     def heads(self, count: int, size: int) -> list[bytes | ErrorReply]:
-        """The replies to as many GETRANGEs, each of `size` bytes at most. Those of full length, nearly all, are cut
-        from the buffer at once."""
+        """Return the replies to `count` GETRANGE commands, each of at most `size` bytes.
+
+        Nearly all have the full length; those are sliced from the buffer directly.
+        """
         full = b"$%d\r\n" % size
         skip, step = len(full), len(full) + size + 2
         heads: list[bytes | ErrorReply] = []
         while len(heads) < count:
-            data = bytes(self._buffer[self._at : self._end])  # whose slices are bytes at once
+            data = bytes(self._buffer[self._at : self._end])  # slices of bytes are bytes already
             at, most = 0, 0 if self.asking else min(len(data) // step, count - len(heads))
             while most and data.startswith(full, at):
                 heads.append(data[at + skip : at + skip + size])
@@ -241,7 +248,7 @@ class RespConnection:
         return heads
 
     def reply(self, depth: int = 0) -> Any:
-        """Any small reply: int, bytes, None, Wrong, or a list of them."""
+        """Return any small reply: int, bytes, None, ErrorReply, or a list of these."""
         line = self._line() if depth else self._answer()
         kind = line[:1]
         if kind == b"+":
@@ -261,7 +268,7 @@ class RespConnection:
             return [self.reply(depth + 1) for _ in range(number)]
         if kind != b"$":
             raise ProtocolError("protocol")
-        if number > _MAX_VALUE_BYTES:  # before there is memory for it
+        if number > _MAX_VALUE_BYTES:  # checked before memory is allocated
             raise ProtocolError("length")
         value = self.read_exact(number) if number <= _BUFFER_BYTES - 2 else self._large(number)
         self.end()
@@ -273,7 +280,7 @@ class RespConnection:
         return bytes(value)
 
     def _refused(self, line: bytes) -> ErrorReply:
-        """The code of a refusal; its text may quote what was sent, and goes nowhere."""
+        """Return the code of an error reply. Its text may quote the command, so it is dropped."""
         code, *words = line[1:].decode("ascii", "replace").split(" ", 3)
         redirected = code in ("ASK", "MOVED") and len(words) == 2
         wrong = ErrorReply(code[:32] if code.isalpha() else "ERR", words[1] if redirected else "")
@@ -286,14 +293,14 @@ class RespConnection:
 
     @property
     def command_prefix(self) -> bytes:
-        """What goes before each command."""
+        """The bytes to send before each command."""
         return _ASKING if self.asking else b""
 
     def command(self, *words: bytes) -> bytes:
         return self.command_prefix + _command(*words)
 
     def store(self, name: bytes, value: Sequence[Piece], *, expire_ms: int, only_new: bool = True) -> list[Piece]:
-        """SET with a value in pieces, none of them copied."""
+        """Return a SET command for a value in pieces, without a copy of them."""
         size = sum(map(len, value))
         tail = ([b"NX"] if only_new else []) + ([b"PX", b"%d" % expire_ms] if expire_ms else [])
         set_ = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (3 + len(tail), len(name), name, size)
@@ -301,7 +308,7 @@ class RespConnection:
         return [self.command_prefix + set_, *value, end]
 
     def is_stale(self) -> bool:
-        """Whether something has come that nobody asked for: an answer too many, or the end."""
+        """Return whether unexpected input waits: a surplus reply, or the end of the connection."""
         if self._at < self._end:
             return True
         poll = select.poll()
@@ -309,8 +316,8 @@ class RespConnection:
         return bool(poll.poll(0))
 
     def abort(self) -> None:
-        """Wake the thread that waits for this wire, from another one; its caller closes it."""
-        with contextlib.suppress(OSError):  # closed already
+        """Wake the thread that waits on this connection, from another thread. That thread then closes it."""
+        with contextlib.suppress(OSError):  # already closed
             self._sock.shutdown(2)
 
     def close(self) -> None:
