@@ -1,1 +1,1 @@
-"""Bytes to fewer bytes and back. Knows nothing of tiers."""
+"""Codecs: payload bytes to fewer bytes and back. The package is independent of tiers."""

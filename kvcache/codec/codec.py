@@ -1,11 +1,11 @@
 """The contract of a codec: payload bytes to fewer bytes and back.
 
-`decode(encode(payload))` is the payload, exactly where `error_bound` is 0, else with no element off by more than
-`error_bound` times the largest magnitude of its scale group (`kvcache/codec/quantised.py`). The name stands in every
-record it made: eight ASCII characters at most. A lossy codec is never chosen silently. What each makes of a payload is
-specified byte by byte in `docs/spec/codec.md`.
+`decode(encode(payload))` equals the payload where `error_bound` is 0. Else each element differs by at most
+`error_bound` times the largest magnitude of its scale group (`kvcache/codec/quantised.py`). Each record holds its
+codec's name, at most eight ASCII characters. Only a setting selects a lossy codec. `docs/spec/codec.md` specifies the
+encoded bytes.
 
-A codec has no state: any thread may call it.
+Thread safety: a codec has no state; any thread may call it.
 """
 
 from __future__ import annotations
@@ -26,28 +26,30 @@ class Codec(Protocol):
     def error_bound(self) -> float: ...
     @property
     def varies(self) -> bool:
-        """Whether payloads of one size are encoded to different sizes."""
+        """Whether payloads of one size encode to different sizes."""
 
     def check(self, layout: KVLayout) -> None:
-        """ConfigError, beginning with `codec = 'name'`, where it cannot serve every group of this layout."""
+        """Raise ConfigError, beginning with `codec = 'name'`, where a group of this layout is unsupported."""
 
     def encode(self, payload: memoryview, layout: KVLayout, group: int, shard: Shard) -> memoryview | None:
-        """None where it cannot keep its bound for this payload, which then stays as it is. `payload` may be returned
-        itself; else the bytes are the caller's own."""
+        """Return the encoded bytes; None where the bound cannot be kept, and the caller stores the payload unencoded.
+
+        The result may be `payload` itself. Otherwise the caller owns it.
+        """
 
     def decode(self, stored: memoryview, payload: memoryview, layout: KVLayout, group: int, shard: Shard) -> None:
-        """Fill `payload`; ValueError where `stored` is not what `encode` makes."""
+        """Fill `payload` from `stored`. Raises ValueError where `encode` cannot have made `stored`."""
 
 
 class Raw:
-    """The bytes as they are: the naive codec, and the default. Copies nothing on the way out."""
+    """The payload unchanged: the naive codec, and the default. `encode` makes no copy."""
 
     name = "raw"
     error_bound = 0.0
     varies = False
 
     def check(self, layout: KVLayout) -> None:
-        """Serves every layout."""
+        """Accept every layout."""
 
     def encode(self, payload: memoryview, layout: KVLayout, group: int, shard: Shard) -> memoryview:
         return payload
@@ -62,14 +64,14 @@ CODECS: dict[str, Callable[[], Codec]] = {"raw": Raw, "zstd": Zstd, "fp8": Fp8, 
 
 
 def codec(name: str) -> Codec:
-    """The codec of that name; ConfigError for one that is not there."""
+    """Return the codec of that name. Raises ConfigError for an unknown one."""
     if name not in CODECS:
         raise ConfigError(f"codec = {name!r}: no such codec; there is {', '.join(CODECS)}")
     return CODECS[name]()
 
 
 def codecs() -> dict[str, Codec]:
-    """Every codec that can be used here, by name: those whose library is missing are left out."""
+    """Return every usable codec by name, without those whose library is missing."""
     available: dict[str, Codec] = {}
     for name in CODECS:
         try:

@@ -1,11 +1,10 @@
-"""What `fp8` and `int8` share: elements divided by a scale, in fewer bits.
+"""The `fp8` and `int8` codecs: elements divided by a scale, in eight bits.
 
-A scale group is one layer, K or V, head, and run of 16 tokens; its scale maps the largest magnitude in it to the
-largest number that the small format has. For the block of 16 tokens that is one scale a head. `docs/spec/codec.md` has
-the bytes.
+A scale group is one layer, K or V, head, and run of 16 tokens. Its scale maps the largest magnitude in the group to the
+largest number of the small format. A block of 16 tokens has one scale a head. `docs/spec/codec.md` specifies the bytes.
 
-A payload is left alone (`encode` returns None) where a group holds infinity or NaN, or where its scale would lie
-outside the range in which float32 arithmetic and the dtype's own steps keep the bound: no model's keys or values do.
+`encode` returns None where a group holds infinity or NaN. It also returns None where a scale would be outside the range
+in which float32 arithmetic and the dtype's steps keep the bound. No model's keys or values reach either case.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from numpy.typing import NDArray
 from kvcache.block.layout import KVLayout, Shard
 from kvcache.errors import ConfigError
 
-# Elements as numbers: the words of a payload as float32, and float32 as the nearest words. numpy knows no bfloat16:
-# its words are the upper halves of float32.
+# Conversion between the words of a payload and float32. numpy has no bfloat16; its words are the upper halves of
+# float32.
 
 WORD_DTYPES: Mapping[str, np.dtype[Any]] = {"bf16": np.dtype("<u2"), "fp16": np.dtype("<u2"), "fp32": np.dtype("<u4")}
-"""The dtypes whose elements are numbers here, as unsigned integers of their size."""
+"""The supported dtypes, each with the unsigned integer of its size."""
 
 _U32 = np.uint32
 
 
 def widen(words: NDArray[Any], dtype: str) -> NDArray[np.float32]:
-    """Exactly; a new array."""
+    """Return the exact values of words, in a new array."""
     if dtype == "bf16":
         bits: NDArray[np.uint32] = words.astype(_U32)
         bits <<= _U32(16)
@@ -39,7 +38,7 @@ def widen(words: NDArray[Any], dtype: str) -> NDArray[np.float32]:
 
 
 def narrow(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
-    """The nearest, ties to even. Finite values only, none beyond the dtype's largest."""
+    """Return the nearest words, ties to even. Values must be finite and within the dtype's range."""
     if dtype == "bf16":
         bits = values.view(_U32)
         rounded = bits >> _U32(16)
@@ -54,7 +53,7 @@ def narrow(values: NDArray[np.float32], dtype: str) -> NDArray[Any]:
 
 
 def magnitudes(words: NDArray[Any]) -> NDArray[Any]:
-    """Words without their sign: in the order of the numbers' magnitudes, above all numbers infinity, then NaN."""
+    """Return words without their sign bit. They sort by magnitude: numbers, then infinity, then NaN."""
     all_but_sign: NDArray[Any] = words & words.dtype.type(np.iinfo(words.dtype).max >> 1)
     return all_but_sign
 
@@ -64,14 +63,14 @@ MIN_SCALE = {"bf16": 2.0**-126, "fp32": 2.0**-126, "fp16": 2.0**-24}
 MAX_SCALE = 2.0**100
 SCALE_DTYPE = np.dtype("<f4")
 
-_CHUNK_ELEMENTS = 1 << 16  # elements worked on at a time: what passes over them finds them in the processor's cache
+_CHUNK_ELEMENTS = 1 << 16  # elements in a pass: few enough to stay in the processor's cache
 
 
 class ScaledCodec:
     name: str
     error_bound: float
     varies = False
-    largest: float  # that an element can be after division
+    largest: float  # the largest magnitude of a scaled element
 
     def check(self, layout: KVLayout) -> None:
         for i, group in enumerate(layout.groups):
@@ -86,7 +85,7 @@ class ScaledCodec:
         dtype = layout.groups[group].dtype
         words = np.frombuffer(payload, WORD_DTYPES[dtype]).reshape(form.shape)
         tops = form.largest(words)
-        with np.errstate(invalid="ignore"):  # NaN is out of the range, as it should be
+        with np.errstate(invalid="ignore"):  # comparisons with NaN are false, so NaN counts as out of range
             scales = widen(tops, dtype) / np.float32(self.largest)
             within = (scales >= MIN_SCALE[dtype]) & (scales <= MAX_SCALE)
         if not np.all(within | (tops == 0)):
@@ -117,7 +116,7 @@ class ScaledCodec:
             words[part] = narrow(values, dtype)
 
     def _quantise(self, values: NDArray[np.float32]) -> NDArray[np.uint8]:
-        """The nearest code of each, ties to even; may use `values` up."""
+        """Return the nearest code of each value, ties to even. May overwrite `values`."""
         raise NotImplementedError
 
     def _dequantise(self, codes: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -126,13 +125,15 @@ class ScaledCodec:
 
 @dataclass(frozen=True, slots=True)
 class ScaleLayout:
-    """The axes of a payload, in the layout's order, and of its scales, which have the token axis by groups and no
-    extent along dim or latent."""
+    """The axes of a payload, in the layout's order, and of its scales.
+
+    Scales have one index for each 16 tokens, and one along dim or latent.
+    """
 
     shape: tuple[int, ...]
-    token: int  # which axis
-    inner: int
-    canonical: tuple[int, ...]  # the axes in the order in which scales are stored
+    token: int  # index of the token axis
+    inner: int  # index of the dim or latent axis
+    canonical: tuple[int, ...]  # the axes in the order of stored scales
 
     @classmethod
     def of(cls, layout: KVLayout, group: int, shard: Shard) -> ScaleLayout:
@@ -153,9 +154,9 @@ class ScaleLayout:
         return SCALE_DTYPE.itemsize * int(np.prod(self.scale_shape))
 
     def largest(self, words: NDArray[Any]) -> NDArray[Any]:
-        """The word of largest magnitude in each scale group, without its sign."""
+        """Return the word of largest magnitude in each scale group, without its sign bit."""
         runs = np.split(words, range(GROUP_TOKENS, self.shape[self.token], GROUP_TOKENS), self.token)
-        # along tokens first: that leaves little for the short runs along the inner axis
+        # reduce tokens first: numpy is slow at the short runs along the inner axis, and few are left then
         tops = [magnitudes(run).max(axis=self.token, keepdims=True).max(axis=self.inner, keepdims=True) for run in runs]
         return np.concatenate(tops, self.token)
 
@@ -168,7 +169,7 @@ class ScaleLayout:
         return ordered
 
     def parts(self, scales: NDArray[np.float32]) -> list[tuple[slice, NDArray[np.float32]]]:
-        """Slices of the first axis, a good size to work on, and the scales of each, to be broadcast over it."""
+        """Return slices of the first axis, of about _CHUNK_ELEMENTS elements, with scales to broadcast over each."""
         spread = scales.repeat(GROUP_TOKENS, self.token)
         spread = spread.take(range(self.shape[self.token]), self.token)
         rows = max(1, _CHUNK_ELEMENTS * self.shape[0] // int(np.prod(self.shape)))
@@ -177,15 +178,15 @@ class ScaleLayout:
 
 
 # `fp8`: elements as e4m3 floats, scaled by group. Half the bytes of bf16 and fp16, a quarter of those of fp32. e4m3
-# (the finite kind, `float8_e4m3fn`): sign, four bits of exponent with bias 7, three of mantissa; no infinity, NaN
-# where all bits but the sign are set. The largest number is 448, the smallest 2^-9.
+# (the finite kind, `float8_e4m3fn`) has a sign, four bits of exponent with bias 7, and three of mantissa. It has no
+# infinity; all bits but the sign set mean NaN. The largest number is 448, the smallest 2^-9.
 
 _SMALLEST_NORMAL = np.float32(2.0**-6)
-_ALIGN = np.float32(2.0**14)  # whose last place in float32 is 2^-9
+_ALIGN = np.float32(2.0**14)  # the last place of this number in float32 is 2^-9
 
 
 class Fp8(ScaledCodec):
-    """Error: half the distance of neighbours at the top, 16 of 448, and the rounding of the dtype."""
+    """e4m3 floats. Error: half the step at the top of the range, 16 of 448, plus the rounding of the dtype."""
 
     name = "fp8"
     error_bound = 1 / 25
@@ -200,7 +201,7 @@ class Fp8(ScaledCodec):
 
 
 def quantise_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """The nearest e4m3 code, ties to even, of numbers within -464 and 464. Uses `values` up."""
+    """Return the nearest e4m3 code of numbers from -464 to 464, ties to even. Overwrites `values`."""
     bits = values.view(_U32)
     sign = (bits >> _U32(24)).astype(np.uint8)
     sign &= np.uint8(0x80)
@@ -229,16 +230,16 @@ def _e4m3_values() -> NDArray[np.float32]:
 
 
 E4M3_VALUES = _e4m3_values()
-"""What each code means."""
+"""The value of each code."""
 
 
 # `int8`: elements as integers of -127 to 127, scaled by group. Half the bytes of bf16 and fp16, a quarter of fp32's.
-# Steps of equal size: better than `fp8` where magnitudes are alike, worse for what is small beside the largest of its
-# group.
+# Its steps are equal. It is better than `fp8` where magnitudes are alike, and worse for elements that are small beside
+# the largest of their group.
 
 
 class Int8(ScaledCodec):
-    """Error: half a step, and as much again at most for the rounding of the dtype."""
+    """Integers. Error: half a step, plus at most half a step for the rounding of the dtype."""
 
     name = "int8"
     error_bound = 1 / 127

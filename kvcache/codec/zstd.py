@@ -1,9 +1,9 @@
-"""`zstd`: lossless. The bytes of an element are stored apart, each plane by its entropy.
+"""`zstd`: a lossless codec. It stores each byte position of the elements as its own plane, coded by entropy.
 
-Keys and values hardly repeat, so looking for matches finds nothing and costs most of the time. What can be saved lies
-in the exponents, whose bytes take few values; the bytes of the mantissa are noise. Hence one frame for each place of a
-byte within an element, and a Zstandard that all but leaves out matches: on the keys and values of a model that is
-three times as fast as its level 1, and saves a little more (`benchmarks/codec.py`).
+Keys and values hardly repeat, so a search for matches finds nothing and costs most of the time. The exponent bytes take
+few values and compress; the mantissa bytes are noise. The codec therefore writes one frame for each byte position, with
+Zstandard parameters that almost skip the match search. On the keys and values of a model this is three times as fast as
+Zstandard's level 1, and saves a little more (`benchmarks/codec.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvcache.errors import ConfigError
 
 
 class Zstd:
-    """ConfigError where the library is missing."""
+    """The codec. The constructor raises ConfigError where the library is missing."""
 
     name = "zstd"
     error_bound = 0.0
@@ -38,7 +38,7 @@ class Zstd:
         }
 
     def check(self, layout: KVLayout) -> None:
-        """Serves every layout."""
+        """Accept every layout."""
 
     def encode(self, payload: memoryview, layout: KVLayout, group: int, shard: Shard) -> memoryview:
         compress: Callable[..., bytes] = self._library.compress
@@ -63,7 +63,7 @@ class Zstd:
             at += length
 
     def _plane(self, frame: memoryview, size: int) -> NDArray[np.uint8]:
-        """Never makes more than `size` bytes, whatever the frame says of itself."""
+        """Decompress a plane of exactly `size` bytes. Never allocates more, whatever length the frame declares."""
         decompressor = self._library.ZstdDecompressor()
         try:
             plane: bytes = decompressor.decompress(frame, max_length=size)
@@ -75,7 +75,7 @@ class Zstd:
 
 
 def library() -> ModuleType:
-    """`compression.zstd` of Python 3.14, or its twin for those before; ConfigError where there is neither."""
+    """Return `compression.zstd` of Python 3.14, or its backport. Raises ConfigError where neither is installed."""
     try:
         from compression import zstd  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
@@ -89,7 +89,7 @@ def library() -> ModuleType:
 
 
 def _words(payload: memoryview, layout: KVLayout, group: int) -> NDArray[Any]:
-    """The payload in elements; in bytes where it is no whole number of them, as opaque ones may be."""
+    """Return the payload as elements; as bytes where its size is no multiple of an element's, as in opaque groups."""
     size = DTYPE_BYTES[layout.groups[group].dtype]
     return np.frombuffer(payload, np.dtype(f"<u{1 if len(payload) % size else size}"))
 
