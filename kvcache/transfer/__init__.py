@@ -1,1 +1,1 @@
-"""Pages to block bytes and back. Knows nothing of keys and tiers."""
+"""Copies between an engine's pages and block bytes. The package is independent of keys and tiers."""

@@ -1,4 +1,7 @@
-"""The contract of a copier: between an engine's pages and block bytes, in the layout's order."""
+"""The contract of a copier, and the registry of copiers by device.
+
+A copier copies whole blocks between an engine's pages and block bytes in the layout's order.
+"""
 
 from __future__ import annotations
 
@@ -14,53 +17,55 @@ from kvcache.transfer.pages import GroupPages
 
 
 class CopyHandle(Protocol):
-    """Something to wait for. After it is done the pages (gather) or the buffers (scatter) may change again."""
+    """A running copy. Once it is done, the caller may change the pages (gather) or the buffers (scatter) again."""
 
     @property
     def done(self) -> bool: ...
     def wait(self, timeout_s: float | None = None) -> bool: ...
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
-        """Until this layer, counted within the shard, of every block has been copied."""
+        """Wait until this layer of every block is copied; `layer` counts within the shard."""
 
 
 class Copier(Protocol):
-    """Moves whole blocks. `buffers[i]` is the payload of one block, contiguous, of the layout's size for that shard;
-    `page_ids[i]` the page that holds the block. Pages and buffers belong to the caller.
+    """Copies whole blocks. Pages and buffers belong to the caller.
 
-    `after` is a mark: what the engine had put to its device before it was made comes before the copy. Without one that
-    is what it had put there before the call.
+    Args of `gather` and `scatter`:
+        page_ids: The page of each block.
+        buffers: The payload of each block: contiguous, of the layout's size for the shard.
+        after: A mark. The copy begins after the work that the engine gave its device before the mark, or before the
+            call where there is no mark.
     """
 
     def mark(self) -> Any:
-        """Where the engine is now; to be called on the thread by which it gives its device work."""
+        """Return the engine's current position. Call it on the thread that gives the device its work."""
 
     def gather(
         self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview], *, after: Any = None
     ) -> CopyHandle:
-        """Pages to buffers."""
+        """Copy pages to buffers."""
 
     def scatter(
         self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview], *, after: Any = None
     ) -> CopyHandle:
-        """Buffers to pages."""
+        """Copy buffers to pages."""
 
 
-# The copier of each device that an engine's pages lie on, made when it is first asked for, and the host memory that
-# copies go to and come from: pinned for every GPU that is in use, in the background. Until a piece of memory is
-# pinned, or where the system does not allow it, copies go by way of the driver's own buffers, at a part of the speed.
+# The registry makes the copier of a device at its first use. It pins the host memory of copies in the background, for
+# each GPU in use. Until a region is pinned, or where the system does not allow it, the driver copies through its own
+# buffers, at a part of the speed.
 
 _log = logging.getLogger("kvcache.transfer")
 
 
 class PinnedMemory(Protocol):
-    """As `PinnedRegions`."""
+    """The part of `PinnedRegions` that the registry uses."""
 
     def add(self, memory: memoryview) -> None: ...
     def remove(self, memory: memoryview) -> None: ...
 
 
 class DeviceCopier(Copier, Protocol):
-    """A copier of a device that has memory of its own, as `CudaCopier`."""
+    """A copier of a device with separate memory: `CudaCopier`."""
 
     @property
     def pinned(self) -> PinnedMemory: ...
@@ -74,7 +79,7 @@ def cuda_copier(index: int) -> DeviceCopier:
 
 
 def current_stream(index: int) -> int:
-    """The stream on which torch works for this thread; the default stream where torch is not, or not on a GPU."""
+    """Return torch's current stream on this thread; the default stream where torch has not initialised CUDA."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0
@@ -82,7 +87,15 @@ def current_stream(index: int) -> int:
 
 
 class CopierRegistry:
-    """Thread-safe. `background` runs a call later, in order with the others; `make` makes the copier of a GPU."""
+    """The copiers by device, and the host memory to pin for them.
+
+    Args:
+        background: Runs calls later, one after another.
+        threads: Threads of the CPU copier.
+        make: Makes the copier of a GPU.
+
+    Thread safety: any thread may call it; `close` only after the last background call.
+    """
 
     def __init__(
         self,
@@ -93,14 +106,18 @@ class CopierRegistry:
     ) -> None:
         self._cpu, self._make, self._background = CpuCopier(threads), make, background
         self._devices: dict[int, DeviceCopier] = {}
-        self._memory: dict[int, memoryview] = {}  # by identity, all that copies may go to
-        self._pinned: set[tuple[int, int]] = set()  # device, memory; touched in the background alone
+        self._memory: dict[int, memoryview] = {}  # all regions, by identity
+        self._pinned: set[tuple[int, int]] = set()  # (device, region identity); used only by background calls
         self._logged_devices = False
         self._lock = threading.Lock()
 
     def of(self, device: str) -> Copier:
-        """The copier for pages on this device, as torch names it. LayoutError where there is none for such a device,
-        ConfigError where there is no GPU or nothing to reach it by. The first call for a GPU takes a while."""
+        """Return the copier for pages on this device, as torch names it. The first call for a GPU is slow.
+
+        Raises:
+            LayoutError: No copier supports such a device.
+            ConfigError: There is no such GPU, or CuPy is missing.
+        """
         kind, _, number = device.partition(":")
         if kind == "cpu":
             return self._cpu
@@ -118,7 +135,7 @@ class CopierRegistry:
         return copier
 
     def add_region(self, memory: memoryview) -> None:
-        """Copies may go to this memory and come from it."""
+        """Register memory that copies use."""
         with self._lock:
             self._memory[id(memory)] = memory
             devices = list(self._devices)
@@ -126,7 +143,7 @@ class CopierRegistry:
             self._pin_later(index, memory)
 
     def remove_region(self, memory: memoryview) -> None:
-        """No copy goes there any more, and none is under way."""
+        """Unregister memory. No copy may use it any more."""
         with self._lock:
             self._memory.pop(id(memory), None)
             pinned = bool(self._devices)
@@ -156,7 +173,7 @@ class CopierRegistry:
             self._devices[index].pinned.remove(memory)
 
     def close(self) -> None:
-        """Wait for copies under way, and unpin; once nothing runs in the background any more."""
+        """Wait for running copies, then unpin. Call it after the last background call."""
         with self._lock:
             devices, self._devices = self._devices, {}
         for copier in devices.values():

@@ -1,8 +1,8 @@
-"""Copies on the processor: pages that lie in this process's memory.
+"""Copies on the CPU, of pages in this process's memory.
 
-`CpuCopier` calls the compiled core; `PlainCopier` is its twin in numpy: the reference of the tests, and what works
-where nothing was compiled. Both copy within the call, so what they return is done. A page that stands twice in one
-scatter, or pages that overlap buffers, have no defined result.
+`CpuCopier` calls the compiled core. `ReferenceCopier` is the same in numpy: the reference of the tests, and the
+fallback without the compiled core. Both copy within the call and return a completed copy. The result is undefined where
+a page occurs twice in one scatter, or pages overlap buffers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from kvcache.errors import ConfigError, LayoutError
 from kvcache.transfer.pages import GroupPages
 
 Int5 = tuple[int, int, int, int, int]
-"""One number for each of layer, K or V, token, head, element."""
+"""One number for each of the axes layer, K or V, token, head, element."""
 
 
 class CompletedCopy:
-    """A copy that was over when it was returned."""
+    """A copy that is already done."""
 
     done = True
 
@@ -36,7 +36,7 @@ class CompletedCopy:
 
 
 class SynchronousCopier:
-    """A processor's work on its memory is done when the call that asked for it returns: nothing to come after."""
+    """Base of copiers that finish within the call, so that marks are not needed."""
 
     def mark(self) -> None:
         return None
@@ -44,9 +44,9 @@ class SynchronousCopier:
 
 @dataclass(frozen=True, slots=True)
 class BlockAxes:
-    """A block as five axes, whatever its kind; steps in bytes. A kind without an axis has one index of it.
+    """A block of any kind as five axes, with steps in bytes. An axis that a kind lacks has extent 1.
 
-    `page` has no steps for layer, K and V: the pages' `bases` say where those are.
+    `page` has no steps for layer, K and V: the pages' `bases` hold their addresses.
     """
 
     extents: Int5
@@ -72,7 +72,7 @@ class BlockAxes:
 
 
 class ReferenceCopier(SynchronousCopier):
-    """Block by block and layer by layer, in numpy."""
+    """Copies block by block and layer by layer, in numpy."""
 
     def gather(
         self, pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview], *, after: None = None
@@ -92,7 +92,7 @@ class ReferenceCopier(SynchronousCopier):
 
 
 class CpuCopier(SynchronousCopier):
-    """On as many as `threads` threads, the caller's among them, without the interpreter lock."""
+    """Copies in the compiled core, on up to `threads` threads including the caller's, without the GIL."""
 
     def __init__(self, threads: int = 2) -> None:
         if threads < 1:
@@ -127,7 +127,11 @@ def check_call(
     device: str = "cpu",
     block_bytes: int | None = None,
 ) -> None:
-    """Raise LayoutError before anything is touched. A buffer has `block_bytes` where it is not a block as it is."""
+    """Raise LayoutError for invalid arguments of a copy, before any copy.
+
+    Args:
+        block_bytes: Size of a buffer, where it is an encoded block; else the layout's block size.
+    """
     if pages.device not in {device, f"{device}:0"}:
         raise LayoutError(f"pages on {pages.device}: expected {device}; use the copier of that device")
     if len(page_ids) != len(buffers):
@@ -149,7 +153,7 @@ def _described(pages: GroupPages) -> tuple[NDArray[np.uint64], Int5, int, int, I
 
 @dataclass(frozen=True, slots=True)
 class _ArrayView:
-    """An address that numpy takes for an array; whoever made the pages keeps it alive."""
+    """An address that numpy accepts as an array; the pages' `owner` keeps the memory alive."""
 
     __array_interface__: dict[str, Any]
 
@@ -157,7 +161,7 @@ class _ArrayView:
 def _pairs(
     pages: GroupPages, page_ids: Sequence[int], buffers: Sequence[memoryview]
 ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-    """For each block, layer, and K or V: its part of the page and of the payload, both (token, head, element)."""
+    """Return (page part, payload part) for each block, layer, and K or V; both of shape (token, head, element)."""
     axes = BlockAxes.of(pages)
     kind = f"<u{axes.item_bytes}" if axes.item_bytes > 1 else "|u1"
     pairs = []

@@ -1,12 +1,12 @@
-"""Where an engine keeps its blocks: base addresses and strides, one description a group.
+"""The description of an engine's pages: base addresses and strides, one description for each group.
 
-Address of an element of page `p`:
+The address of an element of page `p`:
 
     mha   base[layer, kv] + p * page_stride + token * token_stride + head * head_stride + dim * itemsize
     mla   base[layer, 0]  + p * page_stride + token * token_stride + latent * itemsize
     opaque  base[layer, 0] + p * page_stride, `opaque_bytes` of the layer long
 
-which covers NHD and HND pages, K and V apart or fused, all layers in one tensor or one tensor a layer.
+This covers NHD and HND pages, K and V separate or fused, and one tensor for all layers or for each layer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvcache.errors import LayoutError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPages:
-    """The pages of one shard of one group. `owner` keeps the memory alive; nothing here frees it."""
+    """The pages of one shard of one group. `owner` keeps the memory alive; this class never frees it."""
 
     layout: KVLayout
     group: int
@@ -48,7 +48,7 @@ class GroupPages:
         return self.layout.block_bytes(self.shard, group=self.group)
 
     def check_ids(self, page_ids: Sequence[int]) -> None:
-        """Raise LayoutError for a page that does not exist: a wrong id would read or write someone else's memory."""
+        """Raise LayoutError for a page that does not exist: a copy would read or write foreign memory."""
         if len(page_ids) and not (0 <= min(page_ids) and max(page_ids) < self.pages):
             raise LayoutError(f"page ids {min(page_ids)} to {max(page_ids)}: expected 0 to {self.pages - 1}")
 
@@ -62,10 +62,15 @@ class GroupPages:
         shard: Shard | None = None,
         group: int = 0,
     ) -> GroupPages:
-        """Describe torch tensors or numpy arrays, one a layer, whose axes are named in `axes`.
+        """Describe torch tensors or numpy arrays.
 
-        `axes` holds `page` and the layout's axes except `layer`, in the order of the tensor's dimensions; for instance
-        `("kv", "page", "token", "head", "dim")`. The last axis of the layout (dim or latent) must be contiguous.
+        Args:
+            tensors: One for each layer of the shard. The dim or latent axis must be contiguous.
+            axes: `page` and the layout's axes without `layer`, in the order of the tensors' dimensions, for instance
+                `("kv", "page", "token", "head", "dim")`.
+
+        Raises:
+            LayoutError: The tensors do not fit the layout.
         """
         g = layout.groups[group]
         shard = shard or g.whole
@@ -106,7 +111,7 @@ class GroupPages:
 
 
 Pages = Sequence[GroupPages]
-"""One shard of every group, in the layout's order of groups."""
+"""The pages of one shard of every group, in the layout's order of groups."""
 
 
 def _strides(tensor: Any) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""Host memory that a GPU reaches: regions pinned once, and where kernels find a piece of one.
+"""Pinned host memory: regions that a GPU can access, and the device addresses within them.
 
-The system looks up and locks every page that is pinned, so it is done for whole regions (an extent of the arena) when
-they are mapped, never for a copy. It is undone before the memory goes: a region keeps its memory alive until then.
+Pinning locks every memory page of a region, which is slow. Whole regions (slabs of the arena) are therefore pinned
+when they are mapped, and never for one copy. A region keeps its memory alive until it is unpinned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvcache.transfer.cuda.device import Device
 
 
 def address_of(memory: memoryview) -> int:
-    """Of a contiguous buffer's first byte."""
+    """Return the address of a contiguous buffer's first byte."""
     return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
 
@@ -32,7 +32,10 @@ class _Region:
 
 
 class PinnedRegions:
-    """Thread-safe."""
+    """The pinned regions of one device.
+
+    Thread safety: any thread may call it; one lock guards the list of regions.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -41,8 +44,12 @@ class PinnedRegions:
         self._lock = threading.Lock()
 
     def add(self, memory: memoryview) -> None:
-        """Pin a region; a read-only one serves loads. StoreError where the system does not allow it: copies then work
-        by way of the driver's own buffers, at a part of the speed."""
+        """Pin a region. A read-only region serves only loads.
+
+        Raises:
+            StoreError: The system does not allow it. Copies still work through the driver's buffers, at a part of the
+                speed.
+        """
         address, size = address_of(memory), memory.nbytes
         try:
             device_address = self._device.register(address, size, read_only=memory.readonly)
@@ -55,7 +62,7 @@ class PinnedRegions:
             self._regions.insert(bisect_right(self._regions, address, key=lambda r: r.address), region)
 
     def remove(self, memory: memoryview) -> None:
-        """Let a region go, which no copy under way may use."""
+        """Unpin a region. No running copy may use it."""
         address = address_of(memory)
         with self._lock:
             region = next(r for r in self._regions if r.address == address)
@@ -63,7 +70,7 @@ class PinnedRegions:
         self._device.unregister(address)
 
     def find(self, address: int, size_bytes: int) -> int | None:
-        """Where kernels find these bytes of the host; None where not all of them are pinned."""
+        """Return the device address of these host bytes; None where one region does not hold them all."""
         with self._lock:
             i = bisect_right(self._regions, address, key=lambda r: r.address) - 1
             if i < 0:
@@ -79,14 +86,14 @@ class PinnedRegions:
 
 
 def _raise_limit() -> None:
-    """As far as this process may without asking anybody."""
+    """Raise the soft limit of locked memory to the hard limit, which needs no privilege."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (hard, hard))
 
 
 def _limit(size_bytes: int) -> str:
-    """What to do about it, by the limit that this process has."""
+    """Return the advice for an error text, by this process's limit of locked memory."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if limit == resource.RLIM_INFINITY or limit >= size_bytes:
         return "the locked-memory limit allows it: is so much memory free? Give less host.capacity_bytes"

@@ -1,7 +1,7 @@
-"""How a block is cut into fragments that are contiguous on both sides: the twin of csrc/layout/layout.h in Python.
+"""Copy plans: a block as fragments that are contiguous in page and payload. The Python twin of csrc/layout/layout.h.
 
-A launch on a GPU is planned on the host, where nothing may have been compiled. The tests compare `collapse` with the
-header's, and run the kernels that follow these plans.
+The host plans a GPU launch, and may lack the compiled core. The tests compare `coalesce_axes` with its C++ twin, and
+run the kernels that follow these plans.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvcache.transfer.cpu import BlockAxes, Int5
 from kvcache.transfer.pages import GroupPages
 
 Axis = tuple[int, int, int]
-"""Extent, bytes from one index to the next in the page, the same in the payload."""
+"""Extent; step in the page, in bytes; step in the payload, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FragmentWalk:
 
     @cached_property
     def places(self) -> NDArray[np.int64]:
-        """(fragments, 2): where each fragment lies in the page and in the payload."""
+        """Offsets of each fragment in the page and in the payload, in bytes; shape (fragments, 2)."""
         places = np.zeros((1, 2), np.int64)
         for extent, *steps in self.axes:
             along = np.arange(extent, dtype=np.int64)[:, None] * np.array(steps, np.int64)
@@ -43,7 +43,7 @@ class FragmentWalk:
 
 
 def coalesce_axes(axes: Sequence[Axis], item_bytes: int) -> FragmentWalk:
-    """The longest fragments that both sides allow, in the payload's order."""
+    """Return the longest fragments that both sides allow, in the payload's order."""
     kept: list[Axis] = []
     for extent, page, payload in sorted((axis for axis in axes if axis[0] != 1), key=lambda axis: -axis[2]):
         if kept and kept[-1][1:] == (extent * page, extent * payload):
@@ -58,26 +58,25 @@ def coalesce_axes(axes: Sequence[Axis], item_bytes: int) -> FragmentWalk:
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """How the blocks of some pages are copied: `walk` from each root, for each block.
+    """A plan to copy blocks: for each block, `walk` from each root.
 
-    Where pages are equal distances apart, layers (and K and V) are axes of the walk; where they are not, each is a
-    root of its own.
+    Layers (and K and V) at equal distances are axes of the walk. At unequal distances each one is a separate root.
     """
 
-    roots: NDArray[np.int64]  # (roots, 2): address in page 0; bytes from the payload's start
+    roots: NDArray[np.int64]  # (roots, 2): address in page 0; offset in the payload
     walk: FragmentWalk
     page_step: int
-    target_step: int = 0  # copies within the pool: what a target's id is multiplied by
+    target_step: int = 0  # bytes between two targets, in copies from page to page
 
     @property
     def alignment(self) -> int:
-        """What every address that the plan makes is a multiple of, apart from those of the payloads."""
+        """The largest number that divides every address of the plan, apart from the payloads' addresses."""
         steps = [step for _, *steps in self.walk.axes for step in steps]
         return gcd(self.walk.run, self.page_step, self.target_step, *steps, *self.roots.flatten().tolist())
 
 
 def copy_plan(pages: GroupPages, layers: tuple[int, int] | None = None) -> CopyPlan:
-    """Between pages and payloads; of the shard's layers from the first to the second number, all if not given."""
+    """Return the plan between pages and payloads, of the shard's layers [first, end) or of all."""
     first, end = layers or (0, pages.shard.layers)
     axes = BlockAxes.of(pages)
     bases = np.ascontiguousarray(pages.bases[first:end], np.uint64)
@@ -87,7 +86,7 @@ def copy_plan(pages: GroupPages, layers: tuple[int, int] | None = None) -> CopyP
 
 
 def page_copy_plan(pages: GroupPages) -> CopyPlan:
-    """From page to page: what a payload is to `plan`, another page is here, whose address goes into the root."""
+    """Return the plan from page to page. The target page takes the payload's place, and its address is in the root."""
     axes = BlockAxes.of(pages)
     bases = np.ascontiguousarray(pages.bases, np.uint64)
     made = _plan(bases.tobytes(), axes.extents, axes.item_bytes, axes.page, None)

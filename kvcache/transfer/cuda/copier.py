@@ -1,22 +1,23 @@
-"""Copies between pages on a GPU and host memory, on streams of their own, beside what the engine computes.
+"""Copies between pages on a GPU and host memory, on separate streams that run beside the engine's computation.
 
     copier = CudaCopier(0)
-    copier.pinned.add(region)                           # once, for each piece of the arena
-    after = copier.mark(compute_stream)                 # where the engine is now
+    copier.pinned.add(region)                           # once, for each slab of the arena
+    after = copier.mark(compute_stream)                 # the engine's position now
     copy = copier.gather(pages, page_ids, payloads, after=after)
     copy = copier.scatter(pages, page_ids, payloads)    # by runs of layers
-    copy.block_stream(compute_stream, layer=0)                  # what comes next on that stream waits for layer 0
+    copy.block_stream(compute_stream, layer=0)          # later work on that stream waits for layer 0
     copy.wait()
 
-There are three ways, taken by size:
+A copy takes one of three paths, by size:
 
-    direct   DMA of each fragment between page and payload, nothing on the multiprocessors; for large fragments
-    staged   a kernel gathers blocks within the device, DMA takes each as one piece over the bus; for small fragments
-             of large blocks, and for host memory that is not pinned
-    mapped   a kernel reads or writes pinned host memory itself, by a few multiprocessors; for the rest
+    direct   DMA of each fragment between page and payload, without multiprocessors; for large fragments
+    staged   a kernel gathers blocks in device memory, and DMA moves each block as one piece; for small fragments of
+             large blocks, and for host memory that is not pinned
+    mapped   a kernel on a few multiprocessors accesses pinned host memory; for all other copies
 
-What is large is measured when the copier is made (`crossover.py`). No call waits for the device, except a copy of host
-memory that is not pinned: the driver copies that within the call."""
+The copier measures the sizes that separate the paths when it is made (`crossover.py`). No call waits for the device,
+with one exception: the driver copies host memory that is not pinned within the call.
+"""
 
 from __future__ import annotations
 
@@ -41,21 +42,24 @@ from kvcache.transfer.pages import GroupPages
 from kvcache.transfer.pinned import PinnedRegions, address_of
 from kvcache.transfer.walk import CopyPlan, copy_plan, page_copy_plan
 
-# What of a copy is put on a stream between two events: a run of layers, which the payload holds in one piece.
+# Parts of a copy: runs of layers, each contiguous in the payload and followed by an event
 
 
 @dataclass(frozen=True, slots=True)
 class CopyPart:
-    plan: CopyPlan | None  # none where the payload is not the elements as they are
+    plan: CopyPlan | None  # None where the payload is quantised
     launches: Callable[[Direction, Sequence[int], NDArray[np.int64], int], Iterator[Launch]]
     end: int  # layer, excluded
-    start: int  # in bytes of the payload
+    start: int  # offset in the payload, in bytes
     size_bytes: int
-    alignment: int = 1  # that kernels want of payloads
+    alignment: int = 1  # of payloads, as the kernels need it
 
 
 def copy_parts(pages: GroupPages, form: QuantisedPages | None, blocks: int, run_bytes: int | None) -> list[CopyPart]:
-    """One; or runs of layers of `run_bytes` and more in all blocks together, where the layout has layers outermost."""
+    """Return the parts of a copy: one, or runs of layers where the layout has layers outermost.
+
+    A run has at least `run_bytes` in all blocks together.
+    """
     layers, size = pages.shard.layers, pages.block_bytes
     if form is not None:
         return [CopyPart(None, form.launches, layers, 0, form.payload_bytes, 4)]
@@ -76,25 +80,25 @@ CopyPath = Literal["direct", "staged", "mapped"]
 STAGING_BYTES = 32 << 20
 LAYER_RUN_BYTES = (
     4 << 20
-)  # of layers between two events: some 80 microseconds of the bus, ten times what a launch costs
-BUS_THREAD_BLOCKS = 32  # blocks of threads that keep the bus busy
-DEVICE_BLOCKS_PER_SM = 8  # a multiprocessor, to keep the device's memory busy
+)  # least size of a run of layers: some 80 microseconds on the bus, ten times the cost of a launch
+BUS_THREAD_BLOCKS = 32  # thread blocks that keep the bus busy
+DEVICE_BLOCKS_PER_SM = 8  # thread blocks a multiprocessor that keep the device's memory busy
 _ALIGNMENT = 256
 _POLL_S = 20e-6
 
 
 @dataclass(slots=True)
 class CudaCopy:
-    """A copy under way: an event after each run of layers. The caller keeps pages and buffers until it is done.
+    """A running copy, with an event after each run of layers. The caller keeps pages and buffers until it is done.
 
-    Everything here raises what the device reports, if it reports a fault: then the copy's target is undefined.
+    Every method raises a fault that the device reports. The target of the copy is then undefined.
     """
 
     device: Device
-    ends: list[int]  # of each run of layers, excluded
+    ends: list[int]  # end layer of each run, excluded
     events: list[Event]
-    ways: list[CopyPath]  # how each run went
-    keep: tuple[object, ...] = field(repr=False)  # alive until this is collected
+    ways: list[CopyPath]  # the path of each run
+    keep: tuple[object, ...] = field(repr=False)  # kept alive until this object is collected
 
     @property
     def done(self) -> bool:
@@ -104,7 +108,7 @@ class CudaCopy:
         return self.wait_layer(self.ends[-1] - 1, timeout_s) if self.events else True
 
     def wait_layer(self, layer: int, timeout_s: float | None = None) -> bool:
-        """Until this layer, counted within the shard, of every block is in its pages."""
+        """Wait until this layer of every block is copied; `layer` counts within the shard."""
         event = self._event(layer)
         if event is None:
             return True
@@ -120,7 +124,7 @@ class CudaCopy:
         return True
 
     def block_stream(self, stream: int, layer: int | None = None) -> None:
-        """What is put on the engine's `stream` from now on begins after this layer, or all of the copy."""
+        """Make later work on the engine's `stream` wait for this layer, or for the whole copy."""
         event = self._event(self.ends[-1] - 1 if layer is None and self.ends else layer or 0)
         if event is not None:
             self.device.follow(stream, event)
@@ -130,10 +134,14 @@ class CudaCopy:
 
 
 class CudaCopier:
-    """Copies of whole blocks of the pages on one device. Thread-safe.
+    """Copies whole blocks of the pages on one device.
 
-    `compute_stream` is the engine's, or tells it, for calls without a mark; `way` and `crossover` are for tests and
-    measurements.
+    Args:
+        compute_stream: The engine's stream, or a function that returns it, for calls without a mark.
+        crossover: For tests and measurements; measured where it is None.
+        way: For tests and measurements; the path of every copy.
+
+    Thread safety: any thread may call it; one lock for each stream keeps a copy's work together.
     """
 
     def __init__(
@@ -159,7 +167,7 @@ class CudaCopier:
         self.crossover = crossover or measure(self.device, self._streams_by_direction["gather"].stream, bus_blocks)
 
     def mark(self, stream: int | None = None) -> Event:
-        """Where the engine's stream is now: give it to the copy that must come after what was put there."""
+        """Return the stream's current position, for a copy that must begin after the work before it."""
         if stream is None:
             stream = self.compute_stream() if callable(self.compute_stream) else self.compute_stream
         return self.device.record(stream)
@@ -173,9 +181,10 @@ class CudaCopier:
         after: Event | None = None,
         quantised: Format | None = None,
     ) -> CudaCopy:
-        """Pages to buffers, after what was put on the engine's stream before `after`, or before this call.
+        """Copy pages to buffers, after the work on the engine's stream before `after`, or before this call.
 
-        With a format the buffers are that codec's payloads: ask `Quantised.sound` of each before it is used."""
+        With a format the buffers receive payloads of that codec. Check each with `QuantisedPages.sound` before use.
+        """
         return self._copy("gather", pages, page_ids, buffers, after, quantised)
 
     def scatter(
@@ -187,15 +196,16 @@ class CudaCopier:
         after: Event | None = None,
         quantised: Format | None = None,
     ) -> CudaCopy:
-        """Buffers to pages, by runs of layers, an event after each; a load that is large enough has one a layer.
+        """Copy buffers to pages by runs of layers, with an event after each run. A large load has one run a layer.
 
-        The pages are overwritten after what was put on the engine's stream before `after`, or before this call."""
+        The copy begins after the work on the engine's stream before `after`, or before this call.
+        """
         return self._copy("scatter", pages, page_ids, buffers, after, quantised)
 
     def copy_pages(
         self, pages: GroupPages, sources: Sequence[int], targets: Sequence[int], *, after: Event | None = None
     ) -> CudaCopy:
-        """Pages to other pages of the same pool, as copy-on-write needs. No target may be a source, nor twice there."""
+        """Copy pages to other pages of the same pool, for copy-on-write. Targets must be distinct and no sources."""
         check_call(pages, (), (), writable=True, device=self.device.name)
         pages.check_ids([*sources, *targets])
         if len(targets) != len(sources) or len({*targets}) != len(targets) or {*targets} & {*sources}:
@@ -209,7 +219,7 @@ class CudaCopier:
             return CudaCopy(self.device, [pages.shard.layers], [self.device.record(copy_stream.stream)], [], (pages,))
 
     def close(self) -> None:
-        """Wait for what is under way, and unpin."""
+        """Wait for running copies, then unpin."""
         for copy_stream in self._streams_by_direction.values():
             with copy_stream.in_order():
                 copy_stream.drain()
@@ -259,7 +269,7 @@ class CudaCopier:
         self.device.follow(copy_stream.stream, self.mark() if after is None else after)
 
     def _mapped(self, addresses: NDArray[np.int64], size_bytes: int) -> NDArray[np.int64] | None:
-        """Where kernels find the buffers; None unless all of them are pinned."""
+        """Return the device addresses of the buffers; None unless all are pinned."""
         found = [self.pinned.find(address, size_bytes) for address in addresses.tolist()]
         return None if None in found else np.array(found, np.int64)
 
@@ -321,7 +331,7 @@ class CudaCopier:
 
 
 class _CopyStream:
-    """A stream for one kind of copy, and the device's memory by which staged ones go."""
+    """A stream for one kind of copy, and the device memory that stages it."""
 
     def __init__(self, device: Device) -> None:
         self._device, self._lock = device, threading.Lock()
@@ -331,8 +341,10 @@ class _CopyStream:
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        """What one copy puts on the stream stays together. Where that fails half way, what is already there has ended
-        before the caller hears of it, who then takes pages and buffers for its own again."""
+        """Keep one copy's work together on the stream.
+
+        On an error the stream is drained first, because the caller then reuses its pages and buffers.
+        """
         with self._lock:
             try:
                 yield

@@ -1,7 +1,7 @@
-"""From which size on copies over the bus by the DMA engines are as fast as those by a kernel.
+"""The size from which on DMA copies over the bus are as fast as a kernel's.
 
-The engines leave the multiprocessors alone, so they are wanted wherever they keep up; each copy costs them a start,
-so they keep up only with large ones. Where that is differs by machine, and is measured when a copier starts.
+DMA engines use no multiprocessors, so the copier prefers them where they keep up. Each DMA copy has a start-up cost, so
+they keep up only for large copies. The size differs by machine and is measured when a copier is made.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _RUNS = 3
 
 @dataclass(frozen=True, slots=True)
 class Crossover:
-    """Bytes of the smallest copy that DMA is used for."""
+    """The smallest copies that use DMA, in bytes."""
 
     gather: int  # from the device
     scatter: int  # to the device
 
 
 def crossover_bytes(dma: Mapping[int, float], kernel: float) -> int:
-    """The size from which on each measured rate of DMA keeps up with the kernel's; NEVER where none does."""
+    """Return the size from which on every measured DMA rate keeps up with the kernel; NEVER where none does."""
     found = NEVER
     for size in sorted(dma, reverse=True):
         if dma[size] < _MIN_RATE_RATIO * kernel:
@@ -42,7 +42,7 @@ def crossover_bytes(dma: Mapping[int, float], kernel: float) -> int:
 
 
 class TransferRates:
-    """Bytes a second over the bus, of pinned memory: by DMA in copies of one size, and by the kernel."""
+    """Measures rates over the bus with pinned memory, in bytes a second: DMA copies of one size, and the kernel."""
 
     def __init__(self, device: Device, stream: int, bus_blocks: int, total_bytes: int = _TOTAL_BYTES) -> None:
         self._device, self._stream, self._bus_blocks, self._total = device, stream, bus_blocks, total_bytes
@@ -68,7 +68,7 @@ class TransferRates:
 
 
 def measure(device: Device, stream: int, bus_blocks: int, sizes: Sequence[int] = SIZES) -> Crossover:
-    """Some tens of milliseconds."""
+    """Measure the crossover of both directions. Takes some tens of milliseconds."""
     rates = TransferRates(device, stream, bus_blocks)
     gather, scatter = (
         crossover_bytes({size: rates.dma(direction, size) for size in sizes}, rates.kernel(direction))

@@ -1,8 +1,9 @@
-"""What a copier asks of a GPU: streams and events, launches, copies over the bus, memory.
+"""The GPU as a copier uses it: streams, events, launches, copies over the bus, memory.
 
-Streams are handles, as CUDA has them: `torch.cuda.current_stream().cuda_stream`, CuPy's `Stream.ptr`, 0 for the
-default one. What is put on one stream happens in order; events order streams among each other. `CupyDevice` is the
-real one; the tests run the same kernels on the processor behind another."""
+A stream is a CUDA handle: `torch.cuda.current_stream().cuda_stream`, CuPy's `Stream.ptr`, or 0 for the default stream.
+Work on one stream runs in order; events order streams among each other. `CupyDevice` is the real device. The tests
+implement `Device` on the CPU and run the same kernels there.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +18,8 @@ from numpy.typing import NDArray
 from kvcache.errors import ConfigError
 from kvcache.transfer.cuda.kernels import OPTIONS, THREADS, Launch, source
 
-# Many copies over the bus in one call of the driver: cuMemcpyBatchAsync, where the driver has it (12.8 and later).
-# Reached through libcuda by its C interface, since CuPy does not carry it. The call works in whatever context is
-# current.
+# Batched copies: many copies over the bus in one driver call, cuMemcpyBatchAsync (driver 12.8 and later). CuPy does not
+# have it, so it is called through libcuda's C interface. The call uses the current context.
 
 Addresses = NDArray[np.uint64]
 
@@ -31,13 +31,13 @@ ATTRIBUTES = np.dtype(
         ("flags", "u4"),
     ]
 )
-"""CUmemcpyAttributes of cuda.h; the places are hints for managed memory and stay 0."""
+"""CUmemcpyAttributes of cuda.h. The places are hints for managed memory and stay 0."""
 
 _IN_STREAM_ORDER, _BESIDE_COMPUTE = 1, 1
 
 
 class BatchCopy:
-    """The driver's call, or that there is none."""
+    """The driver's batched copy, where it exists."""
 
     def __init__(self, library: Any) -> None:
         self._call = next(
@@ -61,8 +61,12 @@ class BatchCopy:
         return self._call is not None
 
     def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int) -> bool:
-        """Put the copies on the stream, which must not be the default one. False where that cannot be done: then the
-        caller copies one by one; what of the batch may have begun does no harm, since it writes the same bytes."""
+        """Put the copies on the stream, which must not be the default stream.
+
+        Returns:
+            False where the driver refused. The caller then copies one by one. Copies of the batch that already began
+            are harmless, since they write the same bytes.
+        """
         if self._call is None or not len(sizes):
             return not len(sizes)
         call, with_failure = self._call
@@ -76,15 +80,15 @@ class BatchCopy:
         given += [ctypes.c_void_p(failed.ctypes.data)] if with_failure else []
         if call(*given, ctypes.c_void_p(stream)) == 0:
             return True
-        self._call = None  # this driver or these pointers: not asked again
+        self._call = None  # the driver does not support the call, or not these pointers: do not try again
         return False
 
 
-_PORTABLE_AND_MAPPED, _READ_ONLY = 3, 8  # cudaHostRegister's flags: for every context, and within reach of kernels
+_PORTABLE_AND_MAPPED, _READ_ONLY = 3, 8  # cudaHostRegister's flags: for every context, and mapped for kernels
 
 
 class Event(Protocol):
-    """A point in a stream. Both raise what the device reports, if anything before that point went wrong."""
+    """A point in a stream. Both members raise a fault that the device reports for work before that point."""
 
     @property
     def done(self) -> bool: ...
@@ -93,7 +97,7 @@ class Event(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Given back when it is collected. `pointer` is the address for the host as well as for the device."""
+    """Memory that is freed when this object is collected. `pointer` is its address on host and device."""
 
     pointer: int
     owner: Any = field(repr=False)
@@ -104,35 +108,37 @@ class Device(Protocol):
     multiprocessors: int
 
     def stream(self) -> int:
-        """A new stream that lives as long as the device, and waits for no other."""
+        """Return a new non-blocking stream, which lives until the device object is collected."""
 
     def record(self, stream: int) -> Event: ...
     def follow(self, stream: int, event: Event) -> None:
-        """What is put on `stream` from now on begins after the event."""
+        """Make later work on `stream` wait for the event."""
 
     def launch(self, launch: Launch, stream: int) -> None:
-        """On one of our own streams."""
+        """Launch a kernel on a stream that this device made."""
 
     def copy(self, targets: Addresses, sources: Addresses, sizes: Addresses, stream: int, *, pinned: bool) -> None:
-        """Copies between host and device, in any order among themselves. Where the host's memory is not `pinned` the
-        call may wait for them."""
+        """Copy between host and device, in any order. The call may block where host memory is not `pinned`."""
 
     def memory(self, size_bytes: int, stream: int) -> DeviceMemory:
-        """Of the device, for use on that stream."""
+        """Allocate device memory for use on that stream."""
 
     def host_memory(self, size_bytes: int) -> DeviceMemory:
-        """Of the host, pinned."""
+        """Allocate pinned host memory."""
 
     def register(self, address: int, size_bytes: int, *, read_only: bool = False) -> int:
-        """Pin host memory: the address by which kernels reach it. OSError where it cannot be."""
+        """Pin host memory and return its address for kernels. Raises OSError where that fails."""
 
     def unregister(self, address: int) -> None: ...
     def seconds(self, stream: int, work: Callable[[], None]) -> float:
-        """How long what `work` puts on the stream takes there. Waits for it."""
+        """Return the time that the work which `work` puts on the stream takes there. Blocks until it is done."""
 
 
 class CupyDevice:
-    """A GPU through CuPy. All may be called from any thread."""
+    """A GPU through CuPy.
+
+    Thread safety: any thread may call it.
+    """
 
     def __init__(self, index: int = 0) -> None:
         try:
@@ -165,12 +171,12 @@ class CupyDevice:
     def record(self, stream: int) -> Event:
         with self._device:
             event: Event = self._cupy.cuda.Event(block=True, disable_timing=True)
-            self._runtime.eventRecord(event.ptr, stream)  # type: ignore[attr-defined]  # CuPy's, not of the protocol
+            self._runtime.eventRecord(event.ptr, stream)  # type: ignore[attr-defined]  # `ptr` is CuPy's, not in the protocol
         return event
 
     def follow(self, stream: int, event: Event) -> None:
         with self._device:
-            self._runtime.streamWaitEvent(stream, event.ptr)  # type: ignore[attr-defined]  # the same
+            self._runtime.streamWaitEvent(stream, event.ptr)  # type: ignore[attr-defined]  # as in `record`
 
     def launch(self, launch: Launch, stream: int) -> None:
         with self._device, self._streams[stream]:

@@ -1,8 +1,8 @@
-"""The CUDA kernels as this side of the launch sees them: their source, their names, the struct that they take.
+"""The host side of the CUDA kernels: their sources, names and argument structs.
 
-The sources travel in the package and are compiled where they run, by NVRTC for the very device; CuPy keeps what was
-compiled on disk under a hash of the source. `JOB` is `Job` of csrc/cuda/copy.h, by value: a launch has no arrays of its
-own on the device that would have to outlive it.
+The package ships the sources, and NVRTC compiles them on first use for the device at hand. CuPy caches the result on
+disk under a hash of the source. `JOB` is `Job` of csrc/cuda/copy.h. A launch passes it by value, so no array on the
+device has to outlive the launch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Grid = tuple[int, int]
 
 class Launch(NamedTuple):
     kernel: str  # file:name
-    grid: Grid  # blocks of `THREADS` threads
-    job: NDArray[np.void]  # one struct, which goes by value
+    grid: Grid  # in blocks of `THREADS` threads
+    job: NDArray[np.void]  # one struct, passed by value
 
 
 THREADS = 256
@@ -58,9 +58,9 @@ _PACKAGE_DIR = Path(__file__).parents[2]
 
 
 def source(name: str) -> str:
-    """A file of csrc/cuda with what it includes put in place.
+    """Return a file of csrc/cuda with its includes inlined.
 
-    One text, since CuPy's cache is keyed by the text alone: a header found by a path could change unseen.
+    CuPy's cache is keyed by the text alone, so a change in a header on a path would go unnoticed.
     """
     sources = next(
         place for place in (_PACKAGE_DIR / "csrc", _PACKAGE_DIR.parent / "csrc") if (place / "cuda").is_dir()
@@ -79,20 +79,20 @@ def source(name: str) -> str:
 
 @cache
 def division(divisor: int) -> tuple[int, int, int]:
-    """The twin of `division` in csrc/layout/division.h, as `DIVISION` has it."""
+    """Return the fields of `DIVISION`. The twin of `division` in csrc/layout/division.h."""
     shift = (divisor - 1).bit_length()
     return divisor, (((1 << shift) - divisor) << 32) // divisor + 1, shift
 
 
 def access_width(plan: CopyPlan, payloads: NDArray[np.int64]) -> int:
-    """Bytes of the widest access that every address of a copy allows."""
+    """Return the widest access in bytes that every address of a copy allows."""
     return gcd(WIDTHS[0], plan.alignment, int(np.bitwise_or.reduce(payloads)))
 
 
 def launches(
     plan: CopyPlan, direction: Direction, page_ids: Sequence[int], payloads: NDArray[np.int64], most_blocks: int
 ) -> Iterator[Launch]:
-    """What copies these blocks, on about `most_blocks` blocks of threads at most."""
+    """Yield the launches that copy these blocks, on about `most_blocks` thread blocks at most."""
     if not len(page_ids):
         return
     wide = access_width(plan, payloads)
@@ -119,12 +119,12 @@ def launches(
 
 
 def block_places(page_ids: Sequence[int], page_step: int, payloads: NDArray[np.int64]) -> NDArray[np.void]:
-    """The `Block` of each."""
+    """Return the `Block` struct of each block: its offset in the pages, and the address of its payload."""
     places = np.stack([np.asarray(page_ids, np.int64) * page_step, payloads], axis=1)
     return places.astype(np.uint64).view(PAIR)[:, 0]
 
 
 def chunked(array: NDArray[Any], most: int) -> Iterator[NDArray[Any]]:
-    """Of at most so many elements, in order."""
+    """Split an array into chunks of at most `most` elements, in order."""
     for first in range(0, len(array), most):
         yield array[first : first + most]

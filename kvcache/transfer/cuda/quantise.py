@@ -1,9 +1,10 @@
-"""Blocks in eight bits an element, made on the GPU: the payloads of the `fp8` and `int8` codecs, byte for byte.
+"""Quantised blocks made on the GPU: the payloads of the `fp8` and `int8` codecs, byte for byte.
 
-Half the bytes of bf16 cross the bus, and nothing is left for the host to encode. `docs/spec/codec.md` has the bytes
-and their bound; the codecs in numpy are these kernels' twins. As there, a payload can be left alone: where a scale
-group holds infinity or NaN, or its scale would lie out of range. The kernel writes what comes of it, `sound` tells, and
-the caller gathers that block as it is.
+Half the bytes of bf16 cross the bus, and the host has nothing to encode. `docs/spec/codec.md` specifies the bytes and
+their error bound. The numpy codecs (`kvcache/codec/quantised.py`) are the twins of these kernels.
+
+A codec refuses a payload where a scale group holds infinity or NaN, or its scale is out of range. The kernel writes
+such a payload all the same. `sound` detects it, and the caller then gathers that block unencoded.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MIN_SCALE = {"bf16": 2.0**-126, "fp32": 2.0**-126, "fp16": 2.0**-24}
 MAX_SCALE = 2.0**100
 
 _LANES = 32
-_WIDE_BYTES = 16  # of elements that one thread takes at a time
+_WIDE_BYTES = 16  # bytes of elements that one thread reads at a time
 JOB = np.dtype(
     [
         ("heads", DIVISION),
@@ -67,7 +68,7 @@ JOB = np.dtype(
 
 @dataclass(frozen=True)
 class QuantisedPages:
-    """The blocks of some pages in a format. LayoutError for elements that are no numbers wider than eight bits."""
+    """The blocks of pages in a quantised format. Raises LayoutError for elements that are not bf16, fp16 or fp32."""
 
     format: Format
     pages: GroupPages
@@ -93,14 +94,14 @@ class QuantisedPages:
         return self.scale_bytes + self.pages.block_bytes // BlockAxes.of(self.pages).item_bytes
 
     def sound(self, payload: memoryview) -> bool:
-        """Whether the codec would have made this; not, then its bound does not hold and the block must go as it is."""
+        """Return whether the error bound holds for this payload. Where not, gather the block unencoded."""
         scales = np.frombuffer(payload[: self.scale_bytes], np.float32)
         return bool(np.all((scales == 0) | ((scales >= MIN_SCALE[self.dtype]) & (scales <= MAX_SCALE))))
 
     def launches(
         self, direction: Direction, page_ids: Sequence[int], payloads: NDArray[np.int64], most_blocks: int
     ) -> Iterator[Launch]:
-        """What copies these blocks, on about `most_blocks` blocks of threads at most."""
+        """Yield the launches that convert these blocks, on about `most_blocks` thread blocks at most."""
         axes, pages = BlockAxes.of(self.pages), self.pages
         _, kv, tokens, heads, dim = axes.extents
         job = np.zeros(1, JOB)
