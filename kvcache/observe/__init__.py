@@ -1,1 +1,1 @@
-"""What is said: counters, metrics from one table, reasons. Knows nothing of tiers and engines."""
+"""Observability: counters, metrics, reasons, events and recent requests. Independent of tiers and engines."""

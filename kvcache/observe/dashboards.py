@@ -1,6 +1,7 @@
-"""A dashboard for Grafana, written from the table of metrics: `kvcache metrics grafana`.
+"""The Grafana dashboard and the Prometheus alert rules, generated from the table of metrics.
 
-What one looks at first is named here. Every metric of the table has a panel below, with what the table says of it.
+`kvcache metrics grafana` prints the dashboard. Its first row is written here by hand. After it every metric of the
+table has a panel with its help text. `kvcache metrics alerts` prints the alert rules.
 """
 
 from __future__ import annotations
@@ -43,16 +44,16 @@ SECTIONS: Mapping[str, Sequence[str]] = {
     "Tiers": ("tier_records", "tier_used_bytes", "tier_capacity_bytes", "held_bytes", "pinned_bytes", "evicted_blocks"),
     "Faults": ("tier_in_trouble", "tier_faults", "refused_records", "canary_blocks", "canary_worst", "bypass"),
 }
-"""What stands together; a metric that none of them names stands under the last title, `Others`."""
+"""Metrics by row title. A metric in no row is shown in the last row, `Others`."""
 
 
 def prometheus_name(metric: str) -> str:
-    """As Prometheus knows it; KeyError for one that is not in the table."""
+    """Return a metric's name in Prometheus. Raises KeyError for a metric that is not in the table."""
     return PREFIX + metric + ("_total" if METRICS[metric].kind == "counter" else "")
 
 
 def rate(metric: str, *by: str, where: str = INSTANCE_FILTER, over: str = "$__rate_interval") -> str:
-    """A counter's growth a second."""
+    """Return the expression of a counter's growth a second."""
     return f"{_sum(by)}(rate({prometheus_name(metric)}{{{where}}}[{over}]))"
 
 
@@ -190,7 +191,7 @@ def _instance() -> dict[str, Any]:
     }
 
 
-# Rules by which Prometheus calls somebody, written from the table of metrics: `kvcache metrics alerts`.
+# Alert rules
 
 _HEAD = """\
 # Written by `kvcache metrics alerts` from the table of metrics; changes are lost.
@@ -202,7 +203,7 @@ groups:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """`lasts`: for how long it must hold, as Prometheus writes it. `do`: what helps, beside what it means."""
+    """An alert rule. `for_duration` is how long the query must hold, in Prometheus's notation."""
 
     name: str
     query: str
@@ -213,7 +214,7 @@ class Alert:
 
 
 def _selector(metric: str, *pairs: tuple[str, str]) -> str:
-    """A metric with labels; KeyError where the tables have none of this name, or no such value of a label."""
+    """Return a metric with labels. Raises KeyError for an unknown metric or an unknown value of a label."""
     for label, value in pairs:
         if not value.startswith("~"):
             meaning(metric, label, value)
@@ -305,7 +306,7 @@ def alerts() -> Sequence[Alert]:
 
 
 def rules() -> str:
-    """As Prometheus reads them (YAML)."""
+    """Return the alert rules as YAML for Prometheus."""
     return _HEAD + "".join(line for alert in alerts() for line in _lines(alert))
 
 

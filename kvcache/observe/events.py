@@ -1,7 +1,8 @@
-"""What happened lately, a run of blocks at a time: a bounded ring for whoever is curious.
+"""Recent events of blocks, in a bounded ring, and the eviction history that explains misses.
 
-Blocks that meet the same fate one after another are one event. Counters keep the totals; here is the order, the
-request and the reason of the last few."""
+Consecutive blocks with the same fate are one event. Counters keep the totals; the ring keeps order, request and reason
+of the latest events.
+"""
 
 from __future__ import annotations
 
@@ -24,28 +25,28 @@ EVENT_KINDS: dict[EventKind, str] = {
     "refused": "found in a tier and not given out, by the check that failed",
 }
 
-_EventKey = tuple[EventKind, str, bytes, RequestContext, str]  # kind, tier, namespace, whose, reason
+_EventKey = tuple[EventKind, str, bytes, RequestContext, str]  # kind, tier, namespace, request, reason
 
 MERGE_WINDOW_S = 1.0
-"""A run ends after so long, so that its time still says something."""
+"""Longest time that one event covers, so that its `time` stays meaningful."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    time: float  # seconds since 1970, of the run's first block
+    time: float  # of the event's first block, in seconds since 1970
     kind: EventKind
     tier: str
     namespace: str  # the first 8 hexadecimal digits of its id
     request: str  # "" where no single request caused it
     blocks: int
-    bytes: int  # 0 where the tier does not tell
+    bytes: int  # 0 where the tier does not report them
     reason: str
-    agent: str = ""  # that the request named
+    agent: str = ""  # as the request named it
     session: str = ""
 
 
 class _OpenEvent:
-    """An event that may still grow: kept apart from `Event`, since a run of blocks comes one by one on hot paths."""
+    """An event that may still grow. Mutable, unlike `Event`, because hot paths add blocks one by one."""
 
     __slots__ = ("blocks", "bytes", "fate", "time")
 
@@ -59,7 +60,10 @@ class _OpenEvent:
 
 
 class EventLog:
-    """Thread-safe. The oldest leave when `capacity` is reached."""
+    """A ring of the latest `capacity` events.
+
+    Thread safety: any thread may call it.
+    """
 
     def __init__(self, clock: Clock, capacity: int = 1024) -> None:
         self._clock = clock
@@ -69,7 +73,7 @@ class EventLog:
     def add(
         self, kind: EventKind, *, tier: str, namespace: bytes, blocks: int = 1, bytes: int = 0, reason: str = ""
     ) -> None:
-        """Say it of the request that this thread works for."""
+        """Add blocks to the log, under the request of the calling thread's context."""
         if not blocks:
             return
         fate: _EventKey = (kind, tier, namespace, current_request(), reason)
@@ -83,24 +87,26 @@ class EventLog:
                 self._ring.append(_OpenEvent(now, fate, blocks, bytes))
 
     def last(self, count: int | None = None, namespaces: Collection[bytes] | None = None) -> list[Event]:
-        """The newest `count` of those that are left, or all of them; the oldest first. `namespaces`: of these alone."""
+        """Return the newest `count` events, or all, oldest first; only those of `namespaces` where given."""
         with self._lock:
             runs = [run for run in self._ring if namespaces is None or run.fate[2] in namespaces]
             runs = runs if count is None else runs[max(0, len(runs) - count) :]
             return [run.event() for run in runs]
 
 
-# What became of blocks that are not there: evicted, dropped, not written. Bounded; the oldest are forgotten first.
-# Kept in two halves, so that remembering a thousand victims is one update of a dictionary: when the newer half is
-# full it becomes the older one, and what stood there is forgotten.
+# Eviction history: the fate of absent blocks (evicted, dropped, not written). Bounded; the oldest entries go first. Two
+# generations make adding a thousand victims one dictionary update. A full newer generation replaces the older one.
 
 MIN_REMEMBERED_BLOCKS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
 class BlockFate:
-    """`reason` as in the table of `misses`; `why`, the detail that goes with it: the policy, or the reason of the drop,
-    or the outcome of the write."""
+    """The fate of an absent block.
+
+    `reason` is one of the table of `misses`. `why` is its detail: the policy, the reason of the drop, or the outcome of
+    the write.
+    """
 
     reason: str
     tier: str
@@ -110,7 +116,10 @@ class BlockFate:
 
 
 class EvictionHistory:
-    """By signature, which names namespace and prefix as well. Thread-safe; remembers `blocks` at least."""
+    """The fates of at least the last `blocks` absent blocks, by signature, which covers namespace and prefix.
+
+    Thread safety: any thread may call it.
+    """
 
     def __init__(self, clock: Clock, blocks: int = MIN_REMEMBERED_BLOCKS) -> None:
         self._clock, self._most = clock, blocks
@@ -122,7 +131,10 @@ class EvictionHistory:
         return len(self._newer.keys() | self._older.keys())
 
     def add(self, signatures: Iterable[bytes], reason: str, *, tier: str, why: str, clock: int) -> None:
-        """What left a tier because the one below never got it was lost by the write, not by the eviction."""
+        """Add a fate for these blocks.
+
+        An eviction does not replace a failed write to another tier: the failed write lost the block.
+        """
         fate = BlockFate(reason, tier, why, clock, self._clock.wall())
         with self._lock:
             if reason == "evicted":
@@ -136,7 +148,7 @@ class EvictionHistory:
         return fate is not None and fate.reason != "evicted" and fate.tier != tier
 
     def find(self, signature: bytes) -> BlockFate | None:
-        """The last that was heard of it. Only who has looked that it is not there may ask."""
+        """Return the last known fate of a block. Call it only for a block that is in no tier."""
         with self._lock:
             return self._find(signature)
 

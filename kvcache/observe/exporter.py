@@ -1,7 +1,7 @@
-"""The metrics as Prometheus reads them, from the table and the statistics of a cache.
+"""The metrics for Prometheus, from the table of metrics and the statistics of a cache.
 
-REGISTRY.register(Collector(cache.stats))  # beside the engine's own, in its process
-exposition(stats)                          # as text, for statistics from anywhere
+REGISTRY.register(Collector(cache.stats))  # beside the engine's metrics, in its process
+exposition(stats)                          # as text, for statistics from any source
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Stats = Mapping[str, Any]
 
 
 class Collector(_Collector):
-    """Asks for the statistics at each scrape; holds nothing itself."""
+    """Reads the statistics at each scrape; keeps no state."""
 
     def __init__(self, stats: Callable[[], Stats]) -> None:
         self._stats = stats
@@ -36,7 +36,7 @@ class Collector(_Collector):
             yield family
 
     def describe(self) -> Iterator[Family]:
-        """The names alone, so that registering asks nothing of the cache."""
+        """Return the names alone, so that registration does not call the cache."""
         return map(_family, METRICS.values())
 
 
@@ -47,9 +47,11 @@ def exposition(stats: Stats) -> str:
 
 
 def samples(stats: Stats, metric: Metric) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Label values and value of each row that the statistics have; a counter without labels begins at 0, but where a
-    daemon did not answer there is no row: to who reads it, a counter at 0 began anew, and all of it is to be counted
-    again."""
+    """Yield the label values and the value of each row in the statistics.
+
+    A counter without labels starts at 0. Statistics of an unreachable daemon yield no rows, because Prometheus takes a
+    counter at 0 for a reset and counts the whole value again.
+    """
     if "unreachable" in stats:
         return
     if metric.kind == "gauge":

@@ -1,6 +1,6 @@
-"""The one table of metrics, and the counters behind it. Exporter and documentation are generated from the table.
+"""The table of metrics, and the counters behind it. Exporter and documentation are generated from the table.
 
-What values the labels `reason`, `outcome`, `check`, `kept` and `path` can have is said in `reasons.py`.
+`reasons.py` lists the values of the labels `reason`, `outcome`, `check`, `kept` and `path`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Metric:
     labels: tuple[str, ...]
     help: str
     source: str = ""
-    """Of a gauge, where its value is in the statistics of a cache; `*` stands for its one label."""
+    """Path of a gauge's value in the statistics of a cache. `*` stands for a label, in the order of `labels`."""
 
 
 METRICS: dict[str, Metric] = {
@@ -106,7 +106,10 @@ METRICS: dict[str, Metric] = {
 
 
 class Counters:
-    """Counts by metric and labels; thread-safe. A name or a label that is not in the table is a mistake of ours."""
+    """Counts by metric and labels. An unknown name or label raises KeyError: a defect of the caller.
+
+    Thread safety: any thread may call it.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, tuple[str, ...]], float] = {}
@@ -120,7 +123,7 @@ class Counters:
                 self._counts[key] = self._counts.get(key, 0) + amount
 
     def get(self, name: str, **labels: str) -> float:
-        """The count under these labels; those left out are summed over."""
+        """Return the count under these labels, summed over labels that are not given."""
         metric = METRICS[name]
         with self._lock:
             rows = list(self._counts.items())
@@ -137,7 +140,7 @@ class Counters:
             yield name, dict(zip(METRICS[name].labels, values, strict=True)), count
 
     def tree(self) -> dict[str, Any]:
-        """By metric: a number, or numbers by label values joined with a comma."""
+        """Return for each metric a number, or numbers by label values joined with a comma."""
         tree: dict[str, Any] = {}
         for name, labels, count in self.rows():
             if labels:

@@ -1,4 +1,4 @@
-"""The one table of reasons: every value that a label of a metric can have, beside tiers, and what it means."""
+"""The table of reasons: every value of a metric's labels, except tiers, and its meaning."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ REASONS: Mapping[tuple[str, str], Mapping[str, str]] = {
         "stores": "what is offered is dropped",
     },
 }
-"""By metric and label. `{tier}` stands for the name of a tier."""
+"""Meanings by (metric, label), then by value. `{tier}` stands for the name of a tier."""
 
 
 def meaning(metric: str, label: str, value: str) -> str:
-    """What a value means; KeyError for one that is not in the table: a mistake of ours."""
+    """Return the meaning of a value. An unknown value raises KeyError: a defect of the caller."""
     table = REASONS[metric, label]
     if value in table:
         return table[value]

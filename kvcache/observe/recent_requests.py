@@ -1,8 +1,12 @@
-"""The prompts that were asked for last, so that a miss can be held against what came before it.
+"""Recent requests in a bounded ring, to explain a miss by comparison with earlier prompts.
 
-A bounded ring of requests: the signatures of each (which its request has anyway, so that keeping them copies nothing),
-and its token ids where not all of it was found: those cost a copy, which is nothing beside the prefill that follows.
-Ids never leave the process but through `kvcache explain`, asked by the same user."""
+The ring keeps each request's signatures, which the request holds anyway, so that no copy is made. Where a prefix was
+not found in full it also keeps the token ids. Their copy costs little beside the prefill that follows. Token ids leave
+the process only through `kvcache explain`, run by the same user.
+
+The module also finds the varying text (a timestamp, an id) that breaks a prefix, and the prefixes that recent prompts
+share.
+"""
 
 from __future__ import annotations
 
@@ -22,20 +26,22 @@ from kvcache.observe.events import BlockFate
 
 MAX_REQUESTS = 1024
 MAX_COMPARED_REQUESTS = 64
-"""How many earlier prompts with the same beginning one is compared with, the newest first."""
-_HEAD_TOKENS = 4  # tokens that file a prompt of whose blocks none was found
+"""Most earlier prompts with the same beginning that a prompt is compared with, newest first."""
+_HEAD_TOKENS = 4  # first tokens that index a prompt of which no block was found
 
 Ids = NDArray[np.uint32]
 
 
 @dataclass(slots=True, eq=False)
 class RecentRequest:
-    """One request. `reason` and what stands below it are of the first block that was not found, and change until the
-    request has begun to compute."""
+    """One request. `reason`, `fate` and `detail` describe the first block that was not found.
+
+    They may change until the request begins to compute.
+    """
 
     request: str
     namespace: bytes
-    places: Sequence[bytes]  # what the index knows its groups by
+    places: Sequence[bytes]  # the index's names of its groups
     block_tokens: int
     packed: bytes
     clock: int  # in requests
@@ -44,10 +50,10 @@ class RecentRequest:
     known_from: int = 0
     found: int = 0
     reason: str = ""
-    fate: BlockFate | None = None  # of that block, as it was remembered then
+    fate: BlockFate | None = None  # of that block, as the history had it then
     detail: dict[str, Any] = field(default_factory=dict)
-    kept: bool = False  # in the ring
-    agent: str = ""  # that the request named
+    kept: bool = False  # whether the ring holds it
+    agent: str = ""  # as the request named it
     session: str = ""
 
     @property
@@ -58,7 +64,7 @@ class RecentRequest:
         return self.packed[block * SIGNATURE_BYTES : (block + 1) * SIGNATURE_BYTES]
 
     def tokens(self, first: int, end: int) -> Ids:
-        """Those that are known of tokens `first` to `end` (excluded); nothing where the first of them is not."""
+        """Return the known ids of tokens [first, end); empty where token `first` is unknown."""
         ids = list(self.ids)
         if first < self.known_from or not ids:
             return np.empty(0, np.uint32)
@@ -75,7 +81,7 @@ class RecentRequest:
 
 
 def shared_blocks(one: bytes, other: bytes) -> int:
-    """How many blocks two chains of packed signatures share: each signature stands for all before it."""
+    """Return how many blocks two chains of packed signatures share. A signature covers all blocks before it."""
     low, high = 0, min(len(one), len(other)) // SIGNATURE_BYTES
     while low < high:
         middle = (low + high + 1) // 2
@@ -85,15 +91,17 @@ def shared_blocks(one: bytes, other: bytes) -> int:
 
 
 def shared_tokens(one: Ids, other: Ids) -> int:
-    """How many tokens two sequences share from the first on."""
+    """Return how many tokens two sequences share from the first on."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]
     return int(differ.argmax()) if differ.any() else length
 
 
 def kept(ids: NDArray[Any]) -> Ids:
-    """Token ids that stay as they are, whatever the caller does with his buffer: a copy, but for memory that nobody can
-    change, as that of a list which was packed."""
+    """Return token ids that later changes of the caller's buffer do not affect.
+
+    The ids are copied, unless their memory is an immutable `bytes` object, as for a packed list.
+    """
     root: Any = ids
     while isinstance(root, np.ndarray) and root.base is not None:
         root = root.base
@@ -101,7 +109,10 @@ def kept(ids: NDArray[Any]) -> Ids:
 
 
 class RecentRequests:
-    """Thread-safe. The oldest leave when there are `requests` of them, or more than `most_bytes`."""
+    """The ring. It drops the oldest requests above `requests` entries or `max_bytes`.
+
+    Thread safety: any thread may call it.
+    """
 
     def __init__(self, max_bytes: int, requests: int = MAX_REQUESTS) -> None:
         self.max_bytes, self._requests = max_bytes, requests
@@ -115,7 +126,7 @@ class RecentRequests:
         return len(self._ring)
 
     def add(self, recent: RecentRequest) -> None:
-        """One that is too large by itself is not kept."""
+        """Add a request, unless it alone exceeds `max_bytes`."""
         if not recent.blocks or recent.size_bytes > self.max_bytes:
             return
         with self._lock:
@@ -128,7 +139,7 @@ class RecentRequests:
             self._trim()
 
     def grow(self, recent: RecentRequest, ids: Sequence[Ids], packed: bytes) -> None:
-        """The request went on: its answer became blocks."""
+        """Extend a request by the blocks of its answer."""
         with self._lock:
             before = recent.size_bytes
             recent.ids += ids
@@ -148,26 +159,26 @@ class RecentRequests:
 
     @staticmethod
     def _leave(filed: dict[Any, deque[RecentRequest]], key: Any, recent: RecentRequest) -> None:
-        filed[key].remove(recent)  # the first of them, as a rule
+        filed[key].remove(recent)  # usually the first entry
         if not filed[key]:
             del filed[key]
 
     def last(self) -> list[RecentRequest]:
-        """The newest first."""
+        """Return all requests, newest first."""
         with self._lock:
             return list(reversed(self._ring))
 
     def find(self, request: str) -> RecentRequest | None:
-        """The newest request of that id."""
+        """Return the newest request of that id."""
         return next((recent for recent in self.last() if recent.request == request), None)
 
     def same_head(self, namespace: bytes, signature: bytes) -> list[RecentRequest]:
-        """Those that begin with this block, the newest first."""
+        """Return the requests that begin with this block, newest first."""
         with self._lock:
             return list(islice(reversed(self._heads.get((namespace, signature), ())), MAX_COMPARED_REQUESTS))
 
     def same_start(self, ids: Ids, among: Collection[bytes] | None = None) -> Iterator[RecentRequest]:
-        """Those that begin with these tokens, of these namespaces, or of all; the newest first."""
+        """Return the requests that begin with these tokens, in namespaces `among` or in all, newest first."""
         with self._lock:
             filed = reversed(self._starts.get(ids[:_HEAD_TOKENS].tobytes(), deque()))
             found = list(
@@ -176,9 +187,8 @@ class RecentRequests:
         return iter(found)
 
 
-# What kind of text breaks a prefix: a timestamp, an id, a counter, by its form. Two prompts agree up to a character
-# and part there. Where the text around it has one of a few forms in both of them, and is not the same in both, that
-# is what keeps the rest from being found.
+# Varying text that breaks a prefix: a timestamp, an id, a counter, recognised by its form. Two prompts agree up to a
+# character. Where the text around that character has a known form in both prompts, and differs, it explains the miss.
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
 _DAY = r"(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun)[a-z]*"
@@ -202,12 +212,12 @@ TEXT_FORMS: Mapping[str, re.Pattern[str]] = {
         "a number": r"(?<!\w)\d[\d,._]*",
     }.items()
 }
-"""By name, the most telling first."""
+"""Patterns by name, the most specific first."""
 
 
 @dataclass(frozen=True, slots=True)
 class VaryingText:
-    """`name`: one of the forms. What stands there in the one text, and in the other."""
+    """The varying text in two prompts; `name` is one of TEXT_FORMS."""
 
     name: str
     ours: str
@@ -215,7 +225,7 @@ class VaryingText:
 
 
 def find_varying_text(ours: str, theirs: str, at: int) -> VaryingText | None:
-    """`ours` and `theirs` agree up to the character `at`; None where nothing there has a form that is known."""
+    """Return the varying text at `at`, up to which the texts agree; None where it has no known form."""
     for name, form in TEXT_FORMS.items():
         mine, other = (_match_at(form, text, at) for text in (ours, theirs))
         if mine is not None and other is not None and mine.group() != other.group():
@@ -224,23 +234,23 @@ def find_varying_text(ours: str, theirs: str, at: int) -> VaryingText | None:
 
 
 def _match_at(form: re.Pattern[str], text: str, at: int) -> re.Match[str] | None:
-    """The longest match that begins at or before the place, and ends behind it."""
+    """Return the longest match that begins at or before `at` and ends at or after it."""
     found = [match for match in form.finditer(text) if match.start() <= at <= match.end()]
     return max(found, key=lambda match: len(match.group()), default=None)
 
 
 def first_difference(ours: str, theirs: str) -> int:
-    """The first character at which two texts differ."""
+    """Return the index of the first character at which two texts differ."""
     shorter = min(len(ours), len(theirs))
     return next((i for i in range(shorter) if ours[i] != theirs[i]), shorter)
 
 
-# With what the prompts of late begin alike: the prefixes that at least two of them share, the most valuable first.
+# Shared prefixes: those of at least two recent prompts, the most valuable first
 
 NAME_BYTES = 8
-"""Of the last block's signature: what a person calls a prefix by, in hexadecimal."""
+"""Bytes of the last block's signature that name a prefix, in hexadecimal."""
 SUBSUMED_SHARE = 0.9
-"""A prefix is left out where a longer one is begun by nearly all of its requests: that one says more."""
+"""A prefix is omitted where at least this share of its requests has a longer shared prefix, which says more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +260,8 @@ class SharedPrefix:
     blocks: int
     block_tokens: int
     requests: int
-    found_blocks: int  # of these requests together, within the prefix
-    last: float  # when it was asked for last, in seconds since 1970
+    found_blocks: int  # blocks found within the prefix, summed over the requests
+    last: float  # time of the latest request, in seconds since 1970
 
     @property
     def name(self) -> str:
@@ -259,12 +269,12 @@ class SharedPrefix:
 
     @property
     def saved_blocks(self) -> int:
-        """What all requests but the first need not compute."""
+        """The blocks that all requests but the first need not compute."""
         return (self.requests - 1) * self.blocks
 
 
 def prefixes(recent: Iterable[RecentRequest], most: int) -> list[SharedPrefix]:
-    """At most so many, of prompts in any order."""
+    """Return at most `most` shared prefixes, the most valuable first. The prompts may have any order."""
     ordered = sorted((a for a in recent if a.blocks), key=lambda a: (a.namespace, a.packed))
     found = [
         prefix for _, group in groupby(ordered, key=lambda a: a.namespace) for prefix in _of_namespace(list(group))
@@ -273,9 +283,11 @@ def prefixes(recent: Iterable[RecentRequest], most: int) -> list[SharedPrefix]:
 
 
 def _of_namespace(chains: Sequence[RecentRequest]) -> Iterator[SharedPrefix]:
-    """`chains` in the order of their signatures: those that begin alike stand together. Each stretch of neighbours that
-    share more blocks than it shares with those around it is one prefix."""
-    open_: list[tuple[int, int, int]] = []  # blocks shared, the first of the stretch, most requests of one within it
+    """Yield the shared prefixes of one namespace. `chains` are sorted by signatures, so that common prefixes adjoin.
+
+    A run of neighbours that share more blocks with each other than with the chains around them is one prefix.
+    """
+    open_: list[tuple[int, int, int]] = []  # shared blocks, first of the run, most requests of a longer prefix in it
     for i in range(1, len(chains) + 1):
         shared = shared_blocks(chains[i - 1].packed, chains[i].packed) if i < len(chains) else 0
         first, within = i - 1, 0
@@ -309,7 +321,7 @@ def _prefix(chains: Sequence[RecentRequest], blocks: int) -> SharedPrefix:
 
 
 def find_prefix(recent: Iterable[RecentRequest], name: str) -> tuple[RecentRequest, int] | None:
-    """The newest prompt with a block of this name, and up to which block (excluded) the prefix goes."""
+    """Return the newest prompt with a block of this name, and the end block (excluded) of the prefix."""
     try:
         wanted = bytes.fromhex(name)
     except ValueError:
