@@ -1,7 +1,7 @@
 """The tree of settings: names, types, bounds, defaults, and descriptions.
 
-A setting without a value has a default; some defaults depend on the machine. `kvcache.settings.sources.load` makes the
-tree from a file, variables and keywords. `docs/configuration.md` is generated from this package.
+Each setting has a default; some defaults depend on the machine. `kvcache.settings.sources.load` builds the tree from a
+file, variables and keywords. `docs/configuration.md` is generated from this package.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Settings(Section):
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def origin(self, name: str) -> str:
-        """Where the value of `host.capacity_bytes`, say, came from."""
+        """Return the source of a value: a file, a variable, a keyword, or the default."""
         return self._origins.get(name, TABLE[name].origin)
 
     def given(self, name: str) -> bool:
-        """Whether somebody gave it: in a file, a variable or a keyword."""
+        """Return whether a file, a variable or a keyword set it."""
         return name in self._origins
 
     def value(self, name: str) -> Any:
@@ -73,7 +73,7 @@ class Setting:
 
     @property
     def is_table(self) -> bool:
-        """Its value is a table itself."""
+        """Whether its value is itself a table."""
         return get_origin(self.field.annotation) is dict
 
     @property

@@ -1,4 +1,4 @@
-"""How the cache works: who leaves, what moves, what is remembered and compared."""
+"""Settings of the cache itself: quotas, eviction, movement between tiers, load plans, explanations, warm start."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Canary(Section):
     )
 
 
-# What is near before it is asked for.
+# Warm start of a node
 
 
 class Warm(Section):
@@ -138,7 +138,7 @@ class Warm(Section):
     )
 
 
-# How a model's weights are identified.
+# Identity of a model's weights
 
 
 class Identity(Section):

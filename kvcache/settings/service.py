@@ -1,4 +1,4 @@
-"""How others reach the cache, and what it writes down."""
+"""Settings of the daemon, HTTP, the control socket, traces and the log."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class Log(Section):
     )
 
 
-# How a daemon is seen over HTTP.
+# HTTP
 
 MAX_HTTP_CONNECTIONS = 128
-"""Open at a time, at most; more are hung up on."""
+"""Most open connections; the server closes further ones at once."""
 
 
 class Http(Section):

@@ -1,9 +1,9 @@
-"""Settings from where they are written: a file, variables, keywords.
+"""The sources of settings: a file, environment variables, keywords.
 
     load("kvcache.toml", host__capacity_bytes="4GiB")
 
-A TOML file, then `KVCACHE_*` variables (`KVCACHE_HOST__CAPACITY_BYTES`), then keywords: the later weighs more. Each
-value remembers where it came from (`settings.origin("host.capacity_bytes")`).
+`load` reads a TOML file, then `KVCACHE_*` variables (`KVCACHE_HOST__CAPACITY_BYTES`), then keywords. A later source
+overrides an earlier one. `settings.origin("host.capacity_bytes")` returns the source of a value.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _SECRETS = {
     "KVCACHE_REDIS_PASSWORD",
     "KVCACHE_REDIS_SENTINEL_PASSWORD",
     "KVCACHE_TOKEN",
-}  # read where they are used, and shown nowhere
-_DIRECTORY = "KVCACHE_DIR"  # where all caches of this user go, models too: no setting, but it moves nvme.path
+}  # not settings: their users read them, and no output shows them
+_DIRECTORY = "KVCACHE_DIR"  # directory of all caches of this user, models too; no setting, but it moves nvme.path
 
 FOREIGN: Mapping[str, tuple[str, str]] = {
     "block_size": ("vLLM's", "block_tokens"),
@@ -53,7 +53,7 @@ FOREIGN: Mapping[str, tuple[str, str]] = {
     "max_local_disk_size": ("LMCache's", "nvme.capacity_bytes"),
     "cache_policy": ("LMCache's", "evict.policy"),
 }
-"""What other libraries call a setting: whose word it is, and ours."""
+"""Names of settings in other projects: the project, and the name here."""
 
 RENAMED: Mapping[str, str] = {
     "host.extent_bytes": "host.slab_bytes",
@@ -65,13 +65,13 @@ RENAMED: Mapping[str, str] = {
     "warm.heat_every_s": "warm.popularity_interval_s",
     "warm.heat_half_life_s": "warm.popularity_half_life_s",
 }
-"""Settings by their names of before; docs/migration.md lists them. A tenant's are in `kvcache.settings.cache`."""
+"""Old and new names of settings, as in docs/migration.md. `kvcache.settings.cache` has those of a tenant."""
 
 
 def load(
     path: str | os.PathLike[str] | None = None, environ: Mapping[str, str] = os.environ, **keywords: Any
 ) -> Settings:
-    """The settings of this process; ConfigError, in one line, for the first that makes no sense."""
+    """Return the settings of this process. Raises ConfigError, of one line, for the first invalid one."""
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     if environ.get(_DIRECTORY):
@@ -86,7 +86,7 @@ def load(
         settings = Settings(**tree)
     except ValidationError as error:
         raise _config_error(error, origins) from None
-    settings._origins.update(origins)  # noqa: SLF001  ours: the tree keeps them, this file knows them
+    settings._origins.update(origins)  # noqa: SLF001  same package: only this module knows the origins
     return settings
 
 
@@ -98,8 +98,8 @@ def load_identity(
     """Return the `identity` section alone, for a connector that identifies its model itself.
 
     Args:
-        where: a settings file, or a daemon's address, which holds no settings of this process.
-        given: settings that weigh more; those of other sections are not looked at.
+        where: A settings file, or a daemon's address, which has no settings of this process.
+        given: Settings that override the file and variables; other sections are ignored.
     """
     remote = where is not None and str(where).startswith(("unix:", "tls:", "tcp:"))
     keywords = {name: value for name, value in _flat(given or {}) if name.startswith("identity.")}
@@ -142,7 +142,7 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _checked_name(name: str, value: Any, origin: str) -> str:
-    """The name, if it is one of ours; else ConfigError with what is most likely meant."""
+    """Return the name of a setting. For an unknown one, raise ConfigError with the most likely intended name."""
     if name in TABLE:
         return name
     found = f"{name} = {value!r} (from {origin})"
@@ -179,7 +179,7 @@ def _description(name: str) -> str:
 def _config_error(error: ValidationError, origins: Mapping[str, str]) -> ConfigError:
     first = error.errors()[0]
     inner = first.get("ctx", {}).get("error")
-    if isinstance(inner, ConfigError):  # of two settings together: it names them itself
+    if isinstance(inner, ConfigError):  # a check of two settings names them itself
         return inner
     name = ".".join(map(str, first["loc"]))
     reason = first["msg"].removeprefix("Value error, ").replace("Input should be", "expected")

@@ -1,4 +1,4 @@
-"""Where blocks are kept: a section for each tier."""
+"""Settings of the tiers, a section for each, and of payload encryption."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def write_mode() -> Any:
 
 
 def _default_slab_bytes(data: dict[str, Any]) -> int:
-    """256 MiB, or an eighth of a small tier, in whole pages."""
+    """Return 256 MiB, or an eighth of a small tier, in whole memory pages."""
     eighth = int(data.get("capacity_bytes", 0)) // 8 // PAGE_BYTES * PAGE_BYTES
     return max(PAGE_BYTES, min(256 * MiB, eighth))
 
@@ -215,7 +215,7 @@ class Redis(Section):
         return self
 
 
-# An object store behind the other tiers; and how what lies below host is kept to itself.
+# The object store, and encryption of payloads in the tiers after host memory
 
 
 class Object(Section):

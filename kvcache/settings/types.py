@@ -1,4 +1,4 @@
-"""What a setting can be: sizes, counts, seconds, directories, as people write them."""
+"""Types of settings: sizes, counts, seconds, directories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvcache.errors import ConfigError
 
-# Sizes and times as people write and read them: "2GiB", "512 MB", 4096; "7d", "90 s".
+# Sizes and times in text: "2GiB", "512 MB", 4096; "7d", "90 s"
 
 _FORM = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kmgtp]?)(i?)b|([kmgtp]?))\s*", re.IGNORECASE)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}
@@ -20,7 +20,10 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes of a size. K and KiB to P and PiB count in 1,024, kB to PB in 1,000; ValueError for what is no size."""
+    """Return the bytes of a size. K and KiB to P and PiB are powers of 1,024, kB to PB of 1,000.
+
+    Raises ValueError for text that is no size.
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     form = _FORM.fullmatch(value) if isinstance(value, str) else None
@@ -32,7 +35,7 @@ def parse_bytes(value: int | str) -> int:
 
 
 def show_bytes(count: float) -> str:
-    """In the largest binary unit that leaves at least 1: "320 KiB", "2.5 GiB"."""
+    """Return a size in the largest binary unit with a value of at least 1: "320 KiB", "2.5 GiB"."""
     size, power = float(count), 0
     while abs(size) >= 1024 and power < len(_BINARY) - 1:
         size, power = size / 1024, power + 1
@@ -44,7 +47,7 @@ _TIME = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(s|min|h|d|w)\s*")
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of a time with its unit; ValueError for what is none."""
+    """Return the seconds of a time with a unit. Raises ValueError for other text."""
     form = _TIME.fullmatch(text)
     if form is None:
         raise ValueError(f"{text!r} is no time; write a number and its unit: 90s, 30min, 12h, 7d, 2w")
@@ -52,7 +55,7 @@ def parse_seconds(text: str) -> float:
 
 
 def show_seconds(seconds: float) -> str:
-    """In the largest unit that leaves at least 2: "95 s", "37 min", "5 d"."""
+    """Return a time in the largest unit with a value of at least 2: "95 s", "37 min", "5 d"."""
     for unit in ("d", "h", "min"):
         if seconds >= 2 * _SECONDS[unit]:
             return f"{seconds / _SECONDS[unit]:.0f} {unit}"
@@ -74,7 +77,7 @@ def as_directory(value: Any) -> Any:
 
 
 def as_directories(value: Any) -> Any:
-    """A list of them, or one text with colons between, as variables and PATH have it."""
+    """Accept a list of directories, or text with colons between them, as in variables and PATH."""
     parts = [part for part in value.split(":") if part] if isinstance(value, str) else value
     if not isinstance(parts, (list, tuple)) or len(set(map(str, parts))) != len(parts):
         raise ValueError("expected a list of directories, each once")
@@ -82,7 +85,7 @@ def as_directories(value: Any) -> Any:
 
 
 def as_table(value: Any) -> Any:
-    """A table, or one as JSON, as variables have it."""
+    """Accept a table, or JSON text, as in variables."""
     return json.loads(value) if isinstance(value, str) else value
 
 
@@ -99,7 +102,7 @@ Seconds = Annotated[float, BeforeValidator(as_number), Field(gt=0, allow_inf_nan
 
 
 def computed_default(how: str) -> dict[str, Any]:
-    """Marks a default that is made from the machine; `how` stands in the page and in the origin."""
+    """Mark a default that depends on the machine. The settings page and the setting's origin show `how`."""
     return {"made": how}
 
 
