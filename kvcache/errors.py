@@ -1,4 +1,4 @@
-"""The errors a caller can act on. Inside the data path nothing is raised: a fault there is a miss and a counter."""
+"""The errors that a caller can act on. The data path raises none: a fault there is a miss and a counter."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from difflib import get_close_matches
 
 
 class KVCacheError(Exception):
-    """Base of every error of ours. The text is one line: what was found, what was expected, what to do."""
+    """Base of every error of this package. Its text is one line: what was found, what was expected, what to do."""
 
 
 class ConfigError(KVCacheError, ValueError):
-    """A setting makes no sense; names the setting, the value given and what would do."""
+    """A setting is invalid. The text names the setting, its value and the expected one."""
 
 
 class NotFoundError(ConfigError):
-    """Nothing here has the name that was given; says which names are like it."""
+    """No object has the given name. The text lists similar names."""
 
     @classmethod
     def like(cls, found: str, given: str, known: Collection[str]) -> NotFoundError:
-        """`found`: what is wrong, in a line. `known`: the names that would do."""
+        """Return an error with the text `found` and the `known` names that resemble `given`."""
         near = get_close_matches(given, [*dict.fromkeys(known)], cutoff=0.5)
         near += [name for name in dict.fromkeys(known) if given[:4] and name.startswith(given[:4]) and name not in near]
         return cls(found + (f"; near matches: {', '.join(repr(name) for name in near[:3])}" if near else ""))
 
 
 class LayoutError(KVCacheError, ValueError):
-    """A layout, a shard or a description of pages does not fit together."""
+    """A layout, a shard or a description of pages is inconsistent."""
 
 
 class NamespaceError(KVCacheError, ValueError):
@@ -38,24 +38,24 @@ class TokenError(KVCacheError, ValueError):
 
 
 class RequestError(KVCacheError):
-    """A request that was to be joined is not open, or several are of its id."""
+    """A request to join is not open, or several open requests have its id."""
 
 
 class ModelError(KVCacheError):
-    """A model's directory or file is not there, is of another kind, or is damaged."""
+    """A model's directory or file is missing, of another kind, or damaged."""
 
 
 class StoreError(KVCacheError):
-    """A place for records cannot be opened: permission, room, another owner, a damaged or foreign file."""
+    """A tier's storage cannot be opened: permission, space, another owner, a damaged or foreign file."""
 
 
 class UnreachableError(KVCacheError):
-    """A running cache was asked and did not answer: there is none, it ended, or it does not speak this protocol."""
+    """A running cache did not answer: it does not exist, it ended, or it does not speak this protocol."""
 
 
 class AccessError(KVCacheError):
-    """A daemon did not let us in, or not there: no token, no certificate, another tenant's namespace."""
+    """A daemon refused access: no token, no certificate, or another tenant's namespace."""
 
 
 class ClosedError(KVCacheError):
-    """Something was used after it was closed."""
+    """An object was used after it was closed."""

@@ -1,8 +1,8 @@
-"""One sum of host memory for all caches of this user on this node, however many processes and ranks there are.
+"""One budget of host memory for all caches of this user on this node, across processes and ranks.
 
-Each cache that is open in a process has a file in the user's runtime directory that says how much it took, locked for
-as long as the process lives. So what a dead one had comes back by itself, however it died. Where there is no such
-directory each process is on its own.
+Each open cache has a claim: a file in the user's runtime directory with the size of its memory. The process holds a
+lock on the file while it lives, so the claim of a dead process ends without cleanup. Without a runtime directory each
+process decides alone.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from kvcache.machine import runtime_directories
 
 CLAIMS_FOLDER = "memory"
 _RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
-"""Variables by which those who start several processes for one job say how many there are on this node."""
+"""Variables by which launchers of a job state its number of processes on this node."""
 
 ReleaseClaim = Callable[[], None]
-"""Gives back what was claimed; idempotent."""
+"""Releases a claim; idempotent."""
 
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """How many processes of this job there are on this node; 1 where nobody says."""
+    """Return the number of this job's processes on this node; 1 without a launcher's variable."""
     given = (environ.get(name, "") for name in _RANKS)
     return max((int(value) for value in given if value.isdigit()), default=1) or 1
 
 
 def claimed_bytes() -> int:
-    """What caches that are open now have, in whatever process of this user."""
+    """Return the bytes claimed by all open caches of this user, in any process."""
     return sum(size for folder in _folders() for size in _claims(folder))
 
 
 @contextmanager
 def budget_lock() -> Iterator[Callable[[int], ReleaseClaim]]:
-    """While this lasts no other process decides how much to take. Gives what claims the bytes that were decided on."""
+    """Hold the budget's lock, so that no other process sizes its cache, and yield the function that claims bytes."""
     folders = _folders(make=True)
     with ExitStack() as stack:
         try:
             lock = stack.enter_context(open(folders[0] / "LOCK", "w", encoding="ascii"))
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except (IndexError, OSError):  # no directory, or a full or a read-only one
+        except (IndexError, OSError):  # no directory, or a full or read-only one
             folders = []
         yield lambda size: _claim(folders[0], size) if folders else lambda: None
 
 
 def _folders(*, make: bool = False) -> list[Path]:
-    """Where claims are, or may be made: the first directory of this user's alone."""
+    """Return the folder of claims: that in the first directory that only this user can access; else nothing."""
     for directory in runtime_directories():
         with suppress(OSError):
             if make:
@@ -64,7 +64,7 @@ def _folders(*, make: bool = False) -> list[Path]:
 
 
 def _claims(folder: Path) -> Iterator[int]:
-    """The bytes of each claim whose owner lives; those of the dead are removed."""
+    """Yield the bytes of each live process's claim, and remove claims of dead processes."""
     for path in folder.glob("*-*"):
         with suppress(OSError, ValueError), path.open(encoding="ascii") as file:
             try:
@@ -79,7 +79,7 @@ def _claim(folder: Path, size_bytes: int) -> ReleaseClaim:
     for number in count(1):
         path = folder / f"{os.getpid()}-{number}"
         try:
-            # the descriptor is closed in a child that executes another program, so the claim is this process's alone
+            # O_CLOEXEC: a child that executes another program must not keep the claim
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC)
         except FileExistsError:
             continue

@@ -1,6 +1,7 @@
-"""What the package says through `logging`, made as the settings ask.
+"""Logging of the package: formatters, the handler that `log.format` turns on, and the request of each log line.
 
-A library leaves logging to the program around it, so nothing happens unless `log.format` asks for lines."""
+A library leaves logging to its host program, so the package installs no handler unless `log.format` is set.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _TEXT_WITH_REQUEST = "%(asctime)s %(levelname)s %(name)s request=%(request_id)s:
 
 
 class TextFormatter(logging.Formatter):
-    """One line, with the id of the request where the thread that says it works for one."""
+    """One line, with the request's id where the logging thread works for a request."""
 
     def __init__(self) -> None:
         super().__init__(_TEXT)
@@ -30,8 +31,10 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time (seconds since 1970), level, name, message, the id of the request where the thread works
-    for one, and the trace of an exception."""
+    """One JSON object a line: time (seconds since 1970), level, name, message, request id and exception trace.
+
+    The request id is there where the logging thread works for a request.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -48,11 +51,11 @@ class JsonFormatter(logging.Formatter):
 
 
 class _LogHandler(logging.StreamHandler):  # type: ignore[type-arg]  # generic only for type checkers before Python 3.11
-    """A handler of ours, so that a second call finds and replaces it."""
+    """The package's handler; its type lets `configure_logging` find and replace it."""
 
 
 def configure_logging(log: Log) -> None:
-    """Write the lines of this process to standard error in the form asked for; called again, replaces what was."""
+    """Write this process's log lines to standard error as the settings say. A second call replaces the first."""
     logger = logging.getLogger("kvcache")
     for handler in [handler for handler in logger.handlers if isinstance(handler, _LogHandler)]:
         logger.removeHandler(handler)
@@ -64,17 +67,21 @@ def configure_logging(log: Log) -> None:
     logger.setLevel(log.level.upper())
 
 
-# Which request a thread works for, so that a log line and an event can say it without being told. log =
-# logger("kvcache.store") with working_for(Work.of("42", agent="planner")): log.warning("late") # the record has
-# request_id = "42"
+# The request that a thread works for, as a context variable that log lines and events read:
+#
+#     log = logger("kvcache.store")
+#     with request_context(RequestContext.of("42", agent="planner")):
+#         log.warning("late")  # the log record has request_id = "42"
 
 MAX_LABEL_CHARS = 128
-"""Characters of an agent's and a session's name that are kept."""
+"""Longest name of an agent or a session; longer names are cut."""
 
 
 class RequestContext(NamedTuple):
-    """A request's id, and whose it is as it said itself: these label what is told of it, and are no part of a key. ""
-    for what is not known, or for no single request."""
+    """A request's id, agent and session, as the request names them. "" where unknown, or for no single request.
+
+    They label logs and events, and are no part of a key.
+    """
 
     request: str = ""
     agent: str = ""
@@ -103,7 +110,7 @@ def current_request() -> RequestContext:
 
 
 class RequestLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # generic only for type checkers before 3.11
-    """Puts `request_id` on every record, for whatever handler and formatter the program around has."""
+    """Puts `request_id` on every log record, for any handler and formatter of the host program."""
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         kwargs["extra"] = {"request_id": current_request().request, **(kwargs.get("extra") or {})}

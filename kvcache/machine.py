@@ -1,6 +1,6 @@
-"""What this machine, or the container around this process, allows: memory, room on disk, where caches go.
+"""Limits of this machine or container: memory, disk space, cache directories, processes.
 
-Read once, when settings are made. `root` stands for the file system, so that tests can bring machines of their own.
+The settings read them once. `root` is the root of the file system, so that tests can supply other machines.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ _MEMORY_KINDS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """`allowed_bytes`: all of the machine's, or what a cgroup leaves of it; `free_bytes`: what of that is not in use,
-    page cache counted as free."""
+    """Memory that this process may use."""
 
-    allowed_bytes: int
-    free_bytes: int
-    bound: str  # "machine" or "cgroup": which of them decides `allowed_bytes`
+    allowed_bytes: int  # the machine's memory, or a cgroup's smaller limit
+    free_bytes: int  # of these, not in use; page cache counts as free
+    bound: str  # "machine" or "cgroup": the source of `allowed_bytes`
 
 
 def memory(root: Path = _ROOT) -> Memory:
@@ -41,12 +40,12 @@ def _machine_memory(root: Path) -> tuple[int, int]:
     table = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if ":" in line}
     if "MemTotal" in table:
         return table["MemTotal"], table.get("MemAvailable", table.get("MemFree", table["MemTotal"]))
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # macOS tells no more
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # macOS reports no more
     return total, total
 
 
 def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use without page cache) of each cgroup around this process that has a limit, v2 and v1."""
+    """Yield (limit, bytes in use without page cache) of each limited cgroup of this process, v2 and v1."""
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, inner = line.split(":", 2)
         if controllers == "":
@@ -56,7 +55,7 @@ def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # Within a container the path may be the host's, and not there: then the mount's top is ours.
+        # In a container the path may be the host's and missing here; the mount's top is then this process's cgroup.
         place = top / inner.lstrip("/")
         for folder in (place, *place.parents):
             limit, used = _read_text(folder / names[0]).strip(), _read_text(folder / names[1]).strip()
@@ -74,7 +73,7 @@ def _statistic(path: Path, name: str) -> int:
 
 
 def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where this user's caches go: $KVCACHE_DIR, else `kvcache` in $XDG_CACHE_HOME, else in ~/.cache."""
+    """Return the directory of this user's caches: $KVCACHE_DIR, else `kvcache` in $XDG_CACHE_HOME or ~/.cache."""
     if environ.get("KVCACHE_DIR"):
         return Path(environ["KVCACHE_DIR"]).expanduser().absolute()
     base = environ.get("XDG_CACHE_HOME", "")
@@ -82,22 +81,24 @@ def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def runtime_directories(environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """Where a process of this user may leave what lasts as long as it, the first choice first. None need be there, and
-    anybody may have put something else there."""
+    """Return directories for files that live as long as a process of this user, the first choice first.
+
+    A directory may be missing. Any user may have created another file at its path, so the caller must check it.
+    """
     user = os.geteuid()
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     candidates = [Path(runtime, "kvcache")] if os.path.isabs(runtime) else []
-    candidates += [Path(folder, f"kvcache-{user}") for folder in (tempfile.gettempdir(), "/tmp")]  # noqa: S108  users check
+    candidates += [Path(folder, f"kvcache-{user}") for folder in (tempfile.gettempdir(), "/tmp")]  # noqa: S108  callers check
     return list(dict.fromkeys([*candidates, Path(f"/run/user/{user}/kvcache")]))
 
 
 def disk_free_bytes(path: Path) -> int:
-    """Free on the file system that would hold `path`, which need not exist."""
+    """Return the free bytes of the file system that would hold `path`, which need not exist."""
     return shutil.disk_usage(_nearest_existing(path)).free
 
 
 def disk_used_bytes(path: Path) -> int:
-    """Disk room of the files right in `path`; 0 where it is not there, or not ours to read."""
+    """Return the disk space of the files directly in `path`; 0 where it is missing or unreadable."""
     try:
         with os.scandir(path) as entries:
             return sum(entry.stat(follow_symlinks=False).st_blocks * 512 for entry in entries if entry.is_file())
@@ -106,30 +107,32 @@ def disk_used_bytes(path: Path) -> int:
 
 
 def is_memory_backed(path: Path, root: Path = _ROOT) -> bool:
-    """Whether the file system that would hold `path` is memory; False where the system does not tell."""
+    """Return whether the file system that would hold `path` is memory; False where unknown."""
     return file_system(path, root) in _MEMORY_KINDS
 
 
 def file_system(path: Path, root: Path = _ROOT) -> str:
-    """The kind of the file system that would hold `path`: "ext4", "overlay"; "" where the system does not tell."""
+    """Return the kind of the file system that would hold `path`: "ext4", "overlay"; "" where unknown."""
     place = os.path.realpath(_nearest_existing(path))
     kind, longest = "", -1
     for line in _read_text(root / "proc/self/mounts").splitlines():
         _, mount, this, *_ = line.split(" ")
         mount = mount.replace("\\040", " ")
-        if os.path.commonpath((place, mount)) == mount and len(mount) >= longest:  # the last mount on a place counts
+        if os.path.commonpath((place, mount)) == mount and len(mount) >= longest:  # the last mount at a path counts
             kind, longest = this, len(mount)
     return kind
 
 
 def is_running(process: int) -> bool:
-    """Whether a process of this number runs. One that has ended and that nobody has waited for does not: where a
-    container's first process waits for nobody, such are there for good."""
+    """Return whether a process of this id runs. A zombie does not.
+
+    Zombies stay for good in a container whose first process does not reap its children.
+    """
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # a process of another user
         pass
     state = _read_text(Path(f"/proc/{process}/stat")).rpartition(")")[2].split()
     return state[:1] not in (["Z"], ["X"])
@@ -143,7 +146,7 @@ def _nearest_existing(path: Path) -> Path:
 
 
 def _read_text(path: Path) -> str:
-    """What is there to read; nothing where there is nothing, or where a sandbox hides it."""
+    """Return the text of a file; "" where it is missing or a sandbox hides it."""
     try:
         return path.read_text(errors="replace")
     except OSError:

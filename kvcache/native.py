@@ -1,11 +1,11 @@
-"""Whether the compiled core is there.
+"""The compiled core, where it was built.
 
     if native.available():
         native.core.digest_chain(...)
-    else: the plain twin, beside the caller
+    else: call the Python twin
 
-Without a C++ compiler the package installs all the same and each native function has its twin: the same results,
-slower. That is said once a process.
+The package also installs without a C++ compiler. Each native function has a Python twin with the same results, which is
+slower. A warning reports this once a process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import warnings
 from functools import cache
 
 try:
-    from kvcache import _native as core  # named only where it was built: ask `available` first
+    from kvcache import _native as core  # undefined where it was not built: check `available` first
 except ImportError:
     built = False
 else:
@@ -24,7 +24,7 @@ __all__ = ["available", "built", "core"]
 
 
 def available() -> bool:
-    """Whether `core` can be called; the first False of a process warns."""
+    """Return whether `core` can be called. The first False of a process warns."""
     if not built:
         _warn_once()
     return built

@@ -1,6 +1,7 @@
-"""Disk, clock and executor: what a simulation replaces so that one seed decides everything.
+"""The operating system as an interface: disk, clock and executor.
 
-Rooms above reach files, time and threads through these three and in no other way.
+A simulation replaces them, so that one seed decides everything. The packages of higher layers use files, time and
+threads only through this module.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ class File(Protocol):
     direct: bool
 
     def read(self, offset: int, buffers: Sequence[Buffer]) -> int:
-        """Fill the buffers from `offset`, in order; the number of bytes read, fewer only at the end of the file."""
+        """Fill the buffers in order, from `offset`. Returns the bytes read: fewer only at the end of the file."""
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
-        """Write all of the buffers at `offset`, or raise OSError."""
+        """Write all buffers at `offset`, or raise OSError."""
 
     def size(self) -> int: ...
     def truncate(self, size_bytes: int) -> None: ...
     def allocate(self, size_bytes: int) -> None:
-        """Reserve room on the disk, so that later writes within it find some; OSError ENOSPC where there is none."""
+        """Reserve disk space for later writes within this size. Raises OSError ENOSPC where there is none."""
 
     def sync(self) -> None:
-        """Return when everything written before is on the medium."""
+        """Return once all earlier writes are on the medium."""
 
     def close(self) -> None: ...
 
@@ -43,15 +44,15 @@ class Disk(Protocol):
     """A directory tree of files."""
 
     def open(self, path: str, *, create: bool = False, direct: bool = False) -> File:
-        """Open for reading and writing. `direct` asks to go around the page cache; the file tells if it does."""
+        """Open for reading and writing. `direct` requests O_DIRECT; `File.direct` says whether the file has it."""
 
     def lock(self, path: str, note: str) -> Callable[[], None] | str:
-        """Claim a path for this process: the function that gives it back, or the note of the process that has it."""
+        """Lock a path for this process; return the function that unlocks it, or the note of the holding process."""
 
     def make_directory(self, path: str) -> None: ...
     def list(self, path: str) -> list[str]: ...
     def rename(self, source: str, target: str) -> None:
-        """Atomic; durable after `sync_directory` of the parent."""
+        """Rename atomically; durable after `sync_directory` of the parent."""
 
     def remove(self, path: str) -> None: ...
     def sync_directory(self, path: str) -> None: ...
@@ -60,10 +61,10 @@ class Disk(Protocol):
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds, monotonic: deadlines and ages."""
+        """Return monotonic seconds, for deadlines and ages."""
 
     def wall(self) -> float:
-        """Seconds since 1970: what is written down for people and for expiry."""
+        """Return seconds since 1970, for expiry and for output."""
 
 
 class Executor(Protocol):
@@ -71,7 +72,7 @@ class Executor(Protocol):
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]: ...
     def close(self) -> None:
-        """Run what was submitted, then end the threads."""
+        """Run all submitted calls, then end the threads."""
 
 
 class LocalFile:
@@ -104,7 +105,7 @@ class LocalFile:
     def allocate(self, size_bytes: int) -> None:
         if _FALLOCATE:
             os.posix_fallocate(self._descriptor, 0, size_bytes)
-        else:  # macOS: sparse, a full disk shows at the write
+        else:  # macOS: the file is sparse, and a full disk fails the later write
             os.ftruncate(self._descriptor, size_bytes)
 
     def sync(self) -> None:
@@ -115,7 +116,7 @@ class LocalFile:
 
 
 def _remaining_buffers(buffers: Sequence[Buffer], done: int) -> list[Buffer]:
-    """What of the buffers is left after `done` bytes, at most as many as one system call takes."""
+    """Return the buffers after `done` bytes, at most as many as one system call takes."""
     remaining: list[Buffer] = []
     for buffer in buffers:
         if done >= len(buffer):
@@ -188,16 +189,17 @@ class SystemClock:
 
 
 class ThreadExecutor:
-    """A bounded pool of named threads; the queue is bounded by its callers, who count what is in flight.
+    """A bounded pool of named threads. Callers bound its queue: they count the calls in flight.
 
-    All of them are there once it is made: whoever submits is often a scheduler, which no start of a thread should keep.
+    The constructor starts all threads, because `submit` often runs on an engine's scheduler thread, which a thread
+    start would delay.
     """
 
     def __init__(self, threads: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"kvcache-{name}")
         started = threading.Event()
         try:
-            for _ in range(threads):  # a call that waits holds its thread, so that the next call starts another
+            for _ in range(threads):  # a waiting call occupies its thread, so the next one starts another thread
                 self._pool.submit(started.wait)
         finally:
             started.set()
@@ -210,13 +212,13 @@ class ThreadExecutor:
 
 
 class InlineExecutor:
-    """Runs each call where it is submitted: for tests and for single-threaded simulation."""
+    """Runs each call within `submit`, for tests and single-threaded simulation."""
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
         try:
             future.set_result(call())
-        except Exception as error:  # noqa: BLE001  as a pool does: the error belongs to the future
+        except Exception as error:  # noqa: BLE001  the future carries the error, as in a thread pool
             future.set_exception(error)
         return future
 
@@ -230,7 +232,7 @@ def _thread_executor(count: int, name: str) -> Executor:
 
 @dataclass(frozen=True)
 class OsEnv:
-    """The three together. `executor(threads, name)` makes one."""
+    """Disk, clock, executor and condition variables. `executor(threads, name)` makes an executor."""
 
     disk: Disk = field(default_factory=LocalDisk)
     clock: Clock = field(default_factory=SystemClock)

@@ -94,7 +94,7 @@ class EventLog:
             return [run.event() for run in runs]
 
 
-# Eviction history: the fate of absent blocks (evicted, dropped, not written). Bounded; the oldest entries go first. Two
+# Eviction history: the fate of absent blocks (evicted, dropped, not written). Bounded; drops the oldest first. Two
 # generations make adding a thousand victims one dictionary update. A full newer generation replaces the older one.
 
 MIN_REMEMBERED_BLOCKS = 1 << 15
