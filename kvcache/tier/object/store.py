@@ -39,7 +39,8 @@ class Store:
         pack_bytes: int,
         signer: RecordSigner | None,
     ) -> None:
-        """
+        """Create the operations on one store.
+
         Args:
             write_breaker: Stops only writes: a store may refuse writes and still serve reads.
             signer: Signs each record that is written; reads refuse records without a valid signature.

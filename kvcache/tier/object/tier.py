@@ -3,9 +3,9 @@
 The tier sets no capacity and evicts nothing. Lifecycle rules of the store, `kvcache object prune` and the records' own
 expiry remove objects.
 
-Records of a chain that are written together share one object, a pack (`pack.py`), because a store takes about as long
-for 100 KiB as for 8 MiB. `manifest.py` knows which packs exist, `store.py` reads and writes them, and `bucket.py` makes
-the calls within their deadlines.
+Records of a chain that are written together share one object, a pack (`pack.py`): a store takes about as long for
+100 KiB as for 8 MiB. `manifest.py` indexes the packs, `store.py` reads and writes them, and `bucket.py` calls the store
+within deadlines.
 
 Threads: `connections` workers run batches, one thread runs lookups, one runs listings, and one runs the event loop of
 all calls to the store. Each wait for a call ends at the call's deadline, so a store that hangs holds no thread.

@@ -42,7 +42,8 @@ class ConnectionPool:
         failure_replies: Collection[str] = FAILURE_REPLIES,
         replaced: Collection[str] = (),
     ) -> None:
-        """
+        """Create a pool without connections.
+
         Args:
             timeout_s: Time of a call without a deadline, and the most of a call with one.
             failure_replies: Refusals that count as a failure of the server.

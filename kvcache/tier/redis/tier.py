@@ -20,8 +20,8 @@ Three other designs were weighed:
 A payload above `part_bytes` is split, so that no single value stops the server for long. `store.py` writes the further
 parts first and the header last.
 
-Call path of a batch: `QueuedTier` splits it into pieces, `_execute` partitions a piece by server (`cluster.py`), each
-share runs on one connection of a pool (`pool.py`), and `Store` reads, writes, looks up or removes the records.
+`QueuedTier` splits a batch into pieces. `_execute` partitions a piece by server (`cluster.py`). Each share runs on one
+connection of a pool (`pool.py`), where `Store` reads, writes, looks up or removes the records.
 
 Invariants
 ----------
@@ -35,9 +35,9 @@ Invariants
 Threads and locks
 -----------------
 `connections` worker threads execute pieces. Writers never take all of them when there is more than one. One further
-thread runs lookups; `PrefixLookup` and its caches belong to it and take no lock. Each running call has a connection
-for itself. `ConnectionPool` and `ClusterTopology` each guard their tables with one lock. A cluster's lock is held
-while it reads the slot map; no other lock is held during I/O.
+thread runs lookups; `PrefixLookup` and its caches belong to it and take no lock. `usage`, `check`, `scan`, `purge` and
+the owner calls run on the caller's thread. Each running call has a connection for itself. `ConnectionPool` and
+`ClusterTopology` each guard their tables with one lock. A cluster's lock is held while it reads the slot map.
 
 A breaker for each server stops calls after three failures in a row and probes until one succeeds. A second breaker
 stops only writes, because a full or read-only server still answers reads.
@@ -45,8 +45,8 @@ stops only writes, because a full or read-only server still answers reads.
 Changing it
 -----------
 Another key or record format needs a new `k..r..` version in `keys.py` and the specification; both can share a server.
-Another server protocol needs a replacement of `RespConnection` and `Endpoint`. The contract suite in
-`kvcache/testing/tier.py` applies to any implementation.
+Another server protocol needs replacements of `Endpoint`, `RespConnection` and the commands in `store.py`. The contract
+suite in `kvcache/testing/tier.py` applies to any implementation.
 """
 
 from __future__ import annotations
