@@ -7,7 +7,7 @@ Design
 ------
 The server owns capacity. `maxmemory` and the server's eviction policy decide which values stay. The tier keeps no
 index of the server: other processes write to it, and the server evicts without notice. An evicted value is a miss.
-Three other designs were weighed:
+The tier avoids three alternatives:
 
 - A local index of the server's keys would be wrong after each eviction and each write of another process. Lookups read
   the first 174 bytes of a value instead (`lookup.py`). The lookup remembers a head only while the server promises to
@@ -30,7 +30,7 @@ Invariants
 - Writes set a record's key only where no value exists (`NX`), and only after the parts that the record needs.
 - A record's key does not outlive its parts by its own expiry. A write id in part keys keeps two writes apart.
 - The server compares a value with the head that was read before it removes the value, in one script.
-- Credentials stay in `connect.py`. Log lines and errors hold the kind of an error, never its text.
+- Credentials stay in `connect.py`. Log lines and outcomes hold the kind of an error, never its text.
 
 Threads and locks
 -----------------
