@@ -1,4 +1,8 @@
-"""The daemon's door: as which tenant a connection comes in, and what that tenant may ask for in a second."""
+"""Maps a connection's credentials to a tenant, and limits what each tenant uses.
+
+`Admission` authenticates and holds the rate limits. `FairShare` divides connections and namespaces between tenants,
+`TenantQuotas` sets the memory quotas of the cache, and `RateLimit` counts operations and bytes a second.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +22,28 @@ from kvcache.settings import Settings
 from kvcache.settings.cache import Tenant as TenantQuota
 from kvcache.settings.types import check_at_most
 
-# So many of one thing for all tenants together, of which each can always have its share. Half of them are shares,
-# equal ones, and nobody else has a tenant's; the other half is for whoever comes first. So one tenant alone has more
-# than half of all, and however many it wants, the next one finds its own share free.
+# Fair shares of a number of things (connections, namespaces). Half of them are divided into equal guaranteed shares,
+# one a tenant; the other half is first come, first served. One tenant alone can therefore use more than half, and every
+# other tenant still has its share free.
 
 
 class FairShare:
-    """Of one thread. Without tenants apart from each other there is one, who has all."""
+    """Counts things in use by tenant. Without tenant isolation there is one tenant, which may use all.
+
+    Thread safety: one thread only.
+    """
 
     def __init__(self, capacity: int, tenants: Callable[[], int]) -> None:
-        """`tenants`: how many there are now; where that changes, so does everybody's share from then on."""
+        """`tenants` returns their current number; a change takes effect on every share at once."""
         self.capacity, self._tenants = capacity, tenants
         self._used: Counter[str] = Counter()
 
     @property
     def share(self) -> int:
-        """0 where there are more tenants than half as many things: then whoever comes first has them."""
+        """Guaranteed number per tenant; 0 where there are more tenants than half the capacity.
+
+        Without a guaranteed share every tenant is served first come, first served.
+        """
         return self.capacity // (2 * max(1, self._tenants()))
 
     def used(self, tenant: str) -> int:
@@ -49,14 +59,14 @@ class FairShare:
         return beyond < self.capacity - share * max(1, self._tenants())
 
     def acquire(self, tenant: str) -> bool:
-        """One; False where nothing is left for it."""
+        """Take one; return False where none is left for this tenant."""
         if not self.has_capacity(tenant):
             return False
         self.acquire_unchecked(tenant)
         return True
 
     def acquire_unchecked(self, tenant: str) -> None:
-        """One, in the place of another that it gave back."""
+        """Take one without a check, after the caller has ensured capacity."""
         self._used[tenant] += 1
 
     def release(self, tenant: str) -> None:
@@ -65,21 +75,27 @@ class FairShare:
             del self._used[tenant]
 
 
-# Bytes that each tenant may take of a tier, and what others leave to it: from the tenants file to the cache.
+# Memory quotas and guaranteed shares of tenants: from the tenants file to the cache.
 
 QUOTA_TIERS = ("host", "nvme")
 
 
 class TenantQuotas:
-    """What a daemon has set of a cache's shares. A tenant of whom the file says nothing of bytes has what
-    `evict.tenants` gives it."""
+    """Sets the quotas of a cache from the tenants file.
+
+    `evict.tenants` applies to a tenant for which the file gives no bytes.
+    """
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._set: set[str] = set()
 
     def set(self, tenants: Tenants | None) -> None:
-        """ConfigError, before anything is changed, where the least shares together are more than there is."""
+        """Set all quotas.
+
+        Raises:
+            ConfigError: The guaranteed bytes of all tenants exceed a tier. Nothing is changed then.
+        """
         quotas = tenant_quotas(self._cache.settings, tenants)
         for name in self._set | quotas.keys():
             for tier in QUOTA_TIERS:
@@ -88,7 +104,7 @@ class TenantQuotas:
 
 
 def tenant_quotas(settings: Settings, tenants: Tenants | None) -> dict[str, TenantQuota]:
-    """By tenant; ConfigError where the least shares together are more than there is."""
+    """Return the quotas by tenant; ConfigError where the guaranteed bytes together exceed a tier."""
     quotas: dict[str, TenantQuota] = dict(settings.evict.tenants)
     for tenant in tenants.by_name.values() if tenants is not None else ():
         if tenant.name != OPERATOR and tenant.model_fields_set & TenantQuota.model_fields.keys():
@@ -106,28 +122,28 @@ def _limit_of(given: TenantQuota, tier: str) -> Quota:
     return Quota(UNLIMITED if quota is None else quota, getattr(given, f"{tier}_guaranteed_bytes"))
 
 
-# How much a tenant may ask for in a second. What is beyond is answered as a miss: it waits for nobody. A bucket holds
-# what one second allows. What is asked for while something is in it may owe the rest, so that a transfer larger than
-# the bucket is let through once, and nothing after it until it is paid for.
+# Rate limits. A request beyond a limit is answered as a miss at once; it waits for nothing. A bucket holds what one
+# second allows. A bucket that is not empty may be overdrawn: a transfer larger than the bucket passes once, and later
+# ones are refused until the bucket has refilled.
 
 MAX_OVERDRAFT_S = 10.0
-"""Of operations owed, beyond which a client is let go."""
+"""Overdraft of operations beyond which the daemon closes the client's connection."""
 
 QUOTA_REASON = "quota"
-"""The reason that is said of what was beyond."""
+"""Miss reason of a request beyond a limit."""
 
 
 class TokenBucket:
-    """Not for use by several threads at once."""
+    """A token bucket that may be overdrawn. Thread safety: one thread at a time."""
 
     def __init__(self, rate: float | None, clock: Clock) -> None:
-        """`rate`: a second; None for no limit."""
+        """`rate` is per second; None for no limit."""
         self._clock = clock
         self.rate = rate
         self._level, self._then = rate or 0.0, clock.now()
 
     def level(self) -> float:
-        """What is left; below zero, what is owed."""
+        """Return the amount left; negative while overdrawn."""
         if self.rate is None:
             return float("inf")
         now = self._clock.now()
@@ -135,24 +151,24 @@ class TokenBucket:
         return self._level
 
     def consume(self, amount: float) -> None:
-        """Whatever is left."""
+        """Take `amount`, even where less is left."""
         self._level = self.level() - amount if self.rate is not None else 0.0
 
     def change(self, rate: float | None) -> None:
-        """Another rate from now on; what is owed stays owed."""
+        """Change the rate; an overdraft remains."""
         level = min(self.level(), 0.0)
         self.rate = rate
         self._level = level + (rate or 0.0)
 
 
 class RateLimit:
-    """Of one tenant, all its connections together. Thread-safe."""
+    """Limits of one tenant, over all its connections. Thread-safe."""
 
     def __init__(self, tenant: Tenant, clock: Clock) -> None:
         self._lock = threading.Lock()
         self._operations, self._bytes = TokenBucket(tenant.operations, clock), TokenBucket(tenant.bandwidth, clock)
         self.refused = 0
-        """Matches, loads, stores and requests of the page that a limit turned into a miss."""
+        """Matches, loads, stores and HTTP requests that a limit turned into a miss."""
         self.moved_bytes = 0
 
     def change(self, tenant: Tenant) -> None:
@@ -181,7 +197,7 @@ class RateLimit:
             return self._operations.level() < -MAX_OVERDRAFT_S * (self._operations.rate or 0.0)
 
     def count_bytes(self, size: int) -> None:
-        """So many bytes, which are on their way already."""
+        """Count bytes of a transfer that has started."""
         with self._lock:
             self._bytes.consume(size)
             self.moved_bytes += size
@@ -189,46 +205,54 @@ class RateLimit:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What somebody showed, as it may be kept and compared again: no token is in it."""
+    """What a client authenticated with. It holds the token's hash, so that it can be kept and compared again."""
 
     user: int | None = None
     token_hash: str = ""
     certificates: Sequence[str] = ()
     remote: bool = False
-    """Not of this host: it can map nothing, and there is no user."""
+    """From another host: the client cannot map memory, and has no user id."""
 
 
 class Admission:
-    """Of the loop's thread, but for what says otherwise."""
+    """Authenticates clients and holds the rate limits of tenants.
+
+    Thread safety: the loop's thread; `rate_limit`, `rates` and reads of `tenants` from any thread.
+    """
 
     def __init__(self, path: str, clock: Clock) -> None:
-        """`path` of the tenants file, if there is one; ConfigError as `Tenants.read`."""
+        """Read the tenants file at `path`, "" for none; ConfigError as `Tenants.read`."""
         self.path, self._clock = path, clock
         self.tenants = self.load_tenants()
         self._rate_limits: dict[str, RateLimit] = {}
 
     @property
     def isolates_tenants(self) -> bool:
-        """Whether tenants are kept apart."""
+        """Whether tenants are isolated: there is a tenants file."""
         return self.tenants is not None
 
     @property
     def count(self) -> int:
-        """How many tenants there are; one where they are not kept apart."""
+        """Number of tenants; 1 without isolation."""
         return 1 if self.tenants is None else len(self.tenants.by_name)
 
     def load_tenants(self) -> Tenants | None:
-        """The file as it is now; ConfigError where it makes no sense."""
+        """Read the file again; ConfigError where it is invalid. Nothing changes before `set_tenants`."""
         return Tenants.read(self.path) if self.path else None
 
     def set_tenants(self, tenants: Tenants | None) -> None:
-        """From now on."""
+        """Use these tenants and their limits from now on."""
         self.tenants = tenants
         for name, rate_limit in self.rate_limits.items():
             rate_limit.change((tenants.by_name if tenants is not None else {}).get(name, Tenant(name=name)))
 
     def tenant(self, credentials: Credentials) -> Tenant:
-        """AccessError for whoever is in no table. A token that nobody has is no reason to look at the rest."""
+        """Return the tenant with these credentials; a token is checked alone, without a fallback to certificate or
+        user.
+
+        Raises:
+            AccessError: No tenant has them.
+        """
         if self.tenants is None:
             return UNRESTRICTED_TENANT
         found = None
@@ -253,18 +277,18 @@ class Admission:
         return found
 
     def rate_limit(self, tenant: Tenant) -> RateLimit:
-        """From any thread."""
+        """Return the tenant's rate limit. Thread safety: any thread."""
         found = self._rate_limits.get(tenant.name)
         return found or self._rate_limits.setdefault(tenant.name, RateLimit(tenant, self._clock))
 
     @property
     def rate_limits(self) -> dict[str, RateLimit]:
-        """By name, of tenants that came in."""
+        """Limits by name, of tenants that have connected."""
         return dict(self._rate_limits)
 
     @property
     def rates(self) -> dict[str, dict[str, Any]]:
-        """By tenant, what it may ask for in a second (None: no limit), and what it did. From any thread."""
+        """Limits a second (None for no limit) and counters, by tenant. Thread safety: any thread."""
         rate_limits, tenants = self.rate_limits, {} if self.tenants is None else self.tenants.by_name
         return {
             name: {

@@ -1,17 +1,18 @@
-"""Who may come in and as whom: the tenants file.
+"""Authentication: bearer tokens and the tenants file.
 
     ["acme"]
-    tokens = ["sha256:2c26..."]               # of `kvcache token`, which prints the token itself once
+    tokens = ["sha256:2c26..."]               # from `kvcache token`, which prints the token itself once
     certificates = ["engine.acme.example"]    # names in a client's certificate, or sha256: and its fingerprint
-    users = [1001]                            # of processes on this host
-    share = "copy"                            # bytes over the socket; "map": it maps its own extents
-    bandwidth = "2GiB"                        # bytes a second, both ways together
+    users = [1001]                            # user ids of processes on this host
+    share = "copy"                            # bytes over the socket; "map": the client maps its tenant's slabs
+    bandwidth = "2GiB"                        # bytes a second, both directions together
     operations = 5000                         # a second
     host_quota_bytes = "64GiB"                # at most; nvme_quota_bytes alike
-    host_guaranteed_bytes = "8GiB"                 # what others cannot take from it; nvme_guaranteed_bytes alike
+    host_guaranteed_bytes = "8GiB"            # not taken by other tenants; nvme_guaranteed_bytes alike
 
-A table a tenant. The tenant `*` is an operator: it names any tenant, and sees all of them. Without the file whoever
-may connect is an operator, as the socket's mode says. With it nobody is who is not in it."""
+Each table is one tenant. The tenant `*` is an operator: it may name any tenant, and sees all of them. Without the file
+every client that the socket's mode admits is an operator. With it a client that matches no table is refused.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ from kvcache.errors import ConfigError
 from kvcache.settings.cache import Tenant as TenantQuota
 from kvcache.settings.types import as_number, as_size
 
-# Bearer tokens: 256 random bits that a client says and of which only the SHA-256 is kept. A token is no password that
-# somebody thought of, so a plain hash keeps it: nobody can try 2^256 of them.
+# Bearer tokens: 256 random bits, of which the file holds the SHA-256 only. A plain hash is enough, because no attacker
+# can try 2^256 tokens; a password chosen by a person would need a slow hash.
 
 BEARER_PREFIX = "kvcache_"
-"""Of every token, so that a scanner finds one that was committed by mistake."""
+"""Prefix of every token, so that a scanner finds a token that was committed by mistake."""
 _HASH = re.compile("sha256:[0-9a-f]{64}")
 
 
@@ -45,7 +46,7 @@ def new_token() -> str:
 
 
 def token_hash(token: str) -> str:
-    """What a file may hold of a token: `sha256:` and 64 hexadecimal digits."""
+    """Return the form of a token that a file may hold: `sha256:` and 64 hexadecimal digits."""
     return f"sha256:{sha256(token.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
@@ -54,10 +55,13 @@ def is_hash(text: str) -> bool:
 
 
 class TokenTable:
-    """Whose a token is, by its `token_hash`. All that are known are compared, each whole: the time says nothing."""
+    """Finds the owner of a token by its `token_hash`.
+
+    Each lookup compares every known hash in full, so that its time reveals nothing.
+    """
 
     def __init__(self, owners: Iterable[tuple[str, str]]) -> None:
-        """(hash, owner) of each token."""
+        """`owners` are pairs of hash and owner."""
         self._owners = list(owners)
 
     def __len__(self) -> int:
@@ -91,7 +95,7 @@ OperationRate = Annotated[float, BeforeValidator(as_number), Field(gt=0, allow_i
 
 
 class Tenant(TenantQuota):
-    """One table of the file."""
+    """One table of the tenants file, with the tenant's name."""
 
     name: Annotated[str, Field(min_length=1, max_length=MAX_TENANT_NAME_CHARS)]
     tokens: tuple[TokenHash, ...] = ()
@@ -106,16 +110,16 @@ class Tenant(TenantQuota):
         return self.name == OPERATOR
 
     def may_act_as(self, name: str) -> bool:
-        """Whether it may name this tenant."""
+        """Return whether this tenant may use namespaces of tenant `name`."""
         return self.operator or name == self.name
 
 
 UNRESTRICTED_TENANT = Tenant(name=OPERATOR)
-"""Who connects where there is no tenants file."""
+"""The tenant of every client where there is no tenants file."""
 
 
 class Tenants:
-    """Found by what they show. ConfigError where two show the same."""
+    """Finds a tenant by credentials. ConfigError where two tenants have one in common."""
 
     def __init__(self, tenants: Iterable[Tenant]) -> None:
         self.by_name: Mapping[str, Tenant] = {tenant.name: tenant for tenant in tenants}
@@ -128,7 +132,7 @@ class Tenants:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Tenants:
-        """ConfigError, in one line, for a file that makes no sense or that others can write to. Says no hash."""
+        """Read the file; ConfigError in one line where it is invalid or world-writable. The error contains no hash."""
         setting = f"daemon.tenants_file = {os.fspath(path)!r}"
         try:
             with Path(path).open("rb") as file:
@@ -144,7 +148,7 @@ class Tenants:
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """Number of tokens."""
         return len(self._tokens)
 
     @property
@@ -162,7 +166,14 @@ class Tenants:
         return self.by_name.get(self._users.get(user, ""))
 
     def by_certificate(self, names: Iterable[str]) -> Tenant | None:
-        """`names`: those in a verified certificate, and its fingerprint. None where they are of several tenants."""
+        """Return the tenant of a verified certificate.
+
+        Args:
+            names: Names in the certificate, and its fingerprint.
+
+        Returns:
+            None where no tenant has them, or several tenants do.
+        """
         owners = {self._certificates[name] for name in names if name in self._certificates}
         return self.by_name[owners.pop()] if len(owners) == 1 else None
 

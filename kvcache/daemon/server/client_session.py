@@ -1,7 +1,8 @@
-"""What one client process has of a daemon: namespaces and open requests.
+"""State of one client in the daemon: its namespaces, open requests and pending stores.
 
-A session begins with a control connection's hello and ends with that connection, or with the process, whichever comes
-first: then every request of it is closed and what these held is back. Nothing in it ends by a timer."""
+A session starts with the hello of a control connection. It ends with that connection or with the client's process,
+whichever ends first. Its requests close then, and their references end. No timer ends anything in a session.
+"""
 
 from __future__ import annotations
 
@@ -28,60 +29,77 @@ from kvcache.daemon.server.report import Report
 from kvcache.errors import AccessError, ConfigError, RequestError, TokenError
 from kvcache.os_env import Clock
 
-# Stores that clients have begun and that have not come yet: what a flush waits for before it looks at what is here. A
-# client says that a store begins before its engine goes on, and copies afterwards. So whoever has heard the engine's
-# answer, and asks for a flush then, waits for the blocks of that answer: what a client said before is taken in first.
-# Over TCP that is what has arrived; between processes of this host it is all that was said.
+# Pending stores: those that clients have announced and not finished. A flush waits for them before it looks at the
+# cache. A client announces a store before its engine continues, and copies afterwards. A flush that starts after the
+# engine's reply therefore waits for the blocks of that reply: the loop first reads what clients have sent. On a Unix
+# socket that is everything sent before the flush; over TCP it is what has arrived.
 
 if TYPE_CHECKING:
-    pass  # MERGED
+    pass
 
 MAX_PENDING_STORES = 8192
-"""Of one client at a time; beyond them a flush does not wait."""
+"""Per client at a time; a flush does not wait for further ones."""
 
 MAX_STORE_S = 2 * STORE_TIMEOUT_S
-"""Since it began, beyond which nobody waits for a store: what it takes, and as much in its client's queue before."""
+"""Age at which a flush stops waiting for a store: its timeout, and as long again in the client's queue."""
 
 MIN_CATCH_UP_S = 0.5
-"""For the loop to take in what was said, however little time there is to wait for what that tells of."""
+"""Least time for the loop to read announcements, even where the flush has less left."""
 
 
 class PendingStores:
-    """Thread-safe; `wait` is for any thread but the loop's."""
+    """Open stores of all clients, by tenant.
+
+    Thread safety: any thread; `wait` blocks until the loop has run, so that the loop's own thread must not call it.
+    """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, clients: Mapping[Connection, ClientSession], clock: Clock
     ) -> None:
-        """`clients`: by the connections on which they say so; the loop's own."""
+        """Start without open stores.
+
+        Args:
+            loop: The daemon's event loop.
+            clients: Sessions by control connection; the loop changes it.
+            clock: Time for the age of stores.
+        """
         self._loop, self._clients, self._clock = loop, clients, clock
         self._begun = 0
         self._open: defaultdict[str, OrderedDict[int, float]] = defaultdict(OrderedDict)
-        """By tenant the numbers that are open and when each began, the oldest first."""
+        """By tenant: start time of each open store by number, oldest first."""
         self._waiting_tenants: set[str | None] = (
             set()
-        )  # whose clients are heard in the next turn, which is on its way then
-        self._catch_ups_begun = self._catch_ups_done = 0  # that have begun, and the last that is over
+        )  # tenants whose clients are read in the next scheduled turn; None is all
+        self._catch_ups_begun = self._catch_ups_done = 0  # number of turns started, and of the last one that finished
         self._closed = False
         self._changed = threading.Condition()
 
     def begin(self, tenant: str) -> int:
-        """A store of this tenant is on its way; the number to `end` it by."""
+        """Record that a store of this tenant has started; return the number for `end`."""
         with self._changed:
             self._begun += 1
             self._open[tenant][self._begun] = self._clock.now()
             return self._begun
 
     def end(self, tenant: str, number: int) -> None:
-        """It has come, or never will. Idempotent."""
+        """Record that a store has finished or failed. Idempotent."""
         with self._changed:
             of_tenant = self._open[tenant]
             oldest = next(iter(of_tenant), None)
             of_tenant.pop(number, None)
-            if number == oldest:  # what others wait for
+            if number == oldest:  # `wait` watches the oldest
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float | None, tenant: str | None = None) -> bool:
-        """Until what was begun by now has ended; whether it has. `tenant`: who waits for nobody else's."""
+        """Wait until every store announced by now has ended.
+
+        Args:
+            timeout_s: None waits without limit.
+            tenant: Wait for this tenant's stores only; None for all.
+
+        Returns:
+            Whether all of them ended, or passed `MAX_STORE_S`, in time.
+        """
         until = float("inf") if timeout_s is None else self._clock.now() + timeout_s
         with self._changed:
             if not self._closed and not self._waiting_tenants:
@@ -100,13 +118,13 @@ class PendingStores:
             return True
 
     def close(self) -> None:
-        """The loop hears nobody any more: nobody waits for it."""
+        """Record that the loop reads no more announcements; `wait` no longer waits for it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def _catch_up_clients(self) -> None:
-        """Once for all who have asked by now, on the loop's thread."""
+        """Read what clients of the waiting tenants have sent, once for all waiters. Loop thread."""
         with self._changed:
             asked, self._waiting_tenants = self._waiting_tenants, set()
             self._catch_ups_begun += 1
@@ -118,7 +136,7 @@ class PendingStores:
             self._changed.notify_all()
 
     def _oldest(self, tenant: str | None, last: int) -> float | None:
-        """When the oldest began that is open and no later than number `last`; what is too old ends here."""
+        """Return the start of the oldest open store up to number `last`; forget stores older than `MAX_STORE_S`."""
         began = []
         for of_tenant in self._open.values() if tenant is None else [self._open[tenant]]:
             while of_tenant:
@@ -132,16 +150,21 @@ class PendingStores:
 
 
 MAX_OPEN_REQUESTS = 8192
-"""That a session may have open at a time."""
+"""Per session at a time."""
 MAX_SIGNATURE_BYTES = 64 << 20
-"""Of all its requests together: 32 million tokens, in blocks of 16. Token ids, told so that a miss can be explained,
-count as well; what finds no room among them is not kept."""
+"""Signatures of all requests of a session together: 32 million tokens, in blocks of 16.
+
+Token ids, which a client sends so that a miss can be explained, count as well; ids beyond the limit are not kept.
+"""
 
 MAX_DEADLINE_S = 3600.0
 
 
 class ClientSession:
-    """Asked by the loop's thread; `request` and `bound` also by those that move records."""
+    """Namespaces, requests and stores of one client.
+
+    Thread safety: the loop's thread; `request`, `bound`, `payload_sizes` and `flush` also from transfer threads.
+    """
 
     def __init__(
         self,
@@ -153,29 +176,39 @@ class ClientSession:
         namespace_registry: NamespaceRegistry,
         pending_stores: PendingStores,
     ) -> None:
-        """`pid`: of the process behind it where that is on this host, else 0. AccessError where the door says so."""
+        """Authenticate the client.
+
+        Args:
+            pid: The client's process on this host, else 0.
+            credentials: From the hello; `admission` maps them to a tenant.
+
+        Raises:
+            AccessError: No tenant has these credentials.
+        """
         self.secret = secrets.token_bytes(16)
         self.engine, self.pid, self.credentials = engine, pid, credentials
         self.tenant: Tenant = admission.tenant(credentials)
         self.rate_limit = admission.rate_limit(self.tenant)
         self._isolates_tenants = admission.isolates_tenants
         self.streams_payloads = credentials.remote or self.tenant.share == "copy"
-        """Whether bytes go over the socket, since it maps nothing."""
+        """Whether payload bytes go over the socket, because the client does not map the arena."""
         self._cache, self._namespace_registry, self._pending_stores = cache, namespace_registry, pending_stores
-        self._bound: dict[int, tuple[CacheNamespace, Callable[[], CacheNamespace]]] = {}  # and how, to be bound again
+        self._bound: dict[int, tuple[CacheNamespace, Callable[[], CacheNamespace]]] = {}  # and the call that binds it
         self._numbers: dict[CacheNamespace, int] = {}
         self._next = 0
         self._requests: dict[int, CacheRequest] = {}
-        self._bound_of: dict[int, CacheNamespace] = {}  # by request
-        self._signature_bytes: dict[int, int] = {}  # bytes of signatures, of those that were opened here and not joined
-        self._within_rate_limit = True  # whether what is asked now is within the tenant's operations
-        self._token_id_bytes: dict[int, int] = {}  # bytes of token ids, of those that told some
-        self._stores: dict[int, int] = {}  # that it has begun, by its number: ours
+        self._bound_of: dict[int, CacheNamespace] = {}  # by request number
+        self._signature_bytes: dict[int, int] = {}  # in bytes, by request opened here (not joined)
+        self._within_rate_limit = True  # whether the current message is within the tenant's rate limit
+        self._token_id_bytes: dict[int, int] = {}  # bytes of token ids, by request number
+        self._stores: dict[int, int] = {}  # number in `PendingStores`, by the client's number
         self._watch = cache.tier_manager.watch()
         self.ended = False
 
     def still_authorized(self, admission: Admission) -> bool:
-        """Whether who it is may come in as before, now that tenants may be others; it has their limits then."""
+        """Return whether the credentials still map to the same tenant and `share`; if so, adopt the tenant's new
+        limits.
+        """
         try:
             tenant = admission.tenant(self.credentials)
         except AccessError:
@@ -184,10 +217,14 @@ class ClientSession:
         self.tenant = tenant if same else self.tenant
         return same
 
-    # what is asked
+    # Messages.
 
     def answer(self, op: str, message: Mapping[str, Any]) -> dict[str, Any]:
-        """A KVCacheError is the client's to hear; it changes nothing."""
+        """Answer one message of the control connection.
+
+        Raises:
+            KVCacheError: The client receives it as an error; the session is unchanged.
+        """
         answers: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "namespace": self._namespace,
             "open": self._open,
@@ -202,7 +239,7 @@ class ClientSession:
             "stored": self._stored,
             "stats": lambda _: self._stats(),
         }
-        if op not in ("storing", "stored"):  # said of a store, which is asked for by itself
+        if op not in ("storing", "stored"):  # they belong to a store, whose `store` message is counted
             self._within_rate_limit = self.rate_limit.count_operation(refusable=op == "match")
         if self.rate_limit.overdrawn:
             raise ProtocolError(f"tenant {self.tenant.name!r} asks far more than its operations a second")
@@ -215,12 +252,12 @@ class ClientSession:
         return found
 
     def payload_sizes(self, number: int) -> list[int]:
-        """Payload bytes by group, of the blocks of a request."""
+        """Return the payload bytes of a block, by group, for a request."""
         bound = self._bound_of.get(number)
         return [] if bound is None else [place.payload_bytes for place in bound.places]
 
     def _namespace(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """What the client ends goes when the new one is bound: where that is refused, nothing changes."""
+        """Bind a namespace; then end the bindings in `ends`. Where binding fails, nothing changes."""
         ends = {number for number in message.get("ends") or () if type(number) is int and number in self._bound}
         shards, ranks = message.get("shards"), message.get("ranks")
         if not self.tenant.may_act_as(message["tenant"]):
@@ -249,7 +286,7 @@ class ClientSession:
         return {"namespace": number, "id": bound.id}
 
     def _end_binding(self, number: int) -> None:
-        """What its requests have stays theirs."""
+        """End a binding. Its open requests continue."""
         bound, _ = self._bound.pop(number)
         if self._numbers.get(bound) == number:
             del self._numbers[bound]
@@ -311,7 +348,7 @@ class ClientSession:
         return {"blocks": len(request.signatures)}
 
     def _signatures(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """As they were said, by whomever."""
+        """Return the signatures as the client sent them."""
         chain = self.request(message["request"]).chain
         return {"signatures": chain.client_signatures if self._isolates_tenants else chain.packed}
 
@@ -347,8 +384,10 @@ class ClientSession:
         return {}
 
     def flush(self, timeout_s: float) -> FlushReport:
-        """As the cache's, from any thread; but a tenant waits for no other one's clients, and learns of its own blocks
-        alone."""
+        """Flush as `Cache.flush`, from any thread.
+
+        A tenant waits for its own clients' stores only, and its report covers its own namespaces only.
+        """
         flow, tenant = self._cache.tier_manager, self.tenant
         if tenant.operator:
             return flow.flush(timeout_s, watch=self._watch, first=self._cache.on_flush)
@@ -359,7 +398,7 @@ class ClientSession:
         return flow.flush(timeout_s, watch=self._watch, first=waits, scope=own.__contains__)
 
     def _stats(self) -> dict[str, Any]:
-        """An operator's are the cache's; a tenant's are of what is its own, so that it learns of nobody else."""
+        """Return the statistics of the cache for an operator, and those of its own data for a tenant."""
         if self.tenant.operator:
             return self._cache.stats()
         moved = {"moved_bytes": self.rate_limit.moved_bytes, "refused": self.rate_limit.refused}
@@ -374,8 +413,13 @@ class ClientSession:
         return request
 
     def bound(self, message: Mapping[str, Any]) -> CacheNamespace:
-        """What this session bound under the message's number, also where the tenant's share let go of it meanwhile;
-        RequestError for another. Of any thread."""
+        """Return the namespace that this session bound under the message's number.
+
+        The registry may have removed the binding for the tenant's share. Thread safety: any thread.
+
+        Raises:
+            RequestError: This session bound no namespace under the number.
+        """
         number: int = message["namespace"]
         found = self._bound.get(number) if type(number) is int else None
         if found is None:
@@ -383,7 +427,7 @@ class ClientSession:
         return found[0]
 
     def _use_namespace(self, message: Mapping[str, Any]) -> CacheNamespace:
-        """The same, to be used: it is taken again where it was let go of."""
+        """Return the same namespace for use; bind it again where the registry has removed it."""
         bound, number = self.bound(message), message["namespace"]
         if self._namespace_registry.touch(self.tenant.name, bound, self):
             return bound
@@ -396,7 +440,7 @@ class ClientSession:
         return again
 
     def _request_name(self, message: Mapping[str, Any]) -> str:
-        """Of a request among all engines': none of these can have another one's, whatever the ids."""
+        """Return the request's id with the engine's name before it, so that ids of two engines cannot collide."""
         name: str = message["id"]
         return f"{self.engine}/{name}" if self.engine or "/" in name else name
 
@@ -418,10 +462,10 @@ class ClientSession:
     def _fits(self, more: int) -> bool:
         return sum(self._signature_bytes.values()) + sum(self._token_id_bytes.values()) + more <= MAX_SIGNATURE_BYTES
 
-    # the end
+    # The end of the session.
 
     def end(self) -> None:
-        """Close every request. Idempotent."""
+        """Close every request, store and binding. Idempotent."""
         self.ended = True
         requests, self._requests = self._requests, {}
         for request in requests.values():

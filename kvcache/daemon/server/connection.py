@@ -1,4 +1,7 @@
-"""One connection as the daemon's loop sees it: bytes to messages and back, within bounds, never waiting."""
+"""Connections on the daemon's event loop: bytes to messages and back, with bounded buffers and no blocking call.
+
+`Connection` is one socket, authenticated or not. `PendingConnections` holds those that have not authenticated.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,25 @@ from kvcache.daemon.wire import SOCKET_BUFFER_BYTES
 from kvcache.log import logger
 
 MAX_UNSENT_BYTES = 16 << 20
-"""Of answers that a client does not take, beyond which it is let go."""
+"""Unsent replies to one client, beyond which the daemon closes its connection."""
 MAX_HELLO_BYTES = 64 << 10
-"""Of the first message: nobody knows yet who says it."""
+"""Size limit of the first message: its sender has not authenticated."""
 MAX_MESSAGES_PER_TURN = 32
-"""Messages of one client that are answered before others have their turn."""
+"""Messages of one client that are answered before other clients have a turn."""
 MAX_CATCH_UP_TURNS = 64
-"""Turns of one client that are taken before somebody else's question is answered."""
-RECEIVE_BUFFER = memoryview(bytearray(SOCKET_BUFFER_BYTES))  # of the loop's thread: a long message comes in one piece
+"""Turns of one client that `catch_up` takes before the loop continues."""
+RECEIVE_BUFFER = memoryview(bytearray(SOCKET_BUFFER_BYTES))  # loop thread; large: few reads a message
 _CREDENTIALS = struct.Struct("3i")
 
 _log = logger("kvcache.daemon")
 
 
 class Connection:
-    """`on_message` is called with each message, `on_end` once when the connection is over."""
+    """One client's socket on the event loop.
+
+    Calls `on_message` with each message, and `on_close` once when the connection ends. Thread safety: the loop's thread
+    only.
+    """
 
     def __init__(
         self,
@@ -42,11 +49,11 @@ class Connection:
         self.pid = self.uid = 0
         self._identify(connection)
         self.connection = connection
-        self.max_bytes = MAX_HELLO_BYTES  # of a message
+        self.max_bytes = MAX_HELLO_BYTES  # per message
         self._loop, self._on_message, self._on_close = loop, on_message, on_close
         self._read = bytearray()
-        self._reading_paused = False  # whole messages wait: no more is read before they have had their turn
-        self._turn_scheduled = False  # for its turn, which the loop knows of
+        self._reading_paused = False  # whole messages wait in `_read`; no more is read before their turn
+        self._turn_scheduled = False  # with the loop
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
         self.open = True
@@ -57,7 +64,7 @@ class Connection:
         loop.add_reader(connection, self._readable)
 
     def _identify(self, connection: socket.socket) -> None:
-        """Who it is, as the system tells."""
+        """Read process and user of the client from the kernel."""
         self.pid, self.uid, _ = peer_credentials(connection)
 
     def __str__(self) -> str:
@@ -65,20 +72,20 @@ class Connection:
 
     @property
     def origin(self) -> str:
-        """Where it comes from, as far as that can be told before it says who it is."""
+        """The sender, as known before authentication; `PendingConnections` counts by it."""
         return f"user {self.uid}"
 
     def credentials(self, token_hash: str) -> Credentials:
-        """Who it is, as far as can be told: what it gave, or else what the kernel knows."""
+        """Return the client's credentials: its token, and the user id that the kernel reports."""
         return Credentials(user=self.uid, token_hash=token_hash)
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Now, as far as the other side takes it, and the rest when it does."""
+        """Send what the socket accepts now; the loop sends the rest later. Closes beyond `MAX_UNSENT_BYTES`."""
         if not self.open:
             return
         try:
             rest = memoryview(pack(message))
-        except ProtocolError as error:  # an answer too long for a frame
+        except ProtocolError as error:  # a reply too long for a frame
             rest = memoryview(pack(error_reply(error)))
         if not self._unsent:
             rest = rest[self._put(rest) :]
@@ -92,7 +99,7 @@ class Connection:
             self.close()
 
     def catch_up(self) -> None:
-        """Take in and answer what had come by now; of a client that says more than any has reason to, a part."""
+        """Read and answer what has arrived by now, at most `MAX_CATCH_UP_TURNS` turns."""
         for _ in range(MAX_CATCH_UP_TURNS):
             if self._reading_paused:
                 self._dispatch_batch()
@@ -100,7 +107,7 @@ class Connection:
                 return
 
     def detach(self) -> socket.socket:
-        """The connection, for a thread to go on with: the loop has no more to do with it."""
+        """Return the socket, blocking, for a thread to use; the loop stops watching it. The caller owns it."""
         self._loop.remove_reader(self.connection)
         self._loop.remove_writer(self.connection)
         self.open = False
@@ -108,7 +115,7 @@ class Connection:
         return self.connection
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the socket and call `on_close`. Idempotent."""
         if not self.open:
             return
         self.open = False
@@ -146,7 +153,7 @@ class Connection:
             self._loop.remove_writer(self.connection)
 
     def _readable(self) -> bool:
-        """Take in a piece of what has come, and answer what is whole; whether there was anything."""
+        """Read one buffer and answer its whole messages; return whether anything was read."""
         try:
             count = self._receive()
         except BlockingIOError:
@@ -161,8 +168,11 @@ class Connection:
         return True
 
     def _dispatch_batch(self) -> None:
-        """What has been read and not answered is less than a message and what one call brings, however much is sent:
-        the rest stays with whoever sends it."""
+        """Answer at most `MAX_MESSAGES_PER_TURN` whole messages, then schedule another turn.
+
+        `_read` holds at most one partial message and one buffer: further bytes stay with the sender until these are
+        answered.
+        """
         for _ in range(MAX_MESSAGES_PER_TURN):
             if not self.open:
                 return
@@ -184,7 +194,7 @@ class Connection:
         self._schedule_turn()
 
     def _schedule_turn(self) -> None:
-        """In the loop's next turn; once in it, however often that is asked for meanwhile."""
+        """Schedule one turn in the loop's next iteration; repeated calls before it have no effect."""
         if not self._turn_scheduled:
             self._turn_scheduled = True
             self._loop.call_soon(self._run_turn)
@@ -217,29 +227,29 @@ class Connection:
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group at the other end, as the kernel knows them."""
+    """Return process, user and group of the other end, from the kernel."""
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, gid = _CREDENTIALS.unpack(found)
     return pid, uid, gid
 
 
-# Connections of which nobody knows yet whose they are. They wait apart from those that are known, so that whoever
-# only connects shuts nobody out. So many wait at a time, for so long. Where one more comes, the one that waited
-# longest leaves, of those that come from where most of them do: whoever connects without end pushes out itself.
+# Connections that have not authenticated. They are kept in a separate, bounded pool, so that they cannot use up
+# `daemon.connections`. Where the pool is full, the origin with most connections loses its oldest: a flood evicts only
+# itself.
 
 MAX_PENDING_CONNECTIONS = 64
-"""At a time, a descriptor each, beside those of `daemon.connections`."""
+"""Each takes a descriptor, in addition to those of `daemon.connections`."""
 HELLO_TIMEOUT_S = 5.0
-"""For a connection to say who it is."""
+"""Time for a connection to send its hello."""
 
 
 class PendingConnections:
-    """Of the loop's thread."""
+    """Bounded pool of connections before their hello. Thread safety: the loop's thread only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._waiting: dict[Connection, asyncio.TimerHandle] = {}  # the longest first
-        self._next_warning_s = loop.time()  # a crowd writes no log
+        self._waiting: dict[Connection, asyncio.TimerHandle] = {}  # oldest first
+        self._next_warning_s = loop.time()  # limits the log to one line in `HELLO_TIMEOUT_S` during a flood
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -255,7 +265,7 @@ class PendingConnections:
             first.close()
 
     def remove(self, peer: Connection) -> None:
-        """It is known now, or gone. Idempotent."""
+        """Remove a connection that has authenticated or ended. Idempotent."""
         timer = self._waiting.pop(peer, None)
         if timer is not None:
             timer.cancel()

@@ -1,7 +1,9 @@
-"""A running cache answers an operator: on one thread that waits, and one for each of a few questions at a time.
+"""The control socket: answers an operator's commands to a running cache, in a daemon or in an engine.
 
-Nothing here is on an engine's path. A client that is slow, broken or hostile costs a bounded number of bytes and of
-threads, for a bounded time; a long audit keeps nobody else from asking, or from bypassing the cache."""
+One thread accepts, and each command has a thread, at most `MAX_CONCURRENT_COMMANDS` at a time. No engine call passes
+through this file. A slow, broken or hostile client costs a bounded number of bytes and threads for a bounded time. A
+long audit blocks neither other commands nor a bypass of the cache.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,23 @@ from kvcache.errors import ConfigError, KVCacheError, NotFoundError
 from kvcache.log import logger
 from kvcache.observe.recent_requests import RecentRequest, find_prefix, prefixes
 
-# What an operator orders a running cache to do: keep a prefix, let it go, remove what nobody uses.
+# Commands that change a cache: pin and unpin a prefix, prune unused namespaces, erase.
 
 KNOWN = 64
-"""Prefixes that an unknown name is compared with."""
+"""Known prefixes that an error compares with an unknown name."""
 PREFETCH_TIMEOUT_S = 30.0
-"""For a prefix to come near before it is pinned as far as it is."""
+"""Time to promote a prefix before it is pinned; `pin` then pins the blocks that are there."""
 
 
 def pin(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
-    """`seconds`, and which prefix: `request`, the id of one that is remembered, `prefix`, its name, or `ids`. It is
-    brought into host memory, as far as pins may fill that, and kept there and wherever else it is. Without any of these
-    it tells what is pinned."""
+    """Promote a prefix into host memory and pin it there, and in every other tier that has it.
+
+    Without a prefix it lists the pins. Pins may fill a part of host memory only, which limits the promotion.
+
+    Args:
+        cache: The cache.
+        arguments: `seconds`, and one of `request` (id of a recent request), `prefix` (its name) or `ids` (token ids).
+    """
     which, seconds = _find_prompt(cache, arguments), arguments.get("seconds")
     if which is not None:
         if not isinstance(seconds, (int, float)) or isinstance(seconds, bool):
@@ -72,7 +79,7 @@ def pin(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
 
 
 def unpin(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
-    """`pin`: the number of one, or "all"."""
+    """Remove one pin, or every pin. `pin` in `arguments` is its number, or "all"."""
     which = arguments.get("pin")
     pins = cache.tier_manager.pins
     if which == "all":
@@ -87,8 +94,11 @@ def unpin(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
 
 
 def prune(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
-    """Remove namespaces that nobody used for `unused_s` from the tiers of this cache alone: what others share, others
-    may use. One of which no use is known counts from when this cache began. `dry_run`: only tell which."""
+    """Remove namespaces that no request used for `unused_s`, from the tiers of this cache only.
+
+    Shared tiers are left alone, because other nodes may use the namespace. A namespace without a known use counts from
+    the start of this cache. With `dry_run` the command only reports.
+    """
     unused_s, dry_run = arguments.get("unused_s"), bool(arguments.get("dry_run"))
     if not isinstance(unused_s, (int, float)) or isinstance(unused_s, bool) or not unused_s > 0:
         raise ConfigError(f"unused_s = {unused_s!r:.40}: expected for how long nobody used it, in seconds")
@@ -120,9 +130,12 @@ def prune(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
 
 
 def erase(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
-    """Remove what is of a `tenant`, a `cache_salt` or a `namespace` (all that is given must fit) from every tier,
-    shared ones too, and overwrite what it left. Answers when it is done, or says in which tier it is not. `dry_run`:
-    only count."""
+    """Erase from every tier, shared tiers included, and overwrite what was stored.
+
+    `arguments` has one or more of `tenant`, `cache_salt` and `namespace`; records that match all of them are erased.
+    The reply follows when the erasure is done, or names the tiers where it is not. With `dry_run` the command only
+    counts.
+    """
     given = {name: arguments.get(name) for name in ("tenant", "cache_salt", "namespace")}
     for name, value in given.items():
         if value is not None and (not isinstance(value, str) or (name == "namespace" and len(value) < 8)):
@@ -136,7 +149,7 @@ def erase(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _find_prompt(cache: Cache, arguments: dict[Any, Any]) -> tuple[RecentRequest, int] | None:
-    """The prompt that is meant, and up to which block."""
+    """Return the prompt that the arguments name, and its number of blocks; None where they name none."""
     request, name, ids = arguments.get("request"), arguments.get("prefix"), arguments.get("ids")
     if isinstance(name, str):
         found = find_prefix(cache.miss_explainer.recent_requests.last(), name)
@@ -158,23 +171,25 @@ def _find_prompt(cache: Cache, arguments: dict[Any, Any]) -> tuple[RecentRequest
 
 CONTROL_PROTOCOL_VERSION = 1
 CLIENT_TIMEOUT_S = 2.0
-"""For a client to ask, and again for it to take the answer."""
+"""To receive a command, and again to send the reply."""
 MAX_CONCURRENT_COMMANDS = 4
-"""Questions that are answered at a time; who asks beyond them is turned away."""
+"""Further clients are disconnected."""
 MAX_FLUSH_WAIT_S = 60.0
-"""That a question may wait for the tiers."""
+"""Longest wait of the `flush` command for the tiers."""
 MAX_FAULTS = 1000
-"""Lines of an audit that go into an answer."""
+"""Lines of an audit in a reply."""
 WATCHES, LONGEST_NAME = 64, 64
-"""Callers of `flush` that name themselves and are remembered, and characters of such a name."""
+"""Most named callers of `flush` that are remembered, and most characters of a name."""
 _ACCEPT_RETRY_S = 0.1
 
 _log = logger("kvcache.control")
 
 
 def open_control(cache: Cache, version: str) -> ControlServer | None:
-    """Make the cache reachable until it is closed or forgotten. Where that cannot be, it runs on without, and says
-    so: an operator's convenience is no reason to fail an engine."""
+    """Open the control socket until the cache is closed or garbage-collected.
+
+    Where that fails, the function logs it and returns None: an operator's convenience must not fail an engine.
+    """
     try:
         control = ControlServer(cache, version, *open_control_socket(make_socket_directory()))
     except (OSError, KVCacheError) as error:
@@ -186,7 +201,7 @@ def open_control(cache: Cache, version: str) -> ControlServer | None:
 
 
 class ControlServer:
-    """Listens at `path`. Holds the cache weakly: one that nobody else has any more is not kept alive by this."""
+    """Listens at `path`. It holds the cache weakly, so that the socket does not keep an unused cache alive."""
 
     def __init__(self, cache: Cache, version: str, listener: socket.socket, path: Path) -> None:
         self.path = path
@@ -199,22 +214,22 @@ class ControlServer:
         self._free = threading.BoundedSemaphore(MAX_CONCURRENT_COMMANDS)
         self._auditing, self._watching = threading.Lock(), threading.Lock()
         self._watches: dict[str | None, Watch] = {None: cache.tier_manager.watch()}
-        """What callers of `flush` were told: those that named themselves, and all others together."""
+        """What `flush` has reported to each named caller, and (None) to all unnamed callers together."""
         self._closed = threading.Event()
         _OPEN.add(self)
         threading.Thread(target=self._accept, name="kvcache-control", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening and remove the socket. Idempotent; waits for nobody."""
+        """Stop listening and remove the socket. Idempotent; does not wait."""
         if self._closed.is_set() or self._pid != os.getpid():
             return
         self._closed.set()
         with suppress(OSError):
             self.path.unlink()
-        self._wake.close()  # wakes the thread that waits, which closes the rest
+        self._wake.close()  # wakes the accepting thread, which closes the rest
 
     def close_in_child(self) -> None:
-        """In a forked child: let go of the parent's socket, so that it ends with the parent."""
+        """In a forked child: close the parent's sockets, so that they end with the parent."""
         self._closed.set()
         for end in (self._listener, self._wake, self._woken):
             end.close()
@@ -229,19 +244,19 @@ class ControlServer:
                     return
                 try:
                     connection, _ = self._listener.accept()
-                except OSError as error:  # it hung up already; or this process has no descriptors left
+                except OSError as error:  # the client has hung up, or this process has no descriptors left
                     _log.debug("nobody to answer: %s", error)
                     self._closed.wait(_ACCEPT_RETRY_S)
                     continue
                 self._dispatch(connection)
 
     def _dispatch(self, connection: socket.socket) -> None:
-        """To a thread of its own; or hang up, where enough are at it."""
+        """Answer on a new thread; close the connection where too many commands run."""
         if self._free.acquire(blocking=False):
             try:
                 threading.Thread(target=self._serve, args=(connection,), name="kvcache-answer", daemon=True).start()
                 return
-            except RuntimeError:  # no more threads in this process
+            except RuntimeError:  # this process can start no more threads
                 self._free.release()
         connection.close()
 
@@ -279,7 +294,7 @@ class ControlServer:
         if cache is None:
             raise FrameError("the cache is gone")
         for name, of_others in cache.control_handlers.items():
-            answers[name] = lambda _, arguments, answer=of_others: answer(arguments)  # type: ignore[misc]  # bound to this turn
+            answers[name] = lambda _, arguments, answer=of_others: answer(arguments)  # type: ignore[misc]  # binds the loop variable
         if not isinstance(op, str) or op not in answers:
             return {"error": f"op = {op!r:.40}: this version knows {', '.join(answers)}"}
         try:
@@ -288,12 +303,12 @@ class ControlServer:
             return {"error": str(error), "kind": NOT_FOUND}
         except KVCacheError as error:
             return {"error": str(error)}
-        except Exception as error:  # noqa: BLE001  whoever asked is told; the engine is not
+        except Exception as error:  # noqa: BLE001  boundary to foreign code: the client receives the error, the engine does not
             _log.exception("%s failed", op)
             return {"error": f"{op} failed: {error!r}"}
 
     def _info(self, cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
-        """Who this is. Of the command line only the program's name: arguments may hold secrets."""
+        """Describe this process. Of its command line only the program's name: arguments may hold secrets."""
         nvme = cache.settings.nvme
         return {
             "protocol": CONTROL_PROTOCOL_VERSION,
@@ -325,7 +340,7 @@ class ControlServer:
             self._auditing.release()
 
     def _flush(self, cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
-        """Wait until what was stored is where it should be, for so long at most."""
+        """Wait until stored blocks are in their tiers, at most `seconds`."""
         seconds, fleet = arguments.get("seconds", CLIENT_TIMEOUT_S), arguments.get("fleet")
         if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 <= seconds <= MAX_FLUSH_WAIT_S:
             raise ConfigError(f"seconds = {seconds!r:.40}: expected at most {MAX_FLUSH_WAIT_S:g}")
@@ -333,7 +348,7 @@ class ControlServer:
             raise ConfigError(f"fleet = {fleet!r:.40}: expected a name of {LONGEST_NAME} characters at most")
         with self._watching:
             watch = self._watches.pop(fleet, None) or cache.tier_manager.watch(anew=fleet is not None)
-            self._watches[fleet] = watch  # the one used last is the last
+            self._watches[fleet] = watch  # last used, last in order
             while len(self._watches) > WATCHES:
                 del self._watches[next(name for name in self._watches if name is not None)]
         report = cache.tier_manager.flush(seconds, watch=watch, first=cache.on_flush, fleet=fleet is not None)
@@ -348,7 +363,7 @@ def _events(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _bypass(cache: Cache, arguments: dict[Any, Any]) -> dict[str, Any]:
-    """Takes no lock, so that it works however the rest of the cache hangs."""
+    """Report or set the bypass mode. It takes no lock, so that it works while the rest of the cache hangs."""
     bypass, mode = cache.tier_manager.bypass, arguments.get("mode")
     was = bypass.mode
     if mode is not None:

@@ -1,9 +1,9 @@
-"""One daemon in the place of another, with what that has in host memory.
+"""Handover: a new daemon takes over the host memory of the old one.
 
-The new one asks the old one over its socket, and that ends as at SIGTERM: transfers end, what is queued is written.
-When nothing moves any more it sends its extents and the table of what is in them (`kvcache.cache.warm_restart`), then
-lets go of its drives and is gone. Only then does the new one open anything. Where any of it fails, or nothing comes, it
-begins with what is on the drive, as after any other end.
+The new daemon asks the old one over its socket to end. The old one ends as at SIGTERM: transfers finish, and the write
+queue is written. Then it sends the descriptors of its slabs and a table of their records
+(`kvcache.cache.warm_restart`), closes its drives and exits. The new daemon opens its cache only after that exit. Where
+any step fails, it starts with what is on the drive, as after any restart.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from kvcache.errors import AccessError, ClosedError, KVCacheError, StoreError, U
 from kvcache.log import logger
 
 REPLY_TIMEOUT_S = 5.0
-"""For the old one to say that it ends."""
+"""For the old daemon to reply that it ends."""
 SEAL_TIMEOUT_S = 10.0
-"""For it to seal what it hands over; the rest stays behind."""
+"""For the old daemon to seal slabs for the handover; later slabs are left out."""
 EXIT_TIMEOUT_S = 120.0
-"""For it to be gone: as long as the unit in `deploy/` gives it at SIGTERM. What is queued may take as long."""
+"""For the old daemon to exit: as long as the unit in `deploy/` allows at SIGTERM, since the write queue may be long."""
 MAX_TABLE_BYTES = 1 << 32
 
 _SAME_USER = "this user, in the same namespaces of users and processes,"
@@ -38,8 +38,10 @@ _log = logger("kvcache.handover")
 
 
 def is_same_user(pid: int, user: int) -> bool:
-    """Whether that process is one of ours: of the same user, where users and processes have the same numbers. In
-    another container the same number is another user."""
+    """Return whether the process has this user, in the same user and process namespaces.
+
+    The same user id in another container is another user.
+    """
     try:
         same = all(os.path.samefile(f"/proc/{pid}/ns/{kind}", f"/proc/self/ns/{kind}") for kind in ("user", "pid"))
     except OSError:
@@ -48,7 +50,7 @@ def is_same_user(pid: int, user: int) -> bool:
 
 
 def hand_over(successor: socket.socket, cache: Cache) -> None:
-    """Hand over what is in host memory. Never raises: the drive has what it has."""
+    """Send host memory to the new daemon. Never raises: the drive still has its records."""
     try:
         table, slabs = export_state(cache, SEAL_TIMEOUT_S)
         descriptors = [memory_file(table), *slabs]
@@ -61,13 +63,20 @@ def hand_over(successor: socket.socket, cache: Cache) -> None:
         finally:
             os.close(descriptors[0])
         _log.info("%d extents were handed over", len(slabs))
-    except Exception as error:  # noqa: BLE001  it ends in any case
+    except Exception as error:  # noqa: BLE001  best-effort cleanup: the daemon ends in any case
         _log.warning("host memory was not handed over: %s", error)
 
 
 def take_over(path: Path, timeout_s: float = EXIT_TIMEOUT_S) -> WarmRestart | None:
-    """End the daemon that listens there, and have what it leaves, once it is gone. None where nobody listens, or it
-    leaves nothing. AccessError where it is another user's, StoreError where it does not end."""
+    """End the daemon that listens at `path`, wait until it has exited, and return its memory.
+
+    Returns:
+        None where no daemon listens, or it hands over nothing.
+
+    Raises:
+        AccessError: The daemon is another user's.
+        StoreError: It has not exited after `timeout_s`.
+    """
     end = time.monotonic() + timeout_s
     try:
         wire = Wire.connect(str(path), REPLY_TIMEOUT_S)
@@ -93,12 +102,12 @@ def take_over(path: Path, timeout_s: float = EXIT_TIMEOUT_S) -> WarmRestart | No
 
 
 def _request_exit(wire: Wire, process: int | None, pid: int, end: float) -> bool:
-    """Have it end. False where it will hand over nothing: then it was told as an operator would, by SIGTERM."""
+    """Ask the daemon to end. Return False where it hands over nothing; an older version is ended by SIGTERM."""
     try:
         wire.send({"op": "hello", "version": PROTOCOL_VERSION, "role": "heir"}, timeout_s=REPLY_TIMEOUT_S)
-        parse_reply(wire.receive(max(0.0, end - time.monotonic()))[0])  # one that is only slow is waited for
+        parse_reply(wire.receive(max(0.0, end - time.monotonic()))[0])  # a slow daemon has until `end`
     except WireTimeoutError:
-        return False  # and it has not ended: `_gone` says so
+        return False  # it has not ended: `_wait_for_exit` reports that
     except ClosedError:
         return False  # it is ending already
     except KVCacheError as error:  # an earlier version, or another protocol
@@ -109,7 +118,7 @@ def _request_exit(wire: Wire, process: int | None, pid: int, end: float) -> bool
 
 
 def _receive_memory(wire: Wire, end: float) -> WarmRestart | None:
-    """What it hands over, or None."""
+    """Receive the memory that is handed over; None where that fails."""
     descriptors: list[int] = []
     try:
         more = True
@@ -127,7 +136,7 @@ def _receive_memory(wire: Wire, end: float) -> WarmRestart | None:
 
 
 def memory_file(data: bytes) -> int:
-    """A file in memory with this in it; the caller's to close."""
+    """Return the descriptor of a new memory file with this content. The caller closes it."""
     descriptor = os.memfd_create("kvcache-legacy", os.MFD_CLOEXEC)
     try:
         with open(os.dup(descriptor), "wb") as file:
@@ -139,7 +148,7 @@ def memory_file(data: bytes) -> int:
 
 
 def read_file(descriptor: int) -> bytes:
-    """What is in it, once: it is empty then. Closes it."""
+    """Read a file, empty it, and close it."""
     try:
         size = os.fstat(descriptor).st_size
         if size > MAX_TABLE_BYTES:
@@ -154,7 +163,7 @@ def read_file(descriptor: int) -> bytes:
 
 
 def _open_pidfd(pid: int) -> int | None:
-    """Its end can be waited for by this; None where it is of another pid namespace."""
+    """Return a pidfd to wait for the process; None in another pid namespace."""
     if pid and hasattr(os, "pidfd_open"):
         with suppress(OSError):
             return os.pidfd_open(pid)
@@ -162,7 +171,7 @@ def _open_pidfd(pid: int) -> int | None:
 
 
 def _terminate(process: int | None, pid: int) -> None:
-    """End one that does not know how to hand over, as an operator would."""
+    """Send SIGTERM to a daemon that cannot hand over, as an operator would."""
     if process is not None:
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(process, signal.SIGTERM)
@@ -172,7 +181,7 @@ def _terminate(process: int | None, pid: int) -> None:
 
 
 def _wait_for_exit(wire: Wire, process: int | None, end: float) -> bool:
-    """Until it has let go of everything: when the process is gone, or at least has hung up."""
+    """Wait until the process has exited, or at least has hung up; return whether it did before `end`."""
     poll, ended = select.poll(), process
     if ended is None:
         ended = wire.connection.fileno()

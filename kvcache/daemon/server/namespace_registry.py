@@ -1,7 +1,7 @@
-"""What sessions have bound: counted by tenant, and let go once nobody has it bound any more.
+"""Namespaces that client sessions have bound, counted by tenant.
 
-A binding that no session has is kept for a while, among so many others, so that an engine that comes back finds its
-own and an operator its name. Its records stay longer than it: whoever binds their namespace again finds them.
+The registry keeps a limited number of bindings that no session uses any more. An engine that returns then finds its
+binding, and an operator sees the namespace's name. Records outlive the binding: binding the namespace again finds them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,30 @@ from kvcache.errors import ConfigError
 MAX_BOUND_NAMESPACES = 16_384
 """Of all tenants together."""
 MAX_IDLE_NAMESPACES, IDLE_EVICTION_BATCH = 1024, 256
-"""That nobody has; so many go at a time."""
+"""Bindings kept without a session, and how many are unbound at a time beyond that."""
 
 
 class NamespaceRegistry:
-    """Of the loop's thread. A session is whatever has an identity."""
+    """Counts bindings and references. Any hashable object can stand for a session. Thread safety: the loop's thread
+    only.
+    """
 
     def __init__(self, cache: Cache, tenants: Callable[[], int]) -> None:
         self._cache, self._fair_share = cache, FairShare(MAX_BOUND_NAMESPACES, tenants)
         self._by_tenant: defaultdict[str, OrderedDict[CacheNamespace, set[object]]] = defaultdict(OrderedDict)
-        """By tenant, what was used last at the end: the sessions that have it."""
-        self._references: Counter[CacheNamespace] = Counter()  # tenants that have it, and open requests
-        self._idle: OrderedDict[CacheNamespace, None] = OrderedDict()  # what was let go of longest ago stands first
+        """By tenant, sessions of each binding; the most recently used binding is last."""
+        self._references: Counter[CacheNamespace] = Counter()  # by tenants and by open requests
+        self._idle: OrderedDict[CacheNamespace, None] = OrderedDict()  # least recently released first
 
     def acquire(self, tenant: str, bind: Callable[[], CacheNamespace], session: object) -> CacheNamespace:
-        """For a session of this tenant. Where the tenant has as many as it may, the one goes that its sessions used
-        longest ago, whoever has it: who uses it again takes it again. ConfigError where it may not have one."""
+        """Bind a namespace for a session of this tenant.
+
+        A tenant at its share loses its least recently used binding, whichever session uses it. That session binds it
+        again at its next use.
+
+        Raises:
+            ConfigError: The tenant has no share, and no binding to replace.
+        """
         bound, registered = bind(), self._by_tenant[tenant]
         if bound not in registered:
             if not self._fair_share.has_capacity(tenant):
@@ -53,14 +61,14 @@ class NamespaceRegistry:
         return bound
 
     def touch(self, tenant: str, bound: CacheNamespace, session: object) -> bool:
-        """The session uses it now. False where it is no longer bound for it."""
+        """Mark the binding as used; return False where the session no longer has it."""
         if session not in self._by_tenant[tenant].get(bound, ()):
             return False
         self._by_tenant[tenant].move_to_end(bound)
         return True
 
     def release(self, tenant: str, bound: CacheNamespace, session: object) -> None:
-        """Idempotent."""
+        """End a session's use of the binding. Idempotent."""
         sessions = self._by_tenant[tenant].get(bound, set())
         sessions.discard(session)
         if not sessions and bound in self._by_tenant[tenant]:
@@ -72,7 +80,9 @@ class NamespaceRegistry:
         self.drop_reference(bound)
 
     def add_reference(self, bound: CacheNamespace) -> None:
-        """It stays until as many `leave` it: an open request goes on with what its session has ended."""
+        """Keep the binding until as many `drop_reference`: an open request continues after its session ended the
+        binding.
+        """
         self._references[bound] += 1
         self._idle.pop(bound, None)
 
@@ -83,7 +93,7 @@ class NamespaceRegistry:
             self._mark_idle(bound)
 
     def _mark_idle(self, bound: CacheNamespace) -> None:
-        """Nobody has it."""
+        """Record that no session and no request uses the binding; unbind a batch where too many are idle."""
         self._idle[bound] = None
         if len(self._idle) >= MAX_IDLE_NAMESPACES + IDLE_EVICTION_BATCH:
             evicted = self._eviction_candidates(IDLE_EVICTION_BATCH)
@@ -92,8 +102,10 @@ class NamespaceRegistry:
             self._cache.unbind(evicted)
 
     def _eviction_candidates(self, count: int) -> list[CacheNamespace]:
-        """That go: the oldest of the tenant that has most at each, so that whoever binds without end pushes out its
-        own."""
+        """Return the idle bindings to unbind: repeatedly the oldest of the tenant with most.
+
+        A tenant that binds without end therefore evicts only its own.
+        """
         newer: Counter[str] = Counter()
         ranks = {}
         for bound in reversed(self._idle):

@@ -1,4 +1,4 @@
-"""What a running cache says of itself: to its operator all, to a tenant what is his own. Plain data for any message."""
+"""Reports on a running cache as plain data: everything for an operator, its own data for a tenant."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from kvcache.evict.quotas import UNLIMITED
 from kvcache.log import RequestContext
 from kvcache.observe.recent_requests import Ids, RecentRequest, prefixes
 
-# Why a prompt was not found, asked over the control socket: of a request that was, of a prompt that may be, or of the
-# last that missed.
+# Explains why a prompt was not found: a past request, a prompt given by its tokens, or the last misses.
 
 MAX_STORIES = 1000
-"""Stories in an answer, at most."""
+"""Most explanations in one reply."""
 
 _EXPECTED = "expected one of request (its id), ids (uint32, little-endian) and count (of the last misses)"
 
 
 def explain(cache: Cache, question: dict[Any, Any], tenant: str | None = None) -> dict[str, Any]:
-    """`tenant`: of his namespaces alone."""
+    """Explain misses. `tenant` limits the report to that tenant's namespaces."""
     request, ids, count = question.get("request"), question.get("ids"), question.get("count")
     own = {namespace.id for namespace in cache.namespaces if tenant in (None, namespace.tenant)}
     last = (entry for entry in cache.miss_explainer.recent_requests.last() if tenant is None or entry.namespace in own)
@@ -48,7 +47,7 @@ def explain(cache: Cache, question: dict[Any, Any], tenant: str | None = None) -
 
 
 def lookup_prompt(cache: Cache, packed_ids: Any, prefix: str, tenant: str | None = None) -> RecentRequest:
-    """The prompt as if it was asked for now, in the namespace that has the most of it."""
+    """Look the prompt up as a request now would, in the namespace that has the longest prefix of it."""
     if not isinstance(packed_ids, bytes) or not packed_ids or len(packed_ids) % 4:
         raise ConfigError(_EXPECTED)
     ids: Ids = np.frombuffer(packed_ids, "<u4")
@@ -76,18 +75,21 @@ def lookup_prompt(cache: Cache, packed_ids: Any, prefix: str, tenant: str | None
 
 
 MAX_EVENTS, MAX_PREFIXES, MAX_ROWS = 1024, 64, 1024
-"""In one answer, at most."""
+"""Most in one reply."""
 _NAMESPACE_FIELDS = ("model", "revision", "adapter", "tenant", "cache_salt")
 
 
 class Report:
-    """`tenant`: whose alone; None for all there is."""
+    """Reports for one tenant, or for an operator where `tenant` is None."""
 
     def __init__(self, cache: Cache, tenant: str | None = None) -> None:
         self._cache, self._tenant = cache, tenant
 
     def stats(self) -> dict[str, Any]:
-        """As `KVCache.stats`; of a tenant what can be told apart: records, bytes, and tokens asked for and found."""
+        """Return the statistics as `KVCache.stats`.
+
+        A tenant's have what is counted by tenant: records, bytes, and tokens requested and found.
+        """
         if self._tenant is None:
             return self._cache.stats()
         held, uses = self._own(self._cache.counted()), self._own(self._cache.tier_manager.usage_log.namespaces())
@@ -100,7 +102,10 @@ class Report:
         return {"tiers": tiers, "counters": _summed(list(uses.values()))}
 
     def namespaces(self) -> list[dict[str, Any]]:
-        """The last used first. `last` is nil where no use is known since this cache began, which was at `since`."""
+        """Return namespaces, most recently used first.
+
+        `last` is None where no use is known since this cache started, at `since`.
+        """
         held, uses = self._cache.namespace_usage.take(), self._cache.tier_manager.usage_log.namespaces()
         known = {namespace.id: namespace for namespace in self._cache.namespaces}
         rows = [
@@ -110,8 +115,10 @@ class Report:
         return sorted(rows, key=lambda row: (-(row["last"] or 0.0), row["id"]))[:MAX_ROWS]
 
     def tenants(self) -> list[dict[str, Any]]:
-        """What of each is where, what it may take (`quotas`), what others leave it (`least`), and what
-        it asked for. Namespaces that nobody has bound here have no tenant's name."""
+        """Return per tenant its records by tier, `quotas`, guaranteed bytes (`least`) and requested tokens.
+
+        Namespaces that are not bound here have no tenant's name.
+        """
         rows: dict[str, dict[str, Any]] = {}
         for tier in (self._cache.host.name, *(tier.name for tier in self._cache.lower_tiers)):
             for tenant, limit in self._cache.quotas.all(tier).items():
@@ -136,7 +143,7 @@ class Report:
         )
 
     def agents(self) -> list[dict[str, Any]]:
-        """Those that requests named, who asked for most first."""
+        """Return the agents that requests named, those with most requested tokens first."""
         uses = self._cache.tier_manager.usage_log.agents()
         rows = [
             {"agent": agent, "tenant": tenant, **asdict(use)}
@@ -146,7 +153,7 @@ class Report:
         return sorted(rows, key=lambda row: (-row["asked_tokens"], row["tenant"], row["agent"]))[:MAX_ROWS]
 
     def prefixes(self, count: int = 10) -> list[dict[str, Any]]:
-        """What the last prompts begin with alike. Nothing of what is in them is told."""
+        """Return the prefixes that recent prompts share. The report contains no prompt content."""
         entry = self._cache.miss_explainer.recent_requests.last()
         own = self._own({each.namespace: None for each in entry})
         known = {namespace.id: namespace for namespace in self._cache.namespaces}
@@ -164,8 +171,10 @@ class Report:
         ]
 
     def events(self, count: int | None = None) -> list[dict[str, Any]]:
-        """The oldest first. What left or was not kept may have made room for another's request, which a tenant is not
-        told of."""
+        """Return events, oldest first.
+
+        A tenant's report omits the request behind an eviction or a drop, because another tenant's may have caused it.
+        """
         last = min(MAX_EVENTS, MAX_EVENTS if count is None else _count(count))
         found = self._cache.events.last(last, None if self._tenant is None else self._owned)
         hidden = {"evicted", "dropped"} if self._tenant is not None else set()
@@ -173,12 +182,12 @@ class Report:
         return [asdict(event) | (nobody if event.kind in hidden else {}) for event in found]
 
     def explain(self, question: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """As the control socket's `explain`; to a tenant nothing of others: what is another's was never stored."""
+        """Explain misses as the control socket's `explain`. To a tenant, another tenant's blocks were never stored."""
         stories: list[dict[str, Any]] = explain(self._cache, dict(question), self._tenant)["stories"]
         return stories
 
     def curve(self) -> dict[str, Any]:
-        """What more memory would find, or less, as `Cache.curve`; of a tenant what its own requests would."""
+        """Return the miss-ratio curve as `Cache.curve`; for a tenant, that of its own requests."""
         curve_points = self._cache.curve()
         if self._tenant is None:
             return curve_points

@@ -1,8 +1,48 @@
-"""The daemon: one process owns a cache, others on this host share it over a Unix socket.
+"""The daemon server: accepts clients of a cache, answers their messages and ends with their claims released.
 
-One thread runs the loop: it accepts, and answers what takes no time (a match of a long prompt is a fraction of a
-millisecond). Each connection that moves records has a thread, which waits for the client to copy; the bytes themselves
-never come here. When a client goes, however it goes, everything that it held is back at once."""
+One process owns a cache; the engines of its host share it over a Unix socket, and those of other hosts over TLS. The
+cache outlives an engine: an engine that crashes and restarts finds its prefixes in host memory.
+
+Alternatives:
+  - A cache in each engine. Engines would not share prefixes, and a crash would lose the host tier.
+  - An index in shared memory that every client changes. A client that crashes or misbehaves could damage it for all.
+  - All bytes through the daemon's socket. A copying client loads 3.3 GB/s, a mapping client 25 GB/s
+    (`benchmarks/remote.py`).
+
+The daemon therefore keeps the index, the policy and the tiers to itself. On one host it leases slots: a client maps the
+slabs of its tenant, copies between a slot and its pages, and replies when it has copied (`slot_lease`). Payload bytes
+never pass through this file. A client of another host, or of a tenant with `share = "copy"`, sends and receives
+payloads on its transfer connections.
+
+A client has two kinds of connection, named by `role` in its hello:
+  - `control` opens a `ClientSession`. The loop answers its messages in order (a match of a long prompt takes a fraction
+    of a millisecond).
+  - `mover` carries loads, stores and flushes of that session. It is a `TransferConnection` with a thread, because it
+    waits for the client to copy.
+A third role, `heir`, comes from a new daemon: this one hands over its host memory and ends (`handover`).
+
+Invariants:
+  - A session ends with its control connection or its process. Its requests close then, and their references end.
+  - No timer ends a session. `PidfdWatcher` reports the end of a process even while another process holds its
+    descriptors.
+  - A slot that was leased for storing is not reused before its client has hung up, because the client may still write.
+  - One client's fault does not affect another: an unexpected exception becomes an error reply, and a malformed message
+    closes its connection only.
+  - Memory per client is bounded: bytes read but not answered, replies not yet sent, namespaces, open requests and
+    signatures.
+  - A connection that has not authenticated does not count in `daemon.connections`; it waits in `PendingConnections`.
+  - Each tenant has a guaranteed share of the connections and namespaces (`FairShare`).
+  - The socket is unlinked before the drain begins, so that no client finds a daemon that is ending.
+
+Threads: the thread that calls `run` drives the event loop. It alone changes the tables of connections and sessions, so
+they need no lock. Each transfer connection has a thread, which uses its session, the cache and the thread-safe
+`RateLimit`. A transfer thread reports its end through `call_soon_threadsafe`. `stop` and `reload` are safe from any
+thread. No blocking call may run on the loop: one slow reply would delay every client.
+
+To change it: a new message needs its fields in `protocol`, an answer in `ClientSession` (loop) or `slot_lease`
+(thread), and a row in docs/spec/protocol.md. A second loop thread would need locks around sessions, shares and the
+namespace registry.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +72,11 @@ from kvcache.daemon.server.tcp import TcpConnection, TcpListener
 from kvcache.errors import AccessError, ClosedError, ConfigError, KVCacheError, UnreachableError
 from kvcache.log import logger
 
-# The event loop of a daemon's one thread.
+# The event loop of the daemon's one loop thread.
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
-    """Of uvloop where that is installed."""
+    """Return a uvloop event loop where uvloop is installed, else asyncio's."""
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -46,14 +86,17 @@ def new_loop() -> asyncio.AbstractEventLoop:
 
 
 FIRST_CLIENT_TIMEOUT_S = 60.0
-"""For the first of those for whom a daemon runs that ends by itself."""
+"""Time that a daemon which ends by itself waits for its first client."""
 _ACCEPT_RETRY_S = 0.1
 
 _log = logger("kvcache.daemon")
 
 
 class Daemon:
-    """Serves a cache made with `shared=True`, which stays the caller's to close, and then to release the claim."""
+    """Serves a cache made with `shared=True`.
+
+    The caller owns the cache and the claim. It closes the cache after `run`, and then releases the claim.
+    """
 
     def __init__(
         self,
@@ -67,10 +110,16 @@ class Daemon:
         port: TcpListener | None = None,
         on_reload: Callable[[], object] = lambda: None,
     ) -> None:
-        """`linger_s`: end by itself once nobody has been connected for so long; never, where not given. `began` is
-        called when it listens. `door`: who comes in; by the settings, where not given. `port`: for those of
-        other hosts; closed with it. `again` is called at SIGHUP, for what is read anew beside the tenants; it may raise
-        ConfigError."""
+        """Prepare to serve `cache`; `run` serves it.
+
+        Args:
+            linger_s: The daemon ends by itself after this time without a client session; None for never.
+            on_started: Called once the daemon listens.
+            admission: Maps credentials to tenants; made from the settings where it is None.
+            port: Listener for other hosts; the daemon closes it.
+            on_reload: Called at SIGHUP after the tenants and certificates, to reload other settings. It may raise
+                ConfigError.
+        """
         self.on_started = on_started
         self.cache, self.claim, self._version, self._linger_s = cache, claim, version, linger_s
         self._settings = cache.settings.daemon
@@ -79,7 +128,7 @@ class Daemon:
         cache.binds_signatures = self.admission.isolates_tenants
         cache.control_handlers["rates"] = lambda _: {"rates": self.admission.rates}
         self.boot_id = secrets.token_bytes(8)
-        """Another one after every start."""
+        """Random; differs after every start."""
         self._tcp_listener, self._on_reload = port, on_reload
         self._loop = new_loop()
         self._pending_connections = PendingConnections(self._loop)
@@ -93,15 +142,15 @@ class Daemon:
         self._transfer_connections: dict[TransferConnection, threading.Thread] = {}
         self._serving = self._ending = False
         self.successor: socket.socket | None = None
-        """To the process that takes this one's place, where it ended for one; the caller's to close."""
+        """Socket to the process that takes over, where one asked for it. The caller closes it."""
         self._ended = asyncio.Event()
         self._lingering: asyncio.TimerHandle | None = None
 
     def run(self) -> None:
-        """Serve until `stop`, SIGTERM or SIGINT; then let transfers end and hang up."""
+        """Serve until `stop`, SIGTERM or SIGINT; then drain transfers and close every connection."""
         try:
             self._limits.set(self.admission.tenants)
-            self.cache.counted()  # begins to count, so that whoever asks for it has something to be told
+            self.cache.counted()  # starts counting, so that a report has figures
             if threading.current_thread() is threading.main_thread():
                 for number in (signal.SIGTERM, signal.SIGINT):
                     self._loop.add_signal_handler(number, self._end)
@@ -113,9 +162,9 @@ class Daemon:
                 self._loop.add_reader(listener, self._accept, listener)
             self._serving = True
             self.on_started()
-            if self._linger_s is not None:  # whoever started this may take a while to come
+            if self._linger_s is not None:  # the process that started this daemon may connect late
                 self._linger_for(max(self._linger_s, FIRST_CLIENT_TIMEOUT_S))
-            with closing(self._pending_stores):  # before its clients are waited for, and however it ends
+            with closing(self._pending_stores):  # closed before transfers drain, and also after an error
                 self.cache.on_flush.append(self._pending_stores.wait)
                 self._loop.run_until_complete(self._ended.wait())
             self._drain()
@@ -126,22 +175,22 @@ class Daemon:
             self._loop.close()
 
     def close(self) -> None:
-        """What was made and never ran; no more is to be done for one that ran. Idempotent."""
+        """Release a daemon that never ran; `run` does this itself. Idempotent."""
         self._loop.close()
 
     def stop(self) -> None:
-        """From any thread."""
-        with suppress(RuntimeError):  # over already
+        """End `run`. Thread safety: any thread."""
+        with suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._end)
 
     def not_ready_reason(self) -> str:
-        """Why no engine should be sent here now; nothing where one may: what `/readyz` says."""
+        """Return why no engine should be sent here now, as `/readyz` reports it; "" where the daemon is ready."""
         if self._ending or not self._serving:
             return "ending" if self._ending else "starting"
         return "" if self.cache.ready() else "prefixes of warm.* are still on their way here"
 
     def reload(self) -> None:
-        """As at SIGHUP, from any thread."""
+        """Reload as at SIGHUP. Thread safety: any thread."""
         self._loop.call_soon_threadsafe(self._reload)
 
     @property
@@ -149,7 +198,10 @@ class Daemon:
         return list(self._sessions.values())
 
     def _reload(self) -> None:
-        """The tenants and their limits, certificates, and then the rest. What makes no sense is said, and stays."""
+        """Reload the tenants and their limits, the certificates, then the rest.
+
+        An invalid file is logged, and what was read from it before stays in force.
+        """
         certificates = [] if self._tcp_listener is None else [self._tcp_listener.reload]
         for read in (self._reload_tenants, *certificates, self._on_reload):
             try:
@@ -166,7 +218,7 @@ class Daemon:
             if not session.still_authorized(self.admission):
                 self._process_ended(session)
 
-    # connections
+    # Connections.
 
     def _listeners(self) -> list[socket.socket]:
         return (
@@ -178,7 +230,7 @@ class Daemon:
             connection, _ = listener.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # no descriptors left: those who wait in the queue are accepted when there are
+        except OSError as error:  # no descriptors left: clients in the backlog are accepted later
             _log.warning("nobody can be accepted for now: %s", error)
             self._loop.remove_reader(listener)
             self._loop.call_later(_ACCEPT_RETRY_S, self._accept_again, listener)
@@ -190,7 +242,7 @@ class Daemon:
                 )
             else:
                 peer = Connection(self._loop, connection, self._handle_message, self._handle_disconnect)
-        except OSError:  # it hung up already
+        except OSError:  # the client has hung up
             connection.close()
             return
         self._peers.add(peer)
@@ -213,10 +265,10 @@ class Daemon:
         if session is not None:
             self._connection_shares.release(session.tenant.name)
             self._end_session(session)
-            if session.credentials.remote:  # whoever keeps only those open has no claim to a thread
+            if session.credentials.remote:  # a remote client without a control connection keeps no thread
                 self._close_transfer_connections(session)
 
-    # messages
+    # Messages.
 
     def _handle_message(self, peer: Connection, message: dict[str, Any]) -> None:
         session = self._of_peer.get(peer)
@@ -237,7 +289,7 @@ class Daemon:
             return
         except KVCacheError as error:
             answer = error_reply(error)
-        except Exception as error:  # noqa: BLE001  one client's fault is nobody else's
+        except Exception as error:  # noqa: BLE001  boundary to foreign code: the error is the reply to one client
             _log.exception("%s failed", op)
             answer = error_reply(KVCacheError(f"{op} failed: {error!r:.200}"))
         if table.has_reply and peer.open:
@@ -292,7 +344,11 @@ class Daemon:
         }
 
     def _reserve_connection(self, session: ClientSession) -> None:
-        """Another connection of its tenant; UnreachableError where there is no room for one."""
+        """Count another connection of the session's tenant.
+
+        Raises:
+            UnreachableError: The tenant has no connection left.
+        """
         name = session.tenant.name
         if not self._connection_shares.acquire(name):
             said = f"{self._connection_shares.used(name)} connections of tenant {name!r}, of "
@@ -316,13 +372,13 @@ class Daemon:
         self._transfer_connections[moving] = thread
         try:
             thread.start()
-        except RuntimeError:  # no more threads in this process
+        except RuntimeError:  # this process can start no more threads
             self._transfer_connection_closed(moving)
             moving.connection.close()
         return {}
 
     def _exit_for_successor(self, peer: Connection) -> dict[str, Any]:
-        """End, since another process takes this one's place; what is in host memory is handed to it (`handover`)."""
+        """End because another process takes over; `handover` sends it the host memory."""
         if isinstance(peer, TcpConnection) or not is_same_user(peer.pid, peer.uid):
             raise AccessError(f"a daemon ends for a process of its own user and container alone: {peer} is none")
         if self._ending:
@@ -346,12 +402,12 @@ class Daemon:
         if self._transfer_connections.pop(moving, None) is not None:
             self._connection_shares.release(moving.session.tenant.name)
 
-    # ends
+    # The end of sessions and of the daemon.
 
     def _end_session(self, session: ClientSession) -> None:
         if session.secret in self._sessions:
             session.end()
-            del self._sessions[session.secret]  # whoever sees it gone finds nothing of it
+            del self._sessions[session.secret]  # only after `end`, so that a session missing here holds nothing
             self._pidfd_watcher.unwatch(session)
             self._linger()
 
@@ -374,14 +430,14 @@ class Daemon:
         self._lingering = self._loop.call_later(seconds, self._linger_expired)
 
     def _extend_linger(self) -> None:
-        """Whoever comes, to look whether anybody answers, has the time of the last one that left to come again."""
+        """Restart the linger time: a client that only probes the socket gets as long to return as the last one had."""
         if self._lingering is not None and self._lingers_until < self._loop.time() + (self._linger_s or 0.0):
             self._lingering.cancel()
             self._linger_for(self._linger_s or 0.0)
 
     def _linger_expired(self) -> None:
         ended = self._lingering
-        for listener in self._listeners():  # whoever is in the queue was told already that somebody answers
+        for listener in self._listeners():  # a client in the backlog has a connection already
             self._accept(listener)
         if self._lingering is ended:
             self._end()
@@ -395,7 +451,7 @@ class Daemon:
             self._ended.set()
 
     def _drain(self) -> None:
-        """Transfers under way end, or their time does; then every connection is closed."""
+        """Wait for running transfers, at most `daemon.drain_s`; then close every connection."""
         end = time.monotonic() + self._settings.drain_s
         for moving, thread in self._transfer_connections.items():
             moving.ending = True

@@ -1,11 +1,12 @@
-"""`kvcache daemon` from its settings to its end: what is done in which order, and undone in the other.
+"""`kvcache daemon` from its settings to its end: starts the parts in order, and stops them in reverse.
 
-    service = Service(read, version=...)   # what makes no sense is refused: nothing was touched
-    service.start(replace=True)            # the one before ends, the socket and the drives are ours, engines may come
+    service = Service(read, version=...)   # validates the settings; changes nothing
+    service.start(replace=True)            # ends the previous daemon, takes its socket and drives, accepts clients
     service.run()                          # until SIGTERM
-    service.stop()                         # what is queued is written, or handed over; the socket is free
+    service.stop()                         # writes the queue, or hands memory over; frees the socket
 
-Whoever comes by the socket finds a cache that has everything: what the process before left is taken in first."""
+The socket listens last: a client that connects finds the whole cache, with the records of the previous process.
+"""
 
 from __future__ import annotations
 
@@ -37,19 +38,22 @@ from kvcache.settings.service import MAX_HTTP_CONNECTIONS
 from kvcache.settings.types import show_bytes
 from kvcache.tier.host.arena import Region
 
-# What a daemon needs of the system, seen to before it begins: refusals name the number that is too small.
+# Limits of the system, checked before the start. Each error names the limit that is too low.
 
 BASE_DESCRIPTORS = 64
-"""Files, sockets and threads' ends beside those that grow with the settings."""
+"""Descriptors of files, sockets and threads whose number does not depend on the settings."""
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
-"""There where a driver of NVIDIA's runs."""
+"""Exists where an NVIDIA driver runs."""
 
 _log = logger("kvcache.daemon")
 
 
 def required_descriptors(settings: Settings) -> int:
-    """How many this process may come to have open: an extent, a connection and the process behind it, connections that
-    did not say yet whose they are, a segment, and who looks at it over HTTP."""
+    """Return the most descriptors that this process may have open.
+
+    It counts one per slab, two per connection (the socket and the pidfd of its process), pending connections, NVMe
+    segments, and HTTP connections.
+    """
     host, nvme = settings.host, settings.nvme
     segments = -(-nvme.capacity_bytes // nvme.segment_bytes) if nvme.enabled else 0
     seen = MAX_HTTP_CONNECTIONS if settings.http.enabled else 0
@@ -58,8 +62,11 @@ def required_descriptors(settings: Settings) -> int:
 
 
 def memlock_warning(settings: Settings) -> str:
-    """What is wrong with the locked-memory limit, if anything. Engines with a GPU pin the arena, each for itself, and
-    mostly under the limit that the daemon has too; the daemon itself locks nothing, so that it serves all the same."""
+    """Return a warning about the locked-memory limit, or "".
+
+    Each engine with a GPU pins the arena, mostly under the same limit as the daemon. The daemon itself locks nothing,
+    and so it starts all the same.
+    """
     needed, (_, hard) = settings.host.capacity_bytes, resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if not NVIDIA_DEVICE.exists() or hard == resource.RLIM_INFINITY or hard >= needed:
         return ""
@@ -71,8 +78,11 @@ def memlock_warning(settings: Settings) -> str:
 
 
 def check_settings(settings: Settings, tenants: Tenants | None) -> None:
-    """ConfigError for settings that a daemon would refuse once it opens its cache: asked before another daemon is told
-    to end for it. An arena that nobody gave a size gets that of the one before, which may be all that there is."""
+    """Raise ConfigError for settings with which the cache could not open. Called before another daemon is asked to end.
+
+    An arena without a configured size takes the size of the previous daemon's arena, which may be all memory that is
+    allowed.
+    """
     if not settings.given("host.capacity_bytes"):
         host = settings.host.model_copy(update={"capacity_bytes": memory().allowed_bytes})
         settings = settings.model_copy(update={"host": host})
@@ -81,7 +91,11 @@ def check_settings(settings: Settings, tenants: Tenants | None) -> None:
 
 
 def raise_limits(settings: Settings) -> None:
-    """Raise this process's limits as far as needed and allowed; ConfigError where that is not enough."""
+    """Raise this process's limits to those needed, where allowed.
+
+    Raises:
+        ConfigError: The hard limit is too low, or the system makes no file in memory.
+    """
     if not hasattr(os, "memfd_create"):
         raise ConfigError("a daemon shares files in memory (memfd), which only Linux has; open the cache in the engine")
     try:
@@ -101,7 +115,7 @@ def raise_limits(settings: Settings) -> None:
         )
     most = (
         max(soft, needed) if hard == resource.RLIM_INFINITY else hard
-    )  # of a daemon before, more may come than is ours
+    )  # the previous daemon may hand over more slabs than these settings need
     if soft != resource.RLIM_INFINITY and most > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
@@ -117,9 +131,19 @@ class Service:
         components: Sequence[Callable[[Cache], object]] = (),
         report_status: Callable[[str], object] = lambda line: None,
     ) -> None:
-        """`read` reads the settings, and takes further ones by name. `insecure`: TCP on loopback needs no more.
-        `linger_s` as of `Daemon`. `beside`: what else begins with a cache, before anybody comes; it ends with it.
-        ConfigError where the settings make no sense, or this process may not have what they need."""
+        """Validate the settings.
+
+        Args:
+            read: Returns the settings; takes further settings by name.
+            version: Of this program, sent to clients.
+            insecure: TCP on loopback needs no TLS.
+            linger_s: As of `Daemon`.
+            components: Called with the cache before clients can connect; they end with it.
+            report_status: Called with each line of status.
+
+        Raises:
+            ConfigError: The settings are invalid, or this process may not have what they need.
+        """
         self._read, self._version, self._linger_s, self._components, self._report_status = (
             read,
             version,
@@ -138,10 +162,10 @@ class Service:
         self._page = ""
         self._cleanup = ExitStack()
         self.daemon: Daemon | None = None
-        """Once it is started."""
+        """None before `start`."""
 
     def __str__(self) -> str:
-        """What is served, and where."""
+        """Return what is served, and where."""
         host, nvme = self._settings.host, self._settings.nvme
         places = ", ".join(map(str, nvme.directories))
         drive = f", {show_bytes(nvme.capacity_bytes)} at {places}" if nvme.enabled else ""
@@ -150,7 +174,7 @@ class Service:
         return f"unix:{self._path}, {show_bytes(host.capacity_bytes)} of host memory{drive}{also}{page}"
 
     def plan(self) -> str:
-        """What would be served; it is not to be started any more."""
+        """Return what would be served, and release the port. The service cannot start afterwards."""
         if self._settings.http.enabled:
             self._page = planned_url(self._settings.http)
         told = str(self)
@@ -159,7 +183,11 @@ class Service:
         return told
 
     def start(self, *, replace: bool = False) -> None:
-        """`replace`: in the place of the daemon that listens there, if any. Where it raises, nothing is left open."""
+        """Start serving; leave nothing open on an error.
+
+        Args:
+            replace: Take over from the daemon that listens at this socket, if any.
+        """
         with ExitStack() as ends:
             if self._tcp_listener is not None:
                 ends.callback(self._tcp_listener.close)
@@ -171,7 +199,7 @@ class Service:
             )
             ends.callback(claim.release)
             if legacy is not None and legacy.capacity_bytes and not self._settings.given("host.capacity_bytes"):
-                # what is free now is less by what is taken over
+                # memory that is free now excludes what is taken over
                 self._settings = self._read(host__capacity_bytes=legacy.capacity_bytes)
                 raise_limits(self._settings)
             listener = None
@@ -206,26 +234,26 @@ class Service:
             self.daemon, self._cleanup = served, ends.pop_all()
 
     def run(self) -> None:
-        """Until SIGTERM, or an heir, or the end of whom it lingers for."""
+        """Serve until SIGTERM, until a new daemon takes over, or until the linger time ends."""
         assert self.daemon is not None
         self.daemon.run()
         notify("STOPPING=1", "STATUS=writing what is queued")
         self._report_status("ending; what is queued is written first")
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Close everything that `start` opened, in reverse order. Idempotent."""
         self._cleanup.close()
 
     def _predecessor_memory(self, replace: bool) -> WarmRestart | None:
-        """What the process before this one left. Of one that is asked for it, else of the unit's last."""
+        """Return the memory of the previous process: of the daemon to replace, else of the unit's last process."""
         legacy = None
         if replace:
             if self._settings.http.enabled:
-                planned_url(self._settings.http)  # what can be refused is, while the one before still serves
+                planned_url(self._settings.http)  # may raise, and so runs while the previous daemon still serves
             legacy = take_over(self._path)
         unit = take_descriptors()
         if legacy is not None and unit is not None:
-            unit.close()  # of a process before the one that was asked: what came from that is newer
+            unit.close()  # older than the memory that the replaced daemon handed over
         return unit if legacy is None else legacy
 
     def _on_started(self) -> None:

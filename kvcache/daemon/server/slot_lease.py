@@ -1,9 +1,16 @@
-"""Lends slots of the arena to a client, which copies by itself; one thread a connection that moves records.
+"""Transfer connections in the daemon: leases slots to a client that maps the arena, or sends payloads to one that does
+not.
 
-What is lent for reading is held for as long as the client copies, within the lease; after that it may be given out
-again, and the slot's generation, which the client compares before and after its copy, tells it. What is lent for
-storing is not given out again before the client has hung up, however long that takes it: until then it may write there.
-A client hangs up only once its copy has ended, or because its process has."""
+One thread serves each transfer connection (`serve_transfers`). It moves blocks through one of two classes:
+  - `SlotLease`: the client copies between a leased slot and its pages.
+  - `SocketTransport`: the payload bytes go over the socket.
+
+A slot leased for reading is held while the client copies, at most `daemon.lease_s`. After that the arena may reuse it;
+the client compares the slot's generation before and after its copy and discards what it copied.
+
+A slot leased for storing is not reused before the client has hung up, because until then the client may write to it. A
+client hangs up only after its copy has ended, or because its process has.
+"""
 
 from __future__ import annotations
 
@@ -43,28 +50,34 @@ from kvcache.tier.host.arena import Arena, Slab, Slot
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.copier import CopyHandle
 
-# Moves records over the socket, straight from and into slots, for a client that does not map the arena. It is on
-# another host, or its tenant's `share` is "copy". What is sent for a load is not waited for: the socket's own buffers
-# are the flow control, and a slot is given back as soon as its bytes are in them. For a store the daemon says what it
-# has room for, all of a window at once, so that one wait on the way is enough; the client sends those in that order.
-# Each payload has its checksum, taken before it left and compared where it arrives.
+# Payloads over the socket, read from and written to slots directly. They serve clients that do not map the arena:
+# those of another host, and those of a tenant with `share = "copy"`. For a load the daemon waits for no reply: the
+# socket buffers are the flow control, and a slot is released once its bytes are in them. For a store the daemon
+# requests a whole window of payloads at once, so that one round trip is enough; the client sends them in that order.
+# The sender takes a checksum of each payload, and the receiver compares it.
 
 
 class SocketTransport:
-    """A `Mover` for the client at the other end of a connection."""
+    """A slot copy (`load_via`, `store_via`) that sends and receives payloads over the client's connection."""
 
     def __init__(self, wire: Wire, lease_s: float, on_bytes_moved: Callable[[int], None]) -> None:
-        """`lease_s`: for each batch of `SENT_BYTES`. `moved` is told of bytes."""
+        """Serve one client.
+
+        Args:
+            wire: The client's connection.
+            lease_s: Timeout of each batch of at most `MAX_BATCH_BYTES`.
+            on_bytes_moved: Called with the number of bytes.
+        """
         self._wire, self._lease_s, self._on_bytes_moved = wire, lease_s, on_bytes_moved
         self._sizes: Sequence[int] = ()
         self.broken = False
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """A load or a store; the payload bytes by group."""
+        """Start a load or a store; `sizes` are the payload bytes by group."""
         self._sizes = sizes
 
     def close(self) -> None:
-        """Nothing was lent."""
+        """Do nothing: no slot was leased."""
 
     def scatter(self, parts: Sequence[CopyPart]) -> Sequence[CopyHandle]:
         blocks = max((block for block, _, _ in parts), default=-1) + 1
@@ -82,7 +95,9 @@ class SocketTransport:
         return ()
 
     def gather(self, parts: Sequence[CopyPart]) -> None:
-        """Nobody else has these slots, and nobody but this writes to them: they are as free as before if this fails."""
+        """Receive payloads into slots. No other thread or client uses these slots, so that they are free again after a
+        failure.
+        """
         wanted = list(payload_batches(parts))
         try:
             for batch in wanted:
@@ -121,7 +136,7 @@ class SocketTransport:
 
 
 def payload_batches(parts: Sequence[CopyPart]) -> Iterator[Sequence[CopyPart]]:
-    """Runs of at most `SENT_BYTES` of slots, or one slot."""
+    """Split `parts` into batches whose slots take at most `MAX_BATCH_BYTES`, or into single slots."""
     first, size = 0, 0
     for i, (_, _, slot) in enumerate(parts):
         size += slot.slab.slot_bytes
@@ -133,26 +148,26 @@ def payload_batches(parts: Sequence[CopyPart]) -> Iterator[Sequence[CopyPart]]:
 
 
 WIRE_OUTCOMES: tuple[Outcome, ...] = tuple(Outcome)
-"""In a message an outcome is one byte, its place in this order."""
+"""An outcome is one byte in a message: its position in this order."""
 _OUTCOME_CODES = {outcome: code for code, outcome in enumerate(WIRE_OUTCOMES)}
 
 _log = logger("kvcache.daemon")
 
 
 class SlotLease:
-    """A `Mover` for the client at the other end of a connection."""
+    """A slot copy (`load_via`, `store_via`) by a client that maps the arena."""
 
     def __init__(self, wire: Wire, arena: Arena, lease_s: float, on_bytes_moved: Callable[[int], None]) -> None:
-        """`moved` is told of bytes that are lent."""
+        """`on_bytes_moved` is called with the number of bytes leased."""
         self._wire, self._arena, self._lease_s, self._on_bytes_moved = wire, arena, lease_s, on_bytes_moved
         self._exported_slabs: dict[
             int, tuple[Slab, bool]
-        ] = {}  # extents that this connection told of; whether writable
-        self._unreturned_slots: list[Slot] = []  # to a client that did not answer in time
+        ] = {}  # slabs whose descriptor this connection has sent, and whether writable
+        self._unreturned_slots: list[Slot] = []  # leased to a client that did not reply in time
         self.broken = False
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """A load or a store. The client knows the payloads' sizes."""
+        """Start a load or a store. The client knows the sizes of the payloads."""
 
     def gather(self, parts: Sequence[CopyPart]) -> None:
         slots = [slot for _, _, slot in parts]
@@ -168,7 +183,7 @@ class SlotLease:
         self._arena.release(*slots)
 
     def close(self) -> None:
-        """Have back what was lent."""
+        """Release every leased slot, after the client has hung up."""
         if self._unreturned_slots:
             self._wire.wait_for_hangup()
         self._arena.release(*self._unreturned_slots)
@@ -196,7 +211,14 @@ class SlotLease:
             first = end
 
     def _send_lease(self, parts: Sequence[CopyPart], new: Sequence[Slab], blocks: int, *, writable: bool) -> None:
-        """`blocks`: with these the client has all that it needs of so many; 0 while more is to come."""
+        """Lease slots and wait for the client's reply.
+
+        Args:
+            parts: The slots, by block and group.
+            new: Slabs whose descriptor the client still needs.
+            blocks: Number of blocks that are complete with this message; 0 while more messages follow.
+            writable: For a store.
+        """
         lease_rows = np.array([(i, g, 0, s.slab.number, s.i, s.generation) for i, g, s in parts], LEASE_DTYPE)
         descriptors: list[int] = []
         self._on_bytes_moved(sum(slot.slab.slot_bytes for _, _, slot in parts))
@@ -223,7 +245,7 @@ class SlotLease:
             raise PeerAbortedError("the client did not want it")
 
     def _removed_slabs(self) -> list[int]:
-        """Extents that the connection told of and that are no more."""
+        """Return the slabs that this connection has announced and the arena has unmapped; forget them."""
         gone = [number for number, (slab, _) in self._exported_slabs.items() if slab.unmapped]
         for number in gone:
             del self._exported_slabs[number]
@@ -232,28 +254,31 @@ class SlotLease:
 
 @dataclass(eq=False)
 class TransferConnection:
-    """A connection that moves records, as the daemon sees it."""
+    """A transfer connection, as the loop's thread sees it."""
 
     connection: socket.socket
     session: ClientSession
     busy: bool = False
-    ending: bool = False  # it takes no more questions
+    ending: bool = False  # takes no further messages
 
     def hang_up(self) -> None:
-        """Its client sees the end. Where that may still write to what it was lent, this side goes on to listen for the
-        other one to hang up: until then those slots are nobody else's."""
+        """Hang up, so that the client sees the end.
+
+        Where the client may still write to leased slots, the daemon closes its sending side only and waits for the
+        client to hang up. Until then these slots are not reused.
+        """
         lends = self.busy and not self.session.streams_payloads
         hang_up(self.connection, socket.SHUT_WR if lends else socket.SHUT_RDWR)
 
 
 def hang_up(connection: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    """Whoever waits for it sees its end; it stays theirs to close."""
-    with suppress(OSError):  # not by a TLS socket's own method, after which another thread would send in the clear
+    """Shut the socket down, which wakes the thread that waits on it; that thread still closes it."""
+    with suppress(OSError):  # a TLS socket's own `shutdown` would let another thread send in the clear
         socket.socket.shutdown(connection, how)
 
 
 def serve_transfers(moving: TransferConnection, cache: Cache, lease_s: float) -> None:
-    """Answer this connection until it ends, or a message makes no sense, or all of it ends."""
+    """Answer this connection until it ends, its session ends, the daemon ends, or a message is malformed."""
     wire, session = Wire(moving.connection, accepts_descriptors=False), moving.session
     transport: SlotLease | SocketTransport
     if session.streams_payloads:
@@ -268,7 +293,7 @@ def serve_transfers(moving: TransferConnection, cache: Cache, lease_s: float) ->
             answer = _reply(op, message, session, cache, transport)
             if not transport.broken:
                 wire.send(answer, timeout_s=lease_s)
-            moving.busy = transport.broken  # then until the other side has hung up
+            moving.busy = transport.broken  # then until the client has hung up
     except ProtocolError as error:
         with suppress(UnreachableError):
             wire.send(error_reply(error), timeout_s=lease_s)
@@ -289,7 +314,7 @@ def _reply(
         raise
     except KVCacheError as error:
         return error_reply(error)
-    except Exception as error:  # noqa: BLE001  one client's fault is nobody else's
+    except Exception as error:  # noqa: BLE001  boundary to foreign code: the error is the reply to one client
         _log.exception("%s failed", op)
         return error_reply(KVCacheError(f"{op} failed: {error!r:.200}"))
 
@@ -323,7 +348,7 @@ def _execute(
 
 
 def _rate_limited(op: str, message: Mapping[str, Any], request: CacheRequest, cache: Cache) -> dict[str, Any]:
-    """What is beyond the tenant's limits: blocks that are not there, or are not kept."""
+    """Return the outcomes of a transfer beyond the tenant's limits: blocks not found, or dropped."""
     first, end = message["first"], message["end"]
     check_blocks(first, end, len(request.signatures))
     if op == "load":
@@ -335,7 +360,7 @@ def _rate_limited(op: str, message: Mapping[str, Any], request: CacheRequest, ca
 
 
 def _kv_events(message: Mapping[str, Any], session: ClientSession, cache: Cache) -> dict[str, Any]:
-    """Of namespaces that this session has bound: nobody is told of another's."""
+    """Return events of namespaces that this session has bound; no event of another tenant."""
     bounds = [session.bound({"namespace": number}) for number in message["namespaces"]]
     tenant = session.tenant
     events = cache.kv_events(message.get("after"), bounds, None if tenant.operator else tenant.name)

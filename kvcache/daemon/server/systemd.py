@@ -1,8 +1,9 @@
-"""What a daemon tells systemd: that it serves, that it ends, and what it keeps for the process after it.
+"""The daemon under systemd: readiness, status, and memory that is kept across a restart. Also watches client processes.
 
-Under a unit with `Type=notify` and `FileDescriptorStoreMax`, `systemctl restart` keeps what is in host memory: at its
-end the daemon gives systemd the descriptors of its extents and of their table, and the next process gets them back.
-Without systemd nothing of this does anything."""
+Under a unit with `Type=notify` and `FileDescriptorStoreMax`, `systemctl restart` keeps host memory. When it ends, the
+daemon stores the descriptors of its slabs and of their table in systemd; the next process receives them. Without
+systemd these functions do nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ from kvcache.daemon.server.handover import SEAL_TIMEOUT_S, memory_file, read_fil
 from kvcache.log import logger
 
 FIRST_DESCRIPTOR = 3
-"""Descriptor of those that systemd gives."""
+"""First descriptor that systemd passes."""
 DESCRIPTOR_NAME_PREFIX = "kvcache-"
-"""Of a descriptor that is kept, and its number: 0 is the table, the others are the extents in its order."""
+"""Prefix of a stored descriptor's name, before its number: 0 is the table, the others are the slabs in its order."""
 
 _log = logger("kvcache.handover")
 
 
 def notify(*lines: str, descriptors: Sequence[int] = (), environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether systemd, or whoever runs this in its way, was told."""
+    """Send lines to systemd, or to a supervisor with its protocol; return whether that succeeded."""
     where = environ.get("NOTIFY_SOCKET", "")
     if where[:1] not in ("/", "@"):
         return False
@@ -45,8 +46,10 @@ def notify(*lines: str, descriptors: Sequence[int] = (), environ: Mapping[str, s
 
 
 def store_descriptors(cache: Cache, environ: Mapping[str, str] = os.environ) -> None:
-    """Leave what is in host memory to the next process of this unit, where it may be kept. Never raises. For a cache in
-    which nothing moves any more."""
+    """Store host memory for the next process of this unit, where the unit allows it. Never raises.
+
+    The cache must be quiescent: no transfer and no write is running.
+    """
     max_descriptors = environ.get("FDSTORE", "")
     if not max_descriptors.isdigit() or not int(max_descriptors) or not environ.get("NOTIFY_SOCKET"):
         return
@@ -65,12 +68,15 @@ def store_descriptors(cache: Cache, environ: Mapping[str, str] = os.environ) -> 
         finally:
             os.close(file)
         _log.info("%d extents are kept for the next process", len(slabs))
-    except Exception as error:  # noqa: BLE001  it ends in any case
+    except Exception as error:  # noqa: BLE001  best-effort cleanup: the daemon ends in any case
         _log.warning("host memory was not kept: %s", str(error))
 
 
 def take_descriptors(environ: MutableMapping[str, str] = os.environ) -> WarmRestart | None:
-    """What the process before left, if any. It is ours alone from now on: a third one does not get it too."""
+    """Return the memory that the previous process stored, or None; remove it from systemd's store.
+
+    A third process therefore does not receive the same memory.
+    """
     if environ.get("LISTEN_PID") != str(os.getpid()):
         return None
     names = environ.get("LISTEN_FDNAMES", "").split(":")
@@ -102,22 +108,22 @@ def take_descriptors(environ: MutableMapping[str, str] = os.environ) -> WarmRest
     return WarmRestart(table, descriptors)
 
 
-# Sees the end of the processes behind sessions, whoever else has their descriptors.
+# Detects the end of a client's process, even while another process holds its descriptors.
 
 
 class PidfdWatcher:
-    """Of the loop's thread."""
+    """Watches the processes of client sessions on the event loop. Thread safety: the loop's thread only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ended: Callable[[ClientSession], object]) -> None:
         self._loop, self._on_exit = loop, ended
-        self._pidfds: dict[bytes, int] = {}  # by session, the descriptor of its process
+        self._pidfds: dict[bytes, int] = {}  # by session secret
 
     def watch(self, session: ClientSession) -> None:
         if not session.pid:
             return
         try:
             descriptor = os.pidfd_open(session.pid)
-        except (OSError, AttributeError):  # of another pid namespace: its connection alone tells
+        except (OSError, AttributeError):  # another pid namespace, or no pidfd: only the connection shows the end
             return
         self._pidfds[session.secret] = descriptor
         self._loop.add_reader(descriptor, self._on_exit, session)

@@ -1,7 +1,8 @@
-"""Where a daemon listens for other hosts, and who may come in there.
+"""TCP and TLS: the daemon's listener, the client's endpoint, and a TCP connection on the event loop.
 
-Refused at the start: a port that lets in whoever reaches it. Either clients show tokens or certificates, over TLS, or
-`--insecure-loopback` says that everybody on this host may come, and nobody else can."""
+The listener refuses settings that would admit anyone who reaches the port. Clients show tokens or certificates over
+TLS. With `--insecure-loopback` the port is plain, and it is on loopback, where only processes of this host reach it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ _KEEPALIVE_OPTIONS = (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT"
 
 
 def parse_host_port(where: str, setting: str) -> tuple[str, int]:
-    """Of `HOST:PORT`, an address of version 6 in brackets."""
+    """Split `HOST:PORT`, with an IPv6 address in brackets; ConfigError for anything else."""
     host, _, port = where.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isascii() or not port.isdigit() or int(port) > 0xFFFF:
@@ -44,7 +45,7 @@ def is_loopback(host: str) -> bool:
 
 
 def enable_keepalive(connection: socket.socket) -> None:
-    """Its end is seen within half a minute also where the other host is gone without a word."""
+    """Set TCP options so that the end of a silent host is detected within half a minute."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE_OPTIONS:
@@ -55,7 +56,7 @@ def enable_keepalive(connection: socket.socket) -> None:
 
 
 class TcpListener:
-    """A listening socket, with TLS but on loopback. ConfigError for settings by which it may not be."""
+    """A listening socket, with TLS except on loopback; ConfigError for settings that are not allowed."""
 
     def __init__(self, settings: Settings, admission: Admission, *, insecure: bool) -> None:
         self.host, self.number = parse_host_port(settings.listen, "daemon.listen")
@@ -74,8 +75,11 @@ class TcpListener:
         self.listener = socket.socket(family, socket.SOCK_STREAM)
 
     def reload(self) -> None:
-        """Certificate, key, and who signs those of clients, for whoever comes from now on. ConfigError where they
-        cannot be used; then those of before are."""
+        """Reload certificate, key and client CA for new connections.
+
+        Raises:
+            ConfigError: A file cannot be used; the previous ones stay in use.
+        """
         if self.context is not None:
             self.context = self._build_context()
 
@@ -89,7 +93,7 @@ class TcpListener:
         )
 
     def listen(self) -> None:
-        """StoreError where the system does not give the address."""
+        """Bind and listen; StoreError where the system refuses the address."""
         try:
             self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self.listener.bind((self.host, self.number))
@@ -127,7 +131,7 @@ def _check_authenticated(settings: Settings, admission: Admission) -> None:
 
 
 class TcpEndpoint:
-    """To a daemon at `HOST:PORT`. ConfigError for files that cannot be used."""
+    """Endpoint of a daemon at `HOST:PORT`. ConfigError for files that cannot be used."""
 
     def __init__(
         self,
@@ -173,11 +177,11 @@ def _close(connection: socket.socket | None) -> None:
         connection.close()
 
 
-# A connection from another host, or by TCP from this one, as the daemon's loop sees it.
+# A TCP connection, with or without TLS, as the daemon's loop sees it.
 
 
 class TcpConnection(Connection):
-    """Without TLS where `context` is None."""
+    """A `Connection` over TCP; without TLS where `context` is None."""
 
     def __init__(
         self,
@@ -187,7 +191,7 @@ class TcpConnection(Connection):
         on_message: Callable[[Connection, dict[str, Any]], None],
         on_close: Callable[[Connection], None],
     ) -> None:
-        """OSError where it hung up already."""
+        """OSError where the client has hung up."""
         host, port = connection.getpeername()[:2]
         self._where, self._origin = f"{host}:{port}", client_network(host)
         enable_keepalive(connection)
@@ -198,7 +202,7 @@ class TcpConnection(Connection):
         super().__init__(loop, connection, on_message, on_close)
 
     def _identify(self, connection: socket.socket) -> None:
-        """The kernel knows nothing of it."""
+        """Set no process and no user: the kernel knows neither for TCP."""
         self.pid, self.uid = 0, -1
 
     def __str__(self) -> str:
@@ -216,7 +220,7 @@ class TcpConnection(Connection):
         return (self._handshake_done or self._handshake()) and super()._readable()
 
     def _handshake(self) -> bool:
-        """A step of the handshake; whether it is over."""
+        """Advance the handshake; return whether it is done."""
         assert isinstance(self.connection, ssl.SSLSocket)
         try:
             self.connection.do_handshake()
@@ -225,7 +229,7 @@ class TcpConnection(Connection):
         except ssl.SSLWantWriteError:
             self._loop.add_writer(self.connection, self._continue_handshake)
             return False
-        except (OSError, ValueError):  # another language, another certificate, an end
+        except (OSError, ValueError):  # no TLS, a certificate that is not trusted, or the end of the connection
             self.close()
             return False
         self._handshake_done = True
@@ -241,7 +245,7 @@ class TcpConnection(Connection):
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise BlockingIOError from None
         if isinstance(self.connection, ssl.SSLSocket) and self.connection.pending():
-            self._schedule_turn()  # no event will tell of what is decrypted already
+            self._schedule_turn()  # the socket reports no event for bytes that are decrypted already
         return count
 
     def _resume_reading(self) -> None:
@@ -258,11 +262,11 @@ class TcpConnection(Connection):
     def close(self) -> None:
         if self.open and isinstance(self.connection, ssl.SSLSocket) and self._handshake_done:
             with suppress(OSError, ValueError):
-                self.connection.unwrap()  # says that it ends, as far as that can be said at once
+                self.connection.unwrap()  # sends a TLS close where the socket accepts it at once
         super().close()
 
 
 def client_network(host: str) -> str:
-    """Of an address: of version 6 what one subscriber has at the least, since it has as many addresses as it likes."""
+    """Return the address, or for IPv6 its /64 network, because one subscriber has at least a /64 of addresses."""
     address = ipaddress.ip_address(host.partition("%")[0])
     return host if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
