@@ -1,1 +1,1 @@
-"""The way to a cache from other processes. Knows no engines."""
+"""The daemon and its clients: a cache in one process, used by others. Imports no engine."""

@@ -1,6 +1,7 @@
-"""Where the sockets of running caches are: a directory of this user's alone, one socket a cache, PID-N.sock.
+"""Finds and creates sockets: the control sockets of running caches, and the socket of a daemon.
 
-A socket gets its name once it listens, so that one that refuses is one whose process has ended, and may be removed.
+Control sockets are named PID-N.sock, in a directory that only this user can enter. A socket gets its name once it
+listens. A socket that refuses a connection therefore belongs to a process that has ended, and may be removed.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from kvcache.errors import ConfigError, StoreError
 from kvcache.machine import is_running, runtime_directories
 
 MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
-"""Bytes of a socket's path that the system takes."""
+"""Longest socket path that the system accepts."""
 
 SOCKET_SUFFIX, PENDING_SUFFIX = ".sock", ".new"
 
 
 socket_directories = runtime_directories
-"""Where a cache of this user may have its socket."""
+"""Directories where a cache of this user may have its socket."""
 
 
 def make_socket_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """The directory for a new socket, made where it is missing; StoreError where none will do."""
+    """Return the directory for a new socket, and create it; StoreError where none is suitable."""
     refusals = []
     for directory in socket_directories(environ):
         longest = directory / f"{2**22}-999{SOCKET_SUFFIX}{PENDING_SUFFIX}"
@@ -50,7 +51,9 @@ def make_socket_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def _is_private(directory: Path) -> bool:
-    """A real directory that nobody else can enter; anybody may have put something else there."""
+    """Return whether the path is a real directory that only this user can enter; other users may have created one
+    there.
+    """
     try:
         status = directory.lstat()
     except OSError:
@@ -59,7 +62,7 @@ def _is_private(directory: Path) -> bool:
 
 
 def open_control_socket(directory: Path) -> tuple[socket.socket, Path]:
-    """A socket of mode 0600 that listens under a free name."""
+    """Return a listening socket of mode 0600, and its path."""
     remove_stale_sockets(directory)
     for number in count(1):
         path = directory / f"{os.getpid()}-{number}{SOCKET_SUFFIX}"
@@ -82,7 +85,7 @@ def open_control_socket(directory: Path) -> tuple[socket.socket, Path]:
 
 
 def find_sockets(environ: Mapping[str, str] = os.environ) -> Iterator[Path]:
-    """The sockets in all directories of this user, the oldest process first."""
+    """Yield the sockets in all directories of this user, oldest process first."""
     for directory in socket_directories(environ):
         if _is_private(directory):
             yield from sorted(directory.glob(f"*{SOCKET_SUFFIX}"), key=_pid_order)
@@ -93,7 +96,7 @@ def _pid_order(path: Path) -> tuple[int, ...]:
 
 
 def remove_stale_sockets(directory: Path) -> None:
-    """Remove what ended processes left behind."""
+    """Remove sockets of processes that have ended."""
     for path in directory.glob(f"*{SOCKET_SUFFIX}*"):
         if is_stale(path):
             with suppress(OSError):
@@ -101,14 +104,14 @@ def remove_stale_sockets(directory: Path) -> None:
 
 
 def is_stale(path: Path) -> bool:
-    """Whether nobody listens there, and nobody is about to."""
+    """Return whether no process listens there or is about to."""
     if path.name.endswith(PENDING_SUFFIX):
         return not _alive(path.name.partition("-")[0])
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
             return probe.connect_ex(os.fspath(path)) == errno.ECONNREFUSED
-        except OSError:  # too long a path: not one of ours
+        except OSError:  # too long a path, which this module never creates
             return False
 
 
@@ -116,7 +119,7 @@ def _alive(pid: str) -> bool:
     return not pid.isdecimal() or is_running(int(pid))
 
 
-# Where a daemon listens: a Unix socket that one process claims, and that is there once it answers.
+# The daemon's socket: claimed by one process, and visible once it listens.
 
 SOCKET_NAME = "kvcache.socket"
 UNIX_SCHEME = "unix:"
@@ -125,18 +128,29 @@ _POLL_S = 0.02
 
 
 def parse_unix_address(where: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """The path that `unix:PATH` names; `unix:` alone is the user's own daemon."""
+    """Return the path of `unix:PATH`; `unix:` alone is the user's own daemon."""
     path = where.removeprefix(UNIX_SCHEME).removeprefix("//")
     return Path(path) if path else make_socket_directory(environ) / SOCKET_NAME
 
 
 class SocketClaim:
-    """The right to a socket, until `release`. StoreError where another process has it. It is there after `listen`,
-    which is for when there is something to serve, until `close`: whoever has the claim after that has it alone with
-    what else the process before had."""
+    """The exclusive right to a socket path, until `release`.
+
+    The socket exists from `listen` until `close`. The owner releases the claim last, after it has closed its drives, so
+    that the next process can open them.
+    """
 
     def __init__(self, path: Path, mode: int, *, wait_s: float = 0.0) -> None:
-        """`wait_s`: for another process that is ending."""
+        """Claim the path.
+
+        Args:
+            path: The socket's path.
+            mode: The socket's mode.
+            wait_s: Time to wait for another process that is ending.
+
+        Raises:
+            StoreError: Another process has the claim.
+        """
         self.path, self._mode, self._pid = path.absolute(), mode, os.getpid()
         new = self.path.with_name(f"{self.path.name}.new")
         if len(os.fsencode(new)) > MAX_SOCKET_PATH_BYTES:
@@ -158,7 +172,7 @@ class SocketClaim:
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
     def listen(self) -> None:
-        """Be found under the path from now on."""
+        """Listen, and make the socket visible under its path."""
         try:
             with suppress(FileNotFoundError):
                 self._new.unlink()
@@ -171,22 +185,25 @@ class SocketClaim:
             raise StoreError(f"daemon.socket = {str(self.path)!r}: {error.strerror or error}") from None
 
     def admits(self, user: int) -> bool:
-        """The socket's mode decides; that of the owner alone is checked once more, since modes can be changed."""
+        """Return whether the user may connect.
+
+        The socket's mode decides; mode 600 is also checked against the user id, because a file's mode can be changed.
+        """
         return bool(self._mode & 0o077) or user in (0, os.geteuid())
 
     def unlink_socket(self) -> None:
-        """Nobody finds it any more. Idempotent."""
+        """Remove the socket's path, so that new clients do not find it. Idempotent."""
         if self._pid == os.getpid():
             with suppress(OSError):
                 self.path.unlink()
 
     def close(self) -> None:
-        """Nobody comes any more. Idempotent."""
+        """Remove the path and stop listening. Idempotent."""
         self.unlink_socket()
         self.listener.close()
 
     def release(self) -> None:
-        """Let another process have it. Idempotent."""
+        """Close, and let another process claim the path. Idempotent."""
         self.close()
         if self._lock >= 0:
             os.close(self._lock)

@@ -1,7 +1,8 @@
-"""What goes over a daemon's socket: frames, the table of what can be asked, errors; `docs/spec/protocol.md`.
+"""The wire protocol of a daemon and of the control socket: frames, the table of messages, errors.
 
-A frame is the length of its body, 4 bytes little-endian, then a msgpack map. Whoever connects says hello first, then
-asks; an answer has `ok` or `error` and `text`. Nothing here trusts what it reads."""
+`docs/spec/protocol.md` specifies it. A frame is the length of its body (4 bytes, little-endian) and a msgpack map. A
+client sends hello first, then requests; a reply has `ok`, or `error` and `text`. Every field that is read is checked.
+"""
 
 from __future__ import annotations
 
@@ -32,27 +33,27 @@ from kvcache.errors import (
 PROTOCOL_VERSION = 1
 HEADER_BYTES = 4
 MAX_FRAME_BYTES = 8 << 20
-"""Of a body, at most: the signatures of 262,144 blocks."""
+"""Most bytes of a body: the signatures of 262,144 blocks."""
 MAX_GROUPS = 256
-"""Of a layout, at most."""
+"""Most groups of a layout."""
 MAX_CLIENT_NAMESPACES = 1024
-"""That a client has bound at a time, at most; it ends those that it used longest ago as it binds others."""
+"""Most namespaces that a client has bound at a time; it ends the least recently used ones as it binds others."""
 MAX_FRAME_DESCRIPTORS = 64
-"""In one frame, at most."""
+"""Most descriptors in one frame."""
 
 LEASE_DTYPE = np.dtype(
     [("block", "<u4"), ("group", "<u2"), ("unused", "<u2"), ("extent", "<u4"), ("slot", "<u4"), ("generation", "<u8")]
 )
-"""One slot that is lent: `block` counts from the first that the transfer moves."""
+"""One leased slot; `block` counts from the first block of the transfer."""
 
 PAYLOAD_DTYPE = np.dtype([("block", "<u4"), ("group", "<u2"), ("unused", "<u2"), ("bytes", "<u8"), ("sum", "<u8")])
-"""One payload whose bytes go over the socket, and its XXH3-64; 0 where that is not known yet."""
+"""One payload sent over the socket, and its XXH3-64 (0 where that is not known yet)."""
 MAX_BATCH_BYTES = 8 << 20
-"""Of records, padded, that go behind one message; a larger one goes alone."""
+"""Most bytes of padded records behind one message; a larger record is sent alone."""
 
 
 class ProtocolError(KVCacheError):
-    """What came is no message of this protocol; the connection cannot go on."""
+    """A message that this protocol does not allow; the connection ends."""
 
 
 ERRORS: Mapping[str, type[KVCacheError]] = {
@@ -72,7 +73,7 @@ ERRORS: Mapping[str, type[KVCacheError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One thing that can be asked: on which kind of connection, and with which fields of which types."""
+    """One kind of message: its connection's role, and the types of its fields."""
 
     role: str
     required: Mapping[str, type | tuple[type, ...]]
@@ -82,9 +83,9 @@ class Op:
 
 _NUMBER = (int, float)
 MAX_FLUSH_S = 60.0
-"""A daemon waits for at most so long in one answer; who wants to wait longer asks again."""
+"""Longest time that a daemon waits for a flush in one reply; a client that waits longer sends another."""
 STORE_TIMEOUT_S = 30.0
-"""For the daemon to find room; nobody waits for a store, so this only ends what hangs."""
+"""For the daemon to find room. No request waits for a store, so that this only ends one that hangs."""
 
 OPS: Mapping[str, Op] = {
     "hello": Op("any", {"version": int, "role": str}, {"session": bytes, "engine": str, "token": str}),
@@ -119,12 +120,12 @@ OPS: Mapping[str, Op] = {
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
-    """A frame. ProtocolError where the message is too long for one."""
+    """Return a frame; ProtocolError where the message is too long for one."""
     return b"".join(frame_parts(message))
 
 
 def frame_parts(message: Mapping[str, Any]) -> tuple[bytes, bytes]:
-    """A frame's head and body, for those who send them without putting them together first."""
+    """Return a frame's header and body, for a sender that does not join them."""
     body: bytes = msgpack.packb(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a message of {len(body)} bytes: at most {MAX_FRAME_BYTES} go into one")
@@ -132,7 +133,7 @@ def frame_parts(message: Mapping[str, Any]) -> tuple[bytes, bytes]:
 
 
 def body_length(head: bytes | bytearray | memoryview) -> int:
-    """What a head announces; ProtocolError where that is more than is read."""
+    """Return the body's length from a header; ProtocolError beyond `MAX_FRAME_BYTES`."""
     size = int.from_bytes(head, "little")
     if size > MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {size} bytes: at most {MAX_FRAME_BYTES} are read")
@@ -142,7 +143,7 @@ def body_length(head: bytes | bytearray | memoryview) -> int:
 def unpack(body: bytes | bytearray | memoryview) -> dict[str, Any]:
     try:
         message = msgpack.unpackb(body)
-    except Exception as error:  # noqa: BLE001  the library raises many kinds for bytes that are no message
+    except Exception as error:  # noqa: BLE001  boundary to foreign code: msgpack raises many types for invalid bytes
         raise ProtocolError(f"{len(body)} bytes that are not msgpack: {error!r:.120}") from None
     if not isinstance(message, dict) or not all(isinstance(name, str) for name in message):
         raise ProtocolError(f"a message that is {type(message).__name__}: expected a map of names")
@@ -150,8 +151,10 @@ def unpack(body: bytes | bytearray | memoryview) -> dict[str, Any]:
 
 
 def parse_request(message: Mapping[str, Any], role: str) -> tuple[str, Op]:
-    """What a message asks, with every field that it must have and of the right type. Fields that are not known are
-    ignored, so that a newer client is served."""
+    """Return a message's name and `Op`, after a check of every field's presence and type.
+
+    Unknown fields are ignored, so that a newer client is served.
+    """
     name = message.get("op")
     op = OPS.get(name) if isinstance(name, str) else None
     if op is None or name is None:
@@ -174,13 +177,13 @@ def _check_type(op: str, name: str, value: Any, kind: type | tuple[type, ...]) -
 
 
 def error_reply(error: KVCacheError) -> dict[str, Any]:
-    """An error as an answer."""
+    """Return the reply for an error."""
     kind = next((name for name, made in ERRORS.items() if type(error) is made), "failed")
     return {"error": kind, "text": str(error)}
 
 
 def parse_reply(message: Mapping[str, Any]) -> dict[str, Any]:
-    """What was answered; the error that it tells of is raised."""
+    """Return the content of a reply; raise the error that it contains."""
     if isinstance(message.get("ok"), dict):
         return dict(message["ok"])
     kind, text = message.get("error"), message.get("text")
@@ -194,7 +197,7 @@ def describe_report(report: FlushReport) -> dict[str, Any]:
 
 
 def read_report(encoded: Mapping[str, Any]) -> FlushReport:
-    """A flush's answer as a report. A daemon of an earlier version answers only whether it is `done`."""
+    """Return a flush's reply as a report. A daemon of an earlier version replies only with `done`."""
     told = encoded.get("report")
     if told is None:
         return FlushReport(fault="" if encoded["done"] else "the daemon, of an earlier version, does not say why")
@@ -223,7 +226,7 @@ def parse_shards(encoded: Any) -> list[Shard]:
 
 
 def parse_layout(encoded: Mapping[str, Any]) -> KVLayout:
-    """A layout from what `KVLayout.describe` says of it."""
+    """Return the layout that `KVLayout.describe` encoded."""
     try:
         if len(encoded["groups"]) > MAX_GROUPS:
             raise LayoutError(f"{len(encoded['groups'])} groups: a daemon takes {MAX_GROUPS}")
@@ -235,17 +238,17 @@ def parse_layout(encoded: Mapping[str, Any]) -> KVLayout:
         raise LayoutError(f"a layout that cannot be read: {error!r:.120}") from None
 
 
-# One message on the control socket: its length, 4 bytes little-endian, then a msgpack map of so many bytes.
+# Messages on the control socket: the body's length (4 bytes, little-endian), then a msgpack map.
 
 MAX_REQUEST_BYTES = 1 << 20
 MAX_REPLY_BYTES = 16 << 20
 NOT_FOUND = "not_found"
-"""The `kind` of an error about a name that nothing has."""
+"""The `kind` of an error about a name that does not exist."""
 _CONTROL_HEADER_BYTES = 4
 
 
 class FrameError(Exception):
-    """The other side sent no message, or too late; the text says what came."""
+    """The other side sent no valid message, or sent it too late; the text has the details."""
 
 
 def send_message(
@@ -265,7 +268,7 @@ def send_message(
 
 
 def receive_message(connection: socket.socket, *, max_bytes: int, timeout_s: float | None) -> dict[str, Any]:
-    """The next message. `timeout_s` is for all of it, however it trickles in."""
+    """Return the next message. `timeout_s` covers all of it."""
     end = None if timeout_s is None else time.monotonic() + timeout_s
     size = int.from_bytes(_receive_exactly(connection, _CONTROL_HEADER_BYTES, end), "little")
     if size > max_bytes:
@@ -273,7 +276,7 @@ def receive_message(connection: socket.socket, *, max_bytes: int, timeout_s: flo
     body = _receive_exactly(connection, size, end)
     try:
         message = msgpack.unpackb(body)
-    except Exception as error:  # the library raises many kinds for bytes that are no message
+    except Exception as error:  # boundary to foreign code: msgpack raises many types for invalid bytes
         raise FrameError(f"{size} bytes that are not msgpack: {error!r}") from error
     if not isinstance(message, dict):
         raise FrameError(f"a message that is {type(message).__name__}: expected a map")

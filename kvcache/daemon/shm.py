@@ -1,4 +1,4 @@
-"""The daemon's memory as a client sees it: extents mapped, slots in them, generations compared."""
+"""The daemon's slabs, as a client maps them: leased slots, and their generations."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from kvcache.tier.host.arena import POPULATE_READ, POPULATE_WRITE, table_bytes, 
 from kvcache.transfer.copier import CopierRegistry
 
 MAX_SLAB_BYTES = 1 << 40
-"""Of one extent: what a daemon says is checked like anything else."""
+"""Most bytes of one slab, a check of what a daemon sends."""
 
 
 class SlabMapping:
-    """One extent. Its memory is unmapped when nobody uses it any more: who copies has a slot of it until then."""
+    """One mapped slab. Its memory is unmapped when the last object that uses it is freed; a copy keeps a slot of it."""
 
     def __init__(self, descriptor: int, slot_bytes: int, size_bytes: int, *, writable: bool) -> None:
-        total = os.fstat(descriptor).st_size  # whole pages, which may be huge ones
+        total = os.fstat(descriptor).st_size  # whole pages, perhaps huge pages
         if not 0 < slot_bytes <= size_bytes <= MAX_SLAB_BYTES or total < size_bytes + table_bytes(size_bytes):
             raise ProtocolError(f"an extent of {size_bytes} bytes in slots of {slot_bytes}: its file is another")
         self.writable, self.slot_bytes, self.count = writable, slot_bytes, size_bytes // slot_bytes
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._memory = mmap.mmap(descriptor, total, flags=mmap.MAP_SHARED, prot=access)
-        if hasattr(mmap, "MADV_DONTFORK"):  # a child that outlives us must not write to what was lent to us
+        if hasattr(mmap, "MADV_DONTFORK"):  # a forked child that outlives this process must not write to leased slots
             self._memory.madvise(mmap.MADV_DONTFORK)
         self.view = memoryview(self._memory)[:size_bytes]
         self.generations: NDArray[np.uint64] = np.frombuffer(self._memory, "<u8", self.count, size_bytes)
 
     def touch(self) -> None:
-        """Have the system map all of it: a first touch costs more than the copy of what is there."""
+        """Fault every page in, because a first touch costs more than a copy."""
         if self.writable and native.available():
             native.core.populate(self.view)
         else:
@@ -57,7 +57,7 @@ class LeasedSlot:
 
 @dataclass(frozen=True, slots=True)
 class LeasedBatch:
-    """Slots that the daemon lent."""
+    """Slots that the daemon leased in one message."""
 
     parts: Sequence[tuple[int, int, LeasedSlot]]  # block, group, slot
     generations: NDArray[np.uint64]
@@ -67,14 +67,14 @@ class LeasedBatch:
         return min(block for block, _, _ in self.parts)
 
     def unchanged(self) -> NDArray[np.bool_]:
-        """By part, whether its slot is still the one that was lent."""
+        """Return, by part, whether the slot's generation is still the leased one."""
         words = [slot.mapping.generations[slot.i] for _, _, slot in self.parts]
         same: NDArray[np.bool_] = np.array(words, np.uint64) == self.generations
         return same
 
 
 class SlabMappings:
-    """Of one session. Thread-safe."""
+    """The slabs that one client session has mapped. Thread-safe."""
 
     def __init__(self, copiers: CopierRegistry, background: Callable[[Callable[[], None]], object]) -> None:
         self._copiers, self._background = copiers, background
@@ -86,11 +86,11 @@ class SlabMappings:
 
     @property
     def numbers(self) -> list[int]:
-        """Of the extents that are mapped."""
+        """Numbers of the mapped slabs."""
         return list(self._by_number)
 
     def map_slabs(self, slabs: Sequence[Sequence[int]], descriptors: Sequence[int], gone: Sequence[int]) -> None:
-        """Map what is new, let go of what is no more. Closes the descriptors."""
+        """Map new slabs, and drop removed ones. Closes the descriptors."""
         try:
             if len(slabs) != len(descriptors):
                 raise ProtocolError(f"{len(slabs)} extents with {len(descriptors)} descriptors")
@@ -113,7 +113,7 @@ class SlabMappings:
                 os.close(descriptor)
 
     def parse_leases(self, packed: bytes, *, blocks: int, groups: int) -> LeasedBatch:
-        """What a message lends, of a transfer of so many blocks; ProtocolError where it is no part of that."""
+        """Return the slots of a message; ProtocolError where they are not part of a transfer of `blocks` blocks."""
         if not packed or len(packed) % LEASE_DTYPE.itemsize:
             raise ProtocolError(f"{len(packed)} bytes of lent slots: expected a multiple of {LEASE_DTYPE.itemsize}")
         rows = np.frombuffer(packed, LEASE_DTYPE)

@@ -1,4 +1,4 @@
-"""TLS for daemons of other hosts: the two ends' contexts, and what a certificate says of whoever shows it."""
+"""TLS contexts for daemon and client, and the identities in a client's certificate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from kvcache.errors import ConfigError
 
 
 def server_context(cert_file: str, key_file: str, client_ca_file: str, *, required: bool) -> ssl.SSLContext:
-    """`client_ca_file`: who signs clients' certificates, which are asked for then; `required`: nobody comes without."""
+    """Return the daemon's context.
+
+    Args:
+        cert_file: PEM certificate of the daemon.
+        key_file: Its key.
+        client_ca_file: Signs clients' certificates, which are then requested; "" for none.
+        required: Refuse a client without such a certificate.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
@@ -23,7 +30,9 @@ def server_context(cert_file: str, key_file: str, client_ca_file: str, *, requir
 
 
 def client_context(ca_file: str, cert_file: str, key_file: str) -> ssl.SSLContext:
-    """The daemon's name is checked against its certificate, by those whom the system trusts or by `ca_file`."""
+    """Return the client's context. It checks the daemon's name and certificate against `ca_file`, else the system's
+    CAs.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if ca_file:
@@ -36,7 +45,7 @@ def client_context(ca_file: str, cert_file: str, key_file: str) -> ssl.SSLContex
 
 
 def certificate_identities(connection: ssl.SSLSocket) -> tuple[str, ...]:
-    """The fingerprint and the names of the certificate that the other side showed; none where it showed none."""
+    """Return fingerprint and names of the other side's certificate; () where it sent none."""
     encoded, certificate = connection.getpeercert(binary_form=True), connection.getpeercert()
     if not encoded or not certificate:
         return ()
@@ -54,7 +63,7 @@ def _names(certificate: Mapping[str, Any]) -> Iterator[str]:
 def _load_cert_chain(context: ssl.SSLContext, setting: str, cert_file: str, key_file: str) -> None:
     try:
         context.load_cert_chain(cert_file, key_file or None, password=_no_password)
-    except (OSError, ValueError) as error:  # of which SSLError is one
+    except (OSError, ValueError) as error:  # SSLError is a subclass of OSError
         reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
         raise ConfigError(
             f"{setting} = {cert_file!r}: no certificate with its key ({reason}); give both as PEM"

@@ -1,7 +1,7 @@
-"""Frames over a connected stream socket, one side waiting for the other.
+"""Blocking frames over a connected stream socket.
 
-Over a Unix socket descriptors of memory travel with them; over any, bytes behind a frame, straight from and into the
-caller's memory.
+A Unix socket also carries descriptors of memory. Every socket also carries payload bytes behind a frame, read into and
+sent from the caller's memory without a copy.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ _DESCRIPTOR_BYTES = array.array("i").itemsize
 
 
 class WireTimeoutError(UnreachableError):
-    """The other side is there, as far as one can see, and did not answer in time."""
+    """The other side did not answer in time; it may still be there."""
 
 
 class Wire:
-    """Not for use by several threads at once. After an UnreachableError or a ProtocolError it is of no use.
+    """A socket with frames.
 
-    `takes`: descriptors that come are kept; else the system drops them."""
+    `accepts_descriptors`: received descriptors are kept; otherwise the system drops them. After an UnreachableError or
+    a ProtocolError the object is unusable. Thread safety: one thread at a time.
+    """
 
     def __init__(self, connection: socket.socket, *, accepts_descriptors: bool) -> None:
         self.connection = connection
@@ -61,7 +63,7 @@ class Wire:
     def send(
         self, message: Mapping[str, Any], descriptors: Sequence[int] = (), *, timeout_s: float | None = None
     ) -> None:
-        """UnreachableError where the other side does not take it in time."""
+        """Send one message; UnreachableError where the other side does not take it in time."""
         head, body = frame_parts({**message, "descriptors": len(descriptors)} if descriptors else message)
         if not self._unix:
             self.send_bytes([head + body], timeout_s=timeout_s)
@@ -80,7 +82,7 @@ class Wire:
             raise UnreachableError(f"the connection ended: {error}") from None
 
     def send_bytes(self, frame_parts: Sequence[bytes | memoryview], *, timeout_s: float | None = None) -> None:
-        """These, one behind the other, and nothing around them. `timeout_s` is for each."""
+        """Send these bytes without a frame, in order. `timeout_s` applies to each."""
         try:
             self.connection.settimeout(timeout_s)
             for piece in frame_parts:
@@ -91,7 +93,7 @@ class Wire:
             raise UnreachableError(f"the connection ended: {error}") from None
 
     def receive_bytes(self, into: Sequence[memoryview], timeout_s: float | None = None) -> None:
-        """Fill these with what comes next, which the other side sent by `send_bytes`. `timeout_s` is for all of it."""
+        """Fill these views with bytes that the other side sent with `send_bytes`. `timeout_s` covers all of them."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         for view in into:
             at = min(len(view), len(self._read))
@@ -113,8 +115,7 @@ class Wire:
                 at += count
 
     def receive(self, timeout_s: float | None = None) -> tuple[dict[str, Any], list[int]]:
-        """The next message and the descriptors that came with it, which are the caller's to close. `timeout_s` is for
-        all of it, however it trickles in."""
+        """Return the next message and its descriptors, which the caller closes. `timeout_s` covers all of it."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         self._fill(HEADER_BYTES, end)
         size = body_length(self._read[:HEADER_BYTES])
@@ -157,10 +158,12 @@ class Wire:
 
     @property
     def hung_up(self) -> bool:
-        """Whether the other side hung up, or speaks unasked, which is as bad. Asked between two questions."""
+        """Whether the other side hung up, or sent an unexpected message, which is as bad. Call it between requests
+        only.
+        """
         try:
             self.connection.settimeout(0)
-            if isinstance(self.connection, ssl.SSLSocket):  # which cannot look without taking; nothing is expected
+            if isinstance(self.connection, ssl.SSLSocket):  # it cannot peek; no byte is expected
                 self.connection.recv(1)
             else:
                 self.connection.recv(1, socket.MSG_PEEK)
@@ -171,13 +174,13 @@ class Wire:
         return True
 
     def writable(self, timeout_s: float) -> bool:
-        """Whether the system takes a short message at once, or does within this time."""
+        """Return whether the socket accepts a short message within this time."""
         poll = select.poll()
         poll.register(self.connection, select.POLLOUT)
         return bool(poll.poll(timeout_s * 1e3))
 
     def wait_for_hangup(self) -> None:
-        """Say no more, and wait for the other side to hang up, whatever it still says."""
+        """Send no more, and wait until the other side hangs up; discard what it sends."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
             self.connection.settimeout(None)

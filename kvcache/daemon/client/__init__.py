@@ -1,1 +1,1 @@
-"""The client of a daemon: a cache of the same contract whose blocks another process holds."""
+"""The client of a daemon: a `KVCache` whose blocks another process holds."""

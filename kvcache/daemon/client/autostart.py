@@ -1,14 +1,14 @@
-"""A daemon of one engine alone, for engines whose scheduler and workers are several processes.
+"""Starts or finds the private daemon of an engine whose scheduler and workers are several processes.
 
     where = find_or_start(engine_id, host__capacity_bytes="8GiB")
     cache = kvcache.open(where)
 
-Whichever process of the engine comes first starts it, the others find it by the engine's id. It ends when the engine
-does: once none of its processes has been connected for a while. Nobody has to run anything to begin with.
+The first process of the engine starts the daemon, and the others find it by the engine's id. The daemon ends when the
+engine does: once no process has been connected for `linger_s`. An operator has nothing to run beforehand.
 
-An engine that is restarted has another id, and the daemon of the one before may still be there, with the NVMe directory
-that both name. It is the one that the new engine gets, as does any other engine that names this directory and gives the
-same settings: what is in host memory is there at once.
+A restarted engine has another id, and the daemon of the previous one may still hold the NVMe directory that both
+configure. The new engine then uses that daemon. So does any other engine with this directory and the same settings:
+what is in host memory is there at once.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from kvcache.settings import TABLE
 from kvcache.settings.sources import load
 
 LINGER_S = 10.0
-"""Between the last connection and the end; the first one has a minute to come."""
+"""Time between the last connection and the daemon's end. The first client has a minute to connect."""
 START_TIMEOUT_S = 60.0
-"""For a daemon to read its journal and listen, at most."""
+"""Most time for a daemon to read its journal and listen."""
 _POLL_S = 0.02
 _DETACH = """import os, sys
 child = os.fork()
@@ -46,7 +46,7 @@ if child:
     os.write(int(sys.argv[1]), b"%d" % child)
     os._exit(0)
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])"""
-"""Tells the number of a process that is nobody's child."""
+"""Starts a process that is not a child of the engine, and writes its pid to a pipe."""
 _FILE_PREFIX = "engine-"
 _PID_PATTERN = re.compile(r"\d+")
 
@@ -55,7 +55,7 @@ _log = logger("kvcache.daemon")
 
 @contextmanager
 def _os_errors_as_store_error() -> Iterator[None]:
-    """What the system refuses is said as a StoreError."""
+    """Convert an OSError into a StoreError."""
     try:
         yield
     except OSError as error:
@@ -75,10 +75,13 @@ def find_or_start(
     environ: Mapping[str, str] = os.environ,
     **settings: Any,
 ) -> str:
-    """Where `kvcache.open` reaches the daemon of this engine, which answers when this returns.
+    """Return the address of this engine's daemon for `kvcache.open`; the daemon answers by then.
 
-    `settings` and the file are as for `kvcache.open`; those of the process that starts it hold. ConfigError for one
-    that makes no sense, StoreError where it does not start, with its own words or the system's.
+    `settings` and the file are as for `kvcache.open`. The settings of the process that starts the daemon apply.
+
+    Raises:
+        ConfigError: A setting is invalid.
+        StoreError: The daemon does not start; the text is the daemon's or the system's.
     """
     loaded = load(settings_file, environ, **settings)
     given = {name: str(loaded.value(name)) for name in TABLE if _affects_cache(name) and loaded.given(name)}
@@ -87,7 +90,7 @@ def find_or_start(
     if is_listening(path):
         return f"{UNIX_SCHEME}{path}"
     with _starting(path.parent):
-        end = time.monotonic() + timeout_s  # whoever had the lock may have taken as long
+        end = time.monotonic() + timeout_s  # the process that had the lock may have used as much time
         while not is_listening(path):
             _sweep(path.parent)
             owner = _private_daemon_of(path.parent, directories)
@@ -96,7 +99,7 @@ def find_or_start(
             try:
                 _start(path, settings_file, linger_s, end, {**environ, **settings_environment(settings)}, given)
             except StoreError:
-                ending = _process_of(_lock_of(path)) or owner is not None  # which writes what is queued first
+                ending = _process_of(_lock_of(path)) or owner is not None  # an ending daemon writes its queue first
                 if not ending or time.monotonic() > end:
                     raise
                 time.sleep(_POLL_S)
@@ -117,7 +120,7 @@ def is_listening(path: Path) -> bool:
 
 
 def settings_environment(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Keywords of `kvcache.open` as variables of a process's environment."""
+    """Return keywords of `kvcache.open` as environment variables."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -132,7 +135,7 @@ def settings_environment(settings: Mapping[str, Any]) -> dict[str, str]:
 
 @contextmanager
 def _starting(directory: Path) -> Iterator[None]:
-    """One process starts a daemon at a time; the system lets go of the lock when that process ends."""
+    """Hold the lock under which one process starts a daemon at a time. The system frees it when that process ends."""
     descriptor = os.open(directory / f"{_FILE_PREFIX}start.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -149,19 +152,22 @@ def _start(
     environ: Mapping[str, str],
     given: Mapping[str, str],
 ) -> None:
-    """Nobody's child: an engine that ends with all of its own (vLLM does) leaves it its time to write."""
+    """Start a daemon that is not a child of this process.
+
+    An engine that kills its children when it ends (vLLM does) thereby leaves the daemon time to write.
+    """
     _write_settings(path, given)
     command = ["-m", "kvcache.cli.main", "daemon", "--socket", str(path), "--linger-s", str(linger_s)]
     if settings_file is not None:
         command.append(os.fspath(settings_file))
-    python_path = [str(Path(__file__).parents[3]), *filter(None, [environ.get("PYTHONPATH")])]  # however we were found
+    python_path = [str(Path(__file__).parents[3]), *filter(None, [environ.get("PYTHONPATH")])]  # of this package
     log = path.with_suffix(".log")
     environ = {**environ, "PYTHONPATH": os.pathsep.join(python_path)}
-    alive, write_fd = os.pipe()  # the daemon holds its end open as long as it runs
+    alive, write_fd = os.pipe()  # the daemon holds its end open while it runs
     try:
         try:
             with log.open("wb") as log_file:
-                subprocess.run(  # noqa: S603  our own command
+                subprocess.run(  # noqa: S603  the command is built here
                     [sys.executable, "-I", "-S", "-c", _DETACH, str(write_fd), *command],
                     stdin=subprocess.DEVNULL,
                     stdout=log_file,
@@ -189,7 +195,7 @@ def _start(
 
 
 def _ended(alive: int) -> bool:
-    """Whether nobody holds the other end of this pipe."""
+    """Return whether the daemon has closed the other end of this pipe."""
     try:
         return not os.read(alive, 1)
     except BlockingIOError:
@@ -197,12 +203,12 @@ def _ended(alive: int) -> bool:
 
 
 def _affects_cache(name: str) -> bool:
-    """Whether a setting makes one cache another than the next: not what is said, to whom and where."""
+    """Return whether a setting changes the cache itself, and not its logging or its sockets."""
     return name.partition(".")[0] not in ("control", "daemon", "log", "trace")
 
 
 def _private_daemon_of(runtime: Path, directories: Sequence[Path]) -> Path | None:
-    """The socket of the private daemon that has one of these NVMe directories; None where nobody has, or another."""
+    """Return the socket of the running private daemon that holds one of these NVMe directories, or None."""
     for directory in directories:
         lock = directory / "LOCK"
         named = Path(_read_text(lock).rpartition(UNIX_SCHEME)[2])
@@ -212,7 +218,11 @@ def _private_daemon_of(runtime: Path, directories: Sequence[Path]) -> Path | Non
 
 
 def _check_shareable(owner: Path, given: Mapping[str, str]) -> Path:
-    """StoreError where its daemon was started with other settings than are given here, or nobody can tell."""
+    """Return the socket `owner`, where its daemon has these settings.
+
+    Raises:
+        StoreError: Its settings differ, or cannot be read.
+    """
     file = _settings_file(owner)
     try:
         running_settings = dict(json.loads(file.read_text()))
@@ -234,8 +244,10 @@ def _check_shareable(owner: Path, given: Mapping[str, str]) -> Path:
 
 
 def _process_of(lock: Path) -> int | None:
-    """Which process a lock's file names, if it runs. The lock itself is not tried: whoever opens the directory at that
-    moment would be refused."""
+    """Return the process that a lock file names, if it runs.
+
+    The lock itself is not tried: a process that opens the directory at that moment would be refused.
+    """
     number = _PID_PATTERN.search(_read_text(lock))
     return int(number[0]) if number is not None and is_running(int(number[0])) else None
 
@@ -252,12 +264,12 @@ def _lock_of(path: Path) -> Path:
 
 
 def _settings_file(path: Path) -> Path:
-    """What was set otherwise than by default, as text, by name."""
+    """Return the file with the settings that differ from the defaults: text by name, as JSON."""
     return path.with_suffix(".json")
 
 
 def _write_settings(path: Path, given: Mapping[str, str]) -> None:
-    """Whole or not at all: others compare it with theirs."""
+    """Write the settings atomically, because other processes compare them with theirs."""
     file = _settings_file(path)
     new = file.with_suffix(".new")
     new.write_text(json.dumps(given))
@@ -265,7 +277,7 @@ def _write_settings(path: Path, given: Mapping[str, str]) -> None:
 
 
 def _sweep(directory: Path) -> None:
-    """Remove what the daemons of ended engines left behind."""
+    """Remove the files of daemons that have ended."""
     for log_path in directory.glob(f"{_FILE_PREFIX}*.log"):
         path = log_path.with_suffix(".socket")
         if not is_listening(path) and _process_of(_lock_of(path)) is None:

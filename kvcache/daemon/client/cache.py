@@ -1,8 +1,9 @@
-"""A cache behind a daemon's socket: the face of `kvcache.cache.api`, in an engine's process.
+"""`RemoteCache`: the `KVCache` API of `kvcache.cache.api` for a cache in a daemon.
 
-Nothing that goes wrong with the daemon is the engine's to bear: while it does not answer, a match finds nothing, a
-load is a miss and a store is dropped, at once, and a thread tries to reach it again. Its end is seen by the end of the
-connection, so there is no heartbeat to miss, and nobody who is silent for a day is forgotten."""
+A fault of the daemon never fails a request. While the daemon does not answer, a match finds no block, a load is a miss
+and a store is dropped, all at once; a thread reconnects. The end of the daemon shows as the end of the connection. No
+heartbeat is needed, and a client that is silent for a day stays connected.
+"""
 
 from __future__ import annotations
 
@@ -35,22 +36,22 @@ from kvcache.os_env import OsEnv
 from kvcache.transfer.copier import CopierRegistry
 
 CONTROL_TIMEOUT_S = 1.0
-"""For an answer on the connection of control, which an engine's scheduler waits for."""
+"""For a reply on the control connection, which an engine's scheduler waits for."""
 ANNOUNCE_TIMEOUT_S = 0.005
-"""For what an engine's thread says before it goes on."""
+"""Each wait of an engine's thread to announce a store."""
 CLOSE_TIMEOUT_S = 30.0
-"""For what was stored to be where it is meant for, when an engine ends."""
+"""For the flush when an engine ends."""
 MIN_RECONNECT_PAUSE_S, MAX_RECONNECT_PAUSE_S = 0.01, 1.0
-"""Between attempts to reach a daemon that is gone."""
+"""Least and most time between attempts to reconnect."""
 
 DEFAULT_TENANT = "default"
-"""Stands for whoever we came in as."""
+"""Stands for the tenant as which the daemon authenticated this client."""
 
 _log = logger("kvcache.daemon")
 
 
 class RemoteCache:
-    """Made by `kvcache.open("unix:...")`."""
+    """A cache in a daemon, made by `kvcache.open("unix:...")`."""
 
     def __init__(
         self,
@@ -62,9 +63,21 @@ class RemoteCache:
         threads: int = 2,
         os_env: OsEnv | None = None,
     ) -> None:
-        """`engine` names the engine that this process is a part of: its ranks join each other's requests by their ids,
-        and no other engine's. UnreachableError where no daemon listens,
-        AccessError where it does not let us in."""
+        """Connect.
+
+        Args:
+            endpoint: The daemon.
+            engine: The engine that this process is a part of. Its ranks join each other's requests by id, and no other
+                engine's.
+            deadline_s: Default deadline of a request.
+            patience_s: Longest wait for a daemon that hangs.
+            threads: Threads that transfer blocks, each with a connection.
+            os_env: Clock and threads.
+
+        Raises:
+            UnreachableError: No daemon listens.
+            AccessError: The daemon refuses this client.
+        """
         if "/" in engine or len(engine) > 256:
             raise ConfigError(f"engine = {engine!r:.60}: expected a name of at most 256 characters without '/'")
         self.endpoint, self.engine, self.deadline_s, self.patience_s = endpoint, engine, deadline_s, patience_s
@@ -73,27 +86,27 @@ class RemoteCache:
         self._background = self.os_env.executor(1, "map")
         self.copiers = CopierRegistry(self._background.submit)
         self.staging_pool = StagingPool(self.copiers)
-        self.prefix = uuid.uuid4().hex[:8]  # of the ids of requests that are given none
+        self.prefix = uuid.uuid4().hex[:8]  # of generated request ids
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closed = threading.Event()
-        self._flushed = FlushReport(fault="the cache is being closed")  # by `close`
+        self._flushed = FlushReport(fault="the cache is being closed")  # what `flush` returns once `close` has run
         self._pid = os.getpid()
         self._retrying = False
         self._transfers_running = 0
         self._transfers_changed = threading.Condition()
-        self._announced = self._flushed_stores = 0  # stores that were begun, and those that a true flush covered
-        self._ttl, self._doubt = "", ""  # of the daemon's memory, and why blocks in it may be lost
-        self._facts: dict[str, Any] = {}  # that the daemon adds to a namespace's own
-        self._tenant = ""  # as which we came in
+        self._announced = self._flushed_stores = 0  # stores announced, and those that a complete flush covered
+        self._ttl, self._doubt = "", ""  # the daemon's `life`, and why stored blocks may be lost
+        self._facts: dict[str, Any] = {}  # that the daemon adds to a namespace's own facts
+        self._tenant = ""  # as the daemon authenticated this client
         self.isolates_tenants = False
-        """Whether the daemon binds what we call blocks to the namespace, since it keeps tenants apart."""
+        """Whether the daemon isolates tenants, and so binds signatures to the namespace."""
         self.connection: Connection | None = self._connect()
         self._ttl = self.connection.life
         self.numbers = iter(range(1, 1 << 62))
         _OPEN.add(self)
 
-    # the face
+    # The KVCache API.
 
     def namespace(
         self,
@@ -124,7 +137,7 @@ class RemoteCache:
         try:
             with self.connected() as connection:
                 bound.number(connection)
-        except UnreachableError as error:  # it is bound when the daemon is back
+        except UnreachableError as error:  # the next use binds it, once the daemon answers
             _log.debug("not bound yet: %s", error)
         return bound
 
@@ -154,7 +167,7 @@ class RemoteCache:
         return replace(report, fault=doubt) if report and doubt else report
 
     def stats(self) -> dict[str, Any]:
-        """The daemon's; where it does not answer, `unreachable` says why."""
+        """Return the daemon's statistics; `unreachable` has the reason where it does not answer."""
         try:
             with self.connected() as connection:
                 return connection.call("stats")
@@ -162,7 +175,7 @@ class RemoteCache:
             return {"tiers": {}, "unreachable": str(error)}
 
     def kv_events(self, after: int | None, bounds: Sequence[NamespaceHandle]) -> EventBatch:
-        """Where the daemon does not answer, nothing: the next answer says what was lost."""
+        """Return KV events; none where the daemon does not answer. The next reply then reports what was lost."""
         try:
             with self.connected() as connection:
                 numbers = [bound.number(connection) for bound in bounds if isinstance(bound, RemoteBound)]
@@ -177,7 +190,7 @@ class RemoteCache:
         return EventBatch(reply["next"], reply["lost"], kv_events)
 
     def check(self) -> list[str]:
-        """The daemon's audit of all of it."""
+        """Return the faults of the daemon's audit of the whole cache."""
         if self._closed.is_set():
             return []
         try:
@@ -186,7 +199,7 @@ class RemoteCache:
             return [f"the daemon cannot be asked: {error}"]
 
     def close(self) -> FlushReport:
-        """Flush, and end this process's part; the daemon and what is in it stay."""
+        """Flush and disconnect; the daemon and its blocks remain."""
         if self._closed.is_set():
             return self._flushed
         self.executor.close()
@@ -208,10 +221,10 @@ class RemoteCache:
     ) -> None:
         self.close()
 
-    # the daemon
+    # The connection.
 
     def wait_reachable(self, timeout_s: float | None = None) -> bool:
-        """Until the daemon answers; for programs that would rather wait than compute."""
+        """Wait until the daemon answers, for programs that prefer waiting to computing; return whether it does."""
         with suppress(UnreachableError), self.connected():
             return True
         with self._changed:
@@ -223,13 +236,15 @@ class RemoteCache:
 
     @contextmanager
     def connected(self) -> Iterator[Connection]:
-        """The session, for the time of a few questions. Where the daemon does not answer, UnreachableError, at once
-        until it was reached again."""
+        """Yield the control connection for a few messages, under the lock.
+
+        Where the daemon does not answer, UnreachableError follows at once, until a thread has reconnected.
+        """
         with self._lock:
             connection = self.connection
             if (
                 connection is not None and connection.wire.hung_up
-            ):  # restarted since it was last asked, perhaps: then nobody notices
+            ):  # perhaps restarted since the last call: then reconnect at once
                 self.mark_lost(connection, UnreachableError("the connection ended"))
                 with suppress(KVCacheError):
                     self._set_connection(self._connect())
@@ -244,8 +259,11 @@ class RemoteCache:
                 raise
 
     def announce_store(self, store: int) -> bool:
-        """Whether the daemon was told that a store of this number begins: only where the session is there and takes it
-        at once, since an engine's thread waits for nobody and reaches for nobody."""
+        """Announce a store to the daemon; return whether that succeeded.
+
+        An engine's thread calls this. It therefore sends only where the connection is up and accepts the message at
+        once.
+        """
         self._announced += self.connection is not None
         if not self._lock.acquire(timeout=ANNOUNCE_TIMEOUT_S):
             return False
@@ -268,7 +286,7 @@ class RemoteCache:
             self._lock.release()
 
     def mark_lost(self, connection: Connection, error: KVCacheError) -> None:
-        """It is of no more use; try to reach the daemon again, in the background."""
+        """Drop the connection and reconnect in the background."""
         with self._lock:
             if self.connection is not connection or self._closed.is_set():
                 return
@@ -280,7 +298,7 @@ class RemoteCache:
             self._start_reconnecting()
 
     def _start_reconnecting(self) -> None:
-        """In the background, until it is reached. Where the system gives no thread, whoever asks next tries anew."""
+        """Start the thread that reconnects. Where the system gives no thread, the next call tries again."""
         if self._retrying or self._closed.is_set():
             return
         self._retrying = True
@@ -290,7 +308,7 @@ class RemoteCache:
             self._retrying = False
 
     def transfer_started(self) -> None:
-        """A transfer begins; `flush` waits until it has `moved`."""
+        """Count a running transfer; `flush` waits until `transfer_ended`."""
         with self._transfers_changed:
             self._transfers_running += 1
 
@@ -315,7 +333,7 @@ class RemoteCache:
         while not self._closed.wait(pause):
             try:
                 connection = self._connect()
-            except Exception as error:  # noqa: BLE001  whatever it is, it may be over the next time
+            except Exception as error:  # noqa: BLE001  worker thread that must survive: the next attempt may succeed
                 _log.debug("not reached: %r", error)
                 pause = min(2 * pause, MAX_RECONNECT_PAUSE_S)
                 continue
@@ -336,7 +354,7 @@ class RemoteCache:
         _log.warning("%s: reached again", self.endpoint)
 
     def long_call(self, op: str, timeout_s: float | None, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """A question that may take long, on a connection of its own."""
+        """Call the daemon on a transfer connection, for replies that may take long."""
         connection = self.connection
         if connection is None:
             raise UnreachableError(f"{self.endpoint}: the daemon does not answer")
@@ -346,7 +364,7 @@ class RemoteCache:
             return parse_reply(wire.receive(None if end is None else max(0.0, end - time.monotonic()))[0])
 
     def close_in_child(self) -> None:
-        """In a forked child: the connections are the parent's, and so is what it was lent."""
+        """In a forked child: close the sockets, because connections and leases belong to the parent."""
         self._closed.set()
         self._lock = threading.RLock()
         connection, self.connection = self.connection, None
@@ -357,7 +375,7 @@ class RemoteCache:
 
 
 def _after(before: FlushReport, report: FlushReport) -> FlushReport:
-    """A report, with what an earlier one of the same flush told already and no later one tells again."""
+    """Add the counts of an earlier reply of the same flush, which later replies do not repeat."""
     tiers = dict(report.tiers)
     for name, tier in before.tiers.items():
         now = tiers.get(name, TierFlush())
@@ -377,14 +395,14 @@ def _close_all_in_child() -> None:
 os.register_at_fork(after_in_child=_close_all_in_child)
 
 
-# From what `kvcache.open` is given to a cache behind a socket.
+# From the arguments of `kvcache.open` to a `RemoteCache`.
 
 TLS_OPTIONS = ("ca_file", "cert_file", "key_file", "server_name")
-"""Of a route with TLS: whom to trust, what to show, and the name in the daemon's certificate where it is another."""
+"""Of a TLS endpoint: the CA, the client's certificate and key, and the name in the daemon's certificate."""
 
 
 def connect(where: str, *, token_file: str = "", **settings: Any) -> RemoteCache:
-    """`token_file` holds the token to show; without one, that of the variable KVCACHE_TOKEN is shown."""
+    """Connect to a daemon. The token is read from `token_file`, else from the variable KVCACHE_TOKEN."""
     secure = where.startswith("tls:")
     files = {name: settings.pop(name) for name in TLS_OPTIONS if secure and name in settings}
     known = [name for name in inspect.signature(RemoteCache).parameters if name not in ("endpoint", "os_env")]
@@ -398,7 +416,7 @@ def connect(where: str, *, token_file: str = "", **settings: Any) -> RemoteCache
 
 
 def parse_endpoint(where: str, token: TokenSource | None = None, **files: str) -> Endpoint:
-    """To the daemon at `unix:PATH`, `tls://HOST:PORT` or, on loopback, `tcp://HOST:PORT`."""
+    """Return the endpoint of `unix:PATH`, `tls://HOST:PORT` or, on loopback, `tcp://HOST:PORT`."""
     token = token or TokenSource()
     if where.startswith("unix:"):
         return UnixEndpoint(str(parse_unix_address(where)), token)

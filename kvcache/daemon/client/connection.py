@@ -1,4 +1,4 @@
-"""A client's session with a daemon: the connection on which it asks, and those that move records."""
+"""A client's connections to a daemon: one for control messages, and a pool for transfers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kvcache.daemon.shm import SlabMappings
 from kvcache.daemon.wire import Wire
 from kvcache.errors import AccessError, ConfigError, UnreachableError
 
-# How a client reaches its daemon, and what it shows there, read anew for each connection.
+# Endpoints and tokens. A token is read again for each connection.
 
 TOKEN_VARIABLE = "KVCACHE_TOKEN"  # noqa: S105  the variable's name
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSource:
-    """Where a token comes from: a file, else the variable. Never shown."""
+    """Where a token is read from: a file, else the variable. It never appears in messages."""
 
     file: str = ""
     environ: Mapping[str, str] | None = None
 
     def read(self) -> str:
-        """Empty where none is given; AccessError where the file cannot be read."""
+        """Return the token, "" where none is set; AccessError where the file cannot be read."""
         if not self.file:
             return (os.environ if self.environ is None else self.environ).get(TOKEN_VARIABLE, "")
         try:
@@ -42,17 +42,17 @@ class TokenSource:
 
 
 class Endpoint(Protocol):
-    """Shown as text in what is said of it."""
+    """How to reach a daemon. `str()` of it appears in messages."""
 
     @property
     def token(self) -> TokenSource: ...
     def connect(self, timeout_s: float) -> Wire:
-        """UnreachableError where nobody listens."""
+        """Connect; UnreachableError where no daemon listens."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnixEndpoint:
-    """To a daemon of this host."""
+    """A daemon of this host."""
 
     path: str
     token: TokenSource = TokenSource()
@@ -65,7 +65,10 @@ class UnixEndpoint:
 
 
 class Connection:
-    """One session with one daemon. Asked under the cache's lock."""
+    """One client session with one daemon.
+
+    Thread safety: call it under the cache's lock, except `transfer_wire`.
+    """
 
     def __init__(self, endpoint: Endpoint, engine: str, patience_s: float, mappings: SlabMappings) -> None:
         self.endpoint, self.patience_s, self.mappings = endpoint, patience_s, mappings
@@ -86,9 +89,9 @@ class Connection:
         except BaseException:
             self.wire.close()
             raise
-        self.bound: OrderedDict[int, None] = OrderedDict()  # numbers of namespaces, the last used last
-        self.ends: list[int] = []  # those let go of, until the daemon took it: it may have done so and refused the rest
-        self.idle: list[Wire] = []  # connections that move records, of which none is in use
+        self.bound: OrderedDict[int, None] = OrderedDict()  # numbers of namespaces, least recently used first
+        self.ends: list[int] = []  # numbers to unbind; repeated after an error, which may follow the unbinding
+        self.idle: list[Wire] = []  # idle transfer connections
         self.closed = False
         self.lock = threading.Lock()
 
@@ -96,18 +99,20 @@ class Connection:
         self.wire.send({"op": op, **fields}, timeout_s=self.patience_s)
 
     def call(self, op: str, **fields: Any) -> dict[str, Any]:
-        """The answer; the error that it tells of is raised."""
+        """Return the reply; raise the error that it contains."""
         self.post(op, **fields)
         return parse_reply(self.wire.receive(self.patience_s)[0])
 
     def unbind_oldest(self, count: int) -> None:
-        """Of the namespaces used longest ago, as the next one is bound; whoever uses them binds them again."""
+        """Unbind the least recently used namespaces with the next bind; a later use binds them again."""
         for _ in range(min(count, len(self.bound))):
             self.ends.append(self.bound.popitem(last=False)[0])
 
     @contextmanager
     def transfer_wire(self, timeout_s: float) -> Iterator[Wire]:
-        """A connection of the caller's own; closed where he leaves by an error, since the daemon may go on talking."""
+        """Yield a transfer connection for the caller alone. An error closes it, because the daemon may still be
+        sending.
+        """
         with self.lock:
             wire = self.idle.pop() if self.idle else None
         if wire is None:

@@ -1,4 +1,4 @@
-"""Asks running caches: finds their sockets, and puts a question to one."""
+"""Finds running caches and sends commands to them, by control socket or HTTP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMMAND_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RunningCache:
-    """A running cache: its socket, and what it says of itself; or, where it does not answer, why."""
+    """A running cache: its socket, and its `info`; or `fault`, why it did not answer."""
 
     path: Path
     info: Mapping[str, Any]
@@ -44,8 +44,13 @@ class RunningCache:
 def send_command(
     path: Path, op: str, *, timeout_s: float | None = COMMAND_TIMEOUT_S, **arguments: Any
 ) -> dict[str, Any]:
-    """The answer. UnreachableError where none comes; NotFoundError where nothing in the cache has the
-    name that was given, KVCacheError with the cache's own words where it refuses otherwise."""
+    """Return the reply to a command.
+
+    Raises:
+        UnreachableError: The cache did not answer.
+        NotFoundError: The cache has no object of the given name.
+        KVCacheError: The cache refused for another reason, in its own words.
+    """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
@@ -63,7 +68,7 @@ def send_command(
 
 
 def find_caches(environ: Mapping[str, str] = os.environ) -> Iterator[RunningCache]:
-    """This user's running caches. What ended processes left behind is removed on the way."""
+    """Yield this user's running caches; remove sockets of processes that have ended."""
     for path in find_sockets(environ):
         if is_stale(path):
             with suppress(OSError):
@@ -76,7 +81,7 @@ def find_caches(environ: Mapping[str, str] = os.environ) -> Iterator[RunningCach
 
 
 def find_socket(address: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """The socket of an address: as `kvcache ps` prints it, or a path. UnreachableError where there is none."""
+    """Return the socket of an address as `kvcache ps` prints it, or of a path; UnreachableError where there is none."""
     if "/" in address:
         return Path(address.removeprefix("unix:"))
     for path in find_sockets(environ):
@@ -86,7 +91,7 @@ def find_socket(address: str, environ: Mapping[str, str] = os.environ) -> Path:
     raise UnreachableError(f"{address}: no such socket in {places}; `kvcache ps` lists the caches that run")
 
 
-# Asks a daemon's page for figures, as a program.
+# The HTTP API of a daemon.
 
 HTTP_TIMEOUT_S = 30.0
 
@@ -94,14 +99,19 @@ HTTP_TIMEOUT_S = 30.0
 def fetch_json(
     url: str, path: str, token_file: Path | None = None, environ: Mapping[str, str] = os.environ
 ) -> dict[str, Any]:
-    """The answer. AccessError where the token will not do, UnreachableError where no page of ours answers."""
+    """Return the reply of the daemon's HTTP API.
+
+    Raises:
+        AccessError: The token is refused.
+        UnreachableError: No daemon answers there.
+    """
     if urlsplit(url).scheme not in {"http", "https"}:
         raise ConfigError(f"url = {url!r:.80}: expected http://HOST:PORT/ or https://HOST:PORT/")
     token = environ.get("KVCACHE_TOKEN", "") if token_file is None else token_file.read_text(encoding="utf-8").strip()
     headers = {"Accept": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
-    request = Request(urljoin(url if url.endswith("/") else url + "/", path), headers=headers)  # noqa: S310  checked
+    request = Request(urljoin(url if url.endswith("/") else url + "/", path), headers=headers)  # noqa: S310  the scheme is checked
     try:
-        with urlopen(request, timeout=HTTP_TIMEOUT_S) as answer:  # noqa: S310  the same
+        with urlopen(request, timeout=HTTP_TIMEOUT_S) as answer:  # noqa: S310  the scheme is checked
             document = json.load(answer)
     except HTTPError as error:
         with error:

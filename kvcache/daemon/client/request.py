@@ -1,4 +1,4 @@
-"""A daemon's cache bound to a namespace, and one prompt on its way: tokens are hashed here, the rest is asked."""
+"""A client's namespaces and requests. The client hashes tokens; the daemon answers the rest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvcache.daemon.client.connection import Connection
 
 UNREACHABLE = "unreachable"
-"""The reason of a match that nobody answered."""
+"""The miss reason of a match without a reply."""
 
 _log = logger("kvcache.daemon")
 
@@ -43,12 +43,12 @@ class RemoteBound:
     ) -> None:
         self.cache, self.namespace, self.layout, self.shards = cache, namespace, namespace.layout, shards
         self.id = namespace.id
-        """As the daemon has it, which adds what it does to blocks: known from its first answer on."""
+        """The daemon's id of the namespace, which includes the daemon's facts; before its first reply, the client's."""
         self._ranks, self.ttl_s = ranks, ttl_s
         self._number: tuple[Connection, int] | None = None
 
     def number(self, connection: Connection) -> int:
-        """What this session calls it."""
+        """Return the number of this namespace in the session; bind it where the session does not have it."""
         if self._number is None or self._number[0] is not connection or self._number[1] not in connection.bound:
             connection.unbind_oldest(len(connection.bound) - MAX_CLIENT_NAMESPACES + 1)
             reply = self._bind(connection)
@@ -124,14 +124,12 @@ class RemoteRequest:
         self._bound, self._cache = bound, bound.cache
         self._deadline_s = bound.cache.deadline_s if deadline_s is None else deadline_s
         self._joined = joined
-        self._unreported_ids = (
-            b""  # of a prompt not all of which was found, until the daemon is told, so that it can explain
-        )
-        self._known_blocks = 0  # blocks of a joined request, when it was last asked
+        self._unreported_ids = b""  # token ids of a prompt with a miss, for the daemon to explain it
+        self._known_blocks = 0  # blocks of a joined request, as of the last reply
         self._chain = Chain(bound.id, bound.layout.block_tokens)
         self._number = next(bound.cache.numbers)
-        self._connection: weakref.ref[Connection] | None = None  # the session that knows this request
-        self._transfers_running = 0  # transfers under way
+        self._connection: weakref.ref[Connection] | None = None  # the session that has this request open
+        self._transfers_running = 0  # transfers that are running
         self._closed = False
         self._lock = threading.Lock()
 
@@ -147,7 +145,9 @@ class RemoteRequest:
         return Signatures(packed)
 
     def open(self) -> None:
-        """Let the daemon know of it, so that others can join; where it cannot be told now, it is later."""
+        """Open the request in the daemon, so that ranks can join it; a later call retries where the daemon does not
+        answer.
+        """
         try:
             with self._cache.connected() as connection:
                 self.number(connection)
@@ -155,8 +155,10 @@ class RemoteRequest:
             _log.debug("request %s is not known to the daemon yet: %s", self.id, error)
 
     def number(self, connection: Connection, *, resend: bool = True) -> int:
-        """What this session calls it; opened, or joined, where the session does not know it yet. `resend`: also its
-        signatures, where it was open in another session before."""
+        """Return the request's number in the session; open or join it where the session does not have it.
+
+        `resend` also sends its signatures, where an earlier session had it open.
+        """
         if self._connection is None or self._connection() is not connection:
             fields = {"request": self._number, "namespace": self._bound.number(connection), "id": self.id}
             if self._joined:
@@ -170,7 +172,7 @@ class RemoteRequest:
         return self._number
 
     def _chain_fields(self) -> dict[str, Any]:
-        """The chain as a message has it."""
+        """Return the fields of a message that carry the chain."""
         chain = self._chain
         return {"signatures": chain.packed, "head": None if chain.head == chain.namespace_id else chain.head}
 
@@ -223,7 +225,7 @@ class RemoteRequest:
         try:
             with self._cache.connected() as connection:
                 if self._connection is None or self._connection() is not connection:
-                    self.number(connection)  # which tells all of it
+                    self.number(connection)  # sends the whole chain
                 else:
                     connection.call("extend", request=self._number, signatures=self._chain.packed[before:])
         except KVCacheError as error:
@@ -239,7 +241,7 @@ class RemoteRequest:
             _log.debug("not admitted: %s", error)
 
     def _packed(self, token_ids: Any) -> bytes:
-        """Those of full blocks as a message has them; nothing where they are more than one takes."""
+        """Return the token ids of full blocks, packed; b"" where they exceed half a frame."""
         if token_ids is None:
             return b""
         ids = tokens(token_ids)[: len(self._chain.signatures) * self._bound.layout.block_tokens]
@@ -275,13 +277,16 @@ class RemoteRequest:
         return transfer
 
     def _announce(self) -> int:
-        """The daemon hears of a store before the engine goes on, so that a flush which anybody asks for then waits for
-        it; its number, 0 where the daemon cannot be told at once."""
+        """Announce a store before the engine continues, so that a later flush waits for it.
+
+        Returns:
+            Its number; 0 where it could not be announced at once.
+        """
         number = next(self._cache.numbers)
         return number if self._cache.announce_store(number) else 0
 
     def transfer_ended(self, store: int) -> None:
-        """A transfer has ended; `store` is the number by which it was announced, if it was."""
+        """Record the end of a transfer; `store` is the number of its announcement, or 0."""
         with self._lock:
             self._transfers_running -= 1
         self._report_finished(store)
@@ -292,7 +297,9 @@ class RemoteRequest:
         self._report_finished(0)
 
     def _report_finished(self, store: int) -> None:
-        """Of a store; and of the request, once no transfer is under way any more, which would not find it."""
+        """Report the end of a store, and of the request once no transfer of it runs: a later transfer would not find
+        it.
+        """
         with self._lock:
             over = self._closed and not self._transfers_running
         if not store and not over:
@@ -302,7 +309,7 @@ class RemoteRequest:
                 connection.post("stored", store=store)
             if (
                 over and self._connection is not None and self._connection() is connection
-            ):  # else its session is over, and so is it
+            ):  # otherwise the daemon has closed it with its session
                 connection.post("close", request=self._number)
 
     def __enter__(self) -> RemoteRequest:

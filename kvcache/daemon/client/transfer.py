@@ -1,4 +1,6 @@
-"""The client's part of a load or a store: the daemon lends slots, this copies between them and the engine's pages."""
+"""The client's part of loads and stores: copies between leased slots, or payloads on the socket, and the engine's
+pages.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,11 @@ if TYPE_CHECKING:
     from kvcache.daemon.client.cache import RemoteCache
     from kvcache.daemon.client.request import RemoteRequest
 
-# The client's part of a load or a store whose bytes go over the socket: between it and the engine's pages, by way of
-# memory that is kept for that.
+# Transfers whose payloads go over the socket, by way of staging memory.
 
 
 class StagingBuffer:
-    """Memory for one batch, as records stand in slots. Whoever took it has it alone."""
+    """Memory for one batch, laid out as records in slots. One transfer owns it at a time."""
 
     def __init__(self, size_bytes: int, copiers: CopierRegistry) -> None:
         self.memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -45,7 +46,7 @@ class StagingBuffer:
 
 
 class StagingPool:
-    """As many as transfers are under way at a time. Thread-safe."""
+    """Staging buffers, as many as transfers run at a time. Thread-safe."""
 
     def __init__(self, copiers: CopierRegistry) -> None:
         self._copiers = copiers
@@ -59,7 +60,7 @@ class StagingPool:
             staging = fitting[0] if fitting else None
             if staging is not None:
                 self._idle.remove(staging)
-            elif self._idle:  # too small: a larger one takes its place
+            elif self._idle:  # all are too small: a larger buffer replaces one
                 self._idle.pop()
         made = staging or StagingBuffer(max(MAX_BATCH_BYTES, size_bytes), self._copiers)
         try:
@@ -71,14 +72,14 @@ class StagingPool:
 
 @dataclass(frozen=True, slots=True)
 class StagingSlot:
-    """Room for one record in a `Staging`."""
+    """Memory for one record in a `StagingBuffer`."""
 
     view: memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadBatch:
-    """What one message speaks of, laid out in memory."""
+    """The payloads of one message, laid out in a staging buffer."""
 
     parts: Sequence[CopyViewPart]
     payloads: Sequence[memoryview]
@@ -89,7 +90,7 @@ class PayloadBatch:
         return min(block for block, _, _ in self.parts)
 
     def damaged(self) -> int | None:
-        """The first block of which a payload is not what its sum says."""
+        """Return the first block with a payload whose checksum differs; None where there is none."""
         wrong = [
             block
             for (block, _, _), payload, sum_ in zip(self.parts, self.payloads, self.sums.tolist(), strict=True)
@@ -102,8 +103,16 @@ class PayloadBatch:
 
 
 def parse_payload_rows(packed: object, *, blocks: int, sizes: Sequence[int]) -> tuple[np.ndarray, int]:
-    """The rows of a message of a transfer of so many blocks, whose groups have payloads of these sizes, and the bytes
-    that their records take. ProtocolError where it is no part of that: what a daemon says is checked like anything."""
+    """Return the payload rows of a message, and the bytes of their records.
+
+    Args:
+        packed: The field of the message.
+        blocks: Number of blocks of the transfer.
+        sizes: Payload bytes by group.
+
+    Raises:
+        ProtocolError: The rows are not part of this transfer.
+    """
     if not isinstance(packed, bytes) or not packed or len(packed) % PAYLOAD_DTYPE.itemsize:
         raise ProtocolError("payloads in no form that is known")
     rows = np.frombuffer(packed, PAYLOAD_DTYPE)
@@ -144,15 +153,15 @@ class TransferTask:
     mover: PagesSlotCopy  # made on the engine's thread
     transfer: BlockTransfer
     deadline_s: float
-    store: int = 0  # by which the daemon was told that it begins, where it is one
-    gather_failed: bool = False  # of what is to be sent over the socket, something could not be had
-    valid_blocks: int = field(init=False)  # of what comes over it: nothing from this block on goes into pages
+    store: int = 0  # number of its announcement, or 0
+    gather_failed: bool = False  # a payload to send could not be gathered
+    valid_blocks: int = field(init=False)  # received payloads from this block on do not go into pages
 
     def __post_init__(self) -> None:
         self.valid_blocks = self.end - self.first
 
     def run(self) -> None:
-        """Never raises: an engine that waits for this must not fail for a fault of a cache."""
+        """Transfer the blocks. Never raises: a cache fault never fails a request."""
         outcome = Outcome.FAILED
         with request_context(self.request.work):
             try:
@@ -162,13 +171,13 @@ class TransferTask:
                 _log.debug("a %s was late: %s", self.op, error)
             except KVCacheError as error:
                 _log.debug("a %s failed: %s", self.op, error)
-            except Exception:  # noqa: BLE001  law: never in the way
+            except Exception:  # noqa: BLE001  worker thread that must survive: a cache fault never fails a request
                 _log.exception("a %s failed", self.op)
             finally:
                 self.finish(outcome)
 
     def finish(self, outcome: Outcome) -> None:
-        """What has no outcome yet has this one; nobody waits for it any more."""
+        """Give every block without an outcome this one, and end the transfer."""
         self.transfer.settle_rest(0, outcome)
         self.request.transfer_ended(self.store)
         self.cache.transfer_ended()
@@ -217,7 +226,7 @@ class TransferTask:
             self.transfer.settle(i, WIRE_OUTCOMES[code])
 
     def _receive_payloads(self, wire: Wire, message: dict[str, Any], timeout_s: float) -> None:
-        """Take payloads off the socket and into pages; those of a bad block and behind it off the socket only."""
+        """Read payloads from the socket into pages. Payloads from a bad block on are read and discarded."""
         rows, size = parse_payload_rows(message["sent"], blocks=self.end - self.first, sizes=self.sizes)
         blocks = message.get("blocks")
         if not isinstance(blocks, int) or not 0 <= blocks <= self.end - self.first:
@@ -234,7 +243,7 @@ class TransferTask:
                 copies = self.mover.scatter([part for part in batch.parts if part[0] < self.valid_blocks])
                 self.transfer.begun(min(blocks, self.valid_blocks), copies)
                 wait_all(copies)
-            except Exception:  # noqa: BLE001  what comes behind it must be taken off the socket all the same
+            except Exception:  # noqa: BLE001  boundary to foreign code: later payloads must still be read off the socket
                 _log.exception("pages could not be filled")
                 self._fail_from(batch.first, Outcome.FAILED)
                 return
@@ -245,7 +254,7 @@ class TransferTask:
         self.transfer.settle_rest(self.valid_blocks, outcome)
 
     def _send_payloads(self, wire: Wire, message: dict[str, Any], timeout_s: float) -> None:
-        """Send payloads out of pages, unless one could not be had before: then the daemon waits for no more."""
+        """Send payloads from pages. After a failure send nothing more: the daemon expects no further payloads."""
         rows, size = parse_payload_rows(message["wanted"], blocks=self.end - self.first, sizes=self.sizes)
         if self.gather_failed:
             return
@@ -267,20 +276,20 @@ class TransferTask:
     def _copy_from_pages(self, parts: Sequence[CopyViewPart]) -> bool:
         try:
             self.mover.gather(parts)
-        except Exception:  # noqa: BLE001  the daemon waits for an answer, whatever happens here
+        except Exception:  # noqa: BLE001  boundary to foreign code: the daemon needs a reply in any case
             _log.exception("pages could not be gathered")
             return False
         return True
 
     def _copy_to_pages(self, lease: LeasedBatch, blocks: int) -> bool:
-        """Copy, unless a slot was given out again before or meanwhile: then what was read is another's."""
+        """Copy leased slots into pages; return False where the daemon reused a slot, whose bytes are then discarded."""
         same = lease.unchanged()
         if same.all():
             try:
                 copies = self.mover.scatter(lease.parts)
                 self.transfer.begun(blocks, copies)
                 wait_all(copies)
-            except Exception:  # noqa: BLE001  the daemon waits for an answer, whatever happens here
+            except Exception:  # noqa: BLE001  boundary to foreign code: the daemon needs a reply in any case
                 _log.exception("pages could not be filled")
                 return False
             same = lease.unchanged()

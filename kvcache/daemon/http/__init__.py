@@ -1,1 +1,1 @@
-"""Over HTTP: `app` answers, `entry` says who may ask, `history` remembers, `server` listens, `page` is seen."""
+"""The daemon's HTTP: `app` authenticates and answers, `server` listens, `page` is the web page."""

@@ -1,7 +1,8 @@
-"""What the daemon answers over HTTP: it only tells. Whoever wants to change something uses the control socket.
+"""The daemon's HTTP API. It is read-only; commands that change the cache use the control socket.
 
-Figures for Prometheus at `/metrics`, `/healthz` and `/readyz`, JSON below `/api/`, and a page at `/` that is made of
-it. Nothing of what is in prompts is told here: text, tokens and their ids stay with `kvcache explain`."""
+`/metrics` serves Prometheus, `/healthz` and `/readyz` serve probes, `/api/` serves JSON, and `/` is a page that uses
+the API. No prompt content appears here: text, tokens and token ids are shown by `kvcache explain` only.
+"""
 
 from __future__ import annotations
 
@@ -33,30 +34,33 @@ from kvcache.errors import ConfigError
 from kvcache.log import logger
 from kvcache.observe.exporter import exposition
 
-# Who may ask what over HTTP. `/metrics`, `/healthz` and `/readyz` are open. The rest is for whoever shows a token, if
-# the daemon knows any; if it does not, for whoever is on this host, where the daemon listens on loopback alone, and
-# for nobody otherwise.
+# Authentication of HTTP requests. `/metrics`, `/healthz` and `/readyz` are open. Every other path needs a token, where
+# the tenants file has any. Without tokens, clients of this host may read every path where the daemon listens on
+# loopback only; otherwise those paths are closed.
 
 OPERATOR = "*"
-"""The owner of a token who sees all."""
+"""The owner of a token that sees every tenant."""
 OPEN_PATHS = frozenset({"/metrics", "/healthz", "/readyz"})
 
 TokenOwner = Callable[[str], "str | None"]
-"""Whose a token is: a tenant, `OPERATOR`, or nobody's."""
+"""Returns the owner of a token: a tenant, `OPERATOR`, or None."""
 
 _CHALLENGE = {"WWW-Authenticate": 'Basic realm="kvcache: any name, the token as password", charset="UTF-8"'}
 
 
 class HttpAuth:
-    """`owner`: None where the daemon knows no tokens. `local`: it listens on loopback alone."""
+    """Authenticates requests.
+
+    `owner` is None where the daemon has no tokens. `local`: the daemon listens on loopback only.
+    """
 
     def __init__(self, owner: TokenOwner | None, *, local: bool) -> None:
         self._owner, self._local = owner, local
 
     def tenant(self, request: Request) -> str | None:
-        """Whose figures are asked for; None: all. HTTPException where nobody's may be told."""
+        """Return the tenant whose data the client may see, None for all; HTTPException where it may see none."""
         if self._local and not is_loopback(request.url.hostname or ""):
-            # A page of elsewhere that gave its own name this address would otherwise read what is here.
+            # DNS rebinding: a foreign page whose host name resolves to this address could otherwise read the API.
             raise HTTPException(421, "this is a host of another name; ask for 127.0.0.1 or localhost")
         if self._owner is None:
             if self._local:
@@ -73,7 +77,7 @@ class HttpAuth:
 
 
 def token_from_header(header: str) -> str | None:
-    """The token in an `Authorization` header: a bearer's, or the password of a browser that asked its user."""
+    """Return the token in an `Authorization` header: a bearer token, or the password of basic authentication."""
     scheme, _, value = header.partition(" ")
     value = value.strip()
     if scheme.lower() == "bearer":
@@ -86,7 +90,7 @@ def token_from_header(header: str) -> str | None:
         return None
 
 
-# The figures of the last hour, a sample every few seconds, so that a page that is opened now shows what was before.
+# Samples of the last hour, so that a page that opens now shows the past.
 
 SAMPLE_INTERVAL_S = 5.0
 MAX_SAMPLES = 720
@@ -96,7 +100,7 @@ _BY_LABEL = ("hit_tokens", "loaded_bytes", "misses")
 
 
 def sample(stats: Mapping[str, Any], time: float) -> dict[str, Any]:
-    """What of the statistics changes by the second; counters as they are, for whoever takes differences."""
+    """Return the statistics that change by the second. Counters are totals; the reader takes differences."""
     counters = stats.get("counters", {})
     return {
         "time": time,
@@ -107,7 +111,7 @@ def sample(stats: Mapping[str, Any], time: float) -> dict[str, Any]:
 
 
 class StatsHistory:
-    """Thread-safe; the oldest leave."""
+    """The last samples; the oldest is dropped. Thread-safe."""
 
     def __init__(self, samples: int = MAX_SAMPLES) -> None:
         self._samples: deque[dict[str, Any]] = deque(maxlen=samples)
@@ -118,7 +122,7 @@ class StatsHistory:
             self._samples.append(sample(stats, time))
 
     def all(self) -> list[dict[str, Any]]:
-        """The oldest first."""
+        """Return the samples, oldest first."""
         with self._lock:
             return list(self._samples)
 
@@ -143,7 +147,7 @@ PAGE_FILES: Mapping[str, str] = {
     "words.js": "text/javascript",
     "icon.svg": "image/svg+xml",
 }
-"""Files of the page, and what each is."""
+"""Files of the page, and their media types."""
 _TOKEN_FIELDS = ("ids", "before", "ours", "theirs")
 
 ReportEndpoint = Callable[[Report, Request], Any]
@@ -152,8 +156,10 @@ _log = logger("kvcache.daemon.http")
 
 
 class HttpApi:
-    """`meter`: of a tenant, what it may ask for. `waits`: why the daemon cannot serve engines now, a line a reason;
-    none when it can."""
+    """The routes of the API.
+
+    `rate_limit` returns a tenant's limits. `not_ready` returns the reasons why the daemon cannot serve engines now.
+    """
 
     def __init__(
         self,
@@ -200,7 +206,7 @@ class HttpApi:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        await run_in_threadpool(self.record_sample)  # so that whoever asks first finds one
+        await run_in_threadpool(self.record_sample)  # so that the first request finds a sample
         sampling = asyncio.ensure_future(self._sample())
         yield
         sampling.cancel()
@@ -213,10 +219,10 @@ class HttpApi:
             await run_in_threadpool(self.record_sample)
 
     def record_sample(self) -> None:
-        """A sample for the history, now."""
+        """Add a sample to the history."""
         self.history.add(self._cache.stats(), self._cache.tier_manager.os_env.clock.wall())
 
-    # what is open
+    # Open paths.
 
     def _metrics(self, _: Request) -> Response:
         return Response(exposition(self._cache.stats()), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -228,7 +234,7 @@ class HttpApi:
         reasons = [reason for reason in self._not_ready() if reason]
         return PlainTextResponse("\n".join(reasons or ["ok"]) + "\n", status_code=503 if reasons else 200)
 
-    # what is told to some
+    # Paths that need authentication.
 
     def _api(self, name: str, call: ReportEndpoint) -> Callable[[Request], Response]:
         def answer(request: Request) -> Response:
@@ -245,7 +251,7 @@ class HttpApi:
         return self._answer("info", {"version": self._version, "since": since, "tenant": tenant})
 
     def _history(self, request: Request) -> Response:
-        """Of all tenants together, so only the operator's."""
+        """Return the samples to an operator; they sum over all tenants, so that a tenant receives none."""
         return self._answer("history", self.history.all() if self._entry.tenant(request) is None else [])
 
     async def _explain(self, request: Request) -> Response:
@@ -268,7 +274,7 @@ class HttpApi:
 
 
 class _SecurityHeaders:
-    """Puts `HEADERS` on every answer."""
+    """Adds `SECURITY_HEADERS` to every response."""
 
     def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
         self._app = app
@@ -291,8 +297,10 @@ def _count(request: Request, default: int) -> int:
 
 
 async def _parse_question(request: Request) -> tuple[dict[str, Any], int]:
-    """`request` or `count` in the address; or, posted, a map with `ids`, a list, and perhaps `namespace`. And how many
-    bytes were posted."""
+    """Return the question and the number of posted bytes.
+
+    The question is `request` or `count` in the URL, or a posted map with `ids` (a list) and optionally `namespace`.
+    """
     if request.method == "GET":
         named = request.query_params.get("request")
         return ({"count": _count(request, 10)} if named is None else {"request": named}), 0

@@ -1,4 +1,4 @@
-"""Listens for HTTP on a thread of its own: whatever is asked there, engines are served as before."""
+"""Runs the HTTP API on its own thread, so that HTTP requests do not delay engines."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from kvcache.log import logger
 from kvcache.settings.service import MAX_HTTP_CONNECTIONS, Http
 
 MAX_CONCURRENT_REQUESTS = 64
-"""Connections and questions at a time; who comes beyond them is told to come later (503), and beyond `CONNECTIONS`
-hung up on: whoever is told must be taken in first, and that takes a descriptor."""
+"""Most connections and requests at a time.
+
+A further request is answered with 503. A connection beyond `MAX_HTTP_CONNECTIONS` is closed, because even a 503 needs a
+descriptor.
+"""
 DRAIN_TIMEOUT_S = 2
 HEADER_TIMEOUT_S = 10.0
-"""For the head of a request to arrive."""
+"""For a request's header to arrive."""
 
 
 def bind_listener(settings: Http) -> socket.socket:
-    """A socket that is bound where the settings say. StoreError where that cannot be."""
+    """Return a socket bound as the settings say; StoreError where that fails."""
     named = f"http.host = {settings.host!r}, http.port = {settings.port}"
     try:
         found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -47,13 +50,13 @@ def bind_listener(settings: Http) -> socket.socket:
 
 
 def page_url(settings: Http, port: int) -> str:
-    """As a browser takes it."""
+    """Return the page's URL."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"{'https' if settings.tls_cert_file else 'http'}://{host}:{port}/"
 
 
 def check_tls(settings: Http) -> None:
-    """ConfigError where certificate and key are not what they should be."""
+    """Raise ConfigError where certificate and key cannot be used."""
     if not settings.tls_cert_file:
         if settings.tls_key_file:
             raise ConfigError("http.tls_key_file without http.tls_cert_file: give the certificate too")
@@ -68,8 +71,7 @@ def check_tls(settings: Http) -> None:
 
 
 class _HeaderTimeoutProtocol(H11Protocol):
-    """Hangs up on whoever begins a request and does not come to the end of its head: a few of these would otherwise
-    keep everybody else from asking."""
+    """Closes a connection whose request header does not arrive in time: a few of these would block all clients."""
 
     _header_timer: asyncio.TimerHandle | None = None
 
@@ -102,7 +104,7 @@ class _HeaderTimeoutProtocol(H11Protocol):
 
 
 def start(app: Starlette, listener: socket.socket, settings: Http) -> Callable[[], None]:
-    """Answer from now on; the function that ends it. Takes the listener over."""
+    """Serve on a new thread; return the function that ends it. Takes ownership of the listener."""
     config = uvicorn.Config(
         app,
         http=_HeaderTimeoutProtocol,
@@ -137,21 +139,26 @@ def start(app: Starlette, listener: socket.socket, settings: Http) -> Callable[[
     return end
 
 
-# A daemon's HTTP, begun and ended with it. What HTTP needs beside is imported only where it is wanted.
+# Start and end of a daemon's HTTP. Packages that only HTTP needs are imported where HTTP is enabled.
 
 _log = logger("kvcache.daemon.http")
 
 
 def planned_url(settings: Http) -> str:
-    """Where the page would be; ConfigError where certificate or key are not what they should be."""
+    """Return the page's URL for a dry run; ConfigError where certificate or key cannot be used."""
 
     check_tls(settings)
     return page_url(settings, settings.port)
 
 
 def http_listener(settings: Http, *, needed: bool = True) -> socket.socket | None:
-    """Bound, so that a daemon that cannot have its port says so before it opens anything. `needed`: StoreError where it
-    cannot; else, for a daemon that an engine started and waits for, it goes without and says so."""
+    """Return the bound socket, so that a daemon without its port reports that before it opens anything.
+
+    Where `needed` is False, a port that is taken is logged and None is returned: an engine waits for that daemon.
+
+    Raises:
+        StoreError: The port cannot be bound, and `needed` is True.
+    """
 
     check_tls(settings)
     try:
@@ -164,7 +171,7 @@ def http_listener(settings: Http, *, needed: bool = True) -> socket.socket | Non
 
 
 def serve_http(daemon: Daemon, listener: socket.socket, settings: Http, version: str) -> tuple[str, Callable[[], None]]:
-    """Answer from now on: where the page is, and the function that ends it."""
+    """Start serving; return the page's URL and the function that ends it."""
     from kvcache.daemon.http.app import HttpApi
 
     admission = daemon.admission

@@ -88,7 +88,7 @@ class Report:
     def stats(self) -> dict[str, Any]:
         """Return the statistics as `KVCache.stats`.
 
-        A tenant's have what is counted by tenant: records, bytes, and tokens requested and found.
+        For a tenant only what is counted by tenant: records, bytes, and tokens requested and matched.
         """
         if self._tenant is None:
             return self._cache.stats()

@@ -1,4 +1,4 @@
-"""The daemon server: accepts clients of a cache, answers their messages and ends with their claims released.
+"""The daemon server: accepts a cache's clients, answers their messages, and ends their references.
 
 One process owns a cache; the engines of its host share it over a Unix socket, and those of other hosts over TLS. The
 cache outlives an engine: an engine that crashes and restarts finds its prefixes in host memory.
@@ -142,7 +142,7 @@ class Daemon:
         self._transfer_connections: dict[TransferConnection, threading.Thread] = {}
         self._serving = self._ending = False
         self.successor: socket.socket | None = None
-        """Socket to the process that takes over, where one asked for it. The caller closes it."""
+        """Socket to the daemon that takes over, or None. The caller closes it."""
         self._ended = asyncio.Event()
         self._lingering: asyncio.TimerHandle | None = None
 
