@@ -1,1 +1,1 @@
-"""What the nodes of a fleet do together: who computes a prefix that nobody has, and which are worth fetching."""
+"""What the nodes of a fleet do together: compute each prefix once, and prefetch the most used ones."""

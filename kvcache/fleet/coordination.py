@@ -1,9 +1,11 @@
-"""Who of a fleet computes a prompt: one node at a time, known by a number that never comes twice.
+"""Coordination of a fleet through Redis: a lease per prompt, so that one node at a time computes it.
 
-Three notes a prompt. The lease holds the number of the node that computes it, and goes by itself when that node no
-longer renews it. The mark says that the prompt's blocks are stored; only who still has the lease may set it, so a node
-that slept through its lease cannot speak for the one after it. The blocks themselves need no such care: they are named
-by their content, and two nodes that compute the same store the same."""
+Each prompt has three keys. The lease holds the number of the node that computes the prompt, and expires where that node
+stops renewing it. The number grows with each acquisition and is not reused. The mark says that the prompt's blocks are
+stored; only the holder of the lease may set it, so that a node whose lease has expired cannot mark for the next holder.
+The blocks need no such care: they are named by their content, and two nodes that compute the same blocks store the
+same.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,15 @@ from kvcache.tier.redis.connect import RefusedError
 from kvcache.tier.redis.pool import REDIRECT_REPLIES
 from kvcache.tier.redis.wire import ErrorReply, RespConnection
 
-# Small notes that a fleet shares in its Redis, beside the records: `docs/spec/fleet.md` says which.
+# Small keys that a fleet shares in its Redis, beside the records; `docs/spec/fleet.md` specifies them.
 
 _MAX_REDIRECTS = 3
 
 
 class Coordination:
-    """Connections of its own to the servers that `settings` name, so that a question waits behind no block."""
+    """Sends commands to the Redis servers in `settings`, on its own connections, so that no command waits behind a
+    block.
+    """
 
     def __init__(self, settings: Redis, os_env: OsEnv | None = None) -> None:
         entrance = ConnectionConfig(
@@ -46,7 +50,7 @@ class Coordination:
         )
 
     def command(self, key: bytes, *words: bytes) -> Any:
-        """The reply to a command about `key`. OSError where no server answers, or it refuses."""
+        """Return the reply to a command about `key`; OSError where no server answers, or the server refuses."""
         place = ""
         for _ in range(_MAX_REDIRECTS):
             (share,) = self._nodes.partition([key], None, [place])
@@ -59,13 +63,13 @@ class Coordination:
                 return reply
             if reply not in REDIRECT_REPLIES:
                 raise RefusedError(str(reply))
-            place = reply.place  # also of what has moved for good: the cluster is not looked at anew for each
+            place = reply.place  # also for MOVED: the cluster's map is not read again for each key
             if reply != "ASK":
                 self._nodes.mark_stale()
         raise RefusedError("moved")
 
     def script(self, text: bytes, keys: list[bytes], *arguments: bytes) -> Any:
-        """What a script says; all keys stand in one place, by the braces in them."""
+        """Return the result of a script. All keys have one hash tag (in braces), and so one server."""
         return self.command(keys[0], b"EVAL", text, b"%d" % len(keys), *keys, *arguments)
 
     def close(self) -> None:
@@ -78,7 +82,9 @@ def _send(wire: RespConnection, words: tuple[bytes, ...]) -> Any:
 
 LEASE_S = 10.0
 STORED_MARK_S = 600.0
-"""For so long a prompt counts as stored. Afterwards a node asks its engine again, which finds what is still there."""
+"""How long a prompt counts as stored. Afterwards a node asks its engine again, which finds blocks that are still
+stored.
+"""
 _NUMBER_TTL_S = 86_400
 
 _ACQUIRE = b"""local n = redis.call('INCR', KEYS[3])
@@ -95,7 +101,7 @@ return 1"""
 
 
 class LeaseResult(Enum):
-    """What became of asking for a lease."""
+    """The outcome of `PromptLease.acquire`."""
 
     ACQUIRED = "mine"
     HELD_ELSEWHERE = "another's"
@@ -103,7 +109,10 @@ class LeaseResult(Enum):
 
 
 class PromptLease:
-    """Of one prompt, known by a digest. Every call may raise OSError: no server, no lease."""
+    """The lease of one prompt, identified by a digest.
+
+    Every call may raise OSError: no server answers, and so there is no lease.
+    """
 
     def __init__(
         self,
@@ -114,7 +123,7 @@ class PromptLease:
         renew_s: float | None = None,
         mark_s: float = STORED_MARK_S,
     ) -> None:
-        """`renew_s`: how often it is renewed; thrice in its time where that is not given."""
+        """`renew_s` is the interval between renewals; a third of `lease_s` where it is None."""
         name = f"{coordination.prefix}:w1:{{{digest}}}".encode()
         self._coordination, self._keys = coordination, [name + b":lease", name + b":stored", name + b":number"]
         self._lease_s, self._renew_s, self._mark_s = lease_s, renew_s or lease_s / 3, mark_s
@@ -128,15 +137,17 @@ class PromptLease:
         return LeaseResult.STORED if number < 0 else LeaseResult.HELD_ELSEWHERE
 
     def renew(self) -> bool:
-        """Whether it is still ours."""
+        """Return whether this node still has the lease."""
         return bool(self._coordination.script(_RENEW, self._keys[:1], b"%d" % self.number, _ms(self._lease_s)))
 
     def mark_stored(self) -> bool:
-        """Leave the lease and say that the blocks are there. False where it was another's by now: nothing is said."""
+        """Release the lease and mark the prompt as stored. Return False, without a mark, where another node has the
+        lease.
+        """
         return self._leave(self._mark_s)
 
     def release(self) -> bool:
-        """Leave the lease to whoever asks next."""
+        """Release the lease for the next node that asks."""
         return self._leave(0)
 
     def _leave(self, mark_s: float) -> bool:
@@ -144,12 +155,12 @@ class PromptLease:
 
     @contextmanager
     def keep_renewed(self) -> Iterator[None]:
-        """Renew it on a thread of its own, for as long as the work takes; given up where that fails."""
+        """Renew the lease on a thread while the block runs; release it where the block raises."""
         over = threading.Event()
 
         def renew() -> None:
             while not over.wait(self._renew_s):
-                with suppress(OSError):  # it may answer again before the lease is over
+                with suppress(OSError):  # the server may answer again before the lease expires
                     if not self.renew():
                         return
 

@@ -1,4 +1,4 @@
-"""A cache as a node of its fleet: it tells what it uses, fetches what the others use, and answers `kvcache warm`."""
+"""A cache as a node of its fleet: reports its most used chains, prefetches the fleet's, and answers `kvcache warm`."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kvcache.fleet.popularity import MAX_CHAINS, Popularity, PopularityReporter
 from kvcache.fleet.warm import EngineClient, Prompt, WarmUp
 from kvcache.log import logger
 
-# The chains that a fleet uses most, brought into a node's own memory in the background.
+# Prefetch of the fleet's most used chains into this node's host memory, in the background.
 
 _log = logger("kvcache.fleet")
 
 
 @dataclass(slots=True)
 class PrefetchProgress:
-    """Progress. `chains` of the fleet's were looked at, of which `whole` are near now."""
+    """Progress of a prefetch: `chains` were tried, and `whole` of them are completely in host memory."""
 
     chains: int = 0
     whole: int = 0
     blocks: int = 0
     bytes: int = 0
-    full: bool = False  # the limit on bytes, or host memory, had no room for the rest
+    full: bool = False  # the byte budget or host memory has no capacity for the rest
     fault: str = ""
 
 
@@ -56,7 +56,7 @@ class Prefetch:
         self._stop.set()
 
     def run(self) -> None:
-        """Raises for nothing."""
+        """Prefetch the chains. Never raises."""
         try:
             for bound in self._bounds:
                 for packed in self._popularity.hottest(bound.id, self._count):
@@ -66,7 +66,7 @@ class Prefetch:
         except OSError as error:
             self.progress.fault = str(error)
             _log.warning("the fleet's hottest chains: %s", error)
-        except Exception as error:  # noqa: BLE001  never in the way
+        except Exception as error:  # noqa: BLE001  worker thread that must survive: a cache fault never fails a request
             self.progress.fault = repr(error)
             _log.exception("the fleet's hottest chains: a defect")
         finally:
@@ -82,12 +82,12 @@ class Prefetch:
 
 
 SETTLE_TIMEOUT_S = 30.0
-"""For what was computed to reach the fleet."""
-_MAX_KEPT = 16  # of fetches, for whoever asks how far they are
+"""For computed blocks to reach the shared tiers."""
+_MAX_KEPT = 16  # prefetches whose progress can still be asked for
 
 
 def join_fleet(cache: Cache) -> FleetNode | None:
-    """Where the settings name a Redis; ends with the cache."""
+    """Make the cache a node of its fleet, where the settings name a Redis. The node closes with the cache."""
     if cache.settings.redis.enabled:
         return FleetNode(cache)
     cache.control_handlers["warm"] = _refuse_without_fleet
@@ -99,7 +99,7 @@ def _refuse_without_fleet(asked: dict[Any, Any]) -> dict[str, Any]:
 
 
 def warm_up(cache: Cache, url: str, prompts: Sequence[Prompt]) -> WarmUp:
-    """Have the engine at `url`, whose cache this is, read or compute these prompts, in the background."""
+    """Have the engine at `url`, whose cache this is, read or compute these prompts in the background."""
     settings, clock = cache.settings.warm, cache.tier_manager.os_env.clock
     coordination = (
         Coordination(cache.settings.redis, cache.tier_manager.os_env) if cache.settings.redis.enabled else None
@@ -160,7 +160,7 @@ class FleetNode:
         cache.on_close.append(self.close)
 
     def ready(self) -> bool:
-        """All that was to be fetched was, or had its time."""
+        """Return whether every prefetch is done, or the deadline has passed."""
         return self._cache.tier_manager.os_env.clock.now() >= self._end or all(
             prefetch.ready for prefetch in self._prefetches
         )
@@ -173,7 +173,12 @@ class FleetNode:
         return prefetch
 
     def answer(self, asked: dict[Any, Any]) -> dict[str, Any]:
-        """`hot`: begin to fetch so many chains; without, how far the last fetch is. `max_bytes`: at most."""
+        """Answer `kvcache warm`.
+
+        Args:
+            asked: `hot`: start to prefetch that many chains; without it, report the last prefetch. `max_bytes`: byte
+                budget.
+        """
         count, most = asked.get("hot"), asked.get("max_bytes")
         if count is not None:
             if not isinstance(count, int) or isinstance(count, bool) or not 0 < count <= MAX_CHAINS:
@@ -194,7 +199,7 @@ class FleetNode:
             fetches, threads = list(self._prefetches), list(self._threads)
         for prefetch in fetches:
             prefetch.stop()
-        self._coordination.close()  # wakes who waits for a server
+        self._coordination.close()  # wakes threads that wait for a server
         for thread in threads:
             thread.join()
         if self._popularity_reporter is not None:

@@ -1,11 +1,13 @@
-"""Which chains a fleet uses most these days: a count a chain in Redis that halves as time goes by, told by every node.
+"""The most used chains of a fleet: one count per chain in Redis, with exponential decay, reported by every node.
 
-A node tells now and then, on a thread of its own, what its last requests found: nothing here is on an engine's path.
-A score is the logarithm of the count with time added on: log2(count) + now / half life. Scores of long ago need no
-touch then, and are compared with those of today as they stand. A use adds to a score s what 2^s + 2^now says.
+Each node periodically reports the prefixes that its recent requests matched. A thread does this, so that no request
+waits for it.
 
-The number of chains is bounded, and so is the length of each: the coldest but the one just told goes, since else no
-newcomer would ever be told twice; a long one is known by its head.
+A score is log2(count) + now / half life. Old scores need no update, and compare with new ones as they are. A use at
+time `now` changes a score s to log2(2^s + 2^now), with `now` in half lives.
+
+The number of chains is bounded: the coldest is removed, except the one just reported, because otherwise no new chain
+could collect a second use. The length of a chain is bounded too: a longer one is cut to its first blocks.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from kvcache.log import logger
 from kvcache.tier.redis.keys import popularity_keys
 
 MAX_CHAINS = 256
-"""Of a namespace, in the server."""
+"""Per namespace, in the server."""
 MAX_CHAIN_BLOCKS = 2048
-"""Of a chain: 64 KiB of signatures."""
+"""Per chain: 64 KiB of signatures."""
 MAX_REPORTED_CHAINS = 64
-"""Chains that one node tells of at a time, the most used of them."""
+"""Most chains in one report of a node; the most used are reported."""
 REPORT_INTERVAL_S = 30.0
 HALF_LIFE_S = 3600.0
 _EXPIRE_S = 7 * 86_400
@@ -61,7 +63,7 @@ _log = logger("kvcache.fleet")
 
 
 class Popularity:
-    """The counts of a fleet, of any namespace. OSError where no server answers."""
+    """The counts of a fleet, by namespace. OSError where no server answers."""
 
     def __init__(
         self, coordination: Coordination, *, half_life_s: float = HALF_LIFE_S, chains: int = MAX_CHAINS
@@ -69,7 +71,14 @@ class Popularity:
         self._coordination, self._half_life_s, self._chains = coordination, half_life_s, chains
 
     def add(self, namespace: bytes, packed: bytes, uses: int, wall_s: float) -> None:
-        """`packed`: the signatures of a chain that was used so often, at that time."""
+        """Add uses to a chain.
+
+        Args:
+            namespace: Id of the namespace.
+            packed: The chain's signatures.
+            uses: Number of uses.
+            wall_s: Time of the uses, in seconds since 1970.
+        """
         packed = packed[: MAX_CHAIN_BLOCKS * SIGNATURE_BYTES]
         name, now = packed[-SIGNATURE_BYTES:], wall_s / self._half_life_s
         bounds = (b"%d" % self._chains, b"%d" % _EXPIRE_S)
@@ -84,7 +93,7 @@ class Popularity:
         )
 
     def hottest(self, namespace: bytes, count: int) -> list[bytes]:
-        """The signatures of that many chains, the hottest first; those that make no sense are left out."""
+        """Return the signatures of the most used chains, hottest first; malformed ones are omitted."""
         chains = self._coordination.script(
             _HOTTEST, popularity_keys(self._coordination.prefix, namespace), b"%d" % max(1, count)
         )
@@ -94,7 +103,7 @@ class Popularity:
 
 
 class PopularityReporter:
-    """Tells the fleet what one cache's requests found. Owns a thread until `close`, or until nobody has the cache."""
+    """Reports the prefixes that a cache's requests matched. Its thread ends at `close`, or with the cache."""
 
     def __init__(self, cache: Cache, popularity: Popularity, *, report_interval_s: float = REPORT_INTERVAL_S) -> None:
         self._cache, self._popularity, self._report_interval_s = weakref.ref(cache), popularity, report_interval_s
@@ -104,7 +113,7 @@ class PopularityReporter:
         self._thread.start()
 
     def report(self) -> int:
-        """What was found since the last time; how many chains were told of."""
+        """Report matches since the last report; return the number of chains."""
         cache = self._cache()
         entries = (
             []
@@ -125,12 +134,12 @@ class PopularityReporter:
         while not self._over.wait(self._report_interval_s) and self._cache() is not None:
             try:
                 self.report()
-            except OSError as error:  # the tier says so in its own counters
+            except OSError as error:  # the tier counts this error
                 _log.debug("the fleet's counts: %s", error)
-            except Exception:  # noqa: BLE001  never in the way
+            except Exception:  # noqa: BLE001  worker thread that must survive: a cache fault never fails a request
                 _log.exception("the fleet's counts: a defect")
 
     def close(self) -> None:
-        """Waits for what is being told, which has a deadline."""
+        """Stop the thread; wait for a report that is running, which has a deadline."""
         self._over.set()
         self._thread.join()

@@ -1,8 +1,10 @@
-"""Prefixes near before they are asked for: each computed once in the fleet, and read by all others.
+"""Warm-up: compute each of a list of prompts once in the fleet, and load it on every other node before requests need
+it.
 
-For each prompt one node of the fleet gets the lease, has its engine compute it, and marks it stored once it is. The
-others go on with other prompts meanwhile, and then have their own engines read what is there. Without a server for
-leases every node has its own engine do it: never in the way."""
+For each prompt one node gets the lease, has its engine compute it, and marks it as stored. The other nodes continue
+with other prompts meanwhile; later their engines read the stored blocks. Without a server for leases, every node's
+engine computes the prompt itself: a cache fault never fails a request.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,13 @@ from kvcache.fleet.coordination import LEASE_S, Coordination, LeaseResult, Promp
 from kvcache.log import logger
 from kvcache.os_env import Clock
 
-# The prefixes that a file names: a JSON value a line. {"text": "You are a helpful assistant. ..."} {"messages":
-# [{"role": "system", "content": "..."}]} {"token_ids": [1, 2, 3]} A text or a list of token ids may stand alone.
-# Empty lines, and lines that begin with #, are left out.
+# The file of prompts: one JSON value a line.
+#
+#     {"text": "You are a helpful assistant. ..."}
+#     {"messages": [{"role": "system", "content": "..."}]}
+#     {"token_ids": [1, 2, 3]}
+#
+# A text or a list of token ids may stand alone. Empty lines, and lines that begin with #, are ignored.
 
 PromptKind = Literal["text", "messages", "token_ids"]
 
@@ -39,7 +45,7 @@ class Prompt:
     content: Any
 
     def digest(self, model: str) -> str:
-        """32 hexadecimal digits: the same on every node for the same prompt to the same model."""
+        """Return 32 hexadecimal digits, the same on every node for the same prompt and model."""
         document = json.dumps(
             [model, self.kind, self.content], ensure_ascii=False, sort_keys=True, separators=(",", ":")
         )
@@ -47,7 +53,7 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """In the file's order. ConfigError, with the line, for what is none."""
+    """Return the file's prompts in order; ConfigError with the line number for an invalid line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -89,11 +95,11 @@ def _is_list_of(content: object, kind: type) -> bool:
     )
 
 
-# An engine, as anyone sees it who has its URL: OpenAI's API, asked for one token.
+# A client of an engine with OpenAI's API, which requests one token.
 
 API_KEY_VARIABLE = "OPENAI_API_KEY"
-_MAX_ERROR_CHARS = 300  # of an engine's own, in an error
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # an engine is near, a proxy is not
+_MAX_ERROR_CHARS = 300  # most characters of an engine's error text
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # an engine is not behind a proxy
 
 
 class EngineError(KVCacheError):
@@ -102,12 +108,12 @@ class EngineError(KVCacheError):
 
 @dataclass(frozen=True, slots=True)
 class PrefillUsage:
-    tokens: int  # of the prompt
-    cached: int  # of these, not computed; 0 where the engine does not tell
+    tokens: int  # tokens of the prompt
+    cached: int  # of these, not computed; 0 where the engine does not report it
 
 
 class EngineClient:
-    """`url`: with or without `/v1`. `model`: what to ask for; without one, the first that the engine names."""
+    """An engine at `url`, with or without `/v1`. `model` defaults to the first that the engine lists."""
 
     def __init__(self, url: str, model: str = "", *, timeout_s: float = 600.0) -> None:
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
@@ -126,8 +132,12 @@ class EngineClient:
         return self._model
 
     def prefill(self, prompt: Prompt) -> PrefillUsage:
-        """Have the engine compute a prompt, or find it; EngineError where it refuses, UnreachableError where it is
-        not there."""
+        """Have the engine compute or find a prompt.
+
+        Raises:
+            EngineError: The engine refuses the prompt.
+            UnreachableError: The engine does not answer.
+        """
         body: dict[str, Any] = {"model": self.model, "max_tokens": 1, "temperature": 0}
         if prompt.kind == "messages":
             reply = self._ask("/v1/chat/completions", {**body, "messages": prompt.content})
@@ -142,7 +152,7 @@ class EngineClient:
         if key := os.environ.get(API_KEY_VARIABLE):
             headers["authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode("utf-8", "surrogatepass")
-        request = urllib.request.Request(self._url + path, data, headers)  # noqa: S310  http or https, see above
+        request = urllib.request.Request(self._url + path, data, headers)  # noqa: S310  http or https, see `__init__`
         try:
             with _OPENER.open(request, timeout=self._timeout_s) as response:
                 reply = json.load(response)
@@ -167,7 +177,7 @@ def _error_text(body: bytes) -> str:
 
 
 POLL_S = 0.1
-"""Between two looks at what others compute."""
+"""Between two attempts while other nodes compute the remaining prompts."""
 
 _log = logger("kvcache.fleet")
 
@@ -180,8 +190,15 @@ class Prefiller(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PromptResult:
-    """What became of one prompt: `computed`, by this node's engine with the lease; `fetched`, after another node;
-    `alone`, without a lease; `failed`; `left`, for lack of time or room."""
+    """The result of one prompt.
+
+    `what` is one of:
+      - `computed`: this node's engine computed it, with the lease.
+      - `fetched`: another node had stored it.
+      - `alone`: this node's engine computed it, without a lease.
+      - `failed`: `why` has the reason.
+      - `left`: no time or memory was left.
+    """
 
     number: int
     what: str
@@ -190,9 +207,14 @@ class PromptResult:
 
 
 class WarmUp:
-    """`begin`: called before this node's engine computes a prompt. `settle`: waits until what the engine stored or used
-    since then can be read by the others; whether it is so. `held`: bytes
-    that this node keeps, of which `most_bytes` may be added. `patience_s`: for all of it."""
+    """Warms a list of prompts.
+
+    Args:
+        begin: Called before this node's engine computes a prompt.
+        settle: Waits until other nodes can read what the engine stored or used since `begin`; returns whether they can.
+        held: Returns the bytes that this node holds; warming may add `max_bytes`.
+        patience_s: Time for all prompts.
+    """
 
     def __init__(
         self,
@@ -218,32 +240,32 @@ class WarmUp:
 
     @property
     def ready(self) -> bool:
-        """Every prompt was dealt with, however it ended."""
+        """Whether every prompt has a result."""
         return self._done.is_set()
 
     @property
     def counts(self) -> dict[str, int]:
-        """Progress: prompts by what became of them, those that wait, and tokens."""
+        """Progress: number of prompts by result, prompts that wait, and tokens."""
         steps = list(self.steps)
         tokens, cached = (sum(getattr(step.usage, name) for step in steps) for name in ("tokens", "cached"))
         waiting = len(self._prompts) - len(steps)
         return {**Counter(step.what for step in steps), "waiting": waiting, "tokens": tokens, "cached_tokens": cached}
 
     def start(self) -> threading.Thread:
-        """In the background."""
+        """Run in the background; return the thread."""
         thread = threading.Thread(target=self.run, name="kvcache-warm", daemon=True)
         thread.start()
         return thread
 
     def stop(self) -> None:
-        """After the prompt that is under way."""
+        """Stop after the current prompt."""
         self._stop.set()
 
     def run(self) -> None:
-        """Deal with every prompt; raises for none of them."""
+        """Warm every prompt. Never raises."""
         try:
             self._run()
-        except Exception:  # noqa: BLE001  a fleet that is not warm serves as well
+        except Exception:  # noqa: BLE001  worker thread that must survive: a node serves without the warm-up too
             _log.exception("warming up failed")
         finally:
             self._done.set()
@@ -251,7 +273,7 @@ class WarmUp:
     def _run(self) -> None:
         end, before = self._clock.now() + self._patience_s, self._held()
         waiting = deque(enumerate(self._prompts))
-        others = 0  # in a row, that another node has
+        others = 0  # consecutive prompts that other nodes compute
         while waiting and not self._stop.is_set():
             number, prompt = waiting.popleft()
             over = self._most_bytes is not None and self._held() - before >= self._most_bytes
@@ -279,7 +301,7 @@ class WarmUp:
         self._on_result(step)
 
     def _warm_prompt(self, number: int, prompt: Prompt) -> PromptResult | None:
-        """What became of it; None while another node computes it."""
+        """Return the prompt's result; None while another node computes it."""
         try:
             if self._coordination is None:
                 return PromptResult(number, "alone", self._engine.prefill(prompt))
@@ -301,7 +323,7 @@ class WarmUp:
             self._begin()
             usage = self._engine.prefill(prompt)
             settled = self._settle()
-        with suppress(OSError):  # then it ends by itself, and somebody else asks his engine
+        with suppress(OSError):  # the lease then expires, and another node's engine computes the prompt
             lease.mark_stored() if settled else lease.release()
         return PromptResult(
             number, "computed", usage, "" if settled else "what was computed did not reach the fleet in time"
