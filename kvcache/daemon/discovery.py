@@ -51,8 +51,9 @@ def make_socket_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def _is_private(directory: Path) -> bool:
-    """Return whether the path is a real directory that only this user can enter; other users may have created one
-    there.
+    """Return whether the path is a directory, no link, that only this user can enter.
+
+    Another user may have created something else there.
     """
     try:
         status = directory.lstat()

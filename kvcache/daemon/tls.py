@@ -30,9 +30,7 @@ def server_context(cert_file: str, key_file: str, client_ca_file: str, *, requir
 
 
 def client_context(ca_file: str, cert_file: str, key_file: str) -> ssl.SSLContext:
-    """Return the client's context. It checks the daemon's name and certificate against `ca_file`, else the system's
-    CAs.
-    """
+    """Return the client's context. It checks the daemon's name and certificate against `ca_file`, else system CAs."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if ca_file:

@@ -158,9 +158,7 @@ class Wire:
 
     @property
     def hung_up(self) -> bool:
-        """Whether the other side hung up, or sent an unexpected message, which is as bad. Call it between requests
-        only.
-        """
+        """Whether the other side hung up, or sent an unexpected message, which is as bad. Use it between requests."""
         try:
             self.connection.settimeout(0)
             if isinstance(self.connection, ssl.SSLSocket):  # it cannot peek; no byte is expected

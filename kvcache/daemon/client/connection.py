@@ -110,8 +110,9 @@ class Connection:
 
     @contextmanager
     def transfer_wire(self, timeout_s: float) -> Iterator[Wire]:
-        """Yield a transfer connection for the caller alone. An error closes it, because the daemon may still be
-        sending.
+        """Yield a transfer connection for the caller alone.
+
+        An error closes it, because the daemon may still be sending.
         """
         with self.lock:
             wire = self.idle.pop() if self.idle else None

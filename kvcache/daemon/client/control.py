@@ -109,9 +109,9 @@ def fetch_json(
         raise ConfigError(f"url = {url!r:.80}: expected http://HOST:PORT/ or https://HOST:PORT/")
     token = environ.get("KVCACHE_TOKEN", "") if token_file is None else token_file.read_text(encoding="utf-8").strip()
     headers = {"Accept": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
-    request = Request(urljoin(url if url.endswith("/") else url + "/", path), headers=headers)  # noqa: S310  the scheme is checked
+    request = Request(urljoin(url if url.endswith("/") else url + "/", path), headers=headers)  # noqa: S310  checked
     try:
-        with urlopen(request, timeout=HTTP_TIMEOUT_S) as answer:  # noqa: S310  the scheme is checked
+        with urlopen(request, timeout=HTTP_TIMEOUT_S) as answer:  # noqa: S310  checked
             document = json.load(answer)
     except HTTPError as error:
         with error:

@@ -145,8 +145,9 @@ class RemoteRequest:
         return Signatures(packed)
 
     def open(self) -> None:
-        """Open the request in the daemon, so that ranks can join it; a later call retries where the daemon does not
-        answer.
+        """Open the request in the daemon, so that ranks can join it.
+
+        Where the daemon does not answer, a later call opens it.
         """
         try:
             with self._cache.connected() as connection:
@@ -297,8 +298,9 @@ class RemoteRequest:
         self._report_finished(0)
 
     def _report_finished(self, store: int) -> None:
-        """Report the end of a store, and of the request once no transfer of it runs: a later transfer would not find
-        it.
+        """Report the end of a store; and of the request, once it is closed and none of its transfers runs.
+
+        A transfer that starts after that report would not find the request.
         """
         with self._lock:
             over = self._closed and not self._transfers_running

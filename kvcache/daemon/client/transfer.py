@@ -1,6 +1,4 @@
-"""The client's part of loads and stores: copies between leased slots, or payloads on the socket, and the engine's
-pages.
-"""
+"""Loads and stores of a client: copies between the engine's pages and leased slots, or payloads on the socket."""
 
 from __future__ import annotations
 
@@ -243,7 +241,7 @@ class TransferTask:
                 copies = self.mover.scatter([part for part in batch.parts if part[0] < self.valid_blocks])
                 self.transfer.begun(min(blocks, self.valid_blocks), copies)
                 wait_all(copies)
-            except Exception:  # noqa: BLE001  boundary to foreign code: later payloads must still be read off the socket
+            except Exception:  # noqa: BLE001  boundary to foreign code: later payloads must still be read
                 _log.exception("pages could not be filled")
                 self._fail_from(batch.first, Outcome.FAILED)
                 return

@@ -247,8 +247,9 @@ class Admission:
             rate_limit.change((tenants.by_name if tenants is not None else {}).get(name, Tenant(name=name)))
 
     def tenant(self, credentials: Credentials) -> Tenant:
-        """Return the tenant with these credentials; a token is checked alone, without a fallback to certificate or
-        user.
+        """Return the tenant with these credentials.
+
+        A token is checked alone: an unknown token does not fall back to certificate or user.
 
         Raises:
             AccessError: No tenant has them.

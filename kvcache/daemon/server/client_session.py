@@ -206,9 +206,7 @@ class ClientSession:
         self.ended = False
 
     def still_authorized(self, admission: Admission) -> bool:
-        """Return whether the credentials still map to the same tenant and `share`; if so, adopt the tenant's new
-        limits.
-        """
+        """Return whether the credentials still map to the same tenant and `share`; if so, adopt its new limits."""
         try:
             tenant = admission.tenant(self.credentials)
         except AccessError:

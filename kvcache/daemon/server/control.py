@@ -294,7 +294,7 @@ class ControlServer:
         if cache is None:
             raise FrameError("the cache is gone")
         for name, of_others in cache.control_handlers.items():
-            answers[name] = lambda _, arguments, answer=of_others: answer(arguments)  # type: ignore[misc]  # binds the loop variable
+            answers[name] = lambda _, arguments, answer=of_others: answer(arguments)  # type: ignore[misc]  # early bind
         if not isinstance(op, str) or op not in answers:
             return {"error": f"op = {op!r:.40}: this version knows {', '.join(answers)}"}
         try:
@@ -303,7 +303,7 @@ class ControlServer:
             return {"error": str(error), "kind": NOT_FOUND}
         except KVCacheError as error:
             return {"error": str(error)}
-        except Exception as error:  # noqa: BLE001  boundary to foreign code: the client receives the error, the engine does not
+        except Exception as error:  # noqa: BLE001  boundary to foreign code: the client gets the error
             _log.exception("%s failed", op)
             return {"error": f"{op} failed: {error!r}"}
 

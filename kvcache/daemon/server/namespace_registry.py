@@ -21,8 +21,9 @@ MAX_IDLE_NAMESPACES, IDLE_EVICTION_BATCH = 1024, 256
 
 
 class NamespaceRegistry:
-    """Counts bindings and references. Any hashable object can stand for a session. Thread safety: the loop's thread
-    only.
+    """Counts bindings and references.
+
+    Any hashable object can stand for a session. Thread safety: the loop's thread only.
     """
 
     def __init__(self, cache: Cache, tenants: Callable[[], int]) -> None:
@@ -80,8 +81,9 @@ class NamespaceRegistry:
         self.drop_reference(bound)
 
     def add_reference(self, bound: CacheNamespace) -> None:
-        """Keep the binding until as many `drop_reference`: an open request continues after its session ended the
-        binding.
+        """Keep the binding until as many calls of `drop_reference`.
+
+        An open request continues after its session has ended the binding.
         """
         self._references[bound] += 1
         self._idle.pop(bound, None)

@@ -9,9 +9,9 @@ Alternatives:
   - All bytes through the daemon's socket. A copying client loads 3.3 GB/s, a mapping client 25 GB/s
     (`benchmarks/remote.py`).
 
-The daemon therefore keeps the index, the policy and the tiers to itself. On one host it leases slots: a client maps the
-slabs of its tenant, copies between a slot and its pages, and replies when it has copied (`slot_lease`). Payload bytes
-never pass through this file. A client of another host, or of a tenant with `share = "copy"`, sends and receives
+The daemon therefore keeps the index, the policy and the tiers to itself. On one host it leases slots (`slot_lease`): a
+client maps the slabs of its tenant and copies between a slot and its pages. It replies when it has copied. Payload
+bytes never pass through this file. A client of another host, or of a tenant with `share = "copy"`, sends and receives
 payloads on its transfer connections.
 
 A client has two kinds of connection, named by `role` in its hello:
@@ -22,7 +22,8 @@ A client has two kinds of connection, named by `role` in its hello:
 A third role, `heir`, comes from a new daemon: this one hands over its host memory and ends (`handover`).
 
 Invariants:
-  - A session ends with its control connection or its process. Its requests close then, and their references end.
+  - A session ends with its control connection, its process, or a reload that no longer admits it. Its requests close
+    then, and their references end.
   - No timer ends a session. `PidfdWatcher` reports the end of a process even while another process holds its
     descriptors.
   - A slot that was leased for storing is not reused before its client has hung up, because the client may still write.

@@ -1,5 +1,4 @@
-"""Transfer connections in the daemon: leases slots to a client that maps the arena, or sends payloads to one that does
-not.
+"""Transfer connections in the daemon: leases slots to clients that map the arena, and sends payloads to others.
 
 One thread serves each transfer connection (`serve_transfers`). It moves blocks through one of two classes:
   - `SlotLease`: the client copies between a leased slot and its pages.
@@ -95,8 +94,9 @@ class SocketTransport:
         return ()
 
     def gather(self, parts: Sequence[CopyPart]) -> None:
-        """Receive payloads into slots. No other thread or client uses these slots, so that they are free again after a
-        failure.
+        """Receive payloads into slots.
+
+        No other thread or client uses these slots, so that they are free again after a failure.
         """
         wanted = list(payload_batches(parts))
         try:
