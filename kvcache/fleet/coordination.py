@@ -2,9 +2,8 @@
 
 Each prompt has three keys. The lease holds the number of the node that computes the prompt, and expires where that node
 stops renewing it. The number grows with each acquisition and is not reused. The mark says that the prompt's blocks are
-stored; only the holder of the lease may set it, so that a node whose lease has expired cannot mark for the next holder.
-The blocks need no such care: they are named by their content, and two nodes that compute the same blocks store the
-same.
+stored. Only the holder of the lease may set it: a node whose lease has expired cannot mark for the next holder. The
+blocks need no such care: they are named by their content, and two nodes that compute the same blocks store the same.
 """
 
 from __future__ import annotations
@@ -30,8 +29,9 @@ _MAX_REDIRECTS = 3
 
 
 class Coordination:
-    """Sends commands to the Redis servers in `settings`, on its own connections, so that no command waits behind a
-    block.
+    """Sends commands to the Redis servers in `settings`.
+
+    It has its own connections, so that no command waits behind a block.
     """
 
     def __init__(self, settings: Redis, os_env: OsEnv | None = None) -> None:
@@ -82,9 +82,7 @@ def _send(wire: RespConnection, words: tuple[bytes, ...]) -> Any:
 
 LEASE_S = 10.0
 STORED_MARK_S = 600.0
-"""How long a prompt counts as stored. Afterwards a node asks its engine again, which finds blocks that are still
-stored.
-"""
+"""How long a prompt counts as stored. Afterwards a node asks its engine again, which finds the remaining blocks."""
 _NUMBER_TTL_S = 86_400
 
 _ACQUIRE = b"""local n = redis.call('INCR', KEYS[3])
@@ -141,9 +139,7 @@ class PromptLease:
         return bool(self._coordination.script(_RENEW, self._keys[:1], b"%d" % self.number, _ms(self._lease_s)))
 
     def mark_stored(self) -> bool:
-        """Release the lease and mark the prompt as stored. Return False, without a mark, where another node has the
-        lease.
-        """
+        """Release the lease and mark the prompt as stored. Return False, without a mark, where it is another node's."""
         return self._leave(self._mark_s)
 
     def release(self) -> bool:

@@ -1,5 +1,4 @@
-"""Warm-up: compute each of a list of prompts once in the fleet, and load it on every other node before requests need
-it.
+"""Warm-up: compute each listed prompt once in the fleet, and load it on the other nodes before requests need it.
 
 For each prompt one node gets the lease, has its engine compute it, and marks it as stored. The other nodes continue
 with other prompts meanwhile; later their engines read the stored blocks. Without a server for leases, every node's
