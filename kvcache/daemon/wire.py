@@ -1,7 +1,7 @@
 """Blocking frames over a connected stream socket.
 
-A Unix socket also carries descriptors of memory. Every socket also carries payload bytes behind a frame, read into and
-sent from the caller's memory without a copy.
+A Unix socket also carries descriptors of memory. Every socket also carries payload bytes behind a frame, read
+directly into the caller's memory and sent from it.
 """
 
 from __future__ import annotations
