@@ -1,9 +1,9 @@
 """Coordination of a fleet through Redis: a lease per prompt, so that one node at a time computes it.
 
 Each prompt has three keys. The lease holds the number of the node that computes the prompt, and expires where that node
-stops renewing it. The number grows with each acquisition and is not reused. The mark says that the prompt's blocks are
-stored. Only the holder of the lease may set it: a node whose lease has expired cannot mark for the next holder. The
-blocks need no such care: they are named by their content, and two nodes that compute the same blocks store the same.
+stops renewing it. The number is not reused. The mark says that the prompt's blocks are stored. Only the holder of the
+lease may set it: a node whose lease has expired cannot mark for the next holder. The blocks need no such care: they are
+named by their content, and two nodes that compute the same blocks store the same.
 """
 
 from __future__ import annotations

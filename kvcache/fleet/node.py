@@ -23,7 +23,10 @@ _log = logger("kvcache.fleet")
 
 @dataclass(slots=True)
 class PrefetchProgress:
-    """Progress of a prefetch: `chains` were tried, and `whole` of them are completely in host memory."""
+    """Progress of a prefetch.
+
+    `chains` were tried. Of `whole` of them, host memory now holds every block that any tier has.
+    """
 
     chains: int = 0
     whole: int = 0
