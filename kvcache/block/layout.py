@@ -234,13 +234,6 @@ class KVLayout:
             ],
         }
 
-    @classmethod
-    def from_hf_config(cls, config: Any, *, dtype: str | None = None, block_tokens: int = 16) -> KVLayout:
-        """Return the layout of a Hugging Face model, given a directory, a `config.json`, or its contents as a dict."""
-        from kvcache.block.hf import layout_from_hf  # reads files, so it is separate from the arithmetic
-
-        return layout_from_hf(config, dtype=dtype, block_tokens=block_tokens)
-
 
 def blocks_needed(group: Group, blocks: int, block_tokens: int) -> int:
     """Return how many of the last blocks of a prefix of `blocks` blocks the group's rule needs."""

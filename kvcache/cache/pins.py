@@ -11,26 +11,39 @@ import threading
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from kvcache.block.chain import SIGNATURE_BYTES
+from kvcache.block.layout import KVLayout
 from kvcache.block.record import record_bytes
 from kvcache.cache.holds import Holds
 from kvcache.errors import ConfigError
-from kvcache.index.block_run import BlockRun, wanted
+from kvcache.index.block_run import BlockRun, ShardRef, wanted
 from kvcache.index.index import Index
 from kvcache.log import logger
 from kvcache.os_env import Clock
 from kvcache.tier.tier import Tier
-
-if TYPE_CHECKING:
-    from kvcache.cache.request import CacheNamespace
 
 PIN_DIVISOR = 8
 MAX_PINS = 64
 MAX_PIN_S = 30 * 86_400.0
 
 _log = logger("kvcache.pins")
+
+
+class PinnedNamespace(Protocol):
+    """The part of a bound namespace that a pin reads."""
+
+    @property
+    def id(self) -> bytes: ...
+    @property
+    def layout(self) -> KVLayout: ...
+    @property
+    def names(self) -> Sequence[bytes]: ...
+    @property
+    def needs(self) -> Sequence[int]: ...
+    @property
+    def all_shards(self) -> Sequence[ShardRef]: ...
 
 
 @dataclass(slots=True)
@@ -87,7 +100,7 @@ class Pins:
         if len(self._pins) >= MAX_PINS:
             raise ConfigError(f"{MAX_PINS} prefixes are pinned, and no more can be: `kvcache unpin` one")
 
-    def pinnable_blocks(self, bound: CacheNamespace, blocks: int) -> int:
+    def pinnable_blocks(self, bound: PinnedNamespace, blocks: int) -> int:
         """Of this many leading blocks, those whose records pins can all hold in host memory."""
         sizes = [(place.group, record_bytes(place.payload_bytes)) for place in bound.all_shards]
 
@@ -98,7 +111,7 @@ class Pins:
         self.sweep()
         return bisect_right(range(1, blocks + 1), self._holds.holdable_bytes()[self._index.tiers[0]], key=size)
 
-    def pin(self, bound: CacheNamespace, packed: bytes, seconds: float) -> Pin:
+    def pin(self, bound: PinnedNamespace, packed: bytes, seconds: float) -> Pin:
         """Hold the cached blocks of this prefix.
 
         Raises:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Ordered
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from kvcache.block.chain import tokens as checked_tokens
-from kvcache.block.layout import KVLayout
 from kvcache.block.shared_namespace import shared_identity, shared_layout
 from kvcache.cache.api import KVCache, SupportsCanary
+from kvcache.engine.model import Runner
 from kvcache.engine.pool import PagePool
 from kvcache.engine.prefix import PrefixCache
 from kvcache.engine.recompute import Recompute
@@ -33,26 +33,6 @@ from kvcache.os_env import Clock, SystemClock
 from kvcache.transfer.pages import GroupPages
 
 _TICK_S = 0.002  # how long a step without work waits for a load, a lookup or a store
-
-
-class Runner(Protocol):
-    """What the engine asks of a model; `kvcache.engine.model.Model` is one."""
-
-    layout: KVLayout
-    max_tokens: int
-    vocab_size: int
-    directory: str
-    revision: str
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def eos_token_ids(self) -> Collection[int]: ...
-    @property
-    def facts(self) -> Mapping[str, Any]: ...
-    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
-        """Logits, (R, vocab) float32, of the rows `batch.logits_at`. Writes the keys and values of the batch's rows
-        into the pages of `kv`, (layers, 2, pages, block_tokens, kv_heads, head_dim)."""
 
 
 class Engine:

@@ -8,9 +8,9 @@ work on single rows. Only how a prompt is cut into steps moves last bits, within
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -26,6 +26,26 @@ from kvcache.engine.scheduler import Batch, Span
 from kvcache.errors import ModelError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Runner(Protocol):
+    """What the engine asks of a model; `kvcache.engine.model.Model` is one."""
+
+    layout: KVLayout
+    max_tokens: int
+    vocab_size: int
+    directory: str
+    revision: str
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def eos_token_ids(self) -> Collection[int]: ...
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+    def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
+        """Logits, (R, vocab) float32, of the rows `batch.logits_at`. Writes the keys and values of the batch's rows
+        into the pages of `kv`, (layers, 2, pages, block_tokens, kv_heads, head_dim)."""
 
 
 class Model:

@@ -12,7 +12,7 @@ from kvcache.transfer.cpu import CpuCopier
 from kvcache.transfer.pages import GroupPages
 
 if TYPE_CHECKING:
-    from kvcache.engine.engine import Runner
+    from kvcache.engine.model import Runner
 
 
 class Recompute:

@@ -31,7 +31,7 @@ def test_a_llama():
     assert layout_from_hf(LLAMA, dtype="fp8_e4m3", block_tokens=64) == KVLayout.mha(
         layers=4, kv_heads=2, head_dim=8, dtype="fp8_e4m3", block_tokens=64
     )
-    assert KVLayout.from_hf_config(LLAMA, dtype="torch.float16").groups[0].dtype == "fp16"
+    assert layout_from_hf(LLAMA, dtype="torch.float16").groups[0].dtype == "fp16"
 
 
 @pytest.mark.parametrize("as_file", [True, False])

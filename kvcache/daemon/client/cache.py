@@ -23,7 +23,7 @@ from kvcache.block.layout import KVLayout, Shard
 from kvcache.block.namespace import Namespace
 from kvcache.cache.api import FlushReport, NamespaceHandle, TierFlush, check_shards, check_ttl
 from kvcache.daemon.client.connection import Connection, Endpoint, TokenSource, UnixEndpoint
-from kvcache.daemon.client.request import RemoteBound
+from kvcache.daemon.client.request import RemoteNamespace
 from kvcache.daemon.client.transfer import StagingPool
 from kvcache.daemon.discovery import parse_unix_address
 from kvcache.daemon.protocol import MAX_FLUSH_S, ProtocolError, parse_reply, read_report
@@ -121,7 +121,7 @@ class RemoteCache:
         shards: Sequence[Shard] | None = None,
         ranks: Sequence[Sequence[Shard]] | None = None,
         ttl_s: float | None = None,
-    ) -> RemoteBound:
+    ) -> RemoteNamespace:
         self.check_open()
         held, _ = check_shards(layout, shards, ranks)
         namespace = Namespace(
@@ -133,7 +133,7 @@ class RemoteCache:
             cache_salt=cache_salt,
             facts={**(facts or {}), **self._facts},
         )
-        bound = RemoteBound(self, namespace, held, ranks, check_ttl(ttl_s))
+        bound = RemoteNamespace(self, namespace, held, ranks, check_ttl(ttl_s))
         try:
             with self.connected() as connection:
                 bound.number(connection)
@@ -178,7 +178,7 @@ class RemoteCache:
         """Return KV events; none where the daemon does not answer. The next reply then reports what was lost."""
         try:
             with self.connected() as connection:
-                numbers = [bound.number(connection) for bound in bounds if isinstance(bound, RemoteBound)]
+                numbers = [bound.number(connection) for bound in bounds if isinstance(bound, RemoteNamespace)]
             reply = self.long_call("changes", self.patience_s, {"after": after, "namespaces": numbers})
         except KVCacheError as error:
             _log.debug("no changes: %s", error)

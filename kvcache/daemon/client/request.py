@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvcache.block.chain import Chain, Signatures, bind_signatures, tokens
 from kvcache.block.layout import Shard
@@ -15,16 +15,13 @@ from kvcache.block.namespace import Namespace
 from kvcache.cache.api import Extras, Hit, PageIds, check_origin, check_transfer, check_ttl
 from kvcache.cache.operation import BlockTransfer
 from kvcache.cache.slot_copy import PagesSlotCopy
-from kvcache.daemon.client.transfer import TransferTask
+from kvcache.daemon.client.connection import Connection
+from kvcache.daemon.client.transfer import ConnectedClient, TransferTask
 from kvcache.daemon.protocol import MAX_CLIENT_NAMESPACES, MAX_FRAME_BYTES, describe_shards
 from kvcache.errors import KVCacheError
 from kvcache.log import RequestContext, logger
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
-
-if TYPE_CHECKING:
-    from kvcache.daemon.client.cache import RemoteCache
-    from kvcache.daemon.client.connection import Connection
 
 UNREACHABLE = "unreachable"
 """The miss reason of a match without a reply."""
@@ -32,10 +29,10 @@ UNREACHABLE = "unreachable"
 _log = logger("kvcache.daemon")
 
 
-class RemoteBound:
+class RemoteNamespace:
     def __init__(
         self,
-        cache: RemoteCache,
+        cache: ConnectedClient,
         namespace: Namespace,
         shards: Sequence[Shard],
         ranks: Sequence[Sequence[Shard]] | None,
@@ -119,7 +116,7 @@ class RemoteBound:
 
 
 class RemoteRequest:
-    def __init__(self, bound: RemoteBound, id: str, deadline_s: float | None, *, joined: bool = False) -> None:
+    def __init__(self, bound: RemoteNamespace, id: str, deadline_s: float | None, *, joined: bool = False) -> None:
         self.id, self.work, self.ttl_s = id, RequestContext(id), bound.ttl_s
         self._bound, self._cache = bound, bound.cache
         self._deadline_s = bound.cache.deadline_s if deadline_s is None else deadline_s

@@ -5,10 +5,10 @@ from __future__ import annotations
 import mmap
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,18 +17,16 @@ from xxhash import xxh3_64_intdigest
 from kvcache.block.record import header_area, record_bytes
 from kvcache.cache.operation import BlockTransfer
 from kvcache.cache.slot_copy import CopyViewPart, PagesSlotCopy, wait_all
+from kvcache.daemon.client.connection import Connection
 from kvcache.daemon.protocol import MAX_BATCH_BYTES, PAYLOAD_DTYPE, STORE_TIMEOUT_S, ProtocolError, parse_reply
 from kvcache.daemon.server.slot_lease import WIRE_OUTCOMES
 from kvcache.daemon.shm import LeasedBatch, SlabMappings
 from kvcache.daemon.wire import Wire, WireTimeoutError
 from kvcache.errors import KVCacheError, UnreachableError
-from kvcache.log import logger, request_context
+from kvcache.log import RequestContext, logger, request_context
+from kvcache.os_env import Executor
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.copier import CopierRegistry
-
-if TYPE_CHECKING:
-    from kvcache.daemon.client.cache import RemoteCache
-    from kvcache.daemon.client.request import RemoteRequest
 
 # Transfers whose payloads go over the socket, by way of staging memory.
 
@@ -140,10 +138,40 @@ def lay_out(rows: np.ndarray, staging: StagingBuffer) -> PayloadBatch:
 _log = logger("kvcache.daemon")
 
 
+class ConnectedClient(Protocol):
+    """The part of a client's cache that its namespaces, requests and transfers use; `RemoteCache` is one."""
+
+    deadline_s: float
+    patience_s: float
+    prefix: str
+    isolates_tenants: bool
+    numbers: Iterator[int]
+    copiers: CopierRegistry
+    executor: Executor
+    staging_pool: StagingPool
+
+    def connected(self) -> AbstractContextManager[Connection]: ...
+    def check_open(self) -> None: ...
+    def mark_lost(self, connection: Connection, error: KVCacheError) -> None: ...
+    def announce_store(self, store: int) -> bool: ...
+    def transfer_started(self) -> None: ...
+    def transfer_ended(self) -> None: ...
+    def long_call(self, op: str, timeout_s: float | None, fields: Mapping[str, Any]) -> dict[str, Any]: ...
+
+
+class TransferRequest(Protocol):
+    """The part of a client's request that its transfers use; `RemoteRequest` is one."""
+
+    work: RequestContext
+
+    def number(self, connection: Connection) -> int: ...
+    def transfer_ended(self, store: int) -> None: ...
+
+
 @dataclass(slots=True)
 class TransferTask:
-    cache: RemoteCache
-    request: RemoteRequest
+    cache: ConnectedClient
+    request: TransferRequest
     op: str
     first: int
     end: int
