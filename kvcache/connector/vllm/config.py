@@ -1,4 +1,4 @@
-"""What a user writes into `kv_connector_extra_config`, checked at start."""
+"""The options in `kv_connector_extra_config`, and the configurations that are refused or not cached."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvcache.errors import ConfigError
 
 
 class Options(BaseModel):
-    """All optional: with none of them the connector caches in host memory and on the drive, as `kvcache.open` does."""
+    """Options of the connector, all optional. By default it caches in host memory and on the drive, as `kvcache.open`
+    does."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,7 +45,7 @@ class Options(BaseModel):
 
 
 class TierOptions(BaseModel):
-    """Of a tier below vLLM's own offloading, beside `type` and `module_path`."""
+    """Options of a tier below vLLM's own offloading, beside `type` and `module_path`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -64,7 +65,7 @@ OptionsT = TypeVar("OptionsT", bound=BaseModel)
 
 
 def parse_options(extra: dict[str, Any], made: type[OptionsT], *, where: str = "kv_connector_extra_config") -> OptionsT:
-    """ConfigError names the setting, what was given and what would do."""
+    """Parse options; ConfigError names the setting, its value and what is valid."""
     try:
         return made(**extra)
     except ValidationError as error:
@@ -76,14 +77,14 @@ def parse_options(extra: dict[str, Any], made: type[OptionsT], *, where: str = "
         raise ConfigError(f"{where}: {name} = {cast('Any', first['input'])!r}: {first['msg'].lower()}") from None
 
 
-# What is refused at start, and what goes by uncached, each with its reason.
+# Configurations that are refused at start, or run uncached, each with its reason.
 
 _NO_DRAFT = {"ngram", "ngram_gpu", "suffix"}
-"""Ways of speculation without keys and values of their own."""
+"""Methods of speculation without keys and values of their own."""
 
 
 def reject_unsupported(config: Any) -> None:
-    """ConfigError for what cannot be served by blocks of whole prefixes, however one tried."""
+    """Raise ConfigError for a configuration that blocks of whole prefixes cannot serve."""
     parallel = config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1) or 1
@@ -95,7 +96,7 @@ def reject_unsupported(config: Any) -> None:
 
 
 def uncached_reason(config: Any) -> str:
-    """Why this engine runs without its cache; "" where it runs with it."""
+    """Return why this engine runs without its cache; "" where it runs with it."""
     speculative = getattr(config, "speculative_config", None)
     method = getattr(speculative, "method", None)
     if speculative is not None and method not in _NO_DRAFT:

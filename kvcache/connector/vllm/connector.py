@@ -1,9 +1,48 @@
-"""`KVCacheConnector`: what vLLM calls, handed to the side that this object is.
+"""`KVCacheConnector`, the class that vLLM loads, and the cache that both of its roles share.
 
     vllm serve MODEL --kv-transfer-config '{"kv_connector":"KVCacheConnector",
         "kv_connector_module_path":"kvcache.connector.vllm","kv_role":"kv_both","kv_load_failure_policy":"recompute"}'
 
-Every hook runs on the engine's own thread, and none raises for a fault of the cache: it is off then, or finds nothing.
+vLLM creates one connector in the scheduler's process and one in each worker's. This class only forwards each hook to
+the side that it was created as: `ConnectorScheduler` (scheduler.py) or `ConnectorWorker` (worker.py). The scheduler
+matches prompts, and names the blocks to load and to store. The worker of each rank copies blocks between its pages and
+the cache. The scheduler sends its decisions with each step (metadata.py); a rank sends the shapes of its pages once.
+
+The life of a request:
+
+1. `get_num_new_matched_tokens` matches the prompt. A pending lookup returns None, and vLLM asks again in the next step.
+2. `update_state_after_alloc` queues the load into the pages that vLLM allocated.
+3. `start_load_kv` begins the loads of a step, on every rank.
+4. `wait_for_save` stores the blocks that the step filled.
+5. `get_finished` or `get_transfer_results` reports the loads that ended, and `update_connector_output` hands them to
+   the scheduler.
+6. `request_finished` closes the request. Pages are never held back for a store.
+
+Alternatives. vLLM's own offloading keeps blocks in host memory and can use this cache as a secondary tier (tier.py). A
+secondary tier sees opaque chunks only: other vLLM versions, layouts and numbers of ranks do not find them. The
+connector describes the layout of the pages, so blocks of any number of ranks match. Storing layer by layer
+(`save_kv_layer`) is not used, because a block is stored whole, after the step.
+
+One cache an engine. Scheduler and only worker of one process share a cache (`SharedCache`). An engine of several
+processes connects to a daemon: the one in `address`, or one that the first process starts.
+
+Invariants:
+
+- A cache fault never fails a request. Hooks are guarded (guard.py), and an exception reads as an empty cache. Only an
+  unsupported configuration raises, at start. The scheduler sets `kv_load_failure_policy` to `recompute`, since vLLM
+  would fail a request whose blocks were not loaded.
+- A page is not overwritten while a store reads it. `handle_preemptions` waits for stores that read pages which the step
+  assigns. A store that does not end within a bounded time is cancelled.
+- A request whose load failed stores nothing until the scheduler has acknowledged the failure.
+- Blocks are found again only under the same identity: model, weights, layout, adapter, tenant, and the origin of the
+  digests (identity.py, namespaces.py). A reset begins a new namespace.
+
+Threads. vLLM calls every hook on the engine's own thread of that process. Two more threads read from the cache:
+`kvcache-stats` (stats.py) and `kvcache-events` (events.py). `_lock` guards the table of open caches; nothing else here
+is shared between threads.
+
+To change it: a new hook is forwarded here and implemented on one side. A new vLLM version belongs in version.py and,
+for new tensor shapes, in kv_layout.py. A field that crosses processes belongs in metadata.py.
 """
 
 from __future__ import annotations
@@ -35,17 +74,18 @@ from kvcache.connector.vllm.worker import ConnectorWorker
 from kvcache.daemon.client.autostart import find_or_start
 from kvcache.errors import LayoutError
 
-# The cache of an engine: one for both roles where they share a process, else a daemon between them.
+# One cache for each engine: shared by both roles in one process, else owned by a daemon.
 
 HOST_BYTES = "1GiB"
-"""Our own host memory under vLLM's, where nobody sets it: what passes through, since what is near stands in vLLM's."""
+"""Host memory of the cache below vLLM's own offloading, unless a setting says otherwise. Records only pass through it,
+since vLLM's host memory already holds the recent ones."""
 
 _lock = threading.Lock()
-_open_caches: dict[str, tuple[KVCache | ObserveMode, int]] = {}  # by engine: its cache, and how many roles use it
+_open_caches: dict[str, tuple[KVCache | ObserveMode, int]] = {}  # engine id: its cache, number of roles using it
 
 
 class SharedCache:
-    """One role's claim on the cache of its engine, which is closed when the last role lets go."""
+    """One role's reference to the cache of its engine. Closing the last reference closes the cache."""
 
     def __init__(self, engine_id: str, cache: KVCache | ObserveMode) -> None:
         self.cache, self._engine_id, self._held = cache, engine_id, True
@@ -63,7 +103,7 @@ class SharedCache:
 
 
 def share_cache(config: Any, options: Options) -> SharedCache:
-    """The cache of this engine, opened by whichever role comes first."""
+    """Return a reference to this engine's cache. The first role to call opens it."""
     engine_id = str(config.kv_transfer_config.engine_id)
     with _lock:
         cache, users = _open_caches.get(engine_id, (None, 0))
@@ -74,21 +114,21 @@ def share_cache(config: Any, options: Options) -> SharedCache:
 
 
 def open_tier_cache(options: TierOptions) -> KVCache:
-    """The cache under vLLM's own offloading: this process alone reaches it, unless it is a daemon's."""
+    """Open the cache below vLLM's own offloading. It is private to this process, unless `address` names a daemon."""
     if options.address is not None:
         return kvcache.open(options.address)
     return kvcache.open(options.config, **{"host": {"capacity_bytes": HOST_BYTES}, **options.settings})
 
 
 def is_single_process(config: Any) -> bool:
-    """Whether the scheduler and the only worker live together, and no replica beside them."""
+    """Return whether the scheduler and the only worker share a process, with a single replica."""
     parallel = config.parallel_config
     replicas = getattr(parallel, "data_parallel_size", 1)
     return bool(parallel.world_size == replicas == 1 and parallel.distributed_executor_backend == "uni")
 
 
 def engine_name(config: Any) -> str:
-    """The engine's, which its replicas share: vLLM numbers theirs."""
+    """Return the engine id that all replicas share: vLLM appends `_dp` and a number to each replica's id."""
     return re.sub(r"_dp\d+$", "", str(config.kv_transfer_config.engine_id))
 
 
@@ -134,7 +174,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @staticmethod
     def _recompute(config: Any) -> None:
-        """A block that does not come is computed: a request never fails for it."""
+        """Make vLLM recompute blocks that were not loaded, instead of failing the request."""
         if config.kv_load_failure_policy != "recompute":
             config.kv_load_failure_policy = "recompute"
             _log.info("kv_load_failure_policy is set to recompute: a block that does not come is computed again")
@@ -143,7 +183,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         return False
 
-    # worker
+    # Worker hooks
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         try:
@@ -151,7 +191,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
             shapes = describe_layers(
                 kv_caches, self._kv_config.kv_cache_groups, self._kv_config.num_blocks, packing=packing
             )
-        except Exception as error:  # noqa: BLE001  law: never in the way
+        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
             why = str(error) if isinstance(error, LayoutError) else f"{type(error).__name__}: {error}"
             _log.error("this rank's pages are not cached: %s", why)
             self._handshake = HandshakeMetadata(refusal=why)
@@ -180,7 +220,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are stored whole, after the step."""
+        """Do nothing: blocks are stored whole, after the step."""
 
     @guarded()
     def wait_for_save(self) -> None:
@@ -213,7 +253,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(metadata, ConnectorMetadata)
         return metadata
 
-    # scheduler
+    # Scheduler hooks
 
     @guarded()
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
@@ -265,12 +305,13 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(())
     def take_events(self) -> Iterable[Any]:
-        self._scheduler.step_timer.end()  # vLLM asks once a step, when the output is there
+        self._scheduler.step_timer.end()  # vLLM calls this once a step, when the output has arrived
         events = self._scheduler.events
         return () if events is None else events.drain()
 
     def has_pending_push_work(self) -> bool:
-        """Events go out with a step: the engine makes some more, also when no request is left."""
+        """Return whether events are pending. vLLM publishes events with a step, so the engine runs extra steps for
+        them, even without requests."""
         events = self._scheduler.events if self.role == KVConnectorRole.SCHEDULER else None
         return events is not None and events.pending
 
@@ -278,7 +319,7 @@ class KVCacheConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool | None:
         return self._scheduler.reset()
 
-    # both
+    # Hooks of both roles
 
     @guarded()
     def get_kv_connector_stats(self) -> ConnectorStats | None:
@@ -308,18 +349,18 @@ def _rank(config: Any) -> tuple[int, int]:
 
     try:
         return get_pp_group().rank_in_group, get_tp_group().rank_in_group
-    except AssertionError:  # no groups of processes: a single rank
+    except AssertionError:  # no process groups: a single rank
         return 0, 0
 
 
 def _packing(config: Any) -> str:
-    """What packs blocks on a processor."""
+    """Return the name of the code that packs blocks on a CPU."""
     try:
         from vllm.v1.attention.backends import cpu_attn
 
         model = config.model_config
-        isa = cpu_attn._get_attn_isa(model.dtype, config.cache_config.block_size, model.get_head_size())  # noqa: SLF001  nothing else tells it
-    except Exception:  # noqa: BLE001  another version, another platform: the machine's name is the least that is known
+        isa = cpu_attn._get_attn_isa(model.dtype, config.cache_config.block_size, model.get_head_size())  # noqa: SLF001  vLLM has no public name for it
+    except Exception:  # noqa: BLE001  another version or platform: fall back to the processor's name
         import platform
 
         isa = f"unknown {platform.processor() or platform.machine()}"

@@ -1,11 +1,11 @@
-"""KV events: which blocks are in which tier, for routers, through vLLM's own publisher.
+"""KV events: reports to routers which tier has which blocks, through vLLM's own publisher.
 
-The cache tells what comes and goes by signature; here it gets vLLM's hash, its parent, its tokens and a medium, so that
-an event explains itself. Blocks that no request of this engine has named cannot be explained and are not told of; so a
-store that engines share is told of by each of them as far as it has seen it.
+The cache reports stored and removed blocks by signature. The publisher adds vLLM's hash, its parent, its tokens and a
+medium, so that an event needs no other context. Blocks that no request of this engine has named are not reported.
+Engines that share a store each report the blocks that they have seen.
 
-Bounded: when more blocks are known than `MOST_BLOCKS`, the oldest are told to be gone. Where the cache says that
-changes were lost, all of them are.
+The table is bounded: beyond `MAX_NAMED_BLOCKS` the oldest blocks are reported as removed. Where the cache reports lost
+changes, all blocks are.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvcache.index.kv_events import KVEvent
 POLL_INTERVAL_S = 0.05
 MAX_NAMED_BLOCKS = 1 << 17
 LINGER_S = 1.0
-"""So long after a store the engine goes on making empty steps, so that what became of it is told though no request
-comes: vLLM publishes with a step."""
+"""How long after a store the engine keeps making empty steps. vLLM publishes with a step, and the result of the store
+has to be reported even when no request arrives."""
 
 TIER_MEDIA = {"host": ("CPU", "LOCAL"), "nvme": ("STORAGE", "LOCAL")}
 REMOTE_MEDIUM = ("STORAGE", "REMOTE")
@@ -48,11 +48,11 @@ class EventBlock:
     tokens: NDArray[np.uint32]
     lora: tuple[int, str] | None
     extra: tuple[Any, ...] | None
-    parts_by_tier: dict[str, int] = field(default_factory=dict)  # by tier: which of the model's parts it has
+    parts_by_tier: dict[str, int] = field(default_factory=dict)  # tier: bit set of the model's parts in it
 
 
 class EventFactory(Protocol):
-    """What of this depends on vLLM's version: `version.py`."""
+    """The functions that depend on vLLM's version; `version.py` implements them."""
 
     def event(self, kind: str, **fields: Any) -> Any: ...
     def event_hash(self, block_hash: bytes) -> int | bytes: ...
@@ -60,15 +60,18 @@ class EventFactory(Protocol):
 
 
 class KVEventPublisher:
-    """`name` and `take` are called on the scheduler's thread; the cache is asked on a thread of its own."""
+    """Collects events for vLLM.
+
+    Thread safety: `name_blocks` and `drain` run on the scheduler's thread. A separate thread polls the cache.
+    """
 
     def __init__(
         self, cache: SupportsKVEvents, event_factory: EventFactory, most_blocks: int = MAX_NAMED_BLOCKS
     ) -> None:
         self._cache, self._event_factory, self._most = cache, event_factory, most_blocks
         self._known: OrderedDict[bytes, EventBlock] = OrderedDict()
-        self._parts: dict[tuple[int, tuple[int, int, int, int]], int] = {}  # a bit for each group and shard of ours
-        self._groups: dict[int, int] = {}  # by vLLM's group, all bits of it
+        self._parts: dict[tuple[int, tuple[int, int, int, int]], int] = {}  # (group, shard): its bit
+        self._groups: dict[int, int] = {}  # vLLM's group: all its bits
         self._block_tokens = 0
         self._bounds: list[NamespaceHandle] = []
         self._ready: deque[Any] = deque()
@@ -77,14 +80,14 @@ class KVEventPublisher:
         self._polling = threading.Lock()
         self._end = threading.Event()
         self._next: int | None = None
-        call_guarded(None, self.poll)  # from here on: a store that comes at once is told of
+        call_guarded(None, self.poll)  # from here on, so that an early store is reported
         self._thread = threading.Thread(target=self._run, name="kvcache-events", daemon=True)
         self._thread.start()
 
-    # the scheduler's thread
+    # The scheduler's thread
 
     def subscribe(self, model: ModelIdentity, bound: NamespaceHandle) -> None:
-        """Tell of this namespace as well."""
+        """Report the blocks of this namespace too."""
         with self._lock:
             self._block_tokens = model.layout.block_tokens
             for held in model.shards.values():
@@ -95,18 +98,18 @@ class KVEventPublisher:
             self._bounds.append(bound)
 
     def unsubscribe(self, bound: NamespaceHandle) -> None:
-        """Tell of it no more."""
+        """Stop reporting the blocks of this namespace."""
         with self._lock:
             self._bounds = [other for other in self._bounds if other is not bound]
 
     def name_blocks(
         self, bound: NamespaceHandle, request: Any, digests: Sequence[bytes], first: int, hashes_a_block: int
     ) -> None:
-        """What these blocks of a request, from `first` on, are called. Never raises: without a name they are not told
-        of, and the request goes on."""
+        """Name these blocks of a request, from block `first` on. Never raises: unnamed blocks are not reported, and the
+        request continues."""
         try:
             self._name(bound, request, digests, first, hashes_a_block)
-        except Exception:  # noqa: BLE001  law: never in the way
+        except Exception:  # noqa: BLE001  a cache fault never fails a request
             _log.exception("blocks of request %s are not told of", request.request_id)
 
     def _name(
@@ -140,11 +143,11 @@ class KVEventPublisher:
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to tell, or may be soon."""
+        """Return whether events are ready, or may be soon."""
         return bool(self._ready) or monotonic() < self._busy_until
 
     def forget(self) -> None:
-        """A reset: what this engine knew is nothing that it will find again."""
+        """Report all blocks as removed, after a reset: this engine will not find them again."""
         with self._lock:
             self._on_dropped(list(self._known.values()))
             self._known.clear()
@@ -154,19 +157,19 @@ class KVEventPublisher:
         self._end.set()
         self._thread.join(POLL_INTERVAL_S * 20)
 
-    # the other thread
+    # The polling thread
 
     def _run(self) -> None:
         while True:
             try:
                 self.poll()
-            except Exception as error:  # noqa: BLE001  law: never in the way
+            except Exception as error:  # noqa: BLE001  worker thread that must survive
                 _log.debug("no events this time: %s", error)
             if self._end.wait(POLL_INTERVAL_S):
                 return
 
     def poll(self) -> None:
-        """Hear of all that has changed by now."""
+        """Apply all changes that the cache has recorded."""
         with self._polling:
             while True:
                 batch = self._cache.kv_events(self._next, list(self._bounds))
@@ -188,7 +191,7 @@ class KVEventPublisher:
                     self._on_stored(change.tier, blocks, bit)
                 else:
                     self._on_removed(change.tier, blocks, bit)
-                    for signature in change.each:  # the first to be forgotten; it may be on its way back already
+                    for signature in change.each:  # first to be forgotten, though it may be stored again already
                         if signature in self._known and not self._known[signature].parts_by_tier:
                             self._known.move_to_end(signature, last=False)
 
@@ -260,7 +263,7 @@ class KVEventPublisher:
 
 
 def _chain_runs(blocks: Sequence[EventBlock]) -> Iterator[list[EventBlock]]:
-    """In runs of which each block is the parent of the next, of one adapter."""
+    """Yield runs of blocks of one adapter, each block the parent of the next."""
     run: list[EventBlock] = []
     for block in blocks:
         if run and (block.parent != run[-1].hash or block.lora != run[-1].lora):

@@ -1,7 +1,7 @@
-"""Nothing of ours is raised at an engine: where the cache fails, the answer is that of a cache that has nothing.
+"""Guards hooks: an exception of the cache is not raised in the engine, which sees an empty cache instead.
 
-The face raises for misuse only, so that what is caught here is a mistake of ours. It is logged with its place, once a
-kind, and the request goes on.
+The API raises for misuse only, so an exception caught here is a defect of the connector. It is logged with its
+traceback, once a kind, and the request continues.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from kvcache.cache.api import Transfer
 
 MAX_LOGGED_ERRORS = 256
-"""Different lines."""
+"""Limit of different log lines."""
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -24,16 +24,16 @@ _logged: set[tuple[str, str]] = set()
 
 
 def call_guarded(default: T, call: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-    """What `call` answers, and `otherwise` where it raises."""
+    """Return the result of `call`, or `default` where it raises."""
     try:
         return call(*args, **named)
-    except Exception as error:  # noqa: BLE001  law: never in the way
+    except Exception as error:  # noqa: BLE001  a cache fault never fails a request
         log_once(getattr(call, "__qualname__", repr(call)), error)
         return default
 
 
 def guarded(default: Any = None) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """A hook that answers `otherwise` where it raises."""
+    """Decorate a hook to return `default` where it raises."""
 
     def of(hook: Callable[P, T]) -> Callable[P, T]:
         @wraps(hook)
@@ -53,7 +53,7 @@ def log_once(where: str, error: Exception) -> None:
 
 
 class GuardedTransfer:
-    """A transfer that brought nothing where it cannot be asked."""
+    """A transfer that reads as ended without blocks where it raises."""
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer

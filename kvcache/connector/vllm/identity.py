@@ -1,4 +1,4 @@
-"""Who a block belongs to: the namespace of a request, from vLLM's configuration and the request."""
+"""Identity of a block: the namespace and the digests of a request, from vLLM's configuration and the request."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _PLAIN_FORMATS = frozenset({"auto", "hf", "safetensors"})
 
 @dataclass(frozen=True, slots=True)
 class NamespaceKey:
-    """What of a namespace may differ from request to request."""
+    """The fields of a namespace that may differ between requests."""
 
     tenant: str = "default"
     adapter: str | None = None
-    salt: str = ""  # where the digests do not contain it
+    salt: str = ""  # set by a reset, so that blocks stored before it have another namespace
     epoch: str = ""  # set by a reset: what was stored before it is another namespace
 
 
 def model_name_and_revision(config: Any, options: Options) -> tuple[str, str]:
-    """Name and revision of the model. ModelError where nothing identifies its weights.
+    """Return name and revision of the model; ModelError where nothing identifies its weights.
 
-    A path is named by its last part, since the revision identifies the weights; a name of the hub is kept.
+    A path is named by its last part, since the revision identifies the weights. A name on the hub is kept.
     """
     model = config.model_config.model
     if options.revision:
@@ -44,9 +44,10 @@ def model_name_and_revision(config: Any, options: Options) -> tuple[str, str]:
 
 
 def resolve_revision(model: str, options: Options | TierOptions, engine_id: str) -> tuple[str, str]:
-    """Name and revision for a tier, which vLLM tells nothing but the model's path or its name on the hub.
+    """Return name and revision for a tier. vLLM gives a tier only the model's path or its name on the hub.
 
-    ModelError where the hub's cache has several snapshots, of which the engine may have loaded any.
+    Raises:
+        ModelError: the hub's cache has several snapshots, and the engine may have loaded any of them.
     """
     if options.revision:
         return _named(model, options), options.revision
@@ -64,7 +65,7 @@ def _named(model: str, options: Options | TierOptions) -> str:
 
 
 def checkpoint_of(model: str) -> str:
-    """The digest of what stands beside the weights, for a tier; "" where no such files are on this machine."""
+    """Return the digest of the files beside the weights, for a tier; "" where this machine has none."""
     try:
         place = Path(local_snapshot(model))
         return checkpoint_digest(place) if place.is_dir() else ""
@@ -73,13 +74,13 @@ def checkpoint_of(model: str) -> str:
 
 
 def read_every_byte(options: Options | TierOptions) -> bool:
-    """As the settings say that stand in the options, their file or the environment."""
+    """Return the setting of that name from the options, their file or the environment."""
     where = getattr(options, "address", None) or getattr(options, "config", None)
     return load_identity(where, getattr(options, "settings", None)).read_every_byte
 
 
 def weights_path(config: Any) -> str:
-    """The directory or file that vLLM loaded the weights from. ModelError where that is not on this machine."""
+    """Return the directory or file that vLLM loaded the weights from; ModelError where it is not on this machine."""
     model = config.model_config
     elsewhere = getattr(model, "model_weights", None)
     if elsewhere and str(elsewhere) != str(model.model):
@@ -88,11 +89,11 @@ def weights_path(config: Any) -> str:
 
 
 def local_snapshot(model: str, commit: str | None = None, cache: str | None = None) -> str:
-    """Where the weights of a path or a name of the hub are on this machine.
+    """Return the local path of the weights of a path or a name on the hub.
 
     Args:
-        commit: the revision that the engine was told, a branch or a commit.
-        cache: the hub's cache where the engine keeps it elsewhere (`--download-dir`).
+        commit: the revision that the engine was given, a branch or a commit.
+        cache: the hub's cache, where the engine keeps it elsewhere (`--download-dir`).
     """
     if Path(model).exists():
         return model
@@ -105,7 +106,7 @@ def local_snapshot(model: str, commit: str | None = None, cache: str | None = No
 
 
 def hub_file(name: str, files: tuple[str, ...], commit: str | None = None, cache: str | None = None) -> Path | None:
-    """The first of these files of a repository that the hub's cache has."""
+    """Return the first of these files of a repository that the hub's cache has."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -120,7 +121,7 @@ def hub_file(name: str, files: tuple[str, ...], commit: str | None = None, cache
 
 
 def load_format(config: Any) -> str:
-    """How vLLM was told to load weights; "auto" where it was told nothing."""
+    """Return vLLM's load format for weights; "auto" by default."""
     found = _loading(config, "load_format")
     return str(getattr(found, "value", found) or "auto")
 
@@ -130,7 +131,7 @@ def _loading(config: Any, name: str) -> Any:
 
 
 def model_facts(config: Any) -> dict[str, Any]:
-    """What else changes the bytes of a block: the model's configuration, and what vLLM was told otherwise."""
+    """Return what else changes the bytes of a block: the model's configuration, and vLLM's options that override it."""
     model, cache = config.model_config, config.cache_config
     hf = model.hf_text_config
     rope = {k: getattr(hf, k) for k in ("rope_theta", "rope_scaling", "rope_parameters") if getattr(hf, k, None)}
@@ -147,7 +148,7 @@ def model_facts(config: Any) -> dict[str, Any]:
 
 
 def _checkpoint(config: Any) -> str:
-    """Of the files where there are some, else of the configuration that vLLM made."""
+    """Return the digest of the checkpoint's files, or of the configuration that vLLM made where there are no files."""
     model = config.model_config
     try:
         place = Path(getattr(model, "hf_config_path", None) or weights_path(config))
@@ -157,7 +158,7 @@ def _checkpoint(config: Any) -> str:
 
 
 def model_overrides(config: Any) -> dict[str, Any]:
-    """What vLLM was told to load or compute otherwise than the model's files say, where it was told anything."""
+    """Return vLLM's options that change what the model's files say, where any are set."""
     model = config.model_config
     hf = getattr(model, "hf_overrides", None)
     told = {
@@ -177,7 +178,7 @@ def depends_on_length(rope: Mapping[str, Any]) -> bool:
 
 
 def encodable(value: Any) -> Any:
-    """What a namespace can encode; what it cannot, by its text."""
+    """Convert a value to what a namespace can encode; other values become text."""
     if isinstance(value, Mapping):
         return {str(k): encodable(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
@@ -188,8 +189,8 @@ def encodable(value: Any) -> Any:
 class AdapterNames:
     """An adapter's name in a namespace: its name in the engine, and a digest of its weights and configuration.
 
-    vLLM keeps an adapter that it has loaded under its number, whatever becomes of the files. So a number whose files
-    have changed is refused: nothing says which weights it computes with.
+    vLLM keeps a loaded adapter under its number, even when the files change. A number whose files have changed is
+    refused, since its weights in the engine are unknown.
     """
 
     def __init__(self, *, read_every_byte: bool = False) -> None:
@@ -197,7 +198,11 @@ class AdapterNames:
         self._loaded: dict[int, str] = {}
 
     def name(self, lora: Any) -> str | None:
-        """ModelError where nothing identifies the adapter's weights: such a request is not cached."""
+        """Return the adapter's name, None without an adapter.
+
+        Raises:
+            ModelError: nothing identifies the adapter's weights; such a request is not cached.
+        """
         if lora is None:
             return None
         if getattr(lora, "tensorizer_config_dict", None):
@@ -221,10 +226,12 @@ class AdapterNames:
         return f"{lora.lora_name} {revision}"
 
 
-# The digests by which a request's blocks are named, before they are bound to a namespace (`docs/spec/key.md`). Three
-# origins, each a fact of the namespace: vllm the engine's own block hashes, where every process makes the same: they
-# bind media, salt and embeddings chain our chain of tokens, with media and salt as extras, where vLLM's hashes are
-# seeded by chance or not safe pages the page chain of SGLang, for blocks that both engines are to find
+# The digests that name a request's blocks, before they are bound to a namespace (`docs/spec/key.md`). The namespace
+# names their origin as a fact:
+#
+# - vllm: the engine's own block hashes, where every process computes the same. They bind media, salt and embeddings.
+# - chain: our chain of tokens, with media and salt as extras, where vLLM's hashes have a random seed or are not safe.
+# - pages: the page chain of SGLang, for blocks that both engines share.
 
 CHAIN_ROOT = sha256(b"kvcache vllm chain 1\n").digest()
 
@@ -232,7 +239,7 @@ DigestOrigin = Literal["vllm", "chain", "pages"]
 
 
 class BlockDigests:
-    """Those of one request, which grow as its tokens do. Each full block is hashed once."""
+    """The digests of one request, which grow with its tokens. Each full block is hashed once."""
 
     def __init__(self, request: Any, origin: DigestOrigin, block_tokens: int, hash_tokens: int) -> None:
         self._request, self._origin = request, origin
@@ -241,7 +248,7 @@ class BlockDigests:
         self._chain = Chain(CHAIN_ROOT, block_tokens)
 
     def up_to(self, blocks: int) -> Sequence[bytes]:
-        """The digests of so many blocks, or of as many as are full."""
+        """Return the digests of the first `blocks` blocks, or of those that are full."""
         full = min(blocks, self._request.num_tokens // self._block_tokens)
         if len(self._known) < full:
             {"vllm": self._vllm, "chain": self._tokens, "pages": self._pages}[self._origin](full)
@@ -265,7 +272,7 @@ class BlockDigests:
 
 
 def unnamed_reason(request: Any, origin: DigestOrigin) -> str:
-    """Why the blocks of a request have no name, as the table of reasons calls it; "" where they have."""
+    """Return why the blocks of a request have no name, as a label of the reasons table; "" where they have one."""
     if origin != "vllm" and getattr(request, "prompt_embeds", None) is not None:
         return "embeddings"
     if origin == "pages" and request.mm_features:
@@ -276,7 +283,7 @@ def unnamed_reason(request: Any, origin: DigestOrigin) -> str:
 
 
 def _extras(request: Any, block: int, size: int) -> list[tuple[bytes, bytes]]:
-    """What identifies a block beside its tokens: the salt in the first one, media by hash and where they begin."""
+    """Return what identifies a block beside its tokens: the salt in the first block, media by hash and offset."""
     extras = []
     if block == 0 and request.cache_salt:
         extras.append((b"salt", request.cache_salt.encode()))

@@ -1,13 +1,15 @@
-"""From the tensors that vLLM registers to what our layout says of them: by shapes and strides, never by the version.
+"""Describes the tensors that vLLM registers as groups of a `KVLayout`, from shapes and strides, not from vLLM's
+version.
 
-vLLM has given a layer's cache as
+Known forms of a layer's cache:
 
     [B, H, N, C]      blocks, heads, tokens, K then V of a token (or one latent, with H = 1), in any physical order
     [2, B, N, H, D]   K apart from V; or [B, 2, N, H, D]; H and N the other way round
     [B, N, C]         a latent
 
-On a processor the bytes of one block and head are packed for the instruction set: such a block is opaque, taken whole,
-and what packed it stands in the namespace. So is one that is dense and fits none of the above."""
+On a CPU vLLM packs the bytes of one block and head for the instruction set. Such a block is opaque: it is copied whole,
+and the namespace names the packing. A dense block of an unknown form is opaque too.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,9 @@ class LayerLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of one of vLLM's groups that look alike: one group of ours, as this rank holds it."""
+    """Layers of one of vLLM's groups that look alike: one group of our layout, as this rank holds it."""
 
-    vllm_group: int  # which of vLLM's groups
+    vllm_group: int  # index of vLLM's group
     layers: tuple[str, ...]
     rule: CachingRule
     window_tokens: int
@@ -66,9 +68,15 @@ class LayerGroup:
 def describe_layers(
     caches: Mapping[str, Any], groups: Sequence[Any], blocks: int, *, packing: str
 ) -> tuple[LayerGroup, ...]:
-    """The shapes of a rank; LayoutError says what cannot be cached.
+    """Return the layer groups of a rank.
 
-    `groups` are vLLM's, `blocks` is how many there are, `packing` names what packs blocks on a processor.
+    Args:
+        groups: vLLM's groups.
+        blocks: number of blocks of each layer.
+        packing: name of the code that packs blocks on a CPU.
+
+    Raises:
+        LayoutError: the caches cannot be cached; the message says why.
     """
     shapes = []
     for g, group in enumerate(groups):
@@ -91,7 +99,7 @@ def describe_layers(
 def pages_of(
     shape: LayerGroup, caches: Mapping[str, Any], blocks: int, layout: KVLayout, group: int, shard: Shard
 ) -> GroupPages:
-    """Where this rank has the blocks of a shape, which is group `group` of the layout."""
+    """Return the pages on this rank of a layer group, which is group `group` of the layout."""
     tensors = [caches[name] for name in shape.layers]
     parts = (0, shape.layer_layout.kv_step) if shape.layer_layout.kind == "mha" else (0,)
     return GroupPages(
@@ -109,7 +117,7 @@ def pages_of(
 
 
 def _rule(spec: Any) -> tuple[CachingRule, int]:
-    """Which blocks of a prefix a group needs; LayoutError for one that cannot be restored from blocks."""
+    """Return which blocks of a prefix a group needs; LayoutError for a group that blocks cannot restore."""
     name = type(spec).__name__
     for part in ("Mamba", "ChunkedLocal", "CrossAttention", "HiSparse", "CircularBuffer", "RSWA", "HiddenState"):
         if part in name:
@@ -118,7 +126,7 @@ def _rule(spec: Any) -> tuple[CachingRule, int]:
         raise LayoutError(f"layers of kind {name} are not kept by prefix")
     if getattr(getattr(spec, "kv_quant_mode", None), "is_per_token_head", False):
         raise LayoutError(f"layers of kind {name}: scales by token and head would not travel with the blocks")
-    if "SlidingWindow" in name:  # the next token sees itself, and so one less of what came before
+    if "SlidingWindow" in name:  # the next token sees itself, so one token less before it
         return "window", max(1, spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0))
     return "all", 0
 
@@ -147,7 +155,7 @@ def _layer_layout(tensor: Any, spec: Any, blocks: int, packing: str) -> LayerLay
 
 
 def _plain(heads: int, dim: int, dtype: str, page: int, token: int, head: int, kv: int) -> LayerLayout:
-    """The payload's axes stand as they lie in the page, so that the copy is a plain one."""
+    """Describe keys and values. The payload has the axes in the page's own order, so that the copy is a plain one."""
     apart = sorted((("token", token), ("head", head), ("kv", kv)), key=lambda axis: -axis[1])
     return LayerLayout(
         kind="mha",
@@ -163,7 +171,7 @@ def _plain(heads: int, dim: int, dtype: str, page: int, token: int, head: int, k
 
 
 def _opaque(tensor: Any, spec: Any, blocks: int, packing: str) -> LayerLayout:
-    """A block taken whole; LayoutError where its bytes do not lie together."""
+    """Describe a block that is copied whole; LayoutError where its bytes do not lie together."""
     item, size, steps = tensor.element_size(), tuple(tensor.shape), tensor.stride()
     elements = prod(size[1:])
     pieces = size[0] // blocks if size[0] % blocks == 0 else 0  # vLLM may cut a block into several for its kernels
@@ -184,7 +192,7 @@ def _opaque(tensor: Any, spec: Any, blocks: int, packing: str) -> LayerLayout:
     )
 
 
-# The whole model, put together from what each rank says of its pages; and the namespaces bound to it.
+# The whole model, combined from the reports of all ranks, and the namespaces bound to it.
 
 Rank = tuple[int, int]
 """Pipeline rank, tensor rank."""
@@ -199,14 +207,14 @@ class ModelIdentity:
     facts: Mapping[str, Any]
     layout: KVLayout
     shards: Mapping[Rank, tuple[Shard, ...]]
-    vllm_groups: tuple[int, ...]  # by group of the layout: which of vLLM's groups
+    vllm_groups: tuple[int, ...]  # by group of the layout: index of vLLM's group
 
     @property
     def block_bytes(self) -> int:
         return sum(self.layout.block_bytes(group=g) for g in range(len(self.layout.groups)))
 
     def bind(self, cache: KVCache, namespace_key: NamespaceKey, rank: Rank | None = None) -> NamespaceHandle:
-        """`rank`: which part of the blocks this process holds; all of them where not given."""
+        """Bind a namespace. `rank` selects the part of the blocks that this process holds; None selects all of them."""
         return cache.namespace(
             self.layout,
             model=self.name,
@@ -223,14 +231,21 @@ class ModelIdentity:
 def combine_ranks(
     ranks: Mapping[Rank, tuple[LayerGroup, ...]], *, replicas: int = 1
 ) -> tuple[KVLayout, dict[Rank, tuple[Shard, ...]], tuple[int, ...], list[str]]:
-    """Layout, shards by rank, vLLM's group of each of ours, and what packed each group's blocks.
+    """Combine the layer groups of all ranks.
 
-    `replicas` consecutive tensor ranks hold the same heads. LayoutError where the ranks do not fit together.
+    Args:
+        replicas: consecutive tensor ranks that hold the same heads.
+
+    Returns:
+        Layout, shards by rank, vLLM's group of each of our groups, and the packing of each group.
+
+    Raises:
+        LayoutError: the ranks do not fit together.
     """
     stages = sorted({stage for stage, _ in ranks})
     width = len({tensor for _, tensor in ranks})
     first = ranks[stages[0], 0]
-    groups, shards = [], {rank: [] for rank in ranks}  # type: ignore[var-annotated]  # told by the return
+    groups, shards = [], {rank: [] for rank in ranks}  # type: ignore[var-annotated]  # the return type says it
     for g, shape in enumerate(first):
         parts = 1 if shape.layer_layout.kind == "mla" else width // replicas
         layer = 0

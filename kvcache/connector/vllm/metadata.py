@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the ranks each step, and what a rank tells once about its pages."""
+"""The messages between the sides: from the scheduler to the ranks each step, from a rank once about its pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcache.connector.vllm.identity import NamespaceKey
 from kvcache.connector.vllm.kv_layout import LayerGroup, ModelIdentity, Rank
 
 LOAD_FAILED = -1
-"""`TransferSpec.known_digests` of a load that has failed before a rank heard of it, which then says so."""
+"""`TransferSpec.known_digests` of a load that failed before a rank received it; the rank reports the failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class TransferSpec:
 
     request_id: str
     namespace_key: NamespaceKey
-    known_digests: int  # digests that the ranks were told before
-    digests: tuple[bytes, ...]  # those of the blocks that follow, at least to the last one moved
+    known_digests: int  # digests that the ranks have received before
+    digests: tuple[bytes, ...]  # of the following blocks, at least to the last one moved
     first: int
-    pages: tuple[tuple[int, ...], ...]  # one tuple a group of the layout
+    pages: tuple[tuple[int, ...], ...]  # one tuple for each group of the layout
     ttl_s: float | None = None
     agent: str | None = None
     session: str | None = None
@@ -38,22 +38,22 @@ class TransferSpec:
 
 @dataclass
 class ConnectorMetadata(KVConnectorMetadata):
-    model: ModelIdentity | None = None  # told until a rank could have heard it
+    model: ModelIdentity | None = None  # sent until a rank could have received it
     loads: list[TransferSpec] = field(default_factory=list)
     stores: list[TransferSpec] = field(default_factory=list)
     assigned_pages: set[int] = field(default_factory=set)
-    """Pages that this step gives to somebody: what is still being read from them must be over before."""
+    """Pages that this step assigns. Stores that read them have to end first."""
     finished_requests: set[str] = field(default_factory=set)
     acknowledged_failures: set[str] = field(default_factory=set)
-    """Requests whose failed load the scheduler knows of: from now on they compute what did not come."""
-    idle: bool = False  # nothing is computed in this step
-    wait: bool = False  # the loads are over before anything is computed
-    by_layer: bool = False  # or before the layer is reached
+    """Requests whose failed load the scheduler knows of: they now compute the blocks that were not loaded."""
+    idle: bool = False  # this step computes nothing
+    wait: bool = False  # loads end before anything is computed
+    by_layer: bool = False  # or before the layer that needs them
 
 
 @dataclass
 class HandshakeMetadata(KVConnectorHandshakeMetadata):
-    """A rank's pages, before any request."""
+    """A rank's pages, sent before any request."""
 
     shapes: tuple[LayerGroup, ...] = ()
     replicas: int = 1  # tensor ranks that hold the same heads
@@ -62,7 +62,8 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):
-    """What a rank tells within a step: its pages, where nobody asked for them at start (a child of MultiConnector)."""
+    """What a rank sends within a step: its pages, where vLLM did not collect them at start (a child of
+    MultiConnector)."""
 
     ranks: dict[Rank, HandshakeMetadata] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""The model that an engine's ranks hold together, as it is named."""
+"""Builds the identity of the model that an engine's ranks hold together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from kvcache.errors import LayoutError
 
 
 def build_model_identity(config: Any, options: Options, ranks: Mapping[Rank, HandshakeMetadata]) -> ModelIdentity:
-    """From what every rank says of its pages. LayoutError and ModelError say why its blocks cannot be cached."""
+    """Return the identity, from what every rank reports of its pages.
+
+    Raises:
+        LayoutError, ModelError: the blocks cannot be cached; the message says why.
+    """
     refusals = sorted({rank.refusal for rank in ranks.values() if rank.refusal})
     if refusals:
         raise LayoutError("; ".join(refusals))
@@ -27,5 +31,5 @@ def build_model_identity(config: Any, options: Options, ranks: Mapping[Rank, Han
     name, revision = model_name_and_revision(config, options)
     facts = model_facts(config) | {"packing": packing}
     if any(kind != "plain" for kind in packing):
-        facts["version"] = version.VERSION  # nobody promises that another one packs alike
+        facts["version"] = version.VERSION  # another version may pack differently
     return ModelIdentity(name, revision, facts, layout, shards, vllm_groups)

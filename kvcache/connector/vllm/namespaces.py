@@ -1,4 +1,4 @@
-"""The namespace of blocks that other engines are to find too, as vLLM's configuration has it."""
+"""The namespaces that requests are bound to, and the identity of a model that other engines share."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from kvcache.connector.vllm.identity import (
 )
 from kvcache.connector.vllm.kv_layout import ModelIdentity, Rank
 
-# The namespaces that requests were bound to: the latest ones, since callers choose tenants and salts.
+# The most recent namespaces only, since callers choose tenants and salts.
 
 MAX_NAMESPACES = 1024
 
 
 class Namespaces:
     def __init__(self, events: KVEventPublisher | None = None, most: int = MAX_NAMESPACES) -> None:
-        """`events`: what follows each of them."""
+        """`events`, where given, follows each namespace."""
         self._events, self._most = events, most
         self._bound: OrderedDict[NamespaceKey, NamespaceHandle] = OrderedDict()
 
@@ -42,7 +42,11 @@ class Namespaces:
     def bind(
         self, model: ModelIdentity, cache: KVCache, namespace_key: NamespaceKey, rank: Rank | None = None
     ) -> NamespaceHandle:
-        """`rank`: the same one each time. KVCacheError where the cache, or the daemon behind it, does not take it."""
+        """Return the namespace of a key, bound on first use. `rank` is the same in each call.
+
+        Raises:
+            KVCacheError: the cache, or the daemon behind it, refuses the namespace.
+        """
         bound = self._bound.get(namespace_key)
         if bound is not None:
             self._bound.move_to_end(namespace_key)
@@ -61,8 +65,12 @@ class Namespaces:
 
 
 def share_model(config: Any, options: Options, mine: ModelIdentity) -> ModelIdentity:
-    """The model as every engine names it. LayoutError where no other engine reads its blocks (on a processor vLLM packs
-    them), ModelError where its configuration is not on this machine."""
+    """Return the model under the name that every engine uses.
+
+    Raises:
+        LayoutError: no other engine can read its blocks (vLLM packs them on a CPU).
+        ModelError: its configuration is not on this machine.
+    """
     layout, place = shared_layout(mine.layout), weights_path(config)
     dtype = getattr(config.model_config, "dtype", None)
     same = shared_identity(
@@ -78,7 +86,7 @@ def share_model(config: Any, options: Options, mine: ModelIdentity) -> ModelIden
 
 
 def _config_overrides(config: Any, place: str) -> Mapping[str, Any]:
-    """What vLLM was told to do otherwise than the model's files say."""
+    """Return vLLM's options that change what the model's files say."""
     model, file_facts = config.model_config, engine_facts(place)
     overrides = {
         **model_overrides(config),

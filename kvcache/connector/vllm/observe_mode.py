@@ -1,10 +1,12 @@
-"""`mode = "observe"`: a trial without risk. Blocks are named and remembered, none is stored or loaded.
+"""`mode = "observe"`: a trial without risk. Blocks are named and remembered, and none is stored or loaded.
 
-What would have been found is counted in the cache's own rows: `asked_tokens`, `hit_tokens` and `misses` of this traffic
-in an LRU of the capacity that is set for host and the drive together, and what more or less of that would find (the
-curve). Tiers are not told apart: all is `host`. `saved_seconds` is what computing the found part would have taken, by
-the time that this engine's own steps take, less what loading it takes: by the plan's first guess of a drive where one
-is set, since nothing is loaded here that could be timed.
+The cache's own metrics count what would have been found: `asked_tokens`, `hit_tokens` and `misses` of this traffic. The
+model is an LRU with the capacity of host and drive together, plus the hit rate at other capacities (the curve). Tiers
+are not distinguished: all hits count as `host`.
+
+`saved_seconds` is the time to compute the tokens found, less the time to load them. The computing time is measured on
+this engine's own steps. The loading time is the plan's initial estimate, of a drive where one is configured, because
+nothing is loaded here that could be timed.
 """
 
 from __future__ import annotations
@@ -27,13 +29,16 @@ from kvcache.os_env import OsEnv
 from kvcache.settings.sources import load
 
 MAX_EVICTED = 1 << 18
-"""Blocks that made room and are remembered, so that a miss has its reason."""
+"""Limit of evicted blocks that are remembered, so that a miss has its reason."""
 
 
 class ObserveMode:
     def __init__(self, capacity_bytes: int, *, samples: int = 0, slowest_tier: str = "host") -> None:
-        """`samples`: blocks that stand for all, for the curve; 0 for none. `slowest`: the tier that loads are taken to
-        come from."""
+        """Create the model of a cache with `capacity_bytes`.
+
+        `samples` is the number of sampled blocks for the curve, 0 for none. `slowest_tier` is the tier that loads are
+        assumed to read from.
+        """
         self.capacity_bytes = capacity_bytes
         self._computing, self._loading = LatencyModel(*INITIAL_PREFILL), LatencyModel(*INITIAL_LATENCY[slowest_tier])
         self._evicted: OrderedDict[tuple[NamespaceKey, bytes], None] = OrderedDict()
@@ -58,7 +63,7 @@ class ObserveMode:
         )
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """The engine computed so many tokens of prompts in one step of so long."""
+        """Record that a step computed this many prompt tokens in this many seconds."""
         self._computing.learn(tokens, seconds)
 
     def lookup(
@@ -69,14 +74,18 @@ class ObserveMode:
         block_bytes: int = 0,
         tokens: int | None = None,
     ) -> int:
-        """The blocks from the front that would have been found; they count as used. The curve, and what would have
-        been saved, want a block's bytes. `tokens` of the prompt, with those that fill no block."""
+        """Return the number of leading blocks that would have been found, and count them as used.
+
+        Args:
+            block_bytes: bytes of a block; the curve and the saved seconds need it.
+            tokens: tokens of the prompt, with those that do not fill a block.
+        """
         hits = 0
         for digest in digests:
             if (namespace_key, digest) not in self._sizes:
                 break
             hits += 1
-        for digest in reversed(digests[:hits]):  # heads are used last, so that tails leave first
+        for digest in reversed(digests[:hits]):  # heads are used last, so that tails are evicted first
             self._sizes.move_to_end((namespace_key, digest))
         self._counters.add("requests")
         self._counters.add("asked_tokens", len(digests) * block_tokens)
@@ -119,7 +128,7 @@ class ObserveMode:
         }
 
     def curve(self) -> dict[str, Any]:
-        """As `kvcache.index.mrc` tells it."""
+        """Return the curve in the form of `kvcache.index.mrc`."""
         return self._curve.report()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler's side remembers of one request."""
+"""The scheduler's state of one request, and the requests that run without the cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcache.observe.metrics import Counters
 
 @dataclass
 class RequestOptions:
-    """What a request asks of the cache, in `kv_transfer_params`; names begin with `kvcache.`."""
+    """The options of one request, given in `kv_transfer_params` under names that begin with `kvcache.`."""
 
     skip_load: bool = False
     skip_store: bool = False
@@ -28,7 +28,7 @@ class RequestOptions:
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> tuple[RequestOptions, str]:
-        """The wishes, and what was wrong with them: a wish that makes no sense is left out, never an error."""
+        """Return the options, and a description of the invalid ones. An invalid option is ignored, never an error."""
         kinds = {"skip_load": bool, "skip_store": bool, "max_load_tokens": int, "ttl": float}
         found: dict[str, Any] = {}
         wrong = []
@@ -49,36 +49,36 @@ class RequestOptions:
 
 @dataclass
 class RequestState:
-    request: Any  # vLLM's
+    request: Any  # vLLM's request
     namespace_key: NamespaceKey
     digests: BlockDigests
     request_options: RequestOptions
     cache_request: Request | None = None
     hit: Hit | None = None
     matched_blocks: int = 0  # blocks that were matched
-    local_tokens: int = 0  # of the last match: what the engine has itself
+    local_tokens: int = 0  # at the last match: tokens that the engine has itself
     give_up_s: float = 0.0  # until when a lookup may be pending
     blocks: list[list[int]] = field(default_factory=list)  # page ids by vLLM's group
-    stored: int = 0  # blocks that are stored, on their way, or not to be stored
-    sent_digests: int = 0  # digests that the ranks know
+    stored: int = 0  # blocks stored, being stored, or not to be stored
+    sent_digests: int = 0  # digests that the ranks have received
     loading: bool = False
-    sources: dict[str, int] = field(default_factory=dict)  # by tier, the tokens of the last load
-    failed: bool = False  # a load failed: this request computes
+    sources: dict[str, int] = field(default_factory=dict)  # tokens of the last load, by tier
+    failed: bool = False  # a load failed: this request computes its blocks
 
     @property
     def cached(self) -> bool:
-        """Something of it was found, loaded or stored."""
+        """Whether any block of it was found, loaded or stored."""
         return bool(self.stored or self.sources)
 
     def first_storable(self, groups: Sequence[int], first: int, end: int) -> int:
-        """From where on each of these groups of vLLM's has its own page: what a window has left behind is page 0, which
-        is nobody's."""
+        """Return the first block from which on each of these groups has its own page. Page 0 belongs to no block: it
+        replaces pages that a sliding window has passed."""
         for g in groups:
             first = max([first, *(i + 1 for i in range(first, end) if self.blocks[g][i] == 0)])
         return first
 
     def disable_cache(self) -> None:
-        """It goes on without a cache."""
+        """Continue without the cache."""
         self.request_options = RequestOptions(skip_load=True, skip_store=True)
         self.close()
 
@@ -90,8 +90,11 @@ class RequestState:
 
 
 def tokens_by_tier(by_tier: Mapping[str, int], first: int, end: int, block_tokens: int) -> dict[str, int]:
-    """Of a prefix whose blocks are so many by tier, nearest first, the tokens of blocks `first` to `end`. Tails leave a
-    tier before heads, so that what is nearest is taken to be in front."""
+    """Return the tokens of blocks `first` to `end`, by tier.
+
+    `by_tier` holds numbers of blocks, fastest tier first. Tails are evicted before heads, so the fastest tier is
+    assumed to hold the head.
+    """
     found, at = {}, 0
     for tier, blocks in by_tier.items():
         mine = min(at + blocks, end) - max(at, first)
@@ -101,11 +104,11 @@ def tokens_by_tier(by_tier: Mapping[str, int], first: int, end: int, block_token
     return found
 
 
-# Requests that go on without a cache: counted once each by why, and said once a kind, so that no caller can fill the
+# Requests without the cache: each is counted once, by reason. Each kind is logged once, so that no caller can fill the
 # log.
 
 MAX_LOGGED_REASONS = 256
-"""Different lines."""
+"""Limit of different log lines."""
 
 _log = logging.getLogger("kvcache.connector.vllm")
 
@@ -113,14 +116,19 @@ _log = logging.getLogger("kvcache.connector.vllm")
 class Uncached:
     def __init__(self) -> None:
         self.counters = Counters()  # the row `declined`
-        self._requests: set[str] = set()  # that were counted and are not over
+        self._requests: set[str] = set()  # counted and not finished
         self._said: set[str] = set()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
     def mark(self, request_id: str, reason: str, why: str = "") -> None:
-        """`reason`: the metric's label. `why`: the log's text, said where it was not said before."""
+        """Count a request as uncached.
+
+        Args:
+            reason: the label of the metric.
+            why: text for the log, written once.
+        """
         if request_id not in self._requests:
             self._requests.add(request_id)
             self.counters.add("declined", reason=reason)
@@ -128,8 +136,8 @@ class Uncached:
             self.log_once(f"a request is not cached: {why}; others that end so are counted only")
 
     def mark_failed(self, state: RequestState, error: Exception) -> None:
-        """Law: an error of ours is a miss, and never the engine's to bear. From here on it is not cached; it counts
-        where nothing of it was before."""
+        """Continue a request without the cache after an error; a cache fault never fails a request. It is counted
+        unless blocks of it were cached before."""
         kind = type(error).__name__
         what = "the rest of a request" if state.cached else "a request"
         if not state.cached:

@@ -1,7 +1,7 @@
-"""The scheduler's side: what of a prompt is known, which blocks to load and to store, and who is told what.
+"""The scheduler's side: matches prompts, and names the blocks to load and to store in each step.
 
-Nothing here waits: the local index answers at once, and a lookup that is still pending is asked again in the next step.
-A request is looked up again whenever vLLM asks, so that preemption is nothing special: it begins anew.
+No call blocks. The local index answers at once, and a pending lookup is read again in the next step. Each call from
+vLLM matches the request anew, so a preempted request needs no special case.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class ConnectorScheduler:
     def __init__(
         self, config: Any, kv_config: Any, options: Options, cache: KVCache | ObserveMode, *, disabled_reason: str = ""
     ) -> None:
-        """`off`: why nothing is cached; "" where it is."""
+        """`disabled_reason` says why nothing is cached; "" when the cache is on."""
         self.cache, self.disabled_reason = cache, disabled_reason
         self._config, self._kv_config, self._options = config, kv_config, options
         role = config.kv_transfer_config
         self._loads, self._stores = role.is_kv_consumer, role.is_kv_producer
         self._ranks: dict[Rank, HandshakeMetadata] = {}
         self._model: ModelIdentity | None = None
-        self._metadata_steps = 0  # steps in which the ranks were told of the model
+        self._metadata_steps = 0  # steps in which the ranks received the model
         self._adapters = AdapterNames(read_every_byte=read_every_byte(options))
         self._epoch = ""
         self._origin: DigestOrigin | None = None
@@ -67,13 +67,13 @@ class ConnectorScheduler:
 
     @property
     def asynchronous(self) -> bool:
-        """Several groups are always loaded so: it is the only way to say that such a load failed."""
+        """Return whether loads are asynchronous. Several groups always are: only then can a failed load be reported."""
         return self._options.load == "async" or len(self._kv_config.kv_cache_groups) > 1
 
-    # the model
+    # The model
 
     def add_ranks(self, ranks: dict[Rank, HandshakeMetadata]) -> None:
-        """What the ranks say of their pages; complete when every rank has spoken."""
+        """Add what ranks report of their pages. The model is complete when every rank has reported."""
         self._ranks.update(ranks)
         parallel = self._config.parallel_config
         if self._model is not None or self.disabled_reason or len(self._ranks) < parallel.world_size:
@@ -82,7 +82,7 @@ class ConnectorScheduler:
             self._model = build_model_identity(self._config, self._options, self._ranks)
         except (KVCacheError, OSError) as error:
             self._disable(str(error))
-        except Exception as error:  # noqa: BLE001  law: never in the way
+        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
             self._disable(f"{type(error).__name__}: {error}")
 
     def _disable(self, why: str) -> None:
@@ -90,7 +90,7 @@ class ConnectorScheduler:
         _log.error("nothing is cached: %s", why)
 
     def _name(self) -> DigestOrigin:
-        """How blocks are named, chosen at the first request, when vLLM has chosen the root of its hashes."""
+        """Choose how blocks are named. The first request decides, because vLLM chooses the root of its hashes late."""
         if self._origin is None:
             assert self._model is not None
             algorithm = self._config.cache_config.prefix_caching_hash_algo
@@ -118,10 +118,10 @@ class ConnectorScheduler:
     def _hash_tokens(self) -> int:
         return version.hash_tokens(self._config.cache_config, self._kv_config)
 
-    # a request
+    # Requests
 
     def track(self, request: Any) -> RequestState | None:
-        """None where the request is not cached."""
+        """Return the state of a request; None where the request is not cached."""
         known = self.requests.get(request.request_id)
         if self.disabled_reason:
             self.uncached.mark(request.request_id, "off")
@@ -136,7 +136,7 @@ class ConnectorScheduler:
             return None
         try:
             adapter = self._adapters.name(request.lora_request)
-        except Exception as error:  # noqa: BLE001  law: never in the way
+        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
             self.uncached.mark(request.request_id, "adapter", f"its adapter cannot be read: {error}")
             return None
         namespace_key = NamespaceKey(
@@ -150,13 +150,16 @@ class ConnectorScheduler:
         return state
 
     def match_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
-        """Tokens beyond those that the engine has; None: not known yet. Never raises: an error of ours is a miss."""
+        """Return the tokens cached beyond the engine's own `local_tokens`, and whether their load is asynchronous.
+
+        None instead of a number means that a lookup is pending. Never raises: an error of the cache is a miss.
+        """
         state = call_guarded(None, self.track, request)
         if state is None:
             return 0, False
         try:
             return self._match_tokens(request, state, local_tokens)
-        except Exception as error:  # noqa: BLE001  law: never in the way
+        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
             self.uncached.mark_failed(state, error)
             return 0, False
 
@@ -183,7 +186,8 @@ class ConnectorScheduler:
                     request.num_tokens,
                 )
             return 0, False
-        # Several groups, and a step that waits, leave a token to compute; vLLM itself steps back where one is needed.
+        # With several groups, or a step that waits, at least one token is left to compute. Otherwise vLLM itself steps
+        # back where it needs one.
         may_load_all = self.asynchronous and len(self._kv_config.kv_cache_groups) == 1
         limit = (request.num_tokens if may_load_all else request.num_tokens - 1) // size
         if state.request_options.max_load_tokens is not None:
@@ -207,7 +211,7 @@ class ConnectorScheduler:
             )
             state.matched_blocks = limit
             state.give_up_s = monotonic() + self._options.lookup_s
-            ids = state.request.prompt_token_ids  # None where it is given as embeddings
+            ids = state.request.prompt_token_ids  # None where the prompt is given as embeddings
             state.hit = state.cache_request.match(ids, digests=list(state.digests.up_to(limit)))
         else:
             state.hit = state.cache_request.match()
@@ -219,8 +223,10 @@ class ConnectorScheduler:
         return self._bound.bind(self._model, self.cache, namespace_key)
 
     def on_allocated(self, request: Any, blocks: Any, tokens: int) -> None:
-        """The engine admits the request, and has pages for `tokens` of ours. What was promised is told of in any case:
-        a load that never begins would be waited for."""
+        """Queue the load of `tokens` cached tokens into the pages that vLLM allocated.
+
+        Once tokens were promised, a load is always queued, even one that has failed: the engine waits for it.
+        """
         state = call_guarded(None, self.track, request)
         if state is None:
             if self._model is None:
@@ -246,12 +252,12 @@ class ConnectorScheduler:
     def _load_spec(self, state: RequestState, first: int, end: int) -> TransferSpec:
         try:
             return self._move(state, first, end)
-        except Exception as error:  # noqa: BLE001  law: never in the way
+        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
             self.uncached.mark_failed(state, error)
             return self._move(state, first, end, known=LOAD_FAILED)
 
     def _move(self, state: RequestState, first: int, end: int, known: int | None = None) -> TransferSpec:
-        """`known`: UNTOLD for a load that the ranks are to say has failed."""
+        """`known` is `LOAD_FAILED` for a load that the ranks have to report as failed."""
         assert self._model is not None
         digests: tuple[bytes, ...] = ()
         if known is None:
@@ -273,12 +279,12 @@ class ConnectorScheduler:
         )
 
     def _name_events(self, state: RequestState, digests: tuple[bytes, ...], known: int) -> None:
-        """The events, by which names their blocks are known."""
+        """Give the event publisher the names of these blocks."""
         if self.events is not None:
             bound = self._bind(state.namespace_key)
             self.events.name_blocks(bound, state.request, digests, known, self._layout_tokens // self._hash_tokens)
 
-    # a step
+    # Steps
 
     def build_metadata(self, out: Any) -> ConnectorMetadata:
         metadata = self._build_metadata(out)
@@ -311,14 +317,14 @@ class ConnectorScheduler:
     def _step(
         self, metadata: ConnectorMetadata, out: Any, request_id: str, ids: Any, computed: int, *, anew: bool
     ) -> None:
-        """What one request was given, and what of it will be full when the step is over."""
+        """Record the pages of one request, and queue the store of the blocks that this step fills."""
         size = self._layout_tokens
         for group in ids or ():
             metadata.assigned_pages.update(group[computed // size :] if anew else group)
         state = self.requests.get(request_id)
         if state is None:
             return
-        if state.loading and not anew:  # loaded within the step before
+        if state.loading and not anew:  # loaded within the previous step
             state.loading = False
             state.close()
         scheduled = out.num_scheduled_tokens[request_id]
@@ -336,13 +342,13 @@ class ConnectorScheduler:
             return
         try:
             self._store(metadata, state, computed + scheduled)
-        except Exception as error:  # noqa: BLE001  law: never in the way
+        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
             self.uncached.mark_failed(state, error)
 
     def _store(self, metadata: ConnectorMetadata, state: RequestState, computed: int) -> None:
         assert self._model is not None
         size = self._layout_tokens
-        # Drafts lie behind the tokens that are known, and are not counted among them.
+        # Draft tokens lie behind the known tokens; `num_tokens` does not count them.
         end = min(computed, state.request.num_tokens) // size
         end = min(end, len(state.digests.up_to(end)), *map(len, state.blocks))
         first = state.first_storable(self._model.vllm_groups, min(state.stored, end), end)
@@ -353,7 +359,7 @@ class ConnectorScheduler:
         state.stored = max(state.stored, end)
 
     def sources(self, request: Any, tokens: int) -> dict[str, int]:
-        """By tier, the tokens that a request was promised of ours."""
+        """Return the tokens promised to a request, by tier; empty where their sum is not `tokens`."""
         state = self.requests.get(request.request_id)
         return {} if state is None or sum(state.sources.values()) != tokens else dict(state.sources)
 
@@ -364,7 +370,7 @@ class ConnectorScheduler:
             state.blocks, state.stored = [], 0
 
     def on_loads_finished(self, invalid: set[int], failed: Sequence[str], arrived: Sequence[str]) -> None:
-        """What a step brought: pages and requests whose load failed, requests whose load is over."""
+        """Handle the results of a step: invalid pages, requests whose load failed, requests whose load ended."""
         for request_id in arrived:
             if request_id in self.requests:
                 state = self.requests[request_id]
@@ -392,7 +398,7 @@ class ConnectorScheduler:
             state.close()
 
     def reset(self) -> bool:
-        """What was stored until now is another namespace from now on: this engine finds none of it."""
+        """Begin a new namespace, so that this engine finds nothing stored before."""
         self._epoch = uuid.uuid4().hex
         self._bound.clear()
         if self.events is not None:

@@ -1,4 +1,4 @@
-"""The cache's metrics in vLLM's own `/metrics` and log: the rows of our one table, as they grow."""
+"""Adds the cache's metrics to vLLM's `/metrics` and log, as growth since the last sample."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _log = logging.getLogger("kvcache.connector.vllm")
 
 
 class ConnectorStats(KVConnectorStats):
-    """`data` is what crosses processes: by metric, by label values joined with a comma, a growth or a gauge's value."""
+    """Statistics that cross processes. `data` maps metric, then label values joined by commas, to a growth or a gauge's
+    value."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -50,12 +51,12 @@ class ConnectorStats(KVConnectorStats):
 
 
 class StatsSampler:
-    """Asks the cache once a second on a thread of its own, since a daemon's answer takes a while."""
+    """Samples the cache once a second, on its own thread since a daemon takes a while to answer."""
 
     def __init__(self, cache: KVCache | ObserveMode, own: Counters) -> None:
-        """`own`: what the connector counts itself."""
+        """`own` holds the connector's own counters."""
         self._cache, self._own = cache, own
-        self._answered: Mapping[str, Any] = {}  # the last statistics of the cache that came
+        self._answered: Mapping[str, Any] = {}  # the last statistics that the cache returned
         self._told: dict[str, dict[str, float]] = {}
         self._now: dict[str, dict[str, float]] = {}
         self._end = threading.Event()
@@ -64,7 +65,7 @@ class StatsSampler:
         self._thread.start()
 
     def take(self) -> ConnectorStats | None:
-        """What has changed since the last call; None for nothing."""
+        """Return what has changed since the last call; None without changes."""
         with self._lock:
             now, last = self._now, self._told
             self._told = now
@@ -74,7 +75,7 @@ class StatsSampler:
         for name, rows in now.items():
             before = last.get(name, {})
             changed = {labels: value for labels, value in rows.items() if value != before.get(labels, 0)}
-            if METRICS[name].kind == "counter":  # one that went back began anew, with another daemon
+            if METRICS[name].kind == "counter":  # a counter that went down began again, in another daemon
                 changed = {k: v - before.get(k, 0) if v > before.get(k, 0) else v for k, v in changed.items()}
             if changed:
                 grown[name] = changed
@@ -85,8 +86,11 @@ class StatsSampler:
         self._thread.join(SAMPLE_INTERVAL_S)
 
     def sample(self) -> None:
-        """The thread's, once a second. Where a daemon does not answer, the rows that it told last stand: counts that
-        were told once would else be told again when it does."""
+        """Sample once; the thread does so every second.
+
+        Where a daemon does not answer, its last rows stay. Otherwise counts reported once would be reported again when
+        it answers.
+        """
         stats = self._cache.stats()
         if "unreachable" not in stats:
             self._answered = stats
@@ -99,7 +103,7 @@ class StatsSampler:
         while not self._end.wait(SAMPLE_INTERVAL_S):
             try:
                 self.sample()
-            except Exception as error:  # noqa: BLE001  law: never in the way
+            except Exception as error:  # noqa: BLE001  worker thread that must survive
                 _log.debug("no statistics this time: %s", error)
 
 
@@ -108,7 +112,7 @@ def metric_rows(stats: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 class PrometheusMetrics(KVConnectorPromMetrics):
-    """A family for each row of the table, with vLLM's labels beside its own."""
+    """A metric family for each row of the metrics table, with vLLM's labels and the row's own."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine)

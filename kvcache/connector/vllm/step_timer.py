@@ -1,7 +1,7 @@
-"""How long the engine's steps take, for the plan: a prefix is loaded only where that is sooner than computing it.
+"""Times the engine's steps for the plan, which loads a prefix only where that is faster than computing it.
 
-A step begins when it is scheduled and ends when its output comes back to the scheduler, in the same order. Where steps
-overlap, one begins for us when the one before it has ended. Only steps that mostly compute prompts are told.
+A step begins when it is scheduled and ends when its output reaches the scheduler, in the same order. Where steps
+overlap, a step is timed from the end of the step before it. Only steps that mostly compute prompts are reported.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Protocol
 from kvcache.connector.vllm.guard import call_guarded
 
 MAX_PENDING_STEPS = 64
-"""Under way at a time; engines have a few."""
+"""Limit of scheduled steps without output; engines have a few."""
 
 
 class ComputeObserver(Protocol):
-    """Whoever wants to know, a `Bound` for one."""
+    """Receives the times of steps; a `NamespaceHandle` is one."""
 
     def computed(self, tokens: int, seconds: float) -> None: ...
 
@@ -28,12 +28,12 @@ class ComputeObserver(Protocol):
 class Step:
     begun: float = 0.0
     tokens: int = 0  # of all requests
-    prompts: int = 0  # of these, of prompts
-    bounds: list[ComputeObserver] = field(default_factory=list)  # whose prompts they are
+    prompts: int = 0  # of these, tokens of prompts
+    bounds: list[ComputeObserver] = field(default_factory=list)  # observers of these prompts
 
 
 class StepTimer:
-    """Asked on the scheduler's thread."""
+    """Thread safety: used on the scheduler's thread only."""
 
     def __init__(self, now: Callable[[], float] = monotonic) -> None:
         self._now = now
@@ -42,20 +42,20 @@ class StepTimer:
         self._ended = float("-inf")
 
     def prompt(self, bound: ComputeObserver | None, tokens: int) -> None:
-        """The step that is being scheduled computes so many tokens of a prompt, if any."""
+        """Record that the step being scheduled computes `tokens` tokens of a prompt, if any."""
         if tokens > 0 and bound is not None:
             self._next.prompts += tokens
             if bound not in self._next.bounds:
                 self._next.bounds.append(bound)
 
     def begin(self, tokens: int) -> None:
-        """It is scheduled, with so many tokens in all."""
+        """Record that the step is scheduled, with `tokens` tokens in all."""
         step, self._next = self._next, Step()
         step.begun, step.tokens = self._now(), tokens
         self._under_way.append(step)
 
     def end(self) -> None:
-        """The output of the oldest is there."""
+        """Record that the output of the oldest step has arrived, and report its time."""
         if not self._under_way:
             return
         step, now = self._under_way.popleft(), self._now()

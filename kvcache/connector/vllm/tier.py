@@ -1,12 +1,14 @@
-"""Our tiers below vLLM's own offloading to host memory: a secondary tier for its `OffloadingConnector`.
+"""`KVCacheTier`: this cache as a secondary tier below vLLM's own offloading to host memory.
 
     {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 8589934592,
         "secondary_tiers": [{"type": "KVCacheTier", "module_path": "kvcache.connector.vllm.tier",
                              "settings": {"nvme": {"path": "/data/kv"}}}]}}
 
-vLLM moves chunks between its pages and its host memory, and asks us about each chunk by its block hash and group. A
-chunk is one opaque block here. Runs on the scheduler's thread, so nothing here waits but `drain_jobs` and `shutdown`.
+vLLM moves chunks between its pages and its host memory. It asks this tier for each chunk by block hash and group. A
+chunk is one opaque block here.
+
+Thread safety: runs on the scheduler's thread. Only `drain_jobs` and `shutdown` wait.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _log = logging.getLogger("kvcache.connector.vllm")
 
 @dataclass(slots=True)
 class JobPart:
-    """Keys of a job of which each is the parent of the next, and their transfer."""
+    """Consecutive keys of a job, each the parent of the next, and their transfer."""
 
     keys: Sequence[bytes]
     request: Request
@@ -60,7 +62,7 @@ class Job:
 
 @dataclass(slots=True)
 class PendingLookup:
-    """A key that other tiers are being asked about."""
+    """A lookup of one key in other tiers, without an answer yet."""
 
     request: Request
     give_up_s: float
@@ -110,16 +112,16 @@ class KVCacheTier(SecondaryTierManager):
         self._epoch = ""
         self._jobs: dict[int, Job] = {}
         self._pending_lookups: dict[bytes, PendingLookup] = {}
-        self._failed: dict[str, set[bytes]] = {}  # by open request: what was promised and did not come
+        self._failed: dict[str, set[bytes]] = {}  # by open request: keys that were promised and not loaded
 
-    # asking
+    # Lookups
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         if key in self._failed.get(req_context.req_id, ()):
             return LookupResult.MISS
         try:
             hit = self._look(bytes(key))
-        except Exception as error:  # noqa: BLE001  law: never in the way; the chunk counts as missing
+        except Exception as error:  # noqa: BLE001  a cache fault never fails a request; the chunk counts as missing
             log_once("a lookup", error)
             return LookupResult.MISS
         if hit is None:
@@ -127,7 +129,7 @@ class KVCacheTier(SecondaryTierManager):
         return LookupResult.HIT if hit.blocks else LookupResult.MISS
 
     def _look(self, key: bytes) -> Hit | None:
-        """None: others are still being asked."""
+        """Look a key up; None while the lookup is pending."""
         pending = self._pending_lookups.pop(key, None)
         if pending is not None:
             hit = pending.request.match()
@@ -152,7 +154,7 @@ class KVCacheTier(SecondaryTierManager):
     def on_request_finished(self, req_context: Any) -> None:
         self._failed.pop(req_context.req_id, None)
 
-    # moving
+    # Transfers
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._submit(job_metadata, load=False)
@@ -178,7 +180,7 @@ class KVCacheTier(SecondaryTierManager):
                     call_guarded(None, request.close)
                     raise
                 job.parts.append(JobPart(keys[first:end], request, transfer))
-        except Exception as error:  # noqa: BLE001  law: never in the way
+        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
             log_once("a load of chunks" if load else "a store of chunks", error)
             job.failed = True
 
@@ -190,8 +192,8 @@ class KVCacheTier(SecondaryTierManager):
         return GuardedTransfer(request.load(len(keys), self._pages, [chunks]))
 
     def _runs(self, keys: Sequence[bytes], context: Any) -> Iterator[tuple[int, int]]:
-        """Stretches of keys that follow one another in their request: (first, end). A wrong parent would be a lie that
-        every later read finds out."""
+        """Yield ranges (first, end) of keys that follow one another in their request. A block stored under a wrong
+        parent would fail the check of every later read."""
         at = [context.get_offload_key_position(key) for key in keys]
         cuts = [
             i
@@ -227,17 +229,18 @@ class KVCacheTier(SecondaryTierManager):
         )
 
     def on_schedule_end(self, context: Any) -> None:
-        """Lookups whose requests went away."""
+        """Close lookups whose requests have disappeared."""
         now = monotonic()
         for key in [
             key for key, pending in self._pending_lookups.items() if now > pending.give_up_s + ABANDONED_LOOKUP_S
         ]:
             call_guarded(None, self._pending_lookups.pop(key).request.close)
 
-    # ends
+    # Shutdown and reset
 
     def drain_jobs(self) -> None:
-        """vLLM forgets what it has, since weights may have changed: what was stored until now is not found any more."""
+        """End all jobs and begin a new namespace. vLLM drops its blocks since weights may have changed, so blocks
+        stored before must not be found."""
         for job in self._jobs.values():
             for part in job.parts:
                 part.transfer.cancel()
@@ -253,11 +256,11 @@ class KVCacheTier(SecondaryTierManager):
         self._pages.clear()  # vLLM unmaps the memory behind them
         del self._view
 
-    # within
+    # Internals
 
     def _namespace(self) -> NamespaceHandle | None:
-        """None where vLLM's hashes are another process's nonsense. Bound when first needed: the root of the hashes is
-        chosen late."""
+        """Return the namespace, bound on first use because vLLM chooses the root of its hashes late. None where vLLM's
+        hashes differ between processes."""
         if self._bound is None and not self._disabled_reason:
             origin = version.hash_origin("sha256") or version.hash_origin("sha256_cbor")
             if origin is None:
@@ -276,7 +279,7 @@ class KVCacheTier(SecondaryTierManager):
 
 
 def _identity(spec: Any, options: TierOptions) -> tuple[str, str, dict[str, Any]]:
-    """Name, revision and facts: all that decides what the bytes of a chunk are."""
+    """Return name, revision and facts: everything that decides the bytes of a chunk."""
     config = spec.config
     name, revision = resolve_revision(config.model.name, options, str(config.engine_id))
     parallel = config.parallel

@@ -1,4 +1,4 @@
-"""What differs between versions of vLLM, and nothing else (0.28 to 0.33)."""
+"""The differences between versions of vLLM (0.28 to 0.33), and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ except ImportError:
     CacheHitSource = None
 
 
-try:  # from 0.30 on: the only way to say that a load of several groups failed
+try:  # from 0.30 on: the only way to report a failed load of several groups
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 except ImportError:
     KVConnectorTransferResults = None
@@ -35,30 +35,32 @@ __all__ = [
 
 VERSION: str = vllm.__version__
 FIXED_ROOT = "vllm-none-hash"
-"""What the chain of block hashes begins with where nobody sets PYTHONHASHSEED, from 0.30 on; random before."""
+"""The root of vLLM's chain of block hashes without PYTHONHASHSEED, from 0.30 on; random before."""
 
 
 def hit_source(tier: str) -> Any:
-    """What vLLM calls the tier that a hit came from."""
+    """Return vLLM's name of the tier that a hit was found in."""
     names = {"host": "HOST", "nvme": "DISK"}
     return getattr(CacheHitSource, names.get(tier, "EXTERNAL_UNSPECIFIED"))
 
 
 def block_table(out: Any, request_id: str) -> tuple[list[int], ...] | None:
-    """All pages of a request by group, as of this step; None where this version does not tell (before 0.29)."""
+    """Return all pages of a request by group, as of this step; None before 0.29, which does not report them."""
     state = getattr(out, "kv_connector_block_state", None)
     return None if state is None else state.get_block_ids(request_id)
 
 
 def hash_tokens(cache_config: Any, kv_cache_config: Any) -> int:
-    """Tokens to one block hash: a group's blocks may be larger."""
+    """Return the number of tokens of one block hash; a group's blocks may be larger."""
     found = getattr(kv_cache_config, "hash_block_size", None) or getattr(cache_config, "hash_block_size", None)
     return int(found or cache_config.block_size)
 
 
 def hash_origin(algorithm: str) -> str | None:
-    """What vLLM's block hashes are made by, where every process makes the same ones; None where it does not, or where
-    the hash is not a cryptographic one. Asked when the first request is there: the root is chosen late."""
+    """Return how vLLM's block hashes are made, or None where they differ between processes or are not cryptographic.
+
+    Call it once the first request has arrived: vLLM chooses the root late.
+    """
     if algorithm not in {"sha256", "sha256_cbor"}:
         return None
     from vllm.utils.hashing import get_hash_fn_by_name
@@ -70,20 +72,20 @@ def hash_origin(algorithm: str) -> str | None:
 
 
 def event(kind: str, **fields: Any) -> Any:
-    """One of vLLM's KV events, without the fields that this version does not know."""
+    """Return one of vLLM's KV events, without the fields that this version lacks."""
     made = getattr(kv_events, kind)
     known = set(made.__struct_fields__)
     return made(**{name: value for name, value in fields.items() if name in known})
 
 
 def event_hash(block_hash: bytes) -> int | bytes:
-    """A block hash as this version publishes it: its last 64 bits, or all of it."""
+    """Return a block hash as this version publishes it: its last 64 bits, or all of it."""
     published: int | bytes = kv_cache_utils.maybe_convert_block_hash(kv_cache_utils.BlockHash(block_hash))
     return published
 
 
 def event_keys(request: Any, first_token: int, end_token: int) -> tuple[Any, ...] | None:
-    """What beside its tokens a block's hash is made from, as this version publishes it."""
+    """Return what a block's hash is made from beside its tokens, as this version publishes it."""
     plain = request.lora_request is None and not request.mm_features and not request.cache_salt
     if plain and getattr(request, "prompt_embeds", None) is None:
         return None

@@ -1,7 +1,8 @@
-"""A rank's side: brings blocks into its pages and takes them out, and says what came of it.
+"""A rank's side: loads blocks into its pages, stores blocks from its pages, and reports the results.
 
-Stores run beside the engine. Their pages may be given to others meanwhile: whoever is given one waits for what is still
-read from it, which covers preemption, windows that move on, and requests that end, without holding anything back.
+Stores run beside the engine, and vLLM may assign their pages to another request meanwhile. `begin` waits for the stores
+that read the pages which a step assigns. This covers preemption, sliding windows and finished requests, and no page is
+held back.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from kvcache.connector.vllm.observe_mode import ObserveMode
 from kvcache.transfer.pages import Pages
 
 IDLE_STEP_WAIT_S = 0.002
-"""So long a step that computes nothing waits for a load, rather than going round."""
+"""How long a step without computation waits for a load, instead of spinning."""
 
 STORE_WAIT_S = 0.05
-"""So long whoever is given a page waits for the store that reads it to end, before what has not begun is given up."""
+"""How long an assigned page waits for the store that reads it, before the rest of that store is cancelled."""
 
 COPY_TIMEOUT_S = 30.0
-"""A copy between pages and host memory that takes longer than this is no longer waited for; it is logged."""
+"""How long to wait for a copy between pages and host memory after cancelling it; then an error is logged."""
 
 _log = logging.getLogger("kvcache.connector.vllm")
 
@@ -47,7 +48,7 @@ class WorkerRequest:
 @dataclass
 class PendingLoad:
     spec: TransferSpec
-    transfer: GuardedTransfer | None  # None: it could not even begin
+    transfer: GuardedTransfer | None  # None: it could not begin
     give_up_s: float
 
     @property
@@ -67,7 +68,7 @@ class LoadResults:
 
 class ConnectorWorker:
     def __init__(self, options: Options, cache: KVCache | ObserveMode, rank: Rank, *, groups: int, blocks: int) -> None:
-        """`groups` are vLLM's, `blocks` is how many pages each layer has."""
+        """`groups` is the number of vLLM's groups, `blocks` the number of pages of each layer."""
         self.cache, self._options, self._rank = cache, options, rank
         self._groups, self._page_count = groups, blocks
         self._caches: Mapping[str, Any] = {}
@@ -79,16 +80,16 @@ class ConnectorWorker:
         self._loading: dict[str, PendingLoad] = {}
         self._waiting: list[PendingLoad] = []  # loads that this step's layers wait for
         self._storing: list[tuple[GuardedTransfer, set[int], TransferSpec]] = []
-        self._incomplete_requests: set[str] = set()  # requests that may compute on what did not come
+        self._incomplete_requests: set[str] = set()  # requests that may compute on blocks that were not loaded
         self._invalid: set[int] = set()
 
     def register(self, caches: Mapping[str, Any], shapes: tuple[LayerGroup, ...]) -> None:
         self._caches, self._shapes = caches, shapes
 
-    # a step
+    # Steps
 
     def begin(self, metadata: ConnectorMetadata) -> None:
-        """Before anything writes into pages."""
+        """Prepare a step, before anything writes into pages."""
         call_guarded(None, self._set_model, metadata.model)
         self._incomplete_requests -= metadata.acknowledged_failures | metadata.finished_requests
         self._settle_stores()
@@ -104,7 +105,12 @@ class ConnectorWorker:
                 call_guarded(None, known.request.close)
 
     def load(self, metadata: ConnectorMetadata, *, wait: bool, by_layer: bool) -> None:
-        """Begin the loads of this step. `wait`: they are over when this returns; `by_layer`: when one is reached."""
+        """Begin the loads of this step.
+
+        Args:
+            wait: return when the loads have ended.
+            by_layer: the loads end before the layer that needs them runs.
+        """
         for spec in metadata.loads:
             loading = PendingLoad(spec, self._begin_load(spec), monotonic() + self._options.load_s)
             if wait or by_layer:
@@ -115,14 +121,14 @@ class ConnectorWorker:
             self.wait_for_loads()
 
     def wait_for_layer(self, layer: str) -> None:
-        """Until this layer of what this step loads is in its pages."""
+        """Wait until this layer of all blocks that the step loads is in its pages."""
         for loading in self._waiting:
             if loading.transfer is not None:
                 index = next((s.layers.index(layer) for s in self._shapes if layer in s.layers), 0)
                 loading.transfer.wait_layer(index, max(0.0, loading.give_up_s - monotonic()))
 
     def wait_for_loads(self) -> None:
-        """Every load that this step waits for is over, one way or the other."""
+        """Wait for every load that this step waits for, and cancel those that exceed their deadline."""
         for loading in self._waiting:
             if loading.transfer is not None and not loading.transfer.wait(max(0.0, loading.give_up_s - monotonic())):
                 self._abort_transfer(loading.transfer, loading.spec)
@@ -130,13 +136,13 @@ class ConnectorWorker:
         self._waiting.clear()
 
     def store(self, metadata: ConnectorMetadata) -> None:
-        """After the step has computed."""
+        """Begin the stores of a step that has computed."""
         for spec in metadata.stores:
             if spec.request_id not in self._incomplete_requests:
                 self._begin_store(spec)
 
     def results(self, *, idle: bool) -> LoadResults:
-        """The loads that are over since the last call."""
+        """Return the loads that ended since the last call."""
         if idle and self._loading:
             first = next(iter(self._loading.values()))
             if first.transfer is not None:
@@ -174,7 +180,7 @@ class ConnectorWorker:
         self._storing.clear()
         self._known.clear()
 
-    # within
+    # Internals
 
     def _set_model(self, model: ModelIdentity | None) -> None:
         if model is None or model is self._model or (self._model is not None and model == self._model):
@@ -187,7 +193,7 @@ class ConnectorWorker:
         self._bound.clear()
 
     def _request(self, spec: TransferSpec) -> WorkerRequest:
-        """The request, with the digests of all blocks up to the last one moved."""
+        """Return the request, with the digests of all blocks up to the last one moved."""
         known = self._known.get(spec.request_id)
         if known is None or known.namespace_key != spec.namespace_key or known.blocks != spec.known_digests:
             if spec.known_digests:
@@ -214,13 +220,13 @@ class ConnectorWorker:
         return known
 
     def _begin_load(self, spec: TransferSpec) -> GuardedTransfer | None:
-        """None: it could not begin, and its blocks are computed."""
+        """Begin a load; None where it could not begin, and its blocks are computed."""
         try:
             request = self._request(spec).request
             return GuardedTransfer(
                 request.load(spec.first + spec.count, self._pages, spec.pages, first_block=spec.first)
             )
-        except Exception as error:  # noqa: BLE001  law: never in the way
+        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
             log_once("a load", error)
             return None
 
@@ -230,14 +236,15 @@ class ConnectorWorker:
             if known.last_store is not None and not known.last_store.done:
                 self._wait_for_store(known.last_store, spec)  # a block is kept only behind its parent
             transfer = GuardedTransfer(known.request.store(self._pages, spec.pages, first_block=spec.first))
-        except Exception as error:  # noqa: BLE001  law: never in the way; its blocks are not kept
+        except Exception as error:  # noqa: BLE001  a cache fault never fails a request; its blocks are not kept
             log_once("a store", error)
             return
         known.last_store = transfer
         self._storing.append((transfer, set().union(*spec.pages), spec))
 
     def _is_complete(self, loading: PendingLoad) -> bool:
-        """Whether all came. What did not is computed again, and nothing computed on it is stored."""
+        """Return whether all blocks were loaded. The missing ones are recomputed, and nothing computed on them is
+        stored."""
         spec = loading.spec
         if loading.loaded_blocks == spec.count:
             return True
@@ -250,12 +257,13 @@ class ConnectorWorker:
         self._storing = [entry for entry in self._storing if not entry[0].done]
 
     def _wait_for_store(self, transfer: GuardedTransfer, spec: TransferSpec) -> None:
-        """Wait until nobody reads the pages of a store any more: a copy, unless many stand before it."""
+        """Wait until a store has stopped reading its pages: the time of a copy, unless many others are queued before
+        it."""
         if not transfer.wait(STORE_WAIT_S):
             self._abort_transfer(transfer, spec)
 
     def _abort_transfer(self, transfer: GuardedTransfer, spec: TransferSpec) -> None:
-        """End a transfer, so that its pages can be used."""
+        """Cancel a transfer and wait for its end, so that its pages can be used."""
         transfer.cancel()
         if not transfer.wait(COPY_TIMEOUT_S):
             _log.error("request %s: a copy of %d blocks has not ended", spec.request_id, spec.count)
