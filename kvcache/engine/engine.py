@@ -1,11 +1,45 @@
-"""The reference engine: requests in, tokens out, one flat batch a step.
+"""The reference engine: serves requests in continuous batches, one flat batch a step, with the cache behind its pages.
 
     engine = Engine(load_model("smollm2"), kvcache.open(), pages=512)
-    [result] = engine.generate([prompt_ids], Params(max_tokens=32))
+    [result] = engine.generate([prompt_ids], SamplingParams(max_tokens=32))
     result.token_ids, result.reused, result.ttft_s
 
-Everything happens on the thread that calls; `loop.EngineLoop` gives an engine a thread. Without a cache every prompt
-is computed whole: what greedy answers with a cache are held against.
+The engine shows authors of connectors what an engine has to do to use the cache, and is what the cache is tested with.
+Its answers without a cache are the reference: every prompt is computed whole, and greedy answers with a cache have to
+equal them.
+
+One step:
+
+1. `Scheduler.schedule` plans which tokens of which sequences to compute (scheduler.py). It begins loads and ends those
+   that are done.
+2. `Runner.forward` computes the batch and writes the new keys and values into the pages (model.py).
+3. `sample_tokens` chooses the next token of each sequence without missing tokens (sampling.py).
+4. `PrefixCache.publish_and_store` publishes full blocks in the pool and stores them in the cache (prefix.py). This
+   follows the choice of tokens, so that a first token does not wait for stores.
+5. Sequences that reached a stop or their limit finish, and release their pages.
+
+Alternatives. A production engine (vLLM, SGLang) would do the same work faster. It would bind the tests to its versions,
+its kernels and mostly to a GPU. The connectors cover those engines; this engine covers the cache itself, in plain torch
+on a CPU. Batches are flat, not padded: a row's logits must not depend on its neighbours, or answers with and without a
+cache could not be compared (layers.py).
+
+Invariants:
+
+- A cached block and a computed block are interchangeable. At least one token of a prompt is always computed, because
+  the cache holds no logits.
+- A cache fault never fails a request. A lookup or load that exceeds `patience_s` is abandoned, and its blocks are
+  computed.
+- A page is not allocated again while a transfer reads or writes it (pool.py).
+- The request that arrived first is never preempted, so there is always progress.
+- `check` audits all of this; a test ends with it.
+
+Threads. All work runs on the calling thread, without locks. `loop.EngineLoop` gives an engine its own thread. Transfers
+of the cache run elsewhere and keep the memory that they use alive. The canary, where the cache has one, calls
+`Recompute` on another thread, which only reads the model.
+
+To change it: the engine runs one group of multi-head attention. Several groups, windows with other pages, or latents
+need a page table for each group here, in `PagePool` and in `KeyRange`. A GPU needs a runner with its own kernels; the
+rest is independent of the device.
 """
 
 from __future__ import annotations
@@ -36,10 +70,16 @@ _TICK_S = 0.002  # how long a step without work waits for a load, a lookup or a 
 
 
 class Engine:
-    """`pages` blocks of device memory; at most `max_batch_tokens` rows a step of at most `max_sequences` requests.
+    """An engine with `pages` blocks of device memory.
 
-    `decode` turns an answer's tokens into text, for stop strings. What the cache does not answer within `patience_s`
-    is computed. `share_across_engines` names model and blocks as other engines do, so that each finds the other's.
+    Args:
+        max_batch_tokens: most rows of a step.
+        max_sequences: most requests of a step.
+        decode: turns the tokens of an answer into text, for stop strings.
+        patience_s: longest wait for a lookup or a load of the cache; then its blocks are computed.
+        share_across_engines: name model and blocks as other engines do, so that they share blocks.
+
+    Thread safety: not thread-safe; see `loop.EngineLoop`.
     """
 
     def __init__(
@@ -86,7 +126,7 @@ class Engine:
                 bound = cache.namespace(layout, model=name, revision=model.revision, facts=model.facts)
             if (
                 isinstance(bound, SupportsCanary) and not share_across_engines
-            ):  # a name that others gave tells no tokens
+            ):  # a shared signature does not contain the tokens
                 bound.canary(Recompute(model, max_batch_tokens))
         prefix = PrefixCache(
             self.pool,
@@ -102,11 +142,16 @@ class Engine:
 
     @property
     def unfinished(self) -> int:
-        """Requests that wait or run: while there are any, call `step`."""
+        """Number of requests that wait or run. Call `step` while it is positive."""
         return len(self._scheduler.waiting) + len(self._scheduler.active)
 
     def add(self, prompt_ids: Any, params: SamplingParams | None = None, id: str | None = None) -> Sequence:
-        """Queue a request. TokenError for a prompt that cannot be run, ConfigError for a wish that cannot be met."""
+        """Queue a request.
+
+        Raises:
+            TokenError: the prompt cannot be run.
+            ConfigError: a parameter cannot be served.
+        """
         params = params or SamplingParams()
         prompt = self._checked(prompt_ids)
         if params.stop and self._decode is None:
@@ -139,9 +184,9 @@ class Engine:
         return prompt
 
     def step(self) -> list[Sequence]:
-        """Compute one batch; the sequences that got a token by it, finished ones among them.
+        """Compute one batch; return the sequences that got a token, including those that finished.
 
-        Where nothing can be computed yet, waits a moment for the loads and stores that stand in the way.
+        Without a batch to compute, waits up to 2 ms for the loads and stores that block it.
         """
         plan = self._scheduler.schedule()
         if not plan:
@@ -159,7 +204,7 @@ class Engine:
             if not sequence.answer:
                 sequence.ttft_s = self._clock.now() - sequence.added_s
             sequence.tokens.append(token)
-        for sequence in plan:  # after the choice: a first token need not wait for the stores
+        for sequence in plan:  # after sampling: a first token need not wait for the stores
             self._prefix.publish_and_store(sequence)
         for sequence in updated:
             self._finish_where_ended(sequence)
@@ -209,14 +254,15 @@ class Engine:
             time.sleep(_TICK_S)
 
     def abort(self, sequence: Sequence) -> None:
-        """End a request now; what it held comes back. Nothing happens where it has finished already."""
+        """End a request now and release its pages. No effect on a finished request."""
         if sequence.state is not SequenceState.FINISHED:
             self._finish(sequence, "abort")
 
     def generate(
         self, prompts: Ordered[Any], params: SamplingParams | Ordered[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """Run these prompts together until each has finished; results in their order. All or none are begun."""
+        """Run these prompts together until all have finished; return results in their order. If one is refused, none
+        runs."""
         each = [params] * len(prompts) if params is None or isinstance(params, SamplingParams) else params
         sequences: list[Sequence] = []
         try:
@@ -230,13 +276,13 @@ class Engine:
         return [sequence.result() for sequence in sequences]
 
     def check(self) -> list[str]:
-        """A full audit; one line a fault, none when sound."""
+        """Audit the engine; return one line for each fault."""
         faults = self._scheduler.check()
         if not self.unfinished and self.pool.held:
             faults.append(f"{self.pool.held} pages held by nobody")
         return faults
 
     def close(self) -> None:
-        """Abort what is unfinished. Transfers under way keep the memory they use alive. The cache stays open."""
+        """Abort unfinished requests. Running transfers keep the memory that they use alive. The cache stays open."""
         for sequence in [*self._scheduler.waiting, *self._scheduler.active]:
             self.abort(sequence)

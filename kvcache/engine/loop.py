@@ -1,4 +1,4 @@
-"""An engine on a thread of its own: requests from any thread, answers as futures."""
+"""Runs an engine on its own thread: requests from any thread, answers as futures."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ _log = logging.getLogger("kvcache.engine")
 
 
 class EngineLoop:
-    """Owns the thread, not the engine: nobody else may call the engine until the loop is closed.
+    """Runs an engine's steps on a thread; call the engine from nowhere else until the loop is closed.
 
-    At most `backlog` requests are unfinished at a time.
+    At most `backlog` requests are unfinished at a time. The loop owns the thread, not the engine.
+
+    Thread safety: all methods may be called from any thread.
     """
 
     def __init__(self, engine: Engine, *, backlog: int = 1024) -> None:
@@ -34,13 +36,19 @@ class EngineLoop:
         self._thread.start()
 
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Future[RequestOutput]:
-        """The future of a request: its result, or the KVCacheError for which the engine refuses it. Cancelling it
-        aborts the request. Raises queue.Full where too many are unfinished, ClosedError after `close`."""
+        """Return the future of a request: its result, or the KVCacheError with which the engine refuses it.
+
+        Cancelling the future aborts the request.
+
+        Raises:
+            queue.Full: too many requests are unfinished.
+            ClosedError: the loop is closed.
+        """
         if not self._backlog.acquire(blocking=False):
             raise Full("too many unfinished requests: try again later")
         future: Future[RequestOutput] = Future()
         future.add_done_callback(lambda done: self._backlog.release() if done.cancelled() else None)
-        with self._lock:  # so that nothing is put behind the last thing that the thread takes
+        with self._lock:  # so that nothing is queued after the thread's last read
             if self._closed:
                 future.cancel()
                 raise ClosedError("this engine was stopped; start another one")
@@ -53,7 +61,7 @@ class EngineLoop:
                 while not (self._engine.unfinished and self._inbox.empty()) and not self._closed:
                     self._inbox.get()()
                 self._step()
-            except Exception as error:  # noqa: BLE001  whatever it is, those who wait must hear of it
+            except Exception as error:  # noqa: BLE001  worker thread that must survive; its callers get the error
                 _log.exception("a step of the engine failed; its requests end")
                 self._end(error)
         while not self._inbox.empty():
@@ -73,7 +81,7 @@ class EngineLoop:
 
     def _abort(self, sequence: Running) -> None:
         self._running.pop(sequence, None)
-        self._engine.abort(sequence)  # nothing where it has finished, which is why most futures are done
+        self._engine.abort(sequence)  # no effect on a finished request, the usual case
 
     def _step(self) -> None:
         if self._engine.unfinished:
@@ -90,7 +98,7 @@ class EngineLoop:
     def _settle(self, future: Future[RequestOutput], outcome: RequestOutput | Exception) -> None:
         if not future.set_running_or_notify_cancel():
             return  # cancelled meanwhile
-        self._backlog.release()  # before it is heard of: who waits for it may ask the next at once
+        self._backlog.release()  # before the result is visible: its reader may submit the next request at once
         if isinstance(outcome, Exception):
             future.set_exception(outcome)
         else:
@@ -104,6 +112,6 @@ class EngineLoop:
         self._thread.join()
 
     def check(self) -> list[str]:
-        """A full audit, once the loop is closed."""
+        """Audit the engine, once the loop is closed."""
         faults = [f"{s.id} is still listed" for s in self._running]
         return [*faults, *self._engine.check()]

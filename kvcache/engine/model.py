@@ -1,9 +1,11 @@
-"""The reference model: what one step of a Llama-family decoder computes, in plain torch.
+"""The reference model: one step of a Llama-family decoder, in plain torch.
 
-It knows nothing of requests or caches: a flat batch and pages go in, logits come out, and the new keys and values are
-in the pages. In float32 a row's logits depend on its own tokens but for rounding: every product keeps its order of
-summation whatever stands beside it (`linear`), attention runs a sequence at a time (`attention`), norms and activations
-work on single rows. Only how a prompt is cut into steps moves last bits, within attention.
+A flat batch and pages are the input; logits are the output, and the new keys and values are written into the pages. The
+model knows no requests and no caches.
+
+In float32 a row's logits depend on its own tokens, except for rounding. Every product keeps its order of summation for
+any batch (`Linear`). Attention runs one sequence at a time (`attention`). Norms and activations work on single rows.
+Only the cut of a prompt into steps changes last bits, within attention.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Runner(Protocol):
-    """What the engine asks of a model; `kvcache.engine.model.Model` is one."""
+    """The interface of a model; `kvcache.engine.model.Model` implements it."""
 
     layout: KVLayout
     max_tokens: int
@@ -44,12 +46,18 @@ class Runner(Protocol):
     @property
     def facts(self) -> Mapping[str, Any]: ...
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
-        """Logits, (R, vocab) float32, of the rows `batch.logits_at`. Writes the keys and values of the batch's rows
-        into the pages of `kv`, (layers, 2, pages, block_tokens, kv_heads, head_dim)."""
+        """Return logits, (R, vocab) float32, of the rows `batch.logits_at`.
+
+        Writes the keys and values of the batch's rows into the pages of `kv`, (layers, 2, pages, block_tokens,
+        kv_heads, head_dim).
+        """
 
 
 class Model:
-    """Weights and the step over them. Stateless between steps; not for two threads at once on one `kv`."""
+    """Weights and the step over them, without state between steps.
+
+    Thread safety: two threads may not use one `kv` at once.
+    """
 
     def __init__(
         self,
@@ -63,7 +71,7 @@ class Model:
     ) -> None:
         self.architecture = architecture
         self.layout = layout
-        self.directory = directory  # where the tokenizer is too
+        self.directory = directory  # the tokenizer's directory too
         self.revision = revision
         self.facts = facts or {}
         self.eos_token_ids = architecture.eos_token_ids
@@ -81,9 +89,9 @@ class Model:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: torch.Tensor) -> torch.Tensor:
-        """Logits (R, vocab) in float32, of the rows in `batch.logits_at`.
+        """Return logits (R, vocab) in float32, of the rows in `batch.logits_at`.
 
-        `kv` (layers, 2, pages, block_tokens, kv_heads, head_dim), contiguous, of the model's dtype and device: the
+        `kv` (layers, 2, pages, block_tokens, kv_heads, head_dim) is contiguous, of the model's dtype and device. The
         batch's keys and values are written into it.
         """
         a, w = self.architecture, self._weights
@@ -132,7 +140,7 @@ def load_model(
     device: str = "cpu",
     read_every_byte: bool = False,
 ) -> Model:
-    """The model in a directory, of a GGUF file, or of a name that `resolve_model` knows; ModelError where it is not.
+    """Load a model from a directory, a GGUF file, or a name that `resolve_model` knows; ModelError otherwise.
 
     `read_every_byte`: the revision covers all bytes of the weights instead of a sample.
     """
@@ -158,7 +166,7 @@ def load_model(
         layout=replace(layout, max_tokens=architecture.max_tokens),
         directory=directory,
         revision=revision,
-        # The weights' revision knows nothing of these, and they change keys and values.
+        # The weights' revision does not cover these, and they change keys and values.
         facts={
             **engine_facts(directory),
             "checkpoint": checkpoint,
@@ -169,7 +177,7 @@ def load_model(
 
 
 def _slots(spans: Sequence[Span], block_tokens: int) -> torch.Tensor:
-    """Where each row's key and value go: page times block_tokens plus place in the page, (T,) int64."""
+    """Return the slot of each row's key and value: page times block_tokens plus offset in the page, (T,) int64."""
     slots = []
     for span in spans:
         at = torch.arange(span.context, span.context + span.length)

@@ -1,15 +1,15 @@
-"""The pages of the engine's own memory: who has which, and which can be had again by signature.
+"""The pages of the engine's own memory: references, and pages that can be found by signature.
 
 A page is in one of four states:
 
-    free    nobody has it and nothing in it is wanted
+    free    not referenced, without a published block
     held    in the block tables of `references` sequences; a full block may be shared, a partial one never is
-    idle    nobody has it, but it holds a published block: reusable by signature until the pool needs the page
-    leaving nobody has it, nothing in it is wanted, and a transfer still reads or writes it
+    idle    not referenced, with a published block: found by signature until the pool needs the page
+    leaving not referenced, without a published block, and a transfer still reads or writes it
 
-A page with a transfer under way is never given out again before the transfer is done. Idle pages go in the order in
-which they became idle; a sequence gives its pages back tail first, so that the head of a prefix outlives its tail.
-Knows nothing of tensors: a page is a number.
+A page is not allocated while a transfer uses it. Idle pages are evicted in the order in which they became idle. A
+sequence releases its pages tail first, so that the head of a prefix outlives its tail. The pool knows no tensors: a
+page is a number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvcache.errors import ConfigError
 
 
 class PendingTransfer(Protocol):
-    """What the pool asks of a load or store: `Transfer` of the cache has it."""
+    """A load or store, as the pool sees it; `Transfer` of the cache implements it."""
 
     @property
     def done(self) -> bool: ...
@@ -39,11 +39,11 @@ class PagePool:
         self._free = list(range(pages))[::-1]
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._transfers: list[tuple[PendingTransfer, list[int]]] = []
-        self._busy: Counter[int] = Counter()  # transfers under way, by page
+        self._busy: Counter[int] = Counter()  # page: number of running transfers
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can give now."""
+        """Number of pages that `allocate` can return now."""
         return len(self._free) + len(self._idle) - sum(page in self._idle for page in self._busy)
 
     @property
@@ -56,15 +56,16 @@ class PagePool:
 
     @property
     def busy(self) -> bool:
-        """Some transfer is under way: more pages may become available by `poll`."""
+        """Whether a transfer is running: `poll` may then make more pages available."""
         return bool(self._transfers)
 
     def references(self, page: int) -> int:
         return self._references[page]
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` pages with one reference each, the free ones first, then the longest idle; None if there are not."""
-        if count > len(self._free) and count > self.available:  # the second is slower to tell
+        """Return `count` pages with one reference each, or None where too few are available. Free pages first, then the
+        longest idle."""
+        if count > len(self._free) and count > self.available:  # the second test is slower
             return None
         given = [self._free.pop() for _ in range(min(count, len(self._free)))]
         if len(given) < count:
@@ -78,7 +79,7 @@ class PagePool:
         return given
 
     def acquire(self, signatures: Sequence[bytes]) -> list[int]:
-        """The longest prefix of these blocks that is here: their pages, with one more reference each."""
+        """Return the pages of the longest prefix of these blocks in the pool, with one more reference each."""
         found: list[int] = []
         for signature in signatures:
             page = self._by_signature.get(signature)
@@ -90,8 +91,11 @@ class PagePool:
         return found
 
     def publish(self, page: int, signature: bytes) -> int:
-        """Make a held page's block findable. The page to use from now on: an earlier one with the same block replaces
-        it (the reference moves there), so that a block has one page and a chain leaves tail first."""
+        """Make a held page's block findable; return the page to use from now on.
+
+        An earlier page with the same block replaces this one, and the reference moves there. So a block has one page,
+        and a chain is evicted tail first.
+        """
         earlier = self._by_signature.setdefault(signature, page)
         if earlier == page:
             self._signatures[page] = signature
@@ -102,7 +106,7 @@ class PagePool:
         return earlier
 
     def release(self, pages: Sequence[int]) -> None:
-        """Give one reference to each back; `pages` in the order of the blocks."""
+        """Release one reference to each page; `pages` is in the order of the blocks."""
         for page in reversed(pages):
             self._references[page] -= 1
             if self._references[page]:
@@ -113,13 +117,13 @@ class PagePool:
                 self._free.append(page)
 
     def watch(self, transfer: PendingTransfer, pages: Sequence[int]) -> None:
-        """Keep these pages from being given out again until the transfer is done."""
+        """Keep these pages from being allocated until the transfer is done."""
         if not transfer.done:
             self._transfers.append((transfer, list(pages)))
             self._busy.update(pages)
 
     def poll(self) -> None:
-        """Let go of the pages whose transfers are done."""
+        """Release the pages whose transfers are done."""
         under_way = []
         for transfer, pages in self._transfers:
             if not transfer.done:
@@ -134,7 +138,7 @@ class PagePool:
         self._transfers = under_way
 
     def clear(self) -> None:
-        """Forget every idle block, as if other work had pushed it out."""
+        """Evict every idle block, as if other requests had needed the pages."""
         for page in list(self._idle):
             self._forget(page)
             if page not in self._busy:
@@ -148,7 +152,7 @@ class PagePool:
         self._signatures[page] = None
 
     def check(self) -> list[str]:
-        """A full audit; one line a fault, none when sound."""
+        """Audit the pool; return one line for each fault."""
         faults = []
         free = Counter(self._free)
         for page in range(self.pages):

@@ -1,9 +1,10 @@
-"""What the engine need not compute: the blocks of a prefix, from the pool first, then from the cache.
+"""Reuse of prefixes: blocks from the engine's own pool first, then from the cache.
 
-`begin` gives a sequence the pages of its prefix and starts the load of what the pool has not; `settle` ends the load;
-`keep` publishes and stores the blocks that a step filled. Without a cache nothing is hashed and nothing reused.
+`begin` gives a sequence the pages of its prefix, and starts the load of blocks that the pool lacks. `finish_load` ends
+the load. `publish_and_store` publishes and stores the blocks that a step filled. Without a cache nothing is hashed and
+nothing is reused.
 
-At least one token is always left to compute, since the logits of the last one are not kept.
+At least one token is always left to compute, because the logits of the last token are not kept.
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ from kvcache.transfer.pages import Pages
 
 
 class PrefixCache:
-    """`patience_s` bounds the wait for a lookup or a load: what is not there by then is computed. `shared`: blocks are
-    named as SGLang names its pages."""
+    """Reuses the prefixes of sequences.
+
+    Args:
+        patience_s: longest wait for a lookup or a load; then the blocks are computed.
+        shared: name blocks as SGLang names its pages.
+    """
 
     def __init__(
         self,
@@ -43,11 +48,11 @@ class PrefixCache:
         self._shared = shared
 
     def blocks(self, tokens: int) -> int:
-        """Pages that so many tokens need."""
+        """Return the number of pages for this many tokens."""
         return -(-tokens // self._block_tokens)
 
     def open(self, sequence: Sequence) -> None:
-        """Hash the prompt and ask for its blocks, so that far ones come nearer while the sequence waits its turn."""
+        """Hash the prompt and match it, so that blocks in lower tiers are promoted while the sequence waits."""
         if self._bound is not None:
             request = self._bound.request(id=sequence.id)
             sequence.request = request
@@ -64,8 +69,11 @@ class PrefixCache:
     def begin(self, sequence: Sequence, spare: int) -> bool | None:
         """Give the sequence the pages of its prefix: afterwards it is LOADING or RUNNING.
 
-        False where the pool, `spare` of whose pages are promised to others, has no room for its tokens; None while
-        the cache is still being asked.
+        Args:
+            spare: pages of the pool that are promised to other sequences.
+
+        Returns:
+            False where the pool has too few pages for its tokens; None while a lookup is pending.
         """
         request = sequence.request
         limit = (len(sequence.tokens) - 1) // self._block_tokens
@@ -88,7 +96,7 @@ class PrefixCache:
         if request is not None:
             request.admit()
             if min(hit.blocks, limit) > len(pool_pages):
-                sequence.tiers += _tiers(hit)[len(sequence.tiers) :]  # not where `admit` has brought it since
+                sequence.tiers += _tiers(hit)[len(sequence.tiers) :]  # not where `admit` has promoted it since
                 self._load(sequence, request, min(hit.blocks, limit))
         return True
 
@@ -103,8 +111,11 @@ class PrefixCache:
         self._pool.watch(sequence.transfer, pages)
 
     def finish_load(self, sequence: Sequence) -> bool:
-        """End a load that is done, or has taken too long: the sequence is RUNNING from the first block that it did not
-        bring. False while the load goes on."""
+        """End a load that is done or exceeded its deadline. The sequence is then RUNNING from the first block not
+        loaded.
+
+        Returns False while the load goes on.
+        """
         transfer = sequence.transfer
         assert transfer is not None, "only a LOADING sequence is settled"
         ended = transfer.done
@@ -114,7 +125,7 @@ class PrefixCache:
         end = sequence.published + loaded_blocks
         if not ended:
             transfer.cancel()
-            self._pool.release(sequence.pages[end:])  # which leave when the transfer is done with them
+            self._pool.release(sequence.pages[end:])  # released when the transfer has ended
             del sequence.pages[end:]
         self._count(sequence, Counter(sequence.tiers[sequence.published : end]))
         sequence.transfer = None
@@ -125,8 +136,10 @@ class PrefixCache:
         return True
 
     def publish_and_store(self, sequence: Sequence) -> None:
-        """Publish and store the blocks that have become full, with those before them that the cache has lost: it keeps
-        no block whose parent it has not."""
+        """Publish and store the blocks that have become full.
+
+        Blocks before them that the cache has evicted are stored again: the cache keeps no block without its parent.
+        """
         request, end = sequence.request, sequence.computed // self._block_tokens
         if request is None or end == sequence.published:
             return
@@ -143,12 +156,13 @@ class PrefixCache:
         sequence.stored = end
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step took so long. Those that only decode tell nothing of prompts."""
+        """Report the duration of a step to the cache. Steps that only decode say nothing about prompts and are
+        skipped."""
         if self._bound is not None and tokens > self._block_tokens:
             self._bound.computed(tokens, seconds)
 
     def drop(self, sequence: Sequence) -> None:
-        """Take the sequence's pages back; what it published stays findable."""
+        """Release the sequence's pages. Blocks that it published can still be found."""
         if sequence.transfer is not None:
             sequence.transfer.cancel()
             sequence.transfer = None
@@ -157,7 +171,7 @@ class PrefixCache:
         sequence.computed = sequence.published = sequence.stored = 0
 
     def close(self, sequence: Sequence) -> None:
-        """Give everything back."""
+        """Release the pages and close the cache's request."""
         self.drop(sequence)
         if sequence.request is not None:
             sequence.request.close()
@@ -170,12 +184,12 @@ class PrefixCache:
         sequence.published = end
 
     def _count(self, sequence: Sequence, blocks: Mapping[str, int]) -> None:
-        if not sequence.preemptions:  # later it finds its own work
+        if not sequence.preemptions:  # later it finds its own blocks
             for tier, count in blocks.items():
                 if count:
                     sequence.reused[tier] = sequence.reused.get(tier, 0) + count * self._block_tokens
 
 
 def _tiers(hit: Hit) -> list[str]:
-    """The tier of each block, as far as counts tell: those of the front are counted first."""
+    """Return the tier of each block, as estimated from counts: blocks at the front are assigned first."""
     return [tier for tier, count in hit.by_tier.items() for _ in range(count)]

@@ -1,4 +1,4 @@
-"""One block computed again, apart from the engine's pool and from any cache: what the canary compares with."""
+"""Computes one block again, outside the engine's pool and any cache, for the canary to compare."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
 
 class Recompute:
-    """Called from another thread than the engine's: it only reads the model."""
+    """Computes the last block of some tokens.
+
+    Thread safety: called from another thread than the engine's; it only reads the model.
+    """
 
     def __init__(self, model: Runner, rows: int) -> None:
-        """`rows`: tokens of a step."""
+        """`rows` is the number of tokens of a step."""
         self._model, self._rows = model, rows
 
     def __call__(self, tokens: Sequence[int]) -> list[bytes]:

@@ -1,7 +1,7 @@
-"""From logits to the next token: greedy, temperature, top-p; each request has a generator of its own.
+"""From logits to the next token: greedy, temperature, top-p. Each request has its own random generator.
 
-One uniform number is drawn a token, whatever else is in the batch, so that the same seed gives the same choices from
-the same logits wherever and with whomever the request runs.
+One uniform number is drawn for each token, for any batch. So the same seed gives the same choices from the same logits,
+in any engine and beside any other requests.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """What a request asks of its answer. `temperature` 0 is greedy; `seed` None draws one.
+    """Sampling parameters of a request. `temperature` 0 is greedy; `seed` None draws one.
 
-    `stop`: the answer ends where one of these first appears in its text (the engine must have been given a decoder).
+    `stop`: the answer ends where one of these first appears in its text. The engine then needs a decoder.
     """
 
     max_tokens: int = 16
@@ -48,15 +48,18 @@ class Sampler:
 
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
-        self._random = Random(params.seed)  # noqa: S311 a dice, not a secret
+        self._random = Random(params.seed)  # noqa: S311 not a secret
 
     @property
     def greedy(self) -> bool:
         return self._params.temperature == 0
 
     def draw(self, logits: torch.Tensor) -> int:
-        """The next token from one row of logits, (vocab,): the first whose cumulated probability passes the draw,
-        the likeliest counted first, within the shortest head that reaches `top_p`."""
+        """Return the next token from one row of logits, (vocab,).
+
+        Tokens are ordered by probability, and cut after the first at which the sum reaches `top_p`. The result is the
+        first whose cumulative probability exceeds the number drawn.
+        """
         logits = logits.double().cpu()
         probabilities, order = (
             ((logits - logits.max()) / self._params.temperature).softmax(0).sort(descending=True, stable=True)
@@ -68,6 +71,6 @@ class Sampler:
 
 
 def sample_tokens(logits: torch.Tensor, samplers: Sequence[Sampler]) -> list[int]:
-    """The next token of each row of logits, (R, vocab) float32; greedy: of equal ones the lowest id."""
+    """Return the next token of each row of logits, (R, vocab) float32. Greedy takes the lowest id of equal logits."""
     tokens: list[int] = logits.argmax(-1).tolist()
     return [token if s.greedy else s.draw(row) for token, s, row in zip(tokens, samplers, logits, strict=True)]

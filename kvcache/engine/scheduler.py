@@ -1,10 +1,13 @@
-"""Which tokens of which sequences are computed in the next step.
+"""The scheduler: which tokens of which sequences the next step computes.
 
-Continuous batching: every step is planned anew. Sequences that need one token go first, so that a long prompt delays
-nobody's next token by more than a step; then prompts, in order of arrival and in chunks of what is left of the token
-budget; then those who wait, while there is room. When the pages run out the latest arrival is preempted: its pages go
-back, its published blocks stay findable, and it is computed again from what of them is left. The first arrival is
-never preempted, so there is always progress."""
+Continuous batching: every step is planned anew. Sequences that need one token are first, so that a long prompt delays
+the next token of others by at most a step. Then prompts follow in order of arrival, in chunks of the remaining token
+budget. Then waiting sequences start, while pages are available.
+
+When the pages run out, the latest arrival is preempted. Its pages are released and its published blocks can still be
+found. It is computed again from the blocks that remain. The first arrival is never preempted, so there is always
+progress.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 StepPlan = dict[Sequence, int]
-"""How many of its missing tokens each sequence computes."""
+"""For each sequence, how many of its missing tokens the step computes."""
 
 
 class Scheduler:
@@ -40,7 +43,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_arrival)
 
     def schedule(self) -> StepPlan:
-        """The next step; empty while nothing can be computed."""
+        """Return the next step; empty while nothing can be computed."""
         self._pool.poll()
         for sequence in self.active:
             if sequence.state is SequenceState.LOADING:
@@ -50,7 +53,7 @@ class Scheduler:
         for sequence in sorted(running, key=lambda s: s.missing > 1):
             while sequence.state is SequenceState.RUNNING and not self._place(sequence, plan):
                 if running[-1].arrival <= sequence.arrival:
-                    break  # loads and stores under way will free pages
+                    break  # loads and stores that are running will free pages
                 victim = running.pop()
                 plan.pop(victim, None)
                 self._preempt(victim)
@@ -73,7 +76,7 @@ class Scheduler:
                 self._place(sequence, plan)
 
     def _place(self, sequence: Sequence, plan: StepPlan) -> bool:
-        """Put as much of the sequence as the budget allows into the plan; False where its pages cannot be had."""
+        """Add as much of the sequence as the budget allows to the plan; return False where it gets no pages."""
         length = min(sequence.missing, self._max_batch_tokens - sum(plan.values()))
         if length == 0:
             return True
@@ -93,14 +96,14 @@ class Scheduler:
         insort(self.waiting, sequence, key=_arrival)
 
     def finish(self, sequence: Sequence, why: FinishReason) -> None:
-        """Take a sequence out, whatever its state; what it held comes back."""
+        """Remove a sequence in any state, and release what it holds."""
         (self.waiting if sequence.state is SequenceState.WAITING else self.active).remove(sequence)
         self._prefix.close(sequence)
         sequence.state = SequenceState.FINISHED
         sequence.finish = why
 
     def check(self) -> list[str]:
-        """A full audit; one line a fault, none when sound."""
+        """Audit the scheduler; return one line for each fault."""
         faults = self._pool.check()
         references = [0] * self._pool.pages
         for sequence in self.active:
@@ -128,15 +131,15 @@ def _arrival(sequence: Sequence) -> int:
     return sequence.arrival
 
 
-# What a model runs in one step: rows of several sequences, one behind the other, without padding.
+# The input of a model in one step: rows of several sequences, one after the other, without padding.
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """One sequence's part of a step: rows `start` to `start + length` of the flat batch.
 
-    `page_ids` are the pages that hold the sequence's first `context + length` tokens, in order; more may follow. The
-    first `context` tokens are already in them, the model writes the others.
+    `page_ids` are the pages of the sequence's first `context + length` tokens, in order; more may follow. The first
+    `context` tokens are already in them; the model writes the others.
     """
 
     start: int
@@ -147,12 +150,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The spans of a step, in the order of their rows and covering every row once.
+    """The spans of a step, in the order of their rows. Together they cover every row once.
 
-    Two spans may read the same page; no page is written by one span and read or written by another in the same step.
+    Two spans may read the same page. No page is written by one span and read or written by another in the same step.
     """
 
     token_ids: torch.Tensor  # (T,) int64
-    positions: torch.Tensor  # (T,) int64: where each row stands in its sequence
+    positions: torch.Tensor  # (T,) int64: position of each row in its sequence
     spans: list[Span]
-    logits_at: torch.Tensor  # (R,) int64: the rows whose logits are wanted
+    logits_at: torch.Tensor  # (R,) int64: the rows whose logits are needed

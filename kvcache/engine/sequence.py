@@ -1,4 +1,4 @@
-"""One request on its way through the engine, and what it came to."""
+"""The state of one request in the engine, and its result."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from kvcache.cache.api import Request, Transfer
 from kvcache.engine.sampling import Sampler, SamplingParams
 
 FinishReason = Literal["", "stop", "length", "abort"]
-"""Why an answer ended: a stop token or string; no more tokens allowed; the caller's wish. Empty: it has not."""
+"""Why an answer ended: a stop token or string, the limit of tokens, or an abort. Empty while it runs."""
 
 
 class SequenceState(Enum):
     WAITING = "waiting"  # holds no pages
-    LOADING = "loading"  # its pages are being filled from the cache
+    LOADING = "loading"  # its pages are being loaded from the cache
     RUNNING = "running"
     FINISHED = "finished"  # holds nothing
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """A finished request. `token_ids` is the answer, an end token included; times are seconds from `add`.
+    """A finished request. `token_ids` is the answer with its end token; times are seconds since `add`.
 
-    `reused` counts the prompt tokens that were not computed, by the tier they came from: `hbm` is the engine's own
-    pool. What a preempted request finds again of its own work is not in it.
+    `reused` counts the prompt tokens that were not computed, by tier; `hbm` is the engine's own pool. Blocks that a
+    preempted request finds again are not counted.
     """
 
     id: str
@@ -46,13 +46,16 @@ class RequestOutput:
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """Owned by the engine's thread. The keys and values of the first `computed` of its `tokens` are in its `pages`."""
+    """A request in the engine. The keys and values of the first `computed` of its `tokens` are in its `pages`.
+
+    Thread safety: owned by the engine's thread.
+    """
 
     id: str
     arrival: int  # order of arrival, kept through preemption
     prompt_tokens: int
     tokens: list[int]  # prompt and answer
-    end_tokens: int  # no more tokens than this, the prompt included
+    end_tokens: int  # most tokens, the prompt included
     params: SamplingParams
     sampler: Sampler
     added_s: float
@@ -61,12 +64,12 @@ class Sequence:
     finish: FinishReason = ""
     computed: int = 0
     pages: list[int] = field(default_factory=list)
-    published: int = 0  # blocks from the front that the pool can be asked for
-    stored: int = 0  # blocks from the front that the cache has, or was given
-    hashed: int = 0  # tokens that the request of the cache knows
-    transfer: Transfer | None = None  # the load under way, into the last of `pages`
-    tiers: list[str] = field(default_factory=list)  # where the cache had each block when it was first found
-    wait_until_s: float = 0.0  # the moment at which a load, or an unanswered lookup, is waited for no longer
+    published: int = 0  # leading blocks that the pool can find
+    stored: int = 0  # leading blocks that the cache has or was given
+    hashed: int = 0  # tokens that the cache's request has hashed
+    transfer: Transfer | None = None  # the running load, into the last of `pages`
+    tiers: list[str] = field(default_factory=list)  # tier of each block when it was first found
+    wait_until_s: float = 0.0  # deadline of a load or a pending lookup
     reused: dict[str, int] = field(default_factory=dict)
     start_s: float = 0.0
     ttft_s: float = 0.0
@@ -79,7 +82,7 @@ class Sequence:
 
     @property
     def missing(self) -> int:
-        """Tokens to compute before the next one can be chosen; at least 1 while it runs."""
+        """Number of tokens to compute before the next one can be chosen; at least 1 while it runs."""
         return len(self.tokens) - self.computed
 
     def result(self) -> RequestOutput:

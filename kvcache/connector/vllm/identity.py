@@ -113,7 +113,7 @@ def hub_file(name: str, files: tuple[str, ...], commit: str | None = None, cache
     for file in files:
         try:
             found = try_to_load_from_cache(name, file, cache_dir=cache, revision=commit)
-        except HFValidationError:  # no name that the hub takes, as "repository:quantisation"
+        except HFValidationError:  # not a name on the hub, such as "repository:quantisation"
             return None
         if isinstance(found, str):
             return Path(found)

@@ -200,7 +200,7 @@ Rank = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """The layout of all ranks together, what else identifies the model's blocks, and what each rank holds."""
+    """The layout of all ranks together, the facts that identify the model's blocks, and the shards of each rank."""
 
     name: str
     revision: str
