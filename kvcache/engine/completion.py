@@ -1,7 +1,7 @@
 """The shapes of `/v1/completions` and `/v1/chat/completions`, as OpenAI's clients send and expect them.
 
-What is not served (streams, several choices, log probabilities, penalties) is refused where it is asked for, never
-ignored; the neutral value of each is taken.
+Unsupported parameters (streams, several choices, log probabilities, penalties) are refused, never ignored. The neutral
+value of each is accepted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class RequestError(KVCacheError, ValueError):
-    """A body that cannot be served: the field it is about, and what would do."""
+    """A body that cannot be served: names the field and what is valid."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class RequestError(KVCacheError, ValueError):
 
 
 class CompletionRequestBase(BaseModel):
-    """What both have."""
+    """The fields of both request types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -98,7 +98,8 @@ class CompletionRequest(CompletionRequestBase):
     echo: Literal[False] = False
 
     def prompts(self, encode: Callable[[str], list[int]]) -> list[list[int]]:
-        """The prompts as token ids: from a string, a list of ids, or a list of either. The engine checks the ids."""
+        """Return the prompts as token ids, from a string, a list of ids, or a list of either. The engine checks the
+        ids."""
         given = self.prompt
         if not isinstance(given, list) or (given and _is_ids(given)):
             given = [given]
@@ -130,7 +131,7 @@ class ChatRequest(CompletionRequestBase):
     max_tokens: int = Field(default=16, validation_alias=AliasChoices("max_tokens", "max_completion_tokens"))
 
     def prompts(self, chat: Callable[[Sequence[Mapping[str, str]]], list[int]]) -> list[list[int]]:
-        """The one prompt, by the model's template; ModelError where it refuses the messages."""
+        """Return the one prompt, from the model's template; ModelError where the template refuses the messages."""
         return [chat([message.model_dump() for message in self.messages])]
 
 
@@ -166,7 +167,7 @@ def _message_field(text: str, *, chat: bool) -> dict[str, Any]:
 
 
 def answer_text(result: RequestOutput, decode: Callable[[list[int]], str], stops: Sequence[str]) -> str:
-    """The answer without what ended it."""
+    """Return the answer without the stop string that ended it."""
     whole = decode(result.token_ids)
     return whole[: min((at for stop in stops if (at := whole.find(stop)) >= 0), default=len(whole))]
 

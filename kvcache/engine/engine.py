@@ -31,15 +31,14 @@ Invariants:
   computed.
 - A page is not allocated again while a transfer reads or writes it (pool.py).
 - The request that arrived first is never preempted, so there is always progress.
-- `check` audits all of this; a test ends with it.
+- `check` audits pages, references and queues.
 
 Threads. All work runs on the calling thread, without locks. `loop.EngineLoop` gives an engine its own thread. Transfers
 of the cache run elsewhere and keep the memory that they use alive. The canary, where the cache has one, calls
 `Recompute` on another thread, which only reads the model.
 
-To change it: the engine runs one group of multi-head attention. Several groups, windows with other pages, or latents
-need a page table for each group here, in `PagePool` and in `KeyRange`. A GPU needs a runner with its own kernels; the
-rest is independent of the device.
+To change it: the constructor accepts one group of multi-head attention. Several groups or latents need pages for each
+group, in `PagePool`, `PrefixCache` and the layout of `kv`. Another model or device needs another `Runner`.
 """
 
 from __future__ import annotations
@@ -126,7 +125,7 @@ class Engine:
                 bound = cache.namespace(layout, model=name, revision=model.revision, facts=model.facts)
             if (
                 isinstance(bound, SupportsCanary) and not share_across_engines
-            ):  # a shared signature does not contain the tokens
+            ):  # a digest of another engine does not give the tokens
                 bound.canary(Recompute(model, max_batch_tokens))
         prefix = PrefixCache(
             self.pool,

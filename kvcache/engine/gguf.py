@@ -1,7 +1,7 @@
-"""A GGUF file, dequantised into the directory that `load_model` reads: safetensors, config.json, tokenizer.json.
+"""Converts a GGUF file to a directory that `load_model` reads: safetensors, config.json, tokenizer.json.
 
-Takes the `llama` architecture with a byte-level BPE vocabulary, which is what SmolLM2 is shipped as. Weights become
-float32: every quantised value is kept as it is.
+Supports the `llama` architecture with a byte-level BPE vocabulary, the form of SmolLM2. Weights become float32, so
+every quantised value is kept exactly.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_CONTROL, _USER_DEFINED = 3, 4  # token types: matched whole in a text, the first never shown
+_CONTROL, _USER_DEFINED = 3, 4  # token types: matched whole in a text; control tokens are never shown
 
 
 def convert(path: Path, directory: Path) -> None:
-    """Write the model of `path` into `directory`, which exists and is empty; ModelError where that cannot be."""
+    """Write the model of `path` into `directory`, which exists and is empty; ModelError on failure."""
     import gguf
     from safetensors.numpy import save_file
 
@@ -75,7 +75,7 @@ def _config(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": facts.get("llama.attention.head_count_kv", heads),
         "head_dim": facts.get("llama.attention.key_length", facts["llama.embedding_length"] // heads),
         "max_position_embeddings": facts["llama.context_length"],
-        # Stored as float32; the shortest decimal that means the same is what the model was trained with.
+        # Stored as float32; the shortest decimal with the same value is the one the model was trained with.
         "rms_norm_eps": float(str(np.float32(facts["llama.attention.layer_norm_rms_epsilon"]))),
         "rope_theta": float(str(np.float32(facts.get("llama.rope.freq_base", 10000.0)))),
         "hidden_act": "silu",
@@ -100,7 +100,7 @@ def _tensors(path: Path, reader: Any, config: dict[str, Any]) -> Iterator[tuple[
 
 
 def _halves(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Rows of each head from pairs side by side, as GGUF turns them, to pairs half a head apart."""
+    """Reorder the rows of each head from adjacent pairs (GGUF) to pairs half a head apart."""
     pairs = values.reshape(heads, -1, 2, values.shape[-1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))
 
@@ -114,7 +114,7 @@ def _tokenizer(path: Path, facts: dict[str, Any]) -> Any:
     tokens = facts["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ", 1)) for merge in facts.get("tokenizer.ggml.merges", [])]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
-    # Each digit for itself, then GPT-2's split into words.
+    # Split single digits first, then words as GPT-2 does.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )

@@ -1,6 +1,7 @@
-"""Rotary position embeddings: the angle by which each pair of dimensions turns a token, and the turning.
+"""The layers of the model: attention over pages, linear layers, rotary position embeddings.
 
-`x` is split in halves, dimension i paired with i + head_dim / 2, as checkpoints in the Hugging Face form expect.
+Rotary embeddings split `x` in halves: dimension i is paired with i + head_dim / 2, as in checkpoints of the Hugging
+Face form.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch.nn import functional
 
 from kvcache.engine.scheduler import Span
 
-# Attention of one flat batch: each sequence for itself, over its pages. A span is attended to alone, never padded or
-# stacked with others, so that what it yields depends on its own tokens only. How its rows are cut into steps still
-# moves the last bits: a chunk is reduced in blocks of its own size.
+# Attention of one flat batch, one sequence at a time, over its pages. A span is never padded or stacked with others, so
+# that its result depends on its own tokens only. The cut of its rows into steps still changes the last bits: a chunk is
+# reduced in blocks of its own size.
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +26,19 @@ class KeyRange:
     """The keys that one span's rows see; the same in all layers with the same window."""
 
     rows: slice  # of the flat batch
-    pages: torch.Tensor | None  # where the keys are; None: the rows' own are all there are
-    keys: slice  # of the keys in those pages
-    mask: torch.Tensor | None  # (rows, keys) to be added to the scores
+    pages: torch.Tensor | None  # where the keys are; None: the rows' own keys are all
+    keys: slice  # range of the keys in those pages
+    mask: torch.Tensor | None  # (rows, keys), added to the scores
     causal: bool
 
     @classmethod
     def of(cls, span: Span, *, window: int, block_tokens: int, like: torch.Tensor) -> KeyRange:
-        """`window`: how many tokens a row sees, itself included; 0 for all. `like`: dtype and device of the scores."""
+        """Return the keys of a span.
+
+        Args:
+            window: how many tokens a row sees, itself included; 0 for all.
+            like: gives dtype and device of the scores.
+        """
         context, end = span.context, span.context + span.length
         rows = slice(span.start, span.start + span.length)
         windowed = 0 < window < end
@@ -51,7 +57,7 @@ class KeyRange:
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, reaches: Sequence[KeyRange], pages: torch.Tensor
 ) -> torch.Tensor:
-    """(T, heads, head_dim), from q (T, heads, head_dim) and the batch's own k and v (T, kv_heads, head_dim).
+    """Return (T, heads, head_dim), from q (T, heads, head_dim) and the batch's own k and v (T, kv_heads, head_dim).
 
     `pages` (2, pages, block_tokens, kv_heads, head_dim) is one layer's, with k and v already written into it.
     """
@@ -81,18 +87,19 @@ def _mask(context: int, end: int, first: int, window: int, like: torch.Tensor) -
     return torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(~seen, -torch.inf)
 
 
-# A matrix product whose rows do not depend on how many stand beside them. On a CPU, what `torch.nn.functional.linear`
-# calls picks another kernel for small batches, so that a row's last bits change with its neighbours; on processors
-# not of that library's maker it also reaches a quarter of the memory's speed for one row and half of the arithmetic's
-# for many. oneDNN, which torch carries and its compiler uses, does neither once the weights are packed. Its one
-# exception is a single row, computed here as two.
+# A matrix product whose rows do not depend on the number of rows beside them.
+#
+# On a CPU, the library behind `torch.nn.functional.linear` picks another kernel for small batches, so that a row's last
+# bits change with its neighbours. On processors of other makers than the library's, it also reaches a quarter of the
+# memory's speed for one row, and half of the arithmetic speed for many. oneDNN, which torch carries and its compiler
+# uses, does neither once the weights are packed. Its one exception is a single row, computed here as two.
 
-_ONEDNN = torch.ops.mkldnn  # the names are private to torch: without them the plain product is used
-_PACK_ROWS = 512  # what the packing is tuned to; any number of rows works
+_ONEDNN = torch.ops.mkldnn  # these names are private to torch; without them the plain product is used
+_PACK_ROWS = 512  # the packing is tuned to this number; any number of rows works
 
 
 class Linear:
-    """x (T, columns) -> (T, rows), with weights (rows, columns). Keeps the packed weights only."""
+    """Maps x (T, columns) to (T, rows), with weights (rows, columns). Keeps only the packed weights."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.rows = weight.shape[0]
@@ -121,10 +128,10 @@ def _can_pack(weight: torch.Tensor) -> bool:
 
 
 class RotaryEmbedding:
-    """The settings of one model, as `Architecture.rope` has checked them.
+    """Rotary embeddings of one model, with the settings that `Architecture.rope` has checked.
 
-    `dynamic` scaling begins only past the trained length, which is also our limit (a cached key could not be turned
-    again): within it, it is `default`.
+    `dynamic` scaling begins only past the trained length, which is also the limit here, since a cached key could not be
+    rotated again. Within that length it equals `default`.
     """
 
     def __init__(self, settings: Mapping[str, Any], *, head_dim: int, max_tokens: int, device: str = "cpu") -> None:
@@ -142,20 +149,20 @@ class RotaryEmbedding:
         self.rate = rate.to(device)  # (head_dim / 2,) radians a token
 
     def angles(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine, each (T, 1, head_dim / 2): the same for all heads and layers."""
+        """Return cosine and sine, each (T, 1, head_dim / 2): the same for all heads and layers."""
         angle = positions.to(torch.float32)[:, None, None] * self.rate
         return (angle.cos() * self.scale).to(dtype), (angle.sin() * self.scale).to(dtype)
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """(T, heads, head_dim), turned by `Rope.angles`; a new tensor."""
+    """Return x, (T, heads, head_dim), rotated by the angles of `RotaryEmbedding.angles`; a new tensor."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 def _llama3(rate: torch.Tensor, settings: Mapping[str, Any], max_tokens: int) -> torch.Tensor:
-    """Slow pairs are slowed by `factor`, fast ones kept, those between mixed by how often they turn in the trained
-    length."""
+    """Return llama3's rates: slow pairs are divided by `factor`, fast ones kept, and those between are mixed by their
+    turns in the trained length."""
     turns = settings.get("original_max_position_embeddings", max_tokens) * rate / (2 * math.pi)
     low, high = settings["low_freq_factor"], settings["high_freq_factor"]
     keep = ((turns - low) / (high - low)).clamp(0, 1)
@@ -164,8 +171,11 @@ def _llama3(rate: torch.Tensor, settings: Mapping[str, Any], max_tokens: int) ->
 
 
 def _yarn(rate: torch.Tensor, settings: Mapping[str, Any], max_tokens: int) -> tuple[torch.Tensor, float]:
-    """arXiv 2309.00071: a ramp over the pairs between those that turn `beta_fast` and `beta_slow` times in the trained
-    length, and a scale that keeps the attention's entropy."""
+    """Return the rates and the scale of YaRN (arXiv 2309.00071).
+
+    A ramp lies over the pairs between those that turn `beta_fast` and `beta_slow` times in the trained length. The
+    scale keeps the entropy of the attention.
+    """
     pairs, trained = len(rate), settings.get("original_max_position_embeddings", max_tokens)
     factor = settings.get("factor") or max_tokens / trained
 

@@ -1,7 +1,6 @@
-"""The engine behind HTTP: `/v1/completions`, `/v1/chat/completions`, `/v1/models`, not streaming, in OpenAI's shapes;
-`/readyz`.
+"""The engine behind HTTP: `/v1/completions`, `/v1/chat/completions` and `/v1/models` in OpenAI's shapes, and `/readyz`.
 
-Meant for loopback: it asks nobody who they are.
+Answers are not streamed. The server is meant for loopback: it does not authenticate.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from kvcache.engine.tokenizer import Tokenizer
 from kvcache.errors import ClosedError, KVCacheError
 
 MAX_BODY_BYTES = 32 << 20
-CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that has gone; nobody sees it
+CLIENT_CLOSED_REQUEST = 499  # nginx's code for a client that has disconnected; never received
 
 
 class Server:
-    """Answers for one model. The application owns the loop: it is closed when the application ends."""
+    """Answers for one model. The application owns the engine loop and closes it when the application ends."""
 
     def __init__(
         self, loop: EngineLoop, tokenizer: Tokenizer, *, model: str, ready: Callable[[], bool] = lambda: True
@@ -69,7 +68,7 @@ class Server:
         await run_in_threadpool(self._loop.close)
 
     async def _readiness(self, _: Request) -> Response:
-        """Whether to send requests here: 200, or 503 while what is to be near is not. It answers them all the same."""
+        """Return 200, or 503 while the preload is incomplete. Requests are answered in both cases."""
         ready = self._ready()
         return JSONResponse({"ready": ready}, status_code=200 if ready else 503)
 
@@ -88,7 +87,7 @@ class Server:
     async def _answer(
         self, request: Request, body: CompletionRequestBase, ask: Callable[[], list[list[int]]]
     ) -> Response:
-        """`ask`: the prompts; a model's template or tokenizer takes its time."""
+        """Answer a completion. `ask` returns the prompts, on another thread since a template or tokenizer may be slow."""
         if body.model != self._model:
             message = f"model {body.model!r}: not served here; there is {self._model!r}"
             return JSONResponse(
@@ -100,13 +99,13 @@ class Server:
         futures: list[Future[RequestOutput]] = []
         try:
             for prompt in prompts:
-                futures.append(self._loop.submit(prompt, params))  # noqa: PERF401  those before a refusal must be known
+                futures.append(self._loop.submit(prompt, params))  # noqa: PERF401  on a refusal the earlier futures must be known
             results = await _while_connected(request, futures)
         except Full as error:
             raise HTTPException(429, str(error)) from None
         finally:
             for future in futures:
-                future.cancel()  # nothing where it is done
+                future.cancel()  # no effect on a finished one
         if results is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         texts = [answer_text(result, self._tokenizer.decode, params.stop) for result in results]
@@ -114,7 +113,7 @@ class Server:
 
 
 async def _while_connected(request: Request, futures: list[Future[RequestOutput]]) -> list[RequestOutput] | None:
-    """The results, or None as soon as the client has gone."""
+    """Return the results, or None once the client has disconnected."""
     work = asyncio.gather(*map(asyncio.wrap_future, futures))
     gone = asyncio.ensure_future(_disconnect(request))
     either: set[asyncio.Future[Any]] = {work, gone}

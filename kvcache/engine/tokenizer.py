@@ -12,11 +12,11 @@ from tokenizers import Tokenizer as _Tokenizer
 
 from kvcache.errors import ModelError
 
-_HALF = "\ufffd"  # what bytes that are no whole character decode to
+_HALF = "\ufffd"  # text of bytes that are not a whole character
 
 
 class Tokenizer:
-    """`directory`: that of the model, as `load_model` has it; ModelError where there is no tokenizer in it."""
+    """The tokenizer in a model's `directory`, as returned by `load_model`; ModelError where it has none."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -25,37 +25,42 @@ class Tokenizer:
             raise ModelError(f"{path}: no such file: expected beside the model's weights; fetch it")
         try:
             self._tokenizer = _Tokenizer.from_file(path)
-        except Exception as error:  # noqa: BLE001  the library raises nothing more specific
+        except Exception as error:  # noqa: BLE001  boundary to foreign code: the library raises nothing more specific
             raise ModelError(f"{path}: not a tokenizer ({error}): fetch it again") from None
 
     def encode(self, text: str) -> list[int]:
-        """With the begin token where the model wants one. The names of special tokens in the text become those."""
+        """Return the ids, with the begin token where the model expects one. Names of special tokens become those
+        tokens."""
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Without special tokens; bytes that are no character become U+FFFD."""
+        """Return the text without special tokens; bytes that are no character become U+FFFD."""
         return self._tokenizer.decode(list(ids))
 
     def stream(self) -> Stream:
         return Stream(self)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The prompt for the assistant's next answer, by the model's own template.
+        """Return the prompt for the assistant's next answer, from the model's own template.
 
-        `messages`: each with `role` and `content`. ModelError for a model without a template, or messages it refuses.
+        Args:
+            messages: each with `role` and `content`.
+
+        Raises:
+            ModelError: the model has no template, or the template refuses the messages.
         """
         template, names = self._template
         try:
             text = template.render(messages=list(messages), add_generation_prompt=True, **names)
-        except Exception as error:  # noqa: BLE001  a template is a foreign program
+        except Exception as error:  # noqa: BLE001  boundary to foreign code: a template is a program
             raise ModelError(f"{self.directory}: its chat template refuses these messages: {error}") from None
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     @cached_property
     def _template(self) -> tuple[Any, dict[str, str]]:
-        """The template and the tokens it may name; from `chat_template.jinja` or `tokenizer_config.json`."""
+        """The template and the tokens it may name, from `chat_template.jinja` or `tokenizer_config.json`."""
         from jinja2.sandbox import ImmutableSandboxedEnvironment  # comes with torch
 
         texts = {}
@@ -77,20 +82,20 @@ class Tokenizer:
         environment.globals["raise_exception"] = _refuse
         try:
             return environment.from_string(source), names
-        except Exception as error:  # noqa: BLE001  a template is a foreign program
+        except Exception as error:  # noqa: BLE001  boundary to foreign code: a template is a program
             raise ModelError(f"{self.directory}: its chat template does not compile: {error}") from None
 
 
 class Stream:
-    """Decodes one answer as it comes. What `put` and `end` return adds up to `decode` of all the ids.
+    """Decodes one answer token by token. The results of `put` and `end` add up to `decode` of all the ids.
 
-    A character may take several tokens: its bytes are held back until it is whole. (Byte-level vocabularies. Those with
-    single bytes as a fallback decode a run of broken bytes in another way than they decode its parts.)
+    A character may take several tokens: its bytes are held back until it is whole. This holds for byte-level
+    vocabularies. Vocabularies with single bytes as a fallback decode a run of broken bytes differently from its parts.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []  # since a place where no character is split, some before it for their spaces
+        self._ids: list[int] = []  # from a place where no character is split; earlier ids keep their spaces
         self._said = 0  # ids whose text was returned
         self._ahead = 0  # characters returned of the ids after those
 
@@ -107,13 +112,14 @@ class Stream:
         return new
 
     def end(self) -> str:
-        """What is still held back: broken characters, as U+FFFD."""
+        """Return the text still held back: broken characters, as U+FFFD."""
         rest = self._text()[self._ahead :]
         self._ids, self._said, self._ahead = [], 0, 0
         return rest
 
     def _text(self) -> str:
-        """The text of what was not said, decoded behind what was, since the first token of a text may lose a space."""
+        """Return the text not yet returned. It is decoded behind the returned ids, since the first token of a text may
+        lose a space."""
         before = self._tokenizer.decode(self._ids[: self._said])
         return self._tokenizer.decode(self._ids)[len(before) :]
 
