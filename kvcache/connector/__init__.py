@@ -1,1 +1,2 @@
-"""Engines that load this library: thin translations between their words and the face, without logic of their own."""
+"""Connectors for engines: each translates between the engine's interface and the cache's API, without logic of its
+own."""

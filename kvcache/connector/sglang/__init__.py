@@ -1,9 +1,9 @@
-"""SGLang: a HiCache storage backend, and a linker between its device pages and our host tier.
+"""The connector for SGLang: a HiCache storage backend, and a linker between its device pages and the host tier.
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "kvcache",
       "module_path": "kvcache.connector.sglang", "class_name": "KVCacheStorage", "interface_v1": 1, "kvcache": {...}}'
 
-Each class is imported when SGLang asks for it: what describes its pools needs no SGLang.
+Each class is imported on first use: the modules that describe pools do not import SGLang.
 """
 
 from __future__ import annotations

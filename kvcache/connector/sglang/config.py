@@ -1,4 +1,7 @@
-"""What two servers must agree on to share a page. SGLang's own keys know tokens, adapter and salt, nothing else."""
+"""Options, the identity of a model, and the cache of the process.
+
+Two servers share a page where their identities agree. SGLang's own keys cover tokens, adapter and salt only.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from kvcache.daemon.client.autostart import find_or_start
 from kvcache.errors import ConfigError, ModelError
 from kvcache.settings.sources import load_identity
 
-# What may stand under "kvcache" in SGLang's extra configuration.
+# Options under "kvcache" in SGLang's extra configuration.
 
 MAX_DEADLINE_S = 4.0
 """A call may take twice as long, and beyond ten seconds SGLang cannot stop its threads, and fails."""
@@ -32,15 +35,15 @@ MAX_DEADLINE_S = 4.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Ours; whatever else stands there is a setting of the cache, as `kvcache.open` takes them.
+    """Options of the connector. All other names are settings of the cache, as in `kvcache.open`.
 
-    where                   a settings file, or a daemon ("unix:..."); else a cache in this process, or a daemon of this
-                            engine's own where it has several ranks
-    model, revision         names of the model and its weights, where SGLang's own do not tell
-    tenant, cache_salt      who pays; what keeps apart
-    share_across_engines    keep blocks in the order that all engines read
-    deadline_s              the longest that a call takes
-    lookup_wait_s           the longest that a lookup of the linker's keeps the scheduler
+    where                   a settings file or a daemon ("unix:..."); by default a cache in this process, or for several
+                            ranks a daemon of this engine
+    model, revision         names of the model and its weights, where SGLang's own do not identify them
+    tenant, cache_salt      owner of the memory; separates namespaces
+    share_across_engines    store blocks in the order that all engines read
+    deadline_s              longest duration of a call
+    lookup_wait_s           longest time that a lookup of the linker blocks the scheduler
     """
 
     where: str | None = None
@@ -55,7 +58,7 @@ class Options:
 
     @classmethod
     def read(cls, extra: Mapping[str, Any] | None) -> Options:
-        """From the extra configuration; ConfigError for what makes no sense."""
+        """Read the extra configuration; ConfigError for invalid values."""
         given = (extra or {}).get("kvcache") or {}
         if not isinstance(given, Mapping):
             raise ConfigError(f"kvcache = {given!r}: expected a map of settings in the extra configuration")
@@ -98,17 +101,21 @@ class ModelIdentity:
     shared: bool = False
 
     def facts_of(self, pool: str, tag: str) -> dict[str, Any]:
-        """Of one pool: the name that SGLang gives it, and what format it says it has. Others know no pools: ModelError
-        where there are more than the first."""
+        """Return the facts of one pool: SGLang's name for it, and the format it declares.
+
+        Raises:
+            ModelError: the model is shared and has a second pool, which other engines do not have.
+        """
         if self.shared and pool != "kv":
             raise ModelError(f"pool {pool!r}: no other engine has such pools; share_across_engines = false")
         return dict(self.facts) if self.shared else {**self.facts, "pool": pool, "pool_format": tag}
 
 
 def identify_model(served: Any, name: str | None, options: Options) -> ModelIdentity:
-    """From the server's arguments, where there are any. ModelError where nothing identifies the weights.
+    """Return the identity, from the server's arguments where it has any; ModelError where nothing identifies the
+    weights.
 
-    A path is named by its last part, since the revision identifies the weights; a name of the hub is kept.
+    A path is named by its last part, since the revision identifies the weights. A name on the hub is kept.
     """
     path = str(getattr(served, "model_path", None) or name or "")
     place = _model_directory(path, getattr(served, "revision", None), getattr(served, "download_dir", None))
@@ -153,7 +160,7 @@ def identify_model(served: Any, name: str | None, options: Options) -> ModelIden
 
 
 def _overrides(served: Any, whole: bool) -> dict[str, Any]:
-    """What the server was told to load or compute otherwise than the model's files say."""
+    """Return the server's arguments that change what the model's files say."""
     given: dict[str, Any] = {name: value for name in (*_IDENTITY_ARGUMENTS, "dtype") if (value := _text(served, name))}
     for name in _FILES:
         if value := _text(served, name):
@@ -165,7 +172,7 @@ def _overrides(served: Any, whole: bool) -> dict[str, Any]:
 
 
 def _text(served: Any, name: str) -> str:
-    """An argument of the server; "" where it was not given, or says no more than the files."""
+    """Return an argument of the server; "" where it was not given, or adds nothing to the files."""
     value = getattr(served, name, None)
     if value is None or value is False or (isinstance(value, Mapping) and not value):
         return ""
@@ -176,7 +183,8 @@ def _text(served: Any, name: str) -> str:
 
 
 def _adapters(told: Any, whole: bool) -> dict[str, str]:
-    """The adapters that the server starts with, by name: SGLang numbers them by name and path, not by their weights."""
+    """Return the adapters that the server starts with, by name. SGLang numbers them by name and path, not by their
+    weights."""
     paths: dict[str, str] = {}
     for item in told.items() if isinstance(told, Mapping) else told or ():
         if isinstance(item, str):
@@ -199,17 +207,17 @@ def _adapter(name: str, path: str) -> Path:
 
 
 def _config_facts(snapshot: Path) -> dict[str, Any]:
-    """What changes keys and values beside the weights, under the reference engine's names."""
+    """Return what changes keys and values beside the weights, under the reference engine's names."""
     eps = read_config(snapshot).get("rms_norm_eps")
     return {**engine_facts(snapshot), "rms_norm_eps": eps, "windows": None}
 
 
 def _model_directory(path: str, revision: Any, cache: Any) -> Path | None:
-    """Where the model's files lie, if they do on this machine."""
+    """Return the directory of the model's files, where it is on this machine."""
     if path and Path(path).exists():
         return Path(path)
     if os.environ.get("SGLANG_USE_MODELSCOPE", "").lower() in {"1", "true"}:
-        return None  # whose cache is not read
+        return None  # its cache is not read
     return _cached(path, "config.json", revision, cache) or _cached(path, "params.json", revision, cache)
 
 
@@ -218,21 +226,21 @@ def _cached(name: str, file: str, revision: Any = None, cache: Any = None) -> Pa
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(name, file, revision=revision or "main", cache_dir=cache)
-    except Exception:  # noqa: BLE001  no hub, or a name that is none
+    except Exception:  # noqa: BLE001  no hub, or not a name on it
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
-# The cache of a process: opened with SGLang's backend or linker, closed with it, within a bound.
+# The cache of a process, opened with SGLang's backend or linker, and closed with it in bounded time.
 
 CLOSE_S = 5.0
 
 _log = logging.getLogger("kvcache.sglang")
-_closing: list[threading.Thread] = []  # a directory that one of these still holds cannot be opened again
+_closing: list[threading.Thread] = []  # a directory that one of these still uses cannot be opened again
 
 
 def engine_name(served: Any, ranks: Ranks, options: Options) -> str | None:
-    """What the processes of one server know each other by; None where there is only one."""
+    """Return the name that the processes of one server share; None for a single process."""
     replicas = getattr(served, "dp_size", 1) or 1
     if ranks.alone and replicas == 1:
         return None
@@ -242,9 +250,13 @@ def engine_name(served: Any, ranks: Ranks, options: Options) -> str | None:
 
 
 def open_cache(options: Options, engine: str | None = None) -> KVCache:
-    """ConfigError for settings that make no sense, StoreError where a tier cannot be opened: SGLang does not start.
+    """Open the cache.
 
-    `engine`: the server's name where it is several processes. They share a daemon, of their own where none is given.
+    Args:
+        engine: the server's name where it has several processes. They share a daemon, started here where none is given.
+
+    Raises:
+        ConfigError, StoreError: invalid settings, or a tier that cannot be opened. SGLang then does not start.
     """
     for thread in _closing[:]:
         thread.join(CLOSE_S)
@@ -258,19 +270,20 @@ def open_cache(options: Options, engine: str | None = None) -> KVCache:
 
 
 def close_cache(cache: KVCache) -> None:
-    """Returns within `CLOSE_S`; what has not reached the drive by then goes on in the background."""
+    """Close the cache within `CLOSE_S`. Records that have not reached the drive by then are written in the
+    background."""
     closer = run_detached(cache.close, "closing")
     if closer is not None:
         _closing.append(closer)
 
 
 def run_detached(work: Callable[[], object], what: str) -> threading.Thread | None:
-    """Do this and return within `CLOSE_S`, since SGLang's scheduler waits; the thread where it goes on."""
+    """Run `work` and return within `CLOSE_S`, since SGLang's scheduler waits; return the thread if it still runs."""
 
     def run() -> None:
         try:
             work()
-        except Exception:  # noqa: BLE001  law: never in the way
+        except Exception:  # noqa: BLE001  a cache fault never fails a request
             _log.exception("%s failed", what)
 
     thread = threading.Thread(target=run, name=f"kvcache-{what}", daemon=True)

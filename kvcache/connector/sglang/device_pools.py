@@ -1,8 +1,8 @@
-"""SGLang's own pools of device memory: which ones a model has, and where their pages are.
+"""Describes SGLang's own pools of device memory: which pools a model has, and where their pages are.
 
-A pool of keys and values has a tensor for K and one for V a layer, and is told in the order that all engines read. What
-SGLang itself can describe for its own linkers beside these (states, indexers, compressed pools) is taken as opaque
-pieces. Anything else is refused, since a page without all that belongs to it is a wrong answer.
+A pool of keys and values has one tensor for K and one for V a layer, and is described in the order that all engines
+read. Other pools that SGLang can describe for its own linkers (states, indexers, compressed pools) are opaque pieces.
+Any other pool is refused, since a page that lacks a part gives wrong answers.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _PLAIN_POOL_CLASSES = ("MHATokenToKVPool", "MLATokenToKVPool")
 
 @dataclass(frozen=True, slots=True)
 class DevicePool:
-    """One pool. `source`: of which of SGLang's transfers its places are told, and `translate` what they are here."""
+    """One pool. `source` names the SGLang transfer that has its places; `translate` maps them to this pool."""
 
     name: str
     source: str
     described: PoolLayout
     layers: Mapping[int, int]
-    """By layer of the model the pool's own, where its layers arrive one by one."""
+    """Layer of the model: layer of the pool, where its layers arrive one by one."""
     translate: Callable[[Any], Any]
     form: str
     """What its bytes are, where the layout does not say."""
@@ -40,13 +40,13 @@ class DevicePool:
 class DevicePools:
     all: tuple[DevicePool, ...]
     layers: int
-    """Of the model, as SGLang waits for them."""
+    """Number of layers of the model, as SGLang waits for them."""
     replicated: bool
-    """Each rank has the same: the first one stores."""
+    """Whether each rank has the same pages; then only the first rank stores."""
 
 
 def device_pools(params: Any, components: Sequence[Any], ranks: Ranks) -> DevicePools:
-    """LayoutError for a model with a pool that cannot be told."""
+    """Return the pools; LayoutError for a model with a pool that cannot be described."""
     pool, tokens = params.token_to_kv_pool_allocator.get_kvcache(), params.page_size
     kinds = {str(component.name) for component in components} or {"FULL"}
     drafts = [n for n in ("mtp_draft_device_pools", "sidecar_draft_device_pools") if getattr(params, n, None)]
@@ -70,7 +70,7 @@ def device_pools(params: Any, components: Sequence[Any], ranks: Ranks) -> Device
 
 
 def describe_device(pool: Any, page_tokens: int, ranks: Ranks) -> PoolLayout:
-    """LayoutError for a pool whose layers are not alike, or that holds something else than keys and values."""
+    """Describe a pool; LayoutError where its layers differ, or it holds something else than keys and values."""
     planes = [list(getattr(pool, name, None) or ()) for name in ("k_buffer", "v_buffer")]
     mha = all(planes)
     if not mha:
@@ -112,7 +112,7 @@ def describe_device(pool: Any, page_tokens: int, ranks: Ranks) -> PoolLayout:
 
 
 def _pools_of_linker(pool: Any, params: Any, components: Sequence[Any], ranks: Ranks) -> DevicePools:
-    """As SGLang assembles them for its own linkers; LayoutError with its reason where it does not."""
+    """Return the pools as SGLang assembles them for its own linkers; LayoutError with its reason where it refuses."""
     from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import resolve_hybrid_device_pool_group
 
     try:
@@ -130,7 +130,7 @@ def _pools_of_linker(pool: Any, params: Any, components: Sequence[Any], ranks: R
 
 
 def _entry(entry: Any, block_tokens: int, ranks: Ranks) -> DevicePool:
-    """Pieces of pages, as an entry of SGLang's has them: several components of a buffer a layer."""
+    """Describe the pieces of pages of an SGLang entry: several components with one buffer a layer."""
     pieces, pages = [], set()
     form = [type(entry.device_pool).__name__, *(f"{c[0].dtype} {tuple(c[0].shape[1:])}" for c in entry.components)]
     for buffers, told in zip(entry.components, entry.buffer_meta, strict=True):
@@ -141,7 +141,7 @@ def _entry(entry: Any, block_tokens: int, ranks: Ranks) -> DevicePool:
             pieces.append((int(base), int(size), int(row_step) * rows))
             pages.add(int(buffer.shape[0]) // rows)
     described = opaque_groups(pieces, min(pages), block_tokens, ranks, entry, device=str(entry.components[0][0].device))
-    # Pages are counted in tokens as SGLang's transfers count them: of a state each slot is one.
+    # SGLang's transfers count pages in tokens; each slot of a state counts as one.
     described = PoolLayout(described.layout, described.shards, described.pages, int(entry.page_size), entry)
     source = str(entry.indices_from_pool)
     return DevicePool(str(entry.name), source, described, {}, entry.translate_indices, " ".join(form))

@@ -1,4 +1,4 @@
-"""What SGLang's pools of host memory hold: their layout in our words, and where their pages are.
+"""Describes SGLang's pools of host memory: their layout, and where their pages are.
 
     layout               page of an MHA pool                order
     layer_first          [K, V][layer] of a page's tokens   kv, layer, token, head, dim
@@ -6,8 +6,8 @@
     page_first_direct    [K, V] of [layer][token]           kv, layer, token, head, dim
     page_head            [K, V] of [head][token][layer]     kv, head, token, layer, dim
 
-and of an MLA pool the same without K, V and heads. A pool of another kind is told by where its pages' pieces are: they
-are opaque, and can be read by that kind of pool only.
+An MLA pool has the same orders without K, V and heads. A pool of another kind is described by the pieces of its pages.
+They are opaque, and only that kind of pool can read them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MHA_ORDERS: Mapping[str, tuple[str, ...]] = {
     "page_first_direct": ("kv", "layer", "token", "head", "dim"),
     "page_head": ("kv", "head", "token", "layer", "dim"),
 }
-"""Axes of a page, outermost first: also those of SGLang's flat pages."""
+"""Axes of a page, outermost first; SGLang's flat pages have the same."""
 
 MLA_ORDERS: Mapping[str, tuple[str, ...]] = {
     name: tuple("latent" if axis == "dim" else axis for axis in order if axis not in {"kv", "head"})
@@ -47,7 +47,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Where this process stands among those that hold one model."""
+    """The rank of this process among those that hold one model."""
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -61,7 +61,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """A pool: the layout of what all ranks hold, this rank's part of each group, and its pages."""
+    """A pool: the layout of all ranks together, this rank's shard of each group, and its pages."""
 
     layout: KVLayout
     shards: tuple[Shard, ...]
@@ -74,7 +74,7 @@ class PoolLayout:
         return sum(there.block_bytes for there in self.pages)
 
     def flat(self, memory: Any, count: int) -> list[GroupPages]:
-        """`count` of SGLang's flat pages, one behind the other in `memory`; a page is the payload as it is."""
+        """Return `count` of SGLang's flat pages, one after the other in `memory`; a page is the payload itself."""
         [there] = self.pages
         shard, step = there.shard, self.layout.strides(there.shard)
         first = int(memory.data_ptr())
@@ -96,12 +96,12 @@ class PoolLayout:
 
 
 def is_logical(pool: Any) -> bool:
-    """Whether it has no memory of its own: such a pool only counts what others hold."""
+    """Return whether the pool has no memory of its own, and only counts pages of other pools."""
     return getattr(pool, "kv_buffer", None) is None and _query(pool, pool.get_page_buffer_element_size) is None
 
 
 def describe_pool(pool: Any, ranks: Ranks, *, canonical: bool = False) -> PoolLayout:
-    """The pool, in its own order or in the one that engines share. LayoutError where it cannot be told."""
+    """Describe a pool, in its own order or in the order that engines share; LayoutError where that is not possible."""
     kind = type(pool).__name__
     if kind == "MHATokenToKVPoolHost" and pool.layout in MHA_ORDERS and str(pool.dtype) in DTYPES:
         return _attention(pool, ranks, "mha", MHA_ORDERS[pool.layout], canonical)
@@ -159,7 +159,8 @@ def _attention(pool: Any, ranks: Ranks, kind: Any, order: tuple[str, ...], canon
 
 
 def _opaque(pool: Any, ranks: Ranks) -> PoolLayout:
-    """By the pieces of its pages: those of one size, equally far from page to page, are a group of one layer each."""
+    """Describe a pool by the pieces of its pages. Pieces of one size and one distance between pages form a group with
+    one layer each."""
     first, second, last = (_pieces(pool, page) for page in (0, 1, pool.page_num - 1))
     steps = [there - here for (here, _), (there, _) in zip(first, second, strict=True)]
     told = [(here + (pool.page_num - 1) * step, size) for (here, size), step in zip(first, steps, strict=True)]
@@ -180,8 +181,8 @@ def opaque_groups(
     *,
     device: str = "cpu",
 ) -> PoolLayout:
-    """Of `count` pages the pieces of the first: where it is, its bytes, and how far it is to the next page's."""
-    alike: dict[tuple[int, int], list[int]] = {}  # by size and step: where the pieces of page 0 are
+    """Return the layout of `count` pages, from the pieces of the first: address, bytes, distance to the next page's."""
+    alike: dict[tuple[int, int], list[int]] = {}  # (size, step): addresses of the pieces of page 0
     for here, size, step in pieces:
         alike.setdefault((size, step), []).append(here)
     all_ranks, mine = ranks.tp_size * ranks.pp_size, ranks.pp_rank * ranks.tp_size + ranks.tp_rank
@@ -212,7 +213,7 @@ def opaque_groups(
 
 
 def _pieces(pool: Any, page: int) -> list[tuple[int, int]]:
-    """Address and size of each piece of a page."""
+    """Return address and size of each piece of a page."""
     import torch
 
     tokens = torch.arange(page * pool.page_size, (page + 1) * pool.page_size, dtype=torch.int64)
@@ -223,7 +224,7 @@ def _pieces(pool: Any, page: int) -> list[tuple[int, int]]:
 
 
 def _query(pool: Any, ask: Callable[..., Any], *arguments: Any) -> Any:
-    """What the pool says of its pages; LayoutError where it says that it has none to tell in this layout."""
+    """Return the pool's answer about its pages; LayoutError where it has none in this layout."""
     try:
         return ask(*arguments)
     except ValueError as error:

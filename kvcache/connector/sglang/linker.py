@@ -1,7 +1,7 @@
-"""The unified cache linker: device pages straight to and from our host tier, without SGLang's own.
+"""The unified cache linker: moves device pages directly to and from the host tier, without SGLang's host pool.
 
-A lookup promises only what `Promises` can keep, since a load that fails is an error to SGLang. Loads begin when a batch
-does, and are told layer by layer; what is computed is stored in the background, in order.
+A lookup promises only pages that `LookupLeases` holds, since a failed load is an error to SGLang. Loads begin with a
+batch and report each layer. Computed pages are stored in the background, in order.
 """
 
 from __future__ import annotations
@@ -100,15 +100,16 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         self._queued: dict[str, _QueuedLoad] = {}
         self._completed: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._offloads: queue.Queue[_QueuedOffload | None] = queue.Queue()
-        self._generation = 0  # resets; what was to be stored before one is not told of after it
+        self._generation = 0  # counts resets; a store from before a reset is not reported after it
         self._loading: list[threading.Thread] = []
         self._storing = threading.Thread(target=self._store_all, name="kvcache-offload", daemon=True)
         self._storing.start()
 
-    # --- from the cache ------------------------------------------------------------------------------------------
+    # Loads
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """Every length at which all pools are in host memory, verified and held. Waits `lookup_wait_s` at most."""
+        """Return every length at which all pools are in host memory, verified and held. Waits `lookup_wait_s` at
+        most."""
         try:
             by_source = {str(transfer.name): transfer for transfer in transfers}
             last = {
@@ -117,19 +118,19 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
                 if by_source[pool.source].hit_policy == PoolHitPolicy.TRAILING_PAGES
             }
             return self._leases.loadable_lengths(rid, by_source[KV].keys or [], last)
-        except Exception as error:  # noqa: BLE001  law: never in the way
+        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
             log_once("a lookup failed; it is a miss", error)
             return []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """False, and SGLang computes, where what was promised is gone all the same: on any rank, since each of them
-        has to answer the same."""
+        """Return whether the promised pages can be loaded. All ranks return the same: False if any rank has lost a
+        page, and SGLang computes."""
         parts: list[_PoolPages] = []
         requests: dict[str, Request] | None = None
         try:
             parts = self._parts(transfers)
             requests = self._leases.claim(rid, {part.pool.name: part.keys for part in parts})
-        except Exception as error:  # noqa: BLE001  law: never in the way
+        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
             log_once("a load was refused; it is computed", error)
         if not self._consensus.all_agree(requests is not None):
             release((requests or {}).values())
@@ -164,8 +165,8 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         return load is not None
 
     def _load_all(self, index: int, loads: Sequence[_QueuedLoad]) -> None:
-        """Tell each layer once it is there; the last one only once all of it is known to have come. Pools that do not
-        come layer by layer come before the first."""
+        """Report each layer once it is loaded, and the last one only once all pages have arrived. Pools that do not
+        load layer by layer load before the first layer."""
         until = time.monotonic() + self._deadline_s
         under_way: list[tuple[_PoolPages, Transfer]] = []
         try:
@@ -189,7 +190,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
             log_once("a load failed, which is an error to its requests", error)
             until = time.monotonic() + self._deadline_s
             for _, transfer in under_way:
-                self._stop(transfer, until)  # the pages are given to others afterwards
+                self._stop(transfer, until)  # the pages are assigned to others afterwards
             self.layer_done_counter.fail(index, error)
         finally:
             for load in loads:
@@ -206,16 +207,16 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         try:
             transfer.cancel()
             transfer.wait(max(0.0, until - time.monotonic()))
-        except Exception as error:  # noqa: BLE001  whoever waits for a layer has to be told all the same
+        except Exception as error:  # noqa: BLE001  best-effort cleanup: the layers' waiters must still get the error
             log_once("a load could not be stopped", error)
 
-    # --- to the cache --------------------------------------------------------------------------------------------
+    # Stores
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         try:
             parts = self._parts(transfers) if self._stores else []
             self._offloads.put(_QueuedOffload(parts, self.record_offload_ready(), self._generation))
-        except Exception as error:  # noqa: BLE001  law: never in the way
+        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
             log_once("a store was refused; its pages are not kept", error)
             return False
         return True
@@ -230,13 +231,13 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
         while (work := self._offloads.get()) is not None:
             try:
                 kept = self._store(work)
-            except Exception as error:  # noqa: BLE001  law: never in the way
+            except Exception as error:  # noqa: BLE001  worker thread that must survive
                 log_once("a store failed; its pages are not kept", error)
                 kept = False
             if work.generation == self._generation:
                 self._completed.put(kept)
             self._offloads.task_done()
-        self._offloads.task_done()  # that there are no more
+        self._offloads.task_done()  # for the entry that ends the thread
 
     def _store(self, work: _QueuedOffload) -> bool:
         for event in work.ready:
@@ -255,7 +256,7 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
             return all(outcome is Outcome.DONE for outcome in transfer.outcomes)
 
     def _parts(self, transfers: Sequence[PoolTransfer]) -> list[_PoolPages]:
-        """By pool the pages of these transfers; those that SGLang names nothing of are not among them."""
+        """Return the pages of these transfers by pool, without the pools that SGLang names nothing of."""
         by_source = {str(transfer.name): transfer for transfer in transfers}
         parts = []
         for pool in self._pools.values():
@@ -269,10 +270,11 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
             )
         return parts
 
-    # --- the rest ------------------------------------------------------------------------------------------------
+    # Reset and close
 
     def reset(self) -> None:
-        """Afterwards nothing reads or writes device pages. What has not been stored within the deadline is not."""
+        """Stop all transfers: afterwards nothing reads or writes device pages. Stores that miss the deadline are
+        dropped."""
         for rid in list(self._queued):
             self.cancel_queued_load(rid)
         self._leases.clear()
@@ -281,14 +283,14 @@ class KVCacheLinker(UnifiedCacheLinker):  # type: ignore[misc]  # SGLang is impo
             thread.join(max(0.0, until + self._deadline_s - time.monotonic()))
         if not self._idle(until):
             self._forget_offloads()
-            self._idle(time.monotonic() + 2 * self._deadline_s)  # what is under way ends within that
+            self._idle(time.monotonic() + 2 * self._deadline_s)  # running transfers end within that time
         self._generation += 1
         while self._completed.qsize():
             self._completed.get_nowait()
         self.layer_done_counter.reset()
 
     def _idle(self, until: float) -> bool:
-        """Wait until all is stored that was to be; False where the time is over before."""
+        """Wait until all stores have ended; return False on a timeout."""
         work = self._offloads
         with work.all_tasks_done:
             return work.all_tasks_done.wait_for(lambda: not work.unfinished_tasks, max(0.0, until - time.monotonic()))

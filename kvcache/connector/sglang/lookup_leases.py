@@ -1,11 +1,11 @@
-"""What a lookup may promise: pages that lie in host memory and are held there until they are loaded, or given up.
+"""Leases of lookups: pages in host memory that are held until they are loaded or released.
 
-SGLang answers a load that fails with an error, so that nothing is promised of what lies lower: it begins to move up,
-and a later lookup of the same request finds it. What was looked up and never loaded is given back after a while, or
-when too many are.
+SGLang treats a failed load as an error, so pages in lower tiers are not promised. Their promotion begins, and a later
+lookup of the same request finds them. A lease that is never loaded is released after `MAX_LEASE_S`, or when too many
+are open.
 
-A model may have several pools. Of some every page of the prefix is needed, of others (a window, a state) only the last
-ones before its end: those are there at some ends and not at others, and an end is promised where all pools agree.
+A model may have several pools. Some pools need every page of the prefix; others (a window, a state) need only the last
+pages before its end. The latter are present at some ends only, so an end is promised where all pools agree.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ MAX_LEASES = 256
 MAX_LEASE_S = 60.0
 RENEW_S, POLL_S = 0.25, 0.001
 MAX_ENDS = 4
-"""Ends of a prefix that are held for a pool of which only the last pages are needed: the ranks have to agree on one."""
+"""Ends of a prefix that are held for a pool that needs only the last pages. The ranks have to agree on one of them."""
 MAX_END_PROBES = 256
-"""Places that are looked at for them, from the end on."""
+"""Limit of the places that are probed for such ends, from the end of the prefix."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Lease:
     since: float
     whole: dict[str, Request] = field(default_factory=dict)
     tails: dict[str, list[_Tail]] = field(default_factory=dict)
-    reach: int = 0  # how far the tails were looked for
+    reach: int = 0  # how far the tails were searched
 
     def close(self) -> None:
         release(self.whole.values())
@@ -51,10 +51,13 @@ class _Lease:
 
 
 class LookupLeases:
-    """Not for use by several threads at once: SGLang's scheduler asks, and waits `wait_s` at the first lookup of a
-    request, where something is on its way, so that one on an idle server need not be computed.
+    """The open leases of the linker.
 
-    `pools`: by name the namespace of each; every page of a prefix is needed of those that a lookup says nothing of.
+    Args:
+        pools: namespaces by pool. A pool that a lookup does not mention needs every page of a prefix.
+        wait_s: how long the first lookup of a request waits for promotions, so that an idle server need not compute.
+
+    Thread safety: not thread-safe; SGLang's scheduler is the only caller.
     """
 
     def __init__(
@@ -67,9 +70,10 @@ class LookupLeases:
         return len(self._open)
 
     def loadable_lengths(self, rid: str, keys: Sequence[str], last: Mapping[str, int] | None = None) -> list[int]:
-        """How many of these pages, from the first on, can be loaded for certain: every number that will do.
+        """Return every number of leading pages that can certainly be loaded.
 
-        `last`: of which pools only so many pages before the end are needed.
+        Args:
+            last: for pools that need only the last pages before the end, how many.
         """
         self._expire()
         lease, wanted, last = self._open.get(rid), tuple(keys), dict(last or {})
@@ -78,7 +82,7 @@ class LookupLeases:
             until += self._wait_s
             lease = self._begin(rid, wanted, last)
         elif until - lease.since > RENEW_S:
-            lease = self._begin(rid, wanted, last)  # a request brings as much as a load has under way: the next part
+            lease = self._begin(rid, wanted, last)  # the next part: a request promotes one load
         while True:
             ends, moving = self._look(lease)
             if not moving or self._now() >= until:
@@ -86,8 +90,8 @@ class LookupLeases:
             time.sleep(POLL_S)
 
     def claim(self, rid: str, wanted: Mapping[str, Sequence[str]]) -> dict[str, Request] | None:
-        """By pool the request of these pages, now the caller's; None where one of them is not in host memory any
-        more."""
+        """Return the request of these pages by pool, now owned by the caller; None where a page has left host
+        memory."""
         lease = self._open.pop(rid, None)
         if lease is None:
             return None
@@ -125,7 +129,7 @@ class LookupLeases:
         except BaseException:
             lease.close()
             raise
-        self.cancel(rid)  # after the new one holds what it held
+        self.cancel(rid)  # after the new one holds the same pages
         self._open[rid] = lease
         return lease
 
@@ -140,7 +144,7 @@ class LookupLeases:
         return request
 
     def _look(self, lease: _Lease) -> tuple[list[int], bool]:
-        """The ends that can be promised now, and whether more are on their way."""
+        """Return the ends that can be promised now, and whether pages are still being promoted."""
         known, host_blocks, moving = len(lease.keys), len(lease.keys), False
         for name, request in lease.whole.items():
             hit = request.match()
@@ -166,7 +170,7 @@ class LookupLeases:
         return sorted(ends), moving
 
     def _tails(self, name: str, keys: tuple[str, ...], count: int) -> list[_Tail]:
-        """The last ends before which so many pages are there, in whatever tier; those begin to move up."""
+        """Return the last ends before which `count` pages are present in any tier, and begin their promotion."""
         found: list[_Tail] = []
         end = len(keys)
         for _ in range(MAX_END_PROBES):
@@ -182,7 +186,7 @@ class LookupLeases:
                 end -= 1
             else:
                 release([request])
-                end = first + run  # what is missing there is missing to each end that needs it
+                end = first + run  # a page missing there is missing for each end that needs it
         return found
 
     def _held(self, lease: _Lease, name: str, keys: tuple[str, ...]) -> Request | None:
@@ -199,7 +203,8 @@ class LookupLeases:
         return None
 
     def _host_prefix_blocks(self, name: str, keys: Sequence[str], blocks: int, in_host: int) -> int:
-        """Leading blocks in host memory, given how many of the leading ones are there and how many lie in host."""
+        """Return the number of leading blocks in host memory, of `blocks` leading ones of which `in_host` lie in
+        host."""
         if blocks == in_host:
             return blocks
         low, high = 0, blocks
@@ -224,12 +229,12 @@ def _digests(keys: Sequence[str]) -> list[bytes]:
     return [bytes.fromhex(key) for key in keys]
 
 
-# What the tensor ranks of one model have to decide alike: each says what it can, and they do what all of them can.
+# Consensus of the tensor ranks of one model: a decision holds where every rank agrees.
 
 
 @dataclass(frozen=True, slots=True)
 class RankConsensus:
-    """`groups`: of torch.distributed, those over which SGLang itself reduces what a lookup found."""
+    """`groups` are those of torch.distributed over which SGLang itself reduces the results of a lookup."""
 
     rank: int = 0
     size: int = 1
@@ -250,7 +255,7 @@ class RankConsensus:
         return cls(dist.get_rank(tensor), size, tuple(groups))
 
     def all_agree(self, mine: bool) -> bool:
-        """Whether every rank says yes. Each of them has to ask, in the same order."""
+        """Return whether every rank agrees. Every rank has to call this, in the same order."""
         if not self.groups:
             return mine
         import torch

@@ -1,7 +1,8 @@
-"""One pool of SGLang's over the cache: is it there, bring it, keep it, each within a deadline, from any thread.
+"""One pool of SGLang's over the cache: match, load and store, each within a deadline, from any thread.
 
-Never raises: what fails is a miss, and said once a kind. `until`: of a call over several pools, when it is over; each
-takes `deadline_s` at most by itself, and as long again where something under way has to end."""
+Never raises: a failure is a miss, logged once a kind. `until` is the end of a call over several pools. Each operation
+takes at most `deadline_s`, and as long again where a running transfer has to end.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from kvcache.connector.sglang.host_pools import PoolLayout
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import Pages
 
-# Errors of ours under SGLang's calls: each is a miss, and said once a kind, so that no fault can fill the log.
+# Log of caught errors, once a kind, so that no fault can fill the log.
 
 MAX_LOGGED_ERRORS = 64
 
@@ -24,7 +25,7 @@ _logged: set[str] = set()
 
 
 def log_once(what: str, error: Exception) -> None:
-    """`what`: the call, and what becomes of it."""
+    """Log an error once a kind. `what` names the call and the consequence."""
     kind = f"{what}: {type(error).__name__}"
     if kind not in _logged and len(_logged) < MAX_LOGGED_ERRORS:
         _logged.add(kind)
@@ -32,11 +33,11 @@ def log_once(what: str, error: Exception) -> None:
 
 
 def release(requests: Iterable[Request]) -> None:
-    """Close each of these, also where one cannot be."""
+    """Close all of these requests, even where closing one fails."""
     for request in requests:
         try:
             request.close()
-        except Exception as error:  # noqa: BLE001  law: never in the way
+        except Exception as error:  # noqa: BLE001  best-effort cleanup
             log_once("a request was not closed; what it holds comes back when it is forgotten", error)
 
 
@@ -50,7 +51,7 @@ class PoolStore:
         self.bound, self.described, self.deadline_s = bound, described, deadline_s
 
     def match_prefix(self, keys: Sequence[str], before: Sequence[str] | None = None, until: float | None = None) -> int:
-        """How many of these pages are there, from the first on. What lies low begins to move up."""
+        """Return the number of leading pages that are present, and begin the promotion of those in lower tiers."""
 
         def ask(request: Request, until: float) -> int:
             blocks = self._match(request, keys, before, until)
@@ -60,7 +61,7 @@ class PoolStore:
         return self._safely(ask, 0, until)
 
     def present(self, keys: Sequence[str], until: float | None = None) -> list[bool]:
-        """Of each of these pages whether it is there."""
+        """Return for each of these pages whether it is present."""
         found: list[bool] = []
 
         def ask(request: Request, until: float) -> None:
@@ -80,7 +81,7 @@ class PoolStore:
         pages: Pages | None = None,
         until: float | None = None,
     ) -> list[bool]:
-        """Bring these pages; true from the first on, as far as they came."""
+        """Load these pages; true for the leading ones that arrived."""
 
         def bring(request: Request, until: float) -> int:
             self._match(request, keys, before, until)
@@ -99,7 +100,7 @@ class PoolStore:
         pages: Pages | None = None,
         until: float | None = None,
     ) -> list[bool]:
-        """Take these pages; true for each that can be found from now on."""
+        """Store these pages; true for each that can be found from now on."""
 
         def take(request: Request, until: float) -> list[bool]:
             request.match(digests=[bytes.fromhex(key) for key in keys], after=_after(before))
@@ -113,7 +114,7 @@ class PoolStore:
         return self._safely(take, [False] * len(keys), until)
 
     def _match(self, request: Request, keys: Sequence[str], before: Sequence[str] | None, until: float) -> int:
-        """Blocks from the first on, once all tiers have answered or the time is over."""
+        """Return the number of leading blocks, once all tiers have answered or the deadline has passed."""
         hit = request.match(digests=[bytes.fromhex(key) for key in keys], after=_after(before))
         while hit.pending and time.monotonic() < until:
             time.sleep(POLL_S)
@@ -121,7 +122,8 @@ class PoolStore:
         return min(hit.blocks, len(keys))
 
     def _end(self, transfer: Transfer, until: float) -> None:
-        """Afterwards the pages are SGLang's again. What has not begun by the deadline does not begin."""
+        """End a transfer; afterwards SGLang owns the pages again. Copies that have not begun by the deadline do not
+        begin."""
         if not transfer.wait(max(0.0, until - time.monotonic())):
             transfer.cancel()
             transfer.wait(max(0.0, until + self.deadline_s - time.monotonic()))
@@ -137,30 +139,31 @@ class PoolStore:
         try:
             with self.bound.request(deadline_s=until - now) as request:
                 return work(request, until)
-        except Exception as error:  # noqa: BLE001  law: never in the way
+        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
             log_once("a call to the cache failed; its pages are a miss", error)
             return default
 
 
 def _after(before: Sequence[str] | None) -> bytes | None:
-    """The digest before the first: none where it is the prefix's first, empty where SGLang does not tell."""
+    """Return the digest before the first page: None for the first page of a prefix, empty where SGLang does not give
+    it."""
     if before is None:
         return b""
     return bytes.fromhex(before[-1]) if before else None
 
 
-# How long a prefix may be for a pool beside the first, by which of its pages are there. All lengths, not the longest:
-# each rank holds its own shard, and SGLang takes what all of them have in common.
+# Possible lengths of a prefix for a pool beside the first, from the pages present. All lengths are returned, not the
+# longest: each rank holds its own shard, and SGLang takes a length that all ranks have.
 
 
 def lengths_with_all_pages(present: Sequence[bool]) -> set[int]:
-    """For a pool that needs every page."""
+    """Return the lengths for a pool that needs every page."""
     end = next((i for i, is_present in enumerate(present) if not is_present), len(present))
     return set(range(1, end + 1))
 
 
 def lengths_with_last_pages(present: Sequence[bool], last: int) -> set[int]:
-    """For a pool that needs the last pages of a prefix only: a window, or one state."""
+    """Return the lengths for a pool that needs only the last pages of a prefix: a window, or one state."""
     lengths, run = set(), 0
     for i, is_present in enumerate(present):
         run = run + 1 if is_present else 0

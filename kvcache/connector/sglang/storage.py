@@ -1,11 +1,11 @@
-"""HiCache's storage backend: pages between SGLang's pools of host memory and our tiers.
+"""HiCache's storage backend: moves pages between SGLang's pools of host memory and the tiers.
 
-A page is a block. Its name is SGLang's digest bound to a namespace of ours, one a pool; the rank stands in the shard.
-Interfaces v1 and v2 move pages straight between the pool and the tiers, v0 by way of flat tensors. A page of a model
-with several pools is there only where all of them have it.
+A page is a block. Its name is SGLang's digest bound to a namespace, one for each pool; the shard identifies the rank.
+Interfaces v1 and v2 move pages directly between the pool and the tiers; v0 uses flat tensors. A page of a model with
+several pools counts as present only where all pools have it.
 
-Called from two or three threads at once. Nothing here raises once attached, and no call takes longer than twice
-`deadline_s`, which keeps SGLang's own threads from hanging.
+Thread safety: SGLang calls from two or three threads at once. Once attached no call raises, and none takes longer than
+twice `deadline_s`, so that SGLang's own threads do not hang.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         self._register(host_pool_name, host_pool)
 
     def _register(self, name: Any, pool: Any) -> None:
-        """LayoutError where its pages cannot be told: SGLang then refuses to attach, and says why."""
+        """Attach a pool; LayoutError where its pages cannot be described. SGLang then refuses to attach, and logs the
+        reason."""
         if is_logical(pool):
             self._pool_stores[str(name)] = None
             return
@@ -86,7 +87,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         )
         self._pool_stores[str(name)] = PoolStore(bound, described, options.deadline_s)
 
-    # --- whether it is there -------------------------------------------------------------------------------------
+    # Lookups
 
     def exists(self, key: str) -> bool:
         return self.batch_exists([key]) == 1
@@ -99,7 +100,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         return len(keys) if pool_store is None else pool_store.match_prefix(keys, _prefix_keys(extra_info), until)
 
     def _call_deadline(self) -> float:
-        """When a call that begins now is over, of however many pools it is."""
+        """Return the deadline of a call that begins now, over any number of pools."""
         return time.monotonic() + self._wishes.deadline_s
 
     def batch_exists_v2(
@@ -116,9 +117,9 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
             if not restorable:
                 break
             if transfer.hit_policy == PoolHitPolicy.BLOCK_GROUPS:
-                continue  # never gates; without a verdict SGLang learns nothing of it
+                continue  # never decides; SGLang reads no result for it
             pool_store = self._pool_stores.get(str(transfer.name))
-            counts = str(transfer.name) in self._pool_stores  # has no memory of its own, where it has no depot
+            counts = str(transfer.name) in self._pool_stores  # a pool without a store has no memory of its own
             here = pool_store.present(keys[:kv], until) if pool_store is not None else [counts] * kv
             if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
                 lengths = lengths_with_last_pages(here, max(1, len(transfer.keys or ())))
@@ -129,7 +130,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
             restorable &= lengths
         return PoolTransferResult(max(restorable, default=0), hits, sorted(restorable))
 
-    # --- between SGLang's pools and the tiers --------------------------------------------------------------------
+    # Transfers between SGLang's pools and the tiers
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
@@ -181,12 +182,12 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
             _log.error("%s: %d host indices for %d pages of %d tokens; not moved", name, found, len(keys), tokens)
             return [False] * len(keys)
         page_ids = [index // tokens for index in host_indices[::tokens].tolist()]
-        # Only the first pool's pages are one chain: of the others any page may have been kept without the one before.
+        # Only the first pool's pages form a chain: of the others any page may be stored without the one before.
         before = _prefix_keys(extra_info) if str(name) == PoolName.KV.value else None
         work = pool_store.load if is_load else pool_store.store
         return self._timed("in" if is_load else "out", pool_store, lambda: work(keys, page_ids, before, until=until))
 
-    # --- v0: flat tensors ----------------------------------------------------------------------------------------
+    # v0: flat tensors
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
         return self.batch_get([key], None if target_location is None else [target_location])[0]
@@ -194,7 +195,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """The targets, filled; where none are given new tensors of the pool's type."""
+        """Return the targets, filled; without targets, new tensors of the pool's type."""
         pool_store = self._pool_stores[PoolName.KV.value]
         if pool_store is None or not keys:
             return [None] * len(keys)
@@ -225,7 +226,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         pages = pool_store.described.flat(flat, len(keys))
         return all(self._timed("out", pool_store, lambda: pool_store.store(keys, range(len(keys)), None, pages)))
 
-    # --- the rest ------------------------------------------------------------------------------------------------
+    # Statistics, clear, close
 
     def _timed(self, way: str, pool_store: PoolStore, work: Callable[[], list[bool]]) -> list[bool]:
         start = time.monotonic()
@@ -239,7 +240,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         return moved
 
     def get_stats(self) -> Any:
-        """What moved since the last call, in pages and GB/s; None where SGLang keeps no metrics."""
+        """Return the transfers since the last call, in pages and GB/s; None where SGLang keeps no metrics."""
         if not self._config.enable_storage_metrics:
             return None
         from sglang.srt.observability.metrics_collector import StorageMetrics
@@ -254,7 +255,7 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
         )
 
     def clear(self) -> None:
-        """Forget what this server's pools have stored, and what other servers of the same model have."""
+        """Erase what this server's pools have stored, and what other servers of the same model have."""
         run_detached(self._clear, "clearing")
 
     def _clear(self) -> None:
@@ -267,7 +268,8 @@ class KVCacheStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is importe
 
 
 def _prefix_keys(extra_info: HiCacheStorageExtraInfo | None) -> list[str] | None:
-    """The pages before a call's first; None where SGLang does not tell them (hicache_storage_pass_prefix_keys)."""
+    """Return the pages before a call's first; None where SGLang does not pass them
+    (hicache_storage_pass_prefix_keys)."""
     return extra_info.prefix_keys if extra_info is not None else None
 
 

@@ -1,8 +1,8 @@
-"""One call of transformers' `generate`: its prompt, or the reason why the call runs without the cache.
+"""Parses one call of transformers' `generate`: its prompt, or the reason why the call runs without the cache.
 
-transformers resolves the configuration itself and names the mode, so that a setting counts wherever it was made: in the
-call, in its `generation_config`, or in the model's. An argument is served only if it is listed here: a later
-transformers may add one that changes the keys of a prompt.
+transformers resolves the configuration and names the mode. So a setting counts from any source: the call, its
+`generation_config`, or the model's. An argument is served only if it is listed here, since a later transformers may add
+one that changes the keys of a prompt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAMED = frozenset({
     "self", "inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn",
     "synced_gpus", "streamer", "negative_prompt_ids", "negative_prompt_attention_mask", "use_model_defaults",
 })  # fmt: skip
-"""Parameters of `generate` that leave the keys and values of the prompt as they are."""
+"""Parameters of `generate` that do not change the keys and values of the prompt."""
 _FREE = frozenset({"input_ids", "attention_mask", "tokenizer", "trust_remote_code"})
 """The same among its keywords, beside those of the configuration."""
 _SETTINGS = {
@@ -41,14 +41,15 @@ _SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids (rows, tokens), and by row the number of paddings on its left."""
+    """Token ids (rows, tokens), and for each row the number of padding tokens on its left."""
 
     ids: torch.Tensor
     starts: list[int]
 
 
 def parse_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Prompt | str:
-    """The prompt of `model.generate(*args, **kwargs)`, or the reason why the call has to run without the cache."""
+    """Return the prompt of `model.generate(*args, **kwargs)`, or the reason why the call has to run without the
+    cache."""
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps the model
     if getattr(bare.generate, "__func__", None) is not GenerationMixin.generate:
         return f"{type(bare).__name__} has a generate of its own: only that of transformers is known"
@@ -58,7 +59,7 @@ def parse_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pr
         defaults = {name: named[name] for name in ("use_model_defaults",) if name in named}
         config, unused = bare._prepare_generation_config(named.get("generation_config"), **defaults, **free)  # noqa: SLF001  no public name
         mode = config.get_generation_mode(named.get("assistant_model"))
-    except Exception as error:  # noqa: BLE001  `generate` resolves it again, and raises the same at its caller
+    except Exception as error:  # noqa: BLE001  `generate` resolves it again and raises the same to its caller
         return f"{type(error).__name__}: {error}"
     more = {name: value for name, value in named.items() if name not in _NAMED}
     more |= {name: value for name, value in unused.items() if name not in _FREE}
@@ -66,7 +67,8 @@ def parse_call(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pr
 
 
 def starts(ids: Any, mask: Any, config: GenerationConfig) -> list[int] | str:
-    """By row the number of paddings on its left, or the reason why a prefix of these rows cannot be named."""
+    """Return the number of padding tokens on the left of each row, or the reason why these rows have no cached
+    prefix."""
     if not isinstance(ids, torch.Tensor):
         return f"input_ids of type {type(ids).__name__}: expected a tensor (rows, tokens)"
     if ids.ndim != 2 or not ids.numel() or ids.dtype not in (torch.int64, torch.int32):
@@ -88,7 +90,7 @@ def starts(ids: Any, mask: Any, config: GenerationConfig) -> list[int] | str:
 
 
 def _uncached_reason(model: Any, config: GenerationConfig, mode: str, free: Mapping[str, Any]) -> str:
-    """Why a call of this configuration is declined; empty where it is served."""
+    """Return why a call of this configuration is declined; empty where it is served."""
     if mode not in _MODES:
         return f"generation mode {getattr(mode, 'value', mode)}: expected {' or '.join(_MODES)}"
     off = model.config.get_text_config(decoder=True).use_cache is False and free.get("use_cache") is not True
@@ -104,7 +106,7 @@ def _uncached_reason(model: Any, config: GenerationConfig, mode: str, free: Mapp
 
 
 def _unsupported_argument(more: Mapping[str, Any]) -> str:
-    """The reason of the first argument that is neither of the prompt nor of the configuration."""
+    """Return the reason for the first argument that belongs neither to the prompt nor to the configuration."""
     for name, value in more.items():
         if value is not None:
             return f"{name} given" + (": only token ids name a block" if isinstance(value, torch.Tensor) else "")
@@ -120,7 +122,7 @@ def _prompt(named: Mapping[str, Any], free: Mapping[str, Any], config: Generatio
 
 
 def _infers_padding(ids: torch.Tensor, config: GenerationConfig) -> bool:
-    """Whether `generate` takes tokens of these rows for padding: it does unless its end of sequence looks the same."""
+    """Return whether `generate` takes tokens of these rows for padding. It does, unless its end token is the same."""
     if config.pad_token_id is None:
         return False
     pad = torch.as_tensor(config.pad_token_id, device=ids.device)

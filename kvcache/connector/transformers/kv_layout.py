@@ -1,4 +1,4 @@
-"""What a transformers model caches: the layout, asked of the model with one token, and pages of its tensors."""
+"""The layout of a transformers model's cache, found by running one token, and pages of its tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tensors = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """What a model caches: the layout, and by group which of the model's layers it holds."""
+    """The layout of a model's cache, and for each group the model's layers in it."""
 
     layout: KVLayout
     layers: tuple[tuple[int, ...], ...]
@@ -37,7 +37,8 @@ class CacheLayout:
         return sum(map(len, self.layers))
 
     def check(self, tensors: Tensors, rows: int) -> None:
-        """LayoutError for tensors that the layout does not describe: pages of them would be read past their ends."""
+        """Raise LayoutError for tensors that the layout does not describe: their pages would be read past their
+        ends."""
         for group, layers in zip(self.layout.groups, self.layers, strict=True):
             expected = (group.dtype, rows, group.kv_heads, group.head_dim)
             for i in layers:
@@ -47,7 +48,7 @@ class CacheLayout:
                         raise LayoutError(f"layer {i} has {found}: expected {expected} (type, rows, heads, dim)")
 
     def pages(self, tensors: Tensors, row: int, first: int) -> list[GroupPages]:
-        """One row's tokens from `first` on as pages of one block each."""
+        """Return one row's tokens from `first` on as pages of one block each."""
         described = []
         for g, layers in enumerate(self.layers):
             pairs = [tensors[i] for i in layers]
@@ -70,7 +71,7 @@ class CacheLayout:
         return described
 
     def zeros(self, rows: int, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Zeros, since what the mask hides is multiplied all the same."""
+        """Return tensors of zeros. Masked values are multiplied too, so they must be finite."""
         made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for group, layers in zip(self.layout.groups, self.layers, strict=True):
             dtype = next(kind for kind, name in _DTYPES.items() if name == group.dtype)
@@ -80,7 +81,7 @@ class CacheLayout:
 
 
 def cache_layout(model: Any, block_tokens: int) -> CacheLayout:
-    """What the model caches, as it does so for one token; LayoutError, with the reason, for what is no prefix."""
+    """Return the layout of what the model caches for one token; LayoutError, with the reason, for other state."""
     config = model.config.get_text_config(decoder=True)
     other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES
     if model.config.is_encoder_decoder or getattr(model, "_is_stateful", False) or other:
@@ -114,7 +115,7 @@ def cache_layout(model: Any, block_tokens: int) -> CacheLayout:
 
 
 def cache_argument(model: Any) -> str:
-    """What the model calls its cache: another name since transformers 5.24."""
+    """Return the model's name for its cache argument, which changed in transformers 5.24."""
     return "cache" if "cache" in signature(type(model).forward).parameters else "past_key_values"
 
 

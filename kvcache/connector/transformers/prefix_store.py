@@ -1,12 +1,12 @@
-"""Hugging Face transformers: `generate` computes only what no earlier call has.
+"""Prefix caching for Hugging Face transformers: `generate` computes only tokens that no earlier call has computed.
 
     store = PrefixStore(kvcache.open(), model)
     out = store.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=64)
+or, where other code calls `generate`, `past_key_values=store.past_key_values(input_ids)`.
 
-or, where something else calls `generate`, `past_key_values=store.past_key_values(input_ids)`.
-
-Keys and values move straight between the cache and the tensors of a `DynamicCache`, which here keeps every token of
-sliding layers too: what left a window is zeros behind the mask. A model on a device is copied by way of host memory.
+Keys and values move directly between the cache and the tensors of a `DynamicCache`. That cache keeps every token of
+sliding layers too: tokens outside a window are zeros behind the mask. For a model on a device, copies pass through host
+memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _log = logging.getLogger("kvcache.transformers")
 
 
 class PrefixCache(DynamicCache):  # type: ignore[misc]  # transformers is imported without its types
-    """A `DynamicCache` that begins with the longest known prefix of its prompt, and stores the prompt once computed."""
+    """A `DynamicCache` that begins with the longest cached prefix of its prompt, and stores the prompt once
+    computed."""
 
     def __init__(self, store: PrefixStore, ids: torch.Tensor, starts: Sequence[int]) -> None:
         super().__init__()
@@ -60,12 +61,13 @@ class PrefixCache(DynamicCache):  # type: ignore[misc]  # transformers is import
         return brought
 
     def keep(self, sequences: torch.Tensor) -> None:
-        """Store what is computed of these sequences (rows, tokens): the prompt, and what was generated behind it."""
+        """Store the computed blocks of these sequences (rows, tokens): the prompt, and the tokens generated behind
+        it."""
         self._kept = True
         self._store.keep(self, sequences, self._starts)
 
     def returned(self) -> DynamicCache:
-        """The cache that `generate` itself would return: its sliding layers hold their window alone."""
+        """Return the cache that `generate` itself would return: its sliding layers hold only their window."""
         made = DynamicCache(config=self._store.model.config.get_text_config(decoder=True))
         if len(made.layers) != len(self.layers):
             return _plain_cache(self.layers)
@@ -77,7 +79,7 @@ class PrefixCache(DynamicCache):  # type: ignore[misc]  # transformers is import
         return made
 
     def __reduce__(self) -> Any:
-        """A copy holds the keys and values, and not the store with its model."""
+        """Copy the keys and values, without the store and its model."""
         return _plain_cache, (self.layers,)
 
 
@@ -88,11 +90,15 @@ def _plain_cache(layers: list[Any]) -> DynamicCache:
 
 
 class PrefixStore:
-    """One model, in this process, over one cache.
+    """One model in this process over one cache.
 
-    `revision` names the weights; without it a sample of the model's tensors does, as they are when the store is made.
-    LayoutError for a model whose layers hold something else than keys and values; ModelError for weights without a
-    name. `patience_s` bounds what a call waits for the cache, whatever happens there.
+    Args:
+        revision: names the weights; by default a sample of the model's tensors, taken when the store is made.
+        patience_s: longest time that a call waits for the cache.
+
+    Raises:
+        LayoutError: the model's layers hold something else than keys and values.
+        ModelError: the weights have no name.
     """
 
     def __init__(
@@ -116,7 +122,7 @@ class PrefixStore:
         self.reused = 0
         """Tokens of each row that the last call did not compute."""
         self.declined = ""
-        """Why the last call went without the cache; empty where it did not."""
+        """Why the last call ran without the cache; empty where it used it."""
         self._patience_s = patience_s
         self._bound = cache.namespace(
             self.caching.layout,
@@ -129,10 +135,10 @@ class PrefixStore:
         )
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`model.generate` of the same arguments, with the longest known prefix loaded and new blocks stored.
+        """Call `model.generate` with the same arguments, load the longest cached prefix, and store new blocks.
 
-        A call in another mode than greedy search and sampling, or of more than token ids, is handed to
-        `model.generate` unchanged; `declined` has the reason.
+        Only greedy search and sampling of token ids use the cache. Any other call is passed to `model.generate`
+        unchanged; `declined` has the reason.
         """
         prompt = transformers_call.parse_call(self.model, args, kwargs)
         self.reused, self.declined = 0, prompt if isinstance(prompt, str) else self._unlike()
@@ -151,9 +157,10 @@ class PrefixStore:
         return made
 
     def past_key_values(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> DynamicCache:
-        """What `generate` takes under this name, for these rows (rows, tokens), padded on the left or not at all.
+        """Return the argument `past_key_values` of `generate` for these rows (rows, tokens), padded on the left or not
+        at all.
 
-        The prompt is stored once it is computed; `keep` of what this returns stores the answer too.
+        The prompt is stored once it is computed. Call `keep` of the returned cache to store the answer too.
         """
         self.reused, self.declined = 0, self._unlike()
         starts = transformers_call.starts(input_ids, attention_mask, self.model.generation_config)
@@ -163,7 +170,7 @@ class PrefixStore:
         return self._begin(input_ids, starts)
 
     def _begin(self, ids: torch.Tensor, starts: list[int]) -> PrefixCache:
-        """A cache of these rows that holds their longest known prefix."""
+        """Return a cache of these rows with their longest cached prefix."""
         past = PrefixCache(self, ids, starts)
         loaded = self._safely(lambda: self._load(ids.cpu().numpy(), starts))
         if loaded is not None:
@@ -176,12 +183,12 @@ class PrefixStore:
 
     @property
     def _device(self) -> torch.device:
-        """Where the model takes its first input; the host where its weights are offloaded."""
+        """The device of the model's first input; the CPU where its weights are offloaded."""
         device: torch.device = self.model.device
         return torch.device("cpu") if device.type == "meta" else device
 
     def _unlike(self) -> str:
-        """Why the model now computes other keys than those in its namespace; empty where it does not."""
+        """Return why the model now computes other keys than those in its namespace; empty where it does not."""
         if self.model.training:
             return "the model is in training: its keys may have dropout"
         if torch.is_autocast_enabled(self._device.type):
@@ -191,11 +198,11 @@ class PrefixStore:
         return ""
 
     def keep(self, past: PrefixCache, sequences: torch.Tensor, starts: Sequence[int]) -> None:
-        """Store full blocks of what `past` holds of these sequences, but for the loaded ones."""
+        """Store the full blocks of `past` for these sequences, without the loaded ones."""
         self._safely(lambda: self._store(past, sequences.cpu().numpy(), starts))
 
     def _load(self, ids: np.ndarray, starts: Sequence[int]) -> tuple[Tensors, int] | None:
-        """The tokens that every row has from its own chain, so far as all rows have them."""
+        """Load the longest prefix that all rows have, each from its own chain."""
         size, until = self.caching.layout.block_tokens, time.monotonic() + self._patience_s
         with ExitStack() as stack:
             requests = [stack.enter_context(self._bound.request(deadline_s=self._patience_s)) for _ in starts]
@@ -206,7 +213,7 @@ class PrefixStore:
             reach = min(ids.shape[1] - 1, *ends)
             for request in requests:
                 request.admit()
-            while reach > min(starts):  # shorter each time, until all of it came
+            while reach > min(starts):  # shorter each time, until all blocks arrived
                 blocks = [-(-max(0, reach - start) // size) for start in starts]
                 tensors = self.caching.zeros(
                     len(starts), max(start + size * count for start, count in zip(starts, blocks, strict=True))
@@ -249,20 +256,20 @@ class PrefixStore:
     def _safely(self, work: Callable[[], Any]) -> Any:
         try:
             return work()
-        except Exception as error:  # noqa: BLE001  law: never in the way
+        except Exception as error:  # noqa: BLE001  a cache fault never fails a request
             self.declined = f"{type(error).__name__}: {error}"
             _log.exception("the cache failed; the model computes everything")
             return None
 
 
 def _model_name(config: Any) -> str:
-    """A path's last part, since the revision identifies the weights; a name of the hub as it is."""
+    """Return a path's last part, since the revision identifies the weights; a name on the hub unchanged."""
     name = str(config.name_or_path or config.model_type)
     return Path(name).name if Path(name).exists() else name
 
 
 def _revision(model: Any, cache: KVCache) -> str:
-    """The digest of the tensors, whatever they were loaded from, after the commit where transformers left one."""
+    """Return the digest of the tensors, preceded by the commit where transformers recorded one."""
     config = model.config
     if not config.name_or_path:
         raise ModelError("the model was made from no files: give revision=, a name that changes with its weights")
@@ -274,7 +281,7 @@ def _revision(model: Any, cache: KVCache) -> str:
 
 
 def _match_blocks(request: Request, ids: np.ndarray, until: float) -> int:
-    """Blocks of the prefix, once all tiers have answered or the time is over."""
+    """Return the blocks of the prefix, once all tiers have answered or the deadline has passed."""
     hit = request.match(ids)
     while hit.pending and time.monotonic() < until:
         time.sleep(_POLL_S)

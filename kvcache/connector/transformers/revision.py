@@ -1,8 +1,8 @@
-"""Which weights a model in memory has: the revision for an engine whose model object keeps no word of its files.
+"""The revision of a model in memory, for an engine whose model object does not record its files.
 
 `from_pretrained` takes `subfolder`, `variant`, `gguf_file`, `revision`, `cache_dir`, a quantisation and a type, and the
-model remembers none of them. Its tensors are what each of them selected, so the digest is over those: of each its name,
-type and shape, and all of its bytes up to 64 KiB, or 16 pieces of 4 KiB, evenly from the first byte to the last.
+model records none of them. Its tensors are their result, so the digest covers the tensors: of each its name, type and
+shape, and all bytes up to 64 KiB, or 16 pieces of 4 KiB, evenly from the first byte to the last.
 """
 
 from __future__ import annotations

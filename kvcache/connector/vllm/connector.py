@@ -20,8 +20,8 @@ The life of a request:
 
 Alternatives. vLLM's own offloading keeps blocks in host memory and can use this cache as a secondary tier (tier.py). A
 secondary tier sees opaque chunks only: other vLLM versions, layouts and numbers of ranks do not find them. The
-connector describes the layout of the pages, so blocks of any number of ranks match. Storing layer by layer
-(`save_kv_layer`) is not used, because a block is stored whole, after the step.
+connector describes the layout of the pages (kv_layout.py), so plain blocks do not depend on vLLM's version. Storing
+layer by layer (`save_kv_layer`) is not used, because a block is stored whole, after the step.
 
 One cache an engine. Scheduler and only worker of one process share a cache (`SharedCache`). An engine of several
 processes connects to a daemon: the one in `address`, or one that the first process starts.
