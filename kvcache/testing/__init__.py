@@ -1,6 +1,6 @@
-"""Suites for authors: subclass one in a test file of yours, tell it what to make, and pytest runs the promises.
+"""Contract suites for authors: subclass one in a test file, implement its factory method, and pytest runs the contract.
 
-Needs pytest, which nothing else in the package does.
+Needs pytest, which no other part of the package does.
 """
 
 from __future__ import annotations

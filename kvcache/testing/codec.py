@@ -1,4 +1,4 @@
-"""What a codec must keep to: the promises of `kvcache/codec/codec.py`, for whoever writes another one.
+"""The contract of a codec (`kvcache/codec/codec.py`), as a suite for authors of another one.
 
 class TestMine(CodecContract):
     def make(self):
@@ -32,7 +32,7 @@ def encoded(codec: Codec, whole: memoryview) -> memoryview:
 
 
 class CodecContract:
-    """Give `make`."""
+    """Implement `make`."""
 
     def make(self) -> Codec:
         raise NotImplementedError("give your codec: see kvcache.testing.CodecContract")

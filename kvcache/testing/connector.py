@@ -1,11 +1,11 @@
-"""What a connector must keep to, whatever its engine: the same answers as without a cache, or it is broken.
+"""The contract of a connector, for any engine: the same answers as without a cache.
 
     class TestMine(ConnectorContract):
         def serve(self, cache, *, weights=0):
             return MyEngine(model_of_seed(weights), cache)
 
-A model with random weights that are large enough makes the suite sharp: one whose answers depend on the last token
-only would pass with a wrong cache.
+Use a model with large enough random weights: one whose answers depend only on the last token would pass with a wrong
+cache.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ class Served(Protocol):
     """An engine with a model, as the suite drives it: one prompt at a time, greedily."""
 
     def generate(self, prompt: Sequence[int], tokens: int) -> list[int]:
-        """The next `tokens` tokens. What it stores is on its way when this returns."""
+        """Return the next `tokens` tokens. Their stores have begun when this returns."""
 
     @property
     def reused_tokens(self) -> int:
-        """Tokens of the last prompt that came from the cache; none of them was computed."""
+        """Tokens of the last prompt that were loaded from the cache and not computed."""
 
     def close(self) -> None:
-        """Let go of the cache, which is closed afterwards by who made it."""
+        """Release the cache; its owner closes it afterwards."""
 
 
 class ConnectorContract:
-    """Give `serve`; change the numbers where the engine has others."""
+    """Implement `serve`; override the numbers where the engine has others."""
 
     block_tokens = 16
     vocabulary = 250
     new_tokens = 8
 
     def serve(self, cache: kvcache.KVCache | None, *, weights: int = 0) -> Served:
-        """The engine with the model of these weights, which waits for a cache for a second at most; None: no cache."""
+        """Return an engine with the model of these weights, which waits a second at most for the cache; None: no
+        cache."""
         raise NotImplementedError("give your engine: see kvcache.testing.ConnectorContract")
 
     def prompt(self, blocks: float, seed: int = 1) -> list[int]:
-        """So many blocks of tokens; two of different seeds differ from their first token on."""
+        """Return `blocks` blocks of tokens. Prompts of different seeds differ from their first token on."""
         count = int(blocks * self.block_tokens)
         return [(seed * 7919 + i * (seed + 2) + i * i) % self.vocabulary for i in range(count)]
 
     def open(self, path: Path, **host: int) -> kvcache.KVCache:
-        """Without a plan, which would have an engine compute a tiny model's blocks where that is sooner."""
+        """Open a cache without a plan. A plan would compute a tiny model's blocks where that is faster."""
         return kvcache.open(
             host={"capacity_bytes": 64 * MiB, **host},
             nvme={"path": path, "capacity_bytes": 256 * MiB, "min_free_bytes": 0},
@@ -70,7 +71,7 @@ class ConnectorContract:
             assert cache.check() == []
 
     def answers(self, prompts: Sequence[Sequence[int]], *, weights: int = 0) -> list[list[int]]:
-        """Without a cache."""
+        """Return the answers without a cache."""
         engine = self.serve(None, weights=weights)
         try:
             return [engine.generate(prompt, self.new_tokens) for prompt in prompts]
@@ -97,7 +98,7 @@ class ConnectorContract:
         engine.generate(first, self.new_tokens)
         assert cache.flush(PATIENCE_S)
         engine.close()
-        other = self.serve(cache)  # has nothing of its own
+        other = self.serve(cache)  # without blocks in its own pool
         assert [other.generate(then, self.new_tokens)] == expected
         assert other.reused_tokens == 4 * self.block_tokens
         other.close()

@@ -1,4 +1,4 @@
-"""What a copier must keep to: the promises of `kvcache/transfer/copier.py`, for whoever writes another one.
+"""The contract of a copier (`kvcache/transfer/copier.py`), as a suite for authors of another one.
 
     class TestMine(CopierContract):
         def make(self):
@@ -7,7 +7,7 @@
         def place(self, layout):       # where pages are not this process's memory
             return MyPages(layout)
 
-Pages are compared with what numpy's indexing says, element by element.
+The suite compares pages with numpy's indexing, element by element.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class CpuPages:
 
 
 class CopierContract:
-    """Give `make`, and `place` where the pages are elsewhere."""
+    """Implement `make`, and `place` where the pages are elsewhere."""
 
     def make(self) -> Copier:
         raise NotImplementedError("give your copier: see kvcache.testing.CopierContract")

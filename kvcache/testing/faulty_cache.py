@@ -1,4 +1,5 @@
-"""A cache that lets its callers down in one chosen way, each of which the face allows."""
+"""Caches that fail in one chosen way: `FaultyCache` in ways that the API allows, `RaisingProxy` in ways that it does
+not."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from kvcache.transfer.cpu import ReferenceCopier
 from kvcache.transfer.pages import Pages
 
 Fault = Literal["none", "asking", "gone", "damaged", "hung", "full"]
-"""Never answers a lookup; has nothing of what it promised; brings half and leaves anything in the other pages; begins
-loads that never end unless cancelled; drops whatever is stored."""
+"""In order: no lookup is answered; promised blocks are missing; half the blocks are loaded and the other pages hold
+arbitrary bytes; loads never end unless cancelled; stores are dropped."""
 
 FAULTS: tuple[Fault, ...] = ("asking", "gone", "damaged", "hung", "full")
 
 
 class FaultyCache(NaiveCache):
-    """`fault` may change while it is in use."""
+    """A cache with one fault; `fault` may change while the cache is in use."""
 
     def __init__(self, fault: Fault = "none") -> None:
         super().__init__()
@@ -117,16 +118,18 @@ class _Unending(BlockTransfer):
         self.settle_rest(0, Outcome.CANCELLED)
 
 
-# A cache of which any call may raise: the face does not allow it, and a connector must bear it all the same.
+# A cache of which any call may raise. The API does not allow that, and a connector has to survive it.
 
 FAILING_CALLS = frozenset({"namespace", "request", "join", "load", "store"})
-"""Calls whose answers raise in the same way."""
+"""Calls whose results raise in the same way."""
 PLAIN_ATTRIBUTES = frozenset({"id", "layout", "outcomes", "done", "blocks", "signatures"})
 
 
 class RaisingProxy:
-    """In front of a cache, and of the bounds, requests and transfers that it gives. `fails` is asked for each call and
-    each property of a transfer, by name; what raises has not been done."""
+    """A proxy of a cache and of its namespaces, requests and transfers.
+
+    `fails` decides by name for each call, and for each property of a transfer. A call that raises has had no effect.
+    """
 
     def __init__(self, inner: Any, fails: Callable[[str], bool]) -> None:
         self._inner, self._fails = inner, fails

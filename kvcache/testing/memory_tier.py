@@ -1,4 +1,4 @@
-"""The naive tier: a dict of bytes under one lock. It proves the contract and serves tests; nothing else uses it."""
+"""The naive tier: a dict of bytes under one lock. It proves the contract and serves tests only."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MemoryTier(TierDefaults):
         deadline: float | None = None,
         on_outcome: Callable[[int, Outcome], None] | None = None,
     ) -> Ticket:
-        """Everything is settled before this returns."""
+        """Settle every block before returning."""
         if self._closed:
             raise ClosedError("memory tier: it was closed")
         check_segments(op, addresses, segments)
@@ -113,7 +113,7 @@ class MemoryTier(TierDefaults):
         yield from addresses
 
     def sync(self) -> bool:
-        """Memory has nothing to wait for."""
+        """Return at once: memory has no pending writes."""
         return True
 
     def usage(self) -> Usage:

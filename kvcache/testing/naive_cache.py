@@ -1,4 +1,4 @@
-"""The cache as a dict of bytes: no tiers, no threads, no limit. It proves the face and is the model of its tests."""
+"""The cache as a dict of bytes, without tiers, threads or limit. It proves the API and is the model of its tests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class NaiveCache:
         return bound
 
     def sweep(self) -> None:
-        """Forget what is over."""
+        """Remove the blocks that have expired."""
         for name in [name for name, end in self.ends.items() if end <= self.clock.wall()]:
             del self.ends[name]
             self.blocks.pop(name, None)
@@ -139,7 +139,7 @@ class NaiveRequest:
 
     @property
     def chain(self) -> Chain:
-        """Of the request that was joined, where this one is."""
+        """The chain of this request, or of the request that it joined."""
         return self._origin.chain if self._origin is not None else self._own
 
     @property

@@ -1,10 +1,11 @@
-"""What a tier must keep to: the promises of `kvcache/tier/tier.py`, for whoever writes another one.
+"""The contract of a tier (`kvcache/tier/tier.py`), as a suite for authors of another one.
 
     class TestMine(TierContract):
-        def make(self, path, capacity_bytes, port):
-            return MyTier(path, capacity_bytes, clock=port.clock)
+        def make(self, path, capacity_bytes, os_env):
+            return MyTier(path, capacity_bytes, clock=os_env.clock)
 
-Every test ends with the tier's own audit."""
+Every test ends with the tier's own audit.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def namespace(n: int = 0) -> bytes:
 
 
 def chain(length: int, *, of: int = 0, seed: int = 0, group: int = 0, shard: Shard = SHARD) -> list[Address]:
-    """The addresses of a prefix, head first; other seeds share nothing."""
+    """Return the addresses of a prefix, head first; chains of other seeds share no block."""
     parent, addresses = namespace(of), []
     for i in range(length):
         signature = hashlib.sha256(parent + b"%d %d" % (seed, i)).digest()
@@ -46,13 +47,13 @@ def chain(length: int, *, of: int = 0, seed: int = 0, group: int = 0, shard: Sha
 
 
 def payload(address: Address, size_bytes: int = PAYLOAD_BYTES) -> bytes:
-    """What belongs under an address, and nowhere else."""
+    """Return the one payload that belongs to an address."""
     seed = hashlib.sha256(address.namespace + address.name + address.signature).digest()
     return (seed * (size_bytes // 32 + 1))[:size_bytes]
 
 
 def buffer(payload_bytes: int = PAYLOAD_BYTES, *, offset: int = 0) -> list[memoryview]:
-    """Segments to read into, on page boundaries but for `offset` bytes, full of what must not survive."""
+    """Return segments to read into, page-aligned except for `offset` bytes, full of bytes that a read must replace."""
     total, area = record_bytes(payload_bytes), header_area(payload_bytes)
     memory = memoryview(mmap.mmap(-1, total + offset))[offset:]
     memory[:] = b"\xee" * total
@@ -62,7 +63,7 @@ def buffer(payload_bytes: int = PAYLOAD_BYTES, *, offset: int = 0) -> list[memor
 def record(
     address: Address, size_bytes: int = PAYLOAD_BYTES, *, offset: int = 0, data: bytes | None = None
 ) -> list[memoryview]:
-    """A sealed record, as a tier takes it."""
+    """Return a sealed record, as a tier takes it."""
     segments = buffer(size_bytes, offset=offset)
     segments[1][:size_bytes] = payload(address, size_bytes) if data is None else data
     segments[1][size_bytes:] = bytes(len(segments[1]) - size_bytes)
@@ -81,7 +82,7 @@ Factory = Callable[[Path, int, OsEnv], Tier]
 
 
 class Clock(SystemClock):
-    """Time that stands still unless a test moves it."""
+    """Time that only a test advances."""
 
     seconds = 100.0
 
@@ -91,7 +92,7 @@ class Clock(SystemClock):
 
 @dataclass
 class TierFixture:
-    """A tier, and how to open it again."""
+    """A tier, and the means to open it again."""
 
     factory: Factory
     path: Path
@@ -114,7 +115,7 @@ def write(tier: Tier, addresses: list[Address], size_bytes: int = PAYLOAD_BYTES)
 
 
 def intact(tier: Tier, addresses: list[Address], size_bytes: int = PAYLOAD_BYTES) -> bool:
-    """Every record is there and is what was written."""
+    """Return whether every record is present with the bytes that were written."""
     into = [buffer(size_bytes) for _ in addresses]
     outcomes = tier.read(addresses, into)
     return set(outcomes) <= {DONE} and all(
@@ -123,7 +124,8 @@ def intact(tier: Tier, addresses: list[Address], size_bytes: int = PAYLOAD_BYTES
 
 
 def _near_duplicates(address: Address) -> dict[str, Address]:
-    """Addresses that differ from this one in one thing; where the key is the same the tail of the signature differs."""
+    """Return addresses that differ from this one in one field. The one with the same key differs in the tail of its
+    signature."""
     return {
         "signature": replace(address, signature=address.key + bytes(16)),
         "namespace": replace(address, namespace=namespace(7)),
@@ -134,8 +136,8 @@ def _near_duplicates(address: Address) -> dict[str, Address]:
 
 
 class TierContract:
-    """Give `make`: a tier of so many bytes, in a folder of its own, on this port. Called again for the same folder it
-    finds what a durable tier left there."""
+    """Implement `make`: return a tier of `capacity_bytes` in its own folder, on this `os_env`. Called again for the
+    same folder, it finds what a durable tier left there."""
 
     def make(self, path: Path, capacity_bytes: int, os_env: OsEnv) -> Tier:
         raise NotImplementedError("give your tier: see kvcache.testing.TierContract")
@@ -157,7 +159,7 @@ class TierContract:
             pytest.skip("shared: how much fits is not its own to say")
         return tier
 
-    # reading and writing
+    # Reading and writing
 
     def test_reads_what_was_written(self, tier: Tier) -> None:
         blocks = chain(20)
@@ -199,7 +201,7 @@ class TierContract:
         assert holds([header, body], address)
 
     def test_segments_larger_than_the_record(self, tier: Tier) -> None:
-        """A reader that knows the decoded size may give more room than a compressed record fills."""
+        """A reader that knows the decoded size may give more memory than a compressed record fills."""
         (address,) = chain(1)
         header, body = record(address)
         room = memoryview(bytearray(len(body) + 8192))
@@ -231,7 +233,7 @@ class TierContract:
         assert write(tier, blocks) == (DONE,) * 4
         assert intact(tier, blocks)
 
-    # identity
+    # Identity
 
     @pytest.mark.parametrize("what", ["signature", "namespace", "parent", "group", "shard"])
     def test_another_identity_is_a_miss_and_harms_nothing(self, tier: Tier, what: str) -> None:
@@ -278,7 +280,7 @@ class TierContract:
         tier.remove(blocks[:3])
         assert intact(tier, blocks[3:])
 
-    # room
+    # Room
 
     def test_room_is_what_can_be_written(self, own: Tier) -> None:
         fit = own.room(RECORD_BYTES)
@@ -331,7 +333,7 @@ class TierContract:
         own.remove(blocks)
         assert (own.usage(), own.room(RECORD_BYTES)) == before
 
-    # tickets
+    # Tickets
 
     def test_outcomes_come_one_a_block(self, tier: Tier) -> None:
         blocks = chain(6)
@@ -369,7 +371,7 @@ class TierContract:
             ("read", [[body[:7], body]]),
         ):
             with pytest.raises(ValueError, match="segments"):
-                tier.submit(op, [address], segments)  # type: ignore[arg-type]  # misuse
+                tier.submit(op, [address], segments)  # misuse
         assert tier.contains([address]) == (NOT_FOUND,)
 
     def test_closed_is_closed(self, tier: Tier) -> None:
@@ -378,10 +380,10 @@ class TierContract:
         with pytest.raises(ClosedError):
             tier.submit("contains", chain(1))
 
-    # many threads
+    # Threads
 
     def test_threads_never_see_a_wrong_byte(self, tier: Tier) -> None:
-        """Writers, readers and removers of the same few blocks, more of them than there is room for."""
+        """Several threads write, read and remove the same few blocks, more than fit."""
         blocks = chain(24) + chain(8, seed=1, of=1)
         wrong: list[str] = []
         sizes = [1, 5_000, 40_000]
@@ -416,7 +418,7 @@ class TierContract:
         assert {ticket.outcomes for ticket in tickets} == {(DONE,)}
         assert tier.usage().records == 1
 
-    # after a restart
+    # After a restart
 
     def test_a_durable_tier_has_everything_after_a_restart(self, bench: TierFixture) -> None:
         blocks = chain(30) + chain(10, seed=1, of=1)
