@@ -1,1 +1,1 @@
-"""Real traffic: traces in many formats, and the simulator that scores a policy by them."""
+"""Traces of real traffic: recorder, formats, replay against a real cache, and the simulator that scores policies."""

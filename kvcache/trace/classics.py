@@ -1,8 +1,8 @@
-"""Policies from their papers, for comparison in the simulator only: none of them ranks classes, so none can lead the
-index. Plain twins of `csrc/host/classics`, and what each means.
+"""Policies from their papers, for comparison in the simulator only. None of them ranks classes, so none can drive the
+index. These are the Python twins of `csrc/host/classics`, and define its behaviour.
 
-All are aware of chains: a block with children that are here does not leave, and whoever comes next in the policy's own
-order does. A request touches its blocks tail first, so that its head is the newest.
+All policies respect chains: a block with resident children is not evicted, and the next one in the policy's order is
+taken. A request touches its blocks tail first, so that its head is the newest.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from math import inf
 from typing import ClassVar
 
-Order = OrderedDict[int, None]  # the first to leave first
+Order = OrderedDict[int, None]  # first to be evicted first
 
 
 class Classic:
-    """Who is here, of at most `capacity` blocks. `parents`: by block, the one before it, or -1."""
+    """The resident blocks, at most `capacity`. `parents` holds for each block the one before it, or -1."""
 
     name: ClassVar[str]
 
@@ -27,11 +27,11 @@ class Classic:
         self._children = [0] * len(parents)
 
     def touch(self, block: int) -> None:
-        """A use of one that is here."""
+        """Record a use of a resident block."""
         raise NotImplementedError
 
     def admit(self, block: int) -> None:
-        """One that is not here comes, and stays or does not."""
+        """Offer a block that is not resident; the policy may keep it or not."""
         raise NotImplementedError
 
     def _enter(self, block: int) -> None:
@@ -45,7 +45,7 @@ class Classic:
             self._children[self._parents[block]] -= 1
 
     def _free(self, order: Iterable[int]) -> int | None:
-        """The first that may leave."""
+        """Return the first block that may be evicted."""
         return next((block for block in order if not self._children[block]), None)
 
     @property
@@ -54,8 +54,10 @@ class Classic:
 
 
 class S3FIFO(Classic):
-    """Yang et al., SOSP 2023: a small queue that one use again leaves for the main one, and a queue of ghosts. With a
-    small queue of a quarter and promotion at one use, which serve chains of blocks better than the paper's."""
+    """Yang et al., SOSP 2023: a small queue, a main queue that a block enters after another use, and a queue of ghosts.
+
+    The small queue is a quarter, and one use promotes, which serves chains of blocks better than the paper's values.
+    """
 
     name = "s3fifo"
 
@@ -99,14 +101,14 @@ class S3FIFO(Classic):
 
 
 class Sieve(Classic):
-    """Zhang et al., NSDI 2024: one queue, and a hand that goes from the oldest to the newest, forgives each visited
-    block once and takes the first that was not."""
+    """Zhang et al., NSDI 2024: one queue, and a hand that moves from the oldest to the newest. The hand skips each
+    visited block once and evicts the first unvisited one."""
 
     name = "sieve"
 
     def __init__(self, capacity: int, parents: list[int]) -> None:
         super().__init__(capacity, parents)
-        self._queue: list[int] = []  # by time of coming
+        self._queue: list[int] = []  # by time of admission
         self._hand = 0
         self._visited: set[int] = set()
 
@@ -130,7 +132,8 @@ class Sieve(Classic):
 
 
 class ARC(Classic):
-    """Megiddo and Modha, FAST 2003: those used once and those used again, with ghosts of both that move the border."""
+    """Megiddo and Modha, FAST 2003: blocks used once and blocks used again, with ghosts of both that move the
+    border."""
 
     name = "arc"
 
@@ -180,7 +183,7 @@ class ARC(Classic):
 
 
 class Ranked(Classic):
-    """The least key leaves first; a later use among equals."""
+    """A policy that evicts the smallest key first, and among equals the one used longest ago."""
 
     def __init__(self, capacity: int, parents: list[int]) -> None:
         super().__init__(capacity, parents)
@@ -189,11 +192,11 @@ class Ranked(Classic):
         self._time = 0
 
     def key(self, block: int) -> float:
-        """At a use, which is counted."""
+        """Return the key of a block at a use, and count the use."""
         raise NotImplementedError
 
     def left(self, key: float) -> None:
-        """A block with this key left."""
+        """Record the eviction of a block with this key."""
 
     def touch(self, block: int) -> None:
         del self._order[bisect_left(self._order, self._at[block])]
@@ -216,7 +219,8 @@ class Ranked(Classic):
 
 
 class LRU2(Ranked):
-    """O'Neil et al., SIGMOD 1993, with K = 2: by the use before the last, which is remembered for ever."""
+    """O'Neil et al., SIGMOD 1993, with K = 2: the key is the time of the use before the last, which is remembered
+    forever."""
 
     name = "lru2"
 
@@ -230,8 +234,8 @@ class LRU2(Ranked):
 
 
 class LFUDA(Ranked):
-    """Arlitt et al., 1999: uses since it came plus the age of the cache, which is the key of who left last; GreedyDual
-    by frequency where all blocks cost the same."""
+    """Arlitt et al., 1999: the key is the uses since admission plus the age of the cache, which is the key of the last
+    evicted block. Equals GreedyDual by frequency where all blocks cost the same."""
 
     name = "lfuda"
 
@@ -249,9 +253,12 @@ class LFUDA(Ranked):
 
 
 class WTinyLFU(Classic):
-    """Einziger et al., 2017: a window of recency before a segmented main part, which a block enters only for one that
-    was used less. With a window of a half, which serves chains better than the paper's hundredth, and with exact counts
-    in place of a sketch, halved every ten capacities of uses."""
+    """Einziger et al., 2017: a window of recency before a segmented main part. A block enters the main part only in
+    place of one that was used less.
+
+    The window is a half, which serves chains better than the paper's hundredth. Counts are exact instead of a sketch,
+    and are halved every ten capacities of uses.
+    """
 
     name = "wtinylfu"
 
@@ -282,13 +289,14 @@ class WTinyLFU(Classic):
         self._enter(block)
 
     def _move_on(self) -> None:
-        """The oldest of the window goes to the main part, if need be for one there that was used less."""
+        """Move the oldest block of the window to the main part, if necessary in place of one there that was used
+        less."""
         oldest = next(iter(self._window))
         if self._full:
             for _ in range(len(self._tried)):
                 if not self._children[next(iter(self._tried))]:
                     break
-                self._tried.move_to_end(next(iter(self._tried)))  # a parent of what is here
+                self._tried.move_to_end(next(iter(self._tried)))  # a parent of resident blocks
             tried = self._free(self._tried)
             main = tried if tried is not None else self._free(self._kept)
             if main is None or (self._counts[oldest] < self._counts[main] and not self._children[oldest]):
@@ -311,13 +319,16 @@ class WTinyLFU(Classic):
 
 
 class Opt(Ranked):
-    """Belady 1966, by looking ahead: who is used again last leaves or does not come, the deeper of a chain first. As a
-    parent is used whenever a child is, this is the best there can be for prefixes too."""
+    """Belady 1966, with knowledge of the future: the block with the latest next use is evicted or not admitted, the
+    deeper of a chain first.
+
+    A parent is used whenever its child is, so this is optimal for prefixes too.
+    """
 
     name = "opt"
 
     next_use = inf
-    """When the next block that is given is used again: set by the player before."""
+    """Time of the next use of the next block given; the simulator sets it before."""
 
     def key(self, block: int) -> float:
         return -self.next_use

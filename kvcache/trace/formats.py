@@ -1,4 +1,4 @@
-"""Reading a trace by the name of its format; files may be compressed by gzip."""
+"""Traces and the readers of their formats, selected by name; files may be compressed with gzip."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ BlockIds = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Trace:
-    """Blocks are numbered densely from 0. A block belongs to one chain: the block before it is always the same."""
+    """A trace. Blocks are numbered densely from 0. A block belongs to one chain: the block before it is always the
+    same."""
 
     name: str
     block_tokens: int
     starts: NDArray[np.int64]
-    """Where each request's blocks begin in `blocks`, and where the last one's end."""
+    """For each request the index of its first block in `blocks`, and the end of the last request."""
     blocks: BlockIds
     times_s: NDArray[np.float64]
     input_tokens: NDArray[np.int64]
@@ -47,7 +48,7 @@ class Trace:
         input_tokens: Sequence[int],
         output_tokens: Sequence[int],
     ) -> Trace:
-        """Puts the requests in order of time (equal times stay in order) and numbers their blocks anew."""
+        """Sort the requests by time (equal times keep their order) and renumber their blocks."""
         order = np.argsort(np.asarray(times_s, np.float64), kind="stable")
         sorted_chains = [chains[i] for i in order]
         starts = np.zeros(len(chains) + 1, np.int64)
@@ -73,7 +74,7 @@ class Trace:
         return len(self.times_s)
 
     def __iter__(self) -> Iterator[BlockIds]:
-        """Each request's chain."""
+        """Yield each request's chain."""
         starts = self.starts.tolist()
         for first, end in pairwise(starts):
             yield self.blocks[first:end]
@@ -84,11 +85,11 @@ class Trace:
 
     @property
     def unique(self) -> int:
-        """How many different blocks there are: their numbers are all below it."""
+        """Number of different blocks; their numbers are all smaller."""
         return int(self.blocks.max()) + 1 if len(self.blocks) else 0
 
     def part(self, first: int, end: int) -> Trace:
-        """Requests `first` to `end` (excluded) as a trace of its own."""
+        """Return requests `first` to `end` (excluded) as a new trace."""
         rows = slice(first, end)
         chains = [
             self.blocks[a:b].astype(np.int64) for a, b in zip(self.starts[rows], self.starts[1:][rows], strict=False)
@@ -103,7 +104,7 @@ class Trace:
         )
 
     def check(self) -> None:
-        """ConfigError where two chains disagree about what comes before a block: then no prefix can be told."""
+        """Raise ConfigError where two chains differ in the block before a block: prefixes are then undefined."""
         before = np.full(self.blocks.shape, -1, np.int64)
         before[1:] = self.blocks[:-1]
         before[self.starts[:-1][self.starts[:-1] < len(before)]] = -1
@@ -118,31 +119,36 @@ class Trace:
             )
 
 
-# Sessions of agents: a session a line, whose `requests` are rows of [seconds since its start, input tokens, output
-# tokens, at, new, ...]: the chain that ends at the block `at` (-1: none), then `new` fresh blocks, numbered on. Ids
-# are a session's own. The trace names blocks of 64 tokens; here eight of them make one, named by the last, and what
-# is left over at the end is dropped. When sessions start is not told: they are shuffled and start at times drawn
+# Sessions of agents: one session a line. Its `requests` are rows of [seconds since its start, input tokens, output
+# tokens, at, new, ...]: the chain that ends at block `at` (-1: none), then `new` new blocks, numbered on. Ids are
+# unique within a session. The trace names blocks of 64 tokens. Eight of them form one block here, named by the last,
+# and the remainder at the end is dropped. The trace has no start times of sessions: sessions are shuffled and start at
+# times drawn uniformly over a day, by `seed`.
 # uniformly over a day, by `seed`.
 
 DAY_S = 86_400.0
 AGENTIC_BLOCK_TOKENS, SUBBLOCKS = 512, 8
 MAX_SHARED_TOKENS = 200_000
-"""Where tools are shared, requests with more input tokens than this are left out."""
+"""Where tools are shared, requests with more input tokens than this are omitted."""
 
 
 def read_agentic(name: str, lines: Iterable[str], *, shared_tools: bool, seed: int = 0) -> Trace:
-    """`shared_tools`: blocks within a session's tool descriptions belong to all sessions that have as many tokens of
-    them; an assumption, as the trace does not say."""
+    """Read sessions of agents.
+
+    Args:
+        shared_tools: blocks of a session's tool descriptions belong to all sessions with as many tokens of them. This
+            is an assumption: the trace does not contain it.
+    """
     sessions = [json.loads(line) for line in lines if line.strip()]
-    draw = random.Random(seed)  # noqa: S311  a shuffle, no secret
+    draw = random.Random(seed)  # noqa: S311  a shuffle, not a secret
     draw.shuffle(sessions)
     begins = [draw.uniform(0, DAY_S) for _ in sessions]
     chains: list[NDArray[np.int64]] = []
     times: list[float] = []
     inputs: list[int] = []
     outputs: list[int] = []
-    tools: dict[int, int] = {}  # by tokens of tool descriptions, where the numbers of their blocks begin
-    first = 0  # where the numbers of this session's blocks begin
+    tools: dict[int, int] = {}  # tokens of tool descriptions: number of their first block
+    first = 0  # number of this session's first block
     for session, begin in zip(sessions, begins, strict=True):
         rows = session["requests"]
         small = _chains(rows)
@@ -168,9 +174,9 @@ def read_agentic(name: str, lines: Iterable[str], *, shared_tools: bool, seed: i
 
 
 def _chains(rows: Sequence[Sequence[Any]]) -> list[NDArray[np.int64]]:
-    """Each request's blocks of 64 tokens."""
+    """Return each request's blocks of 64 tokens."""
     chains: list[NDArray[np.int64]] = []
-    begins: list[int] = []  # number of the first fresh block, by the request that brought it
+    begins: list[int] = []  # number of the first new block, by the request that introduced it
     owners: list[int] = []
     fresh = 0
     for number, row in enumerate(rows):
@@ -188,8 +194,8 @@ def _chains(rows: Sequence[Sequence[Any]]) -> list[NDArray[np.int64]]:
     return chains
 
 
-# Traces as Mooncake publishes them: JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`,
-# the chained names of blocks of 512 tokens, the last of which may be partial.
+# Traces as Mooncake publishes them: JSON lines with `timestamp` (ms), `input_length`, `output_length` and `hash_ids`.
+# The latter are the chained names of blocks of 512 tokens, of which the last may be partial.
 
 MOONCAKE_BLOCK_TOKENS = 512
 
@@ -213,14 +219,14 @@ TEXT_BLOCK_TOKENS = 16
 
 
 def byte_tokenizer(text: str) -> Sequence[int]:
-    """A tokenizer for who has none: a token a byte."""
+    """Tokenize without a tokenizer: one token a byte."""
     return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)  # type: ignore[return-value]  # an array serves as a sequence
 
 
 def read_text(
     name: str, lines: Lines, *, tokenize: Tokenize = byte_tokenizer, block_tokens: int = TEXT_BLOCK_TOKENS
 ) -> Trace:
-    """Conversations: JSON lines with `input`, and perhaps `output` and `timestamp` (microseconds)."""
+    """Read conversations: JSON lines with `input`, and optionally `output` and `timestamp` (microseconds)."""
     rows = [json.loads(line) for line in lines if line.strip()]
     ids = [np.asarray(tokenize(row["input"]), np.uint32) for row in rows]
     names: dict[bytes, int] = {}
@@ -240,8 +246,8 @@ def read_text(
 
 
 def read_azure(name: str, lines: Lines, *, block_tokens: int = 512) -> Trace:
-    """Arrivals and lengths, in columns TIMESTAMP, ContextTokens and GeneratedTokens: nothing is told of content, so no
-    block comes twice."""
+    """Read arrivals and lengths, in columns TIMESTAMP, ContextTokens and GeneratedTokens. The trace has no content, so
+    every block is unique."""
     rows = list(csv.DictReader(lines))
     times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
     inputs = [int(row["ContextTokens"]) for row in rows]
@@ -253,10 +259,12 @@ def read_azure(name: str, lines: Lines, *, block_tokens: int = 512) -> Trace:
 
 
 def read_vllm(name: str, lines: Lines) -> Trace:
-    """KV events as vLLM publishes them, a batch a line: [ts, [event, ...], ...] or {"ts", "events"}. An event is a map
-    with `type`, or, as older versions have it, a list that begins with it. Events tell what was stored and not
-    who asked: a request is a run that was stored, with all that stands before it, so what was found whole leaves
-    nothing here. Only what the GPU keeps, and of several groups of layers the first that is told of."""
+    """Read KV events as vLLM publishes them, one batch a line: [ts, [event, ...], ...] or {"ts", "events"}.
+
+    An event is a map with `type`, or, in older versions, a list that begins with it. Events record stores, not
+    requests: a request here is a stored run with its prefix, so a request that was a full hit does not appear. Only
+    events of the GPU are read, and of several groups of layers only the first group that appears.
+    """
     names: dict[Any, int] = {}
     chain_of: dict[Any, list[Any]] = {}
     chains, times, block_tokens, group = [], [], 16, None
@@ -285,13 +293,15 @@ def read_vllm(name: str, lines: Lines) -> Trace:
 
 
 def _event_fields(event: Sequence[Any]) -> Mapping[str, Any]:
-    """Of an event as a list, what is told by place."""
+    """Return the positional fields of an event that is a list."""
     return dict(zip(("type", "block_hashes", "parent_block_hash", "token_ids", "block_size"), event, strict=False))
 
 
 def read_recorded(name: str, lines: Lines) -> Trace:
-    """As a running cache writes it down (`trace.path`): Mooncake's lines with `block_tokens` in each. Whole blocks of
-    each request that was admitted, of all namespaces: a block's name tells them apart."""
+    """Read the trace that a running cache records (`trace.path`): Mooncake's lines with `block_tokens` in each.
+
+    It has the whole blocks of each admitted request, of all namespaces; the block names differ between namespaces.
+    """
     rows = list(filter(str.strip, lines))
     sizes = {json.loads(row)["block_tokens"] for row in rows}
     if len(sizes) > 1:
@@ -323,7 +333,7 @@ FORMATS: Mapping[str, Callable[..., Trace]] = {
     "recorded": read_recorded,
 }
 
-_FORMAT_MARKERS = (  # what the first line of a format says, and no other's
+_FORMAT_MARKERS = (  # text in the first line of this format only
     ("found_tokens", "recorded"),
     ("hash_ids", "mooncake"),
     ("tool_tokens", "agentic"),
@@ -334,7 +344,7 @@ _FORMAT_MARKERS = (  # what the first line of a format says, and no other's
 
 
 def read_trace(path: Path, format: str | None = None, **options: Any) -> Trace:
-    """`options`: those of the format's reader. ConfigError for what is no trace."""
+    """Read a trace; ConfigError for a file that is none. `options` are those of the format's reader."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8") as lines:

@@ -1,9 +1,9 @@
-"""What a log of prompts would reuse, and what keeps it from more: by token ids alone, without a cache.
+"""Reports how much a log of prompts would reuse, and what limits it, from token ids alone and without a cache.
 
-Prompts are taken in their order, against all that came before them: with unlimited memory, that is the most that any
-cache of whole blocks can give. Where one parts from an earlier prompt and soon goes on like it, what stands between
-breaks the prefix, and everything behind it is computed again. Such breaks are gathered by the text that follows them,
-and the prompts are played once more with each break at their end.
+Prompts are compared in order with all earlier ones, with unlimited memory: the upper bound for any cache of whole
+blocks. Where a prompt differs from an earlier one and soon continues like it, the text between breaks the prefix, and
+everything behind it is computed again. Breaks are grouped by the text that follows them. Then the prompts are replayed
+with each break moved to their end.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from kvcache.cache.miss_explainer import RESYNC_GRAM_TOKENS, RESYNC_WINDOW_TOKEN
 from kvcache.observe.recent_requests import Ids, shared_tokens
 
 MIN_REPEAT_TOKENS = 16
-"""Tokens in a row that count as repeated, wherever they stand."""
+"""Length of a run of tokens that counts as repeated, at any position."""
 MAX_ROUNDS = 4
-"""Behind one break there may be another; so many are looked for one after another."""
+"""Limit of breaks that are searched behind one another."""
 MIN_LOST_TOKENS = 64
-"""Breaks that cost fewer tokens in all are not told."""
+"""Breaks that cost fewer tokens in all are not reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixBreak:
-    """`ours` of a prompt that parted from an earlier one (`theirs`) at this token, `lost` alike tokens before more."""
+    """A break: at `token` the prompt has `ours`, an earlier one `theirs`. `lost_tokens` equal tokens follow."""
 
     prompt: int
     token: int
     before: Ids
     ours: Ids
     theirs: Ids
-    following: Ids  # the first tokens that are alike again
+    following: Ids  # the first tokens that are equal again
     lost_tokens: int
 
 
 @dataclass(slots=True)
 class BreakGroup:
-    """Breaks with the same text behind them, that of the first of `breaks`; `first`: the earliest token at which one of
-    them parts."""
+    """Breaks with the same text behind them, that of the first of `breaks`. `first` is the earliest token at which one
+    of them differs."""
 
     breaks: list[PrefixBreak] = field(default_factory=list)
 
@@ -61,7 +61,7 @@ class BreakGroup:
 
 @dataclass(frozen=True, slots=True)
 class ReuseStats:
-    """`hit_tokens`: of full blocks that an earlier prompt had, from its first token on."""
+    """The reuse of a log. `hit_tokens` counts full blocks that an earlier prompt had, with the same prefix."""
 
     tokens: int
     hit_tokens: int
@@ -79,7 +79,7 @@ class LintReport:
     repeated_tokens: int
     rate: float
     moved_rate: float
-    groups: list[BreakGroup]  # the dearest first
+    groups: list[BreakGroup]  # the most expensive first
 
 
 def lint_prompts(prompts: Sequence[Ids], block_tokens: int) -> LintReport:
@@ -101,9 +101,9 @@ def lint_prompts(prompts: Sequence[Ids], block_tokens: int) -> LintReport:
 
 
 def measure_reuse(prompts: Sequence[Ids], block_tokens: int) -> ReuseStats:
-    """Each prompt against all before it."""
-    last: dict[bytes, int] = {}  # by signature, the last prompt that had the block
-    starts: dict[bytes, int] = {}  # by the first tokens, for prompts that share less than a block
+    """Compare each prompt with all earlier ones."""
+    last: dict[bytes, int] = {}  # signature: last prompt with this block
+    starts: dict[bytes, int] = {}  # first tokens: prompt, for prompts that share less than a block
     tokens = hits = 0
     breaks: list[PrefixBreak] = []
     for number, ids in enumerate(prompts):
@@ -142,8 +142,11 @@ def _find_break(number: int, ids: Ids, other: Ids, shared: int) -> PrefixBreak |
 
 
 def group_breaks(breaks: Sequence[PrefixBreak]) -> list[BreakGroup]:
-    """By the text behind them, the dearest first. Two that part within the same text, and have a part of it in common
-    by chance, seem to go on earlier: they belong to the group whose text that is."""
+    """Group breaks by the text behind them, most expensive first.
+
+    Two prompts may differ within the same text and share part of it by chance. They seem to continue earlier, and
+    belong to the group of the whole text.
+    """
     by_text: dict[bytes, BreakGroup] = {}
     for item in breaks:
         by_text.setdefault(item.following.tobytes(), BreakGroup()).breaks.append(item)
@@ -158,7 +161,7 @@ def group_breaks(breaks: Sequence[PrefixBreak]) -> list[BreakGroup]:
 
 
 def _with_breaks_last(ids: Ids, groups: Sequence[BreakGroup]) -> Ids:
-    """With what breaks it at its end."""
+    """Return the tokens with the breaking texts moved to the end."""
     kept: list[Ids] = []
     moved_parts: list[Ids] = []
     at = 0
@@ -176,7 +179,7 @@ def _with_breaks_last(ids: Ids, groups: Sequence[BreakGroup]) -> Ids:
 
 
 def _occurrences(ids: Ids, following: Ids) -> Iterator[int]:
-    """Where that stands, the nearest first."""
+    """Yield the positions of `following` in `ids`, in order."""
     if len(ids) < len(following) or not len(following):
         return
     windows = np.lib.stride_tricks.sliding_window_view(ids, len(following))
@@ -184,9 +187,12 @@ def _occurrences(ids: Ids, following: Ids) -> Iterator[int]:
 
 
 def count_repeated_tokens(prompts: Sequence[Ids]) -> int:
-    """Tokens in stretches that an earlier prompt had, wherever they stand in either: what reuse of more than prefixes
-    could reach at most. Of earlier prompts every `STRETCH`th stretch is remembered, so that the ends of a long
-    repetition are missed by up to `STRETCH` - 1 tokens, and one shorter than two stretches may be missed whole."""
+    """Return the tokens in runs that an earlier prompt had, at any position in either: the upper bound for reuse beyond
+    prefixes.
+
+    Of earlier prompts every `STRETCH`th run is remembered. The ends of a long repetition are missed by up to `STRETCH`
+    - 1 tokens, and one shorter than two runs may be missed whole.
+    """
     known: set[int] = set()
     total = 0
     for ids in prompts:
@@ -201,7 +207,7 @@ def count_repeated_tokens(prompts: Sequence[Ids]) -> int:
 
 
 def _hashes(ids: Ids) -> NDArray[np.uint64]:
-    """Of each stretch, by its first token."""
+    """Return a hash of each run, by its first token."""
     count = len(ids) - MIN_REPEAT_TOKENS + 1
     if count <= 0:
         return np.zeros(0, np.uint64)

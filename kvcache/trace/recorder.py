@@ -1,14 +1,16 @@
-"""Writes down what a running cache is asked: when, and for which blocks, by name; nothing of what is in them.
+"""Records the requests of a running cache as a trace: time and names of blocks, no content.
 
-A line of JSON a request, as Mooncake publishes its traces, so that what reads those reads these:
+The file has one line of JSON for each request, as in Mooncake's traces, so readers of those can read it:
 
     {"timestamp": 1764417802123, "input_length": 2048, "output_length": 0, "hash_ids": [6755399441055744, ...],
      "block_tokens": 16, "namespace": "ab12cd34", "found_tokens": 1024, "agent": "planner", "session": "7"}
 
-`timestamp` in ms since 1970, when the request was admitted; `input_length` counts full blocks. `agent` and `session`
-are there where the request named them. A hash id is the first 53 bits of a block's key, which stands for the whole
-prefix. Files are bounded: a full one becomes `PATH.1`, and what was `PATH.1` is gone. An engine's thread only appends
-to a bounded queue; what finds it full is counted and left out.
+`timestamp` is the time of admission in ms since 1970. `input_length` counts full blocks. `agent` and `session` are
+present where the request named them. A hash id is the first 53 bits of a block's key, which identifies the whole
+prefix.
+
+Files are bounded: a full file becomes `PATH.1` and replaces the one before. The engine's thread only appends to a
+bounded queue. Rows that find the queue full are counted and dropped.
 """
 
 from __future__ import annotations
@@ -30,18 +32,21 @@ from kvcache.log import logger
 from kvcache.observe.recent_requests import RecentRequest
 
 MAX_QUEUED_ROWS = 4096
-"""Requests not yet written, at most."""
+"""Limit of requests not yet written."""
 HASH_ID_BITS = 53
 _POLL_S = 0.5
 
 _log = logger("kvcache.trace")
 
 Row = tuple[float, bytes, int, int, bytes, str, str]
-"""Time, namespace, tokens in a block, blocks found, signatures, agent, session."""
+"""Time, namespace, tokens of a block, blocks found, signatures, agent, session."""
 
 
 class TraceRecorder:
-    """`on_request` is called by whoever admits a request; a thread of its own writes."""
+    """Writes the trace of a cache.
+
+    Thread safety: the thread that admits a request calls `on_request`; a separate thread writes.
+    """
 
     def __init__(self, path: Path, file_bytes: int) -> None:
         self.path, self._file_bytes = path, file_bytes
@@ -62,7 +67,7 @@ class TraceRecorder:
         self._wake.set()
 
     def close(self) -> None:
-        """Write what was heard. Idempotent."""
+        """Write the queued rows and end the thread. Idempotent."""
         self._closed = True
         self._wake.set()
         self._thread.join()
@@ -70,7 +75,7 @@ class TraceRecorder:
     def _run(self) -> None:
         try:
             asyncio.run(self._write())
-        except Exception:  # noqa: BLE001  a trace is no reason to fail an engine
+        except Exception:  # noqa: BLE001  a trace must not fail an engine
             self._closed = True
             _log.exception("%s: the trace ends here", self.path)
 
@@ -107,7 +112,7 @@ def format_row(row: Row) -> str:
 
 
 def start_recording(cache: Cache) -> Callable[[], None] | None:
-    """Begin, where the settings name a file; what ends it is called when the cache closes."""
+    """Start recording where the settings name a file; the cache calls the returned function when it closes."""
     settings = cache.settings.trace
     if not settings.path:
         return None

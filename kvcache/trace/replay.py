@@ -1,9 +1,9 @@
-"""A trace played against a real cache: real memory, real drive, real threads, arrivals to scale; only the computing is
-a pause.
+"""Replays a trace against a real cache: real memory, drive and threads, with arrivals to scale. Only computing is
+simulated, by a pause.
 
-One engine serves the requests in order of arrival, one at a time: it matches, loads, computes what is missing at a
-given rate (that is, sleeps), stores, and goes on. A block's bytes are made from its name, so every block that is loaded
-is compared with what was stored.
+One engine serves the requests in order of arrival, one at a time. It matches, loads, computes the missing tokens at a
+given rate (that is, sleeps), and stores. A block's bytes are made from its name, so each loaded block is compared with
+the stored one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvcache.errors import ConfigError
 from kvcache.transfer.pages import GroupPages
 
 DEFAULT_BLOCK_TOKENS = 512
-"""Tokens in a block, where a trace does not say."""
+"""Tokens of a block, where a trace does not contain it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class ReplayResult:
-    """Times to the first token, in seconds, and what they would have been of computing alone."""
+    """Times to the first token in seconds, and the times that computing alone would have taken."""
 
     ttft_s: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -48,7 +48,7 @@ class ReplayResult:
 
 
 class ReplayClock(Protocol):
-    """A clock to sleep by."""
+    """A clock that can sleep."""
 
     def now(self) -> float: ...
     def sleep(self, seconds: float) -> None: ...
@@ -63,8 +63,10 @@ class WallClock:
 
 
 def read_arrivals(path: Path, max_requests: int | None = None) -> tuple[list[Arrival], int]:
-    """The arrivals of a trace of JSON lines (`.gz` or not) as Mooncake publishes them and a cache records them; and the
-    tokens of a block. ConfigError for what is none."""
+    """Return the arrivals of a trace of JSON lines (`.gz` or not), and the tokens of a block.
+
+    The format is Mooncake's, or that of a cache's recorder. ConfigError for other files.
+    """
     arrivals: list[Arrival] = []
     block_tokens = 0
     for number, row in enumerate(_rows(path), 1):
@@ -101,7 +103,12 @@ def _rows(path: Path) -> Iterator[Any]:
 
 
 class Replay:
-    """`token_bytes`: of keys and values, a multiple of 4. `tokens_a_second`: what the engine computes."""
+    """Replays arrivals.
+
+    Args:
+        token_bytes: bytes of keys and values of a token, a multiple of 4.
+        tokens_a_second: the rate at which the engine computes.
+    """
 
     def __init__(
         self,
@@ -164,6 +171,6 @@ class Replay:
 
 
 def _block_pattern(names: NDArray[np.int64]) -> Any:
-    """What every number of a block is: shape (blocks, 1, 1, 1)."""
+    """Return the number that fills each block: shape (blocks, 1, 1, 1)."""
     mixed = names.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     return (mixed >> np.uint64(48)).astype(np.uint16)[:, None, None, None]

@@ -1,7 +1,7 @@
-"""What a policy would have found: a trace played to one tier of so many blocks.
+"""Simulates policies on a trace, with one tier of a number of blocks, and prices tiers.
 
-Before a request its longest prefix that is there counts as found. `lru` and `hazard` are played by the very index and
-the very policies that a cache has, so that what is said here holds there; the others are models from their papers.
+The longest resident prefix before a request counts as its hit. `lru` and `hazard` run in the cache's own index with its
+own policies, so that their results hold there. The others are models from their papers.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ SHARD_REF = place_of(bytes(SIGNATURE_BYTES), 0, Shard(0, 1, 0, 1))
 class SimulationResult:
     policy: str
     capacity: int
-    """Blocks."""
+    """In blocks."""
     hits: NDArray[np.int32]
-    """By request, how many of its first blocks were there."""
+    """For each request, how many of its leading blocks were resident."""
     accesses: int
     """Blocks of all requests."""
 
@@ -49,7 +49,7 @@ class SimulationResult:
 
 
 def simulate(trace: Trace, policy: str | Policy, capacity: int, *, use_reference: bool = False) -> SimulationResult:
-    """`plain`: by the twins in Python even where the compiled core is there."""
+    """Simulate a policy on a trace. `use_reference` runs the Python twins even where the native core is built."""
     name = policy if isinstance(policy, str) else policy.name
     if name not in POLICIES and isinstance(policy, str):
         raise ConfigError(f"no policy {name!r}; there is {', '.join(POLICIES)}")
@@ -66,7 +66,7 @@ def simulate(trace: Trace, policy: str | Policy, capacity: int, *, use_reference
 
 
 def signatures(unique: int) -> NDArray[np.uint64]:
-    """A signature for each block, of shape (unique, 4): as good as random, and always the same."""
+    """Return a pseudo-random signature for each block, of shape (unique, 4); always the same."""
     words = np.arange(1, 4 * unique + 1, dtype=np.uint64)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         words = (words ^ (words >> np.uint64(shift))) * np.uint64(factor)
@@ -74,12 +74,12 @@ def signatures(unique: int) -> NDArray[np.uint64]:
 
 
 def evidence(trace: Trace, policy: Policy, capacity: int) -> Evidence:
-    """What a policy has seen when the trace has ended."""
+    """Return the evidence that a policy has at the end of the trace."""
     return evidence_of(_play_index(trace, policy, capacity, not native.available())[1])
 
 
 def _play_index(trace: Trace, policy: Policy, capacity: int, use_reference: bool) -> tuple[NDArray[np.int32], Any]:
-    """The hits, and the index as it is then."""
+    """Return the hits, and the index at the end."""
     core: Any = ReferenceIndex if use_reference else native.core.Index
     index = core(1, policy.bounds, AGE_EDGES, policy.ghosts, policy.gaps)
     names, hits = signatures(trace.unique), np.zeros(len(trace), np.int32)
@@ -122,7 +122,7 @@ def _parents(chains: Sequence[list[int]], unique: int) -> list[int]:
 
 
 def _next_uses(chains: Sequence[list[int]]) -> list[list[float]]:
-    """By request and block, in which request it is used again."""
+    """Return the request of the next use, by request and block."""
     again: dict[int, float] = {}
     found: list[list[float]] = []
     for r in reversed(range(len(chains))):
@@ -131,13 +131,13 @@ def _next_uses(chains: Sequence[list[int]]) -> list[list[float]]:
     return found[::-1]
 
 
-# A hierarchy priced on a trace: how long until the first token, with every tier played by itself. What a tier lacks
-# comes to it from below or is computed, and enters it in both cases; so each tier lives as if it were alone, and a
-# block is read from the nearest that has it. Time is what reading takes at the tier's rate, then computing the rest
-# at the engine's; queues are not played.
+# Prices a hierarchy of tiers on a trace: the time to the first token, with every tier simulated alone. A block that a
+# tier lacks is read from a lower tier or computed, and enters the tier in both cases. So each tier behaves as if it
+# were alone, and a block is read from the highest tier that has it. The time is the read at the tier's rate plus the
+# computation of the rest at the engine's rate. Queues are not simulated.
 
 DEFAULT_RATES = {"hbm": 1e12, "host": 20e9, "nvme": 3e9, "redis": 1e9, "object": 0.3e9}
-"""Bytes a second where none is given."""
+"""Bytes a second by default."""
 _MAX_RATE = 1e18
 
 
@@ -149,7 +149,8 @@ class TierSpec:
 
     @classmethod
     def parse(cls, text: str, rates: Mapping[str, float] = DEFAULT_RATES) -> TierSpec:
-        """`host:64GiB`, or with a rate `nvme:2TiB@5GB`, else that in `rates`; ConfigError for what is none."""
+        """Parse `host:64GiB`, or with a rate `nvme:2TiB@5GB`; the default rate is in `rates`. ConfigError for other
+        texts."""
         name, _, rest = text.strip().partition(":")
         size, _, rate = rest.partition("@")
         try:
@@ -165,8 +166,11 @@ class TierSpec:
 
 
 def measured_rates(stats: Mapping[str, Any]) -> dict[str, float]:
-    """By tier, the bytes a second that a running cache read of late: from what `kvcache stats --json` says.
-    ConfigError where there is nothing of that, or what is there is no rate."""
+    """Return the bytes a second that a running cache read recently, by tier, from the output of `kvcache stats --json`.
+
+    Raises:
+        ConfigError: the statistics have no rates, or an invalid one.
+    """
     tiers = stats.get("tiers") if isinstance(stats, Mapping) else None
     rates = {}
     for name, tier in tiers.items() if isinstance(tiers, Mapping) else ():
@@ -187,17 +191,17 @@ def measured_rates(stats: Mapping[str, Any]) -> dict[str, float]:
 @dataclass(frozen=True)
 class PricedTrace:
     found: dict[str, float]
-    """By tier, the share of all blocks that came from it."""
+    """Share of all blocks that each tier supplied."""
     first_token_s: NDArray[np.float64]
     """By request."""
     without_s: NDArray[np.float64]
-    """As it would be with nothing kept."""
+    """The same without a cache."""
 
 
 def price_tiers(
     trace: Trace, levels: Sequence[TierSpec], policy: str, *, token_bytes: int, prefill_per_s: float
 ) -> PricedTrace:
-    """Nearest tier first. `prefill_per_s`: tokens that the engine computes in a second."""
+    """Price tiers, given highest first. `prefill_per_s` is the engine's rate in tokens a second."""
     block_bytes = token_bytes * trace.block_tokens
     reached = np.zeros(len(trace), np.int64)
     time = np.zeros(len(trace))
