@@ -1,1 +1,1 @@
-"""The `kvcache` command; one file a subcommand."""
+"""The `kvcache` command: modules by subject, each with one or more subcommands."""

@@ -1,4 +1,4 @@
-"""`kvcache daemon`: a cache that outlives the engines that use it."""
+"""`kvcache daemon` and `kvcache token`, and the selection of the running cache that a subcommand addresses."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def daemon(
         service.stop()
 
 
-# Which running cache a subcommand means: the one there is, or the one that `--address` names.
+# Selects the running cache of a subcommand: the only one, or the one in `--address`.
 
 AddressOption = Annotated[
     str | None,
@@ -72,7 +72,12 @@ AddressOption = Annotated[
 
 
 def find_one_cache(address: str | None) -> Path:
-    """Its socket. UnreachableError where none runs; ConfigError where several do and no address was given."""
+    """Return its socket.
+
+    Raises:
+        UnreachableError: no cache runs.
+        ConfigError: several caches run and no address was given.
+    """
     from kvcache.daemon.client.control import find_socket
 
     if address is not None:
@@ -85,7 +90,7 @@ def find_one_cache(address: str | None) -> Path:
 
 
 def running_caches() -> list[RunningCache]:
-    """Every running cache of this user; UnreachableError where there is none."""
+    """Return every running cache of this user; UnreachableError where none runs."""
     from kvcache.daemon.client.control import find_caches
 
     running = list(find_caches())
@@ -97,7 +102,7 @@ def running_caches() -> list[RunningCache]:
     return running
 
 
-# `kvcache token`: a new token for a tenant, and the line of the tenants file that lets it in.
+# `kvcache token`: makes a token for a tenant, and the line of the tenants file that accepts it.
 
 
 def token(output: OutputOption = OutputFormat.table, as_json: JsonOption = False) -> None:

@@ -1,4 +1,4 @@
-"""`kvcache explain`: why a prompt was not found, in words."""
+"""`kvcache explain`: explains in words why a prompt was not found."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvcache.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from kvcache.engine.tokenizer import Tokenizer
 
-# A prompt as it is typed: text of which a tokenizer makes ids, or the ids themselves.
+# Prompts on the command line: token ids, or text for a tokenizer.
 
 
 def parse_token_ids(text: str, model: str | None) -> bytes:
-    """uint32, little-endian; ConfigError where they cannot be known."""
+    """Return the ids as uint32, little-endian; ConfigError where they cannot be determined."""
     try:
         given = json.loads(text)
     except ValueError:
@@ -108,7 +108,7 @@ def _stories(path: Path, what: str | None, model: str | None, namespace: str, co
 
 
 def _decode(story: MissStory, model: str | None) -> Decode | None:
-    """To text, where a tokenizer is known: the one that was named, or that of the namespace's model."""
+    """Return the decoder of the tokenizer that was named, or of the namespace's model; None without a tokenizer."""
 
     if model is not None:
         return tokenizer_of(model).decode
@@ -130,7 +130,7 @@ def _row(story: MissStory) -> tuple[str, ...]:
 
 
 def describe_story(story: MissStory, decode: Decode | None) -> Iterator[str]:
-    """A story in sentences; with the text of the tokens where they can be decoded."""
+    """Describe a miss in sentences, with the text of the tokens where they can be decoded."""
     from kvcache.observe.reasons import meaning
 
     tokens, space = story["block_tokens"], story["namespace"]
@@ -216,12 +216,12 @@ def _format_duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
 
 
-# The tokenizer of a model, from wherever its `tokenizer.json` is: a directory, the file itself, a model that a
-# package ships, or what `huggingface_hub` has in its cache. Nothing is fetched.
+# The tokenizer of a model, from the place of its `tokenizer.json`: a directory, the file itself, a model in a Python
+# package, or the cache of `huggingface_hub`. Nothing is downloaded.
 
 
 def tokenizer_of(model: str) -> Tokenizer:
-    """ModelError where there is none."""
+    """Return the tokenizer of a model; ModelError where it has none."""
     from kvcache.engine.tokenizer import Tokenizer
 
     for directory in _directories(model):
@@ -233,7 +233,7 @@ def tokenizer_of(model: str) -> Tokenizer:
 
 
 def known_tokenizer(model: str) -> Tokenizer | None:
-    """The same, or None where there is none, or nothing that could read it."""
+    """Return the tokenizer of a model; None where it has none, or the library for it is missing."""
     try:
         return tokenizer_of(model)
     except (ModelError, ModuleNotFoundError):

@@ -1,4 +1,4 @@
-"""`kvcache lint`: what a log of prompts could reuse, and what in the prompts keeps it from more."""
+"""`kvcache lint`: reports how much a log of prompts could reuse, and which texts in the prompts limit it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def lint(
 
 
 def read_requests(path: Path, tokenizer: Tokenizer) -> Iterator[Sequence[int]]:
-    """The token ids of each request."""
+    """Yield the token ids of each request."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -101,7 +101,7 @@ def _ids(request: Any, tokenizer: Tokenizer) -> Sequence[int]:
 
 
 def _chat(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> Sequence[int]:
-    """By the model's template; without one, role and content in turn."""
+    """Return the ids from the model's template; without a template, of role and content in turn."""
     plain = [{"role": str(message["role"]), "content": _content(message.get("content"))} for message in messages]
     try:
         return tokenizer.chat(plain)
@@ -110,14 +110,14 @@ def _chat(messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer) -> Sequen
 
 
 def _content(content: Any) -> str:
-    """Of parts, the texts."""
+    """Return the text of a content; of several parts, their texts joined."""
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return "" if content is None else str(content)
 
 
 def _example(group: BreakGroup, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The form of what differs, where most of the group agree on one; and its dearest example."""
+    """Return the form of the difference, where most of the group share one, and its most expensive example."""
     from kvcache.observe.recent_requests import find_varying_text, first_difference
 
     examples = sorted(group.breaks, key=lambda each: -each.lost_tokens)

@@ -1,8 +1,8 @@
-"""The command `kvcache`: gathers the subcommands, and turns what goes wrong into one line and an exit code.
+"""The command `kvcache`: collects the subcommands, and turns errors into one line and an exit code.
 
-Each module of `MODULES` has `register(app)`. Heavy imports belong in a command's function, so that `kvcache --help`
-is quick and works where an extra is missing. Exit codes: 0 done, 1 failed, 2 asked for what makes no sense, 3 what was
-asked does not answer."""
+Each module of `MODULES` has `register(app)`. Heavy imports belong in a command's function, so that `kvcache --help` is
+fast and works where an extra is missing. Exit codes: 0 done, 1 failed, 2 invalid request, 3 no answer from the cache.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ EXTRAS: Mapping[str, str] = {
     "torch": "engine",
     "uvicorn": "daemon",
 }
-"""What a subcommand may find missing, and the extra that brings it."""
+"""Modules that a subcommand may find missing, and the extra that installs them."""
 
 
 EXIT_CODES: Mapping[type[KVCacheError], int] = {ClosedError: 1, NotFoundError: 1, UnreachableError: 3}
-"""Exit codes of errors that are no misuse."""
+"""Exit codes of errors that are not misuse."""
 
 
 def _version(wanted: bool) -> None:
@@ -80,12 +80,12 @@ def build_app() -> typer.Typer:
 
 
 def main() -> None:
-    """Run the command and leave the process."""
+    """Run the command and exit the process."""
     run(build_app)
 
 
 def run(make: Callable[[], typer.Typer]) -> None:
-    """Run the application that `make` returns and leave the process; only a defect shows a traceback."""
+    """Run the application that `make` returns and exit the process; only a defect shows a traceback."""
     try:
         make()()
     except ModuleNotFoundError as error:
@@ -104,7 +104,7 @@ def _exit(code: int, text: str) -> None:
     raise SystemExit(code)
 
 
-# `kvcache config`: the settings that hold here, each with its value and where it came from.
+# `kvcache config`: prints each setting with its value and its origin.
 
 
 def show(

@@ -1,4 +1,4 @@
-"""`kvcache pin` and `kvcache unpin`: keep a prefix near, for a time; let it go."""
+"""`kvcache bypass`, `clear`, `pin`, `unpin`, `prune` and `sync`: commands that change a running cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcache.cli.output import JsonOption, OutputFormat, OutputOption, print_jso
 from kvcache.errors import ConfigError, NotFoundError
 from kvcache.settings.types import parse_seconds, show_bytes, show_seconds
 
-# `kvcache bypass`: takes a running cache out of its engine's way at once, and puts it back.
+# `kvcache bypass`: disables a running cache for its engine at once, and enables it again.
 
 
 class BypassMode(str, Enum):
@@ -54,7 +54,7 @@ def bypass(
         print_table(("address", "bypass", "before"), [(row["address"], row["mode"], row["was"]) for row in rows])
 
 
-# `kvcache clear`: erases what is a tenant's, of a cache salt or of a namespace from every tier of a running cache.
+# `kvcache clear`: erases the records of a tenant, a cache salt or a namespace from every tier of a running cache.
 
 
 def clear(
@@ -106,7 +106,7 @@ def clear(
         raise typer.Exit(1)
 
 
-_PIN_TIMEOUT_S = 60.0  # for it to come near
+_PIN_TIMEOUT_S = 60.0  # for the promotion of its blocks
 
 
 def pin(
@@ -163,7 +163,7 @@ def unpin(
 
 
 def _prefix_arguments(path: Path, text: str, model: str | None, namespace: str) -> dict[str, Any]:
-    """What the cache is asked for: the first reading of the text that it knows."""
+    """Return the arguments of the request: the first reading of the text that the cache knows."""
     from kvcache.daemon.client.control import send_command
 
     text = Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text
@@ -189,7 +189,7 @@ def _show(pins: Sequence[Mapping[str, Any]]) -> None:
     print_table(("pin", "prefix", "namespace", "tokens", "where", "ends"), rows)
 
 
-# `kvcache prune`: removes the namespaces that nobody used for long.
+# `kvcache prune`: removes namespaces that have not been used for a long time.
 
 
 def prune(
@@ -220,10 +220,10 @@ def prune(
         print("\nnothing was removed: without --dry-run these go")
 
 
-# `kvcache sync`: wait until what was stored is in each tier that it is meant for, and count what is not.
+# `kvcache sync`: waits until stored blocks are in each intended tier, and counts those that are not.
 
 ANSWER_S = 5.0
-"""For the answer, beyond what it may wait for."""
+"""Time for the answer, beyond the requested wait."""
 
 
 def sync(

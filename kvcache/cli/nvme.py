@@ -1,4 +1,4 @@
-"""`kvcache nvme`: a directory of records that no cache has open: what is in it, is it sound, carry it elsewhere."""
+"""`kvcache nvme`: inspects, verifies, repairs and copies a directory of records that no cache has open."""
 
 from __future__ import annotations
 
@@ -194,8 +194,11 @@ def _directory(path: Path | None) -> Path:
 
 @contextmanager
 def _opened(path: Path | None, *, to_fill: bool = False) -> Iterator[NvmeTier]:
-    """The store, for this process alone: StoreError, which names the other one, where it is in use. `to_fill`: within
-    the capacity of the settings, and made where it is not there; else as large as it is."""
+    """Open the store for this process alone; StoreError, which names the other process, where it is in use.
+
+    `to_fill` opens it with the capacity of the settings, and creates it where it is missing. Otherwise it keeps its
+    size.
+    """
     from kvcache.settings.sources import load
     from kvcache.tier.nvme import NvmeTier
 
@@ -223,7 +226,7 @@ def _record_bytes(tier: NvmeTier) -> int:
 
 @contextmanager
 def _progress(what: str, total: int, *, of_bytes: bool = True) -> Iterator[ProgressCallback]:
-    """A bar on standard error while this lasts, where that is a terminal."""
+    """Show a progress bar on standard error while this lasts, where that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

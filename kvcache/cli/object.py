@@ -1,4 +1,4 @@
-"""`kvcache object`: what lies in the object store of these settings, and what of it should go."""
+"""`kvcache object`: lists the object store of these settings, and deletes old or excess objects."""
 
 from __future__ import annotations
 

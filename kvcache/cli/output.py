@@ -1,4 +1,4 @@
-"""How a subcommand prints: a table for people, JSON for programs. Every one that prints has both options."""
+"""Output of subcommands: a table for people, JSON for programs. Every subcommand that prints has both options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Numbers and sizes are written by the caller; every cell is printed as it is."""
+    """Print a table. The caller formats numbers and sizes; every cell is printed unchanged."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

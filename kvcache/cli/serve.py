@@ -1,4 +1,4 @@
-"""`kvcache serve`: a model behind `/v1/completions`, with the cache under it."""
+"""`kvcache serve`: a model behind `/v1/completions`, with the cache below it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def serve(
     from kvcache.settings.sources import load
     from kvcache.settings.types import show_bytes
 
-    settings = load(cache)  # what can be wrong at once is known at once: the rest takes seconds to import
+    settings = load(cache)  # settings errors show at once: the other imports take seconds
     prompts = read_prompts(Path(settings.warm.file)) if settings.warm.file else []
     with bind_listener(host, port) as listener:
         import uvicorn
@@ -55,7 +55,8 @@ def serve(
         tokenizer = Tokenizer(runner.directory)
         name = Path(model).name
         pages = pages or default_pages(runner.layout)
-        # uvicorn ends in order, then raises the signal again: only an exception lets the cache end in order too
+        # uvicorn shuts down in order, then raises the signal again. Only an exception lets the cache shut down in order
+        # too.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         with suppress(KeyboardInterrupt), kvcache.open(cache) as opened:
             engine = Engine(
@@ -69,7 +70,7 @@ def serve(
             )
             ready = opened.ready if isinstance(opened, Cache) else lambda: True
             app = Server(EngineLoop(engine), tokenizer, model=name, ready=ready).application()
-            listener.listen()  # so that whoever reads the next line can connect
+            listener.listen()  # before the next line is printed, so that its reader can connect
             where = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
             held = show_bytes(pages * runner.layout.block_bytes())
             print(
@@ -94,7 +95,7 @@ def bind_listener(host: str, port: int) -> socket.socket:
 
 
 def default_pages(layout: KVLayout) -> int:
-    """Pages for two whole contexts, or for a quarter of the memory if that is less."""
+    """Return the pages of two whole contexts, or of a quarter of the memory where that is less."""
     from kvcache.machine import memory
 
     contexts = -(-2 * layout.max_tokens // layout.block_tokens)

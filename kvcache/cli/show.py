@@ -1,4 +1,4 @@
-"""`kvcache quota`: what each tenant may take of each tier, and ask for in a second, beside what it does."""
+"""`kvcache ls`, `check`, `events`, `ps` and `quota`: commands that show the state of running caches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcache.cli.output import JsonOption, OutputFormat, OutputOption, print_jso
 from kvcache.errors import KVCacheError, NotFoundError
 from kvcache.settings.types import show_bytes, show_seconds
 
-# `kvcache ls`: the namespaces of a running cache, what each has where, and when it was used last.
+# `kvcache ls`: the namespaces of a running cache, with their bytes in each tier and last use.
 
 NamespaceRow = Mapping[str, Any]
 
@@ -58,7 +58,7 @@ def _namespace_rows(found: Sequence[NamespaceRow], tiers: Sequence[str]) -> Iter
 
 
 def _format_holding(held: Mapping[str, int] | None) -> str:
-    """Bytes; records where a tier that others share does not tell what they take."""
+    """Return the bytes, or the number of records where a shared tier does not report bytes."""
     if held is None:
         return ""
     return show_bytes(held["bytes"]) if held["bytes"] else f"{held['records']:,} records"
@@ -70,7 +70,7 @@ def last_use(row: NamespaceRow) -> str:
     return f"{show_seconds(time() - row['last'])} ago"
 
 
-# `kvcache check`: an audit of a running cache.
+# `kvcache check`: audits a running cache.
 
 
 def check(
@@ -100,7 +100,7 @@ def check(
         raise typer.Exit(1)
 
 
-# `kvcache events`: what a running cache did last.
+# `kvcache events`: the last events of a running cache.
 
 EVENT_COLUMNS = ("time", "what", "tier", "blocks", "size", "namespace", "request", "why")
 
@@ -176,7 +176,7 @@ def quota(
 
     path, rates = find_one_cache(address), {}
     found = send_command(path, "tenants", timeout_s=60.0)["tenants"]
-    with suppress(KVCacheError):  # only a daemon knows
+    with suppress(KVCacheError):  # only a daemon has rates
         rates = send_command(path, "rates")["rates"]
     if as_json or output is OutputFormat.json:
         print_json([{**row, "rates": rates.get(row["tenant"])} for row in _with_idle_tenants(found, rates)])
@@ -188,7 +188,7 @@ def quota(
 
 
 def _with_idle_tenants(found: Sequence[Mapping[str, Any]], rates: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Those that asked for nothing yet, too."""
+    """Yield the tenants, with those that have made no request yet."""
     yield from found
     for tenant in rates.keys() - {row["tenant"] for row in found}:
         yield {"tenant": tenant, "tiers": {}, "quotas": {}, "least": {}}

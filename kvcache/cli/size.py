@@ -1,4 +1,4 @@
-"""`kvcache size`: how much memory the keys and values of a model take, and how many contexts fit where."""
+"""`kvcache size`: the memory of a model's keys and values, and how many contexts fit into each tier."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def size(
 def sizes(
     layout: KVLayout, tokens: int, weights_bytes: int | None, capacity_bytes: Mapping[str, int | None]
 ) -> dict[str, Any]:
-    """What `kvcache size` prints. `hbm` holds the weights beside bare blocks, the other tiers whole records."""
+    """Return the report of `kvcache size`. `hbm` holds the weights and bare blocks; the other tiers hold whole
+    records."""
     blocks = -(-tokens // layout.block_tokens)
     in_groups = [
         (blocks_needed(group, blocks, layout.block_tokens), layout.block_bytes(group=i))
@@ -116,7 +117,7 @@ def sizes(
 def _weights(model: Path) -> int | None:
     try:
         return weight_bytes(model if model.is_dir() else model.parent)
-    except ModelError:  # a configuration alone is enough for all the rest
+    except ModelError:  # a configuration alone is enough for the rest
         return None
 
 

@@ -1,4 +1,5 @@
-"""`kvcache stats`: what a running cache has done, and why it did not do the rest."""
+"""`kvcache stats` and `kvcache metrics`: the counters of a running cache with their reasons, and the list of
+metrics."""
 
 from __future__ import annotations
 
@@ -122,7 +123,7 @@ def _reasons(found: Stats) -> Iterator[tuple[str, str, str, str]]:
             yield name.replace("_", " ") + where, labels[label], f"{count:,}", meaning(name, label, labels[label])
 
 
-# `kvcache metrics`: what a cache counts, and what each figure means.
+# `kvcache metrics`: lists the metrics and the meaning of each.
 
 
 def ls(output: OutputOption = OutputFormat.table, as_json: JsonOption = False) -> None:

@@ -1,4 +1,4 @@
-"""`kvcache top`: a running cache, live, in a terminal."""
+"""`kvcache top`: shows a running cache live in a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Snapshot = Mapping[str, Any]
-"""What `PARTS` say, and the `time` at which they said it."""
+"""The answers of `SNAPSHOT_PARTS`, and the `time` of the answers."""
 SNAPSHOT_PARTS = ("stats", "tenants", "agents", "prefixes", "events")
 MAX_EVENTS, MAX_ROWS = 8, 6
 TIER_STYLES = {"host": "blue", "nvme": "cyan", "redis": "yellow", "object": "magenta"}
@@ -84,11 +84,11 @@ def _http_source(url: str, token_file: Path | None) -> Callable[[], Snapshot]:
     return take_snapshot
 
 
-# what is seen
+# Rendering
 
 
 def render(before: Snapshot, now: Snapshot) -> RenderableType:
-    """Of what was there at two looks: rates are between them."""
+    """Render two snapshots; rates are between them."""
     from rich.console import Group
     from rich.text import Text
 
@@ -117,7 +117,7 @@ def _headline(before: Snapshot, now: Snapshot) -> RenderableType:
 
 
 def counter_delta(before: Snapshot, now: Snapshot, name: str, label: str | None = None) -> float:
-    """By how much a counter grew, all its labels together or one of them; 0 where the cache began anew between."""
+    """Return the growth of a counter, of all its labels or of one; 0 where the cache was restarted in between."""
 
     def value(take_snapshot: Snapshot) -> float:
         found = take_snapshot["stats"]["counters"].get(name, 0)
@@ -134,7 +134,7 @@ def _rate(before: Snapshot, now: Snapshot, name: str, label: str | None = None) 
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Columns that begin with `>` are numbers."""
+    """Return a table; columns that begin with `>` are numbers."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, expand=False)

@@ -1,4 +1,4 @@
-"""`kvcache simulate`: what each policy would have found on a trace, by size, beside the best there can be."""
+"""`kvcache replay` and `kvcache simulate`: a trace against a real cache, or against models of policies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvcache.settings.types import parse_bytes, show_bytes
 if TYPE_CHECKING:
     from kvcache.trace.simulate import TierSpec
 
-# `kvcache replay`: a trace against a real cache, arrivals to scale.
+# `kvcache replay`: drives a real cache with a trace, arrivals to scale.
 
 
 def replay(

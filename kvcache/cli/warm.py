@@ -1,4 +1,4 @@
-"""`kvcache warm`: prefixes near before they are asked for, each computed once in the fleet."""
+"""`kvcache warm`: loads prefixes before their requests arrive, each computed once in the fleet."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kvcache.fleet.warm import PromptResult
 
 _POLL_S = 0.2
-_REPLY_MARGIN_S = 5.0  # beyond what it may wait for
-_NAME = f"warm-{os.getpid()}"  # by which caches know what this process was told
+_REPLY_MARGIN_S = 5.0  # beyond the requested wait
+_NAME = f"warm-{os.getpid()}"  # name under which caches record this process's requests
 
 
 def warm(
@@ -66,7 +66,7 @@ def warm(
 
 
 def fetch_chains(cache: Path, hot: int, max_bytes: int | None, patience_s: float) -> dict[str, Any]:
-    """By a running cache; what came of it."""
+    """Let a running cache prefetch the most used chains; return its report."""
     from kvcache.daemon.client.control import send_command
 
     reply = send_command(cache, "warm", hot=hot, **({} if max_bytes is None else {"max_bytes": max_bytes}))
@@ -88,7 +88,7 @@ def prefill_prompts(
     *,
     quiet: bool,
 ) -> list[dict[str, Any]]:
-    """By an engine; a row a prompt."""
+    """Compute prompts by an engine; return one row for each prompt."""
     from kvcache.fleet.coordination import Coordination
     from kvcache.fleet.node import SETTLE_TIMEOUT_S
     from kvcache.fleet.warm import EngineClient, WarmUp, read_prompts
@@ -99,7 +99,7 @@ def prefill_prompts(
         raise ConfigError("--engine is missing: the URL of this node's engine, which computes what nobody has")
     loaded, prompts, os_env = load(path), read_prompts(file), OsEnv()
     client = EngineClient(url, model, timeout_s=patience_s)
-    _ = client.model  # where nobody answers, that is said at once
+    _ = client.model  # reports at once where the engine does not answer
     coordination = Coordination(loaded.redis, os_env) if loaded.redis.enabled else None
     if coordination is None:
         typer.echo("kvcache: the settings name no Redis: each prompt is this engine's alone", err=True)
@@ -141,18 +141,20 @@ def prefill_prompts(
 
 
 def begin(cache: Path | None) -> None:
-    """What is stored from now on is what `settle` asks about."""
+    """Mark the start: `wait_settled` waits for blocks that are stored from now on."""
     from kvcache.daemon.client.control import find_caches, send_command
 
     for path in [each.path for each in find_caches()] if cache is None else [cache]:
-        with suppress(KVCacheError):  # `settle` says so
+        with suppress(KVCacheError):  # `wait_settled` reports it
             send_command(path, "flush", seconds=0, fleet=_NAME)
 
 
 def wait_settled(cache: Path | None, within_s: float) -> bool:
-    """Whether the blocks that the engine's cache was given or asked for since `begin` are in each tier that the fleet
-    shares: this cache, or, where it is not known which, all that run here as this user. One that does not answer is
-    asked again while there is time."""
+    """Return whether the engine's blocks since `begin` are in each tier that the fleet shares.
+
+    The cache is the given one, or, where it is unknown, all that this user runs here. A cache that does not answer is
+    asked again until the time is over.
+    """
     from kvcache.daemon.client.control import find_caches, send_command
 
     def flushed(path: Path) -> bool:
@@ -177,7 +179,7 @@ def wait_settled(cache: Path | None, within_s: float) -> bool:
 
 
 def _used_host_bytes() -> int:
-    """Bytes in host memory of all running caches of this user."""
+    """Return the bytes in host memory of all running caches of this user."""
     from kvcache.daemon.client.control import find_caches
 
     return sum(found.info["tiers"]["host"]["used_bytes"] for found in find_caches() if not found.fault)

@@ -1,4 +1,5 @@
-"""`kvcache doctor`: is all here that a cache needs, and does it work? Each line ok, warn or fail, with the remedy."""
+"""`kvcache doctor`: checks that everything a cache needs is present and works. Each line is ok, warn or fail, with the
+remedy."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def doctor(
 
 
 def run_checks(settings: Settings | None, refusal: str, model: Path | None) -> Iterator[Finding]:
-    """Every finding as it is made. `refusal`: why there are no settings."""
+    """Yield every finding as it is made. `refusal` says why there are no settings."""
     from kvcache.cli.doctor.machine import fail, ok
 
     yield from _guarded("machine", "check_software")
@@ -90,20 +91,21 @@ def run_checks(settings: Settings | None, refusal: str, model: Path | None) -> I
 
 
 def _guarded(module: str, name: str, *given: Any) -> Iterator[Finding]:
-    """The findings of a function of that module. One that cannot be made is a finding too, and the others go on."""
+    """Yield the findings of a function of that module. A check that raises is a finding too, and the others
+    continue."""
     from kvcache.cli.doctor.machine import fail
 
     try:
         yield from getattr(import_module(f"kvcache.cli.doctor.{module}"), name)(*given)
-    except Exception as error:  # noqa: BLE001  whoever calls a doctor has a fault already, and wants the rest
+    except Exception as error:  # noqa: BLE001  boundary: one broken check must not hide the others
         text = str(error) if isinstance(error, (OSError, KVCacheError)) else repr(error)
         yield fail(name.removeprefix("check_"), text, "this check could not be made: the message says why")
 
 
 @contextmanager
 def _scratch_directory(path: Path | None) -> Iterator[Path]:
-    """An empty directory on the file system of an NVMe directory: within it where that is a mount, else beside it.
-    Without one, among temporary files."""
+    """Make an empty directory on the file system of an NVMe directory: inside it where that is a mount, else beside it.
+    Without an NVMe directory, among temporary files."""
     above = Path(tempfile.gettempdir()) if path is None else path if path.is_mount() else path.parent
     above.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".kvcache-doctor-", dir=above) as made:

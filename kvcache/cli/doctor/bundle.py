@@ -1,4 +1,5 @@
-"""One file for a bug report: what the doctor found, settings, versions, and what running caches say; no secrets."""
+"""One file for a bug report: the doctor's findings, settings, versions and the state of running caches, without
+secrets."""
 
 from __future__ import annotations
 
@@ -17,18 +18,18 @@ from kvcache.cli.doctor.machine import Finding, versions
 from kvcache.errors import KVCacheError
 from kvcache.settings import PREFIX, TABLE, Settings
 
-# Leaves secrets out of what is handed to others: by the name of a field, by the form of a text, and by value.
+# Redacts secrets in what is sent to others: by the name of a field, by the form of a text, and by value.
 
 REDACTED = "***"
 MIN_SECRET_CHARS = 6
-"""Characters of a known secret that is looked for in all texts: a shorter one would be found everywhere."""
+"""Least length of a known secret that is searched in all texts: a shorter one would match everywhere."""
 
 _SECRET_WORDS = {"password", "passwd", "pwd", "passphrase", "secret", "secrets", "credential", "credentials", "apikey"}
 _SECRET_LAST_WORDS = {"token", "key", "keys", "auth", "authorization", "cookie", "salt", "dsn"}
 _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 
 _SECRET_PATTERNS = (
-    # a URL: who, before the @; and all that is asked, after the ?
+    # a URL: the user before the @, and the query after the ?
     (re.compile(r"(\b[a-zA-Z][\w+.-]*://)[^\s\"'<>]*@"), rf"\1{REDACTED}@"),
     (re.compile(r"(\b[a-zA-Z][\w+.-]*://[^\s\"'<>?]*\?)[^\s\"'<>]+"), rf"\1{REDACTED}"),
     # password = "...", api_key: ..., --token ...
@@ -42,7 +43,7 @@ _SECRET_PATTERNS = (
     ),
     (re.compile(r"(?i)(--[\w-]*(?:password|secret|token|key)\s+)\S+"), rf"\1{REDACTED}"),
     (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), rf"\1 {REDACTED}"),
-    # what some services' keys look like
+    # the form of some services' keys
     (re.compile(r"\b(?:hf_|sk-|pk-|ghp_|gho_|ghs_|github_pat_|glpat-|xox[abprs]-|AKIA|ASIA)[\w-]{8,}"), REDACTED),
     (re.compile(r"\beyJ[\w-]{8,}\.[\w-]+\.[\w-]*"), REDACTED),
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL), REDACTED),
@@ -50,18 +51,19 @@ _SECRET_PATTERNS = (
 
 
 def is_secret(name: str) -> bool:
-    """Whether a field of that name holds one: `redis.password`, `HF_TOKEN`, `api-key`; but not `block_tokens`."""
+    """Return whether a field of that name holds a secret: `redis.password`, `HF_TOKEN`, `api-key`; but not
+    `block_tokens`."""
     words = [word.lower() for word in _WORD.findall(name)]
     return bool(words) and (words[-1] in _SECRET_LAST_WORDS or not _SECRET_WORDS.isdisjoint(words))
 
 
 def known_secrets(environ: Mapping[str, str]) -> list[str]:
-    """Values of variables with such names: never to be seen in any text either."""
+    """Return the values of variables with such names, which are redacted in any text."""
     return [value for name, value in environ.items() if is_secret(name) and len(value) >= MIN_SECRET_CHARS]
 
 
 def redact(value: Any, known_secrets: Iterable[str] = ()) -> Any:
-    """A copy of a tree of maps, lists and scalars, with every secret hidden."""
+    """Return a copy of a tree of maps, lists and scalars, with every secret hidden."""
     return _redact(value, sorted(set(known_secrets), key=len, reverse=True))
 
 
@@ -92,7 +94,7 @@ MAX_EVENTS = 200
 def write_bundle(
     file: Path, findings: Sequence[Finding], settings: Settings | None, environ: Mapping[str, str] = os.environ
 ) -> None:
-    """A tar.gz of JSON files, for its owner alone to read until it is sent."""
+    """Write a tar.gz of JSON files that only its owner can read."""
     parts = {
         "doctor.json": [asdict(finding) for finding in findings],
         "settings.json": {} if settings is None else _settings(settings),
@@ -119,7 +121,7 @@ def _plain(value: Any) -> Any:
 
 
 def describe_running_caches() -> list[dict[str, Any]]:
-    """What each running cache says of itself; of one that does not answer, why."""
+    """Return the state of each running cache, or the reason where one does not answer."""
     from kvcache.daemon.client.control import find_caches, send_command
 
     descriptions = []

@@ -1,4 +1,4 @@
-"""Is there the memory that the settings ask for, and may it be pinned and shared?"""
+"""The doctor's checks of the machine: memory, running caches, capacity for a model, and installed software."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvcache.machine import Memory, memory
 from kvcache.settings import Settings
 from kvcache.settings.types import GiB, show_bytes
 
-# What a check found: ok, a warning or a failure, and what to do about it.
+# A finding: ok, a warning or a failure, and the remedy.
 
 State = Literal["ok", "warn", "fail"]
 
@@ -33,7 +33,7 @@ class Finding:
     name: str
     state: State
     found: str
-    remedy: str = ""  # there is one wherever the state is not ok
+    remedy: str = ""  # set wherever the state is not ok
 
 
 def ok(name: str, found: str) -> Finding:
@@ -48,7 +48,7 @@ def fail(name: str, found: str, remedy: str) -> Finding:
     return Finding(name, "fail", found, remedy)
 
 
-SHM_DIRECTORY = "/dev/shm"  # noqa: S108  its size is asked for, nothing is written
+SHM_DIRECTORY = "/dev/shm"  # noqa: S108  only its size is read
 MIN_SHM_BYTES = GiB  # a container's default is 64 MiB
 
 
@@ -78,7 +78,7 @@ def host_capacity(now: Memory, wanted_bytes: int) -> Finding:
 
 
 def locked_memory(limit_bytes: int | None, wanted_bytes: int) -> Finding:
-    """None: no limit."""
+    """Check the limit of locked memory; None: no limit."""
     if limit_bytes is None:
         return ok("locked memory", "no limit")
     found = f"{show_bytes(limit_bytes)} may be locked; host.capacity_bytes = {show_bytes(wanted_bytes)}"
@@ -93,7 +93,7 @@ def locked_memory(limit_bytes: int | None, wanted_bytes: int) -> Finding:
 
 
 def shared_memory(size_bytes: int | None) -> Finding:
-    """None: there is none."""
+    """Check the size of shared memory; None: there is none."""
     if size_bytes is None:
         remedy = "engines of several processes exchange data there: mount a tmpfs on it"
         return warn("shared memory", f"{SHM_DIRECTORY} is not there", remedy)
@@ -108,7 +108,7 @@ def shared_memory(size_bytes: int | None) -> Finding:
     )
 
 
-# The caches that run: can an operator reach them, and are they in their engines' path?
+# The running caches: whether an operator can reach them, and whether a bypass is on.
 
 
 def check_caches() -> Iterator[Finding]:
@@ -126,11 +126,11 @@ def check_caches() -> Iterator[Finding]:
             yield warn(found.address, state, f"`kvcache bypass off --address {found.address}` puts it back")
 
 
-# How many tokens of a model fit into the tiers as they are set.
+# The number of tokens of a model that fit into the configured tiers.
 
 
 def check_model_capacity(settings: Settings, model: Path) -> Iterator[Finding]:
-    """At least: as if every group kept all tokens."""
+    """Report the least capacity: as if every group kept all tokens."""
     layout = layout_from_hf(model, block_tokens=settings.block_tokens)
     a_block = sum(record_bytes(layout.block_bytes(group=group)) for group in range(len(layout.groups)))
     yield ok("model", f"{show_bytes(layout.token_bytes)} a token, {show_bytes(a_block)} a block with its headers")
@@ -150,7 +150,7 @@ def check_model_capacity(settings: Settings, model: Path) -> Iterator[Finding]:
             yield ok(f"room in {tier}", found)
 
 
-# What is installed: the compiled core, engines, and the versions of both.
+# The installed software: the native core, engines, and the versions of both.
 
 ENGINES = {
     "vllm": ("vllm",),
@@ -159,7 +159,7 @@ ENGINES = {
     "torch": ("torch",),
     "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
 }
-"""What to look for, and the distributions that bring it."""
+"""Packages to look for, and the distributions that contain them."""
 
 REQUIRED_PACKAGES = (
     "numpy",
@@ -189,7 +189,7 @@ def native_core(built: bool) -> Finding:
 
 
 def versions(version_of: Callable[[str], str] = metadata.version) -> dict[str, str]:
-    """By name, of whatever is installed of what we use and of engines."""
+    """Return the versions of the installed packages and engines, by name."""
     found = {"kvcache": kvcache.__version__, "python": sys.version, "platform": platform.platform()}
     for name, distributions in {**ENGINES, **{name: (name,) for name in REQUIRED_PACKAGES}}.items():
         version = _version(distributions, version_of)

@@ -1,4 +1,4 @@
-"""One store, and one load through every tier: do the bytes come back that were given?"""
+"""The doctor's checks of storage: the drive, Redis, the object store, and a store and a load through every tier."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from kvcache.tier.redis import RedisTier
 from kvcache.tier.tier import Outcome, Tier
 from kvcache.transfer.pages import GroupPages
 
-# Is the place of the NVMe tier a drive, does it go around the page cache, and how fast is it? The rates are those of
-# one thread and large pieces, over at most 256 MiB and a few seconds each: enough to tell a local drive from a
-# network's or a container's, and no benchmark.
+# Checks whether the NVMe tier is on a drive, whether it bypasses the page cache, and how fast it is. The rates are
+# those of one thread and large pieces, over at most 256 MiB and a few seconds each. This distinguishes a local drive
+# from a network's or a container's, and is not a benchmark.
 
 MAX_TEST_BYTES = 256 * MiB
 MIN_TEST_BYTES = 16 * MiB
@@ -39,7 +39,7 @@ _REMOTE = ("nfs", "cifs", "smb", "fuse", "9p", "ceph", "lustre", "glusterfs")
 
 
 def check_drive(settings: Settings, place: Path, path: Path) -> Iterator[Finding]:
-    """`place`: an empty directory on the tier's file system, removed by the caller."""
+    """Check the drive. `place` is an empty directory on the tier's file system, which the caller removes."""
     yield drive_kind(file_system(place), is_memory_backed(place), path)
     yield from drive_rates(LocalDisk(), SystemClock(), place, settings.nvme.min_free_bytes)
 
@@ -58,7 +58,7 @@ def drive_kind(name: str, memory: bool, path: Path) -> Finding:
 
 
 def drive_rates(disk: Disk, clock: Clock, place: Path, floor_bytes: int) -> Iterator[Finding]:
-    """O_DIRECT, then the rates of writing and reading one file there."""
+    """Check O_DIRECT, then the rates of writing and reading one file."""
     room = disk.free_bytes(str(place)) - floor_bytes
     total = min(MAX_TEST_BYTES, room // 2) // IO_BYTES * IO_BYTES
     if total < MIN_TEST_BYTES:
@@ -72,7 +72,7 @@ def drive_rates(disk: Disk, clock: Clock, place: Path, floor_bytes: int) -> Iter
             yield ok("O_DIRECT", "reads and writes go around the page cache")
         else:
             yield warn("O_DIRECT", "this file system has none", "works through the page cache; ext4 and xfs have it")
-        piece = memoryview(mmap.mmap(-1, IO_BYTES))  # on a page boundary, as O_DIRECT wants
+        piece = memoryview(mmap.mmap(-1, IO_BYTES))  # page-aligned, as O_DIRECT requires
         piece[:] = os.urandom(IO_BYTES)
         began, written = clock.now(), 0
         while written < total:
@@ -110,13 +110,13 @@ def _rate(size: int, seconds: float) -> str:
     return f"{show_bytes(size / max(seconds, 1e-9))} a second ({show_bytes(size)})"
 
 
-# Does the server that a fleet shares answer, is it set as a cache should be, and does a record come back from it?
+# Checks that the shared Redis answers, is configured as a cache, and returns a record.
 
 PROBE_BYTES = 1 << 20
 
 
 def check_redis(settings: Settings) -> Iterator[Finding]:
-    """Writes one record of 1 MiB under a prefix of its own, and removes it."""
+    """Check Redis with one record of 1 MiB under a separate prefix, and remove it."""
     given = settings.redis.model_dump(exclude={"enabled", "write"})
     with closing(RedisTier(**{**given, "prefix": f"{settings.redis.prefix[:57]}:doctor"})) as tier:
         began = perf_counter()
@@ -146,7 +146,7 @@ def _policy(policies: set[str]) -> Finding:
 
 
 def round_trip(tier: Tier, remedy: str) -> Finding:
-    """One record there and back, and nothing left of it."""
+    """Write, read and remove one record."""
     given = np.random.default_rng().bytes(PROBE_BYTES)
     address = Address(given[:32], given[32:64], b"", 0, Shard(0, 1, 0, 1))
     out, back = (memoryview(bytearray(record_bytes(PROBE_BYTES))) for _ in range(2))
@@ -164,11 +164,11 @@ def round_trip(tier: Tier, remedy: str) -> Finding:
     return ok(f"{tier.name} trip", f"1 MiB there and back in {1000 * seconds:.1f} ms, the same bytes")
 
 
-# Does the object store answer, and does a record come back from it?
+# Checks that the object store answers and returns a record.
 
 
 def check_bucket(settings: Settings) -> Iterator[Finding]:
-    """Writes one record of 1 MiB under a prefix of its own, and removes it."""
+    """Check the object store with one record of 1 MiB under a separate prefix, and remove it."""
     given = settings.object.model_dump(exclude={"enabled", "write"})
     with closing(ObjectTier(**{**given, "prefix": f"{settings.object.prefix}/doctor"})) as tier:
         faults = "object.url, object.endpoint and the credentials, which must allow to list, get, put and delete"
@@ -184,7 +184,7 @@ BlockArray = np.ndarray[tuple[int, ...], np.dtype[np.uint16]]
 
 
 def check_round_trip(settings: Settings, place: Path) -> Iterator[Finding]:
-    """A small cache of its own in `place`, opened twice: the second time only the tiers that last have the blocks."""
+    """Check a small separate cache in `place`, opened twice: the second time only the durable tiers have the blocks."""
     small = _settings(settings, place)
     given = np.random.default_rng().integers(0, 1 << 16, _shape(), np.uint16)
     with closing(Cache(small)) as cache:
@@ -197,7 +197,7 @@ def check_round_trip(settings: Settings, place: Path) -> Iterator[Finding]:
 
 
 def _flush(cache: Cache) -> Iterator[Finding]:
-    """A finding where not every block is in the tiers below host memory."""
+    """Yield a finding where not every block is in the tiers below host memory."""
     report = cache.flush(TRANSFER_TIMEOUT_S)
     if report:
         return
