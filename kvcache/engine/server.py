@@ -87,7 +87,7 @@ class Server:
     async def _answer(
         self, request: Request, body: CompletionRequestBase, ask: Callable[[], list[list[int]]]
     ) -> Response:
-        """Answer a completion. `ask` returns the prompts, on another thread since a template or tokenizer may be slow."""
+        """Answer a completion. `ask` returns the prompts, in a thread since tokenizers may be slow."""
         if body.model != self._model:
             message = f"model {body.model!r}: not served here; there is {self._model!r}"
             return JSONResponse(
