@@ -18,10 +18,9 @@ One step:
    follows the choice of tokens, so that a first token does not wait for stores.
 5. Sequences that reached a stop or their limit finish, and release their pages.
 
-Alternatives. A production engine (vLLM, SGLang) would do the same work faster. It would bind the tests to its versions,
-its kernels and mostly to a GPU. The connectors cover those engines; this engine covers the cache itself, in plain torch
-on a CPU. Batches are flat, not padded: a row's logits must not depend on its neighbours, or answers with and without a
-cache could not be compared (layers.py).
+Alternatives. A production engine (vLLM, SGLang) is faster, and its versions change; the connectors cover those engines.
+This engine is plain torch and runs on a CPU, so that tests need no other engine. Batches are flat, not padded: a row's
+logits must not depend on its neighbours, or answers with and without a cache could not be compared (layers.py).
 
 Invariants:
 

@@ -90,7 +90,7 @@ def _mask(context: int, end: int, first: int, window: int, like: torch.Tensor) -
 # A matrix product whose rows do not depend on the number of rows beside them.
 #
 # On a CPU, the library behind `torch.nn.functional.linear` picks another kernel for small batches, so that a row's last
-# bits change with its neighbours. On processors of other makers than the library's, it also reaches a quarter of the
+# bits change with its neighbours. On processors of other makers than the library's, it is also slow: a quarter of the
 # memory's speed for one row, and half of the arithmetic speed for many. oneDNN, which torch carries and its compiler
 # uses, does neither once the weights are packed. Its one exception is a single row, computed here as two.
 

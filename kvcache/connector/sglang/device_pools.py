@@ -1,6 +1,6 @@
 """Describes SGLang's own pools of device memory: which pools a model has, and where their pages are.
 
-A pool of keys and values has one tensor for K and one for V a layer, and is described in the order that all engines
+A pool of keys and values has one tensor for K and one for V a layer. It is described in the order that all engines
 read. Other pools that SGLang can describe for its own linkers (states, indexers, compressed pools) are opaque pieces.
 Any other pool is refused, since a page that lacks a part gives wrong answers.
 """

@@ -81,7 +81,7 @@ class CacheLayout:
 
 
 def cache_layout(model: Any, block_tokens: int) -> CacheLayout:
-    """Return the layout of what the model caches for one token; LayoutError, with the reason, for other state."""
+    """Return the layout of what the model caches for one token; LayoutError for state that is no prefix."""
     config = model.config.get_text_config(decoder=True)
     other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES
     if model.config.is_encoder_decoder or getattr(model, "_is_stateful", False) or other:

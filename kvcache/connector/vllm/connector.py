@@ -28,11 +28,11 @@ processes connects to a daemon: the one in `address`, or one that the first proc
 
 Invariants:
 
-- A cache fault never fails a request. Hooks are guarded (guard.py), and an exception reads as an empty cache. Only an
-  unsupported configuration raises, at start. The scheduler sets `kv_load_failure_policy` to `recompute`, since vLLM
-  would fail a request whose blocks were not loaded.
+- A cache fault never fails a request. Hooks are guarded (guard.py), and an exception reads as an empty cache. Only the
+  start raises: for an unsupported configuration, invalid options, or a cache that cannot be opened. The scheduler sets
+  `kv_load_failure_policy` to `recompute`, since vLLM would fail a request whose blocks were not loaded.
 - A page is not overwritten while a store reads it. `handle_preemptions` waits for stores that read pages which the step
-  assigns. A store that does not end within a bounded time is cancelled.
+  assigns. After `STORE_WAIT_S` the store is cancelled, and its running copy is awaited for up to `COPY_TIMEOUT_S`.
 - A request whose load failed stores nothing until the scheduler has acknowledged the failure.
 - Blocks are found again only under the same identity: model, weights, layout, adapter, tenant, and the origin of the
   digests (identity.py, namespaces.py). A reset begins a new namespace.
