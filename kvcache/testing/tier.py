@@ -280,7 +280,7 @@ class TierContract:
         tier.remove(blocks[:3])
         assert intact(tier, blocks[3:])
 
-    # Room
+    # Capacity
 
     def test_room_is_what_can_be_written(self, own: Tier) -> None:
         fit = own.room(RECORD_BYTES)

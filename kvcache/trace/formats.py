@@ -85,7 +85,7 @@ class Trace:
 
     @property
     def unique(self) -> int:
-        """Number of different blocks; their numbers are all smaller."""
+        """Number of different blocks; every block number is below it."""
         return int(self.blocks.max()) + 1 if len(self.blocks) else 0
 
     def part(self, first: int, end: int) -> Trace:

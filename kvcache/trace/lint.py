@@ -1,9 +1,9 @@
 """Reports how much a log of prompts would reuse, and what limits it, from token ids alone and without a cache.
 
 Prompts are compared in order with all earlier ones, with unlimited memory: the upper bound for any cache of whole
-blocks. Where a prompt differs from an earlier one and soon continues like it, the text between breaks the prefix, and
-everything behind it is computed again. Breaks are grouped by the text that follows them. Then the prompts are replayed
-with each break moved to their end.
+blocks. Where a prompt differs from an earlier one and soon continues like it, the text between breaks the prefix.
+Everything behind the break is computed again. Breaks are grouped by the text that follows them. Then the prompts are
+replayed with each break moved to their end.
 """
 
 from __future__ import annotations
