@@ -117,7 +117,7 @@ def simulate(
     tiers: Annotated[
         str | None, typer.Option(help="Price a hierarchy instead: host:64GiB,nvme:2TiB, with rates nvme:2TiB@5GB.")
     ] = None,
-    measured_rates: Annotated[
+    measured: Annotated[
         Path | None,
         typer.Option(help="Rates where none is given: a file with `kvcache stats --json` of a cache.", exists=True),
     ] = None,
@@ -141,7 +141,7 @@ def simulate(
     except TypeError:
         raise ConfigError(f"{', '.join(options)}: not of this format; leave it out") from None
     if tiers is not None:
-        _price(played, _levels(tiers, measured_rates), policy or ["hazard"], token_bytes, prefill, as_json)
+        _price(played, _levels(tiers, measured), policy or ["hazard"], token_bytes, prefill, as_json)
         return
     rows: list[dict[str, Any]] = []
     for text in capacity:

@@ -147,9 +147,9 @@ def load_model(
     if dtype not in DTYPES:
         raise ModelError(f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
     directory = resolve_model(path, read_every_byte=read_every_byte)
+    architecture = Architecture.read(directory)
     revision = model_revision(directory, read_every_byte=read_every_byte)
     checkpoint = checkpoint_digest(directory)
-    architecture = Architecture.read(directory)
     weights = Weights.read(directory, architecture, dtype=DTYPES[dtype], device=device)
     if revision != model_revision(directory, read_every_byte=read_every_byte):
         raise ModelError(f"{directory}: the weights changed while they were read; start again")

@@ -47,7 +47,7 @@ def file(tmp_path: Path) -> Path:
     file = tmp_path / "kvcache.toml"
     file.write_text(
         '[host]\ncapacity_bytes = "16MiB"\n'
-        f'[nvme]\npath = "{tmp_path}/drive/nvme"\ncapacity_bytes = "64MiB"\nfree_floor_bytes = 0\n'
+        f'[nvme]\npath = "{tmp_path}/drive/nvme"\ncapacity_bytes = "64MiB"\nmin_free_bytes = 0\n'
     )
     return file
 
@@ -219,7 +219,7 @@ def test_software_by_the_distribution_that_brings_it() -> None:
             raise metadata.PackageNotFoundError(name)
         return there[name]
 
-    found = {finding.name: finding.found for finding in software.checks(version)}
+    found = {finding.name: finding.found for finding in software.check_software(version)}
     assert (found["cupy"], found["vllm"], found["sglang"]) == ("13.4.1", "0.11.0", "not installed")
     assert {"cupy": "13.4.1", "vllm": "0.11.0"}.items() <= software.versions(version).items()
     assert "numpy" not in software.versions(version)
@@ -240,7 +240,9 @@ def test_how_many_tokens_of_a_model_fit(tmp_path: Path) -> None:
 
     def found(capacity: str) -> Finding:
         host = {"capacity_bytes": capacity, "slab_bytes": "4KiB"}
-        findings = {f.name: f for f in room.checks(load(environ={}, host=host, nvme={"enabled": False}), tmp_path)}
+        findings = {
+            f.name: f for f in room.check_model_capacity(load(environ={}, host=host, nvme={"enabled": False}), tmp_path)
+        }
         assert set(findings) == {"model", "room in host"}
         return findings["room in host"]
 
@@ -251,7 +253,7 @@ def test_how_many_tokens_of_a_model_fit(tmp_path: Path) -> None:
 
 def test_a_model_that_is_none_is_a_finding(kv: Kv, file: Path, tmp_path: Path) -> None:
     code, out, _ = kv("doctor", str(file), "--model", str(tmp_path / "nowhere"))
-    assert (code, "fail  room" in out, "load from nvme" in out) == (1, True, True)
+    assert (code, "fail  model_capacity" in out, "load from nvme" in out) == (1, True, True)
 
 
 # what is never told

@@ -164,7 +164,7 @@ def test_quota_tells_of_a_daemon_what_each_may_ask_for(cache: Cache, kv: Any) ->
         "acme": {"bandwidth": 3 << 20, "operations": 1500.0, "moved_bytes": 5 << 20, "refused": 7},
         "new": {"bandwidth": None, "operations": None, "moved_bytes": 0, "refused": 0},
     }
-    cache.answers["rates"] = lambda _: {"rates": rates}
+    cache.control_handlers["rates"] = lambda _: {"rates": rates}
     _, out, _ = kv("quota")
     for word in ("3 MiB/s", "1,500/s", "5 MiB", "7", "new", "any"):
         assert word in out, out

@@ -28,7 +28,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of_bindings, "MAX_BOUND_NAMESPACES", 12)
     monkeypatch.setattr(of_bindings, "MAX_IDLE_NAMESPACES", 4)
     monkeypatch.setattr(of_bindings, "IDLE_EVICTION_BATCH", 2)
-    for module in ("session", "remote"):
+    for module in ("server.client_session", "client.request"):
         monkeypatch.setattr(f"kvcache.daemon.{module}.MAX_CLIENT_NAMESPACES", 8)
 
 
