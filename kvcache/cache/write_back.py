@@ -442,7 +442,8 @@ class WriteBackQueue:
 
     def _drop_for_capacity(self, held: HostRecord, reason: str) -> None:
         """Count and report that there was no space for this record."""
-        self._miss_explainer.dropped(self.tier.name, [held.address.signature], reason)
+        if held.address.name not in self._again:  # the first refusal is the reason that a later miss gives
+            self._miss_explainer.dropped(self.tier.name, [held.address.signature], reason)
         self._drop(held.address, reason)
 
     def _drop(self, address: Address, reason: str) -> None:

@@ -21,7 +21,6 @@ PAGE = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 
 SILENT = {
     "daemon": "a server, which answers over its socket",
-    "demo": "a performance to watch; --json FILE keeps its figures",
     "metrics alerts": "a file for Prometheus",
     "metrics grafana": "a file for Grafana",
     "serve": "a server, which answers over HTTP",

@@ -320,7 +320,7 @@ def test_a_client_that_is_gone_leaves_nothing(loopback: Within) -> None:
         r.match(list(range(32)))
         with cache.connected() as connection:
             number = r.number(connection)
-        with suppress(ConnectionAbortedError), connection.mover(30) as wire:
+        with suppress(ConnectionAbortedError), connection.transfer_wire(30) as wire:
             wire.send({"op": "store", "request": number, "first": 0, "end": 8}, timeout_s=30)
             message, _ = wire.receive(30)
             assert "wanted" in message

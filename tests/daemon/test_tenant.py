@@ -173,7 +173,7 @@ class TestApart:
                 known.match(tokens)
                 r._chain.packed = known._chain.packed
                 with beta.cache.connected() as connection:
-                    number = r.number(connection, tell=False)
+                    number = r.number(connection, resend=False)
                     found = connection.call("match", request=number, signatures=known._chain.packed)
                 if found["blocks"]:  # his own, the second time
                     r.load(4, engine.described, engine.ids(ids)).wait(60)
