@@ -21,7 +21,7 @@ def tensors(fill: float | None = None) -> np.ndarray:
     return made.astype("float32")
 
 
-def open_model(directory: str) -> tuple[kvcache.KVCache, kvcache.Bound]:
+def open_model(directory: str) -> tuple[kvcache.KVCache, kvcache.NamespaceHandle]:
     cache = kvcache.open(host__capacity_bytes="16MiB", nvme={"path": directory, "capacity_bytes": "64MiB"})
     return cache, cache.namespace(LAYOUT, model="example", revision="1")
 

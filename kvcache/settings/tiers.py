@@ -65,7 +65,7 @@ class Host(Section):
     )
     slab_bytes: Pages = Field(
         default_factory=_default_slab_bytes,
-        description="Size of an extent: a piece of the arena with one slot size and one tenant. A multiple of 4,096.",
+        description="Size of a slab: a region of the arena with one slot size and one tenant. A multiple of 4,096.",
         json_schema_extra=computed_default("256 MiB, or an eighth of the capacity if that is less"),
     )
     verify_arena: bool = Field(
