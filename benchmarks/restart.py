@@ -2,7 +2,7 @@
 
     restart/1e6             until the tier answers for 10^6 blocks that a checkpoint names
     restart/1e6/killed      the same, where as many entries as compaction allows stand behind it, one a frame
-    restart/1e6/cache       until the hierarchy's index knows them too, killed
+    restart/1e6/cache       until the cache's index has them too, killed
     restart/1e6/memory      bytes a block that the tier holds in memory, counted by the system
 
 The same for 1e4 and 1e5. The journal is as a real store leaves it; the segment files are of full size and hold nothing
