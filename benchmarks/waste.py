@@ -5,7 +5,7 @@ engine's own page pool, or as one piece a request, reserved when it begins, firs
 over the time in which requests come:
 
     waste/paged               pages of 16 tokens, prompts and answers of random lengths; peer: contiguous
-    waste/contiguous          pieces for the longest that the model can, since nobody knows how long an answer will be
+    waste/contiguous          pieces for the longest that the model can, since the length of an answer is unknown
     waste/contiguous/pow2     pieces for the next power of two of what the request will need
     waste/contiguous/exact    pieces for what the request will need, as if that were known
     waste/duplicate           blocks held more than once by agents of common instructions; peer: without sharing pages
