@@ -142,7 +142,7 @@ class Passed:
 
 
 def _best_s(call: Callable[[], object], runs: int = 5) -> float:
-    """Of this thread's processor time: a codec has one thread, whoever else is on the machine."""
+    """Of this thread's processor time: a codec has one thread, whatever else runs on the machine."""
     times = []
     for _ in range(runs):
         begun = time.thread_time()

@@ -169,7 +169,7 @@ def measure(name: str, payload_bytes: int, total_bytes: int, rounds: int, direct
             bare["write"].time(moved, lambda: plain("write", file, records))
             tier.remove(addresses)
             ours["write"].time(moved, lambda: (demand(tier.write(addresses, records)), tier.sync()))
-            if turn % 2:  # whoever reads second may find more in a cache below
+            if turn % 2:  # the second reader may find more in a cache below
                 other("read")
             bare["read"].time(moved, lambda: plain("read", file, records))
             for header, _ in records:

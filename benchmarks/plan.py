@@ -122,7 +122,7 @@ def measure(model: Model, server: Server, texts: list[list[int]], rate: float) -
 
 def settled(line: Line, engine: Engine, cache: Any, *, hurry: bool) -> None:
     """What the last request still has under way must not slow the next one of another engine. `hurry`: at any rate,
-    where nobody learns from what it takes."""
+    where no cache learns from the time it takes."""
     rate = line.rate
     if hurry:
         line.set(float("inf"))

@@ -47,7 +47,7 @@ SIZES = {
 
 
 class Watching(Hazard):
-    """Where there is room for all, nobody has to be weighed."""
+    """Where there is room for all, no block has to be weighed."""
 
     def values(self, evidence: Evidence) -> NDArray[np.float64]:
         return np.ones(evidence.reused.shape)

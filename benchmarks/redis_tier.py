@@ -70,7 +70,7 @@ class Raw:
         self._socket.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name))
         total = len(into) + len(b"$%d\r\n" % len(into)) + 2
         done = 0
-        while done < total:  # the few bytes around the value go over its start: nobody looks
+        while done < total:  # the few bytes around the value go over its start: no code reads them
             done += self._socket.recv_into(into, min(len(into), total - done))
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ def shortest(calls: dict[str, Callable[[], object]], rounds: int, before: Callab
             begun = time.perf_counter()
             calls[name]()
             times[name].append(time.perf_counter() - begun)
-        turns.rotate()  # nobody always comes after the same one
+        turns.rotate()  # no one side always follows the same other
     return {name: min(taken) for name, taken in times.items()}
 
 

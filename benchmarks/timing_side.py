@@ -1,7 +1,7 @@
 """Whether the time of an answer tells one tenant what another has stored.
 
 A daemon with two tenants. The victim stores prompts of 64 blocks; the spy knows all of them, and all of the victim's
-namespace, and asks for their very signatures among others that were never stored, one question at a time in random order,
+namespace, and asks for their very signatures among others that were never stored, one at a time in random order,
 and times each. Each question comes equally often, so that none is nearer to a processor's caches than another.
 
     gap/stored        between the medians of what the victim has and of nonsense; floor: of nonsense and nonsense

@@ -1,4 +1,4 @@
-"""The half of a side that does the work: answers questions until nobody asks any more.
+"""The half of a side that does the work: answers questions until its socket ends.
 
 A question is a line of JSON, `[verb, arguments]`, an answer another one, `{"value": ...}` or `{"error": ...}`. They go
 over a socket whose descriptor is the process's only argument, so that a library may print what it likes.
