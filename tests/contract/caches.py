@@ -74,3 +74,8 @@ def store(bound: Any, engine: Engine, tokens: list[int], ids: list[int], first_b
         transfer = r.store(engine.described, engine.ids(ids), first_block=first_block)
         assert transfer.wait(30)
     return transfer
+
+
+def settled(cache: Any, timeout_s: float = 60) -> bool:
+    """Whether no block waits for a lower tier after a flush; a full tier may have refused some."""
+    return not any(tier.waiting for tier in cache.flush(timeout_s).tiers.values())

@@ -22,6 +22,7 @@ from kvcache.os_env import Executor, InlineExecutor, OsEnv, ThreadExecutor
 from kvcache.settings.sources import load
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
+from tests.contract.caches import settled
 from tests.hierarchy.later import Later
 
 LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=256, dtype="fp32", block_tokens=4)  # 12 KiB a record
@@ -95,7 +96,7 @@ def test_events_add_up_to_the_counters(turns: list[tuple[int, int]], queue: int)
     with TemporaryDirectory() as place, closing(opened(Path(place), queue=queue)) as cache:
         for number, (chain, blocks) in enumerate(turns):
             turn(cache, chain, blocks, f"turn {number}")
-        assert cache.flush(30)
+        assert settled(cache)
         assert cache.check() == []
         events, count = cache.events.last(), cache.counters.get
 

@@ -98,7 +98,7 @@ def test_what_was_written_is_played_as_it_was_lived(tmp_path: Path, policy: str)
 
 def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
     with closing(kvcache.open(host__capacity_bytes="1MiB", nvme__enabled=False, control__enabled=False)) as cache:
-        assert isinstance(cache, kvcache.hierarchy.cache.Cache)  # type: ignore[attr-defined]
+        assert isinstance(cache, kvcache.cache.cache.Cache)  # type: ignore[attr-defined]
         assert cache.miss_explainer.on_request is None
 
 
