@@ -42,6 +42,7 @@ NAMES = [
     "Transfer",
     "UnreachableError",
     "__version__",
+    "layout_from_hf",
     "open",
 ]
 
@@ -82,12 +83,12 @@ def test_an_import_brings_nothing_but_itself_and_the_standard_library() -> None:
 
 
 def test_nothing_below_the_engines_needs_an_extra() -> None:
-    """Every module of the lower rooms and the whole command's frame, with the extras hidden and sockets watched."""
-    rooms = ("block", "codec", "transfer", "evict", "observe", "tier", "hierarchy")
+    """Every module of the lower packages and the whole command's frame, with the extras hidden and sockets watched."""
+    packages = ("block", "codec", "transfer", "evict", "observe", "index", "tier", "cache")
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         for path in sorted((ROOT / "kvcache").rglob("*.py"))
-        if path.parent == ROOT / "kvcache" or path.relative_to(ROOT).parts[1] in rooms
+        if path.parent == ROOT / "kvcache" or path.relative_to(ROOT).parts[1] in packages
     ]
     script = (
         "import importlib, sys\n"
