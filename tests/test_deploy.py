@@ -23,7 +23,7 @@ from kvcache.os_env import SystemClock
 from kvcache.settings.sources import load
 from kvcache.settings.types import parse_bytes
 from tests.daemon.authority import Authority
-from tests.template import render
+from tests.helm_template import render
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ from kvcache.transfer.copier import Copier
 from kvcache.transfer.cpu import CpuCopier, ReferenceCopier
 from kvcache.transfer.cuda.copier import CopyPath, CudaCopier
 from kvcache.transfer.cuda.crossover import NEVER, Crossover
-from tests.hierarchy.test_device import on_gpu
+from tests.cache.test_device import on_gpu
 from tests.transfer.cuda_on_cpu import HostDevice
 
 pytestmark = pytest.mark.filterwarnings("ignore:kvcache._native is not there")

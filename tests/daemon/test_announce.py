@@ -10,7 +10,7 @@ import pytest
 from kvcache.tier.tier import Outcome
 from tests.contract.caches import Engine
 from tests.daemon.house import LAYOUT, bound_to
-from tests.daemon.test_coming import PAGES, TOKENS, begin
+from tests.daemon.test_pending_stores import PAGES, TOKENS, begin
 from tests.daemon.within import Within, until
 
 

@@ -17,7 +17,7 @@ from kvcache.daemon.server.auth import Tenant
 from kvcache.observe.exporter import exposition
 from kvcache.settings.sources import load as load_settings
 from tests.daemon.house import bound_to, load, store
-from tests.daemon.test_meter import Turned
+from tests.daemon.test_rate_limit import Turned
 from tests.daemon.within import Within, until
 
 API = ("stats", "namespaces", "tenants", "agents", "prefixes", "events", "curve", "history", "info")

@@ -15,8 +15,8 @@ from kvcache.cli.explain import ADVICE, describe_story
 from kvcache.observe.reasons import REASONS
 from kvcache.os_env import OsEnv
 from kvcache.settings.sources import load
+from tests.cache.test_miss_explainer import LAYOUT, misses, pages, story, turn
 from tests.fault.disk import SimDisk
-from tests.hierarchy.test_why import LAYOUT, misses, pages, story, turn
 
 
 class Drive(SimDisk):

@@ -22,8 +22,8 @@ from kvcache.tier.redis import tier as module
 from kvcache.tier.redis.keys import KeyNames
 from kvcache.tier.redis.wire import RespConnection
 from kvcache.tier.tier import Outcome
+from tests.cache.test_shared_lookup import settled
 from tests.contract.test_cache import FULL, Engine, bind, store
-from tests.hierarchy.test_shared import settled
 from tests.peer.fleet import until
 from tests.peer.proxy import Proxy
 from tests.peer.server import MISSING, Server
@@ -172,7 +172,7 @@ def test_25_another_process_with_another_hash_seed_finds_it(tier: RedisTier, ser
     program = """
 import sys, kvcache
 from tests.contract.test_cache import FULL, Engine, bind, store
-from tests.hierarchy.test_shared import settled
+from tests.cache.test_shared_lookup import settled
 with kvcache.open(host__capacity_bytes="8MiB", nvme__enabled=False, control__enabled=False,
                   redis={"enabled": True, "url": sys.argv[1]}) as cache:
     with bind(cache, facts={"b": 1, "a": [2, "x"]}).request() as r:

@@ -21,7 +21,7 @@ from kvcache.os_env import OsEnv
 from kvcache.testing.tier import Clock
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
-from tests.calls import calls
+from tests.call_counts import calls
 from tests.fault.disk import SimDisk
 from tests.tier.blocks import RECORD_BYTES, buffer, chain, holds, record
 from tests.tier.stores import DAMAGED, DONE, MIB, NOT_FOUND, Open, change, inline, place, read, write

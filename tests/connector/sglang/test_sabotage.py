@@ -15,7 +15,7 @@ from kvcache.connector.sglang import pool_store as faults
 from kvcache.connector.sglang.lookup_leases import LookupLeases
 from kvcache.testing.naive_cache import NaiveCache
 from tests.connector.sabotage import FACE, WAYS, Sabotage
-from tests.connector.sglang.test_depot import chain, opened, pool, pool_store
+from tests.connector.sglang.test_pool_store import chain, opened, pool, pool_store
 
 ENDED_S = 10.0
 """Beyond which SGLang cannot stop its threads."""

@@ -16,7 +16,7 @@ from kvcache.connector.sglang.lookup_leases import LookupLeases
 from kvcache.connector.sglang.pool_store import lengths_with_last_pages
 from kvcache.errors import LayoutError
 from tests.connector.sglang.drives import Drive
-from tests.connector.sglang.test_depot import chain, opened, pool, pool_store
+from tests.connector.sglang.test_pool_store import chain, opened, pool, pool_store
 
 
 class Clock:

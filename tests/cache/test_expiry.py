@@ -17,9 +17,9 @@ from kvcache.settings.sources import load as load_settings
 from kvcache.testing.naive_cache import NaiveCache
 from kvcache.testing.tier import chain
 from kvcache.tier.tier import Outcome, Ticket
+from tests.cache.deferred_executor import Later
+from tests.cache.test_object_tier import load, settled
 from tests.contract.caches import FULL, HYBRID, Engine, bind, store
-from tests.hierarchy.later import Later
-from tests.hierarchy.test_object import load, settled
 from tests.peer.server import MISSING, empty
 
 MiB = 1 << 20

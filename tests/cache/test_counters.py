@@ -22,8 +22,8 @@ from kvcache.os_env import Executor, InlineExecutor, OsEnv, ThreadExecutor
 from kvcache.settings.sources import load
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
+from tests.cache.deferred_executor import Later
 from tests.contract.caches import settled
-from tests.hierarchy.later import Later
 
 LAYOUT = KVLayout.mha(layers=1, kv_heads=1, head_dim=256, dtype="fp32", block_tokens=4)  # 12 KiB a record
 BLOCKS = 8

@@ -10,10 +10,10 @@ import pytest
 from kvcache.cache.cache import Cache
 from kvcache.os_env import OsEnv
 from kvcache.settings.sources import load as load_settings
+from tests.cache.test_pins import flood, packed, pinned, there, tokens
+from tests.cache.test_usage import Clock
+from tests.cache.test_warm_restart import changed, left, taken
 from tests.daemon.house import bound_to, store
-from tests.hierarchy.test_legacy import changed, left, taken
-from tests.hierarchy.test_pins import flood, packed, pinned, there, tokens
-from tests.observe.test_uses import Clock
 
 EXTENT = 192 << 10
 """Sixteen records."""

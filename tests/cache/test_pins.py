@@ -12,8 +12,8 @@ from kvcache.cache.pins import MAX_PIN_S, PIN_DIVISOR
 from kvcache.errors import ConfigError
 from kvcache.os_env import OsEnv
 from kvcache.settings.sources import load
+from tests.cache.test_usage import Clock
 from tests.daemon.house import LAYOUT, bound_to, store
-from tests.observe.test_uses import Clock
 
 BLOCKS = 64
 """Records that fit into host: 12 KiB each."""

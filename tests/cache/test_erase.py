@@ -15,8 +15,8 @@ from kvcache.errors import ConfigError
 from kvcache.os_env import LocalDisk
 from kvcache.tier.host.arena import Region
 from kvcache.tier.redis.keys import part_key
+from tests.cache.test_object_tier import settled
 from tests.contract.caches import FULL, Engine, quiet, store
-from tests.hierarchy.test_object import settled
 from tests.peer.server import MISSING, Server, empty
 
 MiB = 1 << 20

@@ -21,7 +21,7 @@ from kvcache.index.block_run import BlockRun, place_of
 from kvcache.index.cost_classes import MAX_CLASSES, CostClass, CostClasses, ModelShape
 from kvcache.index.index import Index
 from kvcache.settings.sources import load
-from tests.hierarchy.test_room import EXTENT, INLINE, LARGE, SMALL, found, put
+from tests.cache.test_reclaim import EXTENT, INLINE, LARGE, SMALL, found, put
 
 KiB = 1 << 10
 SLOT = record_bytes(SMALL.block_bytes())

@@ -19,7 +19,7 @@ from kvcache.index.block_run import BlockRun, needs, place_of
 from kvcache.index.index import Index
 from kvcache.os_env import OsEnv, SystemClock
 from kvcache.tier.tier import Outcome
-from tests.hierarchy.test_why import LAYOUT, misses, opened, pages, story, turn
+from tests.cache.test_miss_explainer import LAYOUT, misses, opened, pages, story, turn
 
 SLOW_S = 10.0  # of the drive, for a block
 

@@ -24,7 +24,7 @@ from kvcache.transfer.copier import CopierRegistry
 from kvcache.transfer.cuda.copier import CudaCopier
 from kvcache.transfer.cuda.crossover import NEVER, Crossover
 from kvcache.transfer.pages import GroupPages
-from tests.hierarchy.later import Later
+from tests.cache.deferred_executor import Later
 from tests.transfer.cuda_on_cpu import HostDevice, LazyHostDevice
 
 LAYOUT = KVLayout.mha(layers=4, kv_heads=2, head_dim=8, dtype="fp32", block_tokens=4)  # 2 KiB a block

@@ -36,7 +36,7 @@ from kvcache.index.index import Index
 from kvcache.observe.metrics import Counters
 from kvcache.os_env import Disk, InlineExecutor, LocalDisk, OsEnv, SystemClock
 from kvcache.settings.sources import load
-from tests.hierarchy.test_room import SMALL, found, put
+from tests.cache.test_reclaim import SMALL, found, put
 
 KiB = 1 << 10
 

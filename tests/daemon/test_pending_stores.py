@@ -199,7 +199,7 @@ def test_a_client_that_dies_keeps_nobody_waiting(within: Within) -> None:
     program = (
         "import sys, threading, kvcache\n"
         "from tests.daemon.house import bound_to\n"
-        "from tests.daemon.test_coming import begin\n"
+        "from tests.daemon.test_pending_stores import begin\n"
         "cache, stands = kvcache.open(sys.argv[1], patience_s=30.0), threading.Event()\n"
         "for _ in range(2): cache.executor.submit(stands.wait)\n"
         "begin(bound_to(cache))\n"

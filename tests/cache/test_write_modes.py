@@ -135,8 +135,8 @@ _ANOTHER = """
 import hashlib, json, sys
 from pathlib import Path
 from tests.contract.caches import FULL, Engine, bind
-from tests.hierarchy.test_object import settled
-from tests.hierarchy.test_write_modes import open_cache
+from tests.cache.test_object_tier import settled
+from tests.cache.test_write_modes import open_cache
 engine, said = Engine(FULL), []
 flow = {"lookup_timeout_s": 60, "deadline_s": 60}
 with open_cache(Path(sys.argv[1]), "write_back", "object", 8 << 20, **flow) as cache:

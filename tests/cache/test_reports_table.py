@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-HERE = "tests/hierarchy/test_reports.py"
+HERE = "tests/cache/test_reports.py"
 
 ROWS: dict[str, tuple[str, ...]] = {
     "a salt was ignored (2878, 4825)": (f"{HERE}::test_names_that_others_fold_together_stay_apart",),
@@ -27,7 +27,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "tests/block/test_vectors.py::test_chains",
     ),
     "ranks packed into eight bits": (f"{HERE}::test_ranks_of_any_world_size_have_addresses_of_their_own",),
-    "code taken from the network (5128)": ("tests/hierarchy/test_reports_table.py::test_nothing_runs_what_it_reads",),
+    "code taken from the network (5128)": ("tests/cache/test_reports_table.py::test_nothing_runs_what_it_reads",),
     "a read lease that ran out in a queue (4691, 4137, vLLM 35931)": (
         f"{HERE}::test_what_was_promised_long_ago_is_served_or_a_clean_miss",
     ),
@@ -35,7 +35,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "a timestamp for each hash ever seen": (f"{HERE}::test_memory_does_not_grow_with_what_was_ever_seen",),
     "pages given away under a store (2706, 4612, 4822, vLLM 52360)": (
         f"{HERE}::test_pages_that_change_after_a_store_is_done_do_not_change_what_was_stored",
-        "tests/hierarchy/test_device.py::test_a_store_waits_for_what_was_computed_and_a_load_for_what_is_read",
+        "tests/cache/test_device.py::test_a_store_waits_for_what_was_computed_and_a_load_for_what_is_read",
     ),
     "ranks that disagree after an eviction (1379, 1467, 1101)": (
         f"{HERE}::test_a_block_that_one_rank_lost_is_no_hit_for_any",
@@ -45,7 +45,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "crashes under concurrency (3536, 3406)": (f"{HERE}::test_eviction_lookups_and_loads_in_threads",),
     "types of ctypes that leak with each call (3767)": (
-        "tests/hierarchy/test_reports_table.py::test_no_type_is_made_within_a_call",
+        "tests/cache/test_reports_table.py::test_no_type_is_made_within_a_call",
     ),
 }
 

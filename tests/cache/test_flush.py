@@ -16,7 +16,7 @@ from kvcache.cache.api import TierFlush
 from kvcache.cache.cache import Cache
 from kvcache.testing.memory_tier import MemoryTier
 from kvcache.tier.tier import Op, Outcome, Segments, Ticket
-from tests.hierarchy.test_bursts import open_host, put
+from tests.cache.test_bursts import open_host, put
 
 FIRST, SECOND = list(range(32)), [1000 + t for t in range(32)]  # eight blocks each
 

@@ -19,7 +19,7 @@ from kvcache.os_env import InlineExecutor, OsEnv
 from kvcache.settings.sources import load
 from kvcache.tier.tier import Outcome
 from kvcache.transfer.pages import GroupPages
-from tests.calls import calls
+from tests.call_counts import calls
 from tests.contract.caches import settled
 
 KiB = 1 << 10

@@ -13,8 +13,8 @@ import pytest
 import kvcache
 from kvcache.block.record import ENCRYPTION, PARENT, read_header, with_field
 from kvcache.errors import ConfigError
+from tests.cache.test_object_tier import load
 from tests.contract.caches import FULL, Engine, bind, quiet, store
-from tests.hierarchy.test_object import load
 from tests.peer.server import MISSING, empty
 
 pytest.importorskip("cryptography", reason="encryption needs cryptography")
