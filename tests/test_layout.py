@@ -275,7 +275,7 @@ def test_an_import_against_the_order_is_found(module: str, source: str) -> None:
         ("kvcache.block.chain", "import os, json\nfrom kvcache import native\nfrom kvcache.block.layout import Shard"),
         ("kvcache.settings.sources", "from kvcache.settings import Settings\nfrom kvcache.errors import ConfigError"),
         ("kvcache.tier.nvme.tier", "from kvcache.tier.nvme import journal\nfrom kvcache.tier.tier import Tier"),
-        ("kvcache.connector.vllm.connector", "import kvcache"),
+        ("kvcache.connector.vllm.shared_cache", "import kvcache"),
         ("kvcache.cli.main", "import kvcache.cache.cache"),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -23,18 +23,19 @@ from kvcache.connector.vllm.identity import (
     BlockDigests,
     DigestOrigin,
     NamespaceKey,
+    model_facts,
+    model_name_and_revision,
     read_every_byte,
     unnamed_reason,
 )
-from kvcache.connector.vllm.kv_layout import ModelIdentity, Rank
+from kvcache.connector.vllm.kv_layout import ModelIdentity, Rank, combine_ranks
 from kvcache.connector.vllm.metadata import LOAD_FAILED, ConnectorMetadata, HandshakeMetadata, TransferSpec
-from kvcache.connector.vllm.model_identity import build_model_identity
-from kvcache.connector.vllm.namespaces import Namespaces
+from kvcache.connector.vllm.namespaces import Namespaces, share_model
 from kvcache.connector.vllm.observe_mode import ObserveMode
 from kvcache.connector.vllm.request_state import RequestOptions, RequestState, Uncached, tokens_by_tier
 from kvcache.connector.vllm.step_timer import StepTimer
 from kvcache.daemon.client.request import UNREACHABLE
-from kvcache.errors import KVCacheError
+from kvcache.errors import KVCacheError, LayoutError
 from kvcache.observe.reasons import meaning
 
 _log = logging.getLogger("kvcache.connector.vllm")
@@ -414,3 +415,24 @@ class ConnectorScheduler:
         for state in self.requests.values():
             state.close()
         self.requests.clear()
+
+
+def build_model_identity(config: Any, options: Options, ranks: Mapping[Rank, HandshakeMetadata]) -> ModelIdentity:
+    """Return the identity, from what every rank reports of its pages.
+
+    Raises:
+        LayoutError, ModelError: the blocks cannot be cached; the message says why.
+    """
+    refusals = sorted({rank.refusal for rank in ranks.values() if rank.refusal})
+    if refusals:
+        raise LayoutError("; ".join(refusals))
+    layout, shards, vllm_groups, packing = combine_ranks(
+        {rank: handshake.shapes for rank, handshake in ranks.items()}, replicas=next(iter(ranks.values())).replicas
+    )
+    if options.share_across_engines:
+        return share_model(config, options, ModelIdentity("", "", {}, layout, shards, vllm_groups))
+    name, revision = model_name_and_revision(config, options)
+    facts = model_facts(config) | {"packing": packing}
+    if any(kind != "plain" for kind in packing):
+        facts["version"] = version.VERSION  # another version may pack differently
+    return ModelIdentity(name, revision, facts, layout, shards, vllm_groups)

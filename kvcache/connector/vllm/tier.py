@@ -29,9 +29,9 @@ from kvcache.block.layout import Group, KVLayout
 from kvcache.cache.api import Hit, NamespaceHandle, Request
 from kvcache.connector.vllm import version
 from kvcache.connector.vllm.config import TierOptions, parse_options
-from kvcache.connector.vllm.connector import open_tier_cache
 from kvcache.connector.vllm.guard import GuardedTransfer, call_guarded, log_once
 from kvcache.connector.vllm.identity import checkpoint_of, resolve_revision
+from kvcache.connector.vllm.shared_cache import open_tier_cache
 from kvcache.errors import ModelError
 from kvcache.transfer.pages import GroupPages
 
